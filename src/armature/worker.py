@@ -175,7 +175,8 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
     progress, checks = RestoreProgress(), stock_callbacks.CheckCallbacks(cfg)
     errors, page = RecordError(cfg), run_report.RunReport(cfg, step_log, limits=limits)
     decided = partial(manual.check_unchanged, task.automatic_optimization, batches.accumulate)
-    first = [errors, checks, heartbeat, progress, SameHeldOutData(), guard, step_log, Unsynced()]
+    held_out = SameHeldOutData(tests=cfg.trainer.test_at_end)
+    first = [errors, checks, heartbeat, progress, held_out, guard, step_log, Unsynced()]
     trainer = Trainer(
         strategy=strategy,
         callbacks=[*first, *chosen, checkpointing, stop, display, page],

@@ -40,6 +40,7 @@ from armature.data.loaders import Draw
 from armature.data.sampler import DrawnSampler
 from armature.errors import ConfigError
 from armature.parallel import process_group
+from armature.training.same_data import SameHeldOutData
 from tests.data.test_data_module import RestoreProgress, SaveEveryStep
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*")
@@ -521,6 +522,79 @@ def test_ranks_with_other_data_are_refused_on_all_ranks(rank, same, where):
         data.train_dataloader()
 
 
+class TrainOnly(L.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(Numbers(), 4)
+
+
+class DocumentedTest(TrainOnly):
+    """As in Lightning's documentation: the test's samples are there after `setup("test")`."""
+
+    def setup(self, stage):
+        if stage == "test":
+            self.samples = Numbers(9)
+
+    def test_dataloader(self):
+        return DataLoader(self.samples, 2)
+
+
+class Sifted(IterableDataset):
+    """Leaves out samples by chance."""
+
+    def __iter__(self):
+        return (i for i in range(1000) if random.random() < 0.5)
+
+
+class StreamedTest(TrainOnly):
+    def test_dataloader(self):
+        return [DataLoader(Sifted(), 2)] * 2
+
+
+def before_training(module, *, same=True, rank=0, ranks=2):
+    strategy: Any = OneOf(rank, ranks)
+    strategy.reduce_boolean_decision = lambda decision: decision
+    strategy.broadcast = lambda obj, src=0: obj if same else "other"
+    data = PlainData(module, seed=5)
+    data.setup("fit")
+    data.trainer = SimpleNamespace(strategy=strategy, limit_test_batches=1.0)
+    return data
+
+
+def test_test_data_are_checked_before_training_if_they_are_there(tmp_path):
+    for module, number in ((Plain(), 1), (StreamedTest(), 2), (DocumentedTest(), None), (TrainOnly(), None)):
+        data = before_training(module)
+        assert data.check_test() == number
+        assert "test" not in data._read
+        assert not data._loaders
+    with pytest.raises(ConfigError, match=r"Plain has other test data on rank 1 .* trainer.test_at_end=false"):
+        before_training(Plain(), same=False, rank=1).check_test()
+    with pytest.raises(ConfigError, match="Plain has 9 samples for test, but 2 ranks"):
+        before_training(Plain(batch_size=1)).check_test()
+    module = Plain()
+    module.test_dataloader = lambda: DataLoader(Numbers(9), 2, sampler=Stateful())
+    with pytest.raises(ConfigError, match=r"Plain.test_dataloader: Stateful draws other samples the second time"):
+        before_training(module, ranks=1).check_test()
+
+
+class SeveralLoaders(L.LightningModule):
+    def test_step(self, batch, batch_idx, dataloader_idx):
+        pass
+
+
+@pytest.mark.parametrize(("tests", "limit"), [(True, 1.0), (False, 1.0), (True, 0)])
+def test_hooks_that_do_not_fit_the_number_of_test_loaders_are_refused_before_training(tests, limit):
+    data = before_training(Plain(), ranks=1)
+    trainer: Any = SimpleNamespace(
+        datamodule=data, val_dataloaders=None, limit_test_batches=limit, callbacks=[], lightning_module=SeveralLoaders()
+    )
+    check = SameHeldOutData(tests=tests)
+    if not (tests and limit):
+        check.on_train_start(trainer, trainer.lightning_module)
+        return
+    with pytest.raises(ConfigError, match=r"SeveralLoaders.test_step.*there is one test loader"):
+        check.on_train_start(trainer, trainer.lightning_module)
+
+
 class Opaque(IterableDataset):
     """Its records have a repr of their own in each process, as pictures have."""
 
@@ -610,11 +684,6 @@ def test_keys_that_the_class_does_not_take_are_the_adapters():
     data.setup("fit")
     assert (data.module.hparams["size"], data.module.hparams["num_workers"]) == (12, 1)
     assert (data.global_batch_size, data.batches.accumulate, data.seed, data.train_size) == (3, 3, 3, 12)
-
-
-class TrainOnly(L.LightningDataModule):
-    def train_dataloader(self):
-        return DataLoader(Numbers(), 4)
 
 
 def test_loaders_that_the_module_lacks_are_not_claimed():
@@ -757,13 +826,6 @@ def test_an_endless_iterable_dataset_is_refused_or_limited(monkeypatch):
     with pytest.raises(ConfigError, match=r"Never has no __len__ and did not end .* armature.data.stream.Stream"):
         _ = data.train_size
     assert Streamed(global_batch_size=4, train_limit=8).train_size == 8
-
-
-class Sifted(IterableDataset):
-    """Leaves out samples by chance."""
-
-    def __iter__(self):
-        return (i for i in range(1000) if random.random() < 0.5)
 
 
 def test_an_iterable_dataset_of_varying_length_is_refused(monkeypatch):

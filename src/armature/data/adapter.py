@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from hydra.utils import get_object, instantiate
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, IterableDataset
 from typing_extensions import override
 
 from armature import files
@@ -27,10 +28,12 @@ from armature.data.loaders import OF_WORKERS, ReadLoader, read_loader
 from armature.data.one_process import OneProcess
 from armature.data.prefetch import TRANSFER_HOOKS, UnchangedLoader
 from armature.data.sampler import DrawnSampler, TrainSampler
-from armature.data.samples import seeded
+from armature.data.samples import preserved_generators, seeded
 from armature.data.stream import Stream
 from armature.data.users_view import UsersView
 from armature.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 
 def build(cfg: DictConfig) -> DataModule:
@@ -179,12 +182,12 @@ class PlainData(DataModule):
     def state_dict(self) -> dict[str, Any]:
         read: ReadLoader = self._read["train"]
         drawn = {} if read.draw is None else read.draw.state_dict(since=self._drawn_epoch(self.epoch_position()[0]))
-        own = {"module": self.module.state_dict(), "classes": _class_names(read.dataset), "drawn": drawn}
+        own = {"module": self.module.state_dict(), "classes": labels.of_dataset(read.dataset), "drawn": drawn}
         return {**super().state_dict(), **own}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        then, now = state_dict.get("classes"), _class_names(self._read["train"].dataset)
+        then, now = state_dict.get("classes"), labels.of_dataset(self._read["train"].dataset)
         if then and now and then != now:
             raise ConfigError(
                 "data: the classes are no longer those that the checkpoint was trained with: "
@@ -206,7 +209,7 @@ class PlainData(DataModule):
 
     @override
     def save_assets(self, run_dir: Path) -> None:
-        if (names := _class_names(self._read["train"].dataset)) is not None:
+        if (names := labels.of_dataset(self._read["train"].dataset)) is not None:
             files.replace(run_dir / labels.CLASSES_FILE, json.dumps({"classes": names}, indent=2) + "\n")
 
     @override
@@ -215,7 +218,7 @@ class PlainData(DataModule):
 
     def _check_classes(self, read: ReadLoader, name: str) -> None:
         """Raise ConfigError for targets that mean other classes than in the training data."""
-        then, now = self._saved_classes or [], _class_names(read.dataset) or []
+        then, now = self._saved_classes or [], labels.of_dataset(read.dataset) or []
         numbers = {each: i for i, each in enumerate(then)}
         if any(numbers.get(each, i) != i for i, each in enumerate(now)):  # new ones and lacking last ones do no harm
             raise ConfigError(
@@ -314,10 +317,37 @@ class PlainData(DataModule):
         _for_each(self._check_classes, read, split)
         return _for_each(self._replace, read, split)
 
-    def _read_loaders(self, split: Split, *, predicting: bool = False) -> Any:
+    def check_test(self) -> int | None:
+        """Raise ConfigError for test data that cannot be tested on, before training, so that no run is lost to them.
+
+        Return the number of loaders, or None if there is no test, or it needs `setup("test")`: that may take long, or
+        free what training reads. All ranks call this together.
+        """
+        try:
+            loaders = self._loaders_of("test")
+        except Exception as error:
+            log.debug("%s.test_dataloader() failed before training: %s", type(self.module).__name__, error)
+            loaders = None
+        if not self.trainer.strategy.reduce_boolean_decision(loaders is not None):
+            return None
+        each: list[Any] = []
+        _for_each(lambda loader, _: each.append(getattr(loader, "dataset", None)), loaders, "test")
+        if not any(isinstance(dataset, IterableDataset) and not hasattr(dataset, "__len__") for dataset in each):
+            self._read_loaders("test", given=loaders)
+            with preserved_generators():
+                self.test_dataloader()
+            self.check_ranks_agree("test")
+            # the test reads them anew, after `setup("test")`
+            del self._read["test"]
+            self._ranks_agree.discard("test")
+            self._loaders = {key: made for key, made in self._loaders.items() if key[0].partition("/")[0] != "test"}
+        return len(each)
+
+    def _read_loaders(self, split: Split, *, predicting: bool = False, given: Any = None) -> Any:
         key = "predictions" if predicting else split
         if key not in self._read:
-            loaders, owner = self._loaders_of(split), f"{type(self.module).__name__}.{split}_dataloader"
+            loaders = self._loaders_of(split) if given is None else given
+            owner = f"{type(self.module).__name__}.{split}_dataloader"
 
             def read(loader: Any, _: str) -> ReadLoader:
                 return read_loader(loader, owner=owner, seed=self.seed, predicting=predicting)
@@ -379,16 +409,6 @@ class PlainData(DataModule):
                 + (" Without a test at the end: trainer.test_at_end=false." if split == "test" else "")
             )
         self._ranks_agree.add(split)
-
-
-def _class_names(dataset: Any) -> list[str] | None:
-    """Return the attribute `classes` of a dataset, as torchvision's have it: names in the order of their numbers."""
-    while isinstance(dataset, Subset):
-        dataset = dataset.dataset
-    names = getattr(dataset, "classes", None)
-    if isinstance(names, list | tuple) and names and all(isinstance(name, str) for name in names):
-        return list(names)
-    return None
 
 
 def _for_each(function: Callable[[Any, str], Any], loaders: Any, name: str) -> Any:

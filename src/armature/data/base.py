@@ -72,8 +72,7 @@ class DataModule(L.LightningDataModule):
         self.limit_train_batches: int | float | None = None  # global batches per epoch, or a share of it
         self._datasets: dict[Split, Dataset[Any] | Stream] = {}
         self._loaders: dict[Any, DataLoader[Any]] = {}
-        self._empty: set[str] = set()  # loaders that have been named
-        self._said_steps = False
+        self._empty, self._said_steps = set[str](), False  # loaders that have been named; `_say_steps` has spoken
         self.left_out: list[tuple[int, int]] = []
         self._first_size: int | None = None  # training samples, before hooks could change the dataset
         self._resumed = (0, 0)  # (samples, global batches) seen when this run began

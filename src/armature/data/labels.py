@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data import Subset
 from typing_extensions import override
 
 from armature import files
@@ -109,6 +110,16 @@ class LabeledData(DataModule):
                 "samples of unknown classes, leave the classes out."
             )
         return [number[name] for name in found]
+
+
+def of_dataset(dataset: Any) -> list[str] | None:
+    """Return the attribute `classes` of a dataset, as torchvision's have it: names in the order of their numbers."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    names = getattr(dataset, "classes", None)
+    if isinstance(names, list | tuple) and names and all(isinstance(name, str) for name in names):
+        return list(names)
+    return None
 
 
 def difference(then: list[str], now: list[str]) -> str | None:

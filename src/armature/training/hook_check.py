@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+import lightning.pytorch as L
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from armature.errors import ConfigError
@@ -71,6 +72,14 @@ def problems_of(owner: Any, base: type) -> list[str]:
     """
     found = (_problem(owner, name, base, _calls(name, getattr(base, name))) for name in _hooks(base))
     return [each for each in found if each is not None]
+
+
+def check_loaders(trainer: Any, *, stage: str, several: bool) -> None:
+    """Raise ConfigError for hooks of evaluated batches that cannot be called with this number of loaders."""
+    owners = [(trainer.lightning_module, L.LightningModule), *((each, L.Callback) for each in trainer.callbacks)]
+    of_owners = [loader_problems(owner, base, stage=stage, several=several) for owner, base in owners]
+    if found := [each for of_owner in of_owners for each in of_owner]:
+        raise ConfigError(found)
 
 
 def loader_problems(owner: Any, base: type, *, stage: str, several: bool) -> list[str]:
