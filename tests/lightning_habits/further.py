@@ -4,6 +4,7 @@ from tests.lightning_habits.cells import ALL, SINGLE, STOCK, callback, regressio
 
 WHOLE = ("single", "ddp2")  # under fsdp torch cannot compute their step, and the message says so
 APART = dict.fromkeys(("ddp2", "fsdp2"), "other training data on")
+SAMPLES_APART = dict.fromkeys(("ddp2", "fsdp2"), "other training samples on")
 HELD_OUT_APART = dict.fromkeys(("ddp2", "fsdp2"), "other validation data on")
 LEFT_OUT = dict.fromkeys(("ddp2", "fsdp2"), "Leave 1 of them out")
 
@@ -21,8 +22,11 @@ FURTHER = [
     regression("out_of_order", data="loaders.OutOfOrder"),
     regression("with_replacement", data="loaders.WithReplacement"),
     regression("own_distributed_sampler", data="loaders.OwnDistributedSampler", refused=APART, sample=("ddp2",)),
-    regression("node_stream", data="loaders.NodeStream", refused=APART),
-    regression("node_stream_held_out", data="loaders.NodeStreamHeldOut", refused=HELD_OUT_APART),
+    regression("shuffled_by_rank", data="loaders.ShuffledByRank", refused=SAMPLES_APART, sample=("ddp2",)),
+    regression("node_stream", data="loaders.NodeStream", refused=SAMPLES_APART),
+    regression("node_stream_held_out", data="loaders.NodeStreamHeldOut",
+        refused=dict.fromkeys(("ddp2", "fsdp2"), "other validation samples on"),
+    ),
     regression(
         "shard_held_out", "regression.TwoLoaders", data="loaders.ShardHeldOut", refused=HELD_OUT_APART, sample=("ddp2",)
     ),

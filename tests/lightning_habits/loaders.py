@@ -168,6 +168,15 @@ class ShardTest(Vectors):
         return DataLoader(self.test, batch_size=8, sampler=WeightedDistributed(torch.linspace(0.1, 1, 16)))
 
 
+class ShuffledByRank(Vectors):
+    """A dataset that shuffles itself, on each rank by another seed."""
+
+    def setup(self, stage=None):
+        super().setup(stage)
+        order = np.random.default_rng(rank_and_size()[0]).permutation(48).tolist()
+        self.train = data.Samples(self.sample, order)
+
+
 class OneByOne(Vectors):
     """As for pictures of unequal sizes."""
 

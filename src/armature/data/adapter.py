@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import json
 import logging
@@ -20,7 +19,7 @@ from torch.utils.data import Dataset, IterableDataset
 from typing_extensions import override
 
 from armature import files
-from armature.data import labels, memory
+from armature.data import labels, memory, ranks_agree
 from armature.data.base import DataModule, Split
 from armature.data.batching import LOADER_KEYS
 from armature.data.eval_loader import check_padding
@@ -391,23 +390,13 @@ class PlainData(DataModule):
         """
         if self._rank_and_ranks()[1] == 1 or split in self._ranks_agree:
             return
-        described: list[Any] = []
-        _for_each(
-            lambda read, name: described.append((name, len(read.dataset), read.describe())), self._read[split], split
-        )
-        size = self.train_size if split == "train" else sum(length for _, length, _ in described)
-        own = hashlib.sha256(repr((size, described)).encode()).hexdigest()
-        strategy, rank = self.trainer.strategy, self._rank_and_ranks()[0]
-        same = own == strategy.broadcast(own)
-        if not strategy.reduce_boolean_decision(same):
-            where = "another rank" if same else f"rank {rank}"
-            kind = {"train": "training", "val": "validation"}.get(split, split)
-            raise ConfigError(
-                f"data: {type(self.module).__name__} has other {kind} data on {where} than on rank 0 "
-                f"({size} samples on rank {rank}). Let every rank have all samples, in the same order: they are "
-                "divided over the ranks later, and draw from no generator of its own in them."
-                + (" Without a test at the end: trainer.test_at_end=false." if split == "test" else "")
-            )
+        reads: list[tuple[str, ReadLoader]] = []
+        _for_each(lambda read, name: reads.append((name, read)), self._read[split], split)
+        ranks_agree.check(
+            reads, strategy=self.trainer.strategy, rank=self._rank_and_ranks()[0], owner=type(self.module).__name__,
+            split=split, size=self.train_size if split == "train" else sum(len(read.dataset) for _, read in reads),
+            seed=self.seed, num_workers=self._typed["num_workers"], fresh=self._resumed == (0, 0),
+        )  # fmt: skip
         self._ranks_agree.add(split)
 
 

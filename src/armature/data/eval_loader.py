@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from armature.data.sampler import EvalSampler
-from armature.data.samples import has_targets
+from armature.data.samples import collated, has_targets, preserved_generators
 from armature.errors import ConfigError
 
 
@@ -75,8 +75,18 @@ def check_padding(loader: Any, *, name: str, owner: str, trainer: Any) -> None:
 
 
 def _one_sample(loader: DataLoader[Any]) -> Any:
-    """Return a batch of one sample, read where the loader reads: a dataset may open its file there alone."""
-    own = {"num_workers": 1, "multiprocessing_context": loader.multiprocessing_context} if loader.num_workers else {}
-    return next(iter(DataLoader(
-        loader.dataset, batch_sampler=[[0]], collate_fn=loader.collate_fn, worker_init_fn=loader.worker_init_fn, **own
-    )))  # fmt: skip
+    """Return a batch of one sample."""
+    names = ("num_workers", "multiprocessing_context", "worker_init_fn")
+    return read_once(loader.dataset, [0], **{name: getattr(loader, name) for name in names})
+
+
+def read_once(
+    samples: Any, keys: list[int], *, num_workers: int, worker_init_fn: Any, multiprocessing_context: Any
+) -> Any:
+    """Return a batch, read where a loader with these options reads: a dataset may open its file there alone."""
+    own = {"num_workers": 1, "multiprocessing_context": multiprocessing_context} if num_workers else {}
+    with preserved_generators():
+        (batch,) = DataLoader(
+            samples, batch_sampler=[keys], collate_fn=collated, worker_init_fn=worker_init_fn, **own
+        )  # fmt: skip
+    return batch

@@ -70,10 +70,6 @@ class IterableStream(Stream):
         with seeded(""):
             return list(itertools.islice(self._records(0), FIRST))
 
-    def describe(self) -> int:
-        """Return a digest of the first records, which is the same on each rank that has the same ones."""
-        return alike.digest(self.first_records())
-
     def drop_last(self, batch_size: int) -> None:
         """Leave out the samples after the last whole batch."""
         self._size -= self._size % batch_size

@@ -25,8 +25,9 @@ from torch.utils.data import (
     Subset,
 )
 
-from armature.data import iterable
-from armature.data.samples import seed_of, seeded
+from armature.data import alike, iterable
+from armature.data.eval_loader import read_once
+from armature.data.samples import BeginWorker, Samples, seed_of, seeded
 from armature.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -192,14 +193,37 @@ class ReadLoader:
     draw: Draw | None = None
     shuffled: bool = False
 
-    def describe(self) -> Any:
-        """Return something whose repr is the same for the same data."""
+    def describe(self) -> list[Any]:
+        """Return something whose repr is the same for the same data: which samples, and in which order."""
         found: list[Any] = [None if self.draw is None else self.draw(0).tolist()]
         dataset = self.dataset
         while isinstance(dataset, Subset):
             found.append(list(dataset.indices))
             dataset = dataset.dataset
-        return found, dataset.describe() if isinstance(dataset, iterable.IterableStream) else None
+        return found
+
+    def sketch(self, *, seed: int, num_workers: int, fresh: bool, times: int = 1) -> list[Any]:
+        """Return sketches of some samples (data/alike.py), with the same random numbers each time.
+
+        Args:
+            num_workers: whether the loader reads in processes of its own.
+            fresh: the run begins. In a resumed one, datasets that count how often they are read would be disturbed.
+            times: how often they are read, in one process: a generator that a dataset keeps draws on there.
+        """
+        if isinstance(self.dataset, iterable.IterableStream):
+            return _sketches([record for _ in range(times) for record in self.dataset.first_records()])
+        if not fresh or not (size := len(self.dataset)):
+            return []
+        samples = Samples(self.dataset, size=size, seed=seed, training=False, collate_fn=_sketches, foreign=True)
+        return read_once(
+            samples, sorted({0, size // 2, size - 1}) * times, num_workers=num_workers,
+            worker_init_fn=BeginWorker(self.options["worker_init_fn"]),
+            multiprocessing_context=self.options["multiprocessing_context"],
+        )  # fmt: skip
+
+
+def _sketches(samples: list[Any]) -> list[Any]:
+    return [leaf for sample in samples for leaf in alike.sketch(sample)]
 
 
 def read_loader(
