@@ -88,6 +88,10 @@ STREAMS = [
     regression(
         "hard_examples_inside", "streams.SetsWeightsInside", data="streams.HardExamples", sample=("single", "ddp2")
     ),
+    regression(
+        "hard_examples_apart", "streams.SetsOwnWeights", data="streams.HardExamples", sample=("ddp2",),
+        refused=dict.fromkeys(("ddp2", "fsdp2"), "WeightedRandomSampler draws other samples on"),
+    ),
     regression("hard_examples_uneven", "streams.SetsWeightsInside", data="streams.UnevenHardExamples"),
     regression("sampler_weights", "streams.SetsSamplerWeights", data="streams.HardExamples"),
     regression("loader_attributes", "streams.LoaderAttributes", data="plain.Vectors"),

@@ -169,6 +169,13 @@ class SetsWeightsInside(Regressor):
             self.trainer.datamodule.weights.copy_(torch.linspace(0.1, 1 + self.trainer.global_step, 48))
 
 
+class SetsOwnWeights(Regressor):
+    """The weights follow what this rank has seen alone."""
+
+    def on_train_epoch_end(self):
+        self.trainer.datamodule.weights.copy_(torch.linspace(0.1, 1 + self.global_rank, 48))
+
+
 class UnevenHardExamples(HardExamples):
     """Steps that take samples of two epochs."""
 

@@ -399,6 +399,14 @@ class PlainData(DataModule):
         )  # fmt: skip
         self._ranks_agree.add(split)
 
+    def check_draw(self) -> None:
+        """Raise ConfigError, on all ranks, if a sampler draws other samples on them. Called by all as epochs begin."""
+        read: ReadLoader = self._read["train"]
+        rank, ranks = self._rank_and_ranks()
+        if ranks > 1 and read.draw is not None:
+            epoch = self._drawn_epoch(self.epoch_position()[0])
+            ranks_agree.check_draw(read.draw, epoch, strategy=self.trainer.strategy, rank=rank)
+
 
 def _for_each(function: Callable[[Any, str], Any], loaders: Any, name: str) -> Any:
     """Return what a function makes of a loader and its name, for one loader or for each in a dict or list."""

@@ -15,7 +15,8 @@ from armature.training.progress import data_of
 class SameHeldOutData(L.Callback):
     """Refuse validation and test data that a data module divides among ranks itself, before they are used.
 
-    A rank would measure its share of its share. Training data are compared when the loop asks for them.
+    A rank would measure its share of its share. Training data are compared when the loop asks for them, and what a
+    sampler draws of them when an epoch begins.
 
     Args:
         tests: the run ends with a test, whose data and hooks are checked before training if that can be done.
@@ -32,6 +33,14 @@ class SameHeldOutData(L.Callback):
         tests = self.tests and trainer.limit_test_batches != 0 and is_overridden("test_step", pl_module)
         if tests and hasattr(type(data), "check_test") and (loaders := data.check_test()):
             hook_check.check_loaders(trainer, stage="test", several=loaders > 1)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        data: Any = data_of(trainer)
+        if not batch_idx and hasattr(type(data), "check_draw"):
+            data.check_draw()
 
     @override
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
