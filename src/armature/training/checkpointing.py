@@ -250,9 +250,7 @@ class Checkpointing(Checkpoint):
     def _note_weights(self, trainer: OurTrainer) -> None:
         """Before the hooks of the end: these may put averages or the best weights in, which the test then measures."""
         self._weights_at_end = _sums(trainer.lightning_module)
-        own = is_overridden(
-            trainer.lightning_module, "on_train_end", LightningModule
-        )  # called after those of callbacks
+        own = is_overridden(trainer.lightning_module, "on_train_end", LightningModule)  # called after the callbacks'
         if own and (self.at_end or trainer.should_stop):
             trainer.fit_loop.after_train_end.append(partial(self._save_at_end, trainer))
 
