@@ -54,6 +54,7 @@ from armature.training.same_data import SameHeldOutData
 from armature.training.step_log import StepLog
 from armature.training.stop import StopOnSignal, StoppedBySignal, seconds_of
 from armature.training.trainer import Trainer
+from armature.training.unequal_gathers import UnequalGathers
 from armature.training.unsynced import Unsynced
 from armature.validation import manual, micro_batch, parallelism, relations, resize
 
@@ -176,7 +177,7 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
     errors, page = RecordError(cfg), run_report.RunReport(cfg, step_log, limits=limits)
     decided = partial(manual.check_unchanged, task.automatic_optimization, batches.accumulate)
     held_out = SameHeldOutData(tests=cfg.trainer.test_at_end)
-    first = [errors, checks, heartbeat, progress, held_out, guard, step_log, Unsynced()]
+    first = [errors, checks, heartbeat, progress, held_out, guard, step_log, Unsynced(), UnequalGathers()]
     trainer = Trainer(
         strategy=strategy,
         callbacks=[*first, *chosen, checkpointing, stop, display, page],

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from types import CodeType
 from typing import Any
@@ -75,9 +75,18 @@ def _count(trainer: Any, yes: bool) -> int:
 def may_stop(trainer: Any) -> bool:
     """Return whether there are several ranks, and code of users that mentions `should_stop`."""
     owners = (trainer.lightning_module, *trainer.callbacks) if process_group.ranks() > 1 else ()
+    return any(FLAG in names for names in names_in_methods(owners).values())
+
+
+def names_in_methods(owners: Iterable[Any]) -> dict[str, set[str]]:
+    """Return what the methods of users' classes mention, as attributes, globals and the like, by the method's name."""
+    found: dict[str, set[str]] = {}
     classes = {base for owner in owners for base in type(owner).__mro__}
     users = (base for base in classes if not f"{base.__module__}.".startswith(FRAMEWORKS))
-    return any(FLAG in code.co_names for base in users for value in vars(base).values() for code in _codes(value))
+    for name, value in ((name, value) for base in users for name, value in vars(base).items()):
+        names = {each for code in _codes(value) for each in code.co_names}
+        found[name] = found.get(name, set()) | names
+    return found
 
 
 def _codes(value: Any) -> Iterator[CodeType]:
