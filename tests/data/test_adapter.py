@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import OmegaConf
@@ -546,6 +547,42 @@ class Sifted(IterableDataset):
         return (i for i in range(1000) if random.random() < 0.5)
 
 
+class LateTest(TrainOnly):
+    """Before `setup("test")` the loader has no samples."""
+
+    def __init__(self, samples):
+        super().__init__()
+        self.samples = samples
+
+    def test_dataloader(self):
+        return {"test": DataLoader(self.samples, 2)}
+
+
+class ChangesMode(TrainOnly):
+    """Its loaders share a dataset, whose mode `test_dataloader` sets."""
+
+    def __init__(self):
+        super().__init__()
+        self.samples = Numbers()
+        self.samples.mode = "train"
+
+    def train_dataloader(self):
+        return DataLoader(self.samples, 4)
+
+    def test_dataloader(self):
+        self.samples.mode, self.tests = "test", True
+        return DataLoader(self.samples, 2)
+
+
+def test_a_look_at_test_data_before_training_leaves_no_trace():
+    module = ChangesMode()
+    assert before_training(module).check_test() == 1
+    assert module.samples.mode == "train"
+    assert not hasattr(module, "tests")
+    for samples in (None, []):
+        assert before_training(LateTest(samples)).check_test() is None
+
+
 class StreamedTest(TrainOnly):
     def test_dataloader(self):
         return [DataLoader(Sifted(), 2)] * 2
@@ -765,6 +802,21 @@ class Same(Sampler):
         return iter([[self.only] * 4] * 5)
 
 
+class ShufflesInPlace(Sampler):
+    def __init__(self):
+        self.order = [*range(20)]
+
+    def __len__(self):
+        return 20
+
+    def set_epoch(self, epoch):
+        random.shuffle(self.order)
+
+    def __iter__(self):
+        random.shuffle(self.order)
+        return iter(self.order)
+
+
 def test_hooks_reach_the_user_s_samplers_through_the_loader():
     def training_loader(loader, micro=None):
         data = PlainData(Plain(loader), seed=5, micro_batch_size=micro or "auto")
@@ -784,6 +836,11 @@ def test_hooks_reach_the_user_s_samplers_through_the_loader():
         ConfigError, match=r"batch_sampler.batch_size was set to 8, .* data.global_batch_size=4 .* Type"
     ):
         weighted.batch_sampler.batch_size = 8
+    shuffles = ShufflesInPlace()
+    order = [*shuffles.order]
+    loader = training_loader(lambda data: DataLoader(data, 4, sampler=shuffles))
+    _set_sampler_epoch(loader, 1)  # Lightning's, at each epoch's start
+    assert sorted(loader.sampler) == order == shuffles.order
     same = training_loader(lambda data: DataLoader(data, batch_sampler=Same()))
     same.batch_sampler.only += 7
     assert places(same) == {7}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,11 +14,11 @@ from hydra.utils import get_object, instantiate
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 from typing_extensions import override
 
 from armature import files
-from armature.data import labels, memory, ranks_agree
+from armature.data import labels, memory, ranks_agree, test_before
 from armature.data.base import DataModule, Split
 from armature.data.batching import LOADER_KEYS
 from armature.data.eval_loader import check_padding
@@ -29,10 +28,8 @@ from armature.data.prefetch import TRANSFER_HOOKS, UnchangedLoader
 from armature.data.sampler import DrawnSampler, TrainSampler
 from armature.data.samples import preserved_generators, seeded
 from armature.data.stream import Stream
-from armature.data.users_view import UsersView
+from armature.data.users_view import UsersSampler, UsersView
 from armature.errors import ConfigError
-
-log = logging.getLogger(__name__)
 
 
 def build(cfg: DictConfig) -> DataModule:
@@ -194,11 +191,11 @@ class PlainData(DataModule):
                 "run.name, or resume=never."
             )
         super().load_state_dict(state_dict)
+        if state_dict.get("module"):
+            self.module.load_state_dict(state_dict["module"])
         read: ReadLoader = self._read["train"]
         if read.draw is not None and state_dict.get("seed") == self.seed:
             read.draw.load_state_dict(state_dict.get("drawn", {}), population=len(read.dataset))
-        if state_dict.get("module"):
-            self.module.load_state_dict(state_dict["module"])
 
     # ------------------------------------------------------------ classes, if the datasets name them
     @property
@@ -322,25 +319,30 @@ class PlainData(DataModule):
         Return the number of loaders, or None if there is no test, or it needs `setup("test")`: that may take long, or
         free what training reads. All ranks call this together.
         """
+        before = test_before.Before(self.module, self._read)
+        problem, loaders = None, None
         try:
-            loaders = self._loaders_of("test")
-        except Exception as error:
-            log.debug("%s.test_dataloader() failed before training: %s", type(self.module).__name__, error)
+            loaders = test_before.complete(self._loaders_of("test"))
+            if loaders is not None and not test_before.endless(loaders):
+                self._read_loaders("test", given=loaders)
+                with preserved_generators():
+                    self.test_dataloader()
+        except ConfigError as error:
+            problem = error
+        except Exception:  # the test says so, if it is not for want of `setup("test")`
             loaders = None
-        if not self.trainer.strategy.reduce_boolean_decision(loaders is not None):
-            return None
-        each: list[Any] = []
-        _for_each(lambda loader, _: each.append(getattr(loader, "dataset", None)), loaders, "test")
-        if not any(isinstance(dataset, IterableDataset) and not hasattr(dataset, "__len__") for dataset in each):
-            self._read_loaders("test", given=loaders)
-            with preserved_generators():
-                self.test_dataloader()
-            self.check_ranks_agree("test")
-            # the test reads them anew, after `setup("test")`
-            del self._read["test"]
+        try:
+            there = self.trainer.strategy.reduce_boolean_decision(loaders is not None and problem is None)
+            if problem is not None:
+                raise problem
+            if there and "test" in self._read:
+                self.check_ranks_agree("test")
+        finally:  # the test reads them anew, after `setup("test")`
+            self._read.pop("test", None)
             self._ranks_agree.discard("test")
             self._loaders = {key: made for key, made in self._loaders.items() if key[0].partition("/")[0] != "test"}
-        return len(each)
+            before.put_back()
+        return len(test_before.datasets(loaders)) if there else None
 
     def _read_loaders(self, split: Split, *, predicting: bool = False, given: Any = None) -> Any:
         key = "predictions" if predicting else split
@@ -375,7 +377,7 @@ class PlainData(DataModule):
         if self._typed["num_workers"] is not None:
             options["num_workers"] = self._typed["num_workers"]
         if training:
-            options["users_sampler"] = read.loader.sampler
+            options["users_sampler"] = UsersSampler(read.loader.sampler)
             self.num_workers = options["num_workers"]  # for the advice to a run that waits for data
         if not options["num_workers"]:
             options = {name: value for name, value in options.items() if name not in OF_WORKERS}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import logging
 import operator
@@ -17,7 +16,6 @@ from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -28,6 +26,7 @@ from torch.utils.data import (
 from armature.data import alike, iterable
 from armature.data.eval_loader import read_once
 from armature.data.samples import BeginWorker, Samples, seed_of, seeded
+from armature.data.users_view import copied
 from armature.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -60,7 +59,7 @@ class Draw:
                 "Build it with num_replicas=1 and rank=0: they are divided over the data ranks here."
             )
         self._from_copies = self._told = False
-        untouched = _copied(sampler)
+        untouched = copied(sampler)
         first, again = self._draw(0), self._draw(0)
         if first != again and untouched is not None:  # it changes as it draws
             vars(sampler).clear()
@@ -105,7 +104,20 @@ class Draw:
     def load_state_dict(self, state: dict[int, Tensor], *, population: int) -> None:
         """Keep what was drawn before the run was stopped, unless the data have changed."""
         fits = {e: drawn for e, drawn in state.items() if len(drawn) == self.size and int(drawn.max()) < population}
+        self._kept = {}
+        if fits and self._differs(min(fits), fits[min(fits)]):
+            log.warning(
+                "%s: what %s would draw for epoch %d now is not what had been drawn before the stop. The epoch "
+                "continues with the latter; weights that have changed count from the next epoch on.",
+                self.owner, self.name, min(fits),
+            )  # fmt: skip
         self._kept = {epoch: drawn.numpy().astype(np.int64) for epoch, drawn in fits.items()}
+
+    def _differs(self, epoch: int, saved: Tensor) -> bool:
+        try:
+            return not np.array_equal(self(epoch), saved.numpy())
+        except Exception:  # it may need what is restored later
+            return False
 
     def __call__(self, epoch: int) -> NDArray[np.int64]:
         if epoch in self._kept:
@@ -136,7 +148,7 @@ class Draw:
         return np.array(list(itertools.chain(*drawn)) if self.whole_batches else drawn, np.int64)
 
     def _draw(self, epoch: int) -> list[Any]:
-        sampler = _copied(self.sampler) if self._from_copies else self.sampler
+        sampler = copied(self.sampler) if self._from_copies else self.sampler
         with seeded(f"{self.seed}/order/{epoch}"):
             for each in (sampler, getattr(sampler, "sampler", None)):
                 if each is not None and hasattr(each, "generator"):
@@ -170,15 +182,6 @@ class Draw:
                 "__getitem__ look them up there. Draw what goes with a whole batch, such as the size of its pictures, "
                 "in collate_fn: its random numbers are the same in each run."
             ) from None
-
-
-def _copied(sampler: Any) -> Any:
-    """Return a copy that shares datasets and tensors, or None if it cannot be copied."""
-    try:
-        shared = {id(value): value for value in vars(sampler).values() if isinstance(value, Dataset | Tensor)}
-        return copy.deepcopy(sampler, shared)
-    except Exception:
-        return None
 
 
 @dataclass(frozen=True, kw_only=True)

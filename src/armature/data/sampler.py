@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler
 from typing_extensions import override
 
 from armature.data.batching import Batches
+from armature.data.users_view import UsersSampler
 from armature.errors import ConfigError
 
 PADDING = -1  # index of a sample that only fills an evaluation batch
@@ -58,7 +59,10 @@ class TrainSampler:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.users, name)
+        if name == "set_epoch":  # each epoch's draw calls it
+            return lambda epoch: None
+        value = getattr(self.users, name)
+        return UsersSampler(value) if name == "sampler" else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self.users is None:

@@ -1,10 +1,14 @@
-"""What users see as `trainer.datamodule` if their data module is a plain LightningDataModule."""
+"""What users see of a plain LightningDataModule: as `trainer.datamodule`, and as samplers of its training loader."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as L
+from torch import Tensor
+from torch.utils.data import Dataset
 
 # Lightning reads these of `trainer.datamodule`, and must get the wrapper's
 _OF_WRAPPER = frozenset({
@@ -60,3 +64,45 @@ class UsersTrainer(L.Trainer):
     def datamodule(self, data: Any) -> None:
         self.run_data = data
         self._users_data = data if not hasattr(type(data), "users_view") else data.users_view()
+
+
+class UsersSampler:
+    """Stands for the user's sampler: hooks read and set its attributes, and reading its samples leaves it as it is.
+
+    Each epoch's draw calls `set_epoch` itself. Lightning, which calls it on what it finds in the loader, would move the
+    sampler by this rank's random state.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        vars(self)["_sampler"] = sampler
+
+    @property
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return type(vars(self)["_sampler"])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(vars(self)["_sampler"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(vars(self)["_sampler"], name, value)
+
+    def __len__(self) -> int:
+        return len(vars(self)["_sampler"])
+
+    def __iter__(self) -> Iterator[Any]:
+        sampler = vars(self)["_sampler"]
+        return iter(copied(sampler) or sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing."""
+
+
+def copied(sampler: Any) -> Any:
+    """Return a copy of a sampler that shares datasets and tensors, or None if it cannot be copied."""
+    try:
+        shared = {id(value): value for value in vars(sampler).values() if isinstance(value, Dataset | Tensor)}
+        return copy.deepcopy(sampler, shared)
+    except Exception:
+        return None
