@@ -64,8 +64,11 @@ def full_state_dict(module: L.LightningModule, *, prefix: str = "") -> dict[str,
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         if holders[name] == process_group.rank():
             parts[name] = whole.detach().to("cpu", copy=True) if isinstance(whole, Tensor) else whole
-    gathered = {name: value for of_rank in process_group.gather_object(parts) for name, value in of_rank.items()}
-    return {name.removeprefix(prefix): gathered[name] for name in holders if name in gathered}
+    for name, holder in holders.items():  # one after another: rank 0 gets room for as many as there are ranks
+        if holder:
+            everyones = process_group.gather_object(parts.pop(name, None))
+            parts |= {name: everyones[holder]} if everyones else {}
+    return {name.removeprefix(prefix): parts[name] for name in holders} if process_group.rank() == 0 else {}
 
 
 def parameter_names(module: nn.Module) -> dict[Tensor, str]:

@@ -83,14 +83,18 @@ def refuse_pickles() -> None:
 def refuse_pickled_states(module: nn.Module) -> None:
     """Let torch.save and pickle refuse state dicts of a module and its parts, of which each rank has plain tensors.
 
-    A stage of a pipeline has the weights of its blocks, and ZeRO-3 leaves weights empty between steps.
+    A stage of a pipeline has the weights of its blocks, and ZeRO-3 leaves weights empty between steps. A part without
+    weights, such as a metric, is whole.
     """
     for part in module.modules():
-        part.register_state_dict_post_hook(_mark)
+        if next(part.parameters(), None) is not None:
+            part.register_state_dict_post_hook(_mark)
 
 
 def _mark(module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]) -> None:
-    local_metadata["of_one_rank"] = _OfOneRank()  # torch keeps it as an attribute of the state dict
+    sizes = [(param.numel(), getattr(param, "ds_numel", None)) for param in module.parameters()]
+    if any(here != whole for here, whole in sizes):  # else ZeRO-3 has gathered them, as GatheredParameters does
+        local_metadata["of_one_rank"] = _OfOneRank()  # torch keeps it as an attribute of the state dict
 
 
 class _OfOneRank:

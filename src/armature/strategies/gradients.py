@@ -126,10 +126,10 @@ class GradientMixin(LayoutMixin):
     def leave_out_together(self, optimizer: Optimizer, steps_before: int) -> None:
         """Raise ConfigError if the module's `optimizer_step` has left out the step on some ranks only.
 
-        The others wait for this rank where they add up the norm of sharded gradients. It costs ranks that make the
-        step nothing.
+        The others wait for this rank where they add up the norm of sharded gradients, unless the module clips them
+        itself. It costs ranks that make the step nothing.
         """
-        if self.sharded and self.steps_made[optimizer] == steps_before:
+        if self.sharded and self.steps_made[optimizer] == steps_before and not self._clips_itself:
             self.target_weights.step_sum.leave_out(self.root_device)
 
     @property
@@ -281,12 +281,19 @@ class GradientMixin(LayoutMixin):
         return self.scaler is not None and self.scaler.skipped and not self._skips_step
 
     # ------------------------------------------------------------ scaling and clipping
+    @property
+    def _clips_itself(self) -> bool:
+        return any(hooks.is_overridden(self.module, name, L.LightningModule) for name in CLIPPING_HOOKS)
+
     def _after_closure(self, lightnings_own: partial[None], module: L.LightningModule, optimizer: Optimizer) -> None:
         if self._hooks_read_gradients:
             self.scale_gradients(optimizer)  # otherwise clipping does it in its own pass
         trainer = self._trainer
-        own_clipping = any(hooks.is_overridden(module, name, L.LightningModule) for name in CLIPPING_HOOKS)
-        if own_clipping or not module.automatic_optimization or lightnings_own.func is not Precision._after_closure:
+        if (
+            self._clips_itself
+            or not module.automatic_optimization
+            or lightnings_own.func is not Precision._after_closure
+        ):
             lightnings_own(module, optimizer)
         else:
             call_hooks(trainer, HOOK, optimizer)

@@ -190,7 +190,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             self.applied.append(applied)
         dtensors.carry_attributes(before, module)
         if self.sizes["pipe"] > 1:
-            copies.refuse_pickled_states(module)
+            for _, model in models:
+                copies.refuse_pickled_states(model)
         elif options.expert == 1:  # else some are another rank's
             self._check_left_behind(before)
         self._replicate_others(module, {param for _, model in models for param in model.parameters()})
@@ -268,7 +269,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
 
     @override
     def leave_out_together(self, optimizer: torch.optim.Optimizer, steps_before: int) -> None:
-        if self.sizes["tensor"] == 1 or not self.options["sequence_parallel"]:  # its gradients are added up before
+        added_up_before = self.sizes["tensor"] > 1 and self.options["sequence_parallel"]
+        if not (added_up_before or self.options["cpu_offload"]):  # else the first wait of the others is elsewhere
             super().leave_out_together(optimizer, steps_before)
 
     @override

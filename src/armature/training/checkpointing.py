@@ -182,6 +182,7 @@ class Checkpointing(Checkpoint):
             directory.clear_leftovers(self.folder)
         self._saved_at = time.monotonic()
         self._saved_step = completed_batches(trainer)  # its checkpoint exists, or there is nothing to save yet
+        self._owes_validation = self._owes_validation and trainer.enable_validation
         if self._owes_validation:
             trainer.fit_loop.rest_of_step.append(trainer.fit_loop.epoch_loop.validate)
 

@@ -125,7 +125,8 @@ class EpochLoop(_TrainingEpochLoop):
             data = data_of(trainer)
             if hasattr(type(data), "skip_epoch"):  # ours, which knows the position in the data
                 data.skip_epoch()
-                progress.total.ready -= 1  # val_every_n_steps counts batches that are trained, as after a resume
+                # val_every_n_steps counts global batches that are trained, as after a resume
+                progress.total.ready -= 1 + (progress.current.ready - 1) % trainer.accumulate_grad_batches
             raise StopIteration
         if isinstance(data_fetcher, _DataLoaderIterDataFetcher):  # training_step has fetched the batch
             batch, index, progress.is_last_batch = data_fetcher._batch, data_fetcher._batch_idx, data_fetcher.done
