@@ -231,6 +231,8 @@ LIMITS = [
     regression("accumulated_iterator", "batches.Iterator", "data.micro_batch_size=2", apart=("train/mse_step",)),
     # the hook leaves the epoch at a micro-batch, of which a global batch has as many as its layout makes
     regression("accumulated_skips", "regression.SkipsTheRest", "data.micro_batch_size=2", layouts=("single",), stop=2),
+    regression("skips_within_a_step", "regression.SkipsWithinAStep", "data.micro_batch_size=2", "trainer.max_epochs=6",
+               layouts=("single",)),
     regression("accumulated_warmup", "regression.OwnWarmup", "data.micro_batch_size=2"),
     regression("accumulated_lists", "regression.CollectsTrainOutputs", "data.micro_batch_size=2"),
     Habit(name="accumulated_metrics", task="vision.ListStates", data="images", overrides=("data.micro_batch_size=2",),

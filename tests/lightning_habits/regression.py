@@ -672,6 +672,13 @@ class SkipsTheRest(Regressor):
         return -1 if batch_idx == 4 else None
 
 
+class SkipsWithinAStep(Regressor):
+    """The same from the middle of an accumulated step on."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if batch_idx == 9 else None
+
+
 class OwnCallbacks(Regressor):
     """configure_callbacks."""
 

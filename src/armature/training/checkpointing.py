@@ -92,11 +92,13 @@ class Checkpointing(Checkpoint):
         self._due = False
         self._time_vote = Vote()
         self._warned_of_monitor = False
+        self._owed_step = -1  # the loaded checkpoint's, when its validation has run
         self._weights_at_end: replicas.Sums | None = None
+        self._changed_at_end = False  # the newest checkpoint holds weights that hooks of the end have put in
 
     def state_dict(self) -> dict[str, Any]:
         own = {"scores": dict(self.scores), "owes_validation": self._owes_validation}
-        return own | {"monitor": self.monitor, "mode": self.mode}
+        return own | {"monitor": self.monitor, "mode": self.mode, "changed_at_end": self._changed_at_end}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved, own = state_dict["scores"], (self.monitor, self.mode)
@@ -112,6 +114,7 @@ class Checkpointing(Checkpoint):
         # a file server may show the ranks different files, but all decide on saves alike
         self.scores = process_group.on_rank_0(lambda: {k: v for k, v in saved.items() if self._path(k).exists()})
         self._owes_validation = state_dict["owes_validation"]
+        self._changed_at_end = state_dict.get("changed_at_end", False)
 
     @property
     def best(self) -> Path | None:
@@ -182,6 +185,13 @@ class Checkpointing(Checkpoint):
             directory.clear_leftovers(self.folder)
         self._saved_at = time.monotonic()
         self._saved_step = completed_batches(trainer)  # its checkpoint exists, or there is nothing to save yet
+        if self._changed_at_end and trainer.is_global_zero and not trainer.fit_loop.epoch_loop.last_batch_is_done:
+            log.warning(
+                "The checkpoint holds weights that on_train_end of the module or a callback had put in, and training "
+                "goes on from these, with the optimizer as the last step left it. A run that was never ended would "
+                "differ. Type another run.name for such a run, or keep those weights outside of the model."
+            )
+        self._changed_at_end = False
         self._owes_validation = self._owes_validation and trainer.enable_validation
         if self._owes_validation:
             trainer.fit_loop.rest_of_step.append(trainer.fit_loop.epoch_loop.validate)
@@ -199,7 +209,9 @@ class Checkpointing(Checkpoint):
 
         There it may put weights back that were replaced for the validation.
         """
-        self._validated_step, self._owes_validation = completed_batches(trainer), False
+        self._validated_step = completed_batches(trainer)
+        if self._owes_validation:
+            self._owed_step, self._owes_validation = self._validated_step, False
         value = trainer.callback_metrics.get(self.monitor)
         score = None if value is None or not math.isfinite(value) else float(value)
         score = process_group.broadcast_object(score)  # whatever each rank has logged, all ranks save or none does
@@ -239,9 +251,10 @@ class Checkpointing(Checkpoint):
                     "ones; save these yourself, or make the change in a copy.",
                     ", ".join(names[:3]),
                 )
-        elif any(changed for _, changed in everyones):
+        elif any(changed for _, changed in everyones) or self._owed_step == self._saved_step:
             self._finish_pending(trainer)
             self._saved_step = -1
+        self._changed_at_end = self._changed_at_end or any(changed for _, changed in everyones)
         self._save(trainer, last=True, final=True)
         try:
             self.writer.finish()
