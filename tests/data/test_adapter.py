@@ -663,21 +663,52 @@ class OfRank(Dataset):
 )
 def test_ranks_that_hold_other_samples_under_the_same_indices_are_refused(kind, refused, workers):
     datasets = [OfRank(rank, kind) for rank in range(2)]
-    modules = [PlainData(Plain(lambda _, own=own: DataLoader(own, 4, num_workers=workers)), seed=5) for own in datasets]
-    said: list[Any] = []
-    for rank, data in enumerate(modules):
-        strategy: Any = OneOf(rank, 2)
-        strategy.broadcast = lambda own, src=0, rank=rank: said.pop(0) if rank else said.append(own) or own
-        strategy.reduce_boolean_decision = lambda decision: decision
-        data.setup("fit")
-        data.trainer = SimpleNamespace(strategy=strategy)
-    modules[0].check_ranks_agree("train")
     if refused:
         with pytest.raises(ConfigError, match=r"Plain has other training samples on rank 1 .* under the same indices"):
-            modules[1].check_ranks_agree("train")
+            check_ranks_agree(datasets, workers=workers)
     else:
-        modules[1].check_ranks_agree("train")
-    assert datasets[0].reads == ([] if workers else [0] if kind == "broken" else [0, 10, 19])
+        check_ranks_agree(datasets, workers=workers)
+    assert datasets[0].reads[:3] == ([] if workers else [0] if kind == "broken" else [0, 10, 19])
+
+
+def check_ranks_agree(datasets, *, workers=0):
+    """Let two ranks compare their training data, one after the other: rank 0 as if the first samples differed."""
+    said: list[Any] = []
+    decisions = iter([True, False, True])
+    for rank, own in enumerate(datasets):
+        data = PlainData(Plain(lambda _, own=own: DataLoader(own, 4, num_workers=workers)), seed=5)
+        data.setup("fit")
+        strategy: Any = OneOf(rank, 2)
+        strategy.broadcast = lambda own, src=0, rank=rank: said.pop(0) if rank else said.append(own) or own
+        strategy.reduce_boolean_decision = lambda own, rank=rank: own if rank else next(decisions)
+        data.trainer = SimpleNamespace(strategy=strategy)
+        data.check_ranks_agree("train")
+
+
+class RarelyFlipped(Dataset):
+    """Augments few of its samples, by a generator of its own."""
+
+    def __init__(self, seed, size=20, chance=0.05) -> None:
+        self.rng, self.size, self.chance = np.random.default_rng(seed), size, chance
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        value = torch.arange(8.0) + index
+        return value.flip(-1) if self.rng.random() < self.chance else value
+
+
+@pytest.mark.parametrize(("size", "chance"), [(20, 0.05), (20, 0.5), (3, 0.1)])
+def test_rare_augmentation_by_a_generator_of_the_dataset_is_not_taken_for_other_data(size, chance):
+    for seed in range(40):
+        check_ranks_agree([RarelyFlipped([seed, rank], size, chance) for rank in range(2)])
+
+
+def test_rare_augmentation_in_loader_processes_is_not_taken_for_other_data():
+    flipped = (seed for seed in range(100) if np.random.default_rng([seed, 0]).random(3).min() < 0.05)
+    for seed in itertools.islice(flipped, 2):  # among the first three samples of rank 0
+        check_ranks_agree([RarelyFlipped([seed, rank]) for rank in range(2)], workers=1)
 
 
 def test_a_resumed_run_reads_no_samples_before_training():

@@ -80,13 +80,16 @@ def _one_sample(loader: DataLoader[Any]) -> Any:
     return read_once(loader.dataset, [0], **{name: getattr(loader, name) for name in names})
 
 
-def read_once(
-    samples: Any, keys: list[int], *, num_workers: int, worker_init_fn: Any, multiprocessing_context: Any
-) -> Any:
-    """Return a batch, read where a loader with these options reads: a dataset may open its file there alone."""
-    own = {"num_workers": 1, "multiprocessing_context": multiprocessing_context} if num_workers else {}
+def read_once(samples: Any, keys: list[int], **options: Any) -> Any:
+    """Return a batch, read where a loader with these options reads: see `read_batches`."""
     with preserved_generators():
-        (batch,) = DataLoader(
-            samples, batch_sampler=[keys], collate_fn=collated, worker_init_fn=worker_init_fn, **own
-        )  # fmt: skip
+        (batch,) = read_batches(samples, [keys], **options)
     return batch
+
+
+def read_batches(
+    samples: Any, batches: list[list[int]], *, num_workers: int, worker_init_fn: Any, multiprocessing_context: Any
+) -> DataLoader[Any]:
+    """Return a loader of batches that reads where one with these options reads: a dataset may open its file there."""
+    own = {"num_workers": 1, "multiprocessing_context": multiprocessing_context} if num_workers else {}
+    return DataLoader(samples, batch_sampler=batches, collate_fn=collated, worker_init_fn=worker_init_fn, **own)

@@ -65,10 +65,10 @@ class IterableStream(Stream):
                 return
             yield sample
 
-    def first_records(self) -> list[Any]:
+    def first_records(self, number: int = FIRST) -> list[Any]:
         """Return the first few records."""
         with seeded(""):
-            return list(itertools.islice(self._records(0), FIRST))
+            return list(itertools.islice(self._records(0), number))
 
     def drop_last(self, batch_size: int) -> None:
         """Leave out the samples after the last whole batch."""

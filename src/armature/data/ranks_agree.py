@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from armature.data import alike
+import numpy as np
+
+from armature.data import alike, iterable
+from armature.data.eval_loader import read_batches
 from armature.data.loaders import Draw, ReadLoader
+from armature.data.samples import BeginWorker, Samples, preserved_generators
 from armature.errors import ConfigError
 
 log = logging.getLogger(__name__)
+
+SPREAD = 16  # samples that are compared if the first few differ
+READINGS = 64  # of each of them
+READING_SECONDS = 10.0  # after which two readings are enough
 
 
 def check(
@@ -20,7 +29,8 @@ def check(
 ) -> None:  # fmt: skip
     """Raise ConfigError, on all ranks, if their data are not the same. Called by all ranks together.
 
-    Some samples are read. They are compared if they are the same when they are read again: others differ by chance.
+    Three samples are read. If they differ, it may be by chance, as under augmentation by a generator of the dataset's
+    own. So more samples are read, many times: they are the ranks' own if they repeat, and at least half of them differ.
 
     Args:
         reads: the loaders of a split, with their names.
@@ -30,13 +40,13 @@ def check(
         fresh: see `ReadLoader.sketch`.
     """
 
-    def sketches(times: int) -> list[list[Any]] | None:
-        """Return what each loader's samples are compared by."""
+    def each(reading: Callable[..., Any]) -> list[Any] | None:
+        """Return what is read from each loader."""
         try:
             return [
-                read.sketch(
-                    seed=seed, num_workers=read.options["num_workers"] if num_workers is None else num_workers,
-                    fresh=fresh, times=times,
+                reading(
+                    read, seed=seed, num_workers=read.options["num_workers"] if num_workers is None else num_workers,
+                    fresh=fresh,
                 )
                 for _, read in reads
             ]  # fmt: skip
@@ -55,13 +65,16 @@ def check(
             f"{rank}). Let every rank have all samples, in the same order: they are divided over the ranks later, and "
             f"draw from no generator of its own in them.{end}"
         )
-    samples = sketches(1)
+    samples = each(ReadLoader.sketch)
     first = strategy.broadcast(samples)
     same = samples is None or first is None or all(map(alike.near, samples, first))
     if strategy.reduce_boolean_decision(same):
         return
-    repeats = all(alike.near(each[: len(each) // 2], each[len(each) // 2 :]) for each in sketches(2) or [[None]])
-    if strategy.reduce_boolean_decision(repeats):
+    repeats = samples is not None and all(map(alike.near, samples, each(ReadLoader.sketch) or [[None]]))
+    several = each(_repeated) if repeats else None
+    first = strategy.broadcast(several)
+    same = several is None or first is None or not any(map(_differ, several, first))
+    if not strategy.reduce_boolean_decision(same):
         raise ConfigError(
             f"data: {owner} has other {kind} samples on {_where(same, rank)} than on rank 0 under the same indices "
             f"({size} samples on rank {rank}). They are divided over the ranks by index, so some would be used twice "
@@ -81,6 +94,48 @@ def check_draw(draw: Draw, epoch: int, *, strategy: Any, rank: int) -> None:
             "but they divide one draw. Give it the same weights on all ranks: compute them from what all have seen "
             "(self.all_gather(…)), or on rank 0 and send them (self.trainer.strategy.broadcast(weights))."
         )
+
+
+def _repeated(read: ReadLoader, *, seed: int, num_workers: int, fresh: bool) -> list[Any] | None:
+    """Return sketches of some samples if they are the same in many readings, all in one process, else None.
+
+    A generator that a dataset keeps draws on there. The arguments are those of `ReadLoader.sketch`.
+    """
+    dataset = read.dataset
+    if isinstance(dataset, iterable.IterableStream):
+        readings: Iterable[list[Any]] = (_sketches(dataset.first_records(SPREAD)) for _ in range(READINGS))
+    elif not fresh or not (size := len(dataset)):
+        return None
+    else:
+        spread = np.linspace(0, size - 1, min(SPREAD, size)).astype(int).tolist()
+        samples = Samples(dataset, size=size, seed=seed, training=False, collate_fn=_sketches, foreign=True)
+        readings = read_batches(
+            samples, [spread] * READINGS, num_workers=num_workers,
+            worker_init_fn=BeginWorker(read.options["worker_init_fn"]),
+            multiprocessing_context=read.options["multiprocessing_context"],
+        )  # fmt: skip
+    began, first = time.monotonic(), None
+    with preserved_generators():
+        for reading in readings:
+            if first is None:
+                first = reading
+                continue
+            if not all(map(alike.near, first, reading)):
+                return None
+            if time.monotonic() - began > READING_SECONDS:
+                break
+    return first
+
+
+def _sketches(samples: list[Any]) -> list[Any]:
+    return [alike.sketch(sample) for sample in samples]
+
+
+def _differ(own: list[Any] | None, first: list[Any] | None) -> bool:
+    """Return whether at least half of the samples differ: by rare augmentation, only few of them do."""
+    if not own or not first:
+        return False
+    return len(own) != len(first) or 2 * sum(not alike.near(*pair) for pair in zip(own, first, strict=True)) >= len(own)
 
 
 def _where(same: bool, rank: int) -> str:
