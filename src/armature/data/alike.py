@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-_THINNED = 1024  # values of an array that a sketch has, at most twice as many
+_THINNED = 1024  # values of an array, and leaves of a sample, that a sketch has, at most twice as many
 _ROUNDING = 0.02  # of the largest value
 
 
@@ -41,7 +41,8 @@ def digest(sample: Any) -> int:
 
 def sketch(sample: Any) -> list[Any]:
     """Return plain values that tell a sample from another one on another machine: `near` compares them."""
-    return [_thinned(leaf) for leaf in tree_leaves(sample)]
+    leaves = tree_leaves(sample)
+    return [len(leaves), *map(_thinned, leaves[:: max(1, len(leaves) // _THINNED)])]
 
 
 def near(one: list[Any], two: list[Any]) -> bool:
