@@ -1,5 +1,10 @@
 """Whether sketches of samples tell another sample from the same one."""
 
+from uuid import uuid4
+
+import pytest
+import torch
+
 from armature.data.alike import near, sketch
 
 
@@ -10,3 +15,17 @@ def test_a_sketch_of_long_nested_lists_is_short():
     assert near(one, sketch(lists[0]))
     assert not near(one, two)
     assert not near(one, sketch(lists[0][:-1]))
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "same"),
+    [
+        ({"x": torch.ones(3), "id": uuid4().hex}, {"x": torch.ones(3), "id": uuid4().hex}, True),
+        ({"x": torch.ones(3), "id": "a"}, {"x": torch.zeros(3), "id": "a"}, False),
+        ({"text": "a fine day", "label": 1}, {"text": "a dull day", "label": 1}, False),
+        ("/here/a.png", "/there/a.png", True),
+        ("/here/a.png", "/here/b.png", False),
+    ],
+)
+def test_names_count_only_if_there_are_no_numbers(one, two, same):
+    assert near(sketch(one), sketch(two)) == same

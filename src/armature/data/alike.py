@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 _THINNED = 1024  # values of an array, and leaves of a sample, that a sketch has, at most twice as many
+_WORDS_OF_A_NAME = 2  # at most
 _ROUNDING = 0.02  # of the largest value
 
 
@@ -40,9 +41,15 @@ def digest(sample: Any) -> int:
 
 
 def sketch(sample: Any) -> list[Any]:
-    """Return plain values that tell a sample from another one on another machine: `near` compares them."""
+    """Return plain values that tell a sample from another one on another machine: `near` compares them.
+
+    Beside numbers, a string of one or two words is left out: it may be a name or an id that each process makes anew.
+    """
     leaves = tree_leaves(sample)
-    return [len(leaves), *map(_thinned, leaves[:: max(1, len(leaves) // _THINNED)])]
+    values = [_thinned(leaf) for leaf in leaves[:: max(1, len(leaves) // _THINNED)]]
+    if any(isinstance(value, tuple) for value in values):
+        values = [value for value in values if not isinstance(value, str) or len(value.split()) > _WORDS_OF_A_NAME]
+    return [len(leaves), *values]
 
 
 def near(one: list[Any], two: list[Any]) -> bool:
