@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 _THINNED = 1024  # values of an array, and leaves of a sample, that a sketch has, at most twice as many
+_EXACT_BYTES = 4  # of integers, at least
 _WORDS_OF_A_NAME = 2  # at most
 _ROUNDING = 0.02  # of the largest value
 
@@ -53,7 +54,10 @@ def sketch(sample: Any) -> list[Any]:
 
 
 def near(one: list[Any], two: list[Any]) -> bool:
-    """Return whether sketches are alike but for rounding: processors of two kinds decode and resize unlike."""
+    """Return whether sketches are alike but for rounding: processors of two kinds decode and resize unlike.
+
+    Integers of 32 bits and more are equal: classes, tokens and times. Shorter ones are mostly pixels and sound.
+    """
     return len(one) == len(two) and all(map(_near, one, two))
 
 
@@ -66,11 +70,14 @@ def _thinned(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             flat = leaf.detach().reshape(-1)
             kept = flat[:: max(1, len(flat) // _THINNED)].cpu()
-            values = (torch.view_as_real(kept.resolve_conj()) if kept.is_complex() else kept).double().numpy()
+            exact = not (kept.is_floating_point() or kept.is_complex()) and kept.element_size() >= _EXACT_BYTES
+            kept = torch.view_as_real(kept.resolve_conj()) if kept.is_complex() else kept
+            values = (kept if exact else kept.double()).numpy()
         else:
             flat = np.asarray(leaf).reshape(-1)
             kept = flat[:: max(1, len(flat) // _THINNED)]
-            values = np.stack([np.real(kept), np.imag(kept)]).astype(np.float64)
+            exact = kept.dtype.kind in "iu" and kept.itemsize >= _EXACT_BYTES
+            values = kept if exact else np.stack([np.real(kept), np.imag(kept)]).astype(np.float64)
         return tuple(getattr(leaf, "shape", ())), values.reshape(-1).tolist()
     except Exception:  # no numbers
         return type(leaf).__name__
@@ -80,6 +87,8 @@ def _near(one: Any, two: Any) -> bool:
     if not (isinstance(one, tuple) and isinstance(two, tuple)) or one[0] != two[0] or len(one[1]) != len(two[1]):
         return one == two
     values, others = np.array(one[1]), np.array(two[1])
+    if values.dtype.kind in "iu" or others.dtype.kind in "iu":
+        return one == two
     largest = np.abs(values[np.isfinite(values)]).max(initial=0.0)
     return bool(np.allclose(values, others, rtol=0.0, atol=_ROUNDING * largest, equal_nan=True))
 
