@@ -40,7 +40,8 @@ class IterableStream(Stream):
 
     def __init__(self, dataset: IterableDataset[Any], *, seed: int, limited: bool = False) -> None:
         self.dataset, self.seed = dataset, seed
-        self._size = ENDLESS if limited else self._count()
+        self._counted = False
+        self._size = ENDLESS if limited else self._length()
         self.begun = Begun(type(dataset).__name__)
 
     @override
@@ -49,13 +50,13 @@ class IterableStream(Stream):
 
     @override
     def records(self, epoch: int, start: int) -> Iterator[Any]:
-        return self.begun.watched(self._records(epoch), epoch=epoch, start=start, size=self._size)
+        return self.begun.watched(self._records(epoch, self._size), epoch=epoch, start=start, size=self._size)
 
-    def _records(self, epoch: int) -> Iterator[Any]:
+    def _records(self, epoch: int, limit: int) -> Iterator[Any]:
         if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
             set_epoch(epoch)
         samples: Iterator[Any] | None = None
-        for place in range(self._size):
+        for place in range(limit):
             seed_generators(seed_of(f"{self.seed}/iterable", epoch, place))
             try:
                 with _not_in_a_worker():
@@ -68,14 +69,17 @@ class IterableStream(Stream):
     def first_records(self, number: int = FIRST) -> list[Any]:
         """Return the first few records."""
         with seeded(""):
-            return list(itertools.islice(self._records(0), number))
+            return list(itertools.islice(self._records(0, self._size), number))
 
     def drop_last(self, batch_size: int) -> None:
         """Leave out the samples after the last whole batch."""
         self._size -= self._size % batch_size
 
     def check_repeats(self) -> None:
-        """Raise ConfigError if a second pass from the same random state begins with other records."""
+        """Raise ConfigError if a second pass of training data begins with other records, or has more or fewer.
+
+        Evaluations read epoch 0 alone, which may be another number of samples than in other epochs.
+        """
         first, again = self.first_records(), self.first_records()
         if first and not alike.alike(first, again):
             raise ConfigError(
@@ -83,35 +87,35 @@ class IterableStream(Stream):
                 "repeat them. Let __iter__ draw from torch's, NumPy's or Python's global generator, or begin a "
                 "generator of its own anew, and count epochs in set_epoch(epoch) only."
             )
+        if self._counted and (again := self._count(1)) != self._size:
+            raise ConfigError(
+                f"{type(self.dataset).__name__} has no __len__, and yields {self._size:,} samples in one pass and "
+                f"{again:,} in the next. A resume finds its place by counting, so each epoch has as many: give it a "
+                "method __len__ and yield that number in each pass (for a sample that is left out, yield the next "
+                "one), or type data.train_limit=… for training data that have at least as many in each pass."
+            )
 
     @override
     def sample(self, record: Any) -> Any:
         return record
 
-    def _count(self) -> int:
-        """Return the samples of an epoch: the dataset's own number, or the number that each of two passes yields."""
-        name = type(self.dataset).__name__
+    def _length(self) -> int:
+        """Return the samples of an epoch: the dataset's own number, or the number that a pass yields."""
         try:
             return len(self.dataset)  # pyright: ignore[reportArgumentType]
         except TypeError:
-            log.info("Counting the samples of %s, twice. A method __len__ would spare this.", name)
-        first, again = self._passed(0), self._passed(1)
-        if first != again:
-            raise ConfigError(
-                f"{name} has no __len__, and yields {first:,} samples in one pass and {again:,} in the next. A resume "
-                "finds its place by counting, so each epoch has as many: give it a method __len__ and yield that number"
-                " in each pass (for a sample that is left out, yield the next one), or type data.train_limit=… for "
-                "training data that have at least as many in each pass."
+            log.info(
+                "Counting the samples of %s, those for training twice. A method __len__ would spare this.",
+                type(self.dataset).__name__,
             )
-        return first
+        self._counted = True
+        return self._count(0)
 
-    def _passed(self, epoch: int) -> int:
-        """Return the samples of one pass."""
+    def _count(self, epoch: int) -> int:
+        """Return the samples of one pass, read as each pass is."""
         began, count, name = time.monotonic(), 0, type(self.dataset).__name__
-        with seeded(f"{self.seed}/count/{epoch}"), _not_in_a_worker():
-            if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
-                set_epoch(epoch)
-            for count, _ in enumerate(self.dataset, start=1):
+        with seeded(""):
+            for count, _ in enumerate(self._records(epoch, ENDLESS), start=1):
                 if count % 256 == 0 and time.monotonic() - began > COUNT_SECONDS:
                     raise ConfigError(
                         f"{name} has no __len__ and did not end within {COUNT_SECONDS:.0f} s ({count:,} samples). A "
