@@ -3,6 +3,7 @@
 import itertools
 import logging
 import random
+import threading
 from datetime import timedelta
 from itertools import chain
 from types import SimpleNamespace
@@ -709,6 +710,25 @@ def test_rare_augmentation_in_loader_processes_is_not_taken_for_other_data():
     flipped = (seed for seed in range(100) if np.random.default_rng([seed, 0]).random(3).min() < 0.05)
     for seed in itertools.islice(flipped, 2):  # among the first three samples of rank 0
         check_ranks_agree([RarelyFlipped([seed, rank]) for rank in range(2)], workers=1)
+
+
+class Waiting(Numbers):
+    """Waits for what training starts: in loader processes for ever, else once."""
+
+    seconds = 0.4
+
+    def __getitem__(self, index):
+        threading.Event().wait(None if get_worker_info() else self.seconds)
+        self.seconds = 0.0
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_that_wait_for_training_are_named_and_in_loader_processes_not_compared(workers, monkeypatch, caplog):
+    monkeypatch.setattr("armature.data.eval_loader.WAIT_SECONDS", 0.2)
+    with caplog.at_level(logging.WARNING, logger="armature"):
+        check_ranks_agree([Waiting(), Numbers()], workers=workers)
+    assert "Plain has not read its first training samples after 0.2 s" in caplog.text
 
 
 def test_a_resumed_run_reads_no_samples_before_training():

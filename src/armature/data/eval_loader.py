@@ -13,6 +13,8 @@ from armature.data.sampler import EvalSampler
 from armature.data.samples import collated, has_targets, preserved_generators
 from armature.errors import ConfigError
 
+WAIT_SECONDS = 60.0  # for samples that are read before training
+
 
 class EvalLoader(DataLoader[Any]):
     """Serve a second reader from a loader of its own while the first one reads.
@@ -76,7 +78,7 @@ def check_padding(loader: Any, *, name: str, owner: str, trainer: Any) -> None:
 
 def _one_sample(loader: DataLoader[Any]) -> Any:
     """Return a batch of one sample."""
-    names = ("num_workers", "multiprocessing_context", "worker_init_fn")
+    names = ("num_workers", "multiprocessing_context", "worker_init_fn", "timeout")
     return read_once(loader.dataset, [0], **{name: getattr(loader, name) for name in names})
 
 
@@ -88,8 +90,16 @@ def read_once(samples: Any, keys: list[int], **options: Any) -> Any:
 
 
 def read_batches(
-    samples: Any, batches: list[list[int]], *, num_workers: int, worker_init_fn: Any, multiprocessing_context: Any
-) -> DataLoader[Any]:
-    """Return a loader of batches that reads where one with these options reads: a dataset may open its file there."""
-    own = {"num_workers": 1, "multiprocessing_context": multiprocessing_context} if num_workers else {}
+    samples: Any, batches: list[list[int]], *, num_workers: int, worker_init_fn: Any, multiprocessing_context: Any,
+    timeout: float | None = None,
+) -> DataLoader[Any]:  # fmt: skip
+    """Return a loader of batches that reads where one with these options reads: a dataset may open its file there.
+
+    Args:
+        timeout: seconds after which a batch from a loader process is given up; 0: never; None: WAIT_SECONDS.
+    """
+    own: dict[str, Any] = {}
+    if num_workers:
+        timeout = WAIT_SECONDS if timeout is None else timeout
+        own = {"num_workers": 1, "multiprocessing_context": multiprocessing_context, "timeout": timeout}
     return DataLoader(samples, batch_sampler=batches, collate_fn=collated, worker_init_fn=worker_init_fn, **own)

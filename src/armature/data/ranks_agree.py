@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from armature.data import alike, iterable
-from armature.data.eval_loader import read_batches
+from armature.data import alike, eval_loader, iterable
 from armature.data.loaders import Draw, ReadLoader
 from armature.data.samples import BeginWorker, Samples, preserved_generators
 from armature.errors import ConfigError
@@ -39,9 +39,21 @@ def check(
         num_workers: of all loaders; None: as each has.
         fresh: see `ReadLoader.sketch`.
     """
+    kind = {"train": "training", "val": "validation"}.get(split, split)
+    end = " Without a test at the end: trainer.test_at_end=false." if split == "test" else ""
 
     def each(reading: Callable[..., Any]) -> list[Any] | None:
-        """Return what is read from each loader."""
+        """Return what is read from each loader, or None if one cannot be read."""
+        waits = threading.Timer(
+            eval_loader.WAIT_SECONDS, log.warning, (
+                "data: %s has not read its first %s samples after %g s. Each rank reads some before training, to "
+                "compare them. If they wait for what training starts, start that in setup(stage), or type "
+                "data.num_workers=1: what a loader process does not return in this time is not compared.",
+                owner, kind, eval_loader.WAIT_SECONDS,
+            ),
+        )  # fmt: skip
+        waits.daemon = True
+        waits.start()
         try:
             return [
                 reading(
@@ -53,9 +65,9 @@ def check(
         except Exception as error:
             log.debug("the samples of %s cannot be read before training: %s", owner, error)
             return None
+        finally:
+            waits.cancel()
 
-    kind = {"train": "training", "val": "validation"}.get(split, split)
-    end = " Without a test at the end: trainer.test_at_end=false." if split == "test" else ""
     described = [(name, len(read.dataset), read.describe()) for name, read in reads]
     own = hashlib.sha256(repr((size, described)).encode()).hexdigest()
     same = own == strategy.broadcast(own)
@@ -109,7 +121,7 @@ def _repeated(read: ReadLoader, *, seed: int, num_workers: int, fresh: bool) -> 
     else:
         spread = np.linspace(0, size - 1, min(SPREAD, size)).astype(int).tolist()
         samples = Samples(dataset, size=size, seed=seed, training=False, collate_fn=_sketches, foreign=True)
-        readings = read_batches(
+        readings = eval_loader.read_batches(
             samples, [spread] * READINGS, num_workers=num_workers,
             worker_init_fn=BeginWorker(read.options["worker_init_fn"]),
             multiprocessing_context=read.options["multiprocessing_context"],
