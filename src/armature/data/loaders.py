@@ -205,21 +205,20 @@ class ReadLoader:
             dataset = dataset.dataset
         return found
 
-    def sketch(self, *, seed: int, num_workers: int, fresh: bool, times: int = 1) -> list[Any]:
+    def sketch(self, *, seed: int, num_workers: int, fresh: bool) -> list[Any]:
         """Return sketches of some samples (data/alike.py), with the same random numbers each time.
 
         Args:
             num_workers: whether the loader reads in processes of its own.
             fresh: the run begins. In a resumed one, datasets that count how often they are read would be disturbed.
-            times: how often they are read, in one process: a generator that a dataset keeps draws on there.
         """
         if isinstance(self.dataset, iterable.IterableStream):
-            return _sketches([record for _ in range(times) for record in self.dataset.first_records()])
+            return _sketches(self.dataset.first_records())
         if not fresh or not (size := len(self.dataset)):
             return []
         samples = Samples(self.dataset, size=size, seed=seed, training=False, collate_fn=_sketches, foreign=True)
         return read_once(
-            samples, sorted({0, size // 2, size - 1}) * times, num_workers=num_workers,
+            samples, sorted({0, size // 2, size - 1}), num_workers=num_workers,
             worker_init_fn=BeginWorker(self.options["worker_init_fn"]),
             multiprocessing_context=self.options["multiprocessing_context"],
         )  # fmt: skip
