@@ -6,6 +6,7 @@ import random
 import threading
 from datetime import timedelta
 from itertools import chain
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import OmegaConf
 from torch.utils.data import (
     BatchSampler,
+    ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -575,11 +577,25 @@ class ChangesMode(TrainOnly):
         return DataLoader(self.samples, 2)
 
 
+class ChangesParts(ChangesMode):
+    """The shared one is a part of what training reads."""
+
+    def train_dataloader(self):
+        return DataLoader(ConcatDataset([self.samples, Numbers()]), 4)
+
+
+class Unpacks(TrainOnly):
+    def test_dataloader(self):
+        return DataLoader([*Path("/nonexistent").iterdir()], 2)
+
+
 def test_a_look_at_test_data_before_training_leaves_no_trace():
-    module = ChangesMode()
-    assert before_training(module).check_test() == 1
-    assert module.samples.mode == "train"
-    assert not hasattr(module, "tests")
+    for kind in (ChangesMode, ChangesParts):
+        module = kind()
+        assert before_training(module).check_test() == 1
+        assert module.samples.mode == "train"
+        assert not hasattr(module, "tests")
+    assert before_training(Unpacks()).check_test() is None
     for samples in (None, []):
         assert before_training(LateTest(samples)).check_test() is None
 

@@ -41,9 +41,12 @@ def test_a_state_dict_of_one_rank_is_not_pickled_and_works_otherwise() -> None:
         with pytest.raises(ConfigError, match="this state dict is sharded over ranks"):
             torch.save(state_dict, io.BytesIO())
     module.load_state_dict(saved)
-    for param in module.parameters():  # whole weights of ZeRO-3
-        param.ds_numel = param.numel()  # pyright: ignore[reportAttributeAccessIssue]
-    torch.save(module.state_dict(), io.BytesIO())
+    zero3: nn.Module = nn.Linear(2, 2)
+    copies.refuse_pickled_states(zero3, gathers=True)
+    torch.save(zero3.state_dict(), io.BytesIO())
+    zero3.weight.ds_numel = 8  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ConfigError, match="this state dict is sharded over ranks"):
+        torch.save(zero3.state_dict(), io.BytesIO())
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from armature.data.prefetch import TRANSFER_HOOKS, UnchangedLoader
 from armature.data.sampler import DrawnSampler, TrainSampler
 from armature.data.samples import preserved_generators, seeded
 from armature.data.stream import Stream
-from armature.data.users_view import UsersSampler, UsersView
+from armature.data.users_view import UsersView
 from armature.errors import ConfigError
 
 
@@ -321,15 +321,16 @@ class PlainData(DataModule):
         """
         before = test_before.Before(self.module, self._read)
         problem, loaders = None, None
-        try:
+        with suppress(Exception):  # the test says so, if it is not for want of `setup("test")`
             loaders = test_before.complete(self._loaders_of("test"))
+        try:
             if loaders is not None and not test_before.endless(loaders):
                 self._read_loaders("test", given=loaders)
                 with preserved_generators():
                     self.test_dataloader()
         except ConfigError as error:
             problem = error
-        except Exception:  # the test says so, if it is not for want of `setup("test")`
+        except Exception:
             loaders = None
         try:
             there = self.trainer.strategy.reduce_boolean_decision(loaders is not None and problem is None)
@@ -377,7 +378,7 @@ class PlainData(DataModule):
         if self._typed["num_workers"] is not None:
             options["num_workers"] = self._typed["num_workers"]
         if training:
-            options["users_sampler"] = UsersSampler(read.loader.sampler)
+            options["users_sampler"] = read.users_sampler
             self.num_workers = options["num_workers"]  # for the advice to a run that waits for data
         if not options["num_workers"]:
             options = {name: value for name, value in options.items() if name not in OF_WORKERS}

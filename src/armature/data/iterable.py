@@ -22,7 +22,7 @@ from armature.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-COUNT_SECONDS = 60.0  # how long samples are counted
+COUNT_SECONDS = 120.0  # how long samples are counted
 ENDLESS = 1 << 40  # samples that no run reaches
 FIRST = 3  # records that are compared
 

@@ -26,7 +26,7 @@ from torch.utils.data import (
 from armature.data import alike, iterable
 from armature.data.eval_loader import read_once
 from armature.data.samples import BeginWorker, Samples, seed_of, seeded
-from armature.data.users_view import copied
+from armature.data.users_view import copied, guarded
 from armature.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ class Draw:
         size: samples per epoch.
         batch_size: samples per batch, if it is a batch sampler.
         whole_batches: it is a batch sampler, so that which samples share a batch matters.
+        draws_from_copies: the sampler changes as it draws.
     """
 
     def __init__(self, sampler: Any, *, owner: str, seed: int, whole_batches: bool) -> None:
@@ -58,15 +59,15 @@ class Draw:
                 f"{owner}: {self.name} divides the samples among ranks itself (num_replicas={sampler.num_replicas}). "
                 "Build it with num_replicas=1 and rank=0: they are divided over the data ranks here."
             )
-        self._from_copies = self._told = False
+        self.draws_from_copies = self._told = False
         untouched = copied(sampler)
         first, again = self._draw(0), self._draw(0)
         if first != again and untouched is not None:  # it changes as it draws
             vars(sampler).clear()
             vars(sampler).update(vars(untouched))
-            self._from_copies = True
+            self.draws_from_copies = True
             first, again = self._draw(0), self._draw(0)
-        if first != again or (self._from_copies and self._draw(1) == first):
+        if first != again or (self.draws_from_copies and self._draw(1) == first):
             raise ConfigError(
                 f"{owner}: {self.name} draws other samples the second time from the same seed, so a resume could not "
                 "repeat them. Let it draw from torch's, NumPy's or Python's global generator or from an attribute "
@@ -106,7 +107,7 @@ class Draw:
         fits = {e: drawn for e, drawn in state.items() if len(drawn) == self.size and int(drawn.max()) < population}
         self._kept = {}
         if fits and self._differs(min(fits), fits[min(fits)]):
-            log.warning(
+            log.info(
                 "%s: what %s would draw for epoch %d now is not what had been drawn before the stop. The epoch "
                 "continues with the latter; weights that have changed count from the next epoch on.",
                 self.owner, self.name, min(fits),
@@ -148,7 +149,7 @@ class Draw:
         return np.array(list(itertools.chain(*drawn)) if self.whole_batches else drawn, np.int64)
 
     def _draw(self, epoch: int) -> list[Any]:
-        sampler = copied(self.sampler) if self._from_copies else self.sampler
+        sampler = copied(self.sampler) if self.draws_from_copies else self.sampler
         with seeded(f"{self.seed}/order/{epoch}"):
             for each in (sampler, getattr(sampler, "sampler", None)):
                 if each is not None and hasattr(each, "generator"):
@@ -195,6 +196,11 @@ class ReadLoader:
     loader: DataLoader[Any]  # that was read
     draw: Draw | None = None
     shuffled: bool = False
+
+    @property
+    def users_sampler(self) -> Any:
+        """The sampler of the loader that was read, for hooks, which must not move it."""
+        return guarded(self.loader.sampler, changes=self.draw is not None and self.draw.draws_from_copies)
 
     def describe(self) -> list[Any]:
         """Return something whose repr is the same for the same data: which samples, and in which order."""

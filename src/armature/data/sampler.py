@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler
 from typing_extensions import override
 
 from armature.data.batching import Batches
-from armature.data.users_view import UsersSampler
+from armature.data.users_view import guarded
 from armature.errors import ConfigError
 
 PADDING = -1  # index of a sample that only fills an evaluation batch
@@ -62,7 +62,7 @@ class TrainSampler:
         if name == "set_epoch":  # each epoch's draw calls it
             return lambda epoch: None
         value = getattr(self.users, name)
-        return UsersSampler(value) if name == "sampler" else value
+        return guarded(value) if name == "sampler" else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self.users is None:

@@ -88,8 +88,20 @@ class UsersSampler:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(vars(self)["_sampler"], name, value)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UsersSampler, (vars(self)["_sampler"],)
+
     def __len__(self) -> int:
         return len(vars(self)["_sampler"])
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __getitem__(self, index: Any) -> Any:
+        return vars(self)["_sampler"][index]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return vars(self)["_sampler"](*args, **kwargs)
 
     def __iter__(self) -> Iterator[Any]:
         sampler = vars(self)["_sampler"]
@@ -97,6 +109,11 @@ class UsersSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Do nothing."""
+
+
+def guarded(sampler: Any, *, changes: bool = False) -> Any:
+    """Return a sampler as hooks see it: itself, unless it `changes` as it draws, or Lightning would set its epoch."""
+    return UsersSampler(sampler) if changes or hasattr(sampler, "set_epoch") else sampler
 
 
 def copied(sampler: Any) -> Any:

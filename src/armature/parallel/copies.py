@@ -80,21 +80,27 @@ def refuse_pickles() -> None:
     DTensor.__reduce_ex__ = _refuse  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def refuse_pickled_states(module: nn.Module) -> None:
+def refuse_pickled_states(module: nn.Module, *, gathers: bool = False) -> None:
     """Let torch.save and pickle refuse state dicts of a module and its parts, of which each rank has plain tensors.
 
     A stage of a pipeline has the weights of its blocks, and ZeRO-3 leaves weights empty between steps. A part without
     weights, such as a metric, is whole.
+
+    Args:
+        gathers: weights are whole at times, as within ZeRO-3's GatheredParameters; then nothing is refused.
     """
     for part in module.modules():
         if next(part.parameters(), None) is not None:
-            part.register_state_dict_post_hook(_mark)
+            part.register_state_dict_post_hook(_mark_unless_whole if gathers else _mark)
+
+
+def _mark_unless_whole(module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]) -> None:
+    if any(param.numel() != getattr(param, "ds_numel", param.numel()) for param in module.parameters()):
+        _mark(module, state_dict, prefix, local_metadata)
 
 
 def _mark(module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]) -> None:
-    sizes = [(param.numel(), getattr(param, "ds_numel", None)) for param in module.parameters()]
-    if any(here != whole for here, whole in sizes):  # else ZeRO-3 has gathered them, as GatheredParameters does
-        local_metadata["of_one_rank"] = _OfOneRank()  # torch keeps it as an attribute of the state dict
+    local_metadata["of_one_rank"] = _OfOneRank()  # torch keeps it as an attribute of the state dict
 
 
 class _OfOneRank:

@@ -108,7 +108,7 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         if built:
             self.return_to_device()  # the weights that stage 3 keeps whole
         elif self.zero_stage_3:
-            copies.refuse_pickled_states(self.module)
+            copies.refuse_pickled_states(self.module, gathers=True)
 
     @property
     @override

@@ -129,7 +129,7 @@ class GradientMixin(LayoutMixin):
         The others wait for this rank where they add up the norm of sharded gradients, unless the module clips them
         itself. It costs ranks that make the step nothing.
         """
-        if self.sharded and self.steps_made[optimizer] == steps_before and not self._clips_itself:
+        if self.sharded and self.steps_made[optimizer] == steps_before and self._adds_up_norm:
             self.target_weights.step_sum.leave_out(self.root_device)
 
     @property
@@ -284,6 +284,15 @@ class GradientMixin(LayoutMixin):
     @property
     def _clips_itself(self) -> bool:
         return any(hooks.is_overridden(self.module, name, L.LightningModule) for name in CLIPPING_HOOKS)
+
+    @property
+    def _adds_up_norm(self) -> bool:
+        """Whether each step adds up the norm: also where the module's hook of clipping calls `self.clip_gradients`."""
+        hook, own = CLIPPING_HOOKS
+        if hooks.is_overridden(self.module, own, L.LightningModule):
+            return False
+        code = getattr(getattr(self.module, hook), "__code__", None)
+        return not self._clips_itself or (code is not None and own in code.co_names)
 
     def _after_closure(self, lightnings_own: partial[None], module: L.LightningModule, optimizer: Optimizer) -> None:
         if self._hooks_read_gradients:

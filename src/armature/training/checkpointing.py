@@ -240,7 +240,7 @@ class Checkpointing(Checkpoint):
         renamed, changed = set(), False
         if (before := self._weights_at_end) is not None:
             now = self._weights_at_end = _sums(trainer.lightning_module)
-            renamed, changed = before.keys() ^ now.keys(), before != now
+            renamed, changed = before.keys() ^ now.keys(), repr(before) != repr(now)  # NaN is equal there
         everyones = process_group.all_gather_object((sorted(renamed), changed))
         names = next((names for names, _ in everyones if names), [])
         if names and self._saved_step == completed_batches(trainer):
@@ -253,7 +253,7 @@ class Checkpointing(Checkpoint):
                 )
         elif any(changed for _, changed in everyones) or self._owed_step == self._saved_step:
             self._finish_pending(trainer)
-            self._saved_step = -1
+            self._saved_step = self._owed_step = -1
         self._changed_at_end = self._changed_at_end or any(changed for _, changed in everyones)
         self._save(trainer, last=True, final=True)
         try:
