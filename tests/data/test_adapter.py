@@ -36,9 +36,8 @@ from torch.utils.data import (
 )
 
 from armature import worker
-from armature.data import adapter, loaders
+from armature.data import adapter, loaders, ranks_agree
 from armature.data.adapter import PlainData
-from armature.data.alike import near
 from armature.data.base import DataModule
 from armature.data.batching import plan_batches
 from armature.data.loaders import Draw
@@ -773,12 +772,14 @@ class Opaque(IterableDataset):
 
 def test_ranks_with_the_same_stream_agree_whatever_its_records_are():
     first, again, other, later = (
-        loaders.read_loader(DataLoader(Opaque(values), 2), owner="", seed=5).sketch(seed=5, num_workers=0, fresh=True)
+        ranks_agree._first(
+            loaders.read_loader(DataLoader(Opaque(values), 2), owner="", seed=5), seed=5, num_workers=0, fresh=True
+        )
         for values in ([0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 5.0, 3.0], [0.0, 1.0, 2.0, 5.0])
     )
-    assert near(first, again)
-    assert near(first, later)  # the first three are read
-    assert not near(first, other)
+    assert ranks_agree._near(first, again)
+    assert ranks_agree._near(first, later)  # the first three are read
+    assert not ranks_agree._near(first, other)
 
 
 @pytest.mark.parametrize(

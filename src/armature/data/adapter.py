@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from armature import files
-from armature.data import labels, memory, ranks_agree, test_before
+from armature.data import early_test, labels, memory, ranks_agree
 from armature.data.base import DataModule, Split
 from armature.data.batching import LOADER_KEYS
 from armature.data.eval_loader import check_padding
@@ -319,12 +319,12 @@ class PlainData(DataModule):
         Return the number of loaders, or None if there is no test, or it needs `setup("test")`: that may take long, or
         free what training reads. All ranks call this together.
         """
-        before = test_before.Before(self.module, self._read)
+        before = early_test.Before(self.module, self._read)
         problem, loaders = None, None
         with suppress(Exception):  # the test says so, if it is not for want of `setup("test")`
-            loaders = test_before.complete(self._loaders_of("test"))
+            loaders = early_test.complete(self._loaders_of("test"))
         try:
-            if loaders is not None and not test_before.endless(loaders):
+            if loaders is not None and not early_test.endless(loaders):
                 self._read_loaders("test", given=loaders)
                 with preserved_generators():
                     self.test_dataloader()
@@ -343,7 +343,7 @@ class PlainData(DataModule):
             self._ranks_agree.discard("test")
             self._loaders = {key: made for key, made in self._loaders.items() if key[0].partition("/")[0] != "test"}
             before.put_back()
-        return len(test_before.datasets(loaders)) if there else None
+        return len(early_test.each(loaders)) if there else None
 
     def _read_loaders(self, split: Split, *, predicting: bool = False, given: Any = None) -> Any:
         key = "predictions" if predicting else split

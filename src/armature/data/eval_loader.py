@@ -79,13 +79,8 @@ def check_padding(loader: Any, *, name: str, owner: str, trainer: Any) -> None:
 def _one_sample(loader: DataLoader[Any]) -> Any:
     """Return a batch of one sample."""
     names = ("num_workers", "multiprocessing_context", "worker_init_fn", "timeout")
-    return read_once(loader.dataset, [0], **{name: getattr(loader, name) for name in names})
-
-
-def read_once(samples: Any, keys: list[int], **options: Any) -> Any:
-    """Return a batch, read where a loader with these options reads: see `read_batches`."""
     with preserved_generators():
-        (batch,) = read_batches(samples, [keys], **options)
+        (batch,) = read_batches(loader.dataset, [[0]], **{name: getattr(loader, name) for name in names})
     return batch
 
 

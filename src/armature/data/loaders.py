@@ -23,9 +23,8 @@ from torch.utils.data import (
     Subset,
 )
 
-from armature.data import alike, iterable
-from armature.data.eval_loader import read_once
-from armature.data.samples import BeginWorker, Samples, seed_of, seeded
+from armature.data import iterable
+from armature.data.samples import seed_of, seeded
 from armature.data.users_view import copied, guarded
 from armature.errors import ConfigError
 
@@ -210,28 +209,6 @@ class ReadLoader:
             found.append(list(dataset.indices))
             dataset = dataset.dataset
         return found
-
-    def sketch(self, *, seed: int, num_workers: int, fresh: bool) -> list[Any]:
-        """Return sketches of some samples (data/alike.py), with the same random numbers each time.
-
-        Args:
-            num_workers: whether the loader reads in processes of its own.
-            fresh: the run begins. In a resumed one, datasets that count how often they are read would be disturbed.
-        """
-        if isinstance(self.dataset, iterable.IterableStream):
-            return _sketches(self.dataset.first_records())
-        if not fresh or not (size := len(self.dataset)):
-            return []
-        samples = Samples(self.dataset, size=size, seed=seed, training=False, collate_fn=_sketches, foreign=True)
-        return read_once(
-            samples, sorted({0, size // 2, size - 1}), num_workers=num_workers,
-            worker_init_fn=BeginWorker(self.options["worker_init_fn"]),
-            multiprocessing_context=self.options["multiprocessing_context"],
-        )  # fmt: skip
-
-
-def _sketches(samples: list[Any]) -> list[Any]:
-    return [leaf for sample in samples for leaf in alike.sketch(sample)]
 
 
 def read_loader(

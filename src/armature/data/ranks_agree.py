@@ -37,7 +37,7 @@ def check(
         owner: the data module's class.
         size: samples of this rank.
         num_workers: of all loaders; None: as each has.
-        fresh: see `ReadLoader.sketch`.
+        fresh: the run begins. In a resumed one, datasets that count how often they are read would be disturbed.
     """
     kind = {"train": "training", "val": "validation"}.get(split, split)
     end = " Without a test at the end: trainer.test_at_end=false." if split == "test" else ""
@@ -77,12 +77,13 @@ def check(
             f"{rank}). Let every rank have all samples, in the same order: they are divided over the ranks later, and "
             f"draw from no generator of its own in them.{end}"
         )
-    samples = each(ReadLoader.sketch)
+    samples = each(_first)
     first = strategy.broadcast(samples)
-    same = samples is None or first is None or all(map(alike.near, samples, first))
+    same = samples is None or first is None or all(map(_near, samples, first))
     if strategy.reduce_boolean_decision(same):
         return
-    repeats = samples is not None and all(map(alike.near, samples, each(ReadLoader.sketch) or [[None]]))
+    again = None if samples is None else each(_first)
+    repeats = samples is not None and again is not None and all(map(_near, samples, again))
     several = each(_repeated) if repeats else None
     first = strategy.broadcast(several)
     same = several is None or first is None or not any(map(_differ, several, first))
@@ -108,31 +109,41 @@ def check_draw(draw: Draw, epoch: int, *, strategy: Any, rank: int) -> None:
         )
 
 
-def _repeated(read: ReadLoader, *, seed: int, num_workers: int, fresh: bool) -> list[Any] | None:
-    """Return sketches of some samples if they are the same in many readings, all in one process, else None.
+def _readings(
+    read: ReadLoader, *, samples: int, times: int, seed: int, num_workers: int, fresh: bool
+) -> Iterable[list[Any]]:
+    """Return sketches of so many samples (data/alike.py), with the same random numbers each time.
 
-    A generator that a dataset keeps draws on there. The arguments are those of `ReadLoader.sketch`.
+    All are read in one process, where a generator that a dataset keeps draws on.
     """
     dataset = read.dataset
     if isinstance(dataset, iterable.IterableStream):
-        readings: Iterable[list[Any]] = (_sketches(dataset.first_records(SPREAD)) for _ in range(READINGS))
-    elif not fresh or not (size := len(dataset)):
-        return None
-    else:
-        spread = np.linspace(0, size - 1, min(SPREAD, size)).astype(int).tolist()
-        samples = Samples(dataset, size=size, seed=seed, training=False, collate_fn=_sketches, foreign=True)
-        readings = eval_loader.read_batches(
-            samples, [spread] * READINGS, num_workers=num_workers,
-            worker_init_fn=BeginWorker(read.options["worker_init_fn"]),
-            multiprocessing_context=read.options["multiprocessing_context"],
-        )  # fmt: skip
+        return (_sketches(dataset.first_records(samples)) for _ in range(times))
+    if not fresh or not (size := len(dataset)):
+        return ()
+    spread = np.ceil(np.linspace(0, size - 1, min(samples, size))).astype(int).tolist()
+    return eval_loader.read_batches(
+        Samples(dataset, size=size, seed=seed, training=False, collate_fn=_sketches, foreign=True), [spread] * times,
+        num_workers=num_workers, worker_init_fn=BeginWorker(read.options["worker_init_fn"]),
+        multiprocessing_context=read.options["multiprocessing_context"],
+    )  # fmt: skip
+
+
+def _first(read: ReadLoader, **options: Any) -> list[Any]:
+    """Return sketches of the first, middle and last sample; of a stream, of the first ones."""
+    with preserved_generators():
+        return next(iter(_readings(read, samples=iterable.FIRST, times=1, **options)), [])
+
+
+def _repeated(read: ReadLoader, **options: Any) -> list[Any] | None:
+    """Return sketches of more samples if they are the same in many readings, else None."""
     began, first = time.monotonic(), None
     with preserved_generators():
-        for reading in readings:
+        for reading in _readings(read, samples=SPREAD, times=READINGS, **options):
             if first is None:
                 first = reading
                 continue
-            if not all(map(alike.near, first, reading)):
+            if not _near(first, reading):
                 return None
             if time.monotonic() - began > READING_SECONDS:
                 break
@@ -141,6 +152,10 @@ def _repeated(read: ReadLoader, *, seed: int, num_workers: int, fresh: bool) -> 
 
 def _sketches(samples: list[Any]) -> list[Any]:
     return [alike.sketch(sample) for sample in samples]
+
+
+def _near(samples: list[Any], others: list[Any]) -> bool:
+    return len(samples) == len(others) and all(map(alike.near, samples, others))
 
 
 def _differ(own: list[Any] | None, first: list[Any] | None) -> bool:

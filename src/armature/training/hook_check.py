@@ -74,12 +74,13 @@ def problems_of(owner: Any, base: type) -> list[str]:
     return [each for each in found if each is not None]
 
 
-def check_loaders(trainer: Any, *, stage: str, several: bool) -> None:
-    """Raise ConfigError for hooks of evaluated batches that cannot be called with this number of loaders."""
-    owners = [(trainer.lightning_module, L.LightningModule), *((each, L.Callback) for each in trainer.callbacks)]
+def all_loader_problems(
+    module: L.LightningModule, callbacks: Sequence[L.Callback], *, stage: str, several: bool
+) -> list[str]:
+    """Return `loader_problems` of a module and callbacks."""
+    owners: list[tuple[Any, type]] = [(module, L.LightningModule), *((each, L.Callback) for each in callbacks)]
     of_owners = [loader_problems(owner, base, stage=stage, several=several) for owner, base in owners]
-    if found := [each for of_owner in of_owners for each in of_owner]:
-        raise ConfigError(found)
+    return [each for of_owner in of_owners for each in of_owner]
 
 
 def loader_problems(owner: Any, base: type, *, stage: str, several: bool) -> list[str]:

@@ -8,6 +8,7 @@ import lightning.pytorch as L
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
+from armature.errors import ConfigError
 from armature.training import hook_check
 from armature.training.progress import data_of
 
@@ -32,15 +33,17 @@ class SameHeldOutData(L.Callback):
         data: Any = data_of(trainer)
         tests = self.tests and trainer.limit_test_batches != 0 and is_overridden("test_step", pl_module)
         if tests and hasattr(type(data), "check_test") and (loaders := data.check_test()):
-            hook_check.check_loaders(trainer, stage="test", several=loaders > 1)
+            callbacks = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+            found = hook_check.all_loader_problems(pl_module, callbacks, stage="test", several=loaders > 1)
+            if found:
+                raise ConfigError(found)
 
     @override
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        data: Any = data_of(trainer)
-        if not batch_idx and hasattr(type(data), "check_draw"):
-            data.check_draw()
+        if not batch_idx and hasattr(type(data := data_of(trainer)), "check_draw"):
+            data.check_draw()  # pyright: ignore[reportAttributeAccessIssue]
 
     @override
     def on_test_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

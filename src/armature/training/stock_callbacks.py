@@ -32,8 +32,7 @@ class CheckCallbacks(Callback):
         one = getattr(data_of(trainer), "has_one_test_loader", False)  # other data tell by test_dataloader
         one = one and self._cfg.trainer.test_at_end and trainer.limit_test_batches != 0
         if one and is_overridden("test_step", pl_module):
-            for owner, base in [(pl_module, LightningModule), *((each, Callback) for each in callbacks)]:
-                found += hook_check.loader_problems(owner, base, stage="test", several=False)
+            found += hook_check.all_loader_problems(pl_module, callbacks, stage="test", several=False)
         hook_check.check(*callbacks, base=Callback, problems=found)
 
 

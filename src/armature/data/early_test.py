@@ -15,19 +15,20 @@ _MOST = 1000
 _NOT_SETTINGS = ("builtins", "threading", "queue", "multiprocessing", "concurrent", "asyncio", "logging")
 
 
-def datasets(loaders: Any) -> list[Any]:
-    """Return the datasets of loaders: of one, or of a list or dict of them."""
-    return [getattr(loader, "dataset", None) for loader in tree_leaves(getattr(loaders, "iterables", loaders))]
+def each(loaders: Any) -> list[Any]:
+    """Return the loaders themselves: one, or those in a list or dict."""
+    return tree_leaves(getattr(loaders, "iterables", loaders))
 
 
 def endless(loaders: Any) -> bool:
     """Return whether a dataset does not know how many samples it has, so that counting would read all of it."""
-    return any(isinstance(each, IterableDataset) and not hasattr(each, "__len__") for each in datasets(loaders))
+    datasets = [getattr(loader, "dataset", None) for loader in each(loaders)]
+    return any(isinstance(dataset, IterableDataset) and not hasattr(dataset, "__len__") for dataset in datasets)
 
 
 def complete(loaders: Any) -> Any:
     """Return the loaders, or None if one has no samples yet: `setup("test")` may make them."""
-    for loader in tree_leaves(getattr(loaders, "iterables", loaders)):
+    for loader in each(loaders):
         dataset = getattr(loader, "dataset", None)
         empty = dataset is None or (hasattr(dataset, "__len__") and len(dataset) == 0)
         if isinstance(loader, DataLoader) and empty:
@@ -43,10 +44,10 @@ class Before:
 
     def __init__(self, module: Any, read: Mapping[str, Any]) -> None:
         found: dict[int, Any] = {}
-        level = [module, *(getattr(each, "dataset", None) for each in tree_leaves([*read.values()]))]
+        level = [module, *(getattr(loader, "dataset", None) for loader in tree_leaves([*read.values()]))]
         for _ in range(_DEPTH):
-            level = [each for each in level if id(each) not in found and _has_attributes(each)]
-            found |= {id(each): each for each in level[: _MOST - len(found)]}
+            level = [value for value in level if id(value) not in found and _has_attributes(value)]
+            found |= {id(value): value for value in level[: _MOST - len(found)]}
             level = [value for owner in level for value in _values(owner)]
         self._attributes = [(owner, {**vars(owner)}) for owner in found.values()]
 
