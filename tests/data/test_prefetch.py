@@ -63,9 +63,14 @@ class ModuleAfter(L.LightningModule):
         return batch
 
 
+class TakesIterator(L.LightningModule):
+    def validation_step(self, dataloader_iter): ...
+
+
 @pytest.mark.parametrize(
     ("data", "module", "expected"),
     [
+        (Ours(global_batch_size=1), TakesIterator(), False),  # it moves its batches, as under Lightning
         (Ours(global_batch_size=1), L.LightningModule(), True),
         (Ours(global_batch_size=1), ModuleAfter(), True),  # it sees batches on the device anyway
         (Ours(global_batch_size=1), ModuleBefore(), False),

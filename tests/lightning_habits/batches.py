@@ -361,10 +361,12 @@ class ModuleTransfers(Regressor):
 
 
 class Iterator(Regressor):
-    """training_step takes the iterator of the loader."""
+    """training_step takes the iterator of the loader, and moves its batches."""
 
     def training_step(self, dataloader_iter):
-        (x, y), _, _ = next(dataloader_iter)
+        batch, _, _ = next(dataloader_iter)
+        assert batch[0].device.type == "cpu"  # Lightning does not move it
+        x, y = self.trainer.strategy.batch_to_device(batch)
         loss = F.mse_loss(self(x), y)
         self.log("train/mse", loss, on_epoch=True, batch_size=len(x), sync_dist=True)
         return loss

@@ -12,14 +12,13 @@ from typing import Any, Literal, cast
 import lightning.pytorch as L
 import numpy as np
 import torch
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, Dataset, default_collate
 from typing_extensions import override
 
 from armature.data import iterable, memory
 from armature.data.batching import Batches, plan_batches
 from armature.data.eval_loader import EvalLoader, check_padding
-from armature.data.prefetch import BEFORE_DEVICE, PrefetchLoader, UnchangedLoader, reads_ahead
+from armature.data.prefetch import PrefetchLoader, UnchangedLoader, reads_ahead, sees_batches_off_device
 from armature.data.sampler import EpochSampler, EvalSampler, TrainSampler
 from armature.data.samples import Batch, BeginWorker, Samples, collated
 from armature.data.stream import Stream
@@ -376,9 +375,9 @@ class DataModule(L.LightningDataModule):
         return PrefetchLoader(self._loaders[key], device) if ahead else self._loaders[key]
 
     def _prefetches(self) -> bool:
-        """Return whether batches may be on the device before the hooks that move them there see them."""
+        """Return whether batches may be on the device before any code of the user's sees them."""
         owners = (self, getattr(self.trainer, "lightning_module", None))
-        return not any(is_overridden(name, owner) for owner in owners if owner is not None for name in BEFORE_DEVICE)
+        return not any(sees_batches_off_device(owner) for owner in owners if owner is not None)
 
     def _dataset(self, split: Split) -> Dataset[Any] | Stream:
         if split not in self._datasets:

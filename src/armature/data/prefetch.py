@@ -7,11 +7,14 @@ from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 BEFORE_DEVICE = ("on_before_batch_transfer", "transfer_batch_to_device")  # hooks that see a batch off the device
 TRANSFER_HOOKS = (*BEFORE_DEVICE, "on_after_batch_transfer")
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 def reads_ahead(data: Any, *, workers: bool) -> bool:
@@ -21,6 +24,17 @@ def reads_ahead(data: Any, *, workers: bool) -> bool:
     """
     users = getattr(data, "module", data)  # a PlainData's
     return workers or type(users).__module__.startswith("armature.")
+
+
+def sees_batches_off_device(owner: Any) -> bool:
+    """Return whether a module's or data module's own code gets batches before they are on the device.
+
+    Hooks do, and a step that takes `dataloader_iter`: it moves its batches itself.
+    """
+    if any(is_overridden(name, owner) for name in BEFORE_DEVICE):
+        return True
+    steps = [step for name in STEPS if (step := getattr(owner, name, None)) is not None]
+    return any(is_param_in_hook_signature(step, "dataloader_iter", explicit=True) for step in steps)
 
 
 class UnchangedLoader:
