@@ -180,6 +180,7 @@ def test_a_mistake_is_refused(name, folder):
     assert not (folder / "outputs").exists()
 
 
+@pytest.mark.slow
 def test_trials_that_run_elsewhere_are_not_held_against_this_machine(monkeypatch):
     from armature.validation import compose as module
 
@@ -246,6 +247,7 @@ FILES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", FILES)
 def test_a_mistake_in_an_option_s_file_is_told_as_what_it_is(tmp_path, text):
     config.register()

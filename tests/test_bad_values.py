@@ -122,6 +122,7 @@ def assert_refused(problems: list[str], typed: str) -> None:
     assert all("TypeError" not in problem and "ValueError" not in problem for problem in problems), problems
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("typed", OUT_OF_RANGE)
 def test_a_value_is_refused_by_its_key(typed, default, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -134,6 +135,7 @@ def test_a_value_is_refused_by_its_key(typed, default, tmp_path, monkeypatch):
     assert_refused(caught.value.problems, typed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("typed", [*((each,) for each in OF_ANOTHER_FORM), *TOGETHER], ids=" ".join)
 def test_an_override_is_refused_by_its_key(typed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

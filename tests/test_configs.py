@@ -117,6 +117,7 @@ def compose_once(name: str) -> DictConfig:
     return compose("train", overrides=["trainer.accelerator=cpu", override, *extra])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_every_file_composes_and_passes_the_checks(name, monkeypatch):
     monkeypatch.setenv("USER", "someone")

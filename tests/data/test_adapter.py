@@ -262,6 +262,7 @@ LOADERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loader", LOADERS.values(), ids=list(LOADERS))
 def test_a_resume_inside_an_epoch_and_more_ranks_see_the_same_samples_and_random_numbers(loader, tmp_path):
     whole, _, _ = fit(Plain(loader), tmp_path, steps=13)

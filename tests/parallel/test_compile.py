@@ -84,6 +84,7 @@ def test_all_blocks_share_a_graph_for_training_and_one_for_evaluation(count, mod
     assert count() == 2
 
 
+@pytest.mark.slow
 def test_a_new_shape_is_counted_as_a_new_graph(count) -> None:
     model = Decoder(**SMALL)
     blocks.compile_forward(model.blocks.values())
@@ -170,6 +171,7 @@ def test_the_next_run_compiles_nothing_again(tmp_path: Path) -> None:
     assert running.losses(tmp_path / "outputs" / "warm") == running.losses(tmp_path / "outputs" / "cold")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_compiled_forward_keeps_its_signature():
     module = nn.Linear(2, 2)

@@ -113,6 +113,7 @@ def test_adapters_are_named_where_full_training_does_not_fit(plan, script: Modul
     assert "task=lora" not in out
 
 
+@pytest.mark.slow
 def test_adapters_are_planned(plan) -> None:
     adapted = ("model=llama3_8b", "task=lora", "data=synthetic", "optimizer=adamw", "hardware=h100_80gb", "--quick")
     for words in ((), ("task.adapter.quantize=nf4",)):
@@ -139,6 +140,7 @@ def test_a_budget_names_the_compute_optimal_sizes(plan) -> None:
     assert "--budget a lot: type a number of FLOPs" in plan(*words, "--budget=a lot")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
@@ -173,6 +175,7 @@ def test_a_model_that_needs_more_devices_is_told_how_many(plan) -> None:
     assert re.search(r"It fits on \d+ GPUs\.", out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "hardware", "gpus", "first"),
     [

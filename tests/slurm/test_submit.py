@@ -23,6 +23,7 @@ def options(script: str) -> set[str]:
     return {line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH ")}
 
 
+@pytest.mark.slow
 def test_a_dry_run_prints_the_script():
     result = submit(
         "slurm=gpu",

@@ -109,6 +109,7 @@ def test_hooks_are_looked_up_as_attributes():
     assert (module.called, callback.called) == (EPOCH, EPOCH)
 
 
+@pytest.mark.slow
 def test_a_trial_of_the_tuner_does_not_validate():
     class Validating(Module):
         lr = batch_size = 1
