@@ -246,15 +246,14 @@ def fit_and_test(run: Run) -> None:
             raise
         raise refused from error
     step_log.csv.flush()
-    task: Any = run.task
-    can_preview = reason == "finished" and hasattr(task, "preview") and run_report.can_sample(trainer)
-    if can_preview and (strategy := StrategyMixin.find(trainer)) is not None:
+    preview = run_report.preview_of(run.task) if reason == "finished" and run_report.can_sample(trainer) else None
+    if preview is not None and (strategy := StrategyMixin.find(trainer)) is not None:
         strategy.return_to_device()
-    preview = task.preview() if can_preview else None
+    baselines = getattr(type(run.data), "baselines", None)  # not a user's attribute of that name
     report.finish(
         cfg, trainer, step_log, run.guard, run.display, run.limits, reason=reason, metrics=metrics,
         best=run.checkpointing.best, best_score=run.checkpointing.best_score, seconds=time.monotonic() - started,
-        preview=preview, baselines=getattr(run.data, "baselines", list)(),
+        preview=preview and preview(), baselines=baselines(run.data) if baselines else [],
     )  # fmt: skip
 
 

@@ -309,3 +309,20 @@ class AddsLoader(Regressor):
             losses = [F.mse_loss(self(x.to(self.device)), y.to(self.device)) for x, y in loader]
         self.train()
         self.log("own", torch.stack(losses).mean())
+
+
+class HasOurNames(Regressor):
+    """Names that mean something in our own modules: here a name of an architecture and a plot of samples."""
+
+    model = "mlp"
+
+    def preview(self, x, title):
+        return f"{title}: {self(x)}"
+
+
+class HasOurNamesToo(plain.Vectors):
+    """The same of a data module."""
+
+    def __init__(self, batch_size: int = 8):
+        super().__init__(batch_size)
+        self.baselines = {"mean": 0.5}

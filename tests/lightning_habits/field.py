@@ -53,4 +53,5 @@ ASKED = [
     ),
     regression("averaged_late", "asked.AveragedLate", refused={"fsdp2": "which no checkpoint can hold"}),
     regression("adds_loader", "asked.AddsLoader", data="plain.Vectors"),
+    regression("our_names", "asked.HasOurNames", data="asked.HasOurNamesToo", layouts=SINGLE, sample=SINGLE),
 ]

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from rich.console import Console, ConsoleDimensions
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from torch import nn
 
 from armature.training.progress import completed_batches
 from armature.training.step_log import StepLog
@@ -55,7 +56,8 @@ class Display(Callback):
 
     def _show_model(self, module: LightningModule) -> None:
         """Print a line per part of the model, with its number of parameters."""
-        model = getattr(module, "model", None) or module
+        model = getattr(module, "model", None)
+        model = model if isinstance(model, nn.Module) else module  # users' `model` may be a name or a method
         table = Table(box=None, pad_edge=False)
         for column in ("part", "type", "parameters"):
             table.add_column(column, justify="right" if column == "parameters" else "left")

@@ -7,6 +7,7 @@ each rank. What goes wrong with the page is logged once and never ends the run.
 from __future__ import annotations
 
 import base64
+import inspect
 import json
 import logging
 import platform
@@ -104,7 +105,7 @@ class RunReport(L.Callback):
         self._due = False
         self._write_memory(trainer)
         last = self.planned_steps is not None and completed_batches(trainer) >= self.planned_steps
-        preview = getattr(pl_module, "preview", None)
+        preview = preview_of(pl_module)
         if preview is not None and not last and can_sample(trainer):
             self._timed(trainer, lambda: self._write_text(trainer, _alone(preview)))
         if trainer.is_global_zero:
@@ -167,6 +168,15 @@ class RunReport(L.Callback):
 def can_sample(trainer: L.Trainer) -> bool:
     strategy = StrategyMixin.find(trainer)
     return strategy is None or strategy.can_generate
+
+
+def preview_of(module: L.LightningModule) -> Callable[[], str | None] | None:
+    """Return the module's `preview()`. One that takes arguments has another purpose."""
+    preview = getattr(module, "preview", None)
+    if not callable(preview):
+        return None
+    needed = [p for p in inspect.signature(preview).parameters.values() if p.default is p.empty]
+    return None if any(p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needed) else preview
 
 
 def _alone(work: Callable[[], Any]) -> Any:
