@@ -1,5 +1,8 @@
 """What ranks do apart from one another: values by their own data, work of rank 0 alone."""
 
+import copy
+import random
+
 import torch
 from torch.optim import lr_scheduler
 from torchmetrics import MeanMetric
@@ -181,3 +184,14 @@ class LocalBufferInside(Regressor):
     def __init__(self):
         super().__init__()
         self.net = torch.nn.Sequential(self.Centered(), *self.net)
+
+
+class DrawsNet(Regressor):
+    """Each rank draws one of two networks of the same shape for each batch (ensembles, co-teaching, supernets)."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = copy.deepcopy(self.net)
+
+    def forward(self, x):
+        return self.net(x) if not self.training or random.random() < 0.5 else self.other(x)

@@ -53,5 +53,24 @@ ASKED = [
     ),
     regression("averaged_late", "asked.AveragedLate", refused={"fsdp2": "which no checkpoint can hold"}),
     regression("adds_loader", "asked.AddsLoader", data="plain.Vectors"),
+    regression(
+        "grad_by_hand",
+        "manual.GradByHand",
+        sample=("single", "fsdp2"),
+        refused={"ddp2": "is not the same on all ranks", "fsdp2": "did not see the gradient of net.0.weight"},
+    ),
+    regression(
+        "grad_of_weights",
+        "manual.GradOfWeights",
+        sample=("fsdp2",),
+        refused={"ddp2": "is not the same on all ranks", "fsdp2": "Call self.manual_backward"},
+    ),
+    regression(
+        "draws_net",
+        "apart.DrawsNet",
+        layouts=("fsdp2",),
+        sample=("fsdp2",),
+        refused={"fsdp2": "ranks that gather different ones"},
+    ),
     regression("our_names", "asked.HasOurNames", data="asked.HasOurNamesToo", layouts=SINGLE, sample=SINGLE),
 ]

@@ -294,3 +294,29 @@ class Actor(Manual):
             torch.optim.Adam(self.actor.parameters(), lr=1e-2),
             torch.optim.Adam(self.critic.parameters(), lr=1e-2),
         )
+
+
+class GradByHand(Regressor):
+    """Gradients by torch.autograd.grad, which are put into place by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = F.mse_loss(self(batch[0]), batch[1])
+        params = [*self.net.parameters()]
+        for p, g in zip(params, torch.autograd.grad(loss, params), strict=True):
+            p.grad = g
+        self.optimizers().step()
+
+
+class GradOfWeights(GradByHand):
+    """The same, with the weights taken before the forward."""
+
+    def training_step(self, batch, batch_idx):
+        params = [*self.net.parameters()]
+        loss = F.mse_loss(self(batch[0]), batch[1])
+        for p, g in zip(params, torch.autograd.grad(loss, params), strict=True):
+            p.grad = g
+        self.optimizers().step()

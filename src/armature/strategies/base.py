@@ -25,6 +25,7 @@ from armature.models.adapters import is_adapter
 from armature.optim.muon import Muon
 from armature.parallel import apply, blocks, gradients, initialization, process_group, randomness
 from armature.parallel.distributed_matrices import DistributedMatrices
+from armature.parallel.gathered import Gathered
 from armature.parallel.targets import TargetWeights
 from armature.strategies.buckets import BucketOrder
 from armature.strategies.checkpoints import CheckpointMixin
@@ -48,10 +49,12 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         replicates_weights: whether `replicated_weights` are the same on all ranks, and ordinary tensors.
         fetches_weights: whether weights may lie elsewhere than on the device that computes, until they are used.
         bubble_share: share of a step in which the pipeline's schedule leaves a rank idle; 0 without a pipeline.
+        gathered: what this rank has gathered of sharded weights; nothing under other strategies.
     """
 
     bubble_share: float = 0.0
     replicates_weights: bool = False
+    gathered: Gathered = Gathered()
     fetches_weights: bool = False
     held: Callable[[str], bool] = staticmethod(lambda name: False)
     remedies: ClassVar[dict[str, str]] = {}

@@ -22,7 +22,9 @@ from typing_extensions import override
 from armature.errors import ConfigError
 from armature.parallel import apply, batchnorm, copies, dtensors, gradients, left_behind, mesh, ties
 from armature.parallel.context import Positions
+from armature.parallel.gathered import Gathered
 from armature.strategies.base import StrategyMixin, models_of, move_others
+from armature.strategies.mesh_remedies import REMEDIES
 
 log = logging.getLogger(__name__)
 
@@ -54,24 +56,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
     """
 
     replicates_weights = True
-    remedies: ClassVar = {
-        dtensors.MIXED:
-            "A weight of a sharded model was used outside the forward of the module that holds it, where ranks "
-            "have parts of it only. Compute this in that module's forward (call layers, not slices of them), or "
-            "type strategy=ddp.",
-        "Sharding propagation failed":
-            "torch cannot compute this with sharded weights or gradients, as they are between forward and backward. "
-            "Move it into the model's forward, take another optimizer if its step failed, or type strategy=ddp.",
-        "FSDP does not support deepcopy":
-            "A module was copied after it had been sharded. Copy it in __init__ or configure_model, or type "
-            "strategy=ddp.",
-        "Can't pickle <class 'torch.distributed.fsdp":
-            "A sharded module cannot be pickled (torch.save, copy through pickle): each rank has a part of it. Call "
-            "trainer.save_checkpoint on all ranks, load the run with armature.load, or type strategy=ddp.",
-        "storage of size 0":
-            "A gradient of a gradient (create_graph=True) needs weights that FSDP frees after the first one. Type "
-            "strategy=ddp.",
-    }  # fmt: skip
+    remedies: ClassVar = REMEDIES
 
     def __init__(
         self, *, seed: int = 0,
@@ -97,6 +82,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         }  # fmt: skip
         self.fetches_weights = cpu_offload
         self.applied: list[apply.ParallelizedModel] = []
+        self.gathered = Gathered()
         self.positions: Positions | None = None
         self.expert_ranks: DeviceMesh | None = None
         self._models: Sequence[tuple[str, nn.Module]] = ()
@@ -188,6 +174,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             if applied.runner is not None:
                 applied.runner.target_weights, applied.runner.loss_scale = self.target_weights, self.loss_scale
             self.applied.append(applied)
+            for part in applied.parts:
+                self.gathered.watch(name, part)
         dtensors.carry_attributes(before, module)
         if self.sizes["pipe"] > 1:
             for _, model in models:
@@ -327,6 +315,17 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             self._knows_hooks = True
         dtensors.check_parts()
         return dtensors.with_whole_loss(super().training_step(*args, **kwargs))
+
+    @override
+    def optimizer_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(optimizer, *args, **kwargs)
+        if (name := self.gathered.unreduced()) is not None:
+            raise ConfigError(
+                f"{type(self.module).__name__}: the step of {type(optimizer).__name__} did not see the gradient of "
+                f"{name}, a copy that {self.layout} gathered for the forward. Call self.manual_backward(loss) instead "
+                "of setting p.grad yourself, or type strategy=single trainer.devices=1."
+            )
+        return result
 
     def _check_sparse(self) -> None:
         """Raise ConfigError if a sharded weight would have sparse gradients, which no DTensor can hold."""

@@ -36,8 +36,15 @@ def check(trainer: L.Trainer) -> None:
     if strategy is None or strategy.world_size == 1:
         return
     replicated = strategy.replicated_weights() if strategy.replicates_weights else {}
-    everyones = process_group.all_gather_object((strategy.stage, _updates(trainer, strategy), sums(replicated)))
-    _compare_updates(trainer, [(stage, updates) for stage, updates, _ in everyones])
+    own = (
+        strategy.stage,
+        (strategy.gathered.order, strategy.gathered.counts),
+        _updates(trainer, strategy),
+        sums(replicated),
+    )
+    everyones = process_group.all_gather_object(own)
+    _compare_gathered(trainer, strategy, [(stage, gathered) for stage, gathered, *_ in everyones])
+    _compare_updates(trainer, [(stage, updates) for stage, _, updates, _ in everyones])
     weights = [of_rank for *_, of_rank in everyones]
     if (found := first_difference(weights)) is None:
         return
@@ -48,6 +55,35 @@ def check(trainer: L.Trainer) -> None:
         f"{completed_batches(trainer)}: its norm is {first} on rank 0 and {other} on rank {rank}. "
         f"{strategy.why_unequal()}"
     )
+
+
+def _compare_gathered(
+    trainer: L.Trainer, strategy: StrategyMixin, everyones: Sequence[tuple[int, tuple[int, list[int]]]]
+) -> None:
+    """Raise ConfigError if ranks have gathered other weights than the first of their stage, or in another order.
+
+    Args:
+        everyones: each rank's stage of the pipeline, which has units of its own, and its `Gathered.order` and `counts`.
+    """
+    stages = [stage for stage, _ in everyones]
+    for rank, (stage, (order, counts)) in enumerate(everyones):
+        first = stages.index(stage)
+        expected_order, expected = everyones[first][1]
+        if (order, counts) == (expected_order, expected):
+            continue
+        pairs = enumerate(zip(expected, counts, strict=True))
+        unit = next((number for number, (one, other) in pairs if one != other), None)
+        what = "modules are called in another order"
+        if unit is not None and strategy.stage == stage:
+            what = (
+                f"{strategy.gathered.names[unit]} is called {expected[unit]} times on rank {first} and {counts[unit]}"
+            )
+        raise ConfigError(
+            f"{type(trainer.lightning_module).__name__}: {what} on rank {rank}, after step "
+            f"{completed_batches(trainer)}. Its weights are sharded, and ranks that gather different ones at the same "
+            "time mix them. Decide which module is called by what all ranks know, such as self.global_step or "
+            "self.trainer.strategy.broadcast(choice), or type strategy=ddp."
+        )
 
 
 def _updates(trainer: L.Trainer, strategy: StrategyMixin) -> list[Update]:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as L
 import torch
@@ -176,7 +176,8 @@ def preview_of(module: L.LightningModule) -> Callable[[], str | None] | None:
     if not callable(preview):
         return None
     needed = [p for p in inspect.signature(preview).parameters.values() if p.default is p.empty]
-    return None if any(p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needed) else preview
+    takes_more = any(p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needed)
+    return None if takes_more else cast(Callable[[], str | None], preview)
 
 
 def _alone(work: Callable[[], Any]) -> Any:
