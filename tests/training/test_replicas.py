@@ -40,12 +40,22 @@ def updates(monkeypatch):
     trainer: Any = SimpleNamespace(
         optimizers=[optimizer], lr_scheduler_configs=[config], lightning_module=nn.Linear(1, 1)
     )
-    strategy = SimpleNamespace(world_size=2, replicates_weights=False, stage=0, steps_made={optimizer: 4})
+    gathered = SimpleNamespace(names=["net.0", "net.1"], order=7, counts=[4, 4])
+    strategy = SimpleNamespace(
+        world_size=2, replicates_weights=False, stage=0, steps_made={optimizer: 4}, gathered=gathered
+    )
     monkeypatch.setattr(replicas.StrategyMixin, "find", lambda trainer: strategy)
     monkeypatch.setattr(replicas, "completed_batches", lambda trainer: 4)
 
-    def check(*, rates: list[float], steps: int = 4, stage: int = 0) -> None:
-        other = (stage, [(steps, rates)], {})
+    def check(
+        *,
+        rates: tuple[float, ...] = (0.1,),
+        steps: int = 4,
+        stage: int = 0,
+        order: int = 7,
+        counts: tuple[int, ...] = (4, 4),
+    ) -> None:
+        other = (stage, (order, [*counts]), [(steps, [*rates])], {})
         monkeypatch.setattr(replicas.process_group, "all_gather_object", lambda own: [own, other])
         replicas.check(trainer)
 
@@ -53,19 +63,27 @@ def updates(monkeypatch):
 
 
 def test_learning_rates_that_follow_each_rank_s_own_value_are_named(updates):
-    updates(rates=[0.1 + 1e-9])
+    updates(rates=(0.1 + 1e-9,))
     with pytest.raises(ConfigError, match=r'rate of SGD is .* 0\.1 on rank 0 and 0\.01 on rank 1.*log\("val/loss", …'):
-        updates(rates=[0.01])
+        updates(rates=(0.01,))
 
 
 def test_steps_that_each_rank_decides_about_are_named(updates):
-    updates(rates=[0.1])
+    updates()
     with pytest.raises(ConfigError, match=r"number of steps of SGD is .* after step 4: 4 on rank 0 and 3 on rank 1"):
-        updates(rates=[0.1], steps=3)
+        updates(steps=3)
 
 
 def test_another_stage_of_a_pipeline_may_have_other_groups(updates):
-    updates(rates=[0.01, 0.1], stage=1)
+    updates(rates=(0.01, 0.1), stage=1)
+    updates(order=1, counts=(4,), stage=1)  # or units
+
+
+def test_ranks_that_gather_other_weights_are_named(updates):
+    with pytest.raises(ConfigError, match=r"net\.1 is called 4 times on rank 0 and 5 on rank 1, after step 4"):
+        updates(order=8, counts=(4, 5))
+    with pytest.raises(ConfigError, match=r"modules are called in another order on rank 1"):
+        updates(order=8)
 
 
 def test_weights_that_are_not_finite_are_left_to_on_nan():
