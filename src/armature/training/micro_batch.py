@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -26,6 +27,9 @@ from armature.training.loops import EpochLoop
 from armature.training.progress import completed_batches, data_of
 from armature.validation import micro_batch
 from armature.validation.memory import overrides
+
+
+PER_MICRO_BATCH = ("on_train_batch_start", "on_train_batch_end")
 
 
 @dataclass(frozen=True)
@@ -56,13 +60,21 @@ def smaller(cfg: DictConfig, error: BaseException, trainer: Trainer, module: Lig
     kinds = memory.by_kind(module, trainer.optimizers, peak=peak)
     others = [each for each in overrides(cfg, kinds=kinds) if not each.startswith("data.micro_batch_size")]
     keep = f", or {others[0]} to keep {batches.micro_batch_size}" if others else ""
-    normalizes = any(isinstance(each, _BatchNorm) for each in module.modules())
-    note = f" BatchNorm's statistics are of {size} samples from now on." if normalizes else ""
     return Smaller(size, (
         f"Memory ran out on {where} in step {completed_batches(trainer) + 1} (peak {peak / 2**30:.2f} GiB): "
         f"micro-batch {batches.micro_batch_size} → {size}, with the same global batch of {batches.global_batch_size}. "
-        f"Type data.micro_batch_size={size} to start with it{keep}.{note}"
+        f"Type data.micro_batch_size={size} to start with it{keep}.{what_changes(module, size)}"
     ))  # fmt: skip
+
+
+def what_changes(module: LightningModule, size: int) -> str:
+    """Return sentences, each after a space, on what is not the same with another size of micro-batch."""
+    found = ""
+    if any(isinstance(each, _BatchNorm) for each in module.modules()):
+        found += f" BatchNorm's statistics are of {size} samples from now on."
+    if hooks := [name for name in PER_MICRO_BATCH if is_overridden(name, module)]:
+        found += f" {type(module).__name__}.{hooks[0]} is called for each micro-batch, so more often than before."
+    return found
 
 
 def agree(cfg: DictConfig) -> None:
