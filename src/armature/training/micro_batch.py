@@ -28,7 +28,6 @@ from armature.training.progress import completed_batches, data_of
 from armature.validation import micro_batch
 from armature.validation.memory import overrides
 
-
 PER_MICRO_BATCH = ("on_train_batch_start", "on_train_batch_end")
 
 
