@@ -9,6 +9,8 @@ from armature.checkpoint import optimizers, plain, whole_optimizers
 from armature.errors import ConfigError
 from tests.lightning_habits.weights import ScheduleFree
 
+T = torch.ones(2)
+
 
 @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
 def test_weights_stay_as_they_are_also_with_eps_0(make):
@@ -47,6 +49,20 @@ def test_an_optimizer_that_changes_weights_at_rate_0_leaves_them_as_they_are():
     optimizers.create_state(optimizer)
     assert weight.tolist() == [3.0, 4.0]
     assert "momentum_buffer" in optimizer.state[weight]
+
+
+# ---------------------------------------------------------------- parameter groups
+def saved_groups(optimizer, names):
+    return optimizers.param_groups(optimizer, optimizers.group_names(optimizer, names))
+
+
+def test_keys_that_hooks_put_into_a_group_come_back():
+    weight = torch.nn.Parameter(T.clone())
+    names, optimizer = {weight: "w"}, torch.optim.SGD([weight], lr=0.1)
+    optimizer.param_groups[0] |= {"initial_weight_decay": 0.5, "lr": 0.025}
+    resumed = torch.optim.SGD([weight], lr=0.1)
+    optimizers.restore_groups(resumed, [["w"]], saved_groups(optimizer, names))
+    assert resumed.param_groups[0] == optimizer.param_groups[0]
 
 
 # ---------------------------------------------------------------- saved whole
@@ -115,9 +131,6 @@ def test_an_optimizer_that_divides_its_state_itself_is_refused():
 
 
 # ---------------------------------------------------------------- containers in the entries
-T = torch.ones(2)
-
-
 @pytest.mark.parametrize(
     "value",
     [

@@ -96,4 +96,7 @@ STREAMS = [
     regression("sampler_weights", "streams.SetsSamplerWeights", data="streams.HardExamples"),
     regression("loader_attributes", "streams.LoaderAttributes", data="plain.Vectors"),
 ]  # fmt: skip
-NEWEST = [*RESEARCH, *APART, *STREAMS, *FIELDS, *ASKED]
+OPTIMIZERS = [
+    regression("schedules_decay", "optimizers.SchedulesDecay"),
+]
+NEWEST = [*RESEARCH, *APART, *STREAMS, *FIELDS, *ASKED, *OPTIMIZERS]

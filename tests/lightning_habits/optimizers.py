@@ -232,3 +232,15 @@ class StepsLooseTensor(Regressor):
 
     def configure_optimizers(self):
         return torch.optim.Adam([*self.parameters(), *self.shift], lr=1e-2)
+
+
+class SchedulesDecay(Regressor):
+    """DINO's and MAE's weight decay schedule: the group keeps its first value from the first batch on."""
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        for group in self.optimizers().param_groups:
+            first = group.setdefault("initial_weight_decay", group["weight_decay"])
+            group["weight_decay"] = first * (1 + self.global_step)

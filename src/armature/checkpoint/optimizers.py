@@ -154,7 +154,7 @@ def restore_groups(optimizer: Optimizer, names: list[list[str]], saved: list[dic
     by_name = {name: group for group in saved for name in group["names"]}
     for group, of_group in zip(optimizer.param_groups, names, strict=True):
         known = next((by_name[name] for name in of_group if name in by_name), {})
-        group.update({k: v for k, v in known.items() if k in group and k != "names"})
+        group.update({k: v for k, v in known.items() if k not in ("names", ADDED)})  # hooks put in keys of their own
 
 
 # ---------------------------------------------------------------- loading
