@@ -56,10 +56,12 @@ def saved_groups(optimizer, names):
     return optimizers.param_groups(optimizer, optimizers.group_names(optimizer, names))
 
 
-def test_keys_that_hooks_put_into_a_group_come_back():
+# the latter two are names of ours
+@pytest.mark.parametrize("own", [{"initial_weight_decay": 0.5}, {"names": ["weight"], "added": True}])
+def test_keys_that_users_put_into_a_group_come_back(own):
     weight = torch.nn.Parameter(T.clone())
     names, optimizer = {weight: "w"}, torch.optim.SGD([weight], lr=0.1)
-    optimizer.param_groups[0] |= {"initial_weight_decay": 0.5, "lr": 0.025}
+    optimizer.param_groups[0] |= {"lr": 0.025, **own}
     resumed = torch.optim.SGD([weight], lr=0.1)
     optimizers.restore_groups(resumed, [["w"]], saved_groups(optimizer, names))
     assert resumed.param_groups[0] == optimizer.param_groups[0]

@@ -98,5 +98,6 @@ STREAMS = [
 ]  # fmt: skip
 OPTIMIZERS = [
     regression("schedules_decay", "optimizers.SchedulesDecay"),
+    regression("names_groups", "optimizers.NamesGroups"),
 ]
 NEWEST = [*RESEARCH, *APART, *STREAMS, *FIELDS, *ASKED, *OPTIMIZERS]

@@ -244,3 +244,15 @@ class SchedulesDecay(Regressor):
         for group in self.optimizers().param_groups:
             first = group.setdefault("initial_weight_decay", group["weight_decay"])
             group["weight_decay"] = first * (1 + self.global_step)
+
+
+class NamesGroups(Regressor):
+    """Groups hold the names of their parameters, for a printout."""
+
+    def configure_optimizers(self):
+        groups = [
+            {"params": [*layer.parameters()], "names": [name for name, _ in layer.named_parameters()], "lr": lr}
+            for layer, lr in ((self.net[0], 0.05), (self.net[2], 0.01))
+        ]
+        optimizer = torch.optim.SGD(groups, momentum=0.9)
+        return [optimizer], [lr_scheduler.ExponentialLR(optimizer, 0.5)]

@@ -135,7 +135,7 @@ def to_ckpt(checkpoint: Path, file: Path, *, average: bool = False, base: Base |
 
 def _torchs(checkpoint: Path, saved: dict[str, Any], groups: list[dict[str, Any]], *, index: int) -> dict[str, Any]:
     """Return an optimizer's state as its `state_dict` would: parameters are numbered through all groups."""
-    names = [name for group in groups for name in group["names"]]
+    names = [name for group in groups for name in group[optimizers.NAMES]]
     numbers = {name: number for number, name in enumerate(names)}
     prefix = f"{state.OPTIMIZER}.{index}."
     loaded = state.load_tensors(checkpoint, [key for key in saved if key.startswith(prefix)], saved)
@@ -146,7 +146,7 @@ def _torchs(checkpoint: Path, saved: dict[str, Any], groups: list[dict[str, Any]
             parts.setdefault(numbers[name], {})[key] = value
     found = {number: optimizers.nested(of_param) for number, of_param in parts.items()}
     numbered = [
-        {k: v for k, v in group.items() if k != "names"} | {"params": [numbers[name] for name in group["names"]]}
+        optimizers.settings_of(group) | {"params": [numbers[name] for name in group[optimizers.NAMES]]}
         for group in groups
     ]
     return {"state": dict(sorted(found.items())), "param_groups": numbered}

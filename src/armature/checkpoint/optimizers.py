@@ -25,7 +25,9 @@ from armature.checkpoint.state import GRADIENTS, OPTIMIZER, SPARSE_GRADIENTS
 from armature.errors import ConfigError, error_line
 
 CLASSES = "optimizer_classes"  # in meta.pt: by index
+NAMES = "names"  # in a saved parameter group: of its parameters
 ADDED = "added"  # in a saved parameter group: a hook had added it while the run trained
+_USERS = "users:"  # in a saved parameter group: before a user's keys of these two names
 _KEEP_WEIGHTS_AT_RATE_0 = ("torch.optim.", "armature.optim.", "bitsandbytes.")  # modules of optimizers
 _CONTAINERS = (dict, OrderedDict, list, tuple)
 # they select how a step is computed on this machine, not its result, so they are never read from a checkpoint
@@ -116,45 +118,51 @@ def group_names(optimizer: Optimizer, names: dict[Tensor, str]) -> list[list[str
 
 def param_groups(optimizer: Optimizer, names: list[list[str]]) -> list[dict[str, Any]]:
     """Return each group's hyperparameters and the names of its parameters."""
-    return [
-        {"names": of_group} | _settings(group) for group, of_group in zip(optimizer.param_groups, names, strict=True)
-    ]
+    return [{NAMES: of_group} | _settings(group) for group, of_group in zip(optimizer.param_groups, names, strict=True)]
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group's hyperparameters made plain: a rate that NumPy computes is a float."""
-    own = {key: value for key, value in group.items() if key != "params" and key not in RUNTIME_OPTIONS}
+    own = {
+        f"{_USERS}{key}" if key in (NAMES, ADDED) else key: value
+        for key, value in group.items()
+        if key != "params" and key not in RUNTIME_OPTIONS
+    }
     return plain.plain_checkpoint({"a parameter group of an optimizer": own})["a parameter group of an optimizer"]
+
+
+def settings_of(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters of a saved group, also the keys that hooks had put into it."""
+    return {key.removeprefix(_USERS): value for key, value in saved.items() if key not in (NAMES, ADDED)}
 
 
 def add_groups(optimizer: Optimizer, names: Mapping[Tensor, str], saved: list[dict[str, Any]]) -> None:
     """Add the groups that a hook had added while the run trained, unless a hook has already added them again."""
     own = {param for group in optimizer.param_groups for param in group["params"]}
     for group in (group for group in saved if group.get(ADDED)):
-        params = [param for param, name in names.items() if name in group["names"] and param not in own]
+        params = [param for param, name in names.items() if name in group[NAMES] and param not in own]
         if params:
-            settings = {key: value for key, value in group.items() if key not in ("names", ADDED)}
-            optimizer.add_param_group({"params": params, **settings})
+            optimizer.add_param_group({"params": params, **settings_of(group)})
 
 
 def merge_groups(groups_of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Merge the groups of all pipeline stages into those of the unsharded model, by equal hyperparameters."""
     merged: list[dict[str, Any]] = []
     for group in (group for groups in groups_of_ranks for group in groups):
-        known = next((known for known in merged if known | {"names": group["names"]} == group), None)
+        known = next((known for known in merged if known | {NAMES: group[NAMES]} == group), None)
         if known is None:
-            merged.append(group | {"names": list(group["names"])})
+            merged.append(group | {NAMES: list(group[NAMES])})
         else:
-            known["names"] += [name for name in group["names"] if name not in known["names"]]
+            known[NAMES] += [name for name in group[NAMES] if name not in known[NAMES]]
     return merged
 
 
 def restore_groups(optimizer: Optimizer, names: list[list[str]], saved: list[dict[str, Any]]) -> None:
     """Restore hyperparameters by parameter name: the order of groups and of parameters may have changed."""
-    by_name = {name: group for group in saved for name in group["names"]}
+    by_name = {name: group for group in saved for name in group[NAMES]}
     for group, of_group in zip(optimizer.param_groups, names, strict=True):
         known = next((by_name[name] for name in of_group if name in by_name), {})
-        group.update({k: v for k, v in known.items() if k not in ("names", ADDED)})  # hooks put in keys of their own
+        group.update(settings_of(known))
 
 
 # ---------------------------------------------------------------- loading
