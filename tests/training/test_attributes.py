@@ -48,8 +48,9 @@ class Slow(torch.optim.SGD):
 def trainer_of(module: Any, *callbacks: Any) -> Any:
     optimizers = [Slow(module.parameters(), lr=0.1)]
     return SimpleNamespace(
-        lightning_module=module, callbacks=callbacks, optimizers=optimizers, datamodule=NumbersData()
-    )
+        lightning_module=module, callbacks=callbacks, optimizers=optimizers, datamodule=NumbersData(),
+        lr_scheduler_configs=[],
+    )  # fmt: skip
 
 
 def change_norms(trainer):
@@ -151,6 +152,9 @@ class Holds(L.Callback):
         self.metrics = {"mean": MeanMetric()}
         self.ema, self.shared = nn.Linear(2, 2), shared
         self.optimizer = torch.optim.SGD(self.ema.parameters(), lr=0.1, momentum=0.9)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            torch.optim.SGD(self.ema.parameters()), lambda step: 0.9**step
+        )
 
 
 def change_metric(trainer):
@@ -166,6 +170,10 @@ def step_optimizer(trainer):
     held = trainer.callbacks[0]
     held.ema(torch.ones(1, 2)).sum().backward()
     held.optimizer.step()
+
+
+def step_schedule(trainer):
+    trainer.callbacks[0].schedule.last_epoch += 1
 
 
 def change_saved(trainer):
@@ -185,8 +193,8 @@ def keep_outputs(trainer):
     ("change", "names"),
     [
         (change_metric, {"Holds.metrics"}), (change_copy, {"Holds.ema"}), (change_saved, set()),
-        (step_optimizer, {"Holds.optimizer", "Holds.ema"}), (change_buffer, {"Module.net.0.bank"}),
-        (keep_outputs, {"Module.norms"}),
+        (step_optimizer, {"Holds.optimizer", "Holds.ema"}), (step_schedule, {"Holds.schedule"}),
+        (change_buffer, {"Module.net.0.bank"}), (keep_outputs, {"Module.norms"}),
     ],
 )  # fmt: skip
 def test_state_that_attributes_hide_is_compared_unless_a_checkpoint_holds_it(change, names):

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 from torchmetrics import Metric
 
@@ -36,14 +37,15 @@ _MOST_BYTES, _MOST_PARTS = 4_000_000, 10_000  # of an attribute: larger ones are
 _MOST_LEFT_OUT = 20  # attributes of an object that are too large: looking at each may take long
 _NUMBERS = (type(None), bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device, torch.Size)
 _PLAIN = (type(None), bool, int, float, str)
-_WITH_STATE = (nn.Module, Optimizer, torch.amp.GradScaler)
-_OF_FRAMEWORKS = (nn.Module, L.Trainer, Optimizer, torch.optim.lr_scheduler.LRScheduler)
+_WITH_STATE = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
+_OF_FRAMEWORKS = (nn.Module, L.Trainer, Optimizer, LRScheduler)
 
 
 def digests(trainer: Any) -> dict[str, str]:
     """Return a digest of each attribute and buffer that no checkpoint holds, by its owner's class and its name."""
     found, module = {}, trainer.lightning_module
-    saved = frozenset(map(id, (*module.modules(), *trainer.optimizers)))
+    schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
+    saved = frozenset(map(id, (*module.modules(), *trainer.optimizers, *schedules)))
     for label, owner, frameworks in owners(trainer):
         for name, value in vars(owner).items():
             if inspect.isroutine(value):  # torch and Lightning replace methods
