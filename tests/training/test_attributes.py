@@ -1,9 +1,12 @@
 """Attributes that no checkpoint holds are named after a resume that has lost them."""
 
+import enum
 import random
 from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as L
 import numpy as np
@@ -22,18 +25,34 @@ class Loss:
         self.center, self.owner = torch.zeros(2), [self]
 
 
+@dataclass(slots=True)
+class Meter:
+    count: int = 0
+    path: Path = Path("a")
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
 class Noise(nn.Module):
+    draws: ClassVar[list[float]] = []
+
     def __init__(self) -> None:
         super().__init__()
         self.rng = np.random.default_rng(1)
 
 
 class Module(L.LightningModule):
+    losses: ClassVar[list[float]] = []
+
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(2, 2), Noise())
         self.norms, self.seen, self.best = [1.0], {"b", "a", "c"}, {"x": (1, None)}
         self.queue, self.generator, self.python = deque([1], maxlen=3), torch.Generator(), random.Random(0)
+        self.meter, self.color = Meter(), Color.RED
         self.criterion, self.large, self.output = Loss(), torch.zeros(2_000_000), torch.zeros(1)
 
 
@@ -70,6 +89,20 @@ def move_center(trainer):
     trainer.lightning_module.criterion.center += 1
 
 
+def count_in_slots(trainer):
+    trainer.lightning_module.meter.count += 1
+    str(trainer.lightning_module.meter.path)
+
+
+def append_to_lists_of_classes(trainer):
+    trainer.lightning_module.losses.append(1.0)
+    trainer.lightning_module.net[1].draws.append(1.0)
+
+
+def choose_color(trainer):
+    trainer.lightning_module.color = Color.BLUE
+
+
 def count(trainer):
     trainer.callbacks[0].bad += 1
     trainer.optimizers[0].steps += 1
@@ -90,6 +123,8 @@ def keep_output(trainer):
         (draw_in_layer, "Module.net.1.rng."),
         (draw, "Module.generator, Module.python."),
         (move_center, "Module.criterion."),
+        (count_in_slots, "Module.meter."),
+        (choose_color, "Module.color."),
         (count, "Counts.bad, NumbersData.difficulty, Slow.steps."),
         (keep_output, None),
         (lambda trainer: None, None),
@@ -104,6 +139,18 @@ def test_attributes_that_changed_before_the_save_are_named(caplog, change, names
     assert (names is None) == (not caplog.records)
     if names is not None:
         assert f"when the checkpoint was saved: {names} No checkpoint holds" in caplog.text
+
+
+def test_lists_of_classes_are_compared_once_per_class():
+    module = Module()
+    module.net.append(Noise())
+    trainer = trainer_of(module)
+    before = attributes.digests(trainer)
+    append_to_lists_of_classes(trainer)
+    try:
+        assert attributes.changed(trainer, before).keys() == {"Module.losses", "Module.net.1.draws"}
+    finally:
+        Module.losses.clear(), Noise.draws.clear()
 
 
 def test_a_checkpoint_of_an_older_version_names_none(caplog):

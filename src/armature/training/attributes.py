@@ -7,12 +7,14 @@ then differs.
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import inspect
 import logging
 import random
 from collections import deque
 from collections.abc import Iterator, Mapping
+from pathlib import PurePath
 from typing import Any
 
 import lightning.pytorch as L
@@ -43,11 +45,11 @@ _OF_FRAMEWORKS = (nn.Module, L.Trainer, Optimizer, LRScheduler)
 
 def digests(trainer: Any) -> dict[str, str]:
     """Return a digest of each attribute and buffer that no checkpoint holds, by its owner's class and its name."""
-    found, module = {}, trainer.lightning_module
+    found, module, classes = {}, trainer.lightning_module, set()
     schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
     saved = frozenset(map(id, (*module.modules(), *trainer.optimizers, *schedules)))
     for label, owner, frameworks in owners(trainer):
-        for name, value in vars(owner).items():
+        for name, value in _attributes(owner, classes):
             if inspect.isroutine(value):  # torch and Lightning replace methods
                 continue
             if name not in frameworks and (digest := _digest(value, saved)) is not None:
@@ -108,7 +110,34 @@ def owners(trainer: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _is_users(value: Any) -> bool:
-    return not f"{type(value).__module__}.".startswith(FRAMEWORKS) and hasattr(value, "__dict__")
+    return _is_users_class(type(value)) and (hasattr(value, "__dict__") or bool(_slots(value)))
+
+
+def _is_users_class(kind: type) -> bool:
+    return not f"{kind.__module__}.".startswith(FRAMEWORKS)
+
+
+def _attributes(value: Any, classes: set[type]) -> Iterator[tuple[str, Any]]:
+    """Yield an object's attributes, and those of its users' classes but `classes`, to which these are added."""
+    own = {**getattr(value, "__dict__", {}), **_slots(value)}
+    yield from own.items()
+    for kind in type(value).__mro__:
+        if kind in classes or not _is_users_class(kind) or issubclass(kind, enum.Enum):
+            continue
+        classes.add(kind)
+        for name, each in vars(kind).items():
+            if not (name in own or name.startswith("__") or inspect.isroutine(each) or inspect.isdatadescriptor(each)):
+                yield name, each
+
+
+def _slots(value: Any) -> dict[str, Any]:
+    found = {}
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if not name.startswith("__") and hasattr(value, name):
+                found[name] = getattr(value, name)
+    return found
 
 
 def is_small(value: Any) -> bool:
@@ -143,7 +172,7 @@ def _state_of(value: Any) -> Any:
 class _Digest:
     def __init__(self, saved: frozenset[int]) -> None:
         self.hash, self.left, self.parents, self.saved = hashlib.sha256(), _MOST_BYTES, set(), saved
-        self.parts_left, self.may_leave_out = _MOST_PARTS, _MOST_LEFT_OUT
+        self.parts_left, self.may_leave_out, self.classes = _MOST_PARTS, _MOST_LEFT_OUT, set()
 
     def add(self, value: Any) -> None:
         """Add a value and all that it consists of. Raise ValueError if it is too large, or made anew in each step."""
@@ -162,6 +191,8 @@ class _Digest:
             self.add(value.get_state(legacy=False))
         elif isinstance(value, random.Random):
             self.add(value.getstate())
+        elif isinstance(value, PurePath):  # its slots hold what it has computed
+            self.write(str(value).encode())
         elif isinstance(value, set | frozenset):
             self.add(sorted(value, key=repr))
         else:
@@ -192,7 +223,7 @@ class _Digest:
     def _add_attributes(self, value: Any) -> None:
         """Add the attributes of an object, without those that are too large: a data set's images hide no others."""
         parents = {*self.parents, id(value)}
-        for name, each in vars(value).items():
+        for name, each in _attributes(value, self.classes):
             self.write(name.encode())
             before = self.hash.copy(), self.left, self.parts_left
             self.parents = {*parents}

@@ -93,7 +93,7 @@ class RestoreProgress(Callback):
             "in_eval": sorted({name for names in in_eval for name in names}),
             "newest": list(newest),
             "random": {"layout": _layout(trainer), "ranks": list(random)},
-            "attributes": digests[0],
+            "digests": digests[0],  # "attributes" in older checkpoints: of other parts
             "model_checkpoints": {
                 each.state_key: {name: getattr(each, name) for name in OF_MODEL_CHECKPOINT}
                 for each in _model_checkpoints(trainer)
@@ -112,7 +112,7 @@ class RestoreProgress(Callback):
         # under another layout ranks draw other numbers anyway
         if random and len(random["ranks"]) == process_group.ranks() and random["layout"] == _layout(trainer):
             self._random = random["ranks"][process_group.rank()]
-            self._digests = state_dict.get("attributes", {})
+            self._digests = state_dict.get("digests", {})
 
     def loading(self, trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
         """Before modules and callbacks load their own state."""
