@@ -49,7 +49,7 @@ class Module(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(2, 2), Noise())
+        self.net = nn.Sequential(nn.Linear(2, 2), Noise(), nn.Dropout(0.1), nn.BatchNorm1d(2))
         self.norms, self.seen, self.best = [1.0], {"b", "a", "c"}, {"x": (1, None)}
         self.queue, self.generator, self.python = deque([1], maxlen=3), torch.Generator(), random.Random(0)
         self.meter, self.color = Meter(), Color.RED
@@ -68,7 +68,7 @@ def trainer_of(module: Any, *callbacks: Any) -> Any:
     optimizers = [Slow(module.parameters(), lr=0.1)]
     return SimpleNamespace(
         lightning_module=module, callbacks=callbacks, optimizers=optimizers, datamodule=NumbersData(),
-        lr_scheduler_configs=[],
+        lr_scheduler_configs=[], gradient_clip_val=1.0, limit_val_batches=1.0,
     )  # fmt: skip
 
 
@@ -99,6 +99,16 @@ def append_to_lists_of_classes(trainer):
     trainer.lightning_module.net[1].draws.append(1.0)
 
 
+def set_layers(trainer):
+    trainer.lightning_module.net[2].p += 0.1
+    trainer.lightning_module.net[3].momentum = None
+    trainer.lightning_module.net.eval()
+
+
+def clip_later(trainer):
+    trainer.gradient_clip_val, trainer.limit_val_batches = 0.05, 3
+
+
 def choose_color(trainer):
     trainer.lightning_module.color = Color.BLUE
 
@@ -124,6 +134,8 @@ def keep_output(trainer):
         (draw, "Module.generator, Module.python."),
         (move_center, "Module.criterion."),
         (count_in_slots, "Module.meter."),
+        (set_layers, "Module.net.2.p, Module.net.3.momentum."),
+        (clip_later, "Trainer.gradient_clip_val, Trainer.limit_val_batches."),
         (choose_color, "Module.color."),
         (count, "Counts.bad, NumbersData.difficulty, Slow.steps."),
         (keep_output, None),

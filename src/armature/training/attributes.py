@@ -13,7 +13,7 @@ import inspect
 import logging
 import random
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePath
 from typing import Any
 
@@ -39,6 +39,10 @@ _MOST_BYTES, _MOST_PARTS = 4_000_000, 10_000  # of an attribute: larger ones are
 _MOST_LEFT_OUT = 20  # attributes of an object that are too large: looking at each may take long
 _NUMBERS = (type(None), bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device, torch.Size)
 _PLAIN = (type(None), bool, int, float, str)
+_OF_TRAINER = (  # settings that a hook may change
+    "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "limit_train_batches",
+    "limit_val_batches", "val_check_interval", "check_val_every_n_epoch", "log_every_n_steps",
+)  # fmt: skip
 _WITH_STATE = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
 _OF_FRAMEWORKS = (nn.Module, L.Trainer, Optimizer, LRScheduler)
 
@@ -54,10 +58,22 @@ def digests(trainer: Any) -> dict[str, str]:
                 continue
             if name not in frameworks and (digest := _digest(value, saved)) is not None:
                 found[f"{label}.{name}"] = digest
+    for label, owner, names in _settings(trainer):
+        found |= {f"{label}.{name}": repr(getattr(owner, name, None)) for name in names}
     for path, buffer in _unsaved_buffers(module):
         if (digest := _digest(buffer)) is not None:
             found[f"{type(module).__name__}.{path}"] = digest
     return found
+
+
+def _settings(trainer: Any) -> Iterator[tuple[str, Any, Iterable[str]]]:
+    """Yield a label, a trainer or a layer of torch, and the names of its plain attributes: a dropout's `p`."""
+    yield "Trainer", trainer, _OF_TRAINER
+    module = trainer.lightning_module
+    for path, part in module.named_modules():
+        if type(part).__module__.startswith("torch."):
+            names = [n for n, v in vars(part).items() if type(v) in _PLAIN and n[0] != "_" and n != "training"]
+            yield f"{type(module).__name__}.{path}", part, names
 
 
 def _unsaved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
