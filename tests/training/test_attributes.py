@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Dataset, Subset
 from torchmetrics import MeanMetric
 
@@ -151,6 +152,16 @@ def test_attributes_that_changed_before_the_save_are_named(caplog, change, names
     assert (names is None) == (not caplog.records)
     if names is not None:
         assert f"when the checkpoint was saved: {names} No checkpoint holds" in caplog.text
+
+
+def test_parts_that_torch_shards_are_still_the_users():
+    module = Module()
+    trainer = trainer_of(module)
+    before = attributes.digests(trainer)
+    module.net[1].__class__ = type("FSDPNoise", (FSDPModule, Noise), {"__module__": "torch.distributed.fsdp"})
+    assert attributes.changed(trainer, before) == {}
+    draw_in_layer(trainer)
+    assert attributes.changed(trainer, before).keys() == {"Module.net.1.rng"}
 
 
 def test_lists_of_classes_are_compared_once_per_class():

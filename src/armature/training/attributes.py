@@ -21,6 +21,7 @@ import lightning.pytorch as L
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -71,7 +72,7 @@ def _settings(trainer: Any) -> Iterator[tuple[str, Any, Iterable[str]]]:
     yield "Trainer", trainer, _OF_TRAINER
     module = trainer.lightning_module
     for path, part in module.named_modules():
-        if type(part).__module__.startswith("torch."):
+        if _class_of(part).__module__.startswith("torch."):
             names = [n for n, v in vars(part).items() if type(v) in _PLAIN and n[0] != "_" and n != "training"]
             yield f"{type(module).__name__}.{path}", part, names
 
@@ -126,7 +127,12 @@ def owners(trainer: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _is_users(value: Any) -> bool:
-    return _is_users_class(type(value)) and (hasattr(value, "__dict__") or bool(_slots(value)))
+    return _is_users_class(_class_of(value)) and (hasattr(value, "__dict__") or bool(_slots(value)))
+
+
+def _class_of(value: Any) -> type:
+    """Return an object's class as its author wrote it: torch derives another one for a sharded module."""
+    return next(kind for kind in type(value).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def _is_users_class(kind: type) -> bool:
