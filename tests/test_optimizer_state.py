@@ -145,7 +145,7 @@ def test_entries_come_back_as_they_were(value):
     optimizer = torch.optim.SGD([weight], lr=0.1)
     optimizer.state[weight]["key.x"] = value
     found = optimizers.by_weight(optimizer, {weight: "net.weight"}, index=0)
-    prefix = "optimizer_states.0.net.weight."
+    prefix = ".optimizer_states.0.net.weight."
     assert all(name.startswith(prefix) and "." not in name.removeprefix(prefix) for name in found)
     again = optimizers.nested({name.removeprefix(prefix): leaf for name, leaf in found.items()})
     assert repr(again["key.x"]) == repr(value)

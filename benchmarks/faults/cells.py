@@ -309,7 +309,7 @@ class Run:
             return f"other tensors: {sorted(here.keys() ^ there.keys())[:3]}"
         unequal = [name for name in here if not torch.equal(here[name], there[name])]
         if unequal:
-            only_state = all(name.startswith("optimizer_states.") for name in unequal)
+            only_state = all(name.startswith(".optimizer_states.") for name in unequal)
             return f"{'optimizer state differs' if only_state else 'weights differ'}"
         files = [(run.directory / "metrics.csv").read_bytes() for run in (self, other)]
         return None if files[0] == files[1] else "metrics.csv differs"

@@ -241,7 +241,7 @@ def distance(run: Run, reference: Run) -> tuple[float, float]:
     """Return the largest relative difference of a step's loss, and that of the final weights as a whole."""
     losses = zip(tiny_run.losses(run.directory), tiny_run.losses(reference.directory), strict=True)
     here, there = (
-        {n: v.double() for n, v in final_tensors(r.checkpoints).items() if not n.startswith("optimizer_states.")}
+        {n: v.double() for n, v in final_tensors(r.checkpoints).items() if not n.startswith(".optimizer_states.")}
         for r in (run, reference)
     )
     moved = sum(torch.square(here[name] - there[name]).sum() for name in there)

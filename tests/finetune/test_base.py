@@ -146,9 +146,9 @@ def test_every_layout_writes_what_is_trained_and_every_other_resumes_it(model, t
         names, trained = saved_names(here), whole.facts["trained"]
         assert {name for name in names if name.startswith("model.")} == trained, layout
         assert all(map(is_adapter, trained))
-        of_optimizer = tuple(f"optimizer_states.0.{name}." for name in trained)
+        of_optimizer = tuple(f".optimizer_states.0.{name}." for name in trained)
         others = {name for name in names - trained if not name.startswith(of_optimizer)}
-        assert others == {f"extra.ema.{name}" for name in trained if averaged}, layout
+        assert others == {f".extra.ema.{name}" for name in trained if averaged}, layout
         assert directory.read_manifest(here)["base"] == base.record(model), layout  # pyright: ignore[reportOptionalSubscript]
     far = difference(run, replace(whole, losses=whole.losses[-1:], grad_norms=whole.grad_norms[-1:]))
     assert far["weights"] <= 1e-5, far

@@ -313,6 +313,25 @@ def test_a_view_is_saved_without_what_it_is_a_view_of():
     assert plain.plain(torch.zeros(1000)[:2]).untyped_storage().nbytes() == 8
 
 
+class OwnNames(Module):
+    """Modules have the names of what checkpoints hold beside weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra, self.optimizer_states = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def training_step(self, batch):
+        return super().training_step(self.extra(self.optimizer_states(batch)))
+
+
+def test_modules_may_have_any_name(tmp_path):
+    module = OwnNames()
+    path = saved_by(tmp_path, module)
+    assert load_full_state_dict(path).keys() == module.state_dict().keys()
+    convert.to_ckpt(path, tmp_path / "a.ckpt")
+    assert torch.equal(OwnNames.load_from_checkpoint(tmp_path / "a.ckpt").extra.weight, module.extra.weight)
+
+
 # ---------------------------------------------------------------- what is changed on loading
 class Renamed(Module):
     """Its first layer had another name, and its head was another size."""

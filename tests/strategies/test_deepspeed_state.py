@@ -54,7 +54,7 @@ def test_the_number_of_steps_lies_where_fused_kernels_read_it(
 ) -> None:
     """On a CPU both are the same place, so the flat weights are on the meta device here."""
     flat = torch.nn.Parameter(torch.empty(4, device="meta"))
-    saved = {"optimizer_states.0.w.step": torch.tensor(3.0), "optimizer_states.0.w.exp_avg": torch.ones(4)}
+    saved = {".optimizer_states.0.w.step": torch.tensor(3.0), ".optimizer_states.0.w.exp_avg": torch.ones(4)}
     monkeypatch.setattr(state, "load_tensors", lambda path, names, saved: {name: saved[name] for name in names})
     for fused in (True, False):
         strategy: Any = DeepSpeed()

@@ -137,7 +137,7 @@ def _torchs(checkpoint: Path, saved: dict[str, Any], groups: list[dict[str, Any]
     """Return an optimizer's state as its `state_dict` would: parameters are numbered through all groups."""
     names = [name for group in groups for name in group[optimizers.NAMES]]
     numbers = {name: number for number, name in enumerate(names)}
-    prefix = f"{state.OPTIMIZER}.{index}."
+    prefix = f"{state.OPTIMIZER_TENSORS}.{index}."
     loaded = state.load_tensors(checkpoint, [key for key in saved if key.startswith(prefix)], saved)
     parts: dict[int, dict[str, Any]] = {}
     for path, value in loaded.items():

@@ -11,7 +11,7 @@
 
 manifest.json:
 
-    {"format": 1, "step": 120, "world_size": 4, "strategy": "…", "config_hash": "…", "saved_at": …,
+    {"format": 2, "step": 120, "world_size": 4, "strategy": "…", "config_hash": "…", "saved_at": …,
      "files": {"meta.pt": {"bytes": 10240, "sha256": "…"}, …}}
 
 A directory without a manifest is half-written, or another program wrote it. The checksums detect damage. They are no
@@ -34,7 +34,7 @@ META = "meta.pt"
 TENSOR_INDEX = ".metadata"  # torch.distributed.checkpoint's name
 LAST = "last"
 FILE_SUFFIXES = (".ckpt", ".pt", ".pth")  # of a checkpoint in one file, as Lightning writes it
-FORMAT = 1
+FORMAT = 2
 _STEP, _PART, _OLD = "step=", ".part", ".old"
 FileEntries = dict[str, dict[str, Any]]
 

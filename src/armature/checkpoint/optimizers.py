@@ -1,7 +1,7 @@
 """The state of optimizers by weight and key, for all layouts; whole_optimizers.py has those that keep more.
 
-An entry is named "optimizer_states.<i>.<parameter name>.<key>". The tensors of a list or dict are entries of their own,
-whose keys are paths: "Q/[0]". Parameter groups are in meta.pt, as hyperparameters with parameter names.
+An entry is named ".optimizer_states.<i>.<parameter name>.<key>". The tensors of a list or dict are entries of their
+own, whose keys are paths: "Q/[0]". Parameter groups are in meta.pt, as hyperparameters with parameter names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from armature.checkpoint import misfit, plain, state, storage
-from armature.checkpoint.state import GRADIENTS, OPTIMIZER, SPARSE_GRADIENTS
+from armature.checkpoint.state import GRADIENTS, OPTIMIZER_TENSORS, SPARSE_GRADIENTS
 from armature.errors import ConfigError, error_line
 
 CLASSES = "optimizer_classes"  # in meta.pt: by index
@@ -40,7 +40,7 @@ def class_of(optimizer: Any) -> str:
 
 # ---------------------------------------------------------------- saving
 def by_weight(optimizer: Optimizer, names: Mapping[Tensor, str], *, index: int) -> dict[str, Any]:
-    """Return the state of each parameter as `optimizer_states.<index>.<name>.<key>`, without copies of tensors.
+    """Return the state of each parameter as `.optimizer_states.<index>.<name>.<key>`, without copies of tensors.
 
     Raises:
         ConfigError: the state holds an object that no checkpoint can hold.
@@ -48,7 +48,7 @@ def by_weight(optimizer: Optimizer, names: Mapping[Tensor, str], *, index: int) 
     found = {}
     try:
         for param, entries in optimizer.state.items():
-            prefix = f"{OPTIMIZER}.{index}.{names[param]}."
+            prefix = f"{OPTIMIZER_TENSORS}.{index}.{names[param]}."
             for key, value in entries.items():
                 found |= {prefix + path: leaf for path, leaf in _leaves(value, _escaped(key))}
     except plain.NotPlain as error:
@@ -253,7 +253,7 @@ def load_optimizers(
         optimizer.state.clear()
         for param, name in names.items():
             if param in own and name in keys:  # else it had no gradient yet
-                prefix = f"{OPTIMIZER}.{index}.{name}."
+                prefix = f"{OPTIMIZER_TENSORS}.{index}.{name}."
                 optimizer.state[param] = nested({key: targets[prefix + key] for key in keys[name]})
         restore_groups(optimizer, group_names(optimizer, names), of_optimizer or [])
     for param, tensors in sparse.items():
@@ -277,7 +277,7 @@ def _of_sparse(saved: Mapping[str, Any], param: Tensor, name: str) -> dict[str, 
 def _keys(saved: Iterable[str], index: int) -> dict[str, list[str]]:
     """Return the keys of a saved optimizer's state, by the parameter's name."""
     found: dict[str, list[str]] = {}
-    prefix = f"{OPTIMIZER}.{index}."
+    prefix = f"{OPTIMIZER_TENSORS}.{index}."
     for name in saved:
         if name.startswith(prefix):
             param, _, key = name.removeprefix(prefix).rpartition(".")
@@ -309,7 +309,7 @@ def _targets(
     found = {}
     for name in params.keys() & keys.keys():
         for key in keys[name]:
-            path = f"{OPTIMIZER}.{index}.{name}.{key}"
+            path = f"{OPTIMIZER_TENSORS}.{index}.{name}.{key}"
             if not isinstance(saved[path], TensorStorageMetadata):
                 found[path] = None
             elif isinstance(own.get(path), Tensor):
@@ -352,7 +352,7 @@ def _check_keys(
         return
     filled = {
         key.partition("/")[0] for name in own for key in own[name]
-        if isinstance(values[f"{OPTIMIZER}.{index}.{name}.{key}"], Tensor)
+        if isinstance(values[f"{OPTIMIZER_TENSORS}.{index}.{name}.{key}"], Tensor)
     }  # fmt: skip
     if same and filled <= there:
         return

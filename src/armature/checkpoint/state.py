@@ -1,8 +1,8 @@
 """The state of a model, keyed by unsharded names, so that any layout reads what any other wrote.
 
 Weights are keyed as in the unsharded LightningModule ("model.blocks.0.…"), optimizer state as
-"optimizer_states.<i>.<parameter name>.<key>" (checkpoint/optimizers.py), and tensors of callbacks as
-"extra.<callback>.<name>".
+".optimizer_states.<i>.<parameter name>.<key>" (checkpoint/optimizers.py), and tensors of callbacks as
+".extra.<callback>.<name>". No weight's name begins with a dot.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -22,11 +22,12 @@ from armature.checkpoint import directory, misfit, of_ranks, plain, resume, stor
 from armature.errors import ConfigError
 from armature.parallel import process_group
 
-OPTIMIZER = "optimizer_states"
-EXTRA = "extra"
+OPTIMIZER = "optimizer_states"  # in Lightning's checkpoint
+RESERVED = "."  # begins names of tensors that are no weights: torch refuses modules of an empty name
+OPTIMIZER_TENSORS = f"{RESERVED}{OPTIMIZER}"
+EXTRA = f"{RESERVED}extra"
 GRADIENTS = f"{EXTRA}.grad."
 SPARSE_GRADIENTS = f"{EXTRA}.sparse_grad."
-RESERVED = (f"{OPTIMIZER}.", f"{EXTRA}.")
 OTHER = "extra_state"  # in meta.pt: what modules keep beside tensors, by name
 BUCKETS = "bucket_order"  # in meta.pt: of the gradients, where DDP reduces them
 _EXTRA_STATE = "_extra_state"  # how torch names it in a state dict
@@ -81,9 +82,9 @@ def parameter_names(module: nn.Module) -> dict[Tensor, str]:
 
 
 def pending_gradients(module: nn.Module) -> dict[str, Tensor]:
-    """Return gradients as `extra.grad.<name>`, for a module whose steps may use those of earlier batches too.
+    """Return gradients as `.extra.grad.<name>`, for a module whose steps may use those of earlier batches too.
 
-    A sparse one is `extra.sparse_grad.<name>.indices` and `.values`: torch's writer takes no sparse tensors.
+    A sparse one is `.extra.sparse_grad.<name>.indices` and `.values`: torch's writer takes no sparse tensors.
     """
     found = {}
     for param, name in parameter_names(module).items():
@@ -252,7 +253,7 @@ def load_full_state_dict(checkpoint: Path | str, *, prefix: str = "") -> dict[st
     """Return the unsharded weights on the CPU, in one process without a process group.
 
     Args:
-        prefix: "" for the weights, "extra.ema." for the averaged ones; it is removed from the names.
+        prefix: "" for the weights, ".extra.ema." for the averaged ones; it is removed from the names.
     """
     checkpoint = resume.to_path(checkpoint)
     saved = storage.read_metadata(checkpoint).state_dict_metadata

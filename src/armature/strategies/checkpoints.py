@@ -101,7 +101,7 @@ class CheckpointMixin(LayoutMixin):
         raise NotImplementedError
 
     def register_extra_state(self, name: str, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
-        """Save tensors with the weights as `extra.<name>.<key>`, and fill them when a checkpoint is loaded.
+        """Save tensors with the weights as `.extra.<name>.<key>`, and fill them when a checkpoint is loaded.
 
         `tensors` is called at each save and load, and returns the tensors by their keys.
         """

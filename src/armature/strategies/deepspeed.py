@@ -245,7 +245,7 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         tensors: dict[str, Any] = {}
         for i, (name, param) in enumerate(p for p in self.module.named_parameters() if p[0] in self._stepped):
             here = i % self.world_size == self.global_rank
-            prefix = f"{state.OPTIMIZER}.0.{name}."
+            prefix = f"{state.OPTIMIZER_TENSORS}.0.{name}."
             for key in shaped:
                 full = cast(Tensor, safe_get_full_optimizer_state(param, key))
                 if here:
@@ -287,7 +287,7 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         for name, param in self.module.named_parameters():
             if name not in held:
                 continue
-            prefix = f"{state.OPTIMIZER}.0.{name}."
+            prefix = f"{state.OPTIMIZER_TENSORS}.0.{name}."
             keys = [key for key in shaped if prefix + key in saved]
             full = whole([name, *(prefix + key for key in keys)])
             if full[name].shape != getattr(param, "ds_shape", param.shape):
@@ -336,7 +336,9 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
     def _create_state(self, checkpoint: Path, saved: dict[str, Any]) -> list[str]:
         """Create empty optimizer state on the flat partitions, and return the keys with one value per weight."""
         prefixes = [
-            f"{state.OPTIMIZER}.0.{name}." for name, _ in self.module.named_parameters() if name in self._stepped
+            f"{state.OPTIMIZER_TENSORS}.0.{name}."
+            for name, _ in self.module.named_parameters()
+            if name in self._stepped
         ]
         like = next((prefix for prefix in prefixes if any(key.startswith(prefix) for key in saved)), None)
         if like is None:
