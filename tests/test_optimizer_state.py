@@ -67,6 +67,19 @@ def test_keys_that_users_put_into_a_group_come_back(own):
     assert resumed.param_groups[0] == optimizer.param_groups[0]
 
 
+def test_groups_without_parameters_get_their_settings_back():
+    def make():
+        return torch.optim.SGD([{"params": [], "lr": 0.3}, {"params": [weight]}, {"params": []}], lr=0.1)
+
+    weight = torch.nn.Parameter(T.clone())
+    names, optimizer, resumed = {weight: "w"}, make(), make()
+    for group in optimizer.param_groups:
+        group["lr"] /= 4
+    saved = optimizers.merge_groups([saved_groups(optimizer, names)] * 2)
+    optimizers.restore_groups(resumed, optimizers.group_names(resumed, names), saved)
+    assert [group["lr"] for group in resumed.param_groups] == [0.075, 0.025, 0.025]
+
+
 # ---------------------------------------------------------------- saved whole
 class Wrapping(torch.optim.Optimizer):
     """Steps an optimizer that shares the groups, and its state if asked to. The groups' lists are two."""

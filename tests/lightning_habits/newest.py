@@ -99,5 +99,6 @@ STREAMS = [
 OPTIMIZERS = [
     regression("schedules_decay", "optimizers.SchedulesDecay"),
     regression("names_groups", "optimizers.NamesGroups"),
+    regression("freezes_backbone", "optimizers.FreezesBackbone"),
 ]
 NEWEST = [*RESEARCH, *APART, *STREAMS, *FIELDS, *ASKED, *OPTIMIZERS]

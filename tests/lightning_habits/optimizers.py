@@ -256,3 +256,19 @@ class NamesGroups(Regressor):
         ]
         optimizer = torch.optim.SGD(groups, momentum=0.9)
         return [optimizer], [lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+class FreezesBackbone(Regressor):
+    """The backbone is frozen, so that its group is empty."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def configure_optimizers(self):
+        groups = [
+            {"params": [p for p in layer.parameters() if p.requires_grad], "lr": lr}
+            for layer, lr in ((self.net[0], 0.01), (self.net[2], 0.05))
+        ]
+        optimizer = torch.optim.SGD(groups, momentum=0.9)
+        return [optimizer], [{"scheduler": lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]

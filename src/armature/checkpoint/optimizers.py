@@ -147,6 +147,9 @@ def add_groups(optimizer: Optimizer, names: Mapping[Tensor, str], saved: list[di
 
 def merge_groups(groups_of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Merge the groups of all pipeline stages into those of the unsharded model, by equal hyperparameters."""
+    names = [[group[NAMES] for group in groups] for groups in groups_of_ranks]
+    if all(of_rank == names[0] for of_rank in names):  # without stages; groups without parameters keep their places
+        return groups_of_ranks[0]
     merged: list[dict[str, Any]] = []
     for group in (group for groups in groups_of_ranks for group in groups):
         known = next((known for known in merged if known | {NAMES: group[NAMES]} == group), None)
@@ -158,10 +161,14 @@ def merge_groups(groups_of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, 
 
 
 def restore_groups(optimizer: Optimizer, names: list[list[str]], saved: list[dict[str, Any]]) -> None:
-    """Restore hyperparameters by parameter name: the order of groups and of parameters may have changed."""
+    """Restore hyperparameters by parameter name: the order of groups and of parameters may have changed.
+
+    Those of a group without parameters, such as a frozen backbone's, by its place.
+    """
     by_name = {name: group for group in saved for name in group[NAMES]}
-    for group, of_group in zip(optimizer.param_groups, names, strict=True):
-        known = next((by_name[name] for name in of_group if name in by_name), {})
+    by_place = saved if len(saved) == len(names) else [{}] * len(names)  # stages were merged
+    for group, of_group, at_place in zip(optimizer.param_groups, names, by_place, strict=True):
+        known = next((by_name[name] for name in of_group if name in by_name), {} if of_group else at_place)
         group.update(settings_of(known))
 
 

@@ -129,7 +129,8 @@ class CheckpointMixin(LayoutMixin):
         tensors = optimizers.by_weight(optimizer, names, index=index)
         of_groups, first = optimizers.group_names(optimizer, names), self.first_groups.get(index)
         groups = optimizers.param_groups(optimizer, of_groups)
-        added = (group for group in groups if first is not None and not first.intersection(group[optimizers.NAMES]))
+        of_names = [group for group in groups if group[optimizers.NAMES]]
+        added = (group for group in of_names if first is not None and not first.intersection(group[optimizers.NAMES]))
         for number, group in enumerate(added, start=1):
             group[optimizers.ADDED] = number  # equal groups without a number would be merged into one
         return {"tensors": tensors, "groups": groups}
