@@ -518,6 +518,38 @@ def test_lightnings_moving_average_resumes_exactly(tmp_path, name):
     torch.testing.assert_close(straight, resumed, rtol=0, atol=0)
 
 
+# ---------------------------------------------------------------- methods of torch's that a module replaces
+class SavesPart(Module):
+    """A state dict of the trained weights, by a method without arguments; the optimizer has the frozen ones too."""
+
+    left_out = "layer."
+
+    def __init__(self) -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            super().__init__()
+        self.strict_loading = False
+        self.layer.requires_grad_(False)
+
+    def state_dict(self):
+        return {name: value for name, value in super().state_dict().items() if not name.startswith(self.left_out)}
+
+
+def test_a_state_dict_leaves_out_what_is_frozen(tmp_path):
+    straight = train_on_ones(SavesPart(), SavesAt(2, path := tmp_path / "step=000002"))
+    assert load_full_state_dict(path).keys() == straight.keys() == {"head.weight", "head.bias"}
+    torch.testing.assert_close(train_on_ones(SavesPart(), ckpt=path), straight, rtol=0, atol=0)
+
+
+class SavesTooLittle(SavesPart):
+    left_out = "head.bias"
+
+
+def test_a_state_dict_that_leaves_out_what_is_trained_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"Adam trains head\.bias, which the module's state_dict leaves out"):
+        fit(tmp_path, SavesTooLittle())
+
+
 # ---------------------------------------------------------------- files of Lightning's
 def test_a_users_model_checkpoint_writes_lightnings_files(tmp_path):
     callback = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1, save_top_k=-1, save_last=True)

@@ -8,6 +8,7 @@ Weights are keyed as in the unsharded LightningModule ("model.blocks.0.…"), op
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
@@ -73,12 +74,29 @@ def full_state_dict(module: L.LightningModule, *, prefix: str = "") -> dict[str,
 
 
 def parameter_names(module: nn.Module) -> dict[Tensor, str]:
-    """Return each parameter's first name, through the state dict, which reshards gathered weights first."""
+    """Return each parameter's first name: that of the state dict, or the module's own if the state dict leaves it out.
+
+    The state dict is asked first, since it reshards gathered weights.
+    """
     names: dict[Tensor, str] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
+    for name, value in state_of_parameters(module).items():
         if isinstance(value, nn.Parameter):
             names.setdefault(value, name)
+    for name, param in module.named_parameters():
+        names.setdefault(param, name)
     return names
+
+
+def state_of_parameters(module: nn.Module) -> dict[str, Any]:
+    """Return the state dict with the parameters themselves: torch's if the module's own takes no arguments."""
+    if _takes(module.state_dict, "keep_vars"):
+        return module.state_dict(keep_vars=True)
+    return nn.Module.state_dict(module, keep_vars=True)
+
+
+def _takes(method: Callable[..., Any], argument: str) -> bool:
+    given = inspect.signature(method).parameters
+    return argument in given or any(each.kind is each.VAR_KEYWORD for each in given.values())
 
 
 def pending_gradients(module: nn.Module) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from lightning.fabric.utilities import move_data_to_device
@@ -46,11 +46,12 @@ def needs_whole_model(optimizer: Any) -> str:
     return f"{type(optimizer).__name__} needs the whole model on every rank. Type strategy=single or strategy=ddp."
 
 
-def check(optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
+def check(optimizer: Optimizer, names: Mapping[Tensor, str], *, held: Collection[str]) -> None:
     """Raise ConfigError if no checkpoint would hold what an optimizer steps, or its state.
 
     Args:
         names: of the parameters that the module holds.
+        held: names in the module's state dict. It may leave out parameters that are frozen.
     """
     if hasattr(optimizer, "consolidate_state_dict"):
         raise ConfigError(
@@ -65,6 +66,12 @@ def check(optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
                     f"its group {number}) that is no parameter of the module: no checkpoint would hold it, and no "
                     "strategy would reduce its gradient. Make it an nn.Parameter and an attribute of the module; keep "
                     "several modules or parameters in nn.ModuleDict, ModuleList, ParameterDict or ParameterList."
+                )
+            if param.requires_grad and names[param] not in held:
+                raise ConfigError(
+                    f"configure_optimizers: {type(optimizer).__name__} trains {names[param]}, which the module's "
+                    "state_dict leaves out: no checkpoint would hold it. Let state_dict return it, or freeze it "
+                    "(requires_grad_(False)) in __init__ or configure_model."
                 )
 
 

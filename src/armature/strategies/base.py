@@ -129,7 +129,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         self.first_flags, names = state.flags(self.module), state.parameter_names(self.module)
         for optimizer in self.optimizers if trainer.state.fn == TrainerFn.FITTING else ():
             if isinstance(optimizer, Optimizer):  # DeepSpeed's are no Optimizer of torch's
-                whole_optimizers.check(optimizer, names)
+                whole_optimizers.check(optimizer, names, held=self.module.state_dict())
         self.first_groups = {
             i: {names[param] for group in optimizer.param_groups for param in group["params"] if param in names}
             for i, optimizer in enumerate(self.optimizers)

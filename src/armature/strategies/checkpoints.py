@@ -126,6 +126,7 @@ class CheckpointMixin(LayoutMixin):
                 raise ConfigError(whole_optimizers.needs_whole_model(optimizer))
             return {"whole": whole_optimizers.whole_state(optimizer)}
         names, index = state.parameter_names(self.module), self.optimizers.index(optimizer)
+        whole_optimizers.check(optimizer, names, held=self.module.state_dict())  # a hook may have unfrozen a weight
         tensors = optimizers.by_weight(optimizer, names, index=index)
         of_groups, first = optimizers.group_names(optimizer, names), self.first_groups.get(index)
         groups = optimizers.param_groups(optimizer, of_groups)
@@ -220,7 +221,7 @@ class CheckpointMixin(LayoutMixin):
         if self.base is None:
             return set()
         stepped = {param for each in self.optimizers if isinstance(each, Optimizer) for param in _stepped(each)}
-        own = self.module.state_dict(keep_vars=True)
+        own = state.state_of_parameters(self.module)
         changed = {n for n, v in own.items() if isinstance(v, Tensor) and (v.requires_grad or v in stepped)}
         return {*self.frozen_base} - changed
 
