@@ -550,6 +550,32 @@ def test_a_state_dict_that_leaves_out_what_is_trained_is_refused(tmp_path):
         fit(tmp_path, SavesTooLittle())
 
 
+class LoadsOld(Module):
+    """The signature of older torch, and no return."""
+
+    def load_state_dict(self, state_dict, strict=True):
+        super().load_state_dict({name.removeprefix("old."): value for name, value in state_dict.items()}, strict)
+
+    def on_load_checkpoint(self, checkpoint):
+        checkpoint["state_dict"] = {f"old.{name}": value for name, value in checkpoint["state_dict"].items()}
+
+
+class LoadsOldInPart(LoadsOld):
+    def on_load_checkpoint(self, checkpoint):
+        del checkpoint["state_dict"]["head.bias"]
+
+
+def test_a_module_loads_by_the_method_of_older_torch(tmp_path):
+    before, stops, module = saved_by(tmp_path, Module()), Stops(), LoadsOld()
+    fit(tmp_path, module, stops, ckpt=before, max_steps=3)
+    saved = load_full_state_dict(before)
+    torch.testing.assert_close(stops.loaded, saved, rtol=0, atol=0)
+    state.load_tensors_of(before, module, dict(saved), assign=True)  # as for an evaluation
+    torch.testing.assert_close(dict(module.state_dict()), saved, rtol=0, atol=0)
+    with pytest.raises(ConfigError, match=r"Not in the checkpoint: head\.bias"):  # though nothing is returned
+        fit(tmp_path, LoadsOldInPart(), ckpt=before, max_steps=3)
+
+
 # ---------------------------------------------------------------- files of Lightning's
 def test_a_users_model_checkpoint_writes_lightnings_files(tmp_path):
     callback = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1, save_top_k=-1, save_last=True)

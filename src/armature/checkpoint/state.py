@@ -200,11 +200,20 @@ def load_tensors_of(
     source: Path, module: nn.Module, weights: dict[str, Any], *, strict: bool = True, assign: bool = False,
     may_lack: Callable[[str], bool] | None = None, grows: bool = False,
 ) -> list[str]:  # fmt: skip
-    """Call the module's `load_state_dict`, and name what does not fit. With `grows` return the names that it lacks."""
+    """Call the module's `load_state_dict`, and name what does not fit. With `grows` return the names that it lacks.
+
+    One that the module replaces may take no `assign`, as torch's did once, and may return nothing.
+    """
+    options: dict[str, Any] = {"assign": True} if assign and _takes(module.load_state_dict, "assign") else {}
+    found: list[Any] = []
+    handle = module.register_load_state_dict_post_hook(lambda _, names: found.append(names))
     try:
-        missing, surplus = module.load_state_dict(weights, strict=False, assign=assign)
+        returned = module.load_state_dict(weights, strict=False, **options)
     except RuntimeError as error:  # sizes; torch compares them whether strict or not
         raise ConfigError(misfit.of_load_state_dict(source, error)) from None
+    finally:
+        handle.remove()
+    missing, surplus = returned or (found[-1] if found else ([], []))
     missing = [name for name in missing if may_lack is None or not may_lack(name)]
     late = [name for name in surplus if grows and name in weights]  # not what hooks of load_state_dict have renamed
     if strict and (missing or len(late) < len(surplus)):
