@@ -7,6 +7,7 @@ import torch
 
 from armature.checkpoint import optimizers, plain, whole_optimizers
 from armature.errors import ConfigError
+from tests.lightning_habits.optimizers import SizesSteps
 from tests.lightning_habits.weights import ScheduleFree
 
 T = torch.ones(2)
@@ -49,6 +50,16 @@ def test_an_optimizer_that_changes_weights_at_rate_0_leaves_them_as_they_are():
     optimizers.create_state(optimizer)
     assert weight.tolist() == [3.0, 4.0]
     assert "momentum_buffer" in optimizer.state[weight]
+
+
+@pytest.mark.parametrize("settings", [{}, {"lr": None}])
+def test_an_optimizer_without_a_rate_gets_state(settings):
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = SizesSteps([weight], settings)
+    optimizers.create_state(optimizer)
+    assert torch.equal(weight, torch.ones(2))
+    assert "sum" in optimizer.state[weight]
+    assert {key: value for key, value in optimizer.param_groups[0].items() if key != "params"} == settings
 
 
 # ---------------------------------------------------------------- parameter groups

@@ -188,7 +188,8 @@ def create_state(optimizer: Optimizer, *, held: Set[Tensor] = frozenset()) -> No
     for group in optimizer.param_groups:
         if "eps" in group and group["eps"] == 0:  # Adam's update would be 0 / 0
             group["eps"] = 1e-8
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        if (rate := group.get("lr")) is not None:  # else the optimizer computes its steps' size
+            group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
         for param in group["params"]:
             param.grad = torch.zeros_like(param) if param.requires_grad or param in held else None
             if isinstance(optimizer, torch.optim.SparseAdam) and param.grad is not None:  # it takes no dense ones

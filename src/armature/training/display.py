@@ -156,8 +156,9 @@ class Bar(Display, ProgressBar):
         rate = self.step_log.rate * (per_sample or 1)
         unit = "samples" if per_sample is None else "tokens"
         loss = f"loss {last['train/loss']:.4f} " if "train/loss" in last else ""
+        lr = f"lr {last['lr']:.2e} " if "lr" in last else ""
         waiting = f" {self.step_log.data_wait:.0%} waiting for data" if self.step_log.data_wait > MAX_DATA_WAIT else ""
-        return f"{loss}lr {last['lr']:.2e} {rate:,.0f} {unit}/s{waiting}{self._logged}"
+        return f"{loss}{lr}{rate:,.0f} {unit}/s{waiting}{self._logged}"
 
     def _read_logged(self, trainer: Trainer) -> None:
         """Keep what the module logged for the bar. Only inside a step: at an epoch's end, reading is a collective."""

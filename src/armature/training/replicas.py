@@ -89,7 +89,7 @@ def _compare_gathered(
 def _updates(trainer: L.Trainer, strategy: StrategyMixin) -> list[Update]:
     """Return the steps that each optimizer has made in this process, and the learning rates of its groups."""
     return [
-        (strategy.steps_made[each], [float(group.get("lr", 0.0)) for group in each.param_groups])
+        (strategy.steps_made[each], [float(group.get("lr") or 0.0) for group in each.param_groups])
         for each in trainer.optimizers
     ]
 

@@ -104,7 +104,7 @@ class StepLog(Callback):
         self.stragglers = StragglerWatch()
         self._pending: list[dict[str, Any]] = []
         self._loss: Tensor | None = None
-        self._lr = 0.0
+        self._lr: float | Tensor | None = 0.0
         self.not_finite_since: int | None = None  # the first step whose loss was infinite or NaN
         self._since = 0.0
 
@@ -187,7 +187,9 @@ class StepLog(Callback):
         if not pl_module.automatic_optimization:  # any number of optimizers may have stepped, or none
             self._lr = _first_rate(trainer.optimizers)
         self.csv.step = step = completed_batches(trainer)
-        row = {"step": step, "samples": self.samples_seen, "lr": self._lr}
+        row: dict[str, Any] = {"step": step, "samples": self.samples_seen}
+        if self._lr is not None:
+            row["lr"] = self._lr
         if self._loss is not None:
             scale = strategy.gradient_scale() if strategy is not None else None
             row["train/loss"], self._loss = self._loss if scale is None else self._loss * scale, None
@@ -358,8 +360,11 @@ def _samples_seen(trainer: Trainer) -> int:
     return data_of(trainer).samples_seen
 
 
-def _first_rate(optimizers: list[Optimizer]) -> float | Tensor:
-    """Return the learning rate of the first group; 0.0 if a module's configure_optimizers returns None."""
+def _first_rate(optimizers: list[Optimizer]) -> float | Tensor | None:
+    """Return the learning rate of the first group; 0.0 if a module's configure_optimizers returns None.
+
+    None if the optimizer has none: COCOB, or an Adafactor that computes the size of its steps.
+    """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    rate = groups[0]["lr"] if groups else 0.0
+    rate = groups[0].get("lr") if groups else 0.0
     return rate.clone() if isinstance(rate, Tensor) else rate  # a schedule changes a tensor in place before it is read
