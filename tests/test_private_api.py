@@ -228,6 +228,7 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("torch.utils._triton", "has_triton", (), "models/decoder/documents.py"),
     ("torch.utils._pytree", "tree_leaves", ("tree", "is_leaf"), "data/prefetch.py"),
     ("torch.utils.data:DataLoader", "_get_iterator", ("self",), "data/loaders.py"),
+    ("torch.utils.data.dataloader:_BaseDataLoaderIter", "_num_yielded", None, "training/attributes.py"),
     ("torch.utils.data._utils", "worker", None, "data/iterable.py"),
     ("torch.utils.data._utils.worker", "_worker_info", None, "data/iterable.py"),
     ("torch.optim.lr_scheduler:LRScheduler", "_step_count", None, "optim/schedules.py"),

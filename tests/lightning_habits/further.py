@@ -15,6 +15,7 @@ FURTHER = [
     regression("reads_callback_metrics", "steps.ReadsCallbackMetrics", layouts=SINGLE),
     regression("seeds_validation", "steps.SeedsValidation", "trainer.val_every_n_steps=4", layouts=SINGLE),
     regression("draws_at_start", "loaders.DrawsAtStart", data="loaders.NegativeData", layouts=SINGLE),
+    regression("counts_iterator", "state.CountsIterator", sample=("single",)),
     regression("growing_data", "loaders.Labels", data="loaders.GrowingData", refused=dict.fromkeys(ALL, "are 32 now")),
     regression("own_loader_class", data="loaders.OwnLoaderClass", refused=dict.fromkeys(ALL, "own __iter__ decides")),
     regression("wrapped_loader", data="loaders.WrappedLoader", refused=dict.fromkeys(ALL, "return one torch")),

@@ -1,6 +1,8 @@
 """Attributes that no checkpoint holds are named after a resume that has lost them."""
 
+import csv
 import enum
+import itertools
 import random
 from collections import deque
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, Subset
 from torchmetrics import MeanMetric
 
 from armature.training import attributes
@@ -162,6 +164,62 @@ def test_parts_that_torch_shards_are_still_the_users():
     assert attributes.changed(trainer, before) == {}
     draw_in_layer(trainer)
     assert attributes.changed(trainer, before).keys() == {"Module.net.1.rng"}
+
+
+def batches(loader):
+    while True:
+        yield from loader
+
+
+class Wraps:
+    def __init__(self, loader):
+        self.batches = batches(loader)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self.batches)
+
+
+ITERATORS = {
+    "list": lambda: iter([1, 2, 3]), "cycle": lambda: itertools.cycle([1, 2, 3]), "count": itertools.count,
+    "loader": lambda: iter(DataLoader(range(8), batch_size=2)), "map": lambda: map(str, iter([1, 2, 3])),
+    "generator": lambda: batches(DataLoader(range(8), batch_size=2)), "expression": lambda: (x for x in [1, 2, 3]),
+    "object": lambda: Wraps([1, 2, 3]), "large": lambda: itertools.cycle(torch.zeros(3, 2_000_000)),
+    "unreadable": lambda: csv.reader(["a", "b", "c"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ITERATORS)
+def test_iterators_that_are_not_as_far_are_named_with_a_remedy(kind, caplog):
+    unreadable = kind in ("large", "unreadable")
+    saving, resumed, advanced = (trainer_of(Module()) for _ in range(3))
+    for each in (saving, resumed, advanced):
+        each.lightning_module.iterator = ITERATORS[kind]()
+    began = attributes.digests(saving)
+    assert (not attributes.changed(saving, began)) or unreadable
+    for each in (saving, advanced):
+        next(each.lightning_module.iterator), next(each.lightning_module.iterator)
+    saved = attributes.changed(saving, began)
+    assert saved.keys() == {"Module.iterator"}
+    attributes.warn_of_lost(advanced, saved)
+    assert ("Module.iterator: how far it is cannot be read" in caplog.text) == bool(caplog.records) == unreadable
+    caplog.clear()
+    attributes.warn_of_lost(resumed, saved)
+    assert "An iterator cannot be saved (Module.iterator): save how many items" in caplog.text
+    assert len([*zip(advanced.lightning_module.iterator, range(1), strict=False)]) == 1  # looking has not moved it
+
+
+def test_files_and_iterators_that_are_exhausted_are_not_named(tmp_path):
+    module = Module()
+    module.file, module.params = (tmp_path / "log").open("w"), module.parameters()
+    list(module.params)
+    trainer = trainer_of(module)
+    began = attributes.digests(trainer)
+    module.file.write("text")
+    assert attributes.changed(trainer, began) == {}
+    module.file.close()
 
 
 def test_lists_of_classes_are_compared_once_per_class():

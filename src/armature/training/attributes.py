@@ -10,11 +10,14 @@ from __future__ import annotations
 import enum
 import hashlib
 import inspect
+import io
 import logging
 import random
+import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
+from types import GeneratorType
 from typing import Any
 
 import lightning.pytorch as L
@@ -26,8 +29,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torchmetrics import Metric
 
+from armature.checkpoint.of_ranks import NOT_USERS
 from armature.data.base import DataModule
 from armature.parallel import process_group
 from armature.parallel.gradients import local_part
@@ -39,6 +44,7 @@ log = logging.getLogger(__name__)
 _MOST_BYTES, _MOST_PARTS = 4_000_000, 10_000  # of an attribute: larger ones are not compared, which would take long
 _MOST_LEFT_OUT = 20  # attributes of an object that are too large: looking at each may take long
 _NUMBERS = (type(None), bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device, torch.Size)
+_ITERATOR, _UNREADABLE = "iterator", "unreadable"  # words in a digest: the value holds one, whose position is not seen
 _PLAIN = (type(None), bool, int, float, str)
 _OF_TRAINER = (  # settings that a hook may change
     "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "limit_train_batches",
@@ -91,19 +97,33 @@ def _unsaved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def changed(trainer: Any, since: Mapping[str, str] | None) -> dict[str, str]:
     """Return the digests that are not as in `since`; none if training has not begun (None)."""
-    return {} if since is None else {n: d for n, d in digests(trainer).items() if since.get(n) != d}
+    return {} if since is None else _differing(digests(trainer), since)
+
+
+def _differing(digests: Mapping[str, str], others: Mapping[str, str]) -> dict[str, str]:
+    return {name: each for name, each in digests.items() if others.get(name) != each or _UNREADABLE in each}
 
 
 def warn_of_lost(trainer: Any, saved: Mapping[str, str]) -> None:
     """Warn on rank 0 of the attributes that differ from when the checkpoint was saved."""
-    now = digests(trainer) if saved and process_group.rank() == 0 else {}
-    lost = sorted(name for name, digest in saved.items() if now and now.get(name) != digest)
+    if not saved or process_group.rank() != 0:
+        return
+    lost = _differing(saved, digests(trainer))
+    iterators = sorted(name for name, digest in lost.items() if _ITERATOR in digest)
+    advice = ""
+    if iterators:
+        advice = (
+            f" An iterator cannot be saved ({', '.join(iterators)}): save how many items it has yielded, and in "
+            "on_train_start call next() as often; or return its loader from train_dataloader, in a CombinedLoader."
+        )
+    if unseen := sorted(name for name in iterators if _UNREADABLE in lost[name]):
+        advice += f" {', '.join(unseen)}: how far it is cannot be read, so this is also named if that is done."
     if lost:
         log.warning(
             "Not as they were when the checkpoint was saved: %s. No checkpoint holds such attributes. If a step reads "
             "one that was set before it, the resumed run differs: save it in on_save_checkpoint, state_dict or a "
-            "buffer (docs/resume.md).",
-            ", ".join(lost),
+            "buffer (docs/resume.md).%s",
+            ", ".join(sorted(lost)), advice,
         )  # fmt: skip
 
 
@@ -178,7 +198,7 @@ def _digest(value: Any, saved: frozenset[int] = frozenset()) -> str | None:
         digest.add(value)
     except Exception:  # of a user's class, too
         return None
-    return digest.hash.hexdigest()[:16]
+    return " ".join([digest.hash.hexdigest()[:16], *sorted(digest.words)])
 
 
 def _state_of(value: Any) -> Any:
@@ -191,10 +211,25 @@ def _state_of(value: Any) -> Any:
     return [dict(value.state_dict()), *((each.update_count, dict(each.metric_state)) for each in metrics)]
 
 
+def _position_of(iterator: Iterator[Any]) -> Sequence[Any]:
+    """Return what tells how far an iterator is, or raise an exception."""
+    if isinstance(iterator, GeneratorType):
+        frame = iterator.gi_frame
+        return () if frame is None else (frame.f_lasti, iterator.gi_yieldfrom, frame.f_locals)
+    if isinstance(iterator, _BaseDataLoaderIter):
+        return (iterator._num_yielded,)
+    if type(iterator).__reduce__ is object.__reduce__:
+        raise ValueError("it does not tell")
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # itertools: Python 3.14 has none
+        reduced = iterator.__reduce__()
+    return () if isinstance(reduced, str) else reduced[1:]
+
+
 class _Digest:
     def __init__(self, saved: frozenset[int]) -> None:
         self.hash, self.left, self.parents, self.saved = hashlib.sha256(), _MOST_BYTES, set(), saved
         self.parts_left, self.may_leave_out, self.classes = _MOST_PARTS, _MOST_LEFT_OUT, set()
+        self.words: set[str] = set()
 
     def add(self, value: Any) -> None:
         """Add a value and all that it consists of. Raise ValueError if it is too large, or made anew in each step."""
@@ -234,6 +269,9 @@ class _Digest:
         elif isinstance(value, Dataset) or (_is_users(value) and not isinstance(value, _OF_FRAMEWORKS)):
             self._add_attributes(value)
             return
+        elif isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+            self._add_iterator(value)
+            return
         if all(type(part) in _PLAIN for part in parts):  # a history of losses: at once, which is faster
             self.write(repr(parts).encode())
             return
@@ -241,6 +279,21 @@ class _Digest:
         for part in parts:
             self.add(part)
         self.parents.discard(id(value))
+
+    def _add_iterator(self, value: Iterator[Any]) -> None:
+        """Add how far an iterator is. What cannot be read, or is large, counts as moved."""
+        if f"{type(value).__module__}.".startswith(NOT_USERS):
+            return
+        self.words.add(_ITERATOR)
+        before, parents = (self.hash.copy(), self.left, self.parts_left), self.parents
+        self.parents = {*parents, id(value)}
+        try:
+            for part in _position_of(value):
+                self.add(part)
+        except Exception:
+            self.words.add(_UNREADABLE)
+            self.hash, self.left, self.parts_left = before
+        self.parents = parents
 
     def _add_attributes(self, value: Any) -> None:
         """Add the attributes of an object, without those that are too large: a data set's images hide no others."""
