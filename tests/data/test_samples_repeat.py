@@ -95,3 +95,27 @@ def test_new_loader_processes_do_not_read_it_again():
     for _ in range(2):
         list(DataLoader(data, batch_size=2, num_workers=1, collate_fn=lambda batch: batch))
     assert data._repetition_known
+
+
+class Collate:
+    """Adds noise from one of the generators that users have."""
+
+    def __init__(self, source):
+        self.source, self.rng, self.calls = source, np.random.default_rng(0), 0
+
+    def __call__(self, samples):
+        self.calls += 1
+        samples.reverse()  # in place
+        noise = self.rng.normal() if self.source == "own" else torch.randn(1).item()
+        return torch.stack([x for x, _ in samples]) + noise
+
+
+@pytest.mark.parametrize("source", ["own", "torch"])
+def test_a_collate_function_that_draws_from_a_generator_of_its_own_is_named_once(source, caplog):
+    collate = Collate(source)
+    data = Samples(Drawing("numpy"), size=4, seed=0, training=True, collate_fn=collate)
+    first, _ = data.__getitems__([0, 1]), data.__getitems__([2, 3])
+    assert collate.calls == 3
+    assert caplog.text.count("collate_fn (Collate) makes another batch") == (source == "own")
+    again = Samples(Drawing("numpy"), size=4, seed=0, training=True, collate_fn=Collate(source)).__getitems__([0, 1])
+    assert torch.equal(first, again)

@@ -60,8 +60,9 @@ class Samples(Dataset[Batch]):
         self._reader = Reader(dataset, size=size, seed=shuffle_seed) if isinstance(dataset, Stream) else None
         iterable = getattr(dataset, "dataset", None) if self._reader is not None else None
         # whether samples are known to repeat; shared with the loader's processes, which may be new ones in each epoch
-        known = not training or self._reader is not None or os.environ.get("RANK", "0") != "0"  # rank 0 finds it out
-        self._repetition_known = torch.full((1,), known).share_memory_()
+        known = not training or os.environ.get("RANK", "0") != "0"  # rank 0 finds it out
+        self._repetition_known = torch.full((1,), known or self._reader is not None).share_memory_()
+        self._collation_known = torch.full((1,), known).share_memory_()
         self._own: Any = iterable if isinstance(iterable, IterableDataset) else dataset  # the last: see `__setattr__`
 
     # ------------------------------------------------------------ what `loader.dataset` is asked for
@@ -104,10 +105,11 @@ class Samples(Dataset[Batch]):
 
     def _collate(self, samples: list[Any], *, key: int) -> Any:
         if self._collate_fn is not None:
-            seed_generators(
-                self._seed_of(key) ^ 1
-            )  # mixup and the like, in a collate_fn, draw other numbers than samples
-            return self._collate_fn(samples)
+            seed = self._seed_of(key) ^ 1  # mixup and the like, in a collate_fn, draw other numbers than samples
+            seed_generators(seed)
+            if self._collation_known or not is_first_process():
+                return self._collate_fn(samples)
+            return self._collate_twice(samples, seed=seed)
         try:
             return default_collate(samples)
         except (RuntimeError, TypeError, ValueError) as error:
@@ -122,6 +124,31 @@ class Samples(Dataset[Batch]):
                 "batch, for example padded (docs/data.md)."
             ) from error
 
+    def _collate_twice(self, samples: list[Any], *, seed: int) -> Any:
+        """Collate samples, and again; warn if that is another batch. Return it as it was first."""
+        assert self._collate_fn is not None
+        self._collation_known[0] = True
+        again = _copy(samples)  # the function may change them
+        batch = self._collate_fn(samples)
+        kept = _copy(batch)  # the function may change what it keeps
+        if again is None or kept is None:
+            return batch
+        seed_generators(seed)
+        try:
+            same = alike(kept, self._collate_fn(again))
+        except Exception:
+            same = False
+        if not same:
+            log.warning(
+                "data: collate_fn (%s) makes another batch when it is called again with the same samples, though the "
+                "generators of torch, NumPy and Python are seeded for each batch. No resume can repeat it, and results "
+                "depend on the number of workers. If it draws from a generator of its own (default_rng(), "
+                "random.Random(), torch.Generator()): draw from np.random, random or torch.rand, or make the generator "
+                "there from np.random.randint(2**31). If it counts its calls or keeps samples: do so in training_step.",
+                getattr(self._collate_fn, "__qualname__", type(self._collate_fn).__name__),
+            )  # fmt: skip
+        return kept
+
     def _sample(self, key: int, generator: torch.Generator) -> Any:
         seed = self._seed_of(key)
         source = key % self._size if self._reader is None else self._reader.record(*divmod(key, self._size))
@@ -134,9 +161,8 @@ class Samples(Dataset[Batch]):
     def _checked(self, sample: Any, source: Any, *, seed: int) -> Any:
         """Read a sample again, and warn if it is another one. Return it as it was read first."""
         self._repetition_known[0] = True
-        try:
-            kept = copy.deepcopy(sample)  # the dataset may change what it keeps, which then is the same object
-        except Exception:
+        kept = _copy(sample)  # the dataset may change what it keeps, which then is the same object
+        if kept is None:
             return sample
         seed_generators(seed)
         if not alike(kept, self._fetch(source)):
@@ -208,6 +234,14 @@ def is_first_process() -> bool:
 
 def _name(dataset: Any) -> str:
     return type(getattr(dataset, "dataset", dataset)).__name__
+
+
+def _copy(value: Any) -> Any:
+    """Return a copy, or None if there is none."""
+    try:
+        return copy.deepcopy(value)
+    except Exception:
+        return None
 
 
 def _root(dataset: Any) -> Any:
