@@ -5,10 +5,10 @@ import enum
 import itertools
 import random
 from collections import deque
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import lightning.pytorch as L
 import numpy as np
@@ -31,7 +31,7 @@ class Loss:
 @dataclass(slots=True)
 class Meter:
     count: int = 0
-    path: Path = Path("a")
+    path: PurePosixPath = field(default_factory=lambda: PurePosixPath("a"))
 
 
 class Color(enum.Enum):
@@ -55,7 +55,6 @@ class Module(L.LightningModule):
         self.net = nn.Sequential(nn.Linear(2, 2), Noise(), nn.Dropout(0.1), nn.BatchNorm1d(2))
         self.norms, self.seen, self.best = [1.0], {"b", "a", "c"}, {"x": (1, None)}
         self.queue, self.generator, self.python = deque([1], maxlen=3), torch.Generator(), random.Random(0)
-        self.meter, self.color = Meter(), Color.RED
         self.criterion, self.large, self.output = Loss(), torch.zeros(2_000_000), torch.zeros(1)
 
 
@@ -92,11 +91,6 @@ def move_center(trainer):
     trainer.lightning_module.criterion.center += 1
 
 
-def count_in_slots(trainer):
-    trainer.lightning_module.meter.count += 1
-    str(trainer.lightning_module.meter.path)
-
-
 def append_to_lists_of_classes(trainer):
     trainer.lightning_module.losses.append(1.0)
     trainer.lightning_module.net[1].draws.append(1.0)
@@ -110,10 +104,6 @@ def set_layers(trainer):
 
 def clip_later(trainer):
     trainer.gradient_clip_val, trainer.limit_val_batches = 0.05, 3
-
-
-def choose_color(trainer):
-    trainer.lightning_module.color = Color.BLUE
 
 
 def count(trainer):
@@ -136,10 +126,8 @@ def keep_output(trainer):
         (draw_in_layer, "Module.net.1.rng."),
         (draw, "Module.generator, Module.python."),
         (move_center, "Module.criterion."),
-        (count_in_slots, "Module.meter."),
         (set_layers, "Module.net.2.p, Module.net.3.momentum."),
         (clip_later, "Trainer.gradient_clip_val, Trainer.limit_val_batches."),
-        (choose_color, "Module.color."),
         (count, "Counts.bad, NumbersData.difficulty, Slow.steps."),
         (keep_output, None),
         (lambda trainer: None, None),
@@ -220,6 +208,42 @@ def test_files_and_iterators_that_are_exhausted_are_not_named(tmp_path):
     module.file.write("text")
     assert attributes.changed(trainer, began) == {}
     module.file.close()
+
+
+class Point(NamedTuple):
+    x: int
+
+
+class Typed(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter, self.color, self.point, self.pair = Meter(), Color.RED, Point(1), [np.float32(1.0)]
+
+
+@pytest.mark.parametrize("change", [True, False], ids=["changed", "unchanged"])
+def test_types_that_a_checkpoint_does_not_give_back_are_named(change, caplog):
+    saving, loaded, resumed = (trainer_of(Typed()) for _ in range(3))
+    began, module, other = attributes.digests(saving), saving.lightning_module, loaded.lightning_module
+    if change:
+        module.color = Color.BLUE
+        module.meter.count += 1
+        str(module.meter.path)  # kept in a slot of it
+    saved = attributes.changed(saving, began)
+    attributes.warn_of_lost(saving, saved)
+    assert not caplog.records
+    other.meter, other.color = {"count": module.meter.count, "path": "a"}, module.color.value
+    other.point, other.pair = (1,), [1.0]
+    attributes.warn_of_lost(loaded, saved)
+    assert "was saved: Typed.color, Typed.meter, Typed.pair, Typed.point. No checkpoint" in caplog.text
+    assert (
+        "If Typed.color is saved: a checkpoint gives plain values back. Write Color(value) on loading." in caplog.text
+    )
+    for words in ("Write Meter(**value), PurePosixPath(value) on", "Write Point(*value) on", "Write float32(value) on"):
+        assert words in caplog.text
+    caplog.clear()
+    attributes.warn_of_lost(resumed, saved)
+    assert ("was saved: Typed.color, Typed.meter. No checkpoint" in caplog.text) == bool(caplog.records) == change
+    assert "plain values" not in caplog.text
 
 
 def test_lists_of_classes_are_compared_once_per_class():

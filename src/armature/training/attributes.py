@@ -7,6 +7,7 @@ then differs.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import hashlib
 import inspect
@@ -17,7 +18,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
-from types import GeneratorType
+from types import GeneratorType, SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as L
@@ -45,6 +46,8 @@ _MOST_BYTES, _MOST_PARTS = 4_000_000, 10_000  # of an attribute: larger ones are
 _MOST_LEFT_OUT = 20  # attributes of an object that are too large: looking at each may take long
 _NUMBERS = (type(None), bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device, torch.Size)
 _ITERATOR, _UNREADABLE = "iterator", "unreadable"  # words in a digest: the value holds one, whose position is not seen
+_UNCHANGED = "unchanged"  # begins a digest of which only types are known
+_MAKES = "value)"  # ends a word of a digest: how an object is made of its plain value
 _PLAIN = (type(None), bool, int, float, str)
 _OF_TRAINER = (  # settings that a hook may change
     "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "limit_train_batches",
@@ -66,7 +69,7 @@ def digests(trainer: Any) -> dict[str, str]:
             if name not in frameworks and (digest := _digest(value, saved)) is not None:
                 found[f"{label}.{name}"] = digest
     for label, owner, names in _settings(trainer):
-        found |= {f"{label}.{name}": repr(getattr(owner, name, None)) for name in names}
+        found |= {f"{label}.{name}": repr(getattr(owner, name, None)).replace(" ", "_") for name in names}
     for path, buffer in _unsaved_buffers(module):
         if (digest := _digest(buffer)) is not None:
             found[f"{type(module).__name__}.{path}"] = digest
@@ -96,28 +99,49 @@ def _unsaved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def changed(trainer: Any, since: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the digests that are not as in `since`; none if training has not begun (None)."""
-    return {} if since is None else _differing(digests(trainer), since)
+    """Return the digests that are not as in `since`; none if training has not begun (None).
+
+    Of others only the types are kept that a checkpoint does not give back: loading it may replace them.
+    """
+    if since is None:
+        return {}
+    now = digests(trainer)
+    kept = {name: " ".join([_UNCHANGED, *types]) for name, each in now.items() if (types := _types(each))}
+    return kept | _differing(now, since)
 
 
 def _differing(digests: Mapping[str, str], others: Mapping[str, str]) -> dict[str, str]:
-    return {name: each for name, each in digests.items() if others.get(name) != each or _UNREADABLE in each}
+    return {name: each for name, each in digests.items() if _differs(each, others.get(name))}
+
+
+def _differs(digest: str, other: str | None) -> bool:
+    if digest.startswith(_UNCHANGED):
+        return not _types(digest) <= _types(other or digest)
+    return digest != other or _UNREADABLE in digest.split()
+
+
+def _types(digest: str) -> set[str]:
+    return {word for word in digest.split() if word.endswith(_MAKES)}
 
 
 def warn_of_lost(trainer: Any, saved: Mapping[str, str]) -> None:
     """Warn on rank 0 of the attributes that differ from when the checkpoint was saved."""
     if not saved or process_group.rank() != 0:
         return
-    lost = _differing(saved, digests(trainer))
-    iterators = sorted(name for name, digest in lost.items() if _ITERATOR in digest)
+    now = digests(trainer)
+    lost = _differing(saved, now)
+    iterators = sorted(name for name, digest in lost.items() if _ITERATOR in digest.split())
     advice = ""
     if iterators:
         advice = (
             f" An iterator cannot be saved ({', '.join(iterators)}): save how many items it has yielded, and in "
             "on_train_start call next() as often; or return its loader from train_dataloader, in a CombinedLoader."
         )
-    if unseen := sorted(name for name in iterators if _UNREADABLE in lost[name]):
+    if unseen := sorted(name for name in iterators if _UNREADABLE in lost[name].split()):
         advice += f" {', '.join(unseen)}: how far it is cannot be read, so this is also named if that is done."
+    for name in sorted(lost):
+        if types := sorted(_types(lost[name]) - _types(now.get(name, ""))):
+            advice += f" If {name} is saved: a checkpoint gives plain values back. Write {', '.join(types)} on loading."
     if lost:
         log.warning(
             "Not as they were when the checkpoint was saved: %s. No checkpoint holds such attributes. If a step reads "
@@ -225,6 +249,15 @@ def _position_of(iterator: Iterator[Any]) -> Sequence[Any]:
     return () if isinstance(reduced, str) else reduced[1:]
 
 
+def _stars_of(value: Any) -> str | None:
+    """Return the stars in `Type(**value)`, which makes an object of its plain value in a checkpoint, or None."""
+    if (dataclasses.is_dataclass(value) and not isinstance(value, type)) or isinstance(value, SimpleNamespace):
+        return "**"
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return "*"
+    return "" if isinstance(value, enum.Enum | PurePath | np.generic | frozenset) else None
+
+
 class _Digest:
     def __init__(self, saved: frozenset[int]) -> None:
         self.hash, self.left, self.parents, self.saved = hashlib.sha256(), _MOST_BYTES, set(), saved
@@ -236,6 +269,8 @@ class _Digest:
         self.parts_left -= 1
         self._require_small(value)
         self.write(type(value).__name__.encode())
+        if (stars := _stars_of(value)) is not None:
+            self.words.add(f"{type(value).__name__}({stars}{_MAKES}")
         if isinstance(value, _NUMBERS):
             self.write(repr(value).encode())
         elif isinstance(value, Tensor | np.ndarray):
