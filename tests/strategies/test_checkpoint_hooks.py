@@ -576,6 +576,39 @@ def test_a_module_loads_by_the_method_of_older_torch(tmp_path):
         fit(tmp_path, LoadsOldInPart(), ckpt=before, max_steps=3)
 
 
+class CachesByHook(Module):
+    """Keeps a product of its weights, which is made anew when weights are loaded."""
+
+    product: torch.Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer.register_load_state_dict_post_hook(self.renew)
+
+    def renew(self, *_):
+        self.product = self.layer.weight.detach().T @ self.layer.weight.detach()
+
+
+class CachesByMethod(Module):
+    product: torch.Tensor | None = None
+
+    def load_state_dict(self, *args, **kwargs):
+        result = super().load_state_dict(*args, **kwargs)
+        self.product = self.layer.weight.detach().T @ self.layer.weight.detach()
+        return result
+
+
+@pytest.mark.parametrize("kind", [CachesByHook, CachesByMethod])
+def test_code_around_load_state_dict_is_called(tmp_path, kind):
+    before, module, stops = saved_by(tmp_path, Module()), kind(), Stops()
+    fit(tmp_path, module, stops, ckpt=before, max_steps=3)
+    weight = load_full_state_dict(before)["layer.weight"]
+    assert torch.equal(stops.loaded["layer.weight"], weight)
+    assert torch.equal(module.product, weight.T @ weight)
+    torchs = nn.Sequential(nn.BatchNorm1d(2), nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
+    assert not state.loads_by_code(torchs)
+
+
 # ---------------------------------------------------------------- files of Lightning's
 def test_a_users_model_checkpoint_writes_lightnings_files(tmp_path):
     callback = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1, save_top_k=-1, save_last=True)

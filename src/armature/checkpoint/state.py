@@ -32,6 +32,7 @@ SPARSE_GRADIENTS = f"{EXTRA}.sparse_grad."
 OTHER = "extra_state"  # in meta.pt: what modules keep beside tensors, by name
 BUCKETS = "bucket_order"  # in meta.pt: of the gradients, where DDP reduces them
 _EXTRA_STATE = "_extra_state"  # how torch names it in a state dict
+_LOAD_IN_PLACE = ("torch.nn.", "torch.distributed.", "lightning.", "torchmetrics.", "armature.")  # modules of methods
 
 
 def module_state(module: nn.Module, *, buffers: bool = True, others: bool = False) -> dict[str, Any]:
@@ -116,15 +117,29 @@ def pending_gradients(module: nn.Module) -> dict[str, Tensor]:
 
 
 # ---------------------------------------------------------------- loading weights
+def loads_by_code(module: nn.Module) -> bool:
+    """Return whether methods or hooks that are not torch's take part in `load_state_dict`: they may keep results."""
+    methods: list[Any] = [module.load_state_dict]
+    for part in module.modules():
+        methods.append(part._load_from_state_dict)
+        for name in ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"):
+            methods += [getattr(hook, "hook", hook) for hook in vars(part).get(name, {}).values()]
+    return any(not f"{getattr(method, '__module__', '')}.".startswith(_LOAD_IN_PLACE) for method in methods)
+
+
 def load_weights(
     checkpoint: Path, module: nn.Module, *, strict: bool = True, may_lack: Callable[[str], bool] | None = None,
     grows: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Load the weights, in place if the names are the module's. Called by all ranks; as `place_weights`."""
+    """Load the weights, in place if the names are the module's and no code of its own loads them; as `place_weights`.
+
+    Called by all ranks.
+    """
     saved, own = storage.read_metadata(checkpoint).state_dict_metadata, module_state(module)
     known, held = _names_of_all_ranks(module.state_dict()), _weight_names(saved)
     lacking = {name for name in known - held if may_lack is None or not may_lack(name)}
-    if lacking or held - known or any(name.endswith(_EXTRA_STATE) for name in known):
+    by_code = any(process_group.all_gather_object(loads_by_code(module)))
+    if by_code or lacking or held - known or any(name.endswith(_EXTRA_STATE) for name in known):
         weights = read_weights(checkpoint, module)
         return place_weights(checkpoint, module, weights, strict=strict, may_lack=may_lack, grows=grows)
     own = {name: value for name, value in own.items() if name in held}
