@@ -223,7 +223,9 @@ def compare_checkpoints(straight: Path, resumed: Path) -> tuple[Difference | Non
         elif value != its:
             return Difference(f"{name} at the end: {value} straight, {its} resumed"), ""
     metas = [storage.read_meta(path) for path in paths if path is not None]
-    found = compare_state([{k: m.get(k) for k in ("random", "lr_schedulers", "param_groups")} for m in metas])
+    found = compare_state(
+        [{k: m.get(k) for k in (checkpoint.RANDOM, "lr_schedulers", checkpoint.GROUPS)} for m in metas]
+    )
     counts = f"{len(weights)} tensors of weights, {len(one) - len(weights)} of optimizer and average, random state"
     return found, counts
 

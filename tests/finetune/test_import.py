@@ -169,7 +169,7 @@ def test_an_exported_folder_is_bit_equal_to_the_one_it_came_from(folders, tmp_pa
     folder.keep(source, run)
     model = read_decoder(source, context=48)
     weights = {f"{convert.MODEL}{key}": value.detach() for key, value in model.state_dict().items()}
-    meta = {"global_step": 0, "param_groups": [], "torch": str(torch.__version__)}
+    meta = {"global_step": 0, "torch": str(torch.__version__)}
     checkpoint = run / "checkpoints" / "step=000000"
     CheckpointWriter().save(checkpoint, weights, meta, entries={"step": 0, "strategy": "none"})
     args = architecture.arguments(folder.config(source), name=name) | {"context": 48}

@@ -332,6 +332,29 @@ def test_modules_may_have_any_name(tmp_path):
     assert torch.equal(OwnNames.load_from_checkpoint(tmp_path / "a.ckpt").extra.weight, module.extra.weight)
 
 
+class PutsAll(Module):
+    """Its entries have the names of what checkpoints hold themselves."""
+
+    names = ("extra_state", "flags", "random", "param_groups", "bucket_order", "optimizer_classes", "resized_buffers")
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint |= {name: {"seen": name} for name in self.names}
+
+    def on_load_checkpoint(self, checkpoint):
+        self.got = {name: checkpoint[name]["seen"] for name in self.names}
+
+
+def test_entries_of_hooks_may_have_any_name(tmp_path):
+    path, expected = saved_by(tmp_path, PutsAll()), {name: name for name in PutsAll.names}
+    module = PutsAll()
+    fit(tmp_path, module, ckpt=path, max_steps=3)
+    assert module.got == expected
+    convert.to_ckpt(path, tmp_path / "a.ckpt")
+    assert PutsAll.load_from_checkpoint(tmp_path / "a.ckpt").got == expected
+    with pytest.raises(ConfigError, match=r"checkpoint\['\.flags'\]: entries that begin with '\.' are ours"):
+        module.trainer.strategy.save_checkpoint({"state_dict": {}, ".flags": 1}, tmp_path / "step=000004")
+
+
 # ---------------------------------------------------------------- what is changed on loading
 class Renamed(Module):
     """Its first layer had another name, and its head was another size."""
@@ -454,7 +477,7 @@ def test_hooks_get_arrays_whoever_loads_the_checkpoint(tmp_path, name, way):
 
 def test_a_path_with_a_protocol_is_one_in_an_object_store(tmp_path):
     fit(tmp_path, Module()).strategy.save_checkpoint({"state_dict": {}}, f"file://{tmp_path}/step=000002")
-    assert storage.read_meta(tmp_path / "step=000002")["flags"] == {}
+    assert storage.read_meta(tmp_path / "step=000002")[state.FLAGS] == {}
 
 
 class Reads(Module):

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from armature.checkpoint import storage
+from armature.checkpoint import directory, storage
 
-RESIZED = "resized_buffers"  # in checkpoints: their names
+RESIZED = f"{directory.RESERVED}resized_buffers"  # in checkpoints: their names
 
 Sizes = dict[str, tuple[int, ...] | None]
 

@@ -20,10 +20,8 @@ from torch import Tensor
 
 from armature import files
 from armature.checkpoint import (
-    buffers,
     directory,
     lightning_file,
-    of_ranks,
     optimizers,
     schedules,
     state,
@@ -117,12 +115,11 @@ def to_ckpt(checkpoint: Path, file: Path, *, average: bool = False, base: Base |
     """
     meta, weights = storage.read_meta(checkpoint), weights_of(checkpoint, average=average, base=base)
     saved: dict[str, Any] = storage.read_metadata(checkpoint).state_dict_metadata
-    groups, others = meta.pop("param_groups", []), meta.pop(state.OTHER, {})
+    groups, others = meta.pop(state.GROUPS, []), meta.pop(state.OTHER, {})
     whole = [meta.pop(f"{whole_optimizers.WHOLE}.{i}", None) for i in range(len(groups))]
     for own in filter(None, whole):
         own.pop(whole_optimizers.INNER, None)  # Lightning's files hold what `state_dict` returns
-    for key in ("random", "flags", state.BUCKETS, optimizers.CLASSES, buffers.RESIZED, of_ranks.KEY):
-        meta.pop(key, None)
+    meta = {key: value for key, value in meta.items() if not str(key).startswith(state.RESERVED)}
     result = {"pytorch-lightning_version": version("lightning"), "epoch": 0, "global_step": 0} | meta
     if "lr_schedulers" in result:
         result["lr_schedulers"] = [*map(schedules.without_held, result["lr_schedulers"])]
@@ -179,7 +176,7 @@ def from_file(file: Path, checkpoint: Path) -> list[str]:
         raise ConfigError(
             f"{file}: {sparse} is a sparse tensor, which checkpoints do not hold. Save it with to_dense()."
         )
-    meta = {"global_step": 0, "param_groups": [], "torch": str(torch.__version__)}
+    meta = {"global_step": 0, "torch": str(torch.__version__)}
     CheckpointWriter().save(checkpoint, weights, meta, entries={"step": 0, "strategy": f"converted from {file.name}"})
     return list(weights)
 

@@ -33,6 +33,7 @@ MANIFEST = "manifest.json"
 META = "meta.pt"
 TENSOR_INDEX = ".metadata"  # torch.distributed.checkpoint's name
 LAST = "last"
+RESERVED = "."  # begins our names of tensors that are no weights, and our entries in meta.pt; nobody else's do
 FILE_SUFFIXES = (".ckpt", ".pt", ".pth")  # of a checkpoint in one file, as Lightning writes it
 FORMAT = 2
 _STEP, _PART, _OLD = "step=", ".part", ".old"

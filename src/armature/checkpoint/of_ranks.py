@@ -17,11 +17,12 @@ from lightning.pytorch import Callback
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from armature.checkpoint import directory
 from armature.parallel import process_group
 
 log = logging.getLogger(__name__)
 
-KEY = "of_ranks"  # the entry of a checkpoint
+KEY = f"{directory.RESERVED}of_ranks"  # the entry of a checkpoint
 CALLBACKS = "callbacks"
 NOT_USERS = ("armature.", "lightning.", "pytorch_lightning.")  # beginnings of modules whose code is not users'
 _OF_ALL = (  # entries that are the same on all ranks, or whose owners arrange them themselves

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from armature.checkpoint import misfit, plain, state, storage
-from armature.checkpoint.state import GRADIENTS, OPTIMIZER_TENSORS, SPARSE_GRADIENTS
+from armature.checkpoint.state import GRADIENTS, OPTIMIZER_TENSORS, RESERVED, SPARSE_GRADIENTS
 from armature.errors import ConfigError, error_line
 
-CLASSES = "optimizer_classes"  # in meta.pt: by index
+CLASSES = f"{RESERVED}optimizer_classes"  # in meta.pt: by index
 NAMES = "names"  # in a saved parameter group: of its parameters
 ADDED = "added"  # in a saved parameter group: a hook had added it while the run trained
 _USERS = "users:"  # in a saved parameter group: before a user's keys of these two names

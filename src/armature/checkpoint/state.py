@@ -24,13 +24,17 @@ from armature.errors import ConfigError
 from armature.parallel import process_group
 
 OPTIMIZER = "optimizer_states"  # in Lightning's checkpoint
-RESERVED = "."  # begins names of tensors that are no weights: torch refuses modules of an empty name
+RESERVED = directory.RESERVED  # torch refuses modules of an empty name
 OPTIMIZER_TENSORS = f"{RESERVED}{OPTIMIZER}"
 EXTRA = f"{RESERVED}extra"
 GRADIENTS = f"{EXTRA}.grad."
 SPARSE_GRADIENTS = f"{EXTRA}.sparse_grad."
-OTHER = "extra_state"  # in meta.pt: what modules keep beside tensors, by name
-BUCKETS = "bucket_order"  # in meta.pt: of the gradients, where DDP reduces them
+# entries in meta.pt
+GROUPS = f"{RESERVED}param_groups"  # of each optimizer
+FLAGS = f"{RESERVED}flags"  # what has been frozen or unfrozen
+RANDOM = f"{RESERVED}random"  # the random state of each rank
+OTHER = f"{RESERVED}extra_state"  # what modules keep beside tensors, by name
+BUCKETS = f"{RESERVED}bucket_order"  # of the gradients, where DDP reduces them
 _EXTRA_STATE = "_extra_state"  # how torch names it in a state dict
 _LOAD_IN_PLACE = ("torch.nn.", "torch.distributed.", "lightning.", "torchmetrics.", "armature.")  # modules of methods
 

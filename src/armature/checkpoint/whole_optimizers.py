@@ -10,9 +10,10 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 from torch.optim import Optimizer
 
+from armature.checkpoint import directory
 from armature.errors import ConfigError
 
-WHOLE = "optimizer_state"  # in meta.pt, with its index
+WHOLE = f"{directory.RESERVED}optimizer_state"  # in meta.pt, with its index
 INNER = "__inner__"  # in such a state: those of the optimizers that it holds
 
 

@@ -149,7 +149,7 @@ class CheckpointMixin(LayoutMixin):
                 leave `last` as it is.
 
         Raises:
-            ConfigError: a module or callback put something into it that is not plain.
+            ConfigError: a module or callback put something into it that is not plain, or whose name is one of ours.
         """
         if not isinstance(storage_options, CheckpointWriter | None):
             raise TypeError(f"storage_options must be a CheckpointWriter or None. Got {storage_options!r}")
@@ -157,6 +157,11 @@ class CheckpointMixin(LayoutMixin):
             filepath = process_group.broadcast_object(filepath)  # ModelCheckpoint's holds a metric of this rank
         path = resume.to_path(filepath)
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", state.OPTIMIZER)}
+        if taken := [key for key in rest if str(key).startswith(state.RESERVED)]:
+            raise ConfigError(
+                f"checkpoint['{taken[0]}']: entries that begin with '{state.RESERVED}' are ours. Type another key in "
+                "on_save_checkpoint."
+            )
         rest |= {SCHEDULES: [*map(schedules.without_objects, rest[SCHEDULES])]} if SCHEDULES in rest else {}
         meta, weights = plain.plain_checkpoint(rest), checkpoint["state_dict"]
         tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
@@ -195,10 +200,10 @@ class CheckpointMixin(LayoutMixin):
         self._warn_of_unequal_buffers(buffers.unequal([each[2] for each in own]))
         meta |= of_ranks.entries(meta, [each[3] for each in own], layout=self.layout)
         meta |= {
-            "param_groups": groups,
+            state.GROUPS: groups,
             optimizers.CLASSES: [optimizers.class_of(optimizer) for optimizer in self.optimizers],
-            "random": self.random_state.gather(self.layout),
-            "flags": {name: value for flags, *_ in own for name, value in flags.items()},
+            state.RANDOM: self.random_state.gather(self.layout),
+            state.FLAGS: {name: value for flags, *_ in own for name, value in flags.items()},
         }
         if self.bucket_order.names:
             meta[state.BUCKETS] = [*self.bucket_order.names]
@@ -246,7 +251,7 @@ class CheckpointMixin(LayoutMixin):
         of_ranks.restore(meta, layout=self.layout, fits=self.module.trainer.state.fn == TrainerFn.FITTING)
         meta[state.OPTIMIZER] = [
             meta.get(f"{whole_optimizers.WHOLE}.{index}", SavedOptimizer(param_groups=groups))
-            for index, groups in enumerate(meta["param_groups"])
+            for index, groups in enumerate(meta.get(state.GROUPS, ()))
         ]
         self.bucket_order.names = meta.pop(state.BUCKETS, ())
         grown = buffers.resized(self.module, self.first_sizes)  # since an older checkpoint was saved
@@ -269,7 +274,7 @@ class CheckpointMixin(LayoutMixin):
 
     def load_random_state(self, meta: dict[str, Any]) -> dict[str, Any]:
         """Move the random states out of a loaded checkpoint into `random_state`, and return the rest."""
-        saved, step = meta.pop("random", None), meta.get("global_step", 0)
+        saved, step = meta.pop(state.RANDOM, None), meta.get("global_step", 0)
         self.random_state.load(saved, layout=self.layout, seed=self.seed, stream=self.rng_stream, step=step)
         return meta
 
@@ -299,7 +304,7 @@ class CheckpointMixin(LayoutMixin):
             self._late = {}
             state.place_late_weights(self._source, self.module, late, strict=self.module.strict_loading)
         states, path, self._loading = checkpoint[state.OPTIMIZER], self._loading, None
-        state.set_flags(self.module, checkpoint.get("flags", {}))
+        state.set_flags(self.module, checkpoint.get(state.FLAGS, {}))
         if path is None:  # a file, which holds them as Lightning does
             super().load_optimizer_state_dict(checkpoint)
             return

@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 HOOK = "on_train_epoch_start"
 _HAVE_NO_STATE = ("lightning.pytorch.core.", "lightning.pytorch.callbacks.callback.", "torch.", "armature.")
 _NOT_OF_HOOKS = {  # entries of a checkpoint that no `on_save_checkpoint` has added
-    "epoch", "global_step", "loops", "callbacks", "state_dict", "optimizer_states", "lr_schedulers", "param_groups",
-    "flags", *plain.HYPER_PARAMETERS,
+    "epoch", "global_step", "loops", "callbacks", "state_dict", "optimizer_states", "lr_schedulers",
+    *plain.HYPER_PARAMETERS,
 }  # fmt: skip
 _LARGE = 4_000_000  # bytes of an attribute: larger ones are not compared
 
@@ -221,12 +221,16 @@ def _entries(trainer: Any, owner: Any, checkpoint: Mapping[str, Any]) -> dict[st
     if isinstance(owner, L.LightningDataModule):
         found = [checkpoint.get(type(data_of(trainer)).__qualname__)]
     else:
-        found = [{key: value for key, value in checkpoint.items() if key not in _NOT_OF_HOOKS}]
+        found = [{key: value for key, value in checkpoint.items() if not _is_ours(key)}]
         if isinstance(owner, L.Callback):
             found.append(checkpoint.get("callbacks", {}).get(owner.state_key))
     found = [each for each in found if isinstance(each, dict)]
     inner = [value for each in found for value in each.values() if isinstance(value, dict)]
     return {key: value for each in (*inner, *found) for key, value in each.items()}
+
+
+def _is_ours(key: Any) -> bool:
+    return key in _NOT_OF_HOOKS or str(key).startswith(state.RESERVED)
 
 
 def _equal(value: Any, saved: Any) -> bool:
