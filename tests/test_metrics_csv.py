@@ -1,10 +1,13 @@
 """metrics.csv has every step once, in order, however its values arrive."""
 
+import errno
 from pathlib import Path
 
 import pytest
 import torch
 
+from armature import files
+from armature.errors import NotSaved
 from armature.training.metrics_csv import MetricsCSV, read
 
 
@@ -160,6 +163,20 @@ def test_a_file_that_cannot_be_read_is_set_aside(content, tmp_path, caplog):
     assert [row["step"] for row in read(tmp_path / "metrics.csv")[1]] == ["5", "6"]
     assert (tmp_path / "metrics.csv.damaged").read_bytes() == content.encode("utf-16-le")
     assert "metrics.csv.damaged" in caplog.text
+
+
+def test_rows_that_a_full_disk_lacks_at_the_end_are_reported_beside_another_error(tmp_path, monkeypatch, caplog):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    log = MetricsCSV(tmp_path)
+    write(log, 1, 2)
+    monkeypatch.setattr(files, "replace", full)
+    log.write_rows([{"step": 3, "train/new": 1.0}])
+    log.finalize("failed")
+    assert "metrics.csv lacks 2 rows at its end, which could not be written ([Errno 28]" in caplog.messages[-1]
+    with pytest.raises(NotSaved, match="lacks 2 rows"):
+        log.flush()
 
 
 def test_a_directory_that_vanishes_while_training_costs_only_its_own_rows(tmp_path, caplog):

@@ -1,5 +1,6 @@
 """The run directory holds what is needed to go on, and nothing of the environment."""
 
+import errno
 import os
 import subprocess
 from pathlib import Path
@@ -10,7 +11,7 @@ from omegaconf import OmegaConf
 from armature import run_dir
 from armature.checkpoint import directory, resume
 from armature.config import NEEDED, without_secrets
-from armature.errors import ConfigError
+from armature.errors import ConfigError, NotSaved
 
 
 def config(root, **extra):
@@ -289,3 +290,15 @@ def test_a_refused_command_leaves_a_folder_of_the_user_s(tmp_path):
         run_dir.release(cfg)
         assert not Path(cfg.run.dir).exists()
     assert [each.name for each in tmp_path.iterdir()] == ["own"]
+
+
+def test_a_full_disk_is_named_at_the_start_and_at_the_end(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    cfg = run_dir.decide(config(tmp_path), label="x")
+    monkeypatch.setattr(run_dir.files, "replace", full)
+    with pytest.raises(ConfigError, match=r"run\.root=.* cannot be written \(No space left on device\)\. Make room"):
+        run_dir.write(cfg, [])
+    with pytest.raises(NotSaved, match=r"summary\.json could not be written"):
+        run_dir.write_summary(Path(cfg.run.dir), {})

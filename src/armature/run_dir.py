@@ -31,7 +31,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from armature import config, files
 from armature.checkpoint import directory, resume
-from armature.errors import ConfigError
+from armature.errors import ConfigError, NotSaved
 from armature.finetune import check as pretrained
 from armature.finetune import folder as folders
 from armature.launcher import environment
@@ -133,15 +133,19 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
     except OSError as error:
         why = f"{run_dir} cannot be created ({error.strerror})"
         raise ConfigError(f"run.root={cfg.run.root}: {why}. Type another run.root.") from error
-    files.clear_parts(run_dir)
-    if (base := pretrained.named_by(cfg)) is not None:
-        folders.keep(folders.find(base), run_dir, anew=checkpoint is None)
     cfg.run.id, cfg.run.git = _id(run_dir), git()
     kept = keep_references(OmegaConf.to_container(cfg, resolve=False), config.without_secrets(cfg))
-    files.replace(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(kept)))
     typed = run_dir / "overrides.txt"
     before = typed.read_text(encoding="utf-8", errors="replace") + "\n" if typed.is_file() else ""
-    files.replace(typed, before + "".join(f"{override}\n" for override in overrides))
+    try:
+        files.clear_parts(run_dir)
+        if (base := pretrained.named_by(cfg)) is not None:
+            folders.keep(folders.find(base), run_dir, anew=checkpoint is None)
+        files.replace(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(kept)))
+        files.replace(typed, before + "".join(f"{override}\n" for override in overrides))
+    except OSError as error:
+        why = f"{run_dir} cannot be written ({error.strerror or error})"
+        raise ConfigError(f"run.root={cfg.run.root}: {why}. Make room there, or type another run.root.") from error
     return run_dir
 
 
@@ -191,7 +195,14 @@ def read(run_dir: Path) -> DictConfig:
 
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
-    files.replace(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+    file = run_dir / "summary.json"
+    try:
+        files.replace(file, json.dumps(summary, indent=2) + "\n")
+    except OSError as error:
+        raise NotSaved(
+            f"{file} could not be written ({error.strerror or error}), so the run does not count as finished. "
+            "Once there is room, type the same command with its run.name."
+        ) from error
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:

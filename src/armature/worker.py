@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 import traceback
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -398,7 +398,8 @@ def main() -> None:
             run(cfg)
     except Exception as error:
         record(error)
-        with (directory / "logs" / f"rank_{rank:04d}.log").open("a") as file:
+        # the disk may be full
+        with suppress(OSError), (directory / "logs" / f"rank_{rank:04d}.log").open("a") as file:
             traceback.print_exc(file=file)
         os._exit(1)  # no collective that never completes may keep the process
     process_group.destroy()

@@ -18,6 +18,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from armature import files
+from armature.errors import NotSaved
 from armature.loggers import SECONDS_BETWEEN_WRITES
 from armature.training.no_logger import NoExperiment
 
@@ -109,14 +110,19 @@ class MetricsCSV(Logger):
         """Write the newest row too.
 
         Raises:
-            OSError: if the disk has no room for some rows.
+            NotSaved: if the disk has no room for some rows.
         """
         held, self.held, early, self._early = self.held, {}, self._early, {}
         self._ready += [held] if held else []
         self._ready += [{"step": step, **values} for step, values in early.items()]
         self.write_ready()
-        if self._unwritten:
+        if not self._unwritten:
+            return
+        try:
             self._write(self._unwritten)
+        except OSError as error:
+            rows = f"{len(self._unwritten)} row{'s' * (len(self._unwritten) > 1)}"
+            raise NotSaved(f"{self.file} lacks {rows} at its end, which could not be written ({error}).") from error
 
     @rank_zero_only
     def resume_from(self, step: int) -> None:
@@ -138,7 +144,10 @@ class MetricsCSV(Logger):
     def finalize(self, status: str) -> None:
         untouched = not self._columns and self.file.exists()  # the error came before `resume_from`
         if status == "failed" and not untouched:  # after a success, the test adds its values to the last row
-            self.flush()
+            try:
+                self.flush()
+            except NotSaved as error:  # beside the error that ends the run
+                log.error("%s", error)
 
     def _append(self, rows: list[dict[str, Any]]) -> None:
         rows = [*self._unwritten, *rows]

@@ -6,10 +6,12 @@ import logging
 import os
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
+from typing_extensions import override
 
 from armature.errors import LOG_NOTE, ConfigError, MaskingFormatter, RunFailed
 from armature.launcher import environment, heap
@@ -19,13 +21,35 @@ from armature.validation.values import hide_secrets
 log = logging.getLogger(__name__)
 
 
+class LogFile(logging.FileHandler):
+    """A rank's log. If it cannot be written, as on a full disk, it says so once and the run continues."""
+
+    _reported = False
+
+    @override
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._reported:
+            self._reported = True
+            with suppress(OSError):  # the terminal of a rank other than 0 is its log
+                text = f"{self.baseFilename} could not be written ({error}): it lacks lines until there is room."
+                print(text, file=sys.stderr)
+
+    @override
+    def close(self) -> None:
+        with suppress(OSError):  # of lines that could not be written
+            super().close()
+
+
 def prepare(cfg: DictConfig, directory: Path) -> logging.FileHandler:
     """Open this rank's log, and set what holds for the whole process."""
     quiet()
     (directory / "logs").mkdir(parents=True, exist_ok=True)  # an NFS client may not know yet that rank 0 made it
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if cfg.trainer.accelerator == "gpu" else "cpu")
     heap.keep_freed_memory(cfg.trainer.accelerator)
-    handler = logging.FileHandler(directory / "logs" / f"rank_{environment.rank():04d}.log")
+    handler = LogFile(directory / "logs" / f"rank_{environment.rank():04d}.log")
     hide_secrets(cfg)
     handler.setFormatter(MaskingFormatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     logging.getLogger().addHandler(handler)
