@@ -1,5 +1,7 @@
 """What is shown of an error: the lines of the user's code, without those of libraries and of this project."""
 
+import re
+import sys
 import textwrap
 import traceback
 
@@ -98,3 +100,30 @@ def test_an_error_without_a_line_of_the_users_is_left_as_it_is():
         """)
     assert errors.brief(text) is None
     assert errors.brief("") is None
+
+
+def lightning_that(interrupts):
+    try:
+        interrupts()
+    except KeyboardInterrupt:
+        sys.exit(1)
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("call", "cause"),
+    [
+        (lambda: sys.exit(0), r"SystemExit\(0\)"),
+        (lambda: sys.exit("enough"), r"SystemExit\('enough'\)"),
+        (lambda: lightning_that(interrupt), r"KeyboardInterrupt\(\)"),
+    ],
+)
+def test_code_that_ends_the_process_is_named_and_fails_the_run(call, cause):
+    with pytest.raises((SystemExit, KeyboardInterrupt)) as caught:
+        call()
+    ended = errors.EndedByCode.by(caught.value)
+    assert ended.exit_code == 1
+    assert re.search(rf"{cause} was raised at {__file__}:\d+\. .* trainer\.should_stop = True", str(ended))

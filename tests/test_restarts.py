@@ -339,11 +339,12 @@ def test_what_came_first_is_told(error, number, after, expected, tmp_path):
     assert describe(failures, watch, tmp_path, oom=False).what == expected
 
 
-def test_a_checkpoint_that_could_not_be_saved_is_one_line(tmp_path):
+@pytest.mark.parametrize("kind", ["NotSaved", "EndedByCode"])
+def test_what_no_restart_would_mend_is_one_line_and_the_end(kind, tmp_path):
     watch = SimpleNamespace(hung={}, ended=set(), deaths={})
     line = "The checkpoint of step 6 could not be saved: s3://a: no answer (last: step=000004)."
     found = describe(
-        {0: failure(tmp_path, rank=0, code=1, at=1.0, error=f"NotSaved: {line}")}, watch, tmp_path, oom=False
+        {0: failure(tmp_path, rank=0, code=1, at=1.0, error=f"{kind}: {line}")}, watch, tmp_path, oom=False
     )
     assert (found.text, found.is_final) == (line, True)
 

@@ -24,7 +24,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from armature import config, files, hardware, run_dir
-from armature.errors import EXIT_CONFIG, ConfigError, RunFailed, brief, error_line, masked
+from armature.errors import EXIT_CONFIG, ConfigError, EndedByCode, RunFailed, brief, error_line, masked
 from armature.launcher import environment
 from armature.launcher.rank import leave
 from armature.launcher.streams import make_lasting
@@ -178,7 +178,7 @@ def _run_task(task: Callable[[DictConfig], float | None], cfg: DictConfig) -> fl
     _composed.set()
     sweep = HydraConfig.get().mode == RunMode.MULTIRUN
     try:
-        return task(cfg)
+        return _ended_by_itself(task, cfg)
     except ConfigError as error:
         if not sweep or not _is_of_a_grid(cfg):
             refuse(error.problems)
@@ -202,6 +202,16 @@ def _run_task(task: Callable[[DictConfig], float | None], cfg: DictConfig) -> fl
             raise RunFailed(text) from None
         print(masked(text), file=sys.stderr)
         sys.exit(1)
+
+
+def _ended_by_itself(task: Callable[[DictConfig], float | None], cfg: DictConfig) -> float | None:
+    """Run a command whose end is not decided by the user's code, as by sys.exit() in a module that it imports."""
+    try:
+        return task(cfg)
+    except Refused:
+        raise
+    except SystemExit as error:
+        raise EndedByCode.by(error) from error
 
 
 def _is_of_a_grid(cfg: DictConfig) -> bool:

@@ -55,6 +55,18 @@ class NotSaved(RunFailed):
     """A checkpoint could not be saved, and the run ends because of it."""
 
 
+class EndedByCode(RunFailed):
+    """The user's code ended the process, as by sys.exit(). A restart would not help."""
+
+    @classmethod
+    def by(cls, error: SystemExit | KeyboardInterrupt) -> "EndedByCode":
+        cause = error.__context__ if isinstance(error.__context__, KeyboardInterrupt) else error  # Lightning exits then
+        return cls(
+            f"The run ended early, since {cause!r} was raised at {place_of(cause)}. To stop training there, set "
+            "trainer.should_stop = True; if something is wrong, raise an error that says what."
+        )
+
+
 MASK = "***"  # stands for a secret
 _hidden: set[str] = set()  # values that no message and no log shows
 

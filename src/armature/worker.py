@@ -31,7 +31,7 @@ from armature.checkpoint import one_folder, resume, storage
 from armature.checkpoint.state import holds, is_weights_only
 from armature.data import adapter, batching, memory
 from armature.data.base import DataModule
-from armature.errors import EXIT_CONFIG, ConfigError
+from armature.errors import EXIT_CONFIG, ConfigError, EndedByCode
 from armature.finetune import check as pretrained
 from armature.launcher import environment, lock
 from armature.launcher.rank import leave, leave_at_exit
@@ -93,6 +93,8 @@ def run(cfg: DictConfig) -> None:
         while (again := _attempt(*again, stop)) is not None:
             stop.forget_module()
             release()
+    except (SystemExit, KeyboardInterrupt) as error:  # of code: signals have handlers
+        raise EndedByCode.by(error) from error
     except Exception as error:
         process.keep_traceback(error, log_file)
         raise

@@ -30,7 +30,7 @@ from omegaconf import DictConfig
 
 from armature import hardware, run_dir
 from armature.checkpoint import directory, resume
-from armature.errors import ConfigError, MicroBatchTooLarge, NotFinite, NotSaved, RunFailed, brief
+from armature.errors import ConfigError, EndedByCode, MicroBatchTooLarge, NotFinite, NotSaved, RunFailed, brief
 from armature.launcher import environment, hang, heap
 from armature.launcher.watch import SHUTDOWN_SECONDS, RankWatcher
 from armature.validation import memory, micro_batch, resize
@@ -311,7 +311,7 @@ def describe(
     kind, _, rest = message.partition(": ")
     if kind == NotFinite.__name__:
         return Failure(message, rest, is_final=True)
-    if kind == NotSaved.__name__:
+    if kind in (NotSaved.__name__, EndedByCode.__name__):
         return Failure(rest, rest, is_final=True)
     text = brief(text or "", points=False) or text or failure.message
     return Failure(

@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from armature.data.memory import is_missing
-from armature.errors import MicroBatchTooLarge
+from armature.errors import EndedByCode, MicroBatchTooLarge
 from armature.launcher import environment
 from armature.training import memory, micro_batch, not_finite
 from armature.training.refusals import refusal_of
@@ -21,6 +21,8 @@ def record(error: BaseException) -> None:
     """Record an error for the agent, which shows the earliest one. Only a rank's first call counts."""
     file = environment.error_file()
     if file is not None and not file.exists():
+        if isinstance(error, SystemExit | KeyboardInterrupt):
+            error = EndedByCode.by(error)
         get_error_handler().record_exception(error)
 
 
