@@ -113,6 +113,11 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
     files_of_run = [*(run_dir / name for name in FILES), directory.folder_of(run_dir) / directory.LAST]
     if no_files := [path for path in files_of_run if path.exists() and not path.is_file()]:
         raise ConfigError([f"{path} is no file, but the run writes a file of this name. Move it." for path in no_files])
+    checkpoints = directory.folder_of(run_dir)
+    if checkpoints.exists() and not checkpoints.is_dir():
+        raise ConfigError(
+            f"{checkpoints} is no folder, but the run saves its checkpoints in one of this name. Move it."
+        )
     resume.require_used(cfg, run_dir)
     checkpoint = resume.checkpoint_for(cfg, run_dir)
     if checkpoint is None and cfg.resume == "required":
