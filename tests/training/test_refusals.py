@@ -86,6 +86,10 @@ def scheduled(optimizer, **keys):
             {"configure_optimizers": lambda s: scheduled(one(s), intervall="step")},
             "Mine.configure_optimizers: the lr scheduler dict has 'intervall'. Its keys are scheduler, name, interval",
         ),
+        ({"configure_optimizers": lambda s: []}, "Mine.configure_optimizers returned no optimizer. Return one; or"),
+        ({"configure_optimizers": lambda s: scheduled(one(s), frequency=0)}, "the lr scheduler dict has frequency=0."),
+        ({"configure_optimizers": lambda s: scheduled(one(s), frequency="2")}, "frequency='2'. Give it a whole number"),
+        ({"configure_optimizers": lambda s: scheduled(one(s), frequency=1.5)}, "so many of its interval (epoch)."),
         (
             {"__init__": by_hand, "configure_optimizers": lambda s: scheduled(one(s), intervall="step")},
             "Mine.configure_optimizers: the lr scheduler dict has 'intervall'. Its keys are scheduler, name, interval",
@@ -145,3 +149,8 @@ def test_a_checkpoint_that_is_taken_for_a_file_is_named(tmp_path, load):
     with pytest.raises(IsADirectoryError) as info:
         load(str(tmp_path))
     assert refusal_of(info.value, L.LightningModule()) is None
+
+
+def test_a_module_that_trains_by_hand_may_have_no_optimizer_and_schedulers_of_any_frequency():
+    for returned in (lambda s: [], lambda s: scheduled(one(s), frequency="2")):
+        assert fit(__init__=by_hand, configure_optimizers=returned) == ""

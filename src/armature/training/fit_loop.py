@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from armature.errors import ConfigError
 from armature.strategies.base import StrategyMixin
-from armature.training import hook_check
+from armature.training import hook_check, refusals
 from armature.training.loops import EpochLoop
 
 
@@ -51,6 +51,8 @@ class FitLoop(_FitLoop):
 
     @override
     def run(self) -> None:
+        if found := refusals.optimizers_problem(self.trainer):
+            raise ConfigError(found)
         self._count_frequencies_in_global_batches()
         if self._before_training:
             self.setup_data()  # a module's configure_optimizers may have done it before, for the number of steps

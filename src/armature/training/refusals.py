@@ -6,6 +6,7 @@ import itertools
 import re
 import traceback
 from dataclasses import fields
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,27 @@ def refusal_of(error: BaseException, module: L.LightningModule) -> ConfigError |
         return ConfigError(
             f"{name}.configure_optimizers{place}: the optimizer got no parameters. {_parameters(module)}"
         )
+    return None
+
+
+def optimizers_problem(trainer: L.Trainer) -> str | None:
+    """Return why training cannot use what `configure_optimizers` has returned, or None."""
+    module = trainer.lightning_module
+    name = f"{type(module).__name__}.configure_optimizers"
+    if not module.automatic_optimization:  # the module's own affair
+        return None
+    if not trainer.optimizers:
+        return (
+            f"{name} returned no optimizer. Return one; or, if training_step calls optimizers or none, set "
+            "self.automatic_optimization = False in __init__."
+        )
+    for config in trainer.lr_scheduler_configs:
+        frequency: Any = config.frequency
+        if not isinstance(frequency, Real) or frequency < 1 or frequency % 1:
+            return (
+                f"{name}: the {_SCHEDULER} has frequency={frequency!r}. Give it a whole number of at least 1: the "
+                f"scheduler steps once in so many of its interval ({config.interval})."
+            )
     return None
 
 

@@ -37,7 +37,7 @@ def start_line(cfg: DictConfig, batches: Batches, checkpoint: Path | None, train
     layout = strategy.layout if strategy is not None else type(trainer.strategy).__name__
     line = (
         f"{layout} · {where}{machines} · {cfg.trainer.precision} · "
-        f"{type(trainer.optimizers[0]).__name__} · "
+        f"{type(trainer.optimizers[0]).__name__ if trainer.optimizers else 'no optimizer'} · "
         f"batch {batches.global_batch_size} = {batches.micro_batch_size} micro × {batches.accumulate} accumulation × "
         f"{batches.data_ranks} data rank{'s' * (batches.data_ranks > 1)}{_batch_note(trainer)} · "
         f"{_parameters(trainer, strategy)} · {cfg.run.dir}"
