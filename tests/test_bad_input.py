@@ -236,6 +236,7 @@ FILES = {
     "# @package _global_\ncallbacks: [{_target_: a.B}]\n": (
         "callbacks: it is [{_target_: a.B}], where keys belong. Write callbacks: {NAME: {_target_: …}}."
     ),
+    "# @package _global_\n- a\n": "it holds a list, where keys belong. Write KEY: VALUE.",
     "# @package _global_\nhydra: {nokey: 3}\n": "there is no key 'hydra.nokey'.",
     "# @package _global_\nhydra: {sweep: {dri: 3}}\n": "no key 'hydra.sweep.dri'. Did you mean 'hydra.sweep.dir'?",
     "# @package _global_\nmodel: [1, 2]\n": "model: it is [1,2], where keys belong. Write model: {KEY: VALUE}.",
@@ -269,6 +270,13 @@ def test_a_mistake_in_a_file_of_another_folder_is_told_as_what_it_is(tmp_path, f
     (problem,) = explain(Exception(), [searched, "experiment=main"], ROOT / "configs")
     assert "Did you mean 'mine'?" in problem
     refused(train("--config-dir", str(tmp_path / "own"), "experiment=mine", cwd=folder), expected)
+
+
+def test_a_folder_named_like_a_file_is_no_option(tmp_path, folder):
+    config.register()
+    (tmp_path / "own" / "experiment" / "mine.yaml").mkdir(parents=True)
+    (problem,) = explain(Exception(), [searching(tmp_path / "own"), "experiment=mine"], ROOT / "configs")
+    assert problem.startswith("experiment=mine: experiment has no option 'mine'.")
 
 
 def test_references_to_keys_of_the_template_are_all_answered():

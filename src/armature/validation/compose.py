@@ -210,7 +210,8 @@ def _groups(folders: list[Path]) -> dict[str, list[str]]:
     found: dict[str, set[str]] = {}
     for root in folders:
         for folder in (each for each in root.rglob("*") if each.is_dir()):
-            found.setdefault(str(folder.relative_to(root)), set()).update(p.stem for p in folder.glob("*.yaml"))
+            options = (file.stem for file in folder.glob("*.yaml") if file.is_file())
+            found.setdefault(str(folder.relative_to(root)), set()).update(options)
     return {group: sorted(options) for group, options in found.items()}
 
 
@@ -293,7 +294,7 @@ def _is_argument(key: str, sound: list[str]) -> bool:
 def _candidates(group: str, word: str, folders: list[Path]) -> list[str]:
     """Return the options of a group whose file has this word, or takes keys from others: if any file has it at all."""
     pattern = re.compile(rf"\b{re.escape(word)}\b")
-    found = [file for each in folders for file in sorted(each.rglob("*.yaml"))]
+    found = [file for each in folders for file in sorted(each.rglob("*.yaml")) if file.is_file()]
     texts = {file: file.read_text(encoding="utf-8", errors="replace") for file in found}
     if not any(map(pattern.search, texts.values())):
         return []
@@ -312,6 +313,8 @@ def _inside(error: Exception, file: Path, sound: list[str]) -> str:
     first, *_ = [*filter(None, map(str.strip, file.read_text(encoding="utf-8", errors="replace").splitlines())), ""]
     if file.parent.name in GLOBAL and first != HEADER:
         return f"{where}: its first line must be '{HEADER}', and is '{first}'."
+    if isinstance(_content(file), list):
+        return f"{where}: it holds a list, where keys belong. Write KEY: VALUE."
     if isinstance(error, MissingConfigException):
         missing = str(error.missing_cfg_file)
         options = [str(option) for option in error.options or ()]
@@ -336,31 +339,33 @@ def _inside(error: Exception, file: Path, sound: list[str]) -> str:
     return f"{where}: {' And '.join(found)}"
 
 
+def _content(file: Path) -> Any:
+    """Return what a file holds, or {} if it cannot be read."""
+    with suppress(OSError, yaml.YAMLError, OmegaConfBaseException):
+        return OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    return {}
+
+
 def _no_groups(file: Path) -> list[str]:
     """Return the groups that a file makes something else."""
-    found = []
-    with suppress(OSError, yaml.YAMLError, OmegaConfBaseException):
-        read: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-        groups = {*OPEN, *_ONE_CLASS, *(f.name for f in fields(config.Config) if is_dataclass(f.type))}
-        for key in groups & read.keys():
-            if not isinstance(value := read[key], dict) and value is not None:
-                form = "{NAME: {_target_: …}}" if key in OPEN else "{KEY: VALUE}"
-                found.append(f"{key}: it is {_as_typed(value)}, where keys belong. Write {key}: {form}.")
+    found, read = [], _content(file)
+    groups = {*OPEN, *_ONE_CLASS, *(f.name for f in fields(config.Config) if is_dataclass(f.type))}
+    for key in groups & read.keys():
+        if not isinstance(value := read[key], dict) and value is not None:
+            form = "{NAME: {_target_: …}}" if key in OPEN else "{KEY: VALUE}"
+            found.append(f"{key}: it is {_as_typed(value)}, where keys belong. Write {key}: {form}.")
     return sorted(found)
 
 
 def _unknown_keys(file: Path) -> dict[str, str]:
     """Return the keys of a file that the core's own groups do not have, with their values as they would be typed."""
-    with suppress(OSError, yaml.YAMLError, OmegaConfBaseException):
-        read: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-        groups = {f.name: f.type for f in fields(config.Config)}
-        found = {key: value for key, value in read.items() if key not in {*groups, "defaults", "hydra"}}
-        for group, kind in groups.items():
-            if is_dataclass(kind) and isinstance(read.get(group), dict):
-                known = {f.name for f in fields(kind)}
-                found |= {f"{group}.{key}": value for key, value in read[group].items() if key not in known}
-        return {str(key): _as_typed(value) for key, value in found.items()}
-    return {}
+    read, groups = _content(file), {f.name: f.type for f in fields(config.Config)}
+    found = {key: value for key, value in read.items() if key not in {*groups, "defaults", "hydra"}}
+    for group, kind in groups.items():
+        if is_dataclass(kind) and isinstance(read.get(group), dict):
+            known = {f.name for f in fields(kind)}
+            found |= {f"{group}.{key}": value for key, value in read[group].items() if key not in known}
+    return {str(key): _as_typed(value) for key, value in found.items()}
 
 
 def _as_typed(value: Any) -> str:
