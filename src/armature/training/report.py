@@ -134,7 +134,9 @@ def finish(
     display.show_metrics(metrics)
     for line in baselines:
         display.print(line)
-    display.print(f"{reason} at step {summary['global_step']} after {seconds:.0f} s; checkpoint {last_checkpoint(cfg)}")
+    checkpoint = last_checkpoint(cfg)
+    saved = "no checkpoint was saved" if checkpoint is None else f"checkpoint {checkpoint}"
+    display.print(f"{reason} at step {summary['global_step']} after {seconds:.0f} s; {saved}")
     if guard.skipped or guard.rollbacks:
         display.print(guard.summary())
     elif step_log.not_finite_since is not None:
@@ -145,7 +147,7 @@ def finish(
         )
     if preview:
         display.print(preview)
-    if reason == "finished":
+    if reason == "finished" and checkpoint is not None:
         script = "generate" if (Path(cfg.run.dir) / TOKENIZER_FILE).exists() else "evaluate"
         chat = " --chat" if (Path(cfg.run.dir) / CHAT_TEMPLATE).exists() else ""
         display.print(f"next: python scripts/{script}.py {shlex.quote(cfg.run.dir)}{chat}")
@@ -153,11 +155,12 @@ def finish(
         display.print(f"to continue: the same command with run.name={cfg.run.name} and a longer trainer.max_time")
 
 
-def last_checkpoint(cfg: DictConfig) -> str:
-    """Return the path of the run's last checkpoint as text, also if its object store cannot be reached."""
+def last_checkpoint(cfg: DictConfig) -> str | None:
+    """Return the path of the run's last checkpoint as text, or None, also if its object store cannot be reached."""
     folder = resume.folder(Path(cfg.run.dir), cfg)
     try:
         with directory.errors_of_store(folder):
-            return str(resume.last_checkpoint(Path(cfg.run.dir), cfg))
+            found = resume.last_checkpoint(Path(cfg.run.dir), cfg)
+            return None if found is None else str(found)
     except OSError as error:
         return f"unknown ({error})"
