@@ -8,12 +8,15 @@ From here to the loss: launch.py starts the ranks, worker.py builds the objects 
 them to Lightning's Trainer, and the task's `training_step` in src/armature/tasks/ computes the loss.
 """
 
+import signal
 import sys
 from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "src"))
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C before the training ends the command without a traceback
 
 import hydra
 from omegaconf import DictConfig

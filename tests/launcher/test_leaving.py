@@ -1,5 +1,6 @@
 """A rank that fails shows its error and ends, whatever the others wait for."""
 
+import signal
 import subprocess
 import sys
 
@@ -44,3 +45,10 @@ def test_the_error_is_shown_before_the_process_ends():
     assert ended.returncode == 7
     assert "ValueError: mine" in ended.stderr
     assert ended.stdout == "others, too\n"
+
+
+def test_ctrl_c_during_the_imports_of_a_command_prints_no_traceback(tmp_path):
+    (tmp_path / "hydra.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    env = running.environment() | {"PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run([sys.executable, str(running.ROOT / "train.py")], env=env, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
