@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from armature import cli, config, run_dir
 from armature.errors import ConfigError
-from armature.loading import constructors
+from armature.loading import build_task, constructors
 from armature.models.decoder import check as decoder
 from armature.models.sizes import nearest_divisor
 from armature.validation import numbers, quoting, signatures, targets, values
@@ -432,3 +432,13 @@ def test_a_user_s_data_module_needs_no_micro_batch_size(tmp_path, monkeypatch):
     (tmp_path / "broken_by_hand.py").write_text("class A(:\n")
     with pytest.raises(ConfigError, match=r"broken_by_hand.py:1: invalid syntax. Correct the file"):
         signatures.find_definition("broken_by_hand.A")
+
+
+def returns_three() -> int:
+    return 3
+
+
+def test_a_function_that_returns_no_module_is_named():
+    cfg = OmegaConf.create({"task": {"_target_": f"{__name__}.returns_three"}})
+    with pytest.raises(ConfigError, match=r"task\._target_=.*returns_three returned 3, not a LightningModule"):
+        build_task(cfg)

@@ -162,7 +162,13 @@ def build_task(cfg: DictConfig, **arguments: Any) -> L.LightningModule:
         arguments: of the constructor, which override those of the configuration.
     """
     factories = {name: instantiate(cfg[name]) for name in accepted(cfg.task)}
-    return instantiate(cfg.task, **factories | arguments)
+    task = instantiate(cfg.task, **factories | arguments)
+    if not isinstance(task, L.LightningModule):
+        raise ConfigError(
+            f"task._target_={cfg.task._target_} returned {task!r:.80}, not a LightningModule. Let it return one, or "
+            "name a class that is one."
+        )
+    return task
 
 
 def load_data(cfg: DictConfig) -> DataModule:
