@@ -100,6 +100,7 @@ OPTIMIZERS = [
     regression("schedules_decay", "optimizers.SchedulesDecay"),
     regression("names_groups", "optimizers.NamesGroups"),
     regression("freezes_backbone", "optimizers.FreezesBackbone"),
+    regression("sets_rate_at_start", "optimizers.SetsRateAtStart", sample=SINGLE),
     regression("has_no_rate", "optimizers.HasNoRate", "+task.settings={}"),
     regression("rate_is_none", "optimizers.HasNoRate", "+task.settings={lr:null}", sample=("ddp2",)),
 ]

@@ -297,3 +297,20 @@ class HasNoRate(Regressor):
 
     def configure_optimizers(self):
         return SizesSteps(self.parameters(), {**self.settings})
+
+
+class SetsRateAtStart(Regressor):
+    """A rate and a group for the start of training, set by hand. The rate is raised by hand, too."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net[2].parameters(), lr=0.05, momentum=0.9)
+
+    def on_train_start(self):
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer.add_param_group({"params": self.net[0].parameters()})
+        for group in optimizer.param_groups:
+            group["lr"] = 0.001
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        for group in self.optimizers().param_groups:
+            group["lr"] *= 1.2

@@ -103,6 +103,24 @@ def undone(trainer: Any) -> Iterator[None]:
     """Undo changes of optimizers, schedules, flags and the random state, and log nothing."""
     module, loggers = trainer.lightning_module, trainer.loggers
     flags, drawn = state.flags(module), randomness.capture()
+    trainer.loggers = [DummyLogger() for _ in loggers]
+    try:
+        with (
+            warnings.catch_warnings(),
+            epoch_metrics.without_logging(module, *trainer.callbacks),
+            optimizers_undone(trainer),
+        ):
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            yield
+    finally:
+        trainer.loggers = loggers
+        state.set_flags(module, flags)
+        randomness.restore(drawn)
+
+
+@contextmanager
+def optimizers_undone(trainer: Any) -> Iterator[None]:
+    """Undo changes of optimizers and schedules."""
     optimizers = [o for o in trainer.optimizers if isinstance(o, Optimizer)]
     before = [([dict(group) for group in o.param_groups], _state_of(o)) for o in optimizers]
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
@@ -111,13 +129,9 @@ def undone(trainer: Any) -> Iterator[None]:
     added = [each for each in (*optimizers, *wrapped) if "add_param_group" not in vars(each)]
     for each in added:  # the checkpoint has the group already
         vars(each)["add_param_group"] = lambda group: None
-    trainer.loggers = [DummyLogger() for _ in loggers]
     try:
-        with warnings.catch_warnings(), epoch_metrics.without_logging(module, *trainer.callbacks):
-            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-            yield
+        yield
     finally:
-        trainer.loggers = loggers
         for each in added:
             vars(each).pop("add_param_group")
         for optimizer, (groups, tensors) in zip(optimizers, before, strict=True):
@@ -128,8 +142,6 @@ def undone(trainer: Any) -> Iterator[None]:
             optimizer.state.update(tensors)
         for scheduler, schedule in zip(schedulers, schedule_states, strict=True):
             schedules.load(scheduler, schedule)
-        state.set_flags(module, flags)
-        randomness.restore(drawn)
 
 
 def _state_of(optimizer: Optimizer) -> dict[Any, Any]:

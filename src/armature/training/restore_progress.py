@@ -1,6 +1,7 @@
 """Restore Lightning's counters after a resume at any step, also on other ranks or with another micro-batch size."""
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -199,10 +200,14 @@ class RestoreProgress(Callback):
         states = [epoch_metrics.metric_states(module)]
         # Lightning has restored them: on_train_start must not change them
         weights = epoch_start.copy_weights(trainer, ("on_train_start", epoch_start.HOOK))
+        until_first_batch = ExitStack()
+        if epoch_start.users_hooks(trainer, "on_train_start"):
+            until_first_batch.enter_context(epoch_start.optimizers_undone(trainer))
         same = {"rank": 0, "saved_data_ranks": [0], "data_ranks": [0]}
 
         def replace_logged() -> None:
             """Replace what on_train_start has logged, which an undisturbed run logs once, by what was collected."""
+            until_first_batch.close()
             if mid_epoch or closing:
                 self._random = self._random or epoch_start.random_state(trainer)
                 epoch_start.repeat(trainer, self._saved_attributes, self._random)
