@@ -101,6 +101,8 @@ OPTIMIZERS = [
     regression("names_groups", "optimizers.NamesGroups"),
     regression("freezes_backbone", "optimizers.FreezesBackbone"),
     regression("sets_rate_at_start", "optimizers.SetsRateAtStart", sample=SINGLE),
+    regression("begins_optimizer_anew", "optimizers.BeginsOptimizerAnew"),
+    regression("replaces_head", "optimizers.ReplacesHead", random=True, layouts=SINGLE, sample=SINGLE),
     regression("has_no_rate", "optimizers.HasNoRate", "+task.settings={}"),
     regression("rate_is_none", "optimizers.HasNoRate", "+task.settings={lr:null}", sample=("ddp2",)),
 ]

@@ -314,3 +314,24 @@ class SetsRateAtStart(Regressor):
     def on_train_batch_end(self, outputs, batch, batch_idx):
         for group in self.optimizers().param_groups:
             group["lr"] *= 1.2
+
+
+class BeginsOptimizerAnew(Regressor):
+    """The optimizer begins anew with each epoch."""
+
+    def on_train_epoch_start(self):
+        if self.current_epoch > 0:
+            self.trainer.optimizers = [self.configure_optimizers()]
+
+
+class ReplacesHead(Regressor):
+    """The head is drawn anew for the second epoch and the optimizer with it, as in class-incremental learning."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        return [optimizer], [{"scheduler": lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.net[2] = torch.nn.Linear(16, 1)
+            self.trainer.strategy.setup_optimizers(self.trainer)

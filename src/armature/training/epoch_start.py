@@ -26,7 +26,8 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from armature.checkpoint import plain, schedules, state
+from armature.checkpoint import optimizers as saved_optimizers
+from armature.checkpoint import plain, schedules, state, whole_optimizers
 from armature.checkpoint.of_ranks import NOT_USERS
 from armature.errors import error_line
 from armature.parallel import randomness
@@ -120,9 +121,10 @@ def undone(trainer: Any) -> Iterator[None]:
 
 @contextmanager
 def optimizers_undone(trainer: Any) -> Iterator[None]:
-    """Undo changes of optimizers and schedules."""
+    """Undo changes of optimizers and schedules. Those that are replaced pass on what they hold."""
     optimizers = [o for o in trainer.optimizers if isinstance(o, Optimizer)]
     before = [([dict(group) for group in o.param_groups], _state_of(o)) for o in optimizers]
+    names = state.parameter_names(trainer.lightning_module) if optimizers else {}
     schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
     schedule_states = [copy.deepcopy(schedules.state_of(scheduler)) for scheduler in schedulers]
     wrapped = [each for each in trainer.strategy._lightning_optimizers if each is not None]
@@ -140,8 +142,36 @@ def optimizers_undone(trainer: Any) -> Iterator[None]:
                 group.update(values)
             optimizer.state.clear()
             optimizer.state.update(tensors)
-        for scheduler, schedule in zip(schedulers, schedule_states, strict=True):
-            schedules.load(scheduler, schedule)
+        _pass_on(trainer, optimizers, names)
+        for config, schedule in zip(trainer.lr_scheduler_configs, schedule_states, strict=False):
+            schedules.load(config.scheduler, schedule)
+
+
+def _pass_on(trainer: Any, optimizers: list[Optimizer], names: dict[Tensor, str]) -> None:
+    """Give optimizers that a hook has put into the places of others what those hold, by parameter name.
+
+    Args:
+        names: of the parameters before: the hook may have replaced these, too.
+    """
+    if all(one is other for one, other in zip(optimizers, trainer.optimizers, strict=False)):
+        return
+    now = state.parameter_names(trainer.lightning_module)
+    for one, other in zip(optimizers, trainer.optimizers, strict=False):
+        if one is other:
+            continue
+        if type(one) is not type(other) or whole_optimizers.is_saved_whole(one):
+            log.warning(
+                "trainer.optimizers: the %s that a hook has put into the place of %s begins anew with this resume, "
+                "which is not exact. Return all optimizers from configure_optimizers.",
+                type(other).__name__, type(one).__name__,
+            )  # fmt: skip
+            continue
+        entries = {names[param]: entry for param, entry in one.state.items() if param in names}
+        own = {param for group in other.param_groups for param in group["params"]}
+        other.state.clear()
+        other.state.update({p: entries[name] for p, name in now.items() if p in own and name in entries})
+        saved = saved_optimizers.param_groups(one, saved_optimizers.group_names(one, names))
+        saved_optimizers.restore_groups(other, saved_optimizers.group_names(other, now), saved)
 
 
 def _state_of(optimizer: Optimizer) -> dict[Any, Any]:
