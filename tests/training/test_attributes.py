@@ -3,6 +3,8 @@
 import csv
 import enum
 import itertools
+import logging
+import queue
 import random
 from collections import deque
 from dataclasses import dataclass, field
@@ -55,6 +57,7 @@ class Module(L.LightningModule):
         self.net = nn.Sequential(nn.Linear(2, 2), Noise(), nn.Dropout(0.1), nn.BatchNorm1d(2))
         self.norms, self.seen, self.best = [1.0], {"b", "a", "c"}, {"x": (1, None)}
         self.queue, self.generator, self.python = deque([1], maxlen=3), torch.Generator(), random.Random(0)
+        self.jobs = queue.Queue()
         self.criterion, self.large, self.output = Loss(), torch.zeros(2_000_000), torch.zeros(1)
 
 
@@ -72,6 +75,10 @@ def trainer_of(module: Any, *callbacks: Any) -> Any:
         lightning_module=module, callbacks=callbacks, optimizers=optimizers, datamodule=NumbersData(),
         lr_scheduler_configs=[], gradient_clip_val=1.0, limit_val_batches=1.0,
     )  # fmt: skip
+
+
+def put_into_queue(trainer):
+    trainer.lightning_module.jobs.put(1)
 
 
 def change_norms(trainer):
@@ -123,6 +130,7 @@ def keep_output(trainer):
     ("change", "names"),
     [
         (change_norms, "Module.norms."),
+        (put_into_queue, "Module.jobs."),
         (draw_in_layer, "Module.net.1.rng."),
         (draw, "Module.generator, Module.python."),
         (move_center, "Module.criterion."),
@@ -174,7 +182,7 @@ ITERATORS = {
     "list": lambda: iter([1, 2, 3]), "cycle": lambda: itertools.cycle([1, 2, 3]), "count": itertools.count,
     "loader": lambda: iter(DataLoader(range(8), batch_size=2)), "map": lambda: map(str, iter([1, 2, 3])),
     "generator": lambda: batches(DataLoader(range(8), batch_size=2)), "expression": lambda: (x for x in [1, 2, 3]),
-    "object": lambda: Wraps([1, 2, 3]), "large": lambda: itertools.cycle(torch.zeros(3, 2_000_000)),
+"object": lambda: Wraps([1, 2, 3]), "large": lambda: itertools.cycle(torch.zeros(3, 2_000_000)),
     "unreadable": lambda: csv.reader(["a", "b", "c"]),
 }  # fmt: skip
 
@@ -199,13 +207,16 @@ def test_iterators_that_are_not_as_far_are_named_with_a_remedy(kind, caplog):
     assert len([*zip(advanced.lightning_module.iterator, range(1), strict=False)]) == 1  # looking has not moved it
 
 
-def test_files_and_iterators_that_are_exhausted_are_not_named(tmp_path):
+def test_files_loggers_and_iterators_that_are_exhausted_are_not_named(tmp_path):
     module = Module()
     module.file, module.params = (tmp_path / "log").open("w"), module.parameters()
+    module.logs = logging.getLogger("tests.of_attributes")
     list(module.params)
     trainer = trainer_of(module)
     began = attributes.digests(trainer)
+    assert "Module.logs" in began  # without all loggers of the process, which takes long
     module.file.write("text")
+    module.logs.info("it keeps this level")
     assert attributes.changed(trainer, began) == {}
     module.file.close()
 

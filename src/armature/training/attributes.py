@@ -48,6 +48,7 @@ _NUMBERS = (type(None), bool, int, float, complex, str, bytes, np.generic, torch
 _ITERATOR, _UNREADABLE = "iterator", "unreadable"  # words in a digest: the value holds one, whose position is not seen
 _UNCHANGED = "unchanged"  # begins a digest of which only types are known
 _MAKES = "value)"  # ends a word of a digest: how an object is made of its plain value
+_NO_MATTER = (io.IOBase, logging.Filterer, logging.LoggerAdapter)  # files and loggers: training does not read them
 _PLAIN = (type(None), bool, int, float, str)
 _OF_TRAINER = (  # settings that a hook may change
     "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "limit_train_batches",
@@ -293,7 +294,7 @@ class _Digest:
     def _add_parts(self, value: Any) -> None:
         """Add what a container or an object of a user's class holds. Anything else counts by its type alone."""
         parts = []
-        if id(value) in self.parents:
+        if id(value) in self.parents or isinstance(value, _NO_MATTER):
             return
         if isinstance(value, Mapping):
             parts = [each for item in value.items() for each in item]
@@ -304,7 +305,7 @@ class _Digest:
         elif isinstance(value, Dataset) or (_is_users(value) and not isinstance(value, _OF_FRAMEWORKS)):
             self._add_attributes(value)
             return
-        elif isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+        elif isinstance(value, Iterator):
             self._add_iterator(value)
             return
         if all(type(part) in _PLAIN for part in parts):  # a history of losses: at once, which is faster
