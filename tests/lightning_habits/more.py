@@ -286,6 +286,7 @@ BEGINNINGS = [
     regression("by_epoch", "beginnings.ByEpoch", "data.num_workers=1", data="beginnings.Weighted", sample=SINGLE),
     regression("draws_per_epoch", "beginnings.DrawsPerEpoch", random=True, sample=SINGLE),
     regression("teacher_at_start", "beginnings.TeacherAtStart", sample=SINGLE),
+    regression("weights_at_start", "weights.LoadsAtStart", sample=("fsdp2",)),
     regression("bank", "beginnings.Bank", "data.num_workers=1", "trainer.val_every_n_steps=4", data="plain.Vectors"),
 ]
 MORE = [*BEGINNINGS, *MANUAL, *LAYERS, *METHODS, *BATCHES, *SURFACE, *KEPT, *CALLED, *LIMITS, *RECIPES]

@@ -173,6 +173,14 @@ class SwapsAverage(Regressor):
         self.swap()
 
 
+class LoadsAtStart(Regressor):
+    """Whole pretrained weights of a part are loaded in on_fit_start."""
+
+    def on_fit_start(self):
+        generator = torch.Generator().manual_seed(3)
+        self.net[0].load_state_dict({"weight": 0.3 * torch.randn(16, 8, generator=generator), "bias": torch.zeros(16)})
+
+
 # ---------------------------------------------------------------- parts of weights that are set by hand
 class SetsRows(Regressor):
     """Rows of a weight are kept at a value: those of padding, or of units that are switched off."""

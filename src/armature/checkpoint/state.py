@@ -17,11 +17,11 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from armature.checkpoint import directory, misfit, of_ranks, plain, resume, storage
 from armature.errors import ConfigError
-from armature.parallel import process_group
+from armature.parallel import process_group, whole_weights
 
 OPTIMIZER = "optimizer_states"  # in Lightning's checkpoint
 RESERVED = directory.RESERVED  # torch refuses modules of an empty name
@@ -190,7 +190,11 @@ def place_weights(
     """
     own = module.state_dict()
     elsewhere = _names_of_all_ranks(own) - own.keys()  # other stages of a pipeline have these
-    chosen = {name: _placed_as(value, own.get(name)) for name, value in weights.items() if name not in elsewhere}
+    chosen = {
+        name: whole_weights.sharded_like(own.get(name), value)
+        for name, value in weights.items()
+        if name not in elsewhere
+    }
     late = {name: chosen.pop(name) for name in [*chosen] if is_of_none(name, module)}
     lacking = load_tensors_of(source, module, chosen, strict=strict, may_lack=may_lack, grows=grows)
     return late | {name: chosen[name] for name in lacking}
@@ -201,7 +205,7 @@ def place_late_weights(source: Path, module: nn.Module, weights: dict[str, Any],
     own = module.state_dict()
     if strict and (surplus := sorted(weights.keys() - own.keys())):
         raise ConfigError(misfit.another_model(source, [], surplus))
-    placed = {name: _placed_as(value, own[name]) for name, value in weights.items() if name in own}
+    placed = {name: whole_weights.sharded_like(own[name], value) for name, value in weights.items() if name in own}
     load_tensors_of(source, module, placed, strict=False)
 
 
@@ -238,16 +242,6 @@ def load_tensors_of(
     if strict and (missing or len(late) < len(surplus)):
         raise ConfigError(misfit.another_model(source, sorted(missing), sorted(surplus)))
     return late
-
-
-def _placed_as(value: Any, target: Any) -> Any:
-    if not isinstance(target, DTensor) or isinstance(value, DTensor) or not isinstance(value, Tensor):
-        return value
-    if value.shape != target.shape:
-        return value  # load_state_dict names it
-    value = value.to(target.device, target.dtype)
-    # src_data_rank=None: no communication, since every rank has the whole tensor
-    return distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
 
 
 def _weight_names(saved: dict[str, Any]) -> set[str]:

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from armature.errors import ConfigError
-from armature.parallel import apply, batchnorm, copies, dtensors, gradients, left_behind, mesh, ties
+from armature.parallel import apply, batchnorm, copies, dtensors, gradients, left_behind, mesh, ties, whole_weights
 from armature.parallel.context import Positions
 from armature.parallel.gathered import Gathered
 from armature.strategies.base import StrategyMixin, models_of, move_others
@@ -176,6 +176,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             self.applied.append(applied)
             for part in applied.parts:
                 self.gathered.watch(name, part)
+            whole_weights.accept(model)
         dtensors.carry_attributes(before, module)
         if self.sizes["pipe"] > 1:
             for _, model in models:
