@@ -442,3 +442,21 @@ def test_a_function_that_returns_no_module_is_named():
     cfg = OmegaConf.create({"task": {"_target_": f"{__name__}.returns_three"}})
     with pytest.raises(ConfigError, match=r"task\._target_=.*returns_three returned 3, not a LightningModule"):
         build_task(cfg)
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        (
+            ['optimizer.lr="1e-3"'],
+            "optimizer.lr=1e-3: must be a positive, finite number. It is text: type optimizer.lr=1e-3 without quotes.",
+        ),
+        (
+            ["trainer.devices='2'"],
+            "trainer.devices=2: must be a number of processes on each machine, or auto. It is text: "
+            "type trainer.devices=2 without quotes.",
+        ),
+    ],
+)
+def test_what_to_type_instead_is_said(typed, expected):
+    assert problems_of("experiment=example", *typed) == [expected]

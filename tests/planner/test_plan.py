@@ -157,7 +157,7 @@ def test_a_budget_names_the_compute_optimal_sizes(plan) -> None:
         (["hardware=t4", "model=example", "task=example", "data=example"], "no file cost.py beside the model"),
         (["hardware=t4", "strategie=fsdp"], "strategie"),
         (["hardware=t4", "data.micro_batch_size=3"], "Type data.micro_batch_size=2 or data.micro_batch_size=4."),
-        (["hardware=t4", "optimizer.lr=abc"], "optimizer.lr=abc: must be positive and finite."),
+        (["hardware=t4", "optimizer.lr=abc"], "optimizer.lr=abc: must be a positive, finite number."),
         (["hardware=t4", "strategy.activation_checkpointing=banana"], "must be none, every, selective, or n"),
         (["hardware=t4", "strategy.activation_checkpointing=0"], "must be none, every, selective, or n"),
     ],

@@ -31,6 +31,7 @@ from armature.validation import (
     numbers,
     parallelism,
     relations,
+    rules,
     signatures,
     targets,
     values,
@@ -248,7 +249,8 @@ def _device_problems(cfg: DictConfig) -> list[str]:
     devices, accelerator = cfg.trainer.devices, cfg.trainer.accelerator
     if devices != "auto" and (not isinstance(devices, int) or isinstance(devices, bool) or devices < 1):
         remedy = foreign_keys.remedy("trainer.devices", str(devices))
-        hint = f" {remedy}" if remedy else ""
+        text = values.quotes_hint("trainer.devices", devices, rules.number(least=1, whole=True))
+        hint = f" {remedy}" if remedy else text
         return [f"trainer.devices={devices}: must be a number of processes on each machine, or auto.{hint}"]
     if accelerator == "auto":
         accelerator = hardware.default_accelerator()

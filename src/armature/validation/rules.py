@@ -24,7 +24,7 @@ def number(
     words = (" " if both else " and ").join(given)
     kind = f"must be a {'whole ' * whole}number {words}".rstrip()
     if (least, above, below) == (None, 0, None) or (least, most, whole) == (1, None, True):
-        kind = "must be positive and finite" if not whole else "must be a positive whole number"
+        kind = "must be a positive, finite number" if not whole else "must be a positive whole number"
     kind += f", or null for {null}" if null else ""
 
     def rule(value: Any) -> str | None:

@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -230,7 +231,7 @@ def _ranges(plain: dict[str, Any], ranges: dict[str, Rule]) -> Iterator[str]:
     for key, rule in ranges.items():
         value = _select(plain, key)
         if value is not _UNSET and (wrong := rule(value)) is not None:
-            yield f"{key}={_shown(value)}: {wrong}."
+            yield f"{key}={_shown(value)}: {wrong}.{quotes_hint(key, value, rule)}"
 
 
 def _arguments(plain: dict[str, Any]) -> Iterator[str]:
@@ -245,6 +246,15 @@ def _arguments(plain: dict[str, Any]) -> Iterator[str]:
     for path, node in nodes.items():
         ranges = ARGUMENTS.get(str(node.get("_target_")), {}) if isinstance(node, dict) else {}
         yield from _ranges(plain, {f"{path}.{key}": rule for key, rule in ranges.items()})
+
+
+def quotes_hint(key: str, value: Any, rule: Rule) -> str:
+    """Return what to say of a text that would be right as a number."""
+    for read in (int, float) if isinstance(value, str) else ():
+        with suppress(ValueError):
+            if rule(read(value)) is None:
+                return f" It is text: type {key}={value} without quotes."
+    return ""
 
 
 def _shown(value: Any) -> str:
@@ -296,7 +306,7 @@ def _optimizer(node: Any) -> Iterator[str]:
     for key, rule in OPTIMIZER.items():
         value = node.get(key.removeprefix("optimizer."))
         if value is not None and not isinstance(value, list | dict) and (wrong := rule(value)) is not None:
-            yield f"{key}={_shown(value)}: {wrong}."
+            yield f"{key}={_shown(value)}: {wrong}.{quotes_hint(key, value, rule)}"
     if node.get("nesterov") is True and not node.get("momentum"):
         yield "optimizer.nesterov=true needs momentum. Type optimizer.momentum=0.9, or optimizer.nesterov=false."
     betas, share = node.get("betas"), rules.number(least=0, below=1)
