@@ -447,6 +447,13 @@ def test_a_function_that_returns_no_module_is_named():
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
+        (["~data", "data=example"], "~data: no run is without data. Remove ~data; data=NAME chooses another option."),
+        (["~launch"], "~launch: no run is without launch. Remove ~launch."),
+        (
+            ["~trainer.max_epochs"],
+            "~trainer.max_epochs: no run is without trainer.max_epochs. Type trainer.max_epochs=null.",
+        ),
+        (["~logger"], "~logger: no run is without logger. Type logger=none."),
         (
             ['optimizer.lr="1e-3"'],
             "optimizer.lr=1e-3: must be a positive, finite number. It is text: type optimizer.lr=1e-3 without quotes.",
@@ -460,3 +467,7 @@ def test_a_function_that_returns_no_module_is_named():
 )
 def test_what_to_type_instead_is_said(typed, expected):
     assert problems_of("experiment=example", *typed) == [expected]
+
+
+def test_callbacks_may_be_removed():
+    assert problems_of("experiment=example", "~callbacks") == []

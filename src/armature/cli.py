@@ -70,6 +70,7 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
     one_mode = default_config and not any(map(_sets_mode, folders))
     typed = [*map(searching, filter(Path.is_dir, folders[1:])), *arguments.overrides]
     problems = [*filter(None, [environment.debug_problem()])]
+    problems += foreign_keys.removals(arguments.overrides)
     problems += foreign_keys.ineffective(arguments.overrides) + config_dir_problems(arguments.config_dir)
     if default_config and not arguments.cfg:
         multirun = arguments.multirun or not one_mode or any("hydra.mode" in each for each in arguments.overrides)
@@ -149,6 +150,8 @@ def _sets_mode(config_dir: Path) -> bool:
 def compose(typed: Sequence[str]) -> DictConfig:
     """Return the configuration of a command line of KEY=VALUE, unchecked. ConfigError: all that does not compose."""
     overrides = [addable(quoted(each)) for each in typed]
+    if problems := foreign_keys.removals(overrides):
+        raise ConfigError(problems)
     config.register()
     try:
         with hydra.initialize_config_dir(version_base="1.3", config_dir=str(config.CONFIGS)):

@@ -5,6 +5,11 @@ The table answers before any search for a similar name. docs/migrating.md shows 
 
 import re
 from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
+from types import NoneType
+from typing import Any, get_args
+
+from armature.config import Config
 
 _BATCH = "Type data.global_batch_size={value} (samples per optimizer step over all ranks), or data.micro_batch_size="
 _ACCUMULATE = "Type data.global_batch_size=… and data.micro_batch_size=…: accumulation follows from both"
@@ -253,6 +258,30 @@ def ineffective(overrides: list[str]) -> list[str]:
         for override, key in named.items()
         if key in INEFFECTIVE and override.lstrip("+") not in _HARMLESS
     ]
+
+
+def removals(overrides: Iterable[str]) -> list[str]:
+    """Return the `~KEY` of the core's own groups and keys, which every run needs, with what to type instead."""
+    groups = {each.name: each.type for each in fields(Config)}
+    found = []
+    for override in (each for each in overrides if each.startswith("~")):
+        key = override[1:].partition("=")[0]
+        group, _, name = key.partition(".")
+        kind, optional = groups.get(group), False
+        if name and is_dataclass(kind):
+            optional = any(each.name == name and NoneType in get_args(each.type) for each in fields(kind))
+        elif name or group not in groups or group == "callbacks":
+            continue
+        if group == "logger":
+            instead = "Type logger=none"
+        elif optional:
+            instead = f"Type {key}=null"
+        else:
+            instead = f"Remove {override}" + (
+                f"; {key}=NAME chooses another option" if kind is Any and not name else ""
+            )
+        found.append(f"{override}: no run is without {key}. {instead}.")
+    return found
 
 
 def table() -> str:
