@@ -42,7 +42,7 @@ CASES = {
     "misspelt option": (["strategy=fspd"], ["strategy has no option 'fspd'", "Did you mean 'fsdp'?"]),
     "misspelt group": (["stratgy=ddp"], ["stratgy", "Did you mean 'strategy'?"]),
     "not key=value": (["trainer.devices"], ["key=value"]),
-    "wrong type": (["trainer.max_steps=many"], ["trainer.max_steps=many", "Integer"]),
+    "wrong type": (["trainer.max_steps=many"], ["trainer.max_steps=many", "must be a whole number from 1"]),
     "wrong type in a group": (["model.width=wide"], ["model.width='wide'", "int"]),
     "not one of the choices": (["trainer.precision=bf16"], ["trainer.precision=bf16", "bf16-mixed"]),
     "no number of devices": (["trainer.devices=none"], ["trainer.devices=none"]),

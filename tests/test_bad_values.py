@@ -454,6 +454,13 @@ def test_a_function_that_returns_no_module_is_named():
             "~trainer.max_epochs: no run is without trainer.max_epochs. Type trainer.max_epochs=null.",
         ),
         (["~logger"], "~logger: no run is without logger. Type logger=none."),
+        (["seed=abc"], "seed=abc: must be a whole number from 0 to 4294967295."),
+        (["run.tags=a"], "run.tags=a: must be a list of words, as in [baseline,long]. Type run.tags=[a]."),
+        (
+            ["trainer.max_time={minutes: 1}"],
+            "trainer.max_time={minutes: 1}: must be DD:HH:MM:SS, as in trainer.max_time=00:12:00:00.",
+        ),
+        (["resume=null"], "resume=null: must be auto, never, required, or the path of a run or a checkpoint."),
         (
             ['optimizer.lr="1e-3"'],
             "optimizer.lr=1e-3: must be a positive, finite number. It is text: type optimizer.lr=1e-3 without quotes.",
@@ -467,6 +474,11 @@ def test_a_function_that_returns_no_module_is_named():
 )
 def test_what_to_type_instead_is_said(typed, expected):
     assert problems_of("experiment=example", *typed) == [expected]
+
+
+def test_of_several_options_only_those_that_are_lacking_are_named():
+    (problem,) = problems_of("callbacks=[ema,nope]")
+    assert problem.startswith("callbacks=[ema,nope]: callbacks has no option 'nope'.")
 
 
 def test_callbacks_may_be_removed():

@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 from armature import config
 from armature.errors import ConfigError
 from armature.sweeps import space
-from armature.validation import foreign_keys, signatures
+from armature.validation import foreign_keys, rules, signatures, values
 
 _ONE_CLASS = ("task", "model", "data", "optimizer", "scheduler", "strategy")
 OPEN = ("callbacks", "logger")  # groups to which a key may be added
@@ -248,9 +248,16 @@ def _describe(
         if value in options:
             file = next(file for each in folders if (file := each / key / f"{value}.yaml").is_file())
             return f"{override}: {_inside(error, file, sound)}"
-        hint = f" {remedy}" if remedy else _nearest(value, options)
-        return f"{override}: {key} has no option '{value}'.{hint} Options: {', '.join(options)}."
+        listed = parsed.value() if isinstance(parsed.value(), list) else [value]
+        lacking = [str(each) for each in listed if each not in options] or [value]
+        hint = f" {remedy}" if remedy else _nearest(lacking[0], options)
+        named = ", ".join(f"'{each}'" for each in lacking)
+        return f"{override}: {key} has no option {named}.{hint} Options: {', '.join(options)}."
     if isinstance(error.__cause__, ValidationError) or isinstance(error, ValidationError):
+        rule = values.RANGES.get(key)
+        if not remedy and rule is not None and (wrong := rule(given := parsed.value())) is not None:
+            typed = f" Type {key}=[{value}]." if rule is rules.texts and isinstance(given, str) else ""
+            return f"{override}: {wrong}.{typed}"
         said = str(error.__cause__ or error).splitlines()[0].rstrip(".")
         return f"{override}: {said}.{f' {remedy}' if remedy else ''}"
     if remedy:
