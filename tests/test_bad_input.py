@@ -279,6 +279,13 @@ def test_a_folder_named_like_a_file_is_no_option(tmp_path, folder):
     assert problem.startswith("experiment=mine: experiment has no option 'mine'.")
 
 
+def test_values_of_a_sweep_are_typed_by_their_keys():
+    config.register()
+    typed = "hydra.sweeper.params={seed: 1}"
+    (problem,) = explain(Exception(), [typed], ROOT / "configs")
+    assert problem.startswith(f"{typed}: it takes no values from here. Type each key by itself, as in -m optimizer.lr=")
+
+
 def test_references_to_keys_of_the_template_are_all_answered():
     from omegaconf import OmegaConf
 

@@ -92,6 +92,11 @@ def test_a_space_without_values_is_refused(text, expected):
         (["optimizer.lr=-1"], "refused: -1"),  # a sweep of one trial
         (["sweep=lr", "hydra.sweeper.max_batch_size=-1"], "hydra.sweeper.max_batch_size=-1: type a number of trials"),
         (["sweep=lr", "+hydra.sweeper.params.optimizer.lr=3"], "Type optimizer.lr=A,B by itself"),
+        (
+            ["optimizer.lr=interval(1e-4,1e-2)"],
+            "Type sweep=optuna, which chooses them, or a list, as in optimizer.lr=A,B",
+        ),
+        (["optimizer.lr=glob(*)"], "optimizer.lr=glob(*): it names no value, and there would be no trial."),
     ],
 )
 def test_a_sweep_is_refused_before_its_first_trial(typed, expected):
@@ -112,6 +117,9 @@ def test_a_sweep_is_refused_before_its_first_trial(typed, expected):
         (["sweep=lr"], "sweep=lr: here it has no effect. Leave it out; python train.py -m sweep=lr starts the sweep."),
         (["-m", "sweep=[lr,optuna]"], "sweep=[lr,optuna]: it takes one option. Type sweep=NAME"),
         (["-m", "sweep=lr,optuna"], "sweep=lr,optuna: it takes one option. Type sweep=NAME"),
+        (["seed=1", "-m", "optimizer.lr=1,2"], "optimizer.lr=1,2: not read, since an option stands before"),
+        (["--trainer.max_steps=3"], "--trainer.max_steps=3: keys have no hyphens. Type trainer.max_steps=3."),
+        (["--fast"], "--fast: there is no such option. Leave it out; --help shows the options."),
     ],
 )
 def test_a_sweep_that_would_have_no_effect_is_refused(words, expected, monkeypatch, capsys):

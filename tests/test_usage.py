@@ -98,3 +98,24 @@ def test_every_script_reads_dotenv(tmp_path, monkeypatch):
     monkeypatch.delenv("ARMATURE_TOKEN_OF_A_TEST")  # is restored as it was: not there
     cli.parse_arguments(argparse.ArgumentParser())
     assert os.environ["ARMATURE_TOKEN_OF_A_TEST"] == "abc"
+
+
+def test_a_key_with_several_values_is_named():
+    typed = ["seed=0,1", "callbacks=ema", "+seed=2,3", "optimizer.lr=1", "optimizer.lr=1"]
+    assert usage.repeated(typed) == ["seed has 2 values here: the last one counts."]
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("split=test", ["split=test: here it is an option. Type --split test."]),
+        ("best=true", ["best=true: here it is an option. Type --best."]),
+        ("ckpt_path=a/b", ["ckpt_path=a/b: type the path alone, in the place of the run directory."]),
+        ("data.path=a", []),
+        ("seed=3", []),
+        ("out=a.csv", []),
+    ],
+)
+def test_a_key_that_is_an_option_of_the_script_is_named(typed, expected):
+    options = {"split": "test", "best": False, "seed": 0, "out": None, "path": "x"}
+    assert usage.option_problems([typed], options) == expected

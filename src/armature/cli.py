@@ -61,7 +61,7 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its exceptions instead of printing and exiting
     config.register()
     sys.argv = [sys.argv[0], *(addable(quoted(argument)) for argument in sys.argv[1:])]
-    arguments, _ = get_args_parser().parse_known_args()
+    arguments, misplaced = get_args_parser().parse_known_args()
     if arguments.help:
         print(usage.text(config_dir))
         return
@@ -70,13 +70,15 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
     one_mode = default_config and not any(map(_sets_mode, folders))
     typed = [*map(searching, filter(Path.is_dir, folders[1:])), *arguments.overrides]
     problems = [*filter(None, [environment.debug_problem()])]
-    problems += foreign_keys.removals(arguments.overrides)
+    problems += [*usage.misplaced(misplaced), *foreign_keys.removals(arguments.overrides)]
     problems += foreign_keys.ineffective(arguments.overrides) + config_dir_problems(arguments.config_dir)
     if default_config and not arguments.cfg:
         multirun = arguments.multirun or not one_mode or any("hydra.mode" in each for each in arguments.overrides)
         problems += _sweep_problems(arguments.overrides, multirun=multirun)
     if problems:
         refuse(problems)
+    for line in usage.repeated(arguments.overrides) if environment.rank() == 0 else ():
+        print(line, file=sys.stderr)
     try:
         with _skip_get_mode() if one_mode else nullcontext():
             sweep = arguments.multirun and default_config
@@ -334,6 +336,8 @@ def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="the same as KEY=VALUE alone")
     args, typed = parse_overrides(parser, purpose=" to change the run's configuration")
     args.overrides = [*args.set, *typed]
+    if wrong := usage.option_problems(typed, vars(args)):
+        refuse(wrong)
     if (path := getattr(args, "path", None)) is not None and not os.path.exists(path):
         refuse([f"{path}: no such path. Name a run directory, such as outputs/<run.name>."])
     return args

@@ -20,7 +20,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
@@ -139,6 +139,18 @@ def _sweep(overrides: list[str]) -> tuple[list[str], list[list[str]], bool]:
         return [*stays, *of_hydra], [each.extremes() for each in parameters], True
     if not str(hydra.sweeper._target_).endswith("BasicSweeper"):
         return fixed, [], False  # which values there are is the sweeper's secret
+    swept = {str(each.input_line): each for each in parsed if each.is_sweep_override()}
+    if problems := [
+        f"{line}: there is no end of values in an interval. Type sweep=optuna, which chooses them, or a list, as in "
+        f"{each.get_key_element()}=A,B."
+        for line, each in swept.items()
+        if isinstance(each.value(), IntervalSweep)
+    ] or [
+        f"{line}: it names no value, and there would be no trial. Type a list, as in {each.get_key_element()}=A,B."
+        for line, each in swept.items()
+        if next(each.sweep_string_iterator(), None) is None
+    ]:
+        raise ConfigError(problems)
     if (size := hydra.sweeper.max_batch_size) is not None and size < 1:
         raise ConfigError(
             f"hydra.sweeper.max_batch_size={size}: type a number of trials of at least 1, or null for all."
@@ -227,6 +239,8 @@ def _describe(
     if parsed.is_sweep_override():
         one = override.split(",")[0]
         return f"{override}: several values is a sweep, a run for each. Type -m before it, or one value, as in {one}."
+    if key == _PARAMS[:-1]:
+        return f"{override}: it takes no values from here. Type each key by itself, as in -m optimizer.lr=A,B."
     value, known = override.partition("=")[2], [*_known(sound), *groups]
     if override.startswith("+") and key in known:
         without = override.lstrip("+")

@@ -1,7 +1,12 @@
-"""What `python train.py --help` prints: usage, examples, options, and every group of configs/ with its files."""
+"""The words of a command line: what `python train.py --help` prints, and what is said of words in the wrong place."""
 
 import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
+
+from armature.config import Config
 
 WIDTH = 110
 HEAD = """Train a model. What is trained, on what, and over how many processes is chosen by GROUP=NAME and KEY=VALUE.
@@ -58,3 +63,47 @@ def _group(folder: Path) -> str:
     options = " ".join(sorted(path.stem for path in folder.glob("*.yaml")))
     head = f"  {folder.name:<12} {purpose}".rstrip()
     return f"{head}\n{textwrap.fill(options, WIDTH, initial_indent=' ' * 15, subsequent_indent=' ' * 15)}\n"
+
+
+def misplaced(words: Sequence[str]) -> list[str]:
+    """Return what to type instead of words that no option of the command takes, where they stand."""
+    hyphens = [each for each in words if each.startswith("-")]
+    behind = [each for each in words if each not in hyphens]
+    found = [
+        f"{each}: keys have no hyphens. Type {each.lstrip('-')}."
+        if "=" in each
+        else f"{each}: there is no such option. Leave it out; --help shows the options."
+        for each in hyphens
+    ]
+    if behind and not hyphens:
+        found.append(f"{' '.join(behind)}: not read, since an option stands before. Type options such as -m first.")
+    return found
+
+
+def repeated(overrides: Sequence[str]) -> list[str]:
+    """Return a line for each key with several values, of which Hydra takes the last. The values may be secret."""
+    values: dict[str, set[str]] = {}
+    for each in overrides:
+        key, _, value = each.lstrip("+").partition("=")
+        values.setdefault(key, set()).add(value)
+    return [f"{key} has {len(each)} values here: the last one counts." for key, each in values.items() if len(each) > 1]
+
+
+def option_problems(typed: Sequence[str], options: Mapping[str, Any]) -> list[str]:
+    """Return what to type instead of each KEY=VALUE that a script takes as an option, or as the path of its run.
+
+    Args:
+        options: the script's, with their values.
+    """
+    found, keys = [], {*_NO_OPTIONS, *(each.name for each in fields(Config))}
+    for each in typed:
+        key, _, value = each.partition("=")
+        if key == "ckpt_path":
+            found.append(f"{each}: type the path alone, in the place of the run directory.")
+        elif (name := key.replace("-", "_")) in options and name not in keys:
+            words = [f"--{name.replace('_', '-')}", *([] if isinstance(options[name], bool) else [value])]
+            found.append(f"{each}: here it is an option. Type {' '.join(words)}.")
+    return found
+
+
+_NO_OPTIONS = ("path", "source", "target", "overrides", "set", "out")  # out=FILE is taken, too
