@@ -141,10 +141,20 @@ def plan(arguments: argparse.Namespace, typed: list[str]) -> None:
 def composed(typed: list[str]) -> tuple[DictConfig, devices.Device]:
     """Return the configuration of a command line, with `auto` values decided for the device, and the device."""
     name, overrides = devices.take_name(typed)
-    if name is None:
-        raise ConfigError(f"hardware: a value is required. Type hardware=… with one of {', '.join(devices.names())}.")
-    device = devices.named(name)
-    cfg = prefer_typed(pretrained.fill(cli.compose(overrides)), overrides)
+    problems, device, cfg = [], None, None
+    try:
+        if name is None:
+            raise ConfigError(f"hardware: a value is required. Type hardware=NAME, of {', '.join(devices.names())}.")
+        device = devices.named(name)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        cfg = cli.compose(overrides)
+    except ConfigError as error:
+        problems += error.problems
+    if device is None or cfg is None:
+        raise ConfigError(problems)
+    cfg = prefer_typed(pretrained.fill(cfg), overrides)
     cfg.trainer.accelerator = device.accelerator
     if cfg.trainer.precision == "auto":
         cfg.trainer.precision = device.precision

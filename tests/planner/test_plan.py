@@ -145,7 +145,8 @@ def test_a_budget_names_the_compute_optimal_sizes(plan) -> None:
     ("words", "answer"),
     [
         (["hardware=h100"], "Did you mean hardware=h100_80gb?"),
-        ([], "Type hardware=… with one of a100_40gb"),
+        ([], "Type hardware=NAME, of a100_40gb"),
+        (["model=nope"], "2 problems:\n  - hardware: a value is required."),
         (["hardware=t4", "trainer.devices=8"], "hardware=t4 has 4. Type trainer.devices=4 trainer.num_nodes=2"),
         (["hardware=t4", "trainer.devices=none"], "trainer.devices=none: type a whole number of at least 1"),
         (["hardware=t4", "trainer.devices=²"], "trainer.devices=²: type a whole number of at least 1"),
