@@ -153,7 +153,7 @@ class Divided(torch.optim.SGD):
 def test_an_optimizer_that_divides_its_state_itself_is_refused():
     weight = torch.nn.Parameter(torch.ones(2))
     with pytest.raises(ConfigError, match="Divided divides its state over ranks by itself"):
-        whole_optimizers.check(Divided([weight], lr=0.1), {weight: "weight"})
+        whole_optimizers.check(Divided([weight], lr=0.1), {weight: "weight"}, held=["weight"])
 
 
 # ---------------------------------------------------------------- containers in the entries

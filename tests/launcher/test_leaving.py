@@ -50,5 +50,8 @@ def test_the_error_is_shown_before_the_process_ends():
 def test_ctrl_c_during_the_imports_of_a_command_prints_no_traceback(tmp_path):
     (tmp_path / "hydra.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     env = running.environment() | {"PYTHONPATH": str(tmp_path)}
-    ended = subprocess.run([sys.executable, str(running.ROOT / "train.py")], env=env, capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, str(running.ROOT / "train.py")], env=env, capture_output=True, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job of a shell ignores it
+    )  # fmt: skip
     assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")

@@ -77,7 +77,7 @@ def alter_meta(path: Path) -> str:
 
 
 def rewrite_manifest(path: Path, files: dict[str, Any]) -> None:
-    (path / directory.MANIFEST).write_text(json.dumps({"format": 1, "files": files}))
+    (path / directory.MANIFEST).write_text(json.dumps({"format": directory.FORMAT, "files": files}))
 
 
 def number_entries(path: Path) -> str:
