@@ -192,6 +192,20 @@ def test_weights_that_no_resume_can_load_are_named_when_they_are_saved_first(tmp
     trainer.save_checkpoint(tmp_path / "hooked")
 
 
+class SwitchesOptimizer(Module):
+    def on_train_epoch_start(self):
+        self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)]
+
+
+def test_an_optimizer_that_no_resume_can_load_is_named_when_it_is_saved_first(tmp_path):
+    trainer = fit(tmp_path, SwitchesOptimizer())
+    with pytest.warns(UserWarning, match=r"hold the state of .*SGD, but .* of SwitchesOptimizer returned .*Adam when"):
+        trainer.save_checkpoint(tmp_path / "step=000002")
+    trainer.save_checkpoint(tmp_path / "step=000003")  # a warning would be an error
+    with pytest.raises(ConfigError, match="was saved with another optimizer: its state holds momentum_buffer"):
+        fit(tmp_path, SwitchesOptimizer(), ckpt=tmp_path / "step=000002", max_steps=3)
+
+
 def test_initial_weights_of_a_module_that_is_none_are_left_out_with_a_warning(tmp_path):
     path, strategy = saved_by(tmp_path, LateTeacher()), SingleDevice()
     strategy.connect(LateTeacher())

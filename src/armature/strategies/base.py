@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
-from armature.checkpoint import buffers, huggingface, state, whole_optimizers
+from armature.checkpoint import buffers, huggingface, optimizers, state, whole_optimizers
 from armature.errors import ConfigError
 from armature.finetune import nf4
 from armature.models.adapters import is_adapter
@@ -81,6 +81,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         self.grad_norm, self.target_weights, self.steps_made = None, TargetWeights(), Counter()
         self.random_state, self.bucket_order, self._extra_state = randomness.RankRandomState(), BucketOrder(), {}
         self.first_flags, self.first_groups, self.first_sizes = {}, {}, {}
+        self.first_classes = None
 
     @classmethod
     def find(cls, trainer: L.Trainer) -> Self | None:
@@ -130,6 +131,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         for optimizer in self.optimizers if trainer.state.fn == TrainerFn.FITTING else ():
             if isinstance(optimizer, Optimizer):  # DeepSpeed's are no Optimizer of torch's
                 whole_optimizers.check(optimizer, names, held=self.module.state_dict())
+        self.first_classes = [optimizers.class_of(optimizer) for optimizer in self.optimizers]
         self.first_groups = {
             i: {names[param] for group in optimizer.param_groups for param in group["params"] if param in names}
             for i, optimizer in enumerate(self.optimizers)

@@ -66,6 +66,7 @@ class CheckpointMixin(LayoutMixin):
         first_flags: `state.flags` of the module when it was set up.
         first_sizes: sizes of the module's buffers when it was built.
         first_groups: the names of each optimizer's parameters when it was set up, by its index.
+        first_classes: the optimizers' classes when they were set up; None once another one was warned of.
         saves_files: whether `trainer.save_checkpoint("x.ckpt")` can write one file: every rank holds the whole model.
         base: what a checkpoint's manifest says of the folder that frozen weights came from (`finetune.base.record`).
             The checkpoint then leaves these weights out. None: it holds all weights.
@@ -81,6 +82,7 @@ class CheckpointMixin(LayoutMixin):
     first_flags: dict[str, bool]
     first_sizes: buffers.Sizes
     first_groups: dict[int, set[str]]
+    first_classes: list[str] | None
     _gradients: dict[Tensor, Tensor] | None = None
     saves_files: bool = False
     base: Mapping[str, str] | None = None
@@ -197,6 +199,8 @@ class CheckpointMixin(LayoutMixin):
             (self._changed_flags(), buffers.resized(self.module, self.first_sizes), sums, digests)
         )
         self._warn_of_late_names()
+        if state.OPTIMIZER in checkpoint:
+            self._warn_of_other_optimizers()
         self._warn_of_unequal_buffers(buffers.unequal([each[2] for each in own]))
         meta |= of_ranks.entries(meta, [each[3] for each in own], layout=self.layout)
         meta |= {
@@ -373,6 +377,19 @@ class CheckpointMixin(LayoutMixin):
                 f"training began, so no resume can load them: it builds {type(self.module).__name__} anew. Make them "
                 "in __init__ or configure_model, or in on_load_checkpoint if checkpoint['state_dict'] has them."
             )
+
+    def _warn_of_other_optimizers(self) -> None:
+        """Name optimizers, once, that have come while training into the places of others of other classes."""
+        own, first = [optimizers.class_of(optimizer) for optimizer in self.optimizers], self.first_classes
+        if first is None or own == first:
+            return
+        self.first_classes = None
+        rank_zero_warn(
+            f"Checkpoints hold the state of {', '.join(own)}, but configure_optimizers of {type(self.module).__name__} "
+            f"returned {', '.join(first)} when the run was set up, as it does at a resume. So no resume can load them. "
+            "Return all optimizers from configure_optimizers, and choose in training_step which one steps "
+            "(self.automatic_optimization = False)."
+        )
 
     # ------------------------------------------------------------ buffers that ranks have on their own
     def _warn_of_unequal_buffers(self, names: Collection[str]) -> None:

@@ -77,6 +77,20 @@ def read(params: Mapping[str, Any], typed: Sequence[str]) -> tuple[list[Paramete
     return [each for each in found if isinstance(each, Parameter)], fixed
 
 
+def grid_problems(typed: Sequence[Override]) -> list[str]:
+    """Return the values that a grid cannot try one by one: an interval has no end of them, a pattern may have none."""
+    found = []
+    for each in typed:
+        text, instead = str(each.input_line), f"a list, as in {each.get_key_element()}=A,B."
+        if isinstance(each.value(), IntervalSweep):
+            found.append(
+                f"{text}: an interval has no end of values. Type sweep=optuna, which chooses them, or {instead}"
+            )
+        elif each.is_sweep_override() and next(each.sweep_string_iterator(), None) is None:
+            found.append(f"{text}: it names no value, and there would be no trial. Type {instead}")
+    return found
+
+
 def all_tried(parameters: Sequence[Parameter], sampler: Mapping[str, Any], tried: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether trials with these values leave no combination to a sampler that repeats none."""
     keys = [each.key for each in parameters]

@@ -20,7 +20,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
@@ -139,17 +139,7 @@ def _sweep(overrides: list[str]) -> tuple[list[str], list[list[str]], bool]:
         return [*stays, *of_hydra], [each.extremes() for each in parameters], True
     if not str(hydra.sweeper._target_).endswith("BasicSweeper"):
         return fixed, [], False  # which values there are is the sweeper's secret
-    swept = {str(each.input_line): each for each in parsed if each.is_sweep_override()}
-    if problems := [
-        f"{line}: there is no end of values in an interval. Type sweep=optuna, which chooses them, or a list, as in "
-        f"{each.get_key_element()}=A,B."
-        for line, each in swept.items()
-        if isinstance(each.value(), IntervalSweep)
-    ] or [
-        f"{line}: it names no value, and there would be no trial. Type a list, as in {each.get_key_element()}=A,B."
-        for line, each in swept.items()
-        if next(each.sweep_string_iterator(), None) is None
-    ]:
+    if problems := space.grid_problems(parsed):
         raise ConfigError(problems)
     if (size := hydra.sweeper.max_batch_size) is not None and size < 1:
         raise ConfigError(
@@ -262,7 +252,8 @@ def _describe(
         if value in options:
             file = next(file for each in folders if (file := each / key / f"{value}.yaml").is_file())
             return f"{override}: {_inside(error, file, sound)}"
-        listed = parsed.value() if isinstance(parsed.value(), list) else [value]
+        given: Any = parsed.value()
+        listed = given if isinstance(given, list) else [value]
         lacking = [str(each) for each in listed if each not in options] or [value]
         hint = f" {remedy}" if remedy else _nearest(lacking[0], options)
         named = ", ".join(f"'{each}'" for each in lacking)
