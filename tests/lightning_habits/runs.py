@@ -110,7 +110,7 @@ class Runs:
         return self._twice(habit, layout, *overrides, signal=signal.SIGTERM, step=step, code=128 + signal.SIGTERM)
 
     def _twice(self, habit: Habit, layout: str, *overrides: str, signal: signal.Signals, step: int, code: int) -> Path:
-        run_dir = self.forks.cwd / "outputs" / f"{habit.name}-{layout}-{signal.name}-{step}"
+        run_dir = self.forks.cwd / "outputs" / f"{habit.name}-{layout}-{signal.name}-{step}-{len(overrides)}"
         stop = f"+callbacks.stop_at={{_target_:armature.callbacks.stop_at.StopAt,signals:{{{signal.name}:{step}}}}}"
         stopped = self._go(habit, layout, run_dir, *overrides, stop)
         assert stopped.codes[0] == code, f"not stopped at step {step}: {_tail(stopped)}"

@@ -77,7 +77,7 @@ REFUSED_AS_HYDRA_COMPOSES = {
     "hydra=default": "Leave it out. Type run.root=",
     "trainer.gpus=[0,2]": "Set CUDA_VISIBLE_DEVICES=0,2 before the command and type trainer.devices=2.",
     "+trainer.gradient_clip_val=0.5": "exists already. Leave out the plus: type trainer.gradient_clip_val=0.5.",
-    "+trainer.max_steps=many": "must be a positive whole number",
+    "+trainer.max_steps=many": "must be a whole number from 1 to",
     "+strategy=ddp": "exists already. Leave out the plus: type strategy=ddp.",
     "++experiment=digits": "exists already. Leave out the plus: type experiment=digits.",
     "model.kv_heads=2": "Type +model.kv_heads=2 to add it.",
