@@ -205,7 +205,7 @@ def test_a_machine_that_stands_still_skips_no_value(monkeypatch):
     monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
     config.register()
     problems = module.explain_sweep(["optimizer.lr=1,-1"], ROOT / "configs", check)
-    assert problems == ["optimizer.lr=-1: must be a positive, finite number."]
+    assert problems == ["optimizer.lr=-1: must be positive and finite."]
 
 
 def test_several_mistakes_are_told_together(folder):

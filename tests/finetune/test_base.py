@@ -287,7 +287,7 @@ def test_adapters_that_do_not_fit_the_model_are_named_before_launch(model):
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("rank=0", "must be a positive whole number"), ("alpha=-1", "must be a positive, finite number"),
+        ("rank=0", "must be a positive whole number"), ("alpha=-1", "must be positive and finite"),
         ("dropout=1.0", "of at least 0 and below 1"), ("targets=q", "must be a list of names or patterns, as in [q,v]"),
         ("train=[1]", "must be a list"),
     ],

@@ -24,13 +24,16 @@ def number(
     words = (" " if both else " and ").join(given)
     kind = f"must be a {'whole ' * whole}number {words}".rstrip()
     if (least, above, below) == (None, 0, None) or (least, most, whole) == (1, None, True):
-        kind = "must be a positive, finite number" if not whole else "must be a positive whole number"
+        kind = "must be positive and finite" if not whole else "must be a positive whole number"
     kind += f", or null for {null}" if null else ""
+    of_text = kind.replace("positive and finite", "a positive, finite number")
 
     def rule(value: Any) -> str | None:
         if value is None and null:
             return None
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return of_text
+        if not math.isfinite(value):
             return kind
         good = not whole or isinstance(value, int)
         good = good and (least is None or value >= least) and (above is None or value > above)
