@@ -19,6 +19,7 @@ from armature.models.plan import Plan, plan_beside
 from armature.parallel import blocks, copies, dtensors, experts, initialization, pipeline, tensor, ties
 from armature.parallel import mesh as meshes
 from armature.parallel.context import Positions
+from armature.parallel.gathered import Gathered
 from armature.parallel.gradients import local_part
 from armature.parallel.split import bubble_share
 
@@ -72,6 +73,7 @@ def parallelize(
     imported: Collection[str] = (),
     positions: Positions | None = None,
     expert_ranks: DeviceMesh | None = None,
+    gathered: Gathered | None = None,
 ) -> ParallelizedModel:
     """Parallelize a model that is on the meta device, and initialize the weights that this rank holds.
 
@@ -80,6 +82,7 @@ def parallelize(
         prefix: the prefix of the model's parameter names in the names that decide the initial weights ("model.").
         positions: this rank's on the context axis, or None without one.
         expert_ranks: `mesh.expert_mesh`, if there is an expert axis.
+        gathered: watches the units that are sharded.
         imported: parameters that get their values from files afterwards, by the model's own names.
     """
     styles, hooks = tensor.match_styles(model, plan) if plan is not None else {}, _head_hooks(model)
@@ -135,6 +138,9 @@ def parallelize(
         # torch's schedules keep experts gathered until the end of a step's backward, if the stage is an FSDP module
         for part in parts:
             fully_shard(part, mesh=spread["rest"], ignored_params=set(part.parameters()))
+    if gathered is not None:
+        for part in parts:
+            gathered.watch(prefix.rstrip("."), part, staged=stages is not None)
     for head, ids in _head_hooks(model).items():
         head.layout_hooks = frozenset(ids) - frozenset(hooks[head])  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
     # 8. materialize: memory is allocated only now, and only for this rank's weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -26,15 +27,19 @@ class Gathered:
         self.names: list[str] = []
         self.counts: list[int] = []
         self.order = 0
-        self._whole: list[tuple[str, Tensor]] = []
+        self._whole: list[tuple[str, weakref.ref[Tensor]]] = []
 
-    def watch(self, name: str, model: nn.Module) -> None:
-        """Watch the units of a model. Call it after `fully_shard`."""
+    def watch(self, name: str, model: nn.Module, *, staged: bool = False) -> None:
+        """Watch the units of a model. Call it after `fully_shard`.
+
+        Args:
+            staged: a pipeline's schedule calls backward, in parts that give whole weights their gradients for a time.
+        """
         for path, unit in model.named_modules():
             if isinstance(unit, FSDPModule) and (own := _weights_of(cast(nn.Module, unit))):
-                self._watch_unit(f"{name}.{path}" if path else name, cast(nn.Module, unit), own)
+                self._watch_unit(f"{name}.{path}" if path else name, cast(nn.Module, unit), own, staged=staged)
 
-    def _watch_unit(self, name: str, unit: nn.Module, own: list[tuple[str, nn.Module, str]]) -> None:
+    def _watch_unit(self, name: str, unit: nn.Module, own: list[tuple[str, nn.Module, str]], *, staged: bool) -> None:
         index = len(self.names)
         self.names.append(name)
         self.counts.append(0)
@@ -50,18 +55,19 @@ class Gathered:
         def after(*_: Any) -> None:
             nonlocal knows_whole
             if not knows_whole:  # torch makes them once
-                self._whole += [(f"{name}.{path}", getattr(part, weight)) for path, part, weight in own]
+                self._whole += [(f"{name}.{path}", weakref.ref(getattr(part, weight))) for path, part, weight in own]
                 knows_whole = True
 
         unit.register_forward_pre_hook(before, prepend=True)  # of torch's own hook, which gathers
-        unit.register_forward_pre_hook(after)
+        if not staged:
+            unit.register_forward_pre_hook(after)
 
     def unreduced(self) -> str | None:
         """Return the name of a whole weight that has a gradient, which no optimizer sees, or None.
 
         Backward takes those that it made.
         """
-        return next((name for name, weight in self._whole if weight.grad is not None), None)
+        return next((name for name, weight in self._whole if getattr(weight(), "grad", None) is not None), None)
 
 
 def _weights_of(unit: nn.Module) -> list[tuple[str, nn.Module, str]]:

@@ -170,12 +170,11 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             applied = apply.parallelize(
                 model, plans[name], self.device_mesh, options, device=self.root_device, prefix=f"{name}.",
                 imported=self.imported[name], positions=self.positions, expert_ranks=self.expert_ranks,
+                gathered=self.gathered,
             )  # fmt: skip
             if applied.runner is not None:
                 applied.runner.target_weights, applied.runner.loss_scale = self.target_weights, self.loss_scale
             self.applied.append(applied)
-            for part in applied.parts:
-                self.gathered.watch(name, part)
             whole_weights.accept(model)
         dtensors.carry_attributes(before, module)
         if self.sizes["pipe"] > 1:
