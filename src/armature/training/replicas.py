@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import lightning.pytorch as L
 import torch
@@ -20,6 +20,7 @@ _PARTS = {torch.float64: 1e-4, torch.float32: 1e-4}  # of its norm that a weight
 _PART_OF_SHORT = 0.02
 
 Sums = Mapping[str, tuple[float, float, float]]  # name → sum, norm, and the part of the norm that may differ
+T = TypeVar("T")
 Update = tuple[int, list[float]]  # of an optimizer: the steps that it has made, and the rates of its groups
 
 
@@ -57,6 +58,14 @@ def check(trainer: L.Trainer) -> None:
     )
 
 
+def _beside_first(everyones: Sequence[tuple[int, T]]) -> Iterator[tuple[int, T, int, T]]:
+    """Yield the first rank of each rank's stage and what it has, then the rank and what that has."""
+    stages = [stage for stage, _ in everyones]
+    for rank, (stage, own) in enumerate(everyones):
+        first = stages.index(stage)
+        yield first, everyones[first][1], rank, own
+
+
 def _compare_gathered(
     trainer: L.Trainer, strategy: StrategyMixin, everyones: Sequence[tuple[int, tuple[int, list[int]]]]
 ) -> None:
@@ -65,16 +74,13 @@ def _compare_gathered(
     Args:
         everyones: each rank's stage of the pipeline, which has units of its own, and its `Gathered.order` and `counts`.
     """
-    stages = [stage for stage, _ in everyones]
-    for rank, (stage, (order, counts)) in enumerate(everyones):
-        first = stages.index(stage)
-        expected_order, expected = everyones[first][1]
+    for first, (expected_order, expected), rank, (order, counts) in _beside_first(everyones):
         if (order, counts) == (expected_order, expected):
             continue
         pairs = enumerate(zip(expected, counts, strict=True))
         unit = next((number for number, (one, other) in pairs if one != other), None)
         what = "modules are called in another order"
-        if unit is not None and strategy.stage == stage:
+        if unit is not None and strategy.stage == everyones[rank][0]:
             what = (
                 f"{strategy.gathered.names[unit]} is called {expected[unit]} times on rank {first} and {counts[unit]}"
             )
@@ -102,10 +108,8 @@ def _compare_updates(trainer: L.Trainer, everyones: Sequence[tuple[int, list[Upd
     Args:
         everyones: each rank's stage of the pipeline, whose parameter groups may be others, and its `_updates`.
     """
-    stages = [stage for stage, _ in everyones]
-    for rank, (stage, updates) in enumerate(everyones):
-        first = stages.index(stage)
-        for number, (expected, update) in enumerate(zip(everyones[first][1], updates, strict=True)):
+    for first, first_updates, rank, updates in _beside_first(everyones):
+        for number, (expected, update) in enumerate(zip(first_updates, updates, strict=True)):
             rates = zip(expected[1], update[1], strict=False)
             unequal = next((pair for pair in rates if not _alike(*pair)), None)
             if unequal is None and expected[0] == update[0]:

@@ -94,7 +94,7 @@ class RestoreProgress(Callback):
             "in_eval": sorted({name for names in in_eval for name in names}),
             "newest": list(newest),
             "random": {"layout": _layout(trainer), "ranks": list(random)},
-            "digests": digests[0],  # "attributes" in older checkpoints: of other parts
+            "digests": digests[0],
             "model_checkpoints": {
                 each.state_key: {name: getattr(each, name) for name in OF_MODEL_CHECKPOINT}
                 for each in _model_checkpoints(trainer)
