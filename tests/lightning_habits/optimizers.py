@@ -333,5 +333,5 @@ class ReplacesHead(Regressor):
 
     def on_train_epoch_start(self):
         if self.current_epoch == 1:
-            self.net[2] = torch.nn.Linear(16, 1)
+            self.net[2] = torch.nn.Linear(16, 1).to(self.device)
             self.trainer.strategy.setup_optimizers(self.trainer)
