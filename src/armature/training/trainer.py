@@ -163,9 +163,11 @@ class Trainer(UsersTrainer):
     """Train as Lightning's Trainer does, with these differences:
 
     - training/stop.py handles signals, instead of handlers that enter collectives and may hang;
-    - validation also runs after the last step, and one that a stop interrupted starts anew (training/loops.py);
+    - validation also runs after the last step, where a number of steps ends the run, and a resumed one starts anew
+      (training/loops.py);
     - `training_step(dataloader_iter)` keeps all gradients of a global batch: Lightning clears those of the first one;
-    - loggers receive the number of optimizer steps made as the step, for training, validation and test alike.
+    - loggers receive the number of completed global batches as the step, in training, validation and test; values of
+      single batches of validation and test keep Lightning's count.
 
     Args:
         max_global_batches, before_training, step_ended, validation_ended: see `EpochLoop` and `FitLoop`.
