@@ -32,6 +32,8 @@ def evaluate(args: argparse.Namespace) -> None:
 
     cfg, checkpoint = open_run(args.path, best=args.best, overrides=args.overrides, trust=args.trust)
 
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+
     from armature.data.users_view import UsersTrainer
     from armature.loading import load_data, load_task, set_up_with, weights_note
     from armature.training import left_out, process
@@ -41,6 +43,10 @@ def evaluate(args: argparse.Namespace) -> None:
     data = load_data(cfg)
     run_dir, stage = Path(cfg.run.dir), "validate" if args.split == "val" else "test"
     task = load_task(cfg, checkpoint, set_up=set_up_with(data, stage, run_dir=run_dir))
+    step = "validation_step" if args.split == "val" else "test_step"
+    other = "test" if args.split == "val" else "val"
+    if not is_overridden(step, task):
+        raise ConfigError(f"{args.path}: {type(task).__name__} has no {step}. Add it, or type --split {other}.")
     accelerator = cli.accelerator(args.accelerator)
     trainer = UsersTrainer(
         accelerator=accelerator,
@@ -55,10 +61,9 @@ def evaluate(args: argparse.Namespace) -> None:
     run = trainer.validate if args.split == "val" else trainer.test
     metrics = {name: value for loader in run(task, datamodule=data, verbose=False) for name, value in loader.items()}
     if not metrics:
-        other = "test" if args.split == "val" else "val"
         raise ConfigError(
-            f"{args.path}: nothing was measured on {args.split}: the data have no such split, or the task has no step "
-            f"for it. Try --split {other}."
+            f"{args.path}: nothing was measured on {args.split}: the data have no such split, or the task logs "
+            f"nothing. Try --split {other}."
         )
     if note := left_out.note(cfg, stage):
         print(note, file=sys.stderr)

@@ -187,6 +187,36 @@ class SparseOverBatches(Sparse):
                 optimizer.zero_grad()
 
 
+class SparseAutomatically(Sparse):
+    """One optimizer, and clipping, for sparse and dense gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = True
+
+    def training_step(self, batch, batch_idx):
+        return self.shared_step(batch, "train")
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class Factorized(Regressor):
+    """Sparse embeddings of users and items alone, trained by SparseAdam, as in matrix factorization."""
+
+    def __init__(self):
+        super().__init__()
+        self.users, self.items = nn.Embedding(8, 4, sparse=True), nn.Embedding(8, 4, sparse=True)
+        self.net = nn.Identity()
+
+    def forward(self, x):
+        bits = (x > 0).long() * torch.tensor([1, 2, 4, 0, 1, 2, 4, 0], device=x.device)
+        return (self.users(bits[:, :4].sum(1)) * self.items(bits[:, 4:].sum(1))).sum(1, keepdim=True)
+
+    def configure_optimizers(self):
+        return torch.optim.SparseAdam(self.parameters(), lr=0.01)
+
+
 class Embeddings(Regressor):
     """padding_idx, and EmbeddingBag with offsets."""
 

@@ -31,6 +31,7 @@ MANUAL = [
     regression("steps_at_the_end", "manual.StepsAtTheEnd", NO_CLIP),
     regression("actor_critic", "manual.Actor", NO_CLIP),
 ]
+NO_SPARSE = {"fsdp2": "gradients that cannot be sharded"}
 LAYERS = [
     regression("old_weight_norm", "layers.OldWeightNorm", sample=SINGLE),
     regression("new_weight_norm", "layers.NewWeightNorm"),
@@ -43,7 +44,9 @@ LAYERS = [
     regression("growing_buffer", "layers.GrowingBuffer", sample=SINGLE),
     regression("growing_buffer_loads", "layers.GrowingBufferLoads"),
     regression("sparse_over_batches", "layers.SparseOverBatches", NO_CLIP, layouts=("single", "ddp2")),
-    regression("sparse", "layers.Sparse", NO_CLIP, refused={"fsdp2": "gradients that cannot be sharded"}),
+    regression("sparse", "layers.Sparse", NO_CLIP, refused=NO_SPARSE),
+    regression("sparse_automatic", "layers.SparseAutomatically", refused=NO_SPARSE, sample=("single", "ddp2")),
+    regression("factorized", "layers.Factorized", "trainer.gradient_clip_val=0.1", refused=NO_SPARSE, sample=SINGLE),
     regression("embeddings", "layers.Embeddings"),
     regression(
         "max_norm",
@@ -53,7 +56,7 @@ LAYERS = [
     regression("averaged_model", "layers.Averaged", also=FIND_UNUSED),
     regression("swaps_weights", "layers.SwapsWeights"),
     regression("hidden_teacher", "layers.HiddenTeacher"),
-    regression("compiled", "layers.Compiled"),
+    regression("compiled", "layers.Compiled", sample=("fsdp2",)),
     regression("compiled_wrapper", "layers.CompiledWrapper"),
     regression("transformer_encoder", "layers.Transformer"),
     regression("channels_last", "layers.ChannelsLast", apart=("net.2.bias",)),  # rounding: 1.3e-5

@@ -106,4 +106,5 @@ OPTIMIZERS = [
     regression("has_no_rate", "optimizers.HasNoRate", "+task.settings={}"),
     regression("rate_is_none", "optimizers.HasNoRate", "+task.settings={lr:null}", sample=("ddp2",)),
 ]
-NEWEST = [*RESEARCH, *APART, *STREAMS, *FIELDS, *ASKED, *OPTIMIZERS]
+TWINS = [regression("other_name", "twins.OtherName", data="twins.Folds", sample=("fsdp2",))]
+NEWEST = [*TWINS, *RESEARCH, *APART, *STREAMS, *FIELDS, *ASKED, *OPTIMIZERS]

@@ -165,7 +165,8 @@ def _plain_hyper_parameters(parameters: Any) -> dict[str, Any]:
                 if isinstance(each, str) and each == MASK:
                     _warn_of_masked(path)
         except NotPlain as error:
-            _warn_of_dropped(error.path, error.type)
+            if not error.type.startswith("hydra."):  # what only a configuration makes
+                _warn_of_dropped(error.path, error.type)
     return result
 
 

@@ -163,12 +163,12 @@ class PlainData(DataModule):
 
     def _set_up(self, stage: str) -> None:
         with self._alone():
-            self.module.setup(stage)
+            self.module.setup(stage=stage)  # as Lightning calls it
 
     @override
     def teardown(self, stage: str) -> None:
         self._stages.discard(stage)
-        self.module.teardown(stage)
+        self.module.teardown(stage=stage)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -246,16 +246,14 @@ class PlainData(DataModule):
         if loader is None:
             raise ConfigError(f"data: {name} has no train_dataloader.")
         read = self._read["train"] = read_loader(
-            loader,
-            owner=f"{name}.train_dataloader",
-            seed=self.seed,
-            training=True,
+            loader, owner=f"{name}.train_dataloader", seed=self.seed, training=True,
             limited=self.train_limit is not None,
-        )
+        )  # fmt: skip
         typed = self._typed["global_batch_size"]
+        self.drawn_together = read.draw.name if read.draw is not None and read.draw.whole_batches else None
         if typed is None:
             self.batch_note = f" (batch_size={read.batch_size} of {name} is the global batch)"
-        elif read.draw is not None and read.draw.whole_batches and typed != read.batch_size:
+        elif self.drawn_together is not None and typed != read.batch_size:
             raise ConfigError(
                 f"data.global_batch_size={typed}, but the batch sampler of {name} yields batches of {read.batch_size}. "
                 f"Type data.global_batch_size={read.batch_size}, or leave it out."

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as L
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from armature import namesakes
+
+namesakes.install()  # before any class of users is found
 # Lightning reads these of `trainer.datamodule`, and must get the wrapper's
 _OF_WRAPPER = frozenset({
     "prepare_data", "setup", "teardown", "on_exception", "state_dict", "load_state_dict", "train_dataloader",
     "val_dataloader", "test_dataloader", "predict_dataloader", "_log_hyperparams",
 })  # fmt: skip
+
+_SPECIAL = ("__len__", "__getitem__", "__iter__", "__contains__", "__call__")
+
+
+def _of_users(name: str) -> Callable[..., Any]:
+    def call(view: UsersView, *args: Any, **kwargs: Any) -> Any:
+        return getattr(vars(view)["_wrapper"].module, name)(*args, **kwargs)
+
+    return call
 
 
 class UsersView:
@@ -22,6 +34,12 @@ class UsersView:
 
     Only what Lightning calls is the wrapper's. It is an instance of the user's class for `isinstance`.
     """
+
+    def __new__(cls, wrapper: Any) -> UsersView:
+        """Return a view with the special methods of the user's class, which Python looks up in the class."""
+        own = {name: _of_users(name) for name in _SPECIAL if hasattr(type(wrapper.module), name)}
+        view: type[Any] = type(cls.__name__, (cls,), own) if own else cls
+        return super().__new__(view)
 
     def __init__(self, wrapper: Any) -> None:
         vars(self)["_wrapper"] = wrapper

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -47,11 +48,13 @@ class Gathered:
         mesh = getattr(holder, weight).device_mesh  # gathered weights have none, or that of a tensor axis alone
         knows_whole = False
 
+        @torch.compiler.disable  # as torch's own hooks are, where users compile the unit
         def before(*_: Any) -> None:
             if getattr(getattr(holder, weight), "device_mesh", None) == mesh:
                 self.counts[index] += 1
                 self.order = hash((self.order, index))  # of numbers: the same in all processes
 
+        @torch.compiler.disable
         def after(*_: Any) -> None:
             nonlocal knows_whole
             if not knows_whole:  # torch makes them once

@@ -36,10 +36,18 @@ def local_parts(tensors: Iterable[Tensor]) -> list[Part]:
 
 
 def local_gradients(parameters: Iterable[Tensor]) -> list[Part]:
-    """Return `local_parts` of the gradients of the parameters that have one."""
+    """Return `local_parts` of the gradients of the parameters that have one; of a sparse gradient, its values."""
     graded = [param for param in parameters if param.grad is not None]
     _reduce_partial(graded)
-    return local_parts(param.grad for param in graded)  # pyright: ignore[reportArgumentType]
+    return local_parts(_dense(param) for param in graded)
+
+
+def _dense(param: Tensor) -> Tensor:
+    grad: Any = param.grad
+    if not grad.is_sparse:
+        return grad
+    param.grad = grad = grad.coalesce()  # each row once: two parts of a row have another norm than their sum
+    return grad.values()
 
 
 def _reduce_partial(params: Iterable[Tensor]) -> None:

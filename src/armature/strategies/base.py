@@ -58,6 +58,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
     fetches_weights: bool = False
     held: Callable[[str], bool] = staticmethod(lambda name: False)
     remedies: ClassVar[dict[str, str]] = {}
+    _explained: BaseException | None = None
 
     def configure_mixin(
         self, seed: int, activation_checkpointing: str | int, compile: str, compile_mode: str, float8: bool | str
@@ -239,8 +240,9 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         """Return why `replicated_weights` may differ between ranks after a step, and what to do about it."""
         return (
             "Code beside the optimizer changes it by a rank's own samples or random numbers, or its gradients are not "
-            "reduced. Reduce what changes it over the ranks (trainer.strategy.reduce, self.all_gather), draw it once "
-            "and send it (trainer.strategy.broadcast), or type strategy=single trainer.devices=1."
+            "reduced, as of a parameter that configure_optimizers makes (make it in __init__). Reduce what changes it "
+            "over the ranks (trainer.strategy.reduce, self.all_gather), draw it once and send it "
+            "(trainer.strategy.broadcast), or type strategy=single trainer.devices=1."
         )
 
     def names_of_all_ranks(self, names: Iterable[str]) -> list[str]:
@@ -249,10 +251,16 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        self.explain(exception)
+        args = exception.args
+        super().on_exception(exception)
+        exception.args = args  # Lightning's own remedies name its own strategies
+
+    def explain(self, exception: BaseException) -> None:
+        """Say in an error of torch's what to type, if that is known."""
         remedy = self.remedy(exception)
-        super().on_exception(exception)  # Lightning's own remedies name its own strategies
-        if remedy is not None and not isinstance(exception, ConfigError):
-            exception.args = (remedy,)
+        if remedy is not None and not isinstance(exception, ConfigError) and self._explained is not exception:
+            self._explained, exception.args = exception, (remedy,)
 
     def remedy(self, exception: BaseException) -> str | None:
         """Return what to type after an error of torch's, with its message, or None if it is not known."""

@@ -11,6 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from armature.data.memory import is_missing
 from armature.errors import EndedByCode, MicroBatchTooLarge
 from armature.launcher import environment
+from armature.strategies.base import StrategyMixin
 from armature.training import memory, micro_batch, not_finite
 from armature.training.refusals import refusal_of
 from armature.training.stop import StoppedBySignal
@@ -51,4 +52,7 @@ class RecordError(Callback):
             if not micro_batch.begins_anew_here():
                 record(MicroBatchTooLarge(self.smaller.line))
         elif not together:
-            record(refusal_of(exception, pl_module) or exception)
+            refusal = refusal_of(exception, pl_module)
+            if refusal is None and (strategy := StrategyMixin.find(trainer)) is not None:
+                strategy.explain(exception)
+            record(refusal or exception)

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig
 
 from armature import run_dir
@@ -42,6 +43,13 @@ def start_line(cfg: DictConfig, batches: Batches, checkpoint: Path | None, train
         f"{batches.data_ranks} data rank{'s' * (batches.data_ranks > 1)}{_batch_note(trainer)} · "
         f"{_parameters(trainer, strategy)} · {cfg.run.dir}"
     )
+    divided = batches.micro_batch_size < batches.global_batch_size
+    if divided and (sampler := getattr(data_of(trainer), "drawn_together", None)):
+        line += (
+            f"\neach batch of {sampler} is divided: collate_fn and the step get {batches.micro_batch_size} of its "
+            f"{batches.global_batch_size} samples, in validation as well. If they belong together, as in an episode, "
+            f"type strategy=single data.micro_batch_size={batches.global_batch_size}"
+        )
     if note := getattr(trainer.lightning_module, "start_note", ""):
         line += f"\n{note}"
     if strategy is not None and (bubble := strategy.bubble_share):
@@ -149,8 +157,10 @@ def finish(
         display.print(preview)
     if reason == "finished" and checkpoint is not None:
         script = "generate" if (Path(cfg.run.dir) / TOKENIZER_FILE).exists() else "evaluate"
-        chat = " --chat" if (Path(cfg.run.dir) / CHAT_TEMPLATE).exists() else ""
-        display.print(f"next: python scripts/{script}.py {shlex.quote(cfg.run.dir)}{chat}")
+        option = " --chat" if (Path(cfg.run.dir) / CHAT_TEMPLATE).exists() else ""
+        if script == "evaluate" and not is_overridden("test_step", trainer.lightning_module):
+            option = " --split val"
+        display.print(f"next: python scripts/{script}.py {shlex.quote(cfg.run.dir)}{option}")
     elif reason == "max_time":
         display.print(f"to continue: the same command with run.name={cfg.run.name} and a longer trainer.max_time")
 

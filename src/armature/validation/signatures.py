@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from armature import namesakes
 from armature.data.batching import LOADER_KEYS
 from armature.errors import ConfigError
 from armature.validation import annotations, foreign_keys
 
-LIBRARIES = ("torch", "lightning")  # their classes declare nothing of ours
+LIBRARIES = ("torch", "lightning", *namesakes.TWINS)  # their classes declare nothing of ours
 OUR_DATA = "armature.data.base.DataModule"
 FACTORIES = ("model", "optimizer", "scheduler")  # groups that a task's constructor gets, if it takes them
 Definition = tuple[str, ast.ClassDef | ast.FunctionDef]  # the defining module, and the syntax tree
@@ -264,7 +265,8 @@ def accepted(task: Mapping[str, Any], names: Iterable[str] = FACTORIES) -> list[
     """Return those of `names` that a task's constructor takes and that its own node does not set.
 
     All that it does not set, if the source of the constructor does not tell. Of those that only `**kwargs` would take,
-    those that the class mentions, as in `self.hparams.optimizer`; all, if the constructor does something with `kwargs`.
+    those that the class mentions, as in `self.hparams.optimizer` (but `{"optimizer": …}` is what Lightning takes); all,
+    if the constructor does something with `kwargs`.
     """
     target, names = str(task["_target_"]), [name for name in names if name not in task]
     definition = find_definition(target)
@@ -282,7 +284,7 @@ def accepted(task: Mapping[str, Any], names: Iterable[str] = FACTORIES) -> list[
     whole = re.search(r"\bhparams\b(?!\s*[.\[])", source)  # taken as a whole: anything may read it
     if whole or any(_keyword_uses(init, init) for init in methods_of(definition, ["__init__"])):
         return names
-    return [name for name in names if name in own or re.search(rf"hparams\.{name}\b|[\"']{name}[\"']", source)]
+    return [name for name in names if name in own or re.search(rf"hparams\.{name}\b|[\"']{name}[\"'](?!:)", source)]
 
 
 def unused(task: Mapping[str, Any]) -> list[str]:

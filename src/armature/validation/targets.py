@@ -19,7 +19,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from armature import config
+from armature import config, namesakes
 from armature.errors import ConfigError, error_line
 from armature.validation import signatures
 from armature.validation.signatures import Definition
@@ -164,6 +164,8 @@ def _forbidden(path: str, target: str, allowed: Sequence[str]) -> str | None:
     what = f"{path}._target_={target}"
     if not _under(target, allowed):
         package = target.split(".")[0]
+        if (twin := namesakes.twin_of(target)) and _under(twin, allowed):
+            return f"{what}: the classes that train here are lightning's. Type {path}._target_={twin}."
         if (_SOURCES / package).is_dir():
             return f"{what}: src/{package} is no package. Add an empty file: touch src/{package}/__init__.py"
         near = difflib.get_close_matches(package, allowed, n=1, cutoff=0.7)
