@@ -80,6 +80,10 @@ CASES = {
     "a required value": (["data=text"], ["data.path"]),
     "wandb without a key": (["logger=wandb"], ["WANDB_API_KEY", "logger.wandb.offline=true"]),
     "target outside the allowed packages": (["model._target_=os.system"], ["os.system", "launch.allowed_packages"]),
+    "Lightning by its other package": (
+        ["callbacks=ema", "+callbacks.stop._target_=pytorch_lightning.callbacks.Timer"],
+        ["callbacks.stop._target_=lightning.pytorch.callbacks.Timer"],
+    ),
     "secret on the command line": (["+logger.tensorboard.api_key=abcdef"], ["api_key", "oc.env"]),
     "resume from nowhere": (["resume=nowhere"], ["resume=nowhere"]),
     "output folder that is a file": (["run.root=short.txt"], ["run.root=short.txt"]),

@@ -223,6 +223,9 @@ class OfOurNames(Plain):
     def collate_fn(self, samples):
         return "mine"
 
+    def __len__(self):
+        return 7
+
 
 def test_the_users_data_module_is_what_hooks_see():
     seen: dict[str, Any] = {}
@@ -252,6 +255,9 @@ def test_the_users_data_module_is_what_hooks_see():
     with pytest.raises(AttributeError, match="'OfOurNames' object has no attribute 'nothing'"):
         data.nothing  # noqa: B018
     assert copy.deepcopy(data).class_names == ["a", "b"]
+    assert (len(data), len(copy.deepcopy(data))) == (7, 7)
+    with pytest.raises(TypeError):
+        iter(data)
 
 
 def test_the_position_is_saved_under_one_name_whatever_the_users_class_is_called(tmp_path):

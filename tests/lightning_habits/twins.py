@@ -11,7 +11,7 @@ from tests.lightning_habits import data
 
 
 class OtherName(pl.LightningModule):
-    """Keywords for hyperparameters, an optimizer's step for each batch of `len(datamodule)`, and a callback of its own."""
+    """Keywords for hyperparameters, a schedule as long as `len(datamodule)` says, and a callback of its own."""
 
     def __init__(self, width: int = 16, **kwargs):
         super().__init__()

@@ -172,6 +172,7 @@ def test_a_module_gets_the_groups_that_its_constructor_takes():
     assert accepted(f"{users}.Template", optimizer={"_target_": "torch.optim.Adam"}) == ["scheduler"]
     assert [accepted(f"{users}.{kind}") for kind in ("Plain", "Inherited", "Bare", "Ignores")] == [[], [], [], []]
     assert accepted(f"{users}.Reads") == ["optimizer"]
+    assert accepted(f"{users}.Returns") == []
     assert accepted(f"{users}.ReadsAll") == ["model", "optimizer", "scheduler"]
     assert accepted("nowhere.Module") == ["model", "optimizer", "scheduler"]
 

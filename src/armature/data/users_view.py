@@ -10,7 +10,7 @@ import lightning.pytorch as L
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from armature import namesakes
+from armature.data import namesakes
 
 namesakes.install()  # before any class of users is found
 # Lightning reads these of `trainer.datamodule`, and must get the wrapper's
@@ -35,13 +35,14 @@ class UsersView:
     Only what Lightning calls is the wrapper's. It is an instance of the user's class for `isinstance`.
     """
 
-    def __new__(cls, wrapper: Any) -> UsersView:
+    def __new__(cls, wrapper: Any, kind: type | None = None) -> UsersView:
         """Return a view with the special methods of the user's class, which Python looks up in the class."""
-        own = {name: _of_users(name) for name in _SPECIAL if hasattr(type(wrapper.module), name)}
+        kind = kind or type(wrapper.module)
+        own = {name: _of_users(name) for name in _SPECIAL if hasattr(kind, name)}
         view: type[Any] = type(cls.__name__, (cls,), own) if own else cls
         return super().__new__(view)
 
-    def __init__(self, wrapper: Any) -> None:
+    def __init__(self, wrapper: Any, kind: type | None = None) -> None:
         vars(self)["_wrapper"] = wrapper
 
     @property
@@ -68,7 +69,8 @@ class UsersView:
         setattr(wrapper if only_ours else wrapper.module, name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return UsersView, (vars(self)["_wrapper"],)
+        wrapper = vars(self)["_wrapper"]
+        return UsersView, (wrapper, type(wrapper.module))  # a copy of the wrapper may not have its module yet
 
 
 class UsersTrainer(L.Trainer):

@@ -48,22 +48,21 @@ class Gathered:
         mesh = getattr(holder, weight).device_mesh  # gathered weights have none, or that of a tensor axis alone
         knows_whole = False
 
-        @torch.compiler.disable  # as torch's own hooks are, where users compile the unit
         def before(*_: Any) -> None:
             if getattr(getattr(holder, weight), "device_mesh", None) == mesh:
                 self.counts[index] += 1
                 self.order = hash((self.order, index))  # of numbers: the same in all processes
 
-        @torch.compiler.disable
         def after(*_: Any) -> None:
             nonlocal knows_whole
             if not knows_whole:  # torch makes them once
                 self._whole += [(f"{name}.{path}", weakref.ref(getattr(part, weight))) for path, part, weight in own]
                 knows_whole = True
 
-        unit.register_forward_pre_hook(before, prepend=True)  # of torch's own hook, which gathers
+        untraced: Any = torch.compiler.disable  # as torch's own hooks are: users may compile the unit
+        unit.register_forward_pre_hook(untraced(before), prepend=True)  # of torch's own hook, which gathers
         if not staged:
-            unit.register_forward_pre_hook(after)
+            unit.register_forward_pre_hook(untraced(after))
 
     def unreduced(self) -> str | None:
         """Return the name of a whole weight that has a gradient, which no optimizer sees, or None.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from armature import namesakes
+from armature.data import namesakes
 from armature.data.batching import LOADER_KEYS
 from armature.errors import ConfigError
 from armature.validation import annotations, foreign_keys

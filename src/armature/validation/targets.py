@@ -19,7 +19,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from armature import config, namesakes
+from armature import config
+from armature.data import namesakes
 from armature.errors import ConfigError, error_line
 from armature.validation import signatures
 from armature.validation.signatures import Definition
