@@ -41,10 +41,11 @@ def evaluate(args: argparse.Namespace) -> None:
 
     process.quiet()
     data = load_data(cfg)
-    run_dir, stage = Path(cfg.run.dir), "validate" if args.split == "val" else "test"
+    run_dir = Path(cfg.run.dir)
+    stage, step, other = (
+        ("test", "test_step", "val") if args.split == "test" else ("validate", "validation_step", "test")
+    )
     task = load_task(cfg, checkpoint, set_up=set_up_with(data, stage, run_dir=run_dir))
-    step = "validation_step" if args.split == "val" else "test_step"
-    other = "test" if args.split == "val" else "val"
     if not is_overridden(step, task):
         raise ConfigError(f"{args.path}: {type(task).__name__} has no {step}. Add it, or type --split {other}.")
     accelerator = cli.accelerator(args.accelerator)

@@ -23,9 +23,6 @@ def twin_of(name: str) -> str | None:
 
 
 class _Twins(MetaPathFinder, Loader):
-    def __init__(self) -> None:
-        self._specs: dict[str, ModuleSpec | None] = {}  # of the modules that were asked for by their other names
-
     @override
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None, /
@@ -41,14 +38,13 @@ class _Twins(MetaPathFinder, Loader):
     @override
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = importlib.import_module(str(twin_of(spec.name)))
-        self._specs[spec.name] = module.__spec__
+        spec.loader_state = module.__spec__
         return module
 
     @override
     def exec_module(self, module: ModuleType) -> None:
-        asked = module.__spec__  # Python has just set it
-        assert asked is not None
-        module.__spec__ = self._specs.pop(asked.name)
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state  # Python has just set the other one
 
 
 def install() -> None:

@@ -32,22 +32,19 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def local_parts(tensors: Iterable[Tensor]) -> list[Part]:
-    return [(local_part(tensor).detach(), _part_count(tensor)) for tensor in tensors]
+    """Return this rank's part of each tensor; of a sparse one its values, which share memory if it is coalesced."""
+    parts = [(local_part(tensor).detach(), _part_count(tensor)) for tensor in tensors]
+    return [(part.coalesce().values() if part.is_sparse else part, count) for part, count in parts]
 
 
 def local_gradients(parameters: Iterable[Tensor]) -> list[Part]:
-    """Return `local_parts` of the gradients of the parameters that have one; of a sparse gradient, its values."""
+    """Return `local_parts` of the gradients of the parameters that have one. Sparse ones are coalesced for it."""
     graded = [param for param in parameters if param.grad is not None]
     _reduce_partial(graded)
-    return local_parts(_dense(param) for param in graded)
-
-
-def _dense(param: Tensor) -> Tensor:
-    grad: Any = param.grad
-    if not grad.is_sparse:
-        return grad
-    param.grad = grad = grad.coalesce()  # each row once: two parts of a row have another norm than their sum
-    return grad.values()
+    for param in graded:
+        if param.grad.is_sparse:  # pyright: ignore[reportOptionalMemberAccess]
+            param.grad = param.grad.coalesce()  # pyright: ignore[reportOptionalMemberAccess]
+    return local_parts(param.grad for param in graded)  # pyright: ignore[reportArgumentType]
 
 
 def _reduce_partial(params: Iterable[Tensor]) -> None:

@@ -58,7 +58,6 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
     fetches_weights: bool = False
     held: Callable[[str], bool] = staticmethod(lambda name: False)
     remedies: ClassVar[dict[str, str]] = {}
-    _explained: BaseException | None = None
 
     def configure_mixin(
         self, seed: int, activation_checkpointing: str | int, compile: str, compile_mode: str, float8: bool | str
@@ -259,14 +258,14 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
     def explain(self, exception: BaseException) -> None:
         """Say in an error of torch's what to type, if that is known."""
         remedy = self.remedy(exception)
-        if remedy is not None and not isinstance(exception, ConfigError) and self._explained is not exception:
-            self._explained, exception.args = exception, (remedy,)
+        if remedy is not None and not isinstance(exception, ConfigError):
+            exception.args = (remedy,)
 
     def remedy(self, exception: BaseException) -> str | None:
-        """Return what to type after an error of torch's, with its message, or None if it is not known."""
+        """Return what to type after an error of torch's, with its message, or None if that is not known or in it."""
         message = str(exception)
         found = next((remedy for words, remedy in self.remedies.items() if words in message), None)
-        return None if found is None else f"{found} torch reports: {message}"
+        return None if found is None or message.startswith(found) else f"{found} torch reports: {message}"
 
     local = staticmethod(gradients.local_part)
 

@@ -45,10 +45,11 @@ def start_line(cfg: DictConfig, batches: Batches, checkpoint: Path | None, train
     )
     divided = batches.micro_batch_size < batches.global_batch_size
     if divided and (sampler := getattr(data_of(trainer), "drawn_together", None)):
+        held_out = ", in validation as well" if batches.data_ranks > 1 else ""
         line += (
             f"\neach batch of {sampler} is divided: collate_fn and the step get {batches.micro_batch_size} of its "
-            f"{batches.global_batch_size} samples, in validation as well. If they belong together, as in an episode, "
-            f"type strategy=single data.micro_batch_size={batches.global_batch_size}"
+            f"{batches.global_batch_size} samples{held_out}. If they belong together, as in an episode, type "
+            f"strategy=single data.micro_batch_size={batches.global_batch_size}"
         )
     if note := getattr(trainer.lightning_module, "start_note", ""):
         line += f"\n{note}"
