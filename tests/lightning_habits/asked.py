@@ -50,6 +50,14 @@ class Summarized(Regressor):
         self.example_input_array = torch.ones(4, 8)
 
 
+class ScriptedWeights(Regressor):
+    """A scripted layer with weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), torch.jit.script(nn.Linear(16, 16)), nn.Tanh(), nn.Linear(16, 1))
+
+
 class ExampleOfDict(Regressor):
     """forward takes keywords, and its example is a dict."""
 

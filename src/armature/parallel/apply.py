@@ -132,6 +132,7 @@ def parallelize(
     if data_mesh.size() > 1 or options.cpu_offload:  # FSDP2 moves offloaded weights to the GPU, of one rank as well
         if plan is None and data_mesh.size() > 1:
             _warn_of_no_plan(type(model).__name__)
+        _refuse_scripted(model, prefix)
         for part in parts:
             shard_parameters(part, plan, mesh=data_mesh, options=options)
     elif spread is not None and stages is not None:
@@ -257,6 +258,16 @@ def plan_of(model: nn.Module) -> Plan | None:
     """Return the plan beside a model's class, or the one that the model makes itself."""
     plan = plan_beside(type(model).__module__)
     return model.plan if plan is not None and plan.from_instance else plan  # pyright: ignore[reportReturnType]
+
+
+def _refuse_scripted(model: nn.Module, prefix: str) -> None:
+    """Raise ConfigError if a part that TorchScript made has weights: nothing can replace them by their shards."""
+    for name, part in model.named_modules():
+        if isinstance(part, torch.jit.ScriptModule) and next(part.parameters(), None) is not None:
+            raise ConfigError(
+                f"{prefix}{name}".rstrip(".") + ": torch.jit made this module and it has weights, which cannot be "
+                "sharded. Train the module itself and script it afterwards, or type strategy=ddp."
+            )
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -24,7 +25,8 @@ def sharded_like(target: Any, value: Any) -> Any:
 def accept(model: nn.Module) -> None:
     """Let `load_state_dict` of a sharded model, and of its parts, take whole weights."""
     for part in model.modules():
-        part.register_load_state_dict_pre_hook(_shard)
+        if not isinstance(part, torch.jit.ScriptModule):  # which takes no such hook; its weights are whole
+            part.register_load_state_dict_pre_hook(_shard)
 
 
 def _shard(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
