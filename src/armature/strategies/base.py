@@ -27,6 +27,7 @@ from armature.parallel import apply, blocks, gradients, initialization, process_
 from armature.parallel.distributed_matrices import DistributedMatrices
 from armature.parallel.gathered import Gathered
 from armature.parallel.targets import TargetWeights
+from armature.strategies import metric_objects
 from armature.strategies.buckets import BucketOrder
 from armature.strategies.checkpoints import CheckpointMixin
 from armature.strategies.gradients import GradientMixin
@@ -117,6 +118,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
+        metric_objects.combine_from(self.sample_ranks)
         self.build_once()
         super().setup(trainer)
         for optimizer in self.optimizers:
@@ -274,7 +276,11 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         # the mean of whole numbers would be truncated, and `self.log(…, sync_dist=True)` counts its samples that way
         if isinstance(tensor, Tensor) and not tensor.is_floating_point() and reduce_op in ("mean", "avg"):
             tensor = tensor.float()
-        return super().reduce(tensor, group, reduce_op)
+        reduced = super().reduce(tensor, group, reduce_op)
+        copies = self.world_size // len(self.sample_ranks)
+        if copies == 1 or group not in (None, dist.group.WORLD) or reduce_op not in ("sum", dist.ReduceOp.SUM):
+            return reduced
+        return reduced / copies if reduced.is_floating_point() else reduced // copies  # else each counts several times
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -287,6 +293,8 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
                     "divide gives some ranks one more. Log a torchmetrics object (CatMetric holds all values), gather "
                     "with torch.distributed.all_gather_object, or leave out the last few samples."
                 )
+            gathered = super().all_gather(tensor, group=group, sync_grads=sync_grads)
+            return gathered if len(self.sample_ranks) == self.world_size else gathered[self.sample_ranks]
         return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
 

@@ -48,6 +48,11 @@ class LayoutMixin(_Base):
         return self.global_rank
 
     @property
+    def sample_ranks(self) -> list[int]:
+        """One rank for each part of the data, in their order, this one among them. The others compute the same."""
+        return [*range(self.world_size)]
+
+    @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         return {"num_replicas": self.data_size, "rank": self.data_rank}
 

@@ -123,6 +123,14 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
 
     @property
     @override
+    def sample_ranks(self) -> list[int]:
+        context, tensor = self.sizes["context"], self._rank_on("tensor")  # "shard" is the mesh's axis of both
+        return (
+            self.device_mesh.mesh[self.stage, :, self._rank_on("shard") % context :: context, tensor].flatten().tolist()
+        )
+
+    @property
+    @override
     def stage(self) -> int:
         return self._rank_on("pipe")
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from armature.loggers import writes_rows
+from armature.parallel import process_group
 from armature.parallel.targets import weigh
 from armature.strategies.base import StrategyMixin
 from armature.training.expert_load import ExpertLoad
@@ -276,8 +277,7 @@ class StepLog(Callback):
             # Each rank has a row of its own, so that no sum depends on how a collective splits a tensor
             table = torch.zeros(trainer.world_size, count + len(mine), device=device)
             table[trainer.global_rank] = torch.cat([values[:count], mine])
-            table = trainer.strategy.reduce(table, reduce_op="sum")
-            assert isinstance(table, Tensor)
+            table = process_group.all_sum(table)
             everyones = table[:, count:]
             values[:count] = table[:, :count].sum(dim=0) / everyones[:, :count].sum(dim=0)
         having = everyones[:, :count].sum(dim=0)

@@ -1,0 +1,107 @@
+"""Metric objects and sums count each sample once, whatever ranks share it, and ranks may hold unequal numbers."""
+
+import lightning.pytorch as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from torchmetrics import CatMetric, Metric, SumMetric
+from torchmetrics.classification import MulticlassAUROC
+from torchmetrics.text import ROUGEScore
+
+from armature.parallel import process_group
+from armature.strategies.ddp import DDP
+from armature.strategies.mesh import MeshStrategy
+from armature.training.trainer import Trainer
+from benchmarks.parity.harness import on_ranks
+
+pytestmark = pytest.mark.slow
+LAYOUTS = {  # ranks, data ranks, sizes of axes
+    "ddp": (2, 2, {}),
+    "tensor": (2, 1, {"shard": 1, "tensor": 2}),
+    "fsdp, tensor": (4, 2, {"shard": 2, "tensor": 2}),
+    "pipeline, context": (4, 1, {"shard": 1, "pipe": 2, "context": 2}),
+    "hsdp, context": (4, 2, {"replicate": 2, "shard": 1, "context": 2}),
+}
+SAMPLES = 5
+SPLITS = {1: 2 * [[range(SAMPLES)]], 2: [[range(2), range(2, SAMPLES)], [range(SAMPLES), range(0)]]}  # by data ranks
+CELLS = [("ddp", 0), ("ddp", 1), ("tensor", 0), ("fsdp, tensor", 0), ("pipeline, context", 0), ("hsdp, context", 1)]
+SCORES = torch.rand(SAMPLES, 3, generator=torch.Generator().manual_seed(0))
+CLASSES = torch.tensor([0, 1, 2, 0, 1])
+
+
+class Values(Metric):
+    """One value per sample, in a list that nothing concatenates."""
+
+    def __init__(self, reduction=None):
+        super().__init__()
+        self.add_state("values", default=[], dist_reduce_fx=reduction)
+
+    def update(self, values):
+        self.values.extend(values)
+
+    def compute(self):
+        return torch.stack([*self.values]).float()
+
+
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.sum, self.cat, self.auroc, self.rouge = SumMetric(), CatMetric(), MulticlassAUROC(3), rouge()
+        self.values, self.stacked, self.found = Values(), Values(torch.stack), {}
+
+    def validation_step(self, batch, batch_idx):
+        strategy = self.trainer.strategy
+        own = torch.tensor([*SPLITS[strategy.data_size][batch][strategy.data_rank]], dtype=torch.int64)
+        self.sum.update(len(own))
+        self.log("sum", self.sum)
+        self.log("logged", float(len(own)), reduce_fx="sum", sync_dist=True)
+        self.values.update(own)
+        self.stacked.update(own)
+        for i in own:
+            self.cat.update(i)
+            self.rouge.update(*text(i))
+            self.auroc.update(SCORES[i : i + 1], CLASSES[i : i + 1])
+        self.found["whole"] = int(self.trainer.strategy.reduce(torch.tensor(len(own)), reduce_op="sum"))
+        self.found["places"] = self.all_gather(torch.tensor(strategy.data_rank)).tolist()
+
+    def on_validation_epoch_end(self):
+        for name in ("cat", "values", "stacked"):
+            self.found[name] = sorted(getattr(self, name).compute().tolist())
+        self.found["auroc"] = float(self.auroc.compute())
+        self.found["rouge"] = float(self.rouge.compute()["rouge1_fmeasure"])
+
+
+def rouge():
+    return ROUGEScore(rouge_keys="rouge1")
+
+
+def text(sample):
+    return ("a b" if sample % 2 else "a c"), "a b"
+
+
+def measured(sizes, split):
+    strategy = MeshStrategy(seed=0, **sizes) if sizes else DDP(seed=0)
+    trainer = Trainer(
+        accelerator="cpu", devices=process_group.ranks(), strategy=strategy, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+    )  # fmt: skip
+    module = Module()
+    trainer.validate(module, DataLoader([split], batch_size=None), verbose=False)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()} | module.found
+
+
+@pytest.mark.parametrize(("layout", "split"), CELLS)
+def test_each_sample_counts_once(layout, split):
+    ranks, data_ranks, sizes = LAYOUTS[layout]
+    auroc, texts = MulticlassAUROC(3), rouge()
+    auroc.update(SCORES, CLASSES)
+    for sample in range(SAMPLES):
+        texts.update(*text(sample))
+    expected = {
+        "sum": SAMPLES, "logged": SAMPLES, "whole": SAMPLES, "auroc": float(auroc.compute()),
+        "rouge": float(texts.compute()["rouge1_fmeasure"]),
+    } | {name: [*range(SAMPLES)] for name in ("cat", "values", "stacked")}  # fmt: skip
+    for found in on_ranks(measured, sizes, split, ranks=ranks):
+        assert found.pop("places") == [*range(data_ranks)]
+        for name, value in expected.items():
+            assert found[name] == pytest.approx(value), name
