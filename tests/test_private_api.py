@@ -168,6 +168,8 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     (f"{CONNECTORS}.result:_ResultMetric", "__init__", ("self", "metadata", "is_tensor"), "training/epoch_metrics.py"),
     (f"{CONNECTORS}.result:_ResultMetric", "_update_count", None, "training/epoch_metrics.py"),
     (f"{CONNECTORS}.result:_ResultMetric", "_computed", None, "training/trainer.py"),
+    ("lightning.pytorch.loggers:TensorBoardLogger", "_log_graph", None, "loggers/__init__.py"),
+    (MODULE, "_trainer", None, "loggers/__init__.py"),
     ("torchmetrics:Metric", "_reductions", None, "training/epoch_metrics.py"),
     ("torchmetrics:Metric", "_reductions", None, "strategies/metric_objects.py"),
     ("torchmetrics:Metric", "_sync_dist", ("self", "dist_sync_fn", "process_group"), "strategies/metric_objects.py"),

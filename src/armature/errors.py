@@ -39,7 +39,7 @@ class RunFailed(Exception):
         self.run_name = run_name  # of a run that resumes when it is started again
 
     def __str__(self) -> str:
-        resume = f" The same command with run.name={self.run_name} resumes from the last checkpoint."
+        resume = f" The same command with run.name={self.run_name} resumes it."
         return super().__str__() + (resume if self.run_name is not None else "")
 
 

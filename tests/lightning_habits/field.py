@@ -40,7 +40,9 @@ ASKED = [
     regression("summarized", "asked.Summarized", callback(f"{STOCK}.ModelSummary", max_depth=-1), sample=("fsdp2",)),
     regression("scripted_weights", "asked.ScriptedWeights", refused={"fsdp2": "script it afterwards"}),
     regression("summarized_by_dict", "asked.ExampleOfDict", callback(f"{STOCK}.RichModelSummary", max_depth=2)),
-    regression("logs_graph", "asked.Summarized", "logger=tensorboard", "+logger.tensorboard.log_graph=true"),
+    regression(
+        "logs_graph", "asked.Summarized", "logger=tensorboard", "+logger.tensorboard.log_graph=true", sample=("fsdp2",)
+    ),
     regression("logs_hparams", "asked.LogsHparams", "logger=tensorboard"),
     regression("reads_rates", "asked.ReadsRates", layouts=SINGLE),
     regression("nested_metrics", "asked.NestedMetrics", random=True),

@@ -60,7 +60,21 @@ def forgive_failures(loggers: Iterable[Any]) -> None:
         failures = Failures(type(logger).__name__)
         for name in CALLED:
             if callable(method := getattr(logger, name, None)):
-                setattr(logger, name, wraps(method)(partial(failures.call, method, name)))
+                call = partial(_log_graph, logger, method) if name == "log_graph" else method
+                setattr(logger, name, wraps(method)(partial(failures.call, call, name)))
+
+
+def _log_graph(logger: Any, method: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    """Log the model's graph, unless its forward needs all ranks: only rank 0 traces it."""
+    strategy = getattr(getattr(model, "_trainer", None), "strategy", None)
+    if getattr(strategy, "sharded", False) or getattr(strategy, "zero_stage_3", False):
+        if getattr(logger, "_log_graph", False):
+            log.warning(
+                "%s logs no graph: rank 0 has a part of the weights only, and would trace the model alone. Type "
+                "strategy=single trainer.devices=1 trainer.max_steps=1 for a graph.", type(logger).__name__
+            )  # fmt: skip
+        return
+    method(model, *args, **kwargs)
 
 
 class Failures:
