@@ -4,6 +4,7 @@ from tests.lightning_habits.cells import ALL, NO_CLIP, SINGLE, regression
 from tests.lightning_habits.field import ASKED, FIELDS
 from tests.lightning_habits.runs import Habit
 
+AFTER = ("net.0.bias",)  # a bias before BatchNorm has no gradient but rounding
 WITH_COPIES = ("single", "ddp2")  # under fsdp a save warns that rank 0's buffers are kept
 LOST = {"fsdp2": "forward changes weights"}
 UNEQUAL = "is not the same on all ranks"
@@ -106,5 +107,9 @@ OPTIMIZERS = [
     regression("has_no_rate", "optimizers.HasNoRate", "+task.settings={}"),
     regression("rate_is_none", "optimizers.HasNoRate", "+task.settings={lr:null}", sample=("ddp2",)),
 ]
-TWINS = [regression("other_name", "twins.OtherName", data="twins.Folds", sample=("fsdp2",))]
+TWINS = [
+    regression("other_name", "twins.OtherName", data="twins.Folds", sample=("fsdp2",)),
+    regression("plain_norms", "twins.PlainNorms", apart=AFTER, sample=("fsdp2",)),
+    regression("frozen_norms", "twins.PlainNorms", "+task.freezes=true", apart=AFTER, sample=("ddp2",)),
+]
 NEWEST = [*TWINS, *RESEARCH, *APART, *STREAMS, *FIELDS, *ASKED, *OPTIMIZERS]

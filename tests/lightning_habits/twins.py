@@ -64,3 +64,37 @@ class Folds(pl.LightningDataModule):
 
     def teardown(self, *, stage):
         assert stage in ("fit", "test")
+
+
+class PlainNorms(pl.LightningModule):
+    """BatchNorms that are found by their exact type, and one without weights beside the network."""
+
+    def __init__(self, freezes: bool = False):
+        super().__init__()
+        self.freezes = freezes
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
+        self.whiten = nn.Sequential(nn.BatchNorm1d(1, affine=False), nn.Tanh())
+
+    def loss_of(self, batch):
+        return F.mse_loss(self.whiten(self.net(batch[0])), batch[1])
+
+    def on_train_batch_start(self, batch, batch_idx):
+        for part in self.net.modules() if self.freezes else ():
+            if type(part) is nn.BatchNorm1d:
+                part.eval()
+
+    def training_step(self, batch, batch_idx):
+        return self.loss_of(batch)
+
+    def validation_step(self, batch, batch_idx):
+        penalty = sum(p.square().sum() for p in self.net.parameters())
+        self.log("val/loss", self.loss_of(batch) + 0.1 * penalty, sync_dist=True)
+        self.log("val/penalty", penalty, sync_dist=True)
+
+    def configure_optimizers(self):
+        decayed, rest = [], []
+        for part in self.net.modules():
+            for name, p in part.named_parameters(recurse=False):
+                (rest if type(part) in (nn.BatchNorm1d, nn.BatchNorm2d) or name == "bias" else decayed).append(p)
+        groups = [{"params": decayed, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0}]
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9)

@@ -10,9 +10,11 @@ from torchmetrics import (
     MeanAbsoluteError,
     MeanMetric,
     MeanSquaredError,
+    Metric,
     MetricCollection,
     MetricTracker,
     MinMaxMetric,
+    PearsonCorrCoef,
     SumMetric,
 )
 from torchmetrics.classification import MulticlassAccuracy, MulticlassRecall
@@ -123,6 +125,52 @@ def test_other_ranks_continue_with_what_all_had_collected():
     assert sum(float(module.total.sum_value) for module in resumed) == pytest.approx(float(whole.total.compute()))
     value, weight = (sum(float(getattr(m.mean, name)) for m in resumed) for name in ("mean_value", "weight"))
     assert value / weight == pytest.approx(float(whole.mean.compute()))
+
+
+class Seen(Metric):
+    """A sum by a function of the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", default=torch.tensor(0.0), dist_reduce_fx=lambda of_ranks: of_ranks.sum(0))
+
+    def update(self, x: torch.Tensor) -> None:
+        self.total += x.sum()
+
+    def compute(self) -> torch.Tensor:
+        return self.total
+
+
+class Correlated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.correlation, self.unused = Seen(), PearsonCorrCoef(), PearsonCorrCoef()
+
+    def update(self, seed: int) -> None:
+        x, y = torch.randn(2, 6, generator=torch.Generator().manual_seed(seed))
+        self.seen.update(x)
+        self.correlation.update(x, x + y)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 3), (2, 3), (2, 2), (2, 1)])
+def test_states_that_torchmetrics_stacks_or_a_function_reduces_count_once(caplog, before, after):
+    whole, ranks, resumed = Correlated(), [Correlated() for _ in range(before)], [Correlated() for _ in range(after)]
+    for seed in range(4):
+        whole.update(seed)
+        ranks[seed % before].update(seed)
+    saved, places = [epoch_metrics.metric_states(rank) for rank in ranks], ([*range(before)], [*range(after)])
+    for rank, module in enumerate(resumed):
+        epoch_metrics.restore_states(module, saved, rank=rank, saved_data_ranks=places[0], data_ranks=places[1])
+    assert sum(float(module.seen.total) for module in resumed) == pytest.approx(float(whole.seen.compute()))
+    gathered = resumed[0].correlation
+    for key in gathered.metric_state if after > 1 else ():
+        setattr(gathered, key, torch.stack([getattr(module.correlation, key) for module in resumed]))
+    if after >= before:
+        assert float(gathered.compute()) == pytest.approx(float(whole.correlation.compute()))
+        assert "cannot be combined" not in caplog.text
+    else:
+        assert caplog.text.count("cannot be combined") == 1  # nothing of `unused`
+        assert "correlation: mean_x, mean_y" in caplog.text
 
 
 def test_logged_values_are_combined_over_ranks():

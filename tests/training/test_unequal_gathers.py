@@ -7,6 +7,7 @@ import lightning.pytorch as L
 import pytest
 
 from armature.data.sampler import EvalSampler
+from armature.strategies.base import StrategyMixin
 from armature.training.unequal_gathers import UnequalGathers, gathering_hook
 
 
@@ -41,8 +42,25 @@ def test_the_hook_of_validation_that_gathers_is_found_through_methods_of_the_mod
 )
 def test_an_uneven_validation_is_named_with_its_numbers(size, batches, told, caplog):
     loader = SimpleNamespace(batch_sampler=EvalSampler(size, batch_size=2, rank=0, ranks=2))
-    trainer: Any = SimpleNamespace(val_dataloaders=[loader], num_val_batches=[batches])
+    trainer: Any = SimpleNamespace(val_dataloaders=[loader], num_val_batches=[batches], strategy=None)
     UnequalGathers().on_train_start(trainer, Gathers())
     assert told in caplog.text
     assert bool(caplog.text) == bool(told)
-    UnequalGathers().on_train_start(SimpleNamespace(val_dataloaders=None), Gathers())  # pyright: ignore[reportArgumentType]
+    trainer.val_dataloaders = None
+    UnequalGathers().on_train_start(trainer, Gathers())
+
+
+class Counts(L.LightningModule):
+    def training_step(self, batch):
+        return self.trainer.strategy.reduce(batch, reduce_op="sum") / self.trainer.world_size
+
+
+@pytest.mark.parametrize(("ranks", "module", "told"), [(4, Counts, True), (2, Counts, False), (4, Trains, False)])
+def test_a_count_of_processes_is_named_where_several_share_samples(monkeypatch, caplog, ranks, module, told):
+    strategy = SimpleNamespace(data_size=2, world_size=ranks)
+    monkeypatch.setattr(StrategyMixin, "find", lambda trainer: strategy)
+    trainer: Any = SimpleNamespace(val_dataloaders=None)
+    UnequalGathers().on_train_start(trainer, module())
+    words = "Counts.training_step reads world_size. Of the 4 processes, 2 share each sample"
+    assert (words in caplog.text) == told
+    assert ("Read self.trainer.strategy.data_size." in caplog.text) == told

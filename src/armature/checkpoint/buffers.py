@@ -19,6 +19,15 @@ from armature.checkpoint import directory, storage
 RESIZED = f"{directory.RESERVED}resized_buffers"  # in checkpoints: their names
 
 Sizes = dict[str, tuple[int, ...] | None]
+COPIED = (
+    "Ranks put different values into {}, and each step begins with those of rank 0: what other ranks' samples have "
+    "changed there is lost. Reduce what your code puts there over the ranks (self.all_gather(value).mean(0))."
+)
+NOT_COPIED = (
+    "Checkpoints hold {} of rank 0 only, but other ranks have other values: this strategy does not copy buffers from "
+    "rank to rank. A resume gives all ranks those of rank 0, so it is not exact. Reduce what your code puts there over "
+    "the ranks (self.all_gather(value).mean(0)), or type strategy=ddp."
+)
 
 
 def sizes(module: nn.Module) -> Sizes:

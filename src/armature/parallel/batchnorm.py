@@ -2,13 +2,14 @@
 
 InstanceNorm normalizes each sample by itself; only the running statistics that it may keep are synchronized.
 
-torch.nn.SyncBatchNorm refuses CPUs. Here the class of each BatchNorm module is replaced by a subclass of that class, so
-that no name changes and `isinstance(module, nn.BatchNorm2d)` stays true. GPUs run torch's own kernels.
+torch.nn.SyncBatchNorm refuses CPUs. Here each BatchNorm module gets a forward of its own, so that neither a name nor
+`type(module)` changes. GPUs run torch's own kernels.
 """
 
 from __future__ import annotations
 
 import copy
+from types import MethodType
 from typing import Any, ClassVar
 
 import torch
@@ -19,11 +20,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+NOT_ALL = (
+    "A BatchNorm in training mode reads the batches of all ranks, and some did not call it or have ended. Call it on "
+    "every rank, or in eval(), or type strategy.sync_batchnorm=false."
+)
 Running = tuple[Tensor, Tensor]  # mean and variance
 
 
-class _Synchronized(nn.Module):
-    """What stands in for a class. A pickled module is one of the original class, for any process."""
+class SynchronizedBatchNorm(_BatchNorm):
+    """Stands in for a class with a forward of its own, which calls this one by super().
+
+    A pickled module is one of the original class, for any process.
+    """
 
     group: ClassVar[dist.ProcessGroup]  # of the class: a group can be neither copied nor pickled
     original: ClassVar[type[nn.Module]]
@@ -31,55 +39,51 @@ class _Synchronized(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return object.__new__, (self.original,), self.__dict__
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Synchronized:
+    def __deepcopy__(self, memo: dict[int, Any]) -> SynchronizedBatchNorm:
         twin = memo[id(self)] = self.__new__(type(self))
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
 
-
-class SynchronizedBatchNorm(_Synchronized, _BatchNorm):
-    """BatchNorm of inputs (B, C, …) over all ranks of `group`. Evaluation with tracked statistics is torch's own."""
-
     @override
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training and self.running_mean is not None:
-            return super().forward(input)
-        self._check_input_dim(input)
-        running, weight = None, 0.0
-        if self.training and self.track_running_stats and self.running_mean is not None:
-            assert self.running_var is not None
-            running, weight = (self.running_mean, self.running_var), self._count()
-        if input.is_cuda:
-            mean, variance = running or (None, None)
-            arguments = (mean, variance, self.eps, weight, self.group, dist.get_world_size(self.group))
-            return TorchFunction.apply(input, self.weight, self.bias, *arguments)  # pyright: ignore[reportReturnType]
-        x = input if input.dtype == torch.float64 else input.float()
-        return _Normalize.apply(x, self.weight, self.bias, running, self.eps, weight, self.group).to(input.dtype)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
-
-    def _count(self) -> float:
-        """Count a batch, and return its weight in the running statistics."""
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if self.momentum is None:
-                return 1 / float(self.num_batches_tracked)
-        return self.momentum or 0.0
+        return _over_ranks(self, input, self.group)
 
 
-class SynchronizedInstanceNorm(_Synchronized):
-    """InstanceNorm whose running statistics are those of all ranks' samples."""
+def _over_ranks(module: _BatchNorm, input: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return inputs (B, C, …) normalized over all ranks. Evaluation with tracked statistics is torch's own."""
+    if not module.training and module.running_mean is not None:
+        return _BatchNorm.forward(module, input)
+    module._check_input_dim(input)
+    running, weight = None, 0.0
+    if module.training and module.track_running_stats and module.running_mean is not None:
+        assert module.running_var is not None
+        running, weight = (module.running_mean, module.running_var), _count(module)
+    if input.is_cuda:
+        mean, variance = running or (None, None)
+        arguments = (mean, variance, module.eps, weight, group, dist.get_world_size(group))
+        return TorchFunction.apply(input, module.weight, module.bias, *arguments)  # pyright: ignore[reportReturnType]
+    x = input if input.dtype == torch.float64 else input.float()
+    return _Normalize.apply(x, module.weight, module.bias, running, module.eps, weight, group).to(input.dtype)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
 
-    @override
-    def forward(self, input: Tensor) -> Tensor:
-        output = super().forward(input)
-        mean, variance = self.running_mean, self.running_var
-        if self.training and isinstance(mean, Tensor) and isinstance(variance, Tensor):
-            # each rank has moved the same statistics towards the mean over its own samples
-            total = torch.cat([mean.double(), variance.double(), mean.new_ones(1, dtype=torch.float64)]) * len(input)
-            dist.all_reduce(total, group=self.group)
-            both = total[:-1] / total[-1]
-            mean.copy_(both[: len(mean)])
-            variance.copy_(both[len(mean) :])
-        return output
+
+def _count(module: _BatchNorm) -> float:
+    """Count a batch, and return its weight in the running statistics."""
+    if module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+        if module.momentum is None:
+            return 1 / float(module.num_batches_tracked)
+    return module.momentum or 0.0
+
+
+def _share_statistics(module: nn.Module, samples: int, group: dist.ProcessGroup) -> None:
+    """Combine an InstanceNorm's running statistics: each rank has moved the same ones towards its own samples' mean."""
+    mean, variance = module.running_mean, module.running_var
+    if module.training and isinstance(mean, Tensor) and isinstance(variance, Tensor):
+        total = torch.cat([mean.double(), variance.double(), mean.new_ones(1, dtype=torch.float64)]) * samples
+        dist.all_reduce(total, group=group)
+        both = total[:-1] / total[-1]
+        mean.copy_(both[: len(mean)])
+        variance.copy_(both[len(mean) :])
 
 
 class _Normalize(torch.autograd.Function):
@@ -101,7 +105,10 @@ class _Normalize(torch.autograd.Function):
         squares = deviations.square().sum(dims).double() - count * rest.square()
         own = torch.cat([shift.double() + rest, squares, squares.new_full((1,), count)])
         gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(gathered, own, group=group)
+        try:
+            dist.all_gather(gathered, own, group=group)
+        except RuntimeError as error:
+            raise RuntimeError(f"{NOT_ALL} torch reports: {error}") from error
         means, all_squares, counts = torch.stack(gathered).split([x.shape[1], x.shape[1], 1], dim=1)
         total = counts.sum()
         if count < 2 and total < 2:
@@ -152,23 +159,35 @@ def synchronize(module: nn.Module, *, group: dist.ProcessGroup | None) -> None:
         ValueError: if a class computes BatchNorm by its own calls, which cannot be synchronized.
     """
     classes: dict[type, type] = {}
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        return _over_ranks(self, input, group)  # pyright: ignore[reportArgumentType]
+
+    def forward_of_instances(self: Any, input: Tensor) -> Tensor:
+        output = type(self).forward(self, input)
+        _share_statistics(self, len(input), group)  # pyright: ignore[reportArgumentType]
+        return output
+
+    # a pickled method is looked up by this name: another process gets the class's own
+    forward_of_instances.__name__ = "forward"
     for name, child in module.named_modules():
-        if isinstance(child, _INSTANCE_NORMS) and child.track_running_stats and not isinstance(child, _Synchronized):
-            cls: Any = type(child)
-            names = {"group": group, "original": cls}
-            child.__class__ = classes.setdefault(cls, type(cls.__name__, (SynchronizedInstanceNorm, cls), names))
-        if isinstance(child, _BatchNorm) and not isinstance(child, (SynchronizedBatchNorm, nn.SyncBatchNorm)):
-            cls: Any = type(child)
+        cls: Any = type(child)
+        if "forward" in vars(child) or isinstance(child, (SynchronizedBatchNorm, nn.SyncBatchNorm)):
+            continue
+        if isinstance(child, _INSTANCE_NORMS) and child.track_running_stats:
+            child.forward = MethodType(forward_of_instances, child)
+        elif isinstance(child, _BatchNorm) and cls.forward is _BatchNorm.forward:
+            child.forward = MethodType(forward, child)
+        elif isinstance(child, _BatchNorm):
             if cls not in classes:
                 _check_forward(cls, name)
-                # behind the child's class: a forward of its own, with a call of super().forward, remains in use
                 classes[cls] = type(cls.__name__, (cls, SynchronizedBatchNorm), {"group": group, "original": cls})
             child.__class__ = classes[cls]
 
 
 def _check_forward(cls: type[nn.Module], name: str) -> None:
     code = getattr(cls.forward, "__code__", None)
-    if cls.forward is not _BatchNorm.forward and "batch_norm" in getattr(code, "co_names", ()):
+    if "batch_norm" in getattr(code, "co_names", ()):
         raise ValueError(
             f"{name} ({cls.__module__}.{cls.__qualname__}) calls batch_norm itself, so its statistics cannot be those "
             "of all ranks' batches. Type strategy.sync_batchnorm=false, or call super().forward(input) in its forward."

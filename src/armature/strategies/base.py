@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
@@ -241,9 +242,10 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         """Return why `replicated_weights` may differ between ranks after a step, and what to do about it."""
         return (
             "Code beside the optimizer changes it by a rank's own samples or random numbers, or its gradients are not "
-            "reduced, as of a parameter that configure_optimizers makes (make it in __init__). Reduce what changes it "
-            "over the ranks (trainer.strategy.reduce, self.all_gather), draw it once and send it "
-            "(trainer.strategy.broadcast), or type strategy=single trainer.devices=1."
+            "reduced, as of a parameter that configure_optimizers makes (make it in __init__), or by loss.backward() "
+            "(call self.manual_backward(loss)). Reduce what changes it over the ranks (trainer.strategy.reduce, "
+            "self.all_gather), draw it once and send it (trainer.strategy.broadcast), or type strategy=single "
+            "trainer.devices=1."
         )
 
     def names_of_all_ranks(self, names: Iterable[str]) -> list[str]:
@@ -273,17 +275,21 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # as a penalty on sharded weights
+        op = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
         # the mean of whole numbers would be truncated, and `self.log(…, sync_dist=True)` counts its samples that way
-        if isinstance(tensor, Tensor) and not tensor.is_floating_point() and reduce_op in ("mean", "avg"):
+        if isinstance(tensor, Tensor) and not tensor.is_floating_point() and op in ("mean", "avg"):
             tensor = tensor.float()
         reduced = super().reduce(tensor, group, reduce_op)
         copies = self.world_size // len(self.sample_ranks)
-        if copies == 1 or group not in (None, dist.group.WORLD) or reduce_op not in ("sum", dist.ReduceOp.SUM):
+        sums = group in (None, dist.group.WORLD) and op in (None, "sum", dist.ReduceOp.SUM)
+        if copies == 1 or not sums or not isinstance(reduced, Tensor):
             return reduced
         return reduced / copies if reduced.is_floating_point() else reduced // copies  # else each counts several times
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if group in (None, dist.group.WORLD):  # torch would abort, hang or return garbage
             shapes = process_group.all_gather_object(tuple(tensor.shape))
             if other := next((rank for rank, shape in enumerate(shapes) if shape != shapes[0]), None):

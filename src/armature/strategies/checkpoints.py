@@ -194,7 +194,7 @@ class CheckpointMixin(LayoutMixin):
             tensors |= saved["tensors"]
             groups.append(optimizers.merge_groups(process_group.all_gather_object(saved["groups"])))
         # of the modules that this rank has
-        sums = buffers.sums(self.module) if 1 < self.world_size == self.data_size and not self.copies_buffers else {}
+        sums = buffers.sums(self.module) if 1 < self.world_size == self.data_size else {}
         own = process_group.all_gather_object(
             (self._changed_flags(), buffers.resized(self.module, self.first_sizes), sums, digests)
         )
@@ -396,12 +396,7 @@ class CheckpointMixin(LayoutMixin):
         """Name each buffer once per run."""
         new, self._named_buffers = sorted({*names} - self._named_buffers), self._named_buffers | {*names}
         if new:
-            rank_zero_warn(
-                f"Checkpoints hold {', '.join(new)} of rank 0 only, but other ranks have other values: this strategy "
-                "does not copy buffers from rank to rank. A resume gives all ranks those of rank 0, so it is not "
-                "exact. Reduce what your code puts there over the ranks (self.all_gather(value).mean(0)), or type "
-                "strategy=ddp."
-            )
+            rank_zero_warn((buffers.COPIED if self.copies_buffers else buffers.NOT_COPIED).format(", ".join(new)))
 
 
 def _warn_of_left_out(source: Path, late: Mapping[str, Any]) -> None:

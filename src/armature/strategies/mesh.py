@@ -171,10 +171,10 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
                 f"strategy.expert={options.expert}: {type(module).__name__} has no model with experts. Type "
                 "strategy.expert=1."
             )
+        if self.sync_batchnorm and self.data_size > 1:
+            batchnorm.synchronize(module, group=mesh.data_group(self.device_mesh))
         before = list(module.named_parameters())
         for name, model in models:
-            if self.sync_batchnorm and self.data_size > 1:
-                batchnorm.synchronize(model, group=mesh.data_group(self.device_mesh))
             applied = apply.parallelize(
                 model, plans[name], self.device_mesh, options, device=self.root_device, prefix=f"{name}.",
                 imported=self.imported[name], positions=self.positions, expert_ranks=self.expert_ranks,

@@ -157,11 +157,11 @@ class Task(L.LightningModule):
 
     @override
     def on_validation_epoch_start(self) -> None:
-        self._reset_metrics()
+        self._metrics = {}
 
     @override
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.update(self._metrics, batch)
+        self.update(self._of_this_epoch(), batch)
 
     @override
     def on_validation_epoch_end(self) -> None:
@@ -169,19 +169,23 @@ class Task(L.LightningModule):
 
     @override
     def on_test_epoch_start(self) -> None:
-        self._reset_metrics()
+        self._metrics = {}
 
     @override
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self.update(self._metrics, batch)
+        self.update(self._of_this_epoch(), batch)
 
     @override
     def on_test_epoch_end(self) -> None:
         self._log_metrics("test")
 
-    def _reset_metrics(self) -> None:
-        self._metrics = {name: metric.to(self.device) for name, metric in self.metrics().items()}
+    def _of_this_epoch(self) -> dict[str, Metric]:
+        """Return the metrics, made at the first batch: hooks of a subclass need not call super()."""
+        if not self._metrics:
+            self._metrics = {name: metric.to(self.device) for name, metric in self.metrics().items()}
+        return self._metrics
 
     def _log_metrics(self, split: str) -> None:
-        values = {name: float(metric.compute()) for name, metric in self._metrics.items()}
+        values = {name: float(metric.compute()) for name, metric in self._of_this_epoch().items()}
+        self._metrics = {}
         self.log_dict({f"{split}/{name}": value for name, value in self.final_metrics(values, split).items()})

@@ -23,6 +23,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric, MetricCollection, MetricTracker
+from torchmetrics.utilities.data import dim_zero_max, dim_zero_mean, dim_zero_min
 from typing_extensions import override
 
 from armature.parallel import process_group
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 
 Newest = Mapping[str, Mapping[str, Any]]
 Facts = dict[str, dict[str, Any]]  # by key of the collection, or by name of the metric in the module
+_ALIKE = (dim_zero_max, dim_zero_min, dim_zero_mean)  # of equal values, each is that value
 _NOTHING = {"max": float("-inf"), "min": float("inf")}  # of sums and means: 0
 _META = ("fx", "name", "prog_bar", "logger", "on_step", "metric_attribute", "add_dataloader_idx", "dataloader_idx")
 
@@ -189,7 +191,7 @@ def _combined(facts: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 def restore_states(
     module: nn.Module, of_ranks: list[Facts], *, rank: int, saved_data_ranks: list[int], data_ranks: list[int]
 ) -> None:
-    """Set the state of the module's metric objects; on other ranks than the checkpoint's, to what all had collected."""
+    """Set the state of the module's metric objects; on fewer ranks than the checkpoint's, to what all had collected."""
     saved = {name for facts in of_ranks for name in facts}
     _set_lengths(module, saved)
     metrics = dict(_metrics(module))
@@ -200,14 +202,15 @@ def restore_states(
             "start anew, so values of the epoch in which the run was stopped differ. Create metrics in __init__.",
             ", ".join(unknown),
         )
-    if saved_data_ranks == data_ranks:
-        chosen, first = [of_ranks[rank]], True
+    chosen, place = _one_per_data_rank(of_ranks, saved_data_ranks), data_ranks[rank]
+    if len({*data_ranks}) >= len(chosen):  # each continues one rank's, and those without one start from nothing
+        chosen, takes = chosen[place : place + 1] or chosen[:1], place < len(chosen)
     else:
-        chosen, first = _one_per_data_rank(of_ranks, saved_data_ranks), data_ranks[rank] == 0
+        takes = place == 0
     for name, metric in metrics.items():
         found = [facts[name] for facts in chosen if name in facts]
         if found:
-            _set_state(metric, name, found, keep_sums=first)
+            _set_state(metric, name, found, takes=takes)
 
 
 def _set_lengths(module: nn.Module, saved: set[str]) -> None:
@@ -223,24 +226,33 @@ def _set_lengths(module: nn.Module, saved: set[str]) -> None:
             delattr(tracker, str(tracker.n_steps))  # `del tracker[-1]` would rename the first one
 
 
-def _set_state(metric: Metric, name: str, found: list[dict[str, Any]], *, keep_sums: bool) -> None:
+def _set_state(metric: Metric, name: str, found: list[dict[str, Any]], *, takes: bool) -> None:
+    """Set a metric's state to what one rank, or several, had collected.
+
+    Args:
+        takes: whether this rank continues from that; others start from nothing, but for extremes and means.
+    """
     metric.reset()
-    for key, value in found[0]["state"].items():
-        reduction = metric._reductions.get(key)
-        values = [one["state"][key] for one in found]
-        if len(found) == 1 or key not in metric._reductions:
-            new = value
-        elif isinstance(value, list):
+    states = [one["state"] for one in found if one["updates"]] or [found[0]["state"]]
+    lost = []
+    for key, value in states[0].items():
+        reduction, values = metric._reductions.get(key), [state[key] for state in states]
+        if isinstance(value, list):
             new = [item for items in values for item in items]
-        elif callable(reduction):
+        elif callable(reduction) and len(values) > 1:
             new = reduction(torch.stack(values))
         else:
-            log.warning("%s.%s cannot be combined over ranks: it continues with the value of rank 0.", name, key)
             new = value
-        is_sum = isinstance(value, list) or getattr(reduction, "__name__", "") == "dim_zero_sum"
-        if keep_sums or not is_sum:
+            lost += [key] * (key in metric._reductions and len(values) > 1)
+        if takes or key not in metric._reductions or reduction in _ALIKE:
             setattr(metric, key, _to_device(new, metric.device))
     metric._update_count = sum(one["updates"] for one in found)
+    if lost and takes:
+        log.warning(
+            "%s: %s of several ranks cannot be combined. It continues with what one of %d ranks had collected, so its "
+            "values of this epoch differ. Resume on as many ranks as before, or on more.",
+            name, ", ".join(lost), len(states),
+        )  # fmt: skip
 
 
 def resume(results: Any, left: Facts) -> None:

@@ -1,4 +1,4 @@
-"""Warn before training of `self.all_gather` in a validation of which ranks have unequal numbers of samples."""
+"""Warn before training of gathers and sums over ranks that do not count as their code does."""
 
 from __future__ import annotations
 
@@ -13,22 +13,29 @@ from typing_extensions import override
 
 from armature.data.sampler import PADDING, EvalSampler
 from armature.parallel import process_group
+from armature.strategies.base import StrategyMixin
 from armature.training import agreement
 
 log = logging.getLogger(__name__)
 
 NAME = "all_gather"
+OF_RANKS = {NAME, "reduce"}
+COUNTS = {"world_size": "data_size", "global_rank": "data_rank"}  # of processes → of parts of the data
 
 
 class UnequalGathers(Callback):
     """Name a hook of validation that may gather one value per sample, which fails where ranks have unequal numbers.
 
-    It is not refused: what is gathered may be one number of each rank.
+    And one that divides or indexes by the number of processes, where several share samples. None is refused: what is
+    gathered may be one number of each rank.
     """
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if process_group.rank() > 0 or (hook := gathering_hook(pl_module)) is None:
+        if process_group.rank() > 0:
+            return
+        _warn_of_counts(trainer, pl_module)
+        if (hook := gathering_hook(pl_module)) is None:
             return
         for sampler, batches in _samplers(trainer):
             first, last = (_samples(sampler, rank, batches) for rank in (0, sampler.ranks - 1))
@@ -41,6 +48,21 @@ class UnequalGathers(Callback):
                     type(pl_module).__name__, hook, sampler.size, first, sampler.ranks - 1, last,
                 )  # fmt: skip
                 return
+
+
+def _warn_of_counts(trainer: L.Trainer, module: Any) -> None:
+    strategy = StrategyMixin.find(trainer)
+    if strategy is None or strategy.data_size == strategy.world_size:
+        return
+    for method, names in agreement.names_in_methods([module]).items():
+        if names & OF_RANKS and (counts := sorted(names & COUNTS.keys())):
+            log.warning(
+                "%s.%s reads %s. Of the %d processes, %d share each sample: self.all_gather, and sums over ranks, take "
+                "each sample once. Read %s.",
+                type(module).__name__, method, " and ".join(counts), strategy.world_size,
+                strategy.world_size // strategy.data_size,
+                " and ".join(f"self.trainer.strategy.{COUNTS[name]}" for name in counts),
+            )  # fmt: skip
 
 
 def gathering_hook(module: Any) -> str | None:
