@@ -217,6 +217,7 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("torch.distributed.device_mesh:DeviceMesh", "_flatten", None, "parallel/mesh.py"),
     ("torch.distributed.device_mesh:DeviceMesh", "_unflatten", None, "parallel/mesh.py"),
     ("torch.nn.modules.batchnorm", "_BatchNorm", None, "parallel/batchnorm.py"),
+    ("torch.nn.modules.batchnorm", "_NormBase", None, "checkpoint/buffers.py"),
     ("torch.nn.modules.batchnorm", "_BatchNorm", None, "training/micro_batch.py"),
     ("torch.nn.modules._functions", "SyncBatchNorm", None, "parallel/batchnorm.py"),
     ("torch.nn.modules.batchnorm:_BatchNorm", "_check_input_dim", ("self", "input"), "parallel/batchnorm.py"),

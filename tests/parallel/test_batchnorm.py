@@ -7,12 +7,15 @@ import pickle
 from itertools import pairwise
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 from torch import Tensor, nn
 
 from armature.parallel import batchnorm
 from benchmarks.parity.harness import on_ranks
+
+GROUP: Any = object()
 
 
 class Own(nn.BatchNorm2d):
@@ -108,12 +111,21 @@ def test_a_class_that_computes_batchnorm_itself_is_refused() -> None:
         batchnorm.synchronize(model, group=None)
 
 
-def test_copies_stay_synchronized_and_pickles_are_torchs_own() -> None:
-    model = nn.Sequential(nn.BatchNorm2d(6), Own(6))
-    batchnorm.synchronize(model, group=None)
+@pytest.mark.parametrize("pickler", [pickle, cloudpickle])
+def test_copies_stay_synchronized_and_pickles_are_torchs_own(pickler) -> None:
+    model = nn.Sequential(nn.BatchNorm2d(6), Own(6), nn.InstanceNorm2d(6, track_running_stats=True))
+    batchnorm.synchronize(model, group=GROUP)
+    assert [type(module) for module in (model[0], model[2])] == [nn.BatchNorm2d, nn.InstanceNorm2d]
     twin = copy.deepcopy(model)
     assert [type(module) for module in twin] == [type(module) for module in model]
+    assert twin[0].forward.__self__ is twin[0]
+    assert vars(twin[0])[batchnorm.GROUP].group is GROUP
     assert twin[0].weight is not model[0].weight
-    plain = pickle.loads(pickle.dumps(model))
-    assert [type(module) for module in plain] == [nn.BatchNorm2d, Own]
+    text = pickler.dumps(model)
+    assert (b"armature.parallel" in text) == (pickler is cloudpickle)  # which finds a method's function by its module
+    plain = pickle.loads(text)
+    assert [type(module) for module in plain] == [nn.BatchNorm2d, Own, nn.InstanceNorm2d]
     torch.testing.assert_close(plain.state_dict(), model.state_dict())
+    assert plain(torch.randn(4, 6, 3, 3)).shape == (4, 6, 3, 3)  # alone, as torch computes it
+    batchnorm.synchronize(plain, group=GROUP)
+    assert vars(plain[0])[batchnorm.GROUP].group is GROUP

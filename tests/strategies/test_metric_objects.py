@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, Metric, SumMetric
 from torchmetrics.classification import MulticlassAUROC
 from torchmetrics.text import ROUGEScore
+from torchmetrics.utilities import dim_zero_cat
 
 from armature.parallel import process_group
 from armature.strategies.ddp import DDP
@@ -43,11 +44,29 @@ class Values(Metric):
         return torch.stack([*self.values]).float()
 
 
+class Pairs(Metric):
+    """Two lists of the same samples, one value and one batch at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("one", default=[], dist_reduce_fx="cat")
+        self.add_state("batch", default=[], dist_reduce_fx="cat")
+
+    def update(self, values):
+        self.one.extend(values)
+        self.batch += [values] * (len(values) > 0)
+
+    def compute(self):
+        one, batch = (dim_zero_cat(values) for values in (self.one, self.batch))
+        return torch.equal(one, batch)
+
+
 class Module(L.LightningModule):
     def __init__(self):
         super().__init__()
         self.sum, self.cat, self.auroc, self.rouge = SumMetric(), CatMetric(), MulticlassAUROC(3), rouge()
-        self.values, self.stacked, self.found = Values(), Values(torch.stack), {}
+        self.values, self.stacked, self.pairs, self.found = Values(), Values(torch.stack), Pairs(), {}
+        self.own = CatMetric(dist_sync_fn=lambda value, group: [value])
 
     def validation_step(self, batch, batch_idx):
         strategy = self.trainer.strategy
@@ -57,16 +76,25 @@ class Module(L.LightningModule):
         self.log("logged", float(len(own)), reduce_fx="sum", sync_dist=True)
         self.values.update(own)
         self.stacked.update(own)
+        self.pairs.update(own)
         for i in own:
             self.cat.update(i)
+            self.own.update(i)
             self.rouge.update(*text(i))
             self.auroc.update(SCORES[i : i + 1], CLASSES[i : i + 1])
         self.found["whole"] = int(self.trainer.strategy.reduce(torch.tensor(len(own)), reduce_op="sum"))
+        self.found["mine"] = len(own)
+        self.found["decided"] = [
+            strategy.reduce_boolean_decision(*asked)
+            for asked in ((True,), (self.global_rank == 0,), (self.global_rank == 0, False), (False, False))
+        ]
         self.found["places"] = self.all_gather(torch.tensor(strategy.data_rank)).tolist()
 
     def on_validation_epoch_end(self):
         for name in ("cat", "values", "stacked"):
             self.found[name] = sorted(getattr(self, name).compute().tolist())
+        self.found["pairs"] = bool(self.pairs.compute())
+        self.found["own"] = int(self.own.compute().numel()) if self.own.update_called else 0
         self.found["auroc"] = float(self.auroc.compute())
         self.found["rouge"] = float(self.rouge.compute()["rouge1_fmeasure"])
 
@@ -103,5 +131,8 @@ def test_each_sample_counts_once(layout, split):
     } | {name: [*range(SAMPLES)] for name in ("cat", "values", "stacked")}  # fmt: skip
     for found in on_ranks(measured, sizes, split, ranks=ranks):
         assert found.pop("places") == [*range(data_ranks)]
+        assert found["decided"] == [True, False, True, False]
+        assert found["pairs"]
+        assert found["own"] == found["mine"]
         for name, value in expected.items():
             assert found[name] == pytest.approx(value), name

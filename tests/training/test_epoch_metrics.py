@@ -127,6 +127,24 @@ def test_other_ranks_continue_with_what_all_had_collected():
     assert value / weight == pytest.approx(float(whole.mean.compute()))
 
 
+@pytest.mark.parametrize("after", [1, 3])
+def test_a_mean_over_ranks_stays(after):
+    class Level(Metric):
+        def __init__(self, value: float = 0.0) -> None:
+            super().__init__()
+            self.add_state("level", default=torch.tensor(0.0), dist_reduce_fx="mean")
+            self.level += value
+            self._update_count = 1
+
+        update, compute = (lambda self: None), (lambda self: self.level)
+
+    saved = [epoch_metrics.metric_states(nn.ModuleList([Level(value)])) for value in (1.0, 3.0)]
+    resumed = [nn.ModuleList([Level()]) for _ in range(after)]
+    for rank, module in enumerate(resumed):
+        epoch_metrics.restore_states(module, saved, rank=rank, saved_data_ranks=[0, 1], data_ranks=[*range(after)])
+    assert sum(float(module[0].compute()) for module in resumed) / after == pytest.approx(2.0)
+
+
 class Seen(Metric):
     """A sum by a function of the user's own."""
 

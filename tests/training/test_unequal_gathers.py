@@ -63,4 +63,4 @@ def test_a_count_of_processes_is_named_where_several_share_samples(monkeypatch, 
     UnequalGathers().on_train_start(trainer, module())
     words = "Counts.training_step reads world_size. Of the 4 processes, 2 share each sample"
     assert (words in caplog.text) == told
-    assert ("Read self.trainer.strategy.data_size." in caplog.text) == told
+    assert ("Divide by self.trainer.strategy.data_size," in caplog.text) == told

@@ -13,6 +13,7 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
 
 from armature.checkpoint import directory, storage
 
@@ -50,9 +51,16 @@ def resized(module: nn.Module, first: Sizes) -> list[str]:
     return [name for name, size in sizes(module).items() if first.get(name, size) != size]
 
 
-def sums(module: nn.Module) -> dict[str, float]:
-    """Return a sum over each saved buffer that a rank has as a whole, to compare ranks."""
+def sums(module: nn.Module, *, norms: bool = True) -> dict[str, float]:
+    """Return a sum over each saved buffer that a rank has as a whole, to compare ranks.
+
+    Args:
+        norms: False: without BatchNorm's statistics, which ddp takes from rank 0 if they are not synchronized.
+    """
     saved = nn.Module.state_dict(module).keys()
+    if not norms:
+        left_out = (name for name, part in module.named_modules() if isinstance(part, _NormBase))
+        saved = saved - {f"{name}.{own}" for name in left_out for own in ("running_mean", "running_var")}
     return {
         name: float((buffer.detach() if buffer.is_complex() else buffer.detach().double()).abs().sum())
         for name, buffer in module.named_buffers()

@@ -24,7 +24,21 @@ NOT_ALL = (
     "A BatchNorm in training mode reads the batches of all ranks, and some did not call it or have ended. Call it on "
     "every rank, or in eval(), or type strategy.sync_batchnorm=false."
 )
+GROUP = "_armature_group"
 Running = tuple[Tensor, Tensor]  # mean and variance
+
+
+class _Shared:
+    """The ranks whose batches a module reads. A copy of the module reads them, too; a pickle holds None."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: Any) -> _Shared:
+        return self
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
 
 class SynchronizedBatchNorm(_BatchNorm):
@@ -47,6 +61,17 @@ class SynchronizedBatchNorm(_BatchNorm):
     @override
     def forward(self, input: Tensor) -> Tensor:
         return _over_ranks(self, input, self.group)
+
+
+def forward(self: Any, input: Tensor) -> Tensor:
+    """Stand in for `forward` of a BatchNorm or InstanceNorm. A pickled method is looked up by this name."""
+    shared = vars(self)[GROUP]
+    if shared is not None and isinstance(self, _BatchNorm):
+        return _over_ranks(self, input, shared.group)
+    output = type(self).forward(self, input)
+    if shared is not None:
+        _share_statistics(self, len(input), shared.group)
+    return output
 
 
 def _over_ranks(module: _BatchNorm, input: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -159,25 +184,15 @@ def synchronize(module: nn.Module, *, group: dist.ProcessGroup | None) -> None:
         ValueError: if a class computes BatchNorm by its own calls, which cannot be synchronized.
     """
     classes: dict[type, type] = {}
-
-    def forward(self: Any, input: Tensor) -> Tensor:
-        return _over_ranks(self, input, group)  # pyright: ignore[reportArgumentType]
-
-    def forward_of_instances(self: Any, input: Tensor) -> Tensor:
-        output = type(self).forward(self, input)
-        _share_statistics(self, len(input), group)  # pyright: ignore[reportArgumentType]
-        return output
-
-    # a pickled method is looked up by this name: another process gets the class's own
-    forward_of_instances.__name__ = "forward"
     for name, child in module.named_modules():
         cls: Any = type(child)
-        if "forward" in vars(child) or isinstance(child, (SynchronizedBatchNorm, nn.SyncBatchNorm)):
+        own = getattr(vars(child).get("forward"), "__func__", cls.forward)  # an unpickled one has its class's
+        if own not in (forward, cls.forward) or isinstance(child, (SynchronizedBatchNorm, nn.SyncBatchNorm)):
             continue
-        if isinstance(child, _INSTANCE_NORMS) and child.track_running_stats:
-            child.forward = MethodType(forward_of_instances, child)
-        elif isinstance(child, _BatchNorm) and cls.forward is _BatchNorm.forward:
-            child.forward = MethodType(forward, child)
+        if (isinstance(child, _INSTANCE_NORMS) and child.track_running_stats) or (
+            isinstance(child, _BatchNorm) and cls.forward is _BatchNorm.forward
+        ):
+            child.__dict__ |= {GROUP: _Shared(group), "forward": MethodType(forward, child)}
         elif isinstance(child, _BatchNorm):
             if cls not in classes:
                 _check_forward(cls, name)

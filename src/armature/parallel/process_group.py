@@ -113,7 +113,7 @@ def all_gather_object(obj: T, *, group: dist.ProcessGroup | None = None) -> list
     """Return every rank's plain object, in order of ranks, on every rank."""
     if not dist.is_initialized():
         return [obj]
-    gathered: list[T] = [obj] * dist.get_world_size()
+    gathered: list[T] = [obj] * dist.get_world_size(group)
     dist.all_gather_object(gathered, obj, group=group)
     return gathered
 

@@ -285,7 +285,13 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         sums = group in (None, dist.group.WORLD) and op in (None, "sum", dist.ReduceOp.SUM)
         if copies == 1 or not sums or not isinstance(reduced, Tensor):
             return reduced
-        return reduced / copies if reduced.is_floating_point() else reduced // copies  # else each counts several times
+        # else each sample counts several times
+        return reduced / copies if reduced.is_floating_point() or reduced.is_complex() else reduced // copies
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        yes = int(process_group.all_sum(torch.tensor(int(decision))))  # of processes: `reduce` counts parts of the data
+        return yes == self.world_size if all else yes > 0
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:

@@ -194,7 +194,8 @@ class CheckpointMixin(LayoutMixin):
             tensors |= saved["tensors"]
             groups.append(optimizers.merge_groups(process_group.all_gather_object(saved["groups"])))
         # of the modules that this rank has
-        sums = buffers.sums(self.module) if 1 < self.world_size == self.data_size else {}
+        several_alike, norms = 1 < self.world_size == self.data_size, not self.copies_buffers
+        sums = buffers.sums(self.module, norms=norms) if several_alike else {}
         own = process_group.all_gather_object(
             (self._changed_flags(), buffers.resized(self.module, self.first_sizes), sums, digests)
         )

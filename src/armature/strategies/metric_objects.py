@@ -39,19 +39,24 @@ def combine_from(ranks: Sequence[int]) -> None:
         return of_ranks if group is not None else [of_ranks[rank] for rank in ranks]
 
     def combine(self: Metric, dist_sync_fn: Callable[..., Any] = gather_all_tensors, process_group: Any = None) -> None:
+        if dist_sync_fn is not gather_all_tensors:
+            _combine(self, dist_sync_fn, process_group)
+            return
         group = process_group or self.process_group
-        function = gather if dist_sync_fn is gather_all_tensors else dist_sync_fn
         lists = {name: value for name in self._reductions if isinstance(value := getattr(self, name), list)}
         if not lists or _equal({name: _calls(self, name) for name in lists}, group):
-            _combine(self, function, group)
+            _combine(self, gather, group)
             return
         of_ranks = gather_lists({name: [_to(item, "cpu") for item in value] for name, value in lists.items()}, group)
-        merged = {name: _merge([each[name] for each in of_ranks]) for name in lists}
+        merged = {
+            name: (_chain if self._reductions[name] == dim_zero_cat else _merge)([each[name] for each in of_ranks])
+            for name in lists
+        }
         merged = {name: values for name, values in merged.items() if all(isinstance(v, Tensor) for v in values)}
         reductions, device = self._reductions, "cpu" if self.compute_on_cpu else self.device
         self._reductions = {name: reduction for name, reduction in reductions.items() if name not in merged}
         try:
-            _combine(self, function, group)
+            _combine(self, gather, group)
         finally:
             self._reductions = reductions
         for name, reduction in reductions.items():
@@ -78,6 +83,11 @@ def _equal(calls: dict[str, int], group: dist.ProcessGroup | None) -> bool:
 def _merge(lists: Sequence[list[Any]]) -> list[Any]:
     """Return all items: the first of each list, then the second of each, as torchmetrics orders them."""
     return [item for items in zip_longest(*lists, fillvalue=_END) for item in items if item is not _END]
+
+
+def _chain(lists: Sequence[list[Any]]) -> list[Any]:
+    """Return all items of the first list, then those of the second: so torchmetrics orders what it concatenates."""
+    return [item for items in lists for item in items]
 
 
 def _to(item: Any, device: Any) -> Any:

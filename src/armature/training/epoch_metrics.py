@@ -203,8 +203,11 @@ def restore_states(
             ", ".join(unknown),
         )
     chosen, place = _one_per_data_rank(of_ranks, saved_data_ranks), data_ranks[rank]
-    if len({*data_ranks}) >= len(chosen):  # each continues one rank's, and those without one start from nothing
-        chosen, takes = chosen[place : place + 1] or chosen[:1], place < len(chosen)
+    if saved_data_ranks == data_ranks:
+        chosen, takes = [of_ranks[rank]], True
+    elif len({*data_ranks}) >= len(chosen):  # each continues one rank's, and those without one start from nothing
+        takes = place < len(chosen)
+        chosen = chosen[place : place + 1] or chosen
     else:
         takes = place == 0
     for name, metric in metrics.items():

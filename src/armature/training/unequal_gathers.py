@@ -19,8 +19,7 @@ from armature.training import agreement
 log = logging.getLogger(__name__)
 
 NAME = "all_gather"
-OF_RANKS = {NAME, "reduce"}
-COUNTS = {"world_size": "data_size", "global_rank": "data_rank"}  # of processes → of parts of the data
+COUNT = "world_size"  # of processes
 
 
 class UnequalGathers(Callback):
@@ -55,13 +54,12 @@ def _warn_of_counts(trainer: L.Trainer, module: Any) -> None:
     if strategy is None or strategy.data_size == strategy.world_size:
         return
     for method, names in agreement.names_in_methods([module]).items():
-        if names & OF_RANKS and (counts := sorted(names & COUNTS.keys())):
+        if COUNT in names and (NAME in names or {"strategy", "reduce"} <= names):
             log.warning(
-                "%s.%s reads %s. Of the %d processes, %d share each sample: self.all_gather, and sums over ranks, take "
-                "each sample once. Read %s.",
-                type(module).__name__, method, " and ".join(counts), strategy.world_size,
-                strategy.world_size // strategy.data_size,
-                " and ".join(f"self.trainer.strategy.{COUNTS[name]}" for name in counts),
+                "%s.%s reads world_size. Of the %d processes, %d share each sample: self.all_gather, and sums by "
+                "trainer.strategy.reduce, take each sample once. Divide by self.trainer.strategy.data_size, and index "
+                "what was gathered by data_rank.",
+                type(module).__name__, method, strategy.world_size, strategy.world_size // strategy.data_size,
             )  # fmt: skip
 
 
