@@ -157,7 +157,7 @@ class Task(L.LightningModule):
 
     @override
     def on_validation_epoch_start(self) -> None:
-        self._metrics = {}
+        self._make_metrics()
 
     @override
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -169,7 +169,7 @@ class Task(L.LightningModule):
 
     @override
     def on_test_epoch_start(self) -> None:
-        self._metrics = {}
+        self._make_metrics()
 
     @override
     def test_step(self, batch: Batch, batch_idx: int) -> None:
@@ -179,10 +179,13 @@ class Task(L.LightningModule):
     def on_test_epoch_end(self) -> None:
         self._log_metrics("test")
 
+    def _make_metrics(self) -> None:
+        self._metrics = {name: metric.to(self.device) for name, metric in self.metrics().items()}
+
     def _of_this_epoch(self) -> dict[str, Metric]:
-        """Return the metrics, made at the first batch: hooks of a subclass need not call super()."""
+        """Return the metrics, also if a subclass's hook of the epoch's start has not called super()."""
         if not self._metrics:
-            self._metrics = {name: metric.to(self.device) for name, metric in self.metrics().items()}
+            self._make_metrics()
         return self._metrics
 
     def _log_metrics(self, split: str) -> None:
