@@ -18,14 +18,12 @@ from benchmarks.parity.harness import on_ranks
 pytestmark = pytest.mark.slow
 LAYOUTS = {  # ranks, data ranks, sizes of axes
     "ddp": (2, 2, {}),
-    "tensor": (2, 1, {"shard": 1, "tensor": 2}),
     "fsdp, tensor": (4, 2, {"shard": 2, "tensor": 2}),
     "pipeline, context": (4, 1, {"shard": 1, "pipe": 2, "context": 2}),
-    "hsdp, context": (4, 2, {"replicate": 2, "shard": 1, "context": 2}),
 }
 SAMPLES = 5
 SPLITS = {1: 2 * [[range(SAMPLES)]], 2: [[range(2), range(2, SAMPLES)], [range(SAMPLES), range(0)]]}  # by data ranks
-CELLS = [("ddp", 0), ("ddp", 1), ("tensor", 0), ("fsdp, tensor", 0), ("pipeline, context", 0), ("hsdp, context", 1)]
+CELLS = [("ddp", 0), ("ddp", 1), ("fsdp, tensor", 0), ("pipeline, context", 0)]
 SCORES = torch.rand(SAMPLES, 3, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.tensor([0, 1, 2, 0, 1])
 
