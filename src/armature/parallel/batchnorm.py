@@ -186,6 +186,8 @@ def synchronize(module: nn.Module, *, group: dist.ProcessGroup | None) -> None:
     classes: dict[type, type] = {}
     for name, child in module.named_modules():
         cls: Any = type(child)
+        if not isinstance(child, (_BatchNorm, *_INSTANCE_NORMS)):  # TorchScript's classes cannot be asked for `forward`
+            continue
         own = getattr(vars(child).get("forward"), "__func__", cls.forward)  # an unpickled one has its class's
         if own not in (forward, cls.forward) or isinstance(child, (SynchronizedBatchNorm, nn.SyncBatchNorm)):
             continue
