@@ -1,5 +1,7 @@
 """Metric objects and sums count each sample once, whatever ranks share it, and ranks may hold unequal numbers."""
 
+from types import SimpleNamespace
+
 import lightning.pytorch as L
 import pytest
 import torch
@@ -134,3 +136,17 @@ def test_each_sample_counts_once(layout, split):
         assert found["own"] == found["mine"]
         for name, value in expected.items():
             assert found[name] == pytest.approx(value), name
+
+
+@pytest.mark.parametrize(("rank", "ranks"), [(0, [0, 4, 8, 12]), (3, [3, 7, 11, 15]), (29, [17, 21, 25, 29])])
+def test_the_ranks_of_each_part_of_the_data_have_the_same_place_elsewhere(monkeypatch, rank, ranks):
+    """Five axes of two: a rank's number has a digit for each, in the order of the mesh."""
+    axes = ("pipe", "replicate", "shard", "context", "tensor")
+    place = dict(zip(axes, (int(digit) for digit in f"{rank:05b}"), strict=True))
+    strategy = MeshStrategy(seed=0)
+    strategy.sizes = dict.fromkeys(axes, 2)
+    monkeypatch.setattr(strategy, "_device_mesh", SimpleNamespace(mesh=torch.arange(32).reshape(2, 2, 4, 2)))
+    on = place | {"shard": 2 * place["shard"] + place["context"]}  # the mesh's axis is of both
+    monkeypatch.setattr(strategy, "_rank_on", on.__getitem__)
+    assert strategy.sample_ranks == ranks
+    assert strategy.sample_ranks[strategy.data_rank] == rank

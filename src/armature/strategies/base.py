@@ -281,7 +281,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         if isinstance(tensor, Tensor) and not tensor.is_floating_point() and op in ("mean", "avg"):
             tensor = tensor.float()
         reduced = super().reduce(tensor, group, reduce_op)
-        copies = self.world_size // len(self.sample_ranks)
+        copies = self.world_size // self.data_size
         sums = group in (None, dist.group.WORLD) and op in (None, "sum", dist.ReduceOp.SUM)
         if copies == 1 or not sums or not isinstance(reduced, Tensor):
             return reduced
@@ -306,7 +306,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
                     "with torch.distributed.all_gather_object, or leave out the last few samples."
                 )
             gathered = super().all_gather(tensor, group=group, sync_grads=sync_grads)
-            return gathered if len(self.sample_ranks) == self.world_size else gathered[self.sample_ranks]
+            return gathered if self.data_size == self.world_size else gathered[self.sample_ranks]
         return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
 
