@@ -26,12 +26,45 @@ class Own(nn.BatchNorm2d):
 
 
 class CallsItself(nn.BatchNorm2d):
+    @torch.autocast("cpu", enabled=False)
     def forward(self, input: Tensor) -> Tensor:
-        return nn.functional.batch_norm(input, self.running_mean, self.running_var, training=True)
+        return self._normalized(input)
+
+    def _normalized(self, input: Tensor) -> Tensor:
+        mean, variance = self.running_mean, self.running_var
+        return nn.functional.batch_norm(input, mean, variance, self.weight, self.bias, self.training, 0.2, self.eps)
+
+
+class CallsTorchs(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.BatchNorm1d.forward(self, input)
+
+
+class Styled(nn.InstanceNorm2d):
+    def forward(self, x: Tensor, style: float = 1.0) -> Tensor:
+        return super().forward(x) * style
+
+
+class ByHand(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        return input - input.mean(0)
+
+
+class Called(nn.Module):
+    """Calls a norm with more than its input."""
+
+    def __init__(self, channels: int, **arguments: Any) -> None:
+        super().__init__()
+        self.norm = Styled(channels, **arguments)
+        self.weight = self.norm.weight
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.norm(x=input, style=2.0)
 
 
 SHAPES = {nn.BatchNorm1d: (24, 6), nn.BatchNorm2d: (24, 6, 5, 4), nn.BatchNorm3d: (24, 6, 3, 2, 2), Own: (24, 6, 5, 4)}
-SHAPES |= {nn.InstanceNorm1d: (24, 6, 5), nn.InstanceNorm2d: (24, 6, 5, 4)}
+SHAPES |= {nn.InstanceNorm1d: (24, 6, 5), nn.InstanceNorm2d: (24, 6, 5, 4), Called: (24, 6, 5, 4)}
+SHAPES |= {CallsItself: (24, 6, 5, 4), CallsTorchs: (24, 6)}
 CASES = {
     "1d": (nn.BatchNorm1d, {}, 0.0, (12, 12)),
     "2d": (nn.BatchNorm2d, {}, 0.0, (12, 12)),
@@ -44,9 +77,14 @@ CASES = {
     "bias=False": (nn.BatchNorm2d, {"bias": False}, 0.0, (12, 12)),
     "untracked": (nn.BatchNorm2d, {"track_running_stats": False}, 0.0, (12, 12)),
     "own forward": (Own, {}, 0.0, (12, 12)),
+    "own call of batch_norm": (CallsItself, {}, 0.0, (23, 1)),
+    "own call of torch's forward": (CallsTorchs, {}, 0.0, (12, 12)),
     "instances": (nn.InstanceNorm2d, {"track_running_stats": True, "affine": True}, 3.0, (12, 12)),
     "instances, unequal": (nn.InstanceNorm1d, {"track_running_stats": True}, 0.0, (23, 1)),
+    "instances, a rank without samples": (nn.InstanceNorm2d, {"track_running_stats": True}, 3.0, (24, 0)),
+    "instances, own arguments": (Called, {"track_running_stats": True, "affine": True}, 3.0, (12, 12)),
 }
+PENALIZED = ("1d", "2d", "unequal", "affine=False", "own call of torch's forward")
 
 
 def outcome(case: str, parts: tuple[int, ...], rank: int, *, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -58,8 +96,9 @@ def outcome(case: str, parts: tuple[int, ...], rank: int, *, dtype: torch.dtype 
         nn.init.uniform_(module.weight, 0.5, 1.5, generator=generator)
     module = module.to(dtype)
     if len(parts) > 1:
+        types = [type(each) for each in module.modules()]
         batchnorm.synchronize(module, group=torch.distributed.group.WORLD)
-        assert isinstance(module, cls)
+        assert [type(each) for each in module.modules()] == types
     ends = [sum(parts[:i]) for i in range(len(parts) + 1)]
     part = slice(*list(pairwise(ends))[rank])
     results: dict[str, Any] = {"y": [], "dx": []}
@@ -76,12 +115,31 @@ def outcome(case: str, parts: tuple[int, ...], rank: int, *, dtype: torch.dtype 
     return results
 
 
+def penalized(case: str, parts: tuple[int, ...], rank: int) -> list[Tensor]:
+    """Return the gradients of a penalty on gradients on one rank's part of a batch."""
+    cls, arguments, mean, _ = CASES[case]
+    generator = torch.Generator().manual_seed(2)
+    module = cls(6, **arguments).double()
+    last = torch.randn(SHAPES[cls][1:], generator=generator).double()
+    if len(parts) > 1:
+        batchnorm.synchronize(module, group=torch.distributed.group.WORLD)
+    part = slice(*list(pairwise([sum(parts[:i]) for i in range(len(parts) + 1)]))[rank])
+    x = (torch.randn(SHAPES[cls], generator=generator) + mean).double()[part].requires_grad_()
+    score = (module(x.square()).tanh() * last).sum()
+    (gradient,) = torch.autograd.grad(score, x, create_graph=True)
+    gradient.square().sum().backward()
+    return [x.grad, *(param.grad for param in module.parameters() if param.grad is not None)]  # pyright: ignore[reportReturnType]
+
+
 def _on_rank(case: str) -> dict[str, Any]:
     return outcome(case, CASES[case][3], torch.distributed.get_rank())
 
 
 def _all_on_rank() -> bytes:
-    return pickle.dumps({case: _on_rank(case) for case in CASES})  # tensors would be shared memory of an ended process
+    twice = {case: penalized(case, CASES[case][3], torch.distributed.get_rank()) for case in PENALIZED}
+    return pickle.dumps(
+        ({case: _on_rank(case) for case in CASES}, twice)
+    )  # tensors would be shared memory of an ended process
 
 
 @pytest.mark.slow
@@ -89,7 +147,7 @@ def test_two_ranks_compute_what_one_process_does() -> None:
     both = [pickle.loads(of_rank) for of_rank in on_ranks(_all_on_rank, ranks=2)]
     for case, (_, _, mean, parts) in CASES.items():
         alone = outcome(case, (sum(parts),), 0, dtype=torch.float64)
-        ranks = [of_rank[case] for of_rank in both]
+        ranks = [of_rank[case] for of_rank, _ in both]
         joined = {
             key: [torch.cat(pair) for pair in zip(ranks[0][key], ranks[1][key], strict=True)] for key in ("y", "dx")
         }
@@ -103,12 +161,34 @@ def test_two_ranks_compute_what_one_process_does() -> None:
             )  # fmt: skip
         for of_rank in ranks:
             torch.testing.assert_close(of_rank["running"], alone["running"], atol=1e-8, rtol=1e-6, check_dtype=False)
+    for case in PENALIZED:
+        parts = CASES[case][3]
+        alone, ((x0, *first), (x1, *second)) = penalized(case, (sum(parts),), 0), (twice[case] for _, twice in both)
+        found = [torch.cat([x0, x1]), *(a + b for a, b in zip(first, second, strict=True))]
+        torch.testing.assert_close(found, alone, msg=lambda text, at=case: f"{at}: {text}")
 
 
-def test_a_class_that_computes_batchnorm_itself_is_refused() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 6, 1), CallsItself(6))
-    with pytest.raises(ValueError, match=r"1 \(.*CallsItself\) calls batch_norm itself.*strategy\.sync_batch"):
-        batchnorm.synchronize(model, group=None)
+def test_statistics_that_cannot_be_synchronized_are_named(monkeypatch, caplog) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(6), ByHand(6))
+    model[0].forward = lambda input: input
+    batchnorm.synchronize(model, group=GROUP)
+    assert "0: code has replaced the forward of this BatchNorm1d." in caplog.text
+    model(torch.ones(4, 6))
+    assert "ByHand did not call torch.nn.functional.batch_norm in training." in caplog.text
+    caplog.clear()
+    model.eval()(torch.ones(4, 6))
+    assert not caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_synchronized_model_can_be_scripted() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 6, 1), nn.BatchNorm2d(6))
+    x = torch.randn(4, 3, 5, 5)
+    expected = copy.deepcopy(model)(x)
+    batchnorm.synchronize(model, group=GROUP)
+    scripted = torch.jit.script(model)
+    torch.testing.assert_close(scripted(x), expected)
+    torch.testing.assert_close(scripted.eval()(x), model.eval()(x))
 
 
 @pytest.mark.parametrize("pickler", [pickle, cloudpickle])

@@ -62,10 +62,16 @@ def sums(module: nn.Module, *, norms: bool = True) -> dict[str, float]:
         left_out = (name for name, part in module.named_modules() if isinstance(part, _NormBase))
         saved = saved - {f"{name}.{own}" for name in left_out for own in ("running_mean", "running_var")}
     return {
-        name: float((buffer.detach() if buffer.is_complex() else buffer.detach().double()).abs().sum())
+        name: _sum(buffer.detach())
         for name, buffer in module.named_buffers()
         if name in saved and not isinstance(buffer, DTensor)
     }
+
+
+def _sum(buffer: Tensor) -> float:
+    """Return the sum of absolute values, a part at a time: a memory bank in float64 may not fit beside itself."""
+    parts = buffer.flatten().split(1 << 24)
+    return float(sum((part if part.is_complex() else part.double()).abs().sum() for part in parts))
 
 
 def unequal(of_ranks: Sequence[Mapping[str, float]]) -> list[str]:

@@ -8,21 +8,26 @@ torch.nn.SyncBatchNorm refuses CPUs. Here each BatchNorm module gets a forward o
 
 from __future__ import annotations
 
-import copy
+import functools
+import logging
+from collections.abc import Callable
 from types import MethodType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules._functions import SyncBatchNorm as TorchFunction
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 from typing_extensions import override
+
+log = logging.getLogger(__name__)
 
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 NOT_ALL = (
     "A BatchNorm in training mode reads the batches of all ranks, and some did not call it or have ended. Call it on "
-    "every rank, or in eval(), or type strategy.sync_batchnorm=false."
+    "every rank, or in eval() (if it tracks running statistics), or type strategy.sync_batchnorm=false."
 )
 GROUP = "_armature_group"
 Running = tuple[Tensor, Tensor]  # mean and variance
@@ -41,57 +46,85 @@ class _Shared:
         return type(None), ()
 
 
-class SynchronizedBatchNorm(_BatchNorm):
-    """Stands in for a class with a forward of its own, which calls this one by super().
-
-    A pickled module is one of the original class, for any process.
-    """
-
-    group: ClassVar[dist.ProcessGroup]  # of the class: a group can be neither copied nor pickled
-    original: ClassVar[type[nn.Module]]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return object.__new__, (self.original,), self.__dict__
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SynchronizedBatchNorm:
-        twin = memo[id(self)] = self.__new__(type(self))
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return twin
-
-    @override
-    def forward(self, input: Tensor) -> Tensor:
-        return _over_ranks(self, input, self.group)
-
-
-def forward(self: Any, input: Tensor) -> Tensor:
-    """Stand in for `forward` of a BatchNorm or InstanceNorm. A pickled method is looked up by this name."""
+def forward(self, input: Tensor) -> Tensor:  # self has no type: TorchScript knows no Any
+    """Stand in for `forward` of torch's BatchNorms. A pickled method is looked up by this name."""
+    if torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]  # what is scripted runs alone
+        momentum = 0.0 if self.momentum is None else self.momentum
+        training = self.training or self.running_mean is None
+        return nn.functional.batch_norm(
+            input, self.running_mean, self.running_var, self.weight, self.bias, training, momentum, self.eps
+        )
     shared = vars(self)[GROUP]
-    if shared is not None and isinstance(self, _BatchNorm):
-        return _over_ranks(self, input, shared.group)
-    output = type(self).forward(self, input)
-    if shared is not None:
-        _share_statistics(self, len(input), shared.group)
+    if shared is None or not (self.training or self.running_mean is None):
+        return type(self).forward(self, input)
+    self._check_input_dim(input)
+    tracks = self.training and self.track_running_stats and self.running_mean is not None
+    mean, variance = (self.running_mean, self.running_var) if tracks else (None, None)
+    weight = _count(self) if tracks else 0.0
+    return _batch_norm(shared.group, input, mean, variance, self.weight, self.bias, True, weight, self.eps)
+
+
+def own_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stand in for `forward` of a user's class or of InstanceNorms, and run it."""
+    run, shared = type(self).forward, vars(self)[GROUP]
+    if shared is None:
+        return run(self, *args, **kwargs)
+    if isinstance(self, _BatchNorm):
+        with _OverRanks(shared.group) as over_ranks:
+            output = run(self, *args, **kwargs)
+        if self.training and not over_ranks.called:
+            _warn_of_own(type(self))
+        return output
+    output = run(self, *args, **kwargs)
+    _share_statistics(self, len(next(iter([*args, *kwargs.values()]))), shared.group)
     return output
 
 
-def _over_ranks(module: _BatchNorm, input: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return inputs (B, C, …) normalized over all ranks. Evaluation with tracked statistics is torch's own."""
-    if not module.training and module.running_mean is not None:
-        return _BatchNorm.forward(module, input)
-    module._check_input_dim(input)
-    running, weight = None, 0.0
-    if module.training and module.track_running_stats and module.running_mean is not None:
-        assert module.running_var is not None
-        running, weight = (module.running_mean, module.running_var), _count(module)
+own_forward.__name__ = "forward"  # by which a pickled method is looked up
+
+
+class _OverRanks(TorchFunctionMode):
+    """Let `torch.nn.functional.batch_norm` normalize over all ranks, wherever a forward calls it."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group, self.called = group, False
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not nn.functional.batch_norm:
+            return func(*args, **(kwargs or {}))
+        self.called = True
+        return _batch_norm(self.group, *args, **(kwargs or {}))
+
+
+@functools.cache
+def _warn_of_own(cls: type[nn.Module]) -> None:
+    log.warning(
+        "%s.%s did not call torch.nn.functional.batch_norm in training. Statistics that it computes by itself are of "
+        "each rank's own samples, and differ from those of one process: reduce them over the ranks (self.all_gather), "
+        "or call super().forward(input).",
+        cls.__module__, cls.__qualname__,
+    )  # fmt: skip
+
+
+def _batch_norm(
+    group: dist.ProcessGroup, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
+    weight: Tensor | None = None, bias: Tensor | None = None, training: bool = False, momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    """Compute torch.nn.functional.batch_norm over all ranks; its arguments, inputs (B, C, …)."""
+    if not training:
+        return nn.functional.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     if input.is_cuda:
-        mean, variance = running or (None, None)
-        arguments = (mean, variance, module.eps, weight, group, dist.get_world_size(group))
-        return TorchFunction.apply(input, module.weight, module.bias, *arguments)  # pyright: ignore[reportReturnType]
+        arguments = (running_mean, running_var, eps, momentum, group, dist.get_world_size(group))
+        return _OnGpu.apply(input, weight, bias, *arguments)  # pyright: ignore[reportReturnType]
     x = input if input.dtype == torch.float64 else input.float()
-    return _Normalize.apply(x, module.weight, module.bias, running, module.eps, weight, group).to(input.dtype)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+    running = None if running_mean is None or running_var is None else (running_mean, running_var)
+    return _Normalize.apply(x, weight, bias, running, eps, momentum, group).to(input.dtype)  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
 
 
-def _count(module: _BatchNorm) -> float:
+def _count(module: Any) -> float:
     """Count a batch, and return its weight in the running statistics."""
     if module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(1)
@@ -105,6 +138,8 @@ def _share_statistics(module: nn.Module, samples: int, group: dist.ProcessGroup)
     mean, variance = module.running_mean, module.running_var
     if module.training and isinstance(mean, Tensor) and isinstance(variance, Tensor):
         total = torch.cat([mean.double(), variance.double(), mean.new_ones(1, dtype=torch.float64)]) * samples
+        if not samples:  # whose mean is not a number
+            total.zero_()
         dist.all_reduce(total, group=group)
         both = total[:-1] / total[-1]
         mean.copy_(both[: len(mean)])
@@ -143,28 +178,101 @@ class _Normalize(torch.autograd.Function):
         if running is not None:
             for tracked, new in zip(running, (mean, variance * (total / (total - 1))), strict=True):
                 tracked.lerp_(new.to(tracked.dtype), weight)
-        deviations -= _broadcast((mean - shift.double()).to(x.dtype), x)
+        rest = (mean - shift.double()).to(x.dtype)
+        deviations -= _broadcast(rest, x)
         inverse = torch.rsqrt(variance + eps).to(x.dtype)
-        ctx.save_for_backward(deviations, inverse, scale)
-        ctx.has_bias, ctx.group, ctx.total = bias is not None, group, total
+        ctx.save_for_backward(x, shift, rest, inverse, scale)
+        ctx.has_bias, ctx.group, ctx.total, ctx.eps = bias is not None, group, total, eps
         y = deviations * _broadcast(inverse if scale is None else inverse * scale, x)
         return y if bias is None else y + _broadcast(bias, x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (dy,), (deviations, inverse, scale) = gradients, ctx.saved_tensors
-        dims = _all_but_channels(dy)
-        sums = torch.stack([dy.sum(dims), (dy * deviations).sum(dims)])
-        d_scale = None if scale is None else (sums[1] * inverse).to(scale.dtype)
-        d_bias = sums[0].clone() if ctx.has_bias else None
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dist.all_reduce(sums, group=ctx.group)
-            mean_dy, mean_product = sums / ctx.total
-            slope = inverse if scale is None else inverse * scale
-            dx = dy - _broadcast(mean_dy, dy) - deviations * _broadcast(mean_product * inverse.square(), dy)
-            dx *= _broadcast(slope, dy)
-        return dx, d_scale, d_bias, None, None, None, None
+        (dy,), (x, shift, rest, inverse, scale) = gradients, ctx.saved_tensors
+        needed = (ctx.needs_input_grad[0], scale is not None, ctx.has_bias)
+        if _differentiates_again():
+            return *_gradients_of_gradients(x, dy, scale, needed, ctx.eps, ctx.group), None, None, None, None
+        deviations = x - _broadcast(shift, x) - _broadcast(rest, x)
+        found = _gradients(dy, deviations, inverse, scale, needed, ctx.total, functools.partial(_sum, group=ctx.group))
+        return *found, None, None, None, None
+
+
+class _OnGpu(TorchFunction):
+    """torch's kernels, whose gradients have none of their own: those of a penalty on gradients are written here."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, *args: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        bias, eps, group = args[2], args[5], args[7]
+        ctx.has_bias, ctx.eps, ctx.group = bias is not None, eps, group
+        return TorchFunction.forward(ctx, *args)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, grad_output: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if not _differentiates_again():
+            return TorchFunction.backward(ctx, grad_output)
+        x, scale = ctx.saved_tensors[:2]
+        needed = (ctx.needs_input_grad[0], scale is not None, ctx.has_bias)
+        return *_gradients_of_gradients(x, grad_output, scale, needed, ctx.eps, ctx.group), *6 * [None]
+
+
+def _differentiates_again() -> bool:
+    """Return whether a backward is recorded (create_graph=True)."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def _gradients_of_gradients(
+    x: Tensor, dy: Tensor, scale: Tensor | None, needed: tuple[bool, bool, bool], eps: float, group: dist.ProcessGroup
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients as functions of x, dy and scale, over all ranks, for another backward."""
+    values = x if x.dtype == torch.float64 else x.float()
+    dims = _all_but_channels(x)
+
+    def all_sum(each: Tensor) -> Tensor:
+        return _Sum.apply(each, group)  # pyright: ignore[reportReturnType]
+
+    total = _sum(values.new_tensor(values.numel() // values.shape[1]), group=group)
+    deviations = values - _broadcast(all_sum(values.sum(dims)) / total, x)
+    variance = all_sum(deviations.square().sum(dims)) / total
+    inverse = torch.rsqrt(variance + eps)
+    dx, *others = _gradients(dy.to(values.dtype), deviations, inverse, scale, needed, total, all_sum)
+    return None if dx is None else dx.to(x.dtype), *others
+
+
+def _gradients(
+    dy: Tensor, deviations: Tensor, inverse: Tensor, scale: Tensor | None, needed: tuple[bool, bool, bool],
+    total: Tensor, all_sum: Callable[[Tensor], Tensor],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Return the gradients of the inputs, of the scale and of the bias, if they are needed."""
+    dims = _all_but_channels(dy)
+    sums = torch.stack([dy.sum(dims), (dy * deviations).sum(dims)])
+    d_scale = (sums[1] * inverse).to(scale.dtype) if needed[1] and scale is not None else None
+    d_bias = sums[0].clone() if needed[2] else None
+    if not needed[0]:
+        return None, d_scale, d_bias
+    mean_dy, mean_product = all_sum(sums) / total
+    slope = inverse if scale is None else inverse * scale
+    dx = dy - _broadcast(mean_dy, dy) - deviations * _broadcast(mean_product * inverse.square(), dy)
+    return dx * _broadcast(slope, dy), d_scale, d_bias
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over ranks, whose gradient is the sum over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _sum(values.clone(), group=group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None]:
+        return _Sum.apply(gradients[0], ctx.group), None  # pyright: ignore[reportReturnType]
+
+
+def _sum(values: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+    dist.all_reduce(values, group=group)
+    return values
 
 
 def _all_but_channels(x: Tensor) -> list[int]:
@@ -178,34 +286,23 @@ def _broadcast(per_channel: Tensor, x: Tensor) -> Tensor:
 def synchronize(module: nn.Module, *, group: dist.ProcessGroup | None) -> None:
     """Let every BatchNorm inside use the batches of all ranks of `group`; SyncBatchNorms stay as they are.
 
-    InstanceNorms that keep running statistics share these.
-
-    Raises:
-        ValueError: if a class computes BatchNorm by its own calls, which cannot be synchronized.
+    InstanceNorms that keep running statistics share these. A module whose forward was replaced is named in a warning.
     """
-    classes: dict[type, type] = {}
     for name, child in module.named_modules():
+        # TorchScript's classes cannot be asked for `forward`
+        if not isinstance(child, (_BatchNorm, *_INSTANCE_NORMS)) or isinstance(child, nn.SyncBatchNorm):
+            continue
+        if isinstance(child, _INSTANCE_NORMS) and not child.track_running_stats:
+            continue
         cls: Any = type(child)
-        if not isinstance(child, (_BatchNorm, *_INSTANCE_NORMS)):  # TorchScript's classes cannot be asked for `forward`
+        mine = vars(child).get("forward")
+        known = (None, cls.forward, forward, own_forward)  # an unpickled module holds its class's
+        if getattr(mine, "__func__", mine) not in known:
+            log.warning(
+                "%s: code has replaced the forward of this %s. Statistics that it computes are of each rank's own "
+                "samples, and differ from those of one process: override forward in a class instead.",
+                name, cls.__qualname__,
+            )  # fmt: skip
             continue
-        own = getattr(vars(child).get("forward"), "__func__", cls.forward)  # an unpickled one has its class's
-        if own not in (forward, cls.forward) or isinstance(child, (SynchronizedBatchNorm, nn.SyncBatchNorm)):
-            continue
-        if (isinstance(child, _INSTANCE_NORMS) and child.track_running_stats) or (
-            isinstance(child, _BatchNorm) and cls.forward is _BatchNorm.forward
-        ):
-            child.__dict__ |= {GROUP: _Shared(group), "forward": MethodType(forward, child)}
-        elif isinstance(child, _BatchNorm):
-            if cls not in classes:
-                _check_forward(cls, name)
-                classes[cls] = type(cls.__name__, (cls, SynchronizedBatchNorm), {"group": group, "original": cls})
-            child.__class__ = classes[cls]
-
-
-def _check_forward(cls: type[nn.Module], name: str) -> None:
-    code = getattr(cls.forward, "__code__", None)
-    if "batch_norm" in getattr(code, "co_names", ()):
-        raise ValueError(
-            f"{name} ({cls.__module__}.{cls.__qualname__}) calls batch_norm itself, so its statistics cannot be those "
-            "of all ranks' batches. Type strategy.sync_batchnorm=false, or call super().forward(input) in its forward."
-        )
+        plain = isinstance(child, _BatchNorm) and cls.forward is _BatchNorm.forward
+        child.__dict__ |= {GROUP: _Shared(group), "forward": MethodType(forward if plain else own_forward, child)}

@@ -283,10 +283,12 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         reduced = super().reduce(tensor, group, reduce_op)
         copies = self.world_size // self.data_size
         sums = group in (None, dist.group.WORLD) and op in (None, "sum", dist.ReduceOp.SUM)
-        if copies == 1 or not sums or not isinstance(reduced, Tensor):
+        if copies == 1 or not sums or not isinstance(reduced, Tensor) or reduced.dtype == torch.bool:
             return reduced
         # else each sample counts several times
-        return reduced / copies if reduced.is_floating_point() or reduced.is_complex() else reduced // copies
+        exact = reduced.is_floating_point() or reduced.is_complex()
+        once = reduced / copies if exact else reduced // copies
+        return once if reduced.requires_grad else reduced.copy_(once)  # in place, as Lightning's
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

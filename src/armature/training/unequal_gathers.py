@@ -19,7 +19,7 @@ from armature.training import agreement
 log = logging.getLogger(__name__)
 
 NAME = "all_gather"
-COUNT = "world_size"  # of processes
+OF_PROCESSES = ("world_size", "get_world_size", "global_rank", "get_rank")  # counts and numbers of them
 
 
 class UnequalGathers(Callback):
@@ -54,12 +54,14 @@ def _warn_of_counts(trainer: L.Trainer, module: Any) -> None:
     if strategy is None or strategy.data_size == strategy.world_size:
         return
     for method, names in agreement.names_in_methods([module]).items():
-        if COUNT in names and (NAME in names or {"strategy", "reduce"} <= names):
+        read = [name for name in OF_PROCESSES if name in names]
+        if read and (NAME in names or {"strategy", "reduce"} <= names):
             log.warning(
-                "%s.%s reads world_size. Of the %d processes, %d share each sample: self.all_gather, and sums by "
+                "%s.%s reads %s. Of the %d processes, %d share each sample: self.all_gather, and sums by "
                 "trainer.strategy.reduce, take each sample once. Divide by self.trainer.strategy.data_size, and index "
-                "what was gathered by data_rank.",
-                type(module).__name__, method, strategy.world_size, strategy.world_size // strategy.data_size,
+                "what was gathered by self.trainer.strategy.data_rank.",
+                type(module).__name__, method, ", ".join(read), strategy.world_size,
+                strategy.world_size // strategy.data_size,
             )  # fmt: skip
 
 
