@@ -219,3 +219,19 @@ class EpisodeData(Vectors):
 
     def train_dataloader(self):
         return DataLoader(self.train, batch_sampler=Episodes())
+
+
+class Endless(Sampler):
+    """As detectron's TrainingSampler, whose length is that of an epoch."""
+
+    def __len__(self):
+        return 48
+
+    def __iter__(self):
+        while True:
+            yield from torch.randperm(48).tolist()
+
+
+class EndlessData(Vectors):
+    def train_dataloader(self):
+        return DataLoader(self.train, batch_size=8, sampler=Endless())

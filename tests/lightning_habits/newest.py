@@ -6,6 +6,8 @@ from tests.lightning_habits.runs import Habit
 
 AFTER = ("net.0.bias",)  # a bias before BatchNorm has no gradient but rounding
 WITH_COPIES = ("single", "ddp2")  # under fsdp a save warns that rank 0's buffers are kept
+AFTER = {"fsdp2": "after the model's forward, which has"}
+KEPT = {"fsdp2": "is net.0.weight as it was before"}
 LOST = {"fsdp2": "forward changes weights"}
 UNEQUAL = "is not the same on all ranks"
 STEPS = "the number of steps of SGD is not the same"
@@ -39,6 +41,22 @@ RESEARCH = [
     regression("zeroes_row", "weights.ZeroesRow", refused={"fsdp2": "were changed in place"}),
     regression("scales_rows", "weights.ScalesRows", refused={"fsdp2": "were changed in place"}),
     regression("zeroes_gradients", "weights.ZeroesGradients", refused={"fsdp2": "were changed in place"}),
+    regression("zeroes_diagonal", "weights.ZeroesDiagonal", refused={"fsdp2": "were changed in place"}),
+    regression(
+        "fills_diagonal",
+        "weights.ZeroesDiagonal",
+        "+task.way=fill",
+        refused={"fsdp2": "strategy=ddp"},
+    ),
+    regression(
+        "zeroes_splits", "weights.ZeroesDiagonal", "+task.way=split", refused={"fsdp2": "were changed in place"}
+    ),
+    regression("clamps_after", "weights.ClampsAfterForward", refused=AFTER, sample=("fsdp2",)),
+    regression("clamps_data_after", "weights.ClampsAfterForward", "+task.way=data", refused=AFTER),
+    regression("keeps_partial", "weights.KeepsPartial", refused=KEPT),
+    regression("keeps_closure", "weights.KeepsPartial", "+task.way=closure", refused=KEPT),
+    regression("tied_by_data", "weights.TiedByData", refused={"fsdp2": "share their memory"}),
+    regression("endless_sampler", data="loaders.EndlessData", sample=SINGLE),
     regression("shadow_buffers", "weights.ShadowBuffers", layouts=("single", "ddp2")),
     regression("schedules_free", "weights.SchedulesFree"),
     regression("swaps_average", "weights.SwapsAverage", sample=("single", "fsdp2")),

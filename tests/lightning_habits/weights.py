@@ -1,6 +1,7 @@
 """Kinds of weights, averages and optimizers of one's own, and parts of weights that are set by hand."""
 
 import copy
+import functools
 
 import torch
 from torch import nn
@@ -221,3 +222,67 @@ class ZeroesGradients(Regressor):
         self.net[0].weight.grad[:4] = 0
         self.net[0].weight.grad[:, 1].zero_()
         self.net[0].bias.grad[3].mul_(0.0)
+
+
+class ZeroesDiagonal(Regressor):
+    """No node is its own parent: the diagonal is set to 0 after each step, as in NOTEARS."""
+
+    def __init__(self, way="diagonal"):
+        super().__init__()
+        self.way, self.graph = way, nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        return self.net(x + self.graph(x))
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.way == "diagonal":
+            self.graph.weight.diagonal().zero_()
+        elif self.way == "fill":
+            self.graph.weight.data.fill_diagonal_(0)
+        else:
+            self.graph.weight.tensor_split(2)[0].zero_()
+
+
+class ClampsAfterForward(Regressor):
+    """Bounds a bias in training_step, once the loss is computed: backward does not need it."""
+
+    def __init__(self, way="weight"):
+        super().__init__()
+        self.way = way
+
+    def training_step(self, batch, batch_idx):
+        loss = self.shared_step(batch, "train")
+        bias = self.net[2].bias
+        with torch.no_grad():
+            (bias if self.way == "weight" else bias.data).clamp_(-0.02, 0.02)
+        return loss
+
+
+# ---------------------------------------------------------------- weights that are kept elsewhere, or share memory
+def l1(weight, scale=0.1):
+    return scale * weight.abs().sum()
+
+
+class KeepsPartial(Regressor):
+    """A penalty that is made in __init__ for one weight."""
+
+    def __init__(self, way="partial"):
+        super().__init__()
+        weight = self.net[0].weight
+        self.penalty = functools.partial(l1, weight) if way == "partial" else lambda: l1(weight)
+
+    def training_step(self, batch, batch_idx):
+        return self.shared_step(batch, "train") + self.penalty()
+
+
+class TiedByData(Regressor):
+    """The decoder's weight is the encoder's memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.enc, self.dec = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.dec.weight.data = self.enc.weight.data.t()
+
+    def forward(self, x):
+        return self.net(self.dec(torch.tanh(self.enc(x))))

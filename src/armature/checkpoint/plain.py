@@ -37,7 +37,9 @@ _BUILT_IN: tuple[Any, ...] = (int, float, complex, str, bytes)  # a value of a d
 NDARRAY = "__ndarray__"  # the only key of a dict that holds a NumPy array's numbers as a tensor
 DEQUE = {"__deque__", "maxlen"}  # the keys of a dict that holds a deque's items and its limit
 DEFAULTS = {"__defaultdict__", "factory"}  # the keys of a dict that holds a defaultdict's items, and of what type its
-_FACTORIES = {kind.__name__: kind for kind in (int, float, str, list, dict, set)}  # default is
+_FACTORIES = {  # default is
+    kind.__name__: kind for kind in (int, float, str, list, dict, set, tuple, bool, deque, Counter, OrderedDict)
+}
 HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 _HYPER_PARAMETER_TYPES = ("hparams_type", "datamodule_hparams_type")  # classes, which loading would have to import
 
@@ -70,7 +72,7 @@ def plain(value: Any, path: str = "") -> Any:
     if isinstance(value, np.generic):
         return plain(value.item(), path) if not isinstance(value.item(), np.generic) else _refuse(path, value)
     if isinstance(value, np.ndarray):
-        return {NDARRAY: torch.from_numpy(value.copy())} if value.dtype.kind in "biufc" else plain(value.tolist(), path)
+        return _plain_array(value, path)
     if isinstance(value, PurePath):
         return str(value)
     for base in _BUILT_IN:
@@ -81,6 +83,15 @@ def plain(value: Any, path: str = "") -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)}, path)
     return _plain_container(value, path)
+
+
+def _plain_array(array: np.ndarray, path: str) -> Any:
+    if array.dtype.kind not in "biufc":
+        return plain(array.tolist(), path)
+    try:
+        return {NDARRAY: torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))}  # a copy, as this machine reads
+    except TypeError:  # numbers of 128 bits
+        return _refuse(path, array)
 
 
 def restored(value: Any) -> Any:
@@ -98,7 +109,7 @@ def restored(value: Any) -> Any:
 
 def _plain_container(value: Any, path: str) -> Any:
     if isinstance(value, Mapping):
-        entries = {plain(key, f"{path}, key"): plain(item, f"{path}[{key!r}]") for key, item in value.items()}
+        entries = {_plain_key(key, f"{path}, key"): plain(item, f"{path}[{key!r}]") for key, item in value.items()}
         if isinstance(value, defaultdict) and value.default_factory in _FACTORIES.values():
             return {"__defaultdict__": entries, "factory": value.default_factory.__name__}  # pyright: ignore[reportOptionalMemberAccess]
         kept = next((kind for kind in (OrderedDict, Counter) if type(value) is kind), dict)
@@ -109,8 +120,18 @@ def _plain_container(value: Any, path: str) -> Any:
             return {"__deque__": items, "maxlen": value.maxlen}
         return tuple(items) if isinstance(value, tuple) else items
     if isinstance(value, set | frozenset):
-        return {plain(item, f"{path}, an element") for item in value}
+        return {_plain_key(item, f"{path}, an element") for item in value}
     return _refuse(path, value)
+
+
+def _plain_key(key: Any, path: str) -> Any:
+    """Return a key or an element of a set made plain. A frozenset would become a set, which can be neither."""
+    made = plain(key, path)
+    try:
+        hash(made)
+    except TypeError:
+        return _refuse(path, key)
+    return made
 
 
 def _refuse(path: str, value: Any) -> Any:

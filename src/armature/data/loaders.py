@@ -156,7 +156,7 @@ class Draw:
                 if callable(set_epoch := getattr(each, "set_epoch", None)):
                     set_epoch(epoch)
             try:
-                limit = len(sampler) + 1
+                limit = len(sampler)  # an endless one has the length of its epochs
             except (TypeError, NotImplementedError):
                 raise ConfigError(
                     f"{self.owner}: {self.name} has no length. Give it a method __len__: the samples or batches of an "

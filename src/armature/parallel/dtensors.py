@@ -41,7 +41,9 @@ def support_user_code(*, watch_parts: bool = False) -> None:
     DTensor.__getitem__ = _get_items
     for name in ("item", "tolist", "__float__", "__int__", "__bool__"):
         setattr(DTensor, name, _whole_reader(name))
-    for name in ("chunk", "narrow", "select", "split", "unbind"):
+    for name in (
+        "chunk", "diagonal", "dsplit", "hsplit", "narrow", "select", "split", "tensor_split", "unbind", "vsplit",
+    ):  # fmt: skip
         setattr(DTensor, name, _part_taker(name))
 
 
@@ -271,42 +273,42 @@ def watch_weights(model: nn.Module) -> None:
     before: dict[str, Tensor] = {}
     forwards_left = WATCHED_FORWARDS
 
-    def sums() -> dict[str, Tensor]:
+    def sums_now() -> dict[str, Tensor]:
         gathered = {n: p.detach() for n, p in model.named_parameters() if not isinstance(p, DTensor)}
-        return {n: _sums(p) for n, p in gathered.items() if _counts(p)}
+        return {n: sums(p) for n, p in gathered.items() if counts(p)}
 
     def begin(*_: Any) -> None:
-        before.update(sums() if forwards_left and model.training else {})
+        before.update(sums_now() if forwards_left and model.training else {})
 
     def end(*_: Any) -> None:
         nonlocal forwards_left
         if before:
             forwards_left -= 1
-            changed = [n for n, value in sums().items() if n in before and not _alike(value, before[n])]
+            changed = [n for n, value in sums_now().items() if n in before and not alike(value, before[n])]
             before.clear()
             if changed:
                 raise ConfigError(
                     f"{type(model).__name__}.forward changes weights: {', '.join(changed[:3])} (an initialization from "
                     "the first batch, or max_norm). Sharded over ranks, they are copies there, and the change would be "
-                    "lost. Move the change into the LightningModule (training_step or on_train_batch_end), where it "
-                    "works, or type strategy=ddp."
+                    "lost. Move the change into the LightningModule, before the forward or into on_train_batch_end, "
+                    "where it works, or type strategy=ddp."
                 )
 
     model.register_forward_pre_hook(begin)
     model.register_forward_hook(end)
 
 
-def _counts(weight: Tensor) -> bool:
+def counts(weight: Tensor) -> bool:
     numbers = weight.is_floating_point() or weight.is_complex()  # not the codes of 4-bit weights
     return numbers and weight.element_size() > 1  # torch cannot add up float8
 
 
-def _sums(weight: Tensor) -> Tensor:
+def sums(weight: Tensor) -> Tensor:
     dtype = torch.promote_types(weight.dtype, torch.float32)  # a sum in bf16 would not see a row that changes
     return torch.stack([weight.sum(dtype=dtype), torch.linalg.vector_norm(weight, dtype=dtype).to(dtype)])
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
+def alike(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 

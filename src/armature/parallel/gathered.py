@@ -4,12 +4,34 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+
+from armature.errors import ConfigError
+from armature.parallel import dtensors
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A whole weight that stayed gathered after a forward, as it was then."""
+
+    name: str
+    holder: nn.Module
+    key: str
+    weight: Tensor
+    version: int
+    sums: Tensor | None  # which also see a change of `weight.data`; None: not taken
+
+    def has_changed(self) -> bool:
+        if getattr(self.holder, self.key) is not self.weight:  # it is sharded now
+            return False
+        unlike = self.sums is not None and not dtensors.alike(dtensors.sums(self.weight), self.sums)
+        return unlike or self.weight._version != self.version
 
 
 class Gathered:
@@ -29,6 +51,7 @@ class Gathered:
         self.counts: list[int] = []
         self.order = 0
         self._whole: list[tuple[str, weakref.ref[Tensor]]] = []
+        self._kept: dict[tuple[int, str], _Kept] = {}  # by unit and weight
 
     def watch(self, name: str, model: nn.Module, *, staged: bool = False) -> None:
         """Watch the units of a model. Call it after `fully_shard`.
@@ -59,17 +82,48 @@ class Gathered:
                 self._whole += [(f"{name}.{path}", weakref.ref(getattr(part, weight))) for path, part, weight in own]
                 knows_whole = True
 
+        forwards_left = dtensors.WATCHED_FORWARDS  # of sums, which cost time
+
+        def keep(*_: Any) -> None:
+            nonlocal forwards_left
+            for path, part, key in own:
+                weight = getattr(part, key)
+                if getattr(weight, "device_mesh", None) != mesh:
+                    summed = forwards_left and not isinstance(weight, DTensor) and dtensors.counts(weight)
+                    sums = dtensors.sums(weight.detach()) if summed else None
+                    kept = _Kept(f"{name}.{path}", part, key, weight, weight._version, sums)
+                    self._kept[index, path] = kept
+            forwards_left = max(0, forwards_left - 1)
+
         untraced: Any = torch.compiler.disable  # as torch's own hooks are: users may compile the unit
         unit.register_forward_pre_hook(untraced(before), prepend=True)  # of torch's own hook, which gathers
         if not staged:
             unit.register_forward_pre_hook(untraced(after))
+            unit.register_forward_hook(untraced(keep))
 
-    def unreduced(self) -> str | None:
-        """Return the name of a whole weight that has a gradient, which no optimizer sees, or None.
+    def forget(self) -> None:
+        """Forget what stayed gathered after earlier forwards."""
+        self._kept.clear()
 
-        Backward takes those that it made.
-        """
-        return next((name for name, weight in self._whole if getattr(weight(), "grad", None) is not None), None)
+    def require_unchanged(self, module: nn.Module, *, layout: str) -> None:
+        """Raise ConfigError if a weight was changed after the forward that had gathered it, which would be lost."""
+        for kept in self._kept.values():
+            if kept.has_changed():
+                raise ConfigError(
+                    f"{type(module).__name__}.training_step changes {kept.name} after the model's forward, which has "
+                    f"gathered a copy of it for backward under {layout}: the change would be lost. Change it before "
+                    "the forward or in on_train_batch_end, or type strategy=ddp."
+                )
+
+    def require_reduced(self, module: nn.Module, optimizer: torch.optim.Optimizer, *, layout: str) -> None:
+        """Raise ConfigError if a whole weight has a gradient, which no optimizer sees. Backward takes those it made."""
+        name = next((name for name, weight in self._whole if getattr(weight(), "grad", None) is not None), None)
+        if name is not None:
+            raise ConfigError(
+                f"{type(module).__name__}: the step of {type(optimizer).__name__} did not see the gradient of {name}, "
+                f"a copy that {layout} gathered for the forward. Call self.manual_backward(loss) instead of setting "
+                "p.grad yourself, or type strategy=single trainer.devices=1."
+            )
 
 
 def _weights_of(unit: nn.Module) -> list[tuple[str, nn.Module, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
@@ -16,8 +17,8 @@ MAX_OBJECTS = 50_000  # that are searched
 MAX_DEPTH = 6
 OF_TORCH = ("_parameters", "_modules")  # dicts in which a module keeps its attributes
 CLOSED = (
-    Tensor, str, bytes, int, float, complex, type, types.FunctionType, types.BuiltinFunctionType, types.MethodType,
-    types.ModuleType, L.Trainer, L.LightningDataModule,
+    Tensor, str, bytes, int, float, complex, type, types.BuiltinFunctionType, types.ModuleType, L.Trainer,
+    L.LightningDataModule,
 )  # fmt: skip
 
 
@@ -50,6 +51,15 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
                 yield " (a key)", key
     elif isinstance(value, list | tuple | set | frozenset | deque):
         yield from ((f"[{i}]", part) for i, part in enumerate(value))
+    elif isinstance(value, partial):
+        yield from (("(…)", part) for part in (value.func, *value.args, *value.keywords.values()))
+    elif isinstance(value, types.MethodType):
+        yield ".__self__", value.__self__
+    elif isinstance(value, types.FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        yield from ((f" (its variable {name})", _content(cell)) for name, cell in cells)
+        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        yield from ((" (a default)", part) for part in defaults)
     for name, part in getattr(value, "__dict__", {}).items():
         if name in HOOKS or name.startswith(STATE_PREFIX):
             continue
@@ -57,6 +67,13 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f".{own}", each) for own, each in part.items())
         else:
             yield f".{name}", part
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it has none yet
+        return None
 
 
 def names_of(module: nn.Module, before: Iterable[tuple[str, nn.Parameter]]) -> dict[nn.Parameter, str]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from torch import nn
+from torch.distributed.tensor import DTensor
+
+from armature.errors import ConfigError
 
 
 def find(module: nn.Module) -> list[list[str]]:
@@ -11,6 +14,19 @@ def find(module: nn.Module) -> list[list[str]]:
     for name, param in module.named_parameters(remove_duplicate=False):
         groups.setdefault(param, []).append(name)
     return [names for names in groups.values() if len(names) > 1]
+
+
+def require_one_parameter(module: nn.Module, *, layout: str) -> None:
+    """Raise ConfigError if parameters share their memory but are several, as `a.data = b.data` leaves them."""
+    groups: dict[int, list[str]] = {}
+    for name, param in module.named_parameters():
+        if param.device.type != "meta" and param.numel() and not isinstance(param, DTensor):
+            groups.setdefault(param.data_ptr(), []).append(name)
+    for first, second in (names[:2] for names in groups.values() if len(names) > 1):
+        raise ConfigError(
+            f"{type(module).__name__}: {first} and {second} share their memory, and {layout} would give each its own. "
+            f"Assign the parameter, self.{second} = self.{first}, instead of its data; or type strategy=ddp."
+        )
 
 
 def restore(module: nn.Module, groups: list[list[str]]) -> None:

@@ -33,7 +33,7 @@ from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import ConfigError
 from armature.finetune import base
 from armature.models.adapters import is_adapter
-from armature.parallel import process_group
+from armature.parallel import dtensors, process_group
 from armature.parallel.randomness import RankRandomState
 from armature.strategies import hooks
 from armature.strategies.buckets import BucketOrder
@@ -155,6 +155,7 @@ class CheckpointMixin(LayoutMixin):
         """
         if not isinstance(storage_options, CheckpointWriter | None):
             raise TypeError(f"storage_options must be a CheckpointWriter or None. Got {storage_options!r}")
+        dtensors.check_parts()  # the change of a row in the last hook before a save
         if storage_options is None:
             filepath = process_group.broadcast_object(filepath)  # ModelCheckpoint's holds a metric of this rank
         path = resume.to_path(filepath)

@@ -212,6 +212,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
                     "in its forward, or type strategy=ddp."
                 )
 
+        ties.require_one_parameter(self.module, layout=self.layout)
+
     def _check_left_behind(self, before: list[tuple[str, nn.Parameter]]) -> None:
         """Raise ConfigError if the module or a callback keeps weights that the sharded ones have replaced."""
         callbacks = {type(each).__name__: each for each in self.module.trainer.callbacks}  # pyright: ignore[reportAttributeAccessIssue]
@@ -322,17 +324,20 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
                 dtensors.refuse_functional_calls(part)
             self._knows_hooks = True
         dtensors.check_parts()
-        return dtensors.with_whole_loss(super().training_step(*args, **kwargs))
+        self.gathered.forget()
+        output = dtensors.with_whole_loss(super().training_step(*args, **kwargs))
+        self.gathered.require_unchanged(self.module, layout=self.layout)
+        return output
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        self.gathered.require_unchanged(self.module, layout=self.layout)
+        super().pre_backward(closure_loss)
 
     @override
     def optimizer_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(optimizer, *args, **kwargs)
-        if (name := self.gathered.unreduced()) is not None:
-            raise ConfigError(
-                f"{type(self.module).__name__}: the step of {type(optimizer).__name__} did not see the gradient of "
-                f"{name}, a copy that {self.layout} gathered for the forward. Call self.manual_backward(loss) instead "
-                "of setting p.grad yourself, or type strategy=single trainer.devices=1."
-            )
+        self.gathered.require_reduced(self.module, optimizer, layout=self.layout)
         return result
 
     def _check_sparse(self) -> None:
