@@ -104,6 +104,14 @@ def test_never_refuses_checkpoints_under_another_root(tmp_path):
         run_dir.write(cfg, [])
 
 
+def test_a_home_is_expanded_as_a_shell_does_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    cfg = run_dir.decide(config("~/runs", checkpoint={"root": "~/kept"}), label="x")
+    assert cfg.run.dir.startswith(f"{tmp_path}/runs/")
+    assert cfg.checkpoint.root == f"{tmp_path}/kept"
+    assert resume.to_path("~/x.ckpt") == tmp_path / "x.ckpt"
+
+
 def test_ranks_that_torchrun_restarts_resume_though_never_was_typed(tmp_path, monkeypatch):
     cfg = config(tmp_path)
     cfg.run.name, cfg.resume = "mine", "never"

@@ -77,8 +77,12 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
         problems += _sweep_problems(arguments.overrides, multirun=multirun)
     if problems:
         refuse(problems)
-    for line in usage.repeated(arguments.overrides) if environment.rank() == 0 else ():
-        print(line, file=sys.stderr)
+    try:
+        environment.forget_lone_rank()
+        for line in usage.repeated(arguments.overrides) if environment.rank() == 0 else ():
+            print(line, file=sys.stderr)
+    except ConfigError as error:
+        refuse(error.problems)
     try:
         with _skip_get_mode() if one_mode else nullcontext():
             sweep = arguments.multirun and default_config

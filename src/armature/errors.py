@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from traceback import FrameSummary
+from typing import Any
 
 _OF_LOADER = "Caught ConfigError in DataLoader worker process"  # torch adds the traceback of its worker to the text
 EXIT_CONFIG = 2  # the exit code of a mistake in the configuration
@@ -171,3 +172,24 @@ def error_line(error: BaseException) -> str:
     """Return an error of Python or a library as one line."""
     text = " ".join(str(error).split())
     return text if isinstance(error, OSError) and text else f"{type(error).__name__}: {text}".removesuffix(": ")
+
+
+class NoEndOfData:
+    """A context in which StopIteration is an error: Lightning's loops and torch's loaders take it for the end of data.
+
+    Args:
+        place: what runs in it, for the message.
+    """
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, StopIteration):  # a context of contextlib's would raise it as it was
+            raise RuntimeError(
+                f"{self._place} raised StopIteration, as next() does when an iterator has ended. It would end the "
+                "epoch here, as if the data had ended. Begin the iterator anew, or make it endless (itertools.cycle)."
+            ) from error

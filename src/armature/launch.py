@@ -155,13 +155,18 @@ def _check_fewer(cfg: DictConfig) -> None:
 def _check_world(cfg: DictConfig) -> None:
     """Check that the launcher started as many ranks as the configuration asks for; else they would wait for ever."""
     started, asked = environment.world_size(), cfg.trainer.devices * cfg.trainer.num_nodes
+    left_over = "If no launcher started this command, type unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE."
+    if environment.rank() >= started:
+        raise ConfigError(f"RANK={environment.rank()}: must be less than WORLD_SIZE={started}. {left_over}")
     if started != asked:
         local = environment.local_world_size()
         raise ConfigError(
             f"trainer.devices={cfg.trainer.devices} × trainer.num_nodes={cfg.trainer.num_nodes} asks for {asked} "
             f"processes, but the launcher started {started}. "
-            f"Type trainer.devices={local} trainer.num_nodes={started // local}."
+            f"Type trainer.devices={local} trainer.num_nodes={started // local}. {left_over}"
         )
+    if started > 1 and environment.meets_nowhere():
+        raise ConfigError(f"WORLD_SIZE={started}, but MASTER_ADDR is not set, so the ranks cannot meet. {left_over}")
 
 
 def _finished_message(cfg: DictConfig) -> str | None:

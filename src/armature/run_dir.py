@@ -64,7 +64,9 @@ def decide(cfg: DictConfig, *, label: str, trial: str | None = None) -> DictConf
         label: the experiment's name, used if run.name is null.
         trial: `<sweep>/<number>` for a trial of a sweep, which has its own directory.
     """
-    cfg, root = cfg.copy(), Path(cfg.run.root)
+    cfg = cfg.copy()
+    cfg.run.root = os.path.expanduser(cfg.run.root)  # a shell leaves the ~ of key=~/… as it is
+    root = Path(cfg.run.root)
     if not root.exists():
         _new_roots.add(root)
     named = trial or cfg.run.name
@@ -75,7 +77,9 @@ def decide(cfg: DictConfig, *, label: str, trial: str | None = None) -> DictConf
             name, number = f"{taken}-{number}", number + 1
     cfg.run.name, cfg.run.dir = name, str(root / name)
     checkpoints = OmegaConf.select(cfg, "checkpoint.root")
-    if checkpoints and "://" not in checkpoints and not os.path.isabs(checkpoints):
+    if checkpoints and checkpoints.startswith("~"):
+        cfg.checkpoint.root = os.path.expanduser(checkpoints)
+    elif checkpoints and "://" not in checkpoints and not os.path.isabs(checkpoints):
         raw: Any = OmegaConf.to_container(cfg.checkpoint, resolve=False)
         kept = str(raw["root"])
         if not (kept.startswith("${") and kept.endswith("}") and "/" not in kept):  # one reference may name any place

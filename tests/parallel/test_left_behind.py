@@ -1,5 +1,6 @@
 """Weights that somebody keeps beside a model that is sharded."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -27,8 +28,15 @@ KEPT = {
     ".optimizer.param_groups[0]['params'][1]": lambda m: setattr(m, "optimizer", torch.optim.SGD(m[0].parameters())),
     ".groups['head'][0]": lambda m: setattr(m, "groups", {"head": (m[0].bias,)}),
     ".sums (a key)": lambda m: setattr(m, "sums", {m[0].bias: 0.0}),
+    ".penalty(…)": lambda m: setattr(m, "penalty", partial(torch.mul, m[0].bias)),
+    ".penalty (its variable bias)": lambda m: setattr(m, "penalty", closure_over(m[0].bias)),
+    ".read.__self__.bias": lambda m: setattr(m, "read", other_with(m[0].bias).state_dict),
     ".others[0].bias": lambda m: setattr(m, "others", [other_with(m[0].bias)]),
 }
+
+
+def closure_over(bias):
+    return lambda: bias.sum()
 
 
 def other_with(bias):

@@ -41,6 +41,11 @@ class Color(enum.Enum):
     RED = "red"
 
 
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    number: int
+
+
 @dataclasses.dataclass
 class Rates:
     first: float
@@ -267,15 +272,23 @@ def test_a_deque_keeps_its_limit_and_a_defaultdict_its_default(tmp_path):
     again = Puts(None)
     kept = {"queue": collections.deque([(1, "a"), (2, "b")], maxlen=2), "free": [collections.deque()]}
     kept |= {"counts": collections.defaultdict(int, {"a": 1, 2: collections.defaultdict(list)})}
+    kept |= {"recent": collections.defaultdict(collections.deque), "swapped": np.arange(3).astype(">i4")}
     fit(tmp_path, again, ckpt=saved_by(tmp_path, Puts(kept)), max_steps=3)
+    assert np.array_equal(again.got.pop("swapped"), kept.pop("swapped"))
     assert again.got == kept
+    assert again.got["recent"]["new"] == collections.deque()
     assert (again.got["queue"].maxlen, again.got["free"][0].maxlen) == (2, None)
     assert (again.got["counts"]["new"], again.got["counts"][2]["new"]) == (0, [])
 
 
-@pytest.mark.parametrize("value", [nn.Linear, len, object(), slice(1)])
+UNHASHABLE = ({frozenset({0, 1}): 3}, {frozenset({0, 1})}, {Fixed(1): 2})  # as plain keys they would be sets, dicts
+
+
+@pytest.mark.parametrize("value", [nn.Linear, len, object(), slice(1), np.array([np.longdouble(1)]), *UNHASHABLE])
 def test_what_cannot_be_plain_is_refused_by_name_when_it_is_saved(tmp_path, value):
-    with pytest.raises(ConfigError, match=r"checkpoint\['mine'\]\['deep'\]\[1\] is a .*, which no checkpoint can hold"):
+    with pytest.raises(
+        ConfigError, match=r"checkpoint\['mine'\]\['deep'\]\[1\].* is a .*, which no checkpoint can hold"
+    ):
         saved_by(tmp_path, Puts({"deep": [0, value]}))
     assert [path.name for path in tmp_path.iterdir()] == []
 

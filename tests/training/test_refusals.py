@@ -1,5 +1,7 @@
 """Mistakes in users' classes end in one message that says what to write, under our strategies."""
 
+import os
+
 import lightning.pytorch as L
 import pytest
 import torch
@@ -136,6 +138,21 @@ def test_an_error_of_the_users_code_is_left_to_its_traceback():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
         module.training_step(torch.ones(3, 4))
     assert refusal_of(caught.value, module) is None
+
+
+class Ends(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        os._exit(1)
+
+
+def test_a_process_of_the_data_that_has_ended_is_named():
+    loader = torch.utils.data.DataLoader(Ends(), num_workers=1, multiprocessing_context="fork")
+    with pytest.raises(RuntimeError) as info:
+        next(iter(loader))
+    assert "Type data.num_workers=0 to load in the training process" in str(refusal_of(info.value, Mine()))
 
 
 @pytest.mark.parametrize("load", [torch.load, L.LightningModule.load_from_checkpoint])

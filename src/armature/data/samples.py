@@ -21,7 +21,7 @@ from armature.data.alike import alike
 from armature.data.sampler import PADDING
 from armature.data.stream import Reader, Stream
 from armature.data.worker_signals import heed_the_rank_alone
-from armature.errors import ConfigError
+from armature.errors import ConfigError, NoEndOfData
 from armature.models.loss import IGNORED
 
 log = logging.getLogger(__name__)
@@ -90,14 +90,15 @@ class Samples(Dataset[Batch]):
     def __getitems__(self, keys: list[int]) -> Batch:
         last = max(0, *keys)  # fills padding: for another key, a stream would have to be read again
         filled = [last if key == PADDING else key for key in keys]
-        if self._batch is not None:
-            if get_worker_info() is not None:
-                seed_generators(self._seed_of(filled[0]))
-            batch = self._batch([key % self._size for key in filled])
-        else:
-            with preserved_generators():
-                generator = torch.Generator()
-                batch = self._collate([self._sample(key, generator) for key in filled], key=filled[0])
+        with NoEndOfData(f"{type(self._own).__name__} or its collate_fn"):
+            if self._batch is not None:
+                if get_worker_info() is not None:
+                    seed_generators(self._seed_of(filled[0]))
+                batch = self._batch([key % self._size for key in filled])
+            else:
+                with preserved_generators():
+                    generator = torch.Generator()
+                    batch = self._collate([self._sample(key, generator) for key in filled], key=filled[0])
         if PADDING in keys:
             assert has_targets(batch), "check_padding has asked"
             batch["targets"][torch.tensor(keys) == PADDING] = IGNORED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as L
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from armature.data import namesakes
+from armature.errors import NoEndOfData
 
 namesakes.install()  # before any class of users is found
 # Lightning reads these of `trainer.datamodule`, and must get the wrapper's
@@ -73,8 +75,26 @@ class UsersView:
         return UsersView, (wrapper, type(wrapper.module))  # a copy of the wrapper may not have its module yet
 
 
+def guard_steps(loop: Any) -> None:
+    """Let a step of an evaluation that raises StopIteration end it with an error, not as if its data had ended."""
+    name = "_predict_step" if hasattr(loop, "_predict_step") else "_evaluation_step"
+    step = getattr(loop, name)
+
+    def guarded(batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
+        takes_iterator = dataloader_iter is not None  # whose end the step may meet
+        with nullcontext() if takes_iterator else NoEndOfData("A hook or step of evaluation or prediction"):
+            step(batch, batch_idx, dataloader_idx, dataloader_iter)
+
+    setattr(loop, name, guarded)
+
+
 class UsersTrainer(L.Trainer):
     """Lightning's Trainer, whose `datamodule` is the user's data module, or its view; `run_data` is what runs."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for loop in (self.validate_loop, self.test_loop, self.predict_loop):
+            guard_steps(loop)
 
     @property
     def datamodule(self) -> Any:

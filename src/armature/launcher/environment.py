@@ -45,6 +45,12 @@ def is_joined() -> bool:
     return bool(os.environ.get("RANK") and os.environ.get("WORLD_SIZE"))
 
 
+def forget_lone_rank() -> None:
+    """Remove a RANK without WORLD_SIZE, which is left over from another command: Lightning would read it."""
+    if not is_joined():
+        os.environ.pop("RANK", None)
+
+
 def number(name: str, default: Number) -> Number:
     """Return a variable as a number of the default's type. Raises ConfigError if it is none, or is negative."""
     value = os.environ.get(name)
@@ -86,7 +92,7 @@ def debug_problem() -> str | None:
 
 
 def rank() -> int:
-    return number("RANK", 0)
+    return number("RANK", 0) if is_joined() else 0
 
 
 def is_first(*names: str) -> bool:
@@ -116,6 +122,11 @@ def node_rank() -> int:
 
 def main_address() -> str:
     return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+
+def meets_nowhere() -> bool:
+    """Return whether nothing says where the ranks meet: no launcher started this process."""
+    return not os.environ.get("MASTER_ADDR") and store_file() is None
 
 
 def wait_for_main_address() -> None:

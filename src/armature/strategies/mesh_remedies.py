@@ -10,6 +10,9 @@ REMEDIES = {
     "Sharding propagation failed":
         "torch cannot compute this with sharded weights or gradients, as they are between forward and backward. "
         "Move it into the model's forward, take another optimizer if its step failed, or type strategy=ddp.",
+    "as_strided not supported with DTensor":
+        "torch cannot reach these elements of a sharded weight or gradient (fill_diagonal_ and the like). Assign them: "
+        "i = torch.arange(n); weight[i, i] = 0; or type strategy=ddp.",
     "FSDP does not support deepcopy":
         "A module was copied after it had been sharded. Copy it in __init__ or configure_model, or type "
         "strategy=ddp.",

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from armature.checkpoint import directory, plain
 from armature.checkpoint.writer import CheckpointWriter
-from armature.errors import NotFinite, NotSaved
+from armature.errors import ConfigError, NotFinite, NotSaved
 from armature.parallel import process_group
 from armature.parallel.gradients import local_part
 from armature.parallel.process_group import Vote
@@ -75,7 +76,7 @@ class Checkpointing(Checkpoint):
         manifest_entries: dict[str, Any] | None = None,
         save_begins: Callable[[], None] = lambda: None,
     ) -> None:
-        self.folder = folder
+        self.folder, self._started_in = folder, os.getcwd()
         self.step_log = step_log
         self.every_n_steps = every_n_steps
         self.every = timedelta(minutes=every_n_minutes) if every_n_minutes is not None else None
@@ -322,6 +323,11 @@ class Checkpointing(Checkpoint):
                 self.scores[step] = score
             return
         replicas.check(trainer)
+        if (now := os.getcwd()) != self._started_in:
+            raise ConfigError(
+                f"Code of this run has changed the working directory from {self._started_in} to {now}, where the run's "
+                "files would be sought in vain. Leave out os.chdir, or use it within `with contextlib.chdir(…)`."
+            )
         self.step_log.flush(trainer)
         self._saved_at = time.monotonic()
         self.save_begins()

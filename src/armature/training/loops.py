@@ -25,7 +25,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from armature.data.prefetch import TRANSFER_HOOKS
-from armature.errors import ConfigError
+from armature.data.users_view import guard_steps
+from armature.errors import ConfigError, NoEndOfData
 from armature.strategies.base import StrategyMixin
 from armature.strategies.hooks import call_hooks, call_module, call_strategy, is_overridden, is_watched
 from armature.training import agreement, epoch_metrics, epoch_start, stopped_validation
@@ -58,6 +59,7 @@ class EpochLoop(_TrainingEpochLoop):
         step_ended: list[Callable[[], None]], validation_ended: list[Callable[[], None]],
     ) -> None:  # fmt: skip
         super().__init__(trainer, min_steps=limits.min_steps, max_steps=limits.max_steps)
+        guard_steps(self.val_loop)
         self._results = epoch_metrics.Results(training=True)
         self._own_max_steps = limits.max_steps  # a trial of Lightning's Tuner has another limit
         self.max_global_batches = max_global_batches
@@ -78,12 +80,19 @@ class EpochLoop(_TrainingEpochLoop):
         """
         if self._only_validation_is_left(data_fetcher):
             return
-        trainer, progress = self.trainer, self.batch_progress
+        completed, fetched = self.completed_batches, next(data_fetcher)
+        takes_iterator = isinstance(data_fetcher, _DataLoaderIterDataFetcher)  # whose end training_step may meet
+        with nullcontext() if takes_iterator else NoEndOfData("A hook or training_step"):
+            skips_epoch = self._train_on(fetched, data_fetcher, completed=completed)
+        if skips_epoch:
+            raise StopIteration
 
-        # fetch, and move to the device
+    def _train_on(self, fetched: Any, data_fetcher: _DataFetcher, *, completed: int) -> bool:
+        """Train on what was fetched; return whether the rest of the epoch is skipped."""
+        trainer, progress, index = self.trainer, self.batch_progress, self.batch_idx + 1
         takes_iterator = isinstance(data_fetcher, _DataLoaderIterDataFetcher)
-        completed = self.completed_batches
-        fetched, index = next(data_fetcher), self.batch_idx + 1
+
+        # move to the device
         progress.is_last_batch = data_fetcher.done
         if isinstance(data_fetcher, _DataLoaderIterDataFetcher):  # training_step(dataloader_iter) moves its batches
             batch, index = data_fetcher._batch, data_fetcher._batch_idx
@@ -127,7 +136,7 @@ class EpochLoop(_TrainingEpochLoop):
                 data.skip_epoch()
                 # val_every_n_steps counts global batches that are trained, as after a resume
                 progress.total.ready -= 1 + (progress.current.ready - 1) % trainer.accumulate_grad_batches
-            raise StopIteration
+            return True
         if isinstance(data_fetcher, _DataLoaderIterDataFetcher):  # training_step has fetched the batch
             batch, index, progress.is_last_batch = data_fetcher._batch, data_fetcher._batch_idx, data_fetcher.done
 
@@ -142,12 +151,14 @@ class EpochLoop(_TrainingEpochLoop):
         if self._accumulated_batches_reached():
             for function in self.step_ended:
                 function()
+        return False
 
     @override
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
         """Validate where due; step the schedulers that follow a metric."""
         if self._should_check_val_fx(data_fetcher) and not self._skip_next_val:
-            self.validate()
+            with NoEndOfData("A hook of validation"):
+                self.validate()
         self._skip_next_val = False
         self.update_lr_schedulers("step", update_plateau_schedulers=True)
         if not self._should_accumulate():

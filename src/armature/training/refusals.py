@@ -25,6 +25,7 @@ _UNKNOWN_KEYS = "Found unsupported keys in the "  # a warning of Lightning's, wh
 # Lightning 1 had a frequency there, which modules with manual optimization read themselves
 REFUSED_KEYS = _UNKNOWN_KEYS + r"(?!optimizer configuration: \{'frequency'\})"
 _UNKNOWN_BY_HAND = r"()LRSchedulerConfig.__init__\(\) got an unexpected keyword argument ('.*')"
+_DEAD_WORKER = re.compile(r"DataLoader worker \(pid.*(exited unexpectedly|is killed by signal)")
 _SCHEDULER = "lr scheduler dict"
 _KEYS = {
     "optimizer configuration": ("optimizer", "lr_scheduler", "monitor"),
@@ -61,6 +62,11 @@ def refusal_of(error: BaseException, module: L.LightningModule) -> ConfigError |
     if isinstance(error, ValueError) and str(error) == _EMPTY:
         return ConfigError(
             f"{name}.configure_optimizers{place}: the optimizer got no parameters. {_parameters(module)}"
+        )
+    if isinstance(error, RuntimeError) and _DEAD_WORKER.search(str(error)):
+        return ConfigError(
+            f"A process that loads the data has ended ({error}): its code ended it, or memory or /dev/shm is full. "
+            "Type data.num_workers=0 to load in the training process, which shows an error of the code; or fewer."
         )
     return None
 

@@ -24,6 +24,7 @@ _DEBUG_RUN = "Type debug=fast: a few steps of training, validation and test, and
 _MICRO_BATCH = "Type data.micro_batch_size=auto: the largest that fits. It does not change the result"
 _LR_FINDER = "Type -m sweep=lr: one trial per learning rate"
 _DDP = "Type strategy=ddp trainer.devices=N"
+_NO_CHECKPOINT = "Leave it out: a run without checkpoints begins at step 0"
 _RESUME = "Type resume={value} (a run directory or a checkpoint in it)"
 _SAMPLER = "Nothing to type: the sampler gives every rank its own samples"
 _SHOWN = "Nothing to type: the model's parts and their parameters are printed at the start"
@@ -67,6 +68,7 @@ FOREIGN: dict[str, str] = {
     "trainer.auto_lr_find": _LR_FINDER,
     "trainer.auto_scale_batch_size": _MICRO_BATCH,
     "trainer.resume_from_checkpoint": _RESUME,
+    "trainer.resume_from_checkpoint=null": _NO_CHECKPOINT,
     "trainer.replace_sampler_ddp": _SAMPLER,
     "trainer.checkpoint_callback": _CHECKPOINTS,
     "trainer.weights_save_path": "Type checkpoint.root={value}",
@@ -99,6 +101,7 @@ FOREIGN: dict[str, str] = {
     "strategy=deepspeed_stage_3_offload": "Type strategy=deepspeed_zero3_offload",
     # ------------------------------------------------------------------ lightning-hydra-template
     "ckpt_path": _RESUME,
+    "ckpt_path=null": _NO_CHECKPOINT,
     "tags": "Type run.tags={value}",
     "task_name": "Type run.name={value}",
     "eval": "Type python scripts/evaluate.py outputs/NAME",
@@ -199,6 +202,7 @@ FOREIGN: dict[str, str] = {
     "max_grad_norm": "Type trainer.gradient_clip_val={value}",
     "output_dir": "Type run.root=… (holds all runs) and run.name=… (this run)",
     "resume_from_checkpoint": _RESUME,
+    "resume_from_checkpoint=null": _NO_CHECKPOINT,
     "report_to": "Type logger={value}",
     "run_name": "Type run.name={value}",
     "name": "Type run.name={value}",
