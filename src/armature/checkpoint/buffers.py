@@ -70,7 +70,7 @@ def sums(module: nn.Module, *, norms: bool = True) -> dict[str, float]:
 
 def _sum(buffer: Tensor) -> float:
     """Return the sum of absolute values, a part at a time: a memory bank in float64 may not fit beside itself."""
-    parts = buffer.flatten().split(1 << 24)
+    parts = buffer.flatten().split(1 << 24) if buffer.layout == torch.strided else (buffer,)
     return float(sum((part if part.is_complex() else part.double()).abs().sum() for part in parts))
 
 

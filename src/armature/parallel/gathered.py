@@ -88,7 +88,7 @@ class Gathered:
             nonlocal forwards_left
             for path, part, key in own:
                 weight = getattr(part, key)
-                if getattr(weight, "device_mesh", None) != mesh:
+                if getattr(weight, "device_mesh", None) != mesh and not weight.is_inference():  # that has no version
                     summed = forwards_left and not isinstance(weight, DTensor) and dtensors.counts(weight)
                     sums = dtensors.sums(weight.detach()) if summed else None
                     kept = _Kept(f"{name}.{path}", part, key, weight, weight._version, sums)

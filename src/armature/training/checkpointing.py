@@ -76,7 +76,7 @@ class Checkpointing(Checkpoint):
         manifest_entries: dict[str, Any] | None = None,
         save_begins: Callable[[], None] = lambda: None,
     ) -> None:
-        self.folder, self._started_in = folder, os.getcwd()
+        self.folder, self._started_in, self._place = folder, os.getcwd(), os.stat(".")
         self.step_log = step_log
         self.every_n_steps = every_n_steps
         self.every = timedelta(minutes=every_n_minutes) if every_n_minutes is not None else None
@@ -323,10 +323,11 @@ class Checkpointing(Checkpoint):
                 self.scores[step] = score
             return
         replicas.check(trainer)
-        if (now := os.getcwd()) != self._started_in:
+        if not self.folder.is_absolute() and not os.path.samestat(os.stat("."), self._place):
             raise ConfigError(
-                f"Code of this run has changed the working directory from {self._started_in} to {now}, where the run's "
-                "files would be sought in vain. Leave out os.chdir, or use it within `with contextlib.chdir(…)`."
+                f"Code of this run has changed the working directory from {self._started_in}, below which its files "
+                f"are: {self.folder} is another folder now. Leave out os.chdir, use it within `with "
+                "contextlib.chdir(…)`, or type an absolute run.root."
             )
         self.step_log.flush(trainer)
         self._saved_at = time.monotonic()

@@ -13,7 +13,7 @@ from armature.errors import EndedByCode, MicroBatchTooLarge
 from armature.launcher import environment
 from armature.strategies.base import StrategyMixin
 from armature.training import memory, micro_batch, not_finite
-from armature.training.refusals import refusal_of
+from armature.training.refusals import advice_on, refusal_of
 from armature.training.stop import StoppedBySignal
 from armature.training.trainer import Trainer as OurTrainer
 
@@ -52,6 +52,8 @@ class RecordError(Callback):
             if not micro_batch.begins_anew_here():
                 record(MicroBatchTooLarge(self.smaller.line))
         elif not together:
+            if (advice := advice_on(exception)) is not None:
+                exception.add_note(advice)
             refusal = refusal_of(exception, pl_module)
             if refusal is None and (strategy := StrategyMixin.find(trainer)) is not None:
                 strategy.explain(exception)

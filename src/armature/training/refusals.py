@@ -63,12 +63,17 @@ def refusal_of(error: BaseException, module: L.LightningModule) -> ConfigError |
         return ConfigError(
             f"{name}.configure_optimizers{place}: the optimizer got no parameters. {_parameters(module)}"
         )
-    if isinstance(error, RuntimeError) and _DEAD_WORKER.search(str(error)):
-        return ConfigError(
-            f"A process that loads the data has ended ({error}): its code ended it, or memory or /dev/shm is full. "
-            "Type data.num_workers=0 to load in the training process, which shows an error of the code; or fewer."
-        )
     return None
+
+
+def advice_on(error: BaseException) -> str | None:
+    """Return what to do about an error that may be gone after a restart, or None."""
+    if not isinstance(error, RuntimeError) or not _DEAD_WORKER.search(str(error)):
+        return None
+    return (
+        "A process that loads the data has ended: its code ended it, or memory or /dev/shm is full. Type "
+        "data.num_workers=0 to load in the training process, which shows an error of the code; or fewer."
+    )
 
 
 def optimizers_problem(trainer: L.Trainer) -> str | None:
