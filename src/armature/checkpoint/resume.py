@@ -43,7 +43,7 @@ def to_path(path: str | Path) -> Path:
     if not isinstance(path, str):
         return path
     if "://" not in path:
-        return Path(path).expanduser()  # a shell leaves the ~ of key=~/… as it is
+        return Path(os.path.expanduser(path))  # a shell leaves the ~ of key=~/… as it is
     from upath import UPath
 
     return UPath(path)  # pyright: ignore[reportReturnType]

@@ -182,14 +182,13 @@ class _Normalize(torch.autograd.Function):
         deviations -= _broadcast(rest, x)
         inverse = torch.rsqrt(variance + eps).to(x.dtype)
         ctx.save_for_backward(x, shift, rest, inverse, scale)
-        ctx.has_bias, ctx.group, ctx.total, ctx.eps = bias is not None, group, total, eps
+        ctx.group, ctx.total, ctx.eps = group, total, eps
         y = deviations * _broadcast(inverse if scale is None else inverse * scale, x)
         return y if bias is None else y + _broadcast(bias, x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (dy,), (x, shift, rest, inverse, scale) = gradients, ctx.saved_tensors
-        needed = (ctx.needs_input_grad[0], scale is not None, ctx.has_bias)
+        (dy,), (x, shift, rest, inverse, scale), needed = gradients, ctx.saved_tensors, ctx.needs_input_grad[:3]
         if _differentiates_again():
             return *_gradients_of_gradients(x, dy, scale, needed, ctx.eps, ctx.group), None, None, None, None
         deviations = x - _broadcast(shift, x) - _broadcast(rest, x)
@@ -203,8 +202,7 @@ class _OnGpu(TorchFunction):
     @staticmethod
     @override
     def forward(ctx: Any, *args: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        bias, eps, group = args[2], args[5], args[7]
-        ctx.has_bias, ctx.eps, ctx.group = bias is not None, eps, group
+        ctx.eps = args[5]
         return TorchFunction.forward(ctx, *args)
 
     @staticmethod
@@ -212,9 +210,8 @@ class _OnGpu(TorchFunction):
     def backward(ctx: Any, grad_output: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if not _differentiates_again():
             return TorchFunction.backward(ctx, grad_output)
-        x, scale = ctx.saved_tensors[:2]
-        needed = (ctx.needs_input_grad[0], scale is not None, ctx.has_bias)
-        return *_gradients_of_gradients(x, grad_output, scale, needed, ctx.eps, ctx.group), *6 * [None]
+        (x, scale), needed = ctx.saved_tensors[:2], ctx.needs_input_grad[:3]
+        return *_gradients_of_gradients(x, grad_output, scale, needed, ctx.eps, ctx.process_group), *6 * [None]
 
 
 def _differentiates_again() -> bool:
@@ -244,7 +241,7 @@ def _gradients(
     dy: Tensor, deviations: Tensor, inverse: Tensor, scale: Tensor | None, needed: tuple[bool, bool, bool],
     total: Tensor, all_sum: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return the gradients of the inputs, of the scale and of the bias, if they are needed."""
+    """Return the gradients of the inputs, of the scale and of the bias; None for what needs none."""
     dims = _all_but_channels(dy)
     sums = torch.stack([dy.sum(dims), (dy * deviations).sum(dims)])
     d_scale = (sums[1] * inverse).to(scale.dtype) if needed[1] and scale is not None else None

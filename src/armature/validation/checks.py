@@ -393,8 +393,8 @@ def _folder_problems(key: str, folder: str | None) -> list[str]:
     if folder is None or "://" in folder:
         return []
     try:
-        existing = files.nearest_existing(Path(folder).expanduser())
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: of a user whom this machine does not know
+        existing = files.nearest_existing(Path(os.path.expanduser(folder)))
+    except (OSError, ValueError) as error:
         return [f"{key}={folder}: no folder can have this name ({error}). Type another {key}."]
     if not existing.is_dir():
         return [f"{key}={folder}: {existing} is a file. Type {key}=… with a folder."]

@@ -1,5 +1,6 @@
 """Make what is typed on a command line what Hydra's grammar takes. Torch-free."""
 
+import os
 import re
 
 from armature import config
@@ -9,9 +10,12 @@ from armature.data.batching import LOADER_KEYS
 def quoted(argument: str) -> str:
     """Add the quotes that Hydra's grammar needs: around `nan` in `debug=nan`, and values with `=`, `é`, `'` or `(`.
 
-    `GROUP=null` becomes `GROUP=[]`: Hydra refuses null for a group.
+    `GROUP=null` becomes `GROUP=[]`: Hydra refuses null for a group. The `~` of a folder becomes the home.
     """
     key, _, value = argument.partition("=")
+    if key in _FOLDERS and value.startswith("~"):  # which a shell leaves as it is after `run.root=`
+        value = os.path.expanduser(value)
+        argument = f"{key}={value}"
     if value == "null" and (config.CONFIGS / key).is_dir():
         return f"{key}=[]"
     if argument == "debug=nan":
@@ -24,6 +28,7 @@ def quoted(argument: str) -> str:
     return f"{key}={','.join(_quote(part) if _ODD.search(part) else part for part in parts)}"
 
 
+_FOLDERS = ("run.root", "checkpoint.root", "resume")
 _ODD = re.compile(r"[^\w/\-\\+.$%*@?|:\s]", re.ASCII)  # what Hydra takes in quotes only
 _FUNCTION = re.compile(r"\w+\(.*\)", re.ASCII)
 
