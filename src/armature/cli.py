@@ -78,7 +78,6 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
     if problems:
         refuse(problems)
     try:
-        environment.forget_lone_rank()
         for line in usage.repeated(arguments.overrides) if environment.rank() == 0 else ():
             print(line, file=sys.stderr)
     except ConfigError as error:

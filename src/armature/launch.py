@@ -34,6 +34,7 @@ NO_EFFECT = ("num_workers", "micro_batch_size", "eval_batch_size", "cache_dir") 
 
 def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
     """Train and return the monitored metric (what a sweep optimizes). RunFailed: a signal or an error ended the run."""
+    environment.forget_lone_rank()
     slurm.join(cfg)
     if (stop_at := slurm.stop_at(cfg.launch.stop_minutes_before_limit)) is not None:
         environment.set_deadline(stop_at)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
@@ -78,14 +79,13 @@ class UsersView:
 def guard_steps(loop: Any) -> None:
     """Let a step of an evaluation that raises StopIteration end it with an error, not as if its data had ended."""
     name = "_predict_step" if hasattr(loop, "_predict_step") else "_evaluation_step"
-    step = getattr(loop, name)
+    setattr(loop, name, partial(_guarded, getattr(loop, name)))  # a trainer can be pickled
 
-    def guarded(batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
-        takes_iterator = dataloader_iter is not None  # whose end the step may meet
-        with nullcontext() if takes_iterator else NoEndOfData("A hook or step of evaluation or prediction"):
-            step(batch, batch_idx, dataloader_idx, dataloader_iter)
 
-    setattr(loop, name, guarded)
+def _guarded(step: Callable[..., None], batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
+    takes_iterator = dataloader_iter is not None  # whose end the step may meet
+    with nullcontext() if takes_iterator else NoEndOfData("A hook or step of evaluation or prediction"):
+        step(batch, batch_idx, dataloader_idx, dataloader_iter)
 
 
 class UsersTrainer(L.Trainer):
