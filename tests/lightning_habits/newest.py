@@ -4,7 +4,7 @@ from tests.lightning_habits.cells import ALL, NO_CLIP, SINGLE, regression
 from tests.lightning_habits.field import ASKED, FIELDS
 from tests.lightning_habits.runs import Habit
 
-AFTER = ("net.0.bias",)  # a bias before BatchNorm has no gradient but rounding
+BEFORE_NORM = ("net.0.bias",)  # a bias before BatchNorm has no gradient but rounding
 WITH_COPIES = ("single", "ddp2")  # under fsdp a save warns that rank 0's buffers are kept
 AFTER = {"fsdp2": "after the model's forward, which has"}
 KEPT = {"fsdp2": "is net.0.weight as it was before"}
@@ -36,6 +36,7 @@ RESEARCH = [
     regression("odd_parameters", "weights.OddParameters"),
     regression("materialized", "weights.Materialized"),
     regression("materialized_in_setup", "weights.MaterializedInSetup"),
+    regression("selective_checkpointing", "weights.RecomputesSelectively", sample=("fsdp2",)),
     regression("sets_rows", "weights.SetsRows", sample=("fsdp2",)),
     regression("sets_columns", "weights.SetsColumns"),
     regression("zeroes_row", "weights.ZeroesRow", refused={"fsdp2": "were changed in place"}),
@@ -127,7 +128,7 @@ OPTIMIZERS = [
 ]
 TWINS = [
     regression("other_name", "twins.OtherName", data="twins.Folds", sample=("fsdp2",)),
-    regression("plain_norms", "twins.PlainNorms", apart=AFTER, sample=("fsdp2",)),
-    regression("frozen_norms", "twins.PlainNorms", "+task.freezes=true", apart=AFTER, sample=("ddp2",)),
+    regression("plain_norms", "twins.PlainNorms", apart=BEFORE_NORM, sample=("fsdp2",)),
+    regression("frozen_norms", "twins.PlainNorms", "+task.freezes=true", apart=BEFORE_NORM, sample=("ddp2",)),
 ]
 NEWEST = [*TWINS, *RESEARCH, *APART, *STREAMS, *FIELDS, *ASKED, *OPTIMIZERS]

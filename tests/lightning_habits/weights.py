@@ -5,8 +5,23 @@ import functools
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.lightning_habits.regression import Regressor
+
+
+class RecomputesSelectively(Regressor):
+    """Gradient checkpointing of each block, which keeps matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(3))
+
+    def forward(self, x):
+        keeps = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False, context_fn=keeps)
+        return self.net(x)
 
 
 # ---------------------------------------------------------------- kinds of weights

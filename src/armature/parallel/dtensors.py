@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import override
 
 from armature.errors import ConfigError
@@ -274,10 +275,12 @@ def watch_weights(model: nn.Module) -> None:
     forwards_left = WATCHED_FORWARDS
 
     def sums_now() -> dict[str, Tensor]:
-        gathered = {n: p.detach() for n, p in model.named_parameters() if not isinstance(p, DTensor)}
-        return {n: sums(p) for n, p in gathered.items() if counts(p)}
+        with unobserved():
+            gathered = {n: p.detach() for n, p in model.named_parameters() if not isinstance(p, DTensor)}
+            return {n: sums(p) for n, p in gathered.items() if counts(p)}
 
     def begin(*_: Any) -> None:
+        before.clear()  # of a forward that was computed again for backward, which ends it where it has what it needs
         before.update(sums_now() if forwards_left and model.training else {})
 
     def end(*_: Any) -> None:
@@ -296,6 +299,11 @@ def watch_weights(model: nn.Module) -> None:
 
     model.register_forward_pre_hook(begin)
     model.register_forward_hook(end)
+
+
+def unobserved() -> AbstractContextManager[object]:
+    """Hide operators of ours from dispatch modes: selective recomputation compares those of both forwards."""
+    return _disable_current_modes()
 
 
 def counts(weight: Tensor) -> bool:

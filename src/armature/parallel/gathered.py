@@ -88,11 +88,12 @@ class Gathered:
             nonlocal forwards_left
             for path, part, key in own:
                 weight = getattr(part, key)
-                if getattr(weight, "device_mesh", None) != mesh and not weight.is_inference():  # that has no version
-                    summed = forwards_left and not isinstance(weight, DTensor) and dtensors.counts(weight)
-                    sums = dtensors.sums(weight.detach()) if summed else None
-                    kept = _Kept(f"{name}.{path}", part, key, weight, weight._version, sums)
-                    self._kept[index, path] = kept
+                with dtensors.unobserved():
+                    if getattr(weight, "device_mesh", None) != mesh and not weight.is_inference():  # has no version
+                        summed = forwards_left and not isinstance(weight, DTensor) and dtensors.counts(weight)
+                        sums = dtensors.sums(weight.detach()) if summed else None
+                        kept = _Kept(f"{name}.{path}", part, key, weight, weight._version, sums)
+                        self._kept[index, path] = kept
             forwards_left = max(0, forwards_left - 1)
 
         untraced: Any = torch.compiler.disable  # as torch's own hooks are: users may compile the unit
