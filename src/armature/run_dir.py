@@ -141,7 +141,7 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         why = f"{run_dir} cannot be created ({error.strerror})"
-        raise ConfigError(f"run.root={cfg.run.root}: {why}. Type another run.root.") from error
+        raise ConfigError(f"run.root={cfg.run.root}: {why}. Type another run.root or run.name.") from error
     cfg.run.id, cfg.run.git = _id(run_dir), git()
     kept = keep_references(OmegaConf.to_container(cfg, resolve=False), config.without_secrets(cfg))
     typed = run_dir / "overrides.txt"

@@ -343,8 +343,9 @@ def hold(cfg: DictConfig) -> Iterator[None]:
                 lock.acquire()
             except OSError as error:
                 key = "run.root" if folder == run_dir else "checkpoint.root"
+                other = f"{key} or run.name" if folder == run_dir else key
                 why = f"{folder} cannot be written ({error.strerror or error})"
-                raise ConfigError(f"{key}={OmegaConf.select(cfg, key)}: {why}. Type another {key}.") from error
+                raise ConfigError(f"{key}={OmegaConf.select(cfg, key)}: {why}. Type another {other}.") from error
             locks.append(lock)
         with _Keeper(run_dir, locks):
             yield

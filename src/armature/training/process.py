@@ -26,6 +26,9 @@ class LogFile(logging.FileHandler):
 
     _reported = False
 
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path, encoding="utf-8", errors="backslashreplace")  # names of files need not be text
+
     @override
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
