@@ -34,3 +34,9 @@ def test_pickling_a_sharded_module_is_explained():
     error = RuntimeError("Can't pickle <class 'torch.distributed.fsdp._fully_shard._fsdp_init.FSDPLinear'>: it failed")
     MeshStrategy().on_exception(error)
     assert "trainer.save_checkpoint on all ranks" in str(error)
+
+
+def test_elements_that_torch_cannot_reach_are_assigned():
+    error = RuntimeError("as_strided not supported with DTensor")
+    MeshStrategy().on_exception(error)
+    assert "weight[i, i] = 0" in str(error)
