@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -275,9 +275,8 @@ def watch_weights(model: nn.Module) -> None:
     forwards_left = WATCHED_FORWARDS
 
     def sums_now() -> dict[str, Tensor]:
-        with unobserved():
-            gathered = {n: p.detach() for n, p in model.named_parameters() if not isinstance(p, DTensor)}
-            return {n: sums(p) for n, p in gathered.items() if counts(p)}
+        gathered = {n: p.detach() for n, p in model.named_parameters() if not isinstance(p, DTensor)}
+        return {n: sums(p) for n, p in gathered.items() if counts(p)}
 
     def begin(*_: Any) -> None:
         before.clear()  # of a forward that was computed again for backward, which ends it where it has what it needs
@@ -297,13 +296,13 @@ def watch_weights(model: nn.Module) -> None:
                     "where it works, or type strategy=ddp."
                 )
 
-    model.register_forward_pre_hook(begin)
-    model.register_forward_hook(end)
+    model.register_forward_pre_hook(unobserved(begin))
+    model.register_forward_hook(unobserved(end))
 
 
-def unobserved() -> AbstractContextManager[object]:
-    """Hide operators of ours from dispatch modes: selective recomputation compares those of both forwards."""
-    return _disable_current_modes()
+def unobserved(hook: Callable[..., None]) -> Callable[..., None]:
+    """Hide a hook's operators from dispatch modes: selective recomputation compares those of both forwards."""
+    return _disable_current_modes()(hook)
 
 
 def counts(weight: Tensor) -> bool:

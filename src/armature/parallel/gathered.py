@@ -88,19 +88,18 @@ class Gathered:
             nonlocal forwards_left
             for path, part, key in own:
                 weight = getattr(part, key)
-                with dtensors.unobserved():
-                    if getattr(weight, "device_mesh", None) != mesh and not weight.is_inference():  # has no version
-                        summed = forwards_left and not isinstance(weight, DTensor) and dtensors.counts(weight)
-                        sums = dtensors.sums(weight.detach()) if summed else None
-                        kept = _Kept(f"{name}.{path}", part, key, weight, weight._version, sums)
-                        self._kept[index, path] = kept
+                if getattr(weight, "device_mesh", None) != mesh and not weight.is_inference():  # that has no version
+                    summed = forwards_left and not isinstance(weight, DTensor) and dtensors.counts(weight)
+                    sums = dtensors.sums(weight.detach()) if summed else None
+                    kept = _Kept(f"{name}.{path}", part, key, weight, weight._version, sums)
+                    self._kept[index, path] = kept
             forwards_left = max(0, forwards_left - 1)
 
         untraced: Any = torch.compiler.disable  # as torch's own hooks are: users may compile the unit
         unit.register_forward_pre_hook(untraced(before), prepend=True)  # of torch's own hook, which gathers
         if not staged:
             unit.register_forward_pre_hook(untraced(after))
-            unit.register_forward_hook(untraced(keep))
+            unit.register_forward_hook(untraced(dtensors.unobserved(keep)))
 
     def forget(self) -> None:
         """Forget what stayed gathered after earlier forwards."""
