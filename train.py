@@ -1,11 +1,15 @@
-"""Train a model. What is trained, on what, and over how many processes is chosen on the command line:
+"""Train a model.
+
+What is trained, on what, and over how many processes is chosen on the command line:
 
     python train.py
     python train.py strategy=ddp trainer.devices=2
     python train.py experiment=digits optimizer.lr=1e-3
 
-From here to the loss: launch.py starts the ranks, worker.py builds the objects that the configuration names and passes
-them to Lightning's Trainer, and the task's `training_step` in src/armature/tasks/ computes the loss.
+From here to the loss: launch.py starts the ranks, worker.py builds the objects that the
+configuration names and passes
+them to Lightning's Trainer, and the task's `training_step` in src/armature/tasks/ computes the
+loss.
 """
 
 import signal
@@ -16,7 +20,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "src"))
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C before the training ends the command without a traceback
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # Ctrl-C before the training ends the command without a traceback
 
 import hydra
 from omegaconf import DictConfig

@@ -1,1 +1,4 @@
-"""Training speed of a bare loop, of ours and of alternatives. `python -m benchmarks` measures them."""
+"""Training speed of a bare loop, of ours and of alternatives.
+
+`python -m benchmarks` measures them.
+"""

@@ -8,8 +8,9 @@
     python -m benchmarks --scale 1,2,4,8 strategy=fsdp     more ranks: weak and strong scaling, and a projection
     python -m benchmarks --all --write                     everything, and write the tables of docs/benchmarks.md
 
-All contenders are started once and take turns in blocks of steps, so that disturbances of the machine affect all alike.
-Results are medians over the rounds, with quartiles. They are written to outputs/benchmarks/DATE.json.
+All contenders are started once and take turns in blocks of steps, so that disturbances of the
+machine affect all alike. Results are medians over the rounds, with quartiles. They are written to
+outputs/benchmarks/DATE.json.
 """
 
 import argparse
@@ -29,7 +30,11 @@ def main() -> int:
     args = parse(sys.argv[1:])
     if args.trend:
         return trend()
-    say = (lambda line: None) if args.quiet else (lambda line: print(line, file=sys.stderr, flush=True))
+    say = (
+        (lambda line: None)
+        if args.quiet
+        else (lambda line: print(line, file=sys.stderr, flush=True))
+    )
     file = args.out or ROOT / "outputs" / "benchmarks" / f"{time.strftime('%Y-%m-%d-%H%M%S')}.json"
     try:
         with tempfile.TemporaryDirectory(prefix="benchmark-") as temporary:
@@ -59,45 +64,112 @@ def main() -> int:
 
 
 def trend() -> int:
-    """Print all results of --quick by machine and row. Return 1 if the newest of a row is slower than before."""
+    """Print all results of --quick by machine and row.
+
+    Return 1 if the newest of a row is slower than before.
+    """
     results, problems = history.read(quick.files())
-    print("\n".join([*problems, *history.trend(results)] or ["no results yet. Type make bench ARGS=--quick"]))
+    print(
+        "\n".join(
+            [*problems, *history.trend(results)] or ["no results yet. Type make bench ARGS=--quick"]
+        )
+    )
     return 1 if any(found.slower for found in history.verdicts(results)) else 0
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", help="as for train.py; they apply to every contender")
-    parser.add_argument("--quick", action="store_true", help="five minutes, one table; --write adds it to the history")
-    parser.add_argument("--trend", action="store_true", help="the history of --quick, and which rows became slower")
-    parser.add_argument("--training", action="store_true", help="one process: bare loop, ours, alternatives")
-    parser.add_argument("--strategies", action="store_true", help="ours and raw torch on several ranks")
-    parser.add_argument("--overhead", action="store_true", help="time that a training loop adds to a step of 130 µs")
-    parser.add_argument("--startup", action="store_true", help="from the command to the first optimizer step")
-    parser.add_argument("--loss", action="store_true", help="memory and time of a large vocabulary's loss")
-    parser.add_argument("--data", action="store_true", help="whether data loading keeps up with training")
-    parser.add_argument("--saves", action="store_true", help="a checkpoint of a gigabyte, and the steps after it")
-    parser.add_argument("--scale", metavar="N,N,…", help="numbers of ranks; strategy= as for train.py")
-    parser.add_argument("--bandwidth", type=float, default=50.0, help="GB/s that a rank can send, for the projection")
-    parser.add_argument("--all", action="store_true", help="every section; --scale only if it is given")
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="contenders whose name contains one of these words")
-    parser.add_argument("--ranks", type=int, help="for --strategies; default: all GPUs, or two CPU ranks")
-    parser.add_argument("--rounds", type=int, help="default: 7; --quick: as many as fit into its time")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "overrides", nargs="*", help="as for train.py; they apply to every contender"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="five minutes, one table; --write adds it to the history",
+    )
+    parser.add_argument(
+        "--trend", action="store_true", help="the history of --quick, and which rows became slower"
+    )
+    parser.add_argument(
+        "--training", action="store_true", help="one process: bare loop, ours, alternatives"
+    )
+    parser.add_argument(
+        "--strategies", action="store_true", help="ours and raw torch on several ranks"
+    )
+    parser.add_argument(
+        "--overhead", action="store_true", help="time that a training loop adds to a step of 130 µs"
+    )
+    parser.add_argument(
+        "--startup", action="store_true", help="from the command to the first optimizer step"
+    )
+    parser.add_argument(
+        "--loss", action="store_true", help="memory and time of a large vocabulary's loss"
+    )
+    parser.add_argument(
+        "--data", action="store_true", help="whether data loading keeps up with training"
+    )
+    parser.add_argument(
+        "--saves", action="store_true", help="a checkpoint of a gigabyte, and the steps after it"
+    )
+    parser.add_argument(
+        "--scale", metavar="N,N,…", help="numbers of ranks; strategy= as for train.py"
+    )
+    parser.add_argument(
+        "--bandwidth",
+        type=float,
+        default=50.0,
+        help="GB/s that a rank can send, for the projection",
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="every section; --scale only if it is given"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="WORD",
+        help="contenders whose name contains one of these words",
+    )
+    parser.add_argument(
+        "--ranks", type=int, help="for --strategies; default: all GPUs, or two CPU ranks"
+    )
+    parser.add_argument(
+        "--rounds", type=int, help="default: 7; --quick: as many as fit into its time"
+    )
     parser.add_argument("--seconds", type=float, default=2.0, help="length of a block")
-    parser.add_argument("--alone", action="store_true", help="one contender in memory at a time; slower")
-    parser.add_argument("--python", default=str(report.rivals_python(ROOT)), help="that has transformers, accelerate")
-    parser.add_argument("--write", action="store_true", help="write the tables to docs/benchmarks.md")
-    parser.add_argument("--out", type=Path, help="the JSON file; default: outputs/benchmarks/DATE.json")
-    parser.add_argument("--keep", metavar="FOLDER", help="keep run directories and logs here; default: delete them")
+    parser.add_argument(
+        "--alone", action="store_true", help="one contender in memory at a time; slower"
+    )
+    parser.add_argument(
+        "--python",
+        default=str(report.rivals_python(ROOT)),
+        help="that has transformers, accelerate",
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write the tables to docs/benchmarks.md"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="the JSON file; default: outputs/benchmarks/DATE.json"
+    )
+    parser.add_argument(
+        "--keep", metavar="FOLDER", help="keep run directories and logs here; default: delete them"
+    )
     parser.add_argument("--quiet", action="store_true", help="no lines of progress")
     args = parser.parse_args(arguments)
     if taken := [word for word in args.only or () if "=" in word]:
         parser.error(f"--only takes every word after it. Type {' '.join(taken)} before it")
     args.rounds = args.rounds or (None if args.quick else 7)
-    if args.quick and (unused := [name for name in ("alone", "out", "ranks", "scale") if getattr(args, name)]):
+    if args.quick and (
+        unused := [name for name in ("alone", "out", "ranks", "scale") if getattr(args, name)]
+    ):
         parser.error(f"--quick is one fixed comparison. Leave out --{unused[0]}")
     chosen = [name for name in sections.NAMES if getattr(args, name)]
-    args.sections = list(sections.NAMES) if args.all else chosen or ([] if args.scale else ["training", "strategies"])
+    args.sections = (
+        list(sections.NAMES)
+        if args.all
+        else chosen or ([] if args.scale else ["training", "strategies"])
+    )
     try:
         args.scale = [int(n) for n in args.scale.split(",")] if args.scale else []
     except ValueError:

@@ -28,7 +28,9 @@ def train(
     batches: Iterator[tuple[Tensor, Tensor]] | None = None,
     step_done: Callable[[Tensor], None],
 ) -> nn.Module:
-    """Train until `batches` end, if they do; call `step_done` with the last loss of each optimizer step."""
+    """Train until `batches` end, if they do; call `step_done` with the last loss of each optimizer
+    step.
+    """
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     device = parts.device_of(job)
     if device.type == "cuda":
@@ -48,7 +50,11 @@ def train(
         optimizer.matrix_work = DistributedMatrices()  # Muon needs whole matrices; AdamW does not  # pyright: ignore[reportAttributeAccessIssue]
     schedule = parts.schedule_of(job, optimizer)
     parameters = list(model.parameters())
-    network = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True) if strategy == "ddp" else model
+    network = (
+        nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        if strategy == "ddp"
+        else model
+    )
 
     accumulate = job.accumulate(ranks)
     batches, loss = batches or parts.batches_of(job), torch.zeros(())

@@ -20,7 +20,16 @@ from typing import Any
 from benchmarks.gate import SOCKET
 
 ROOT = Path(__file__).resolve().parent.parent
-_OUTSIDE = ("SLURM_", "TORCHELASTIC", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "PYTHONDONTWRITEBYTECODE")
+_OUTSIDE = (
+    "SLURM_",
+    "TORCHELASTIC",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "GROUP_",
+    "MASTER_",
+    "PYTHONDONTWRITEBYTECODE",
+)
 
 
 class ContenderFailed(Exception):
@@ -32,7 +41,8 @@ class Contender:
     """What is run, and how.
 
     Attributes:
-        command: of one process. `spawn` of them are started, with the variables that torchrun would set.
+        command: of one process. `spawn` of them are started, with the variables that torchrun would
+            set.
         ranks: processes that train, which all have a gate.
         missing: why it cannot run here; None where it can.
     """
@@ -57,7 +67,9 @@ class Block:
 
 
 def environment() -> dict[str, str]:
-    """Return this process's variables without those of launchers and schedulers, and with our packages on the path."""
+    """Return this process's variables without those of launchers and schedulers, and with our
+    packages on the path.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_OUTSIDE)}
     path = [str(ROOT), str(ROOT / "src"), *filter(None, [kept.get("PYTHONPATH")])]
     return kept | {"PYTHONPATH": os.pathsep.join(path)}
@@ -79,7 +91,9 @@ class Running:
     def __init__(self, contender: Contender, folder: Path, *, patience: float = 1800.0) -> None:
         self.contender, self.patience = contender, patience
         self.log = folder / f"{file_name(contender.name)}.log"
-        self._socket_folder = tempfile.TemporaryDirectory(prefix="gate-")  # short: a socket's path has a limit
+        self._socket_folder = tempfile.TemporaryDirectory(
+            prefix="gate-"
+        )  # short: a socket's path has a limit
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(f"{self._socket_folder.name}/s")
         self._listener.listen(contender.ranks)
@@ -90,16 +104,25 @@ class Running:
         self.started = time.time()
         self._processes = [
             subprocess.Popen(
-                contender.command, cwd=ROOT, env=self._environment(rank), stdin=subprocess.DEVNULL, stdout=slave,
-                stderr=slave, start_new_session=True,
+                contender.command,
+                cwd=ROOT,
+                env=self._environment(rank),
+                stdin=subprocess.DEVNULL,
+                stdout=slave,
+                stderr=slave,
+                start_new_session=True,
             )
             for rank in range(contender.spawn)
-        ]  # fmt: skip
+        ]
         os.close(slave)
-        self.seconds_at_first_step = 0.0  # from the creation of the gate to the end of the first step
+        self.seconds_at_first_step = (
+            0.0  # from the creation of the gate to the end of the first step
+        )
 
     def wait_for_first_step(self) -> float:
-        """Return the seconds from the command to the end of the slowest rank's first optimizer step."""
+        """Return the seconds from the command to the end of the slowest rank's first optimizer
+        step.
+        """
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             while len(self._streams) < self.contender.ranks:
@@ -159,9 +182,15 @@ class Running:
             "HF_HUB_OFFLINE": "1",
         }
         if "OMP_WAIT_POLICY" not in kept:
-            kept.setdefault("GOMP_SPINCOUNT", "20000")  # as ours sets it: a waiting contender uses no CPU
+            kept.setdefault(
+                "GOMP_SPINCOUNT", "20000"
+            )  # as ours sets it: a waiting contender uses no CPU
         if self.contender.spawn > 1:
-            kept |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.contender.spawn)}
+            kept |= {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(self.contender.spawn),
+            }
             kept |= {"LOCAL_WORLD_SIZE": str(self.contender.spawn), "MASTER_ADDR": "127.0.0.1"}
         return kept | dict(self.contender.environment)
 
@@ -173,5 +202,9 @@ class Running:
 
     def _failure(self, what: str) -> ContenderFailed:
         time.sleep(0.3)
-        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [
+            line.strip()
+            for line in self.log.read_text(errors="replace").splitlines()
+            if line.strip()
+        ]
         return ContenderFailed(f"{what}: {lines[-1][:300] if lines else 'no output'} ({self.log})")

@@ -20,10 +20,14 @@ SIZES = {"cpu": (512, 1024, 2048), "cuda": (4096, 8192, 16384)}
 
 
 def measure(device: str, dtype_name: str) -> dict[str, Any]:
-    """Return the best rate of square matrix products on one device, or on all CPUs of this process, in FLOP/s."""
+    """Return the best rate of square matrix products on one device, or on all CPUs of this process,
+    in FLOP/s.
+    """
     torch.set_float32_matmul_precision("high")
     dtype, where = getattr(torch, dtype_name), torch.device(device)
-    rates = {size: measured_peak(dtype, device=where, size=size, seconds=0.5) for size in SIZES[device]}
+    rates = {
+        size: measured_peak(dtype, device=where, size=size, seconds=0.5) for size in SIZES[device]
+    }
     name = torch.cuda.get_device_name() if device == "cuda" else cpu_name()
     return {
         "device": name,

@@ -1,4 +1,7 @@
-"""Hold a contender at the end of a step until the benchmark requests its next block. Imports no torch."""
+"""Hold a contender at the end of a step until the benchmark requests its next block.
+
+Imports no torch.
+"""
 
 import json
 import os
@@ -10,14 +13,15 @@ from typing import Any
 from armature.hardware import page_faults, peak_resident_memory
 
 SOCKET = "BENCHMARK_GATE"  # environment variable: the socket on which the benchmark listens
-COUNT_INTO = "BENCHMARK_COUNT_INTO"  # the same: the file in which `LightningGate` counts one step's collectives
+# the same: the file in which `LightningGate` counts one step's collectives
+COUNT_INTO = "BENCHMARK_COUNT_INTO"
 
 
 class Gate:
     """`step` is called after every optimizer step. Between two blocks it waits without using a CPU.
 
-    Every rank has one. The first block is the first step, whose end the benchmark times from the command on. The
-    process ends when the benchmark says so, or is gone.
+    Every rank has one. The first block is the first step, whose end the benchmark times from the
+    command on. The process ends when the benchmark says so, or is gone.
     """
 
     def __init__(self) -> None:
@@ -35,9 +39,17 @@ class Gate:
 
     def _wait(self) -> None:
         synchronize()
-        seconds, cpu_seconds = time.perf_counter() - self._since, time.process_time() - self._cpu_since
+        seconds, cpu_seconds = (
+            time.perf_counter() - self._since,
+            time.process_time() - self._cpu_since,
+        )
         faults = page_faults() - self._faults_since
-        answer = {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak": peak_memory(), "faults": faults}
+        answer = {
+            "seconds": seconds,
+            "cpu_seconds": cpu_seconds,
+            "peak": peak_memory(),
+            "faults": faults,
+        }
         self._send(answer | {"at": time.time()})
         line = self._stream.readline()
         if not line:  # the benchmark has ended
@@ -60,7 +72,9 @@ class Gate:
 
 
 def synchronize() -> None:
-    """Wait for the GPU if the process uses one: a block ends when its work is done, not when it is queued."""
+    """Wait for the GPU if the process uses one: a block ends when its work is done, not when it is
+    queued.
+    """
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize()

@@ -1,6 +1,7 @@
 """A file of results, one line per comparison, and what its newest lines say about the code's speed.
 
-A line holds the ratio of our steps per second to another program's: it depends on the machine far less than seconds do.
+A line holds the ratio of our steps per second to another program's: it depends on the machine far
+less than seconds do.
 Lines are compared within a series: the same machine, torch, work and opponent.
 """
 
@@ -21,11 +22,13 @@ from benchmarks.rounds import Spread, spread
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One comparison of one run: our steps per second relative to `row`'s, and what was compared where.
+    """One comparison of one run: our steps per second relative to `row`'s, and what was compared
+    where.
 
     Attributes:
         date: UTC, YYYY-MM-DDTHH:MM:SSZ.
-        commit: of the code, or an empty string outside of a repository; `dirty` if a tracked file was changed since.
+        commit: of the code, or an empty string outside of a repository; `dirty` if a tracked file
+            was changed since.
         machine: CPU or GPU and how many.
         work: `fingerprint` of the job.
         row: the other program.
@@ -75,7 +78,9 @@ def append(file: Path, results: Iterable[Result]) -> None:
 
 
 def read(files: Iterable[Path]) -> tuple[list[Result], list[str]]:
-    """Return the results of all files by date, without repetitions, and a line about each line that is damaged."""
+    """Return the results of all files by date, without repetitions, and a line about each line that
+    is damaged.
+    """
     results: dict[Result, None] = {}
     problems = []
     for file in files:
@@ -92,7 +97,10 @@ def read(files: Iterable[Path]) -> tuple[list[Result], list[str]]:
 
 
 def _parsed(line: bytes) -> Result:
-    """Raise ValueError or TypeError for a line that is no result. Keys of a later version are left out."""
+    """Raise ValueError or TypeError for a line that is no result.
+
+    Keys of a later version are left out.
+    """
     values: dict[str, Any] = json.loads(line.decode())
     if not isinstance(values, dict):
         raise TypeError(f"an object is expected. Got {values!r:.60}")
@@ -114,9 +122,11 @@ class Verdict:
     """The newest result of a series, compared with all earlier ones.
 
     Attributes:
-        usual: the earlier ratios: their median, and how far a result may lie from it, which is the distance of their
-            quartiles, or of the quartiles within an earlier run if that is more; None for the first result.
-        slower: the newest ratio is below the usual one by more than that, and so are three quarters of its rounds.
+        usual: the earlier ratios: their median, and how far a result may lie from it, which is the
+            distance of their quartiles, or of the quartiles within an earlier run if that is more;
+            None for the first result.
+        slower: the newest ratio is below the usual one by more than that, and so are three quarters
+            of its rounds.
     """
 
     newest: Result
@@ -134,7 +144,9 @@ def verdict(series: Sequence[Result]) -> Verdict:
     within = statistics.median(result.high - result.low for result in earlier)
     width = max(among.high - among.low, within)
     usual = Spread(among.median, among.median - width, among.median + width)
-    return Verdict(newest, len(earlier), usual, slower=newest.ratio < usual.low and newest.high < usual.median)
+    return Verdict(
+        newest, len(earlier), usual, slower=newest.ratio < usual.low and newest.high < usual.median
+    )
 
 
 def verdicts(results: Iterable[Result]) -> list[Verdict]:
@@ -146,7 +158,9 @@ def verdicts(results: Iterable[Result]) -> list[Verdict]:
 
 
 def trend(results: Sequence[Result], *, shown: int = 8) -> list[str]:
-    """Return each series as a line of its newest ratios, oldest first, with the verdict; by machine and work."""
+    """Return each series as a line of its newest ratios, oldest first, with the verdict; by machine
+    and work.
+    """
     lines: list[str] = []
     last = None
     for found in verdicts(results):
@@ -163,8 +177,15 @@ def trend(results: Sequence[Result], *, shown: int = 8) -> list[str]:
 def said(found: Verdict) -> str:
     """Return the verdict in words."""
     newest, usual = found.newest, found.usual
-    what = f"{newest.commit[:8] or 'unknown commit'}{' with changes' if newest.dirty else ''}, {newest.date[:10]}"
+    what = (
+        f"{newest.commit[:8] or 'unknown commit'}{' with changes' if newest.dirty else ''}, "
+        f"{newest.date[:10]}"
+    )
     if usual is None:
         return f"first result ({what})"
     of = f"{found.earlier} earlier: {usual.median:.3f}, lowest expected {usual.low:.3f}"
-    return f"SLOWER: {newest.ratio:.3f} ({what}; {of})" if found.slower else f"as before ({what}; {of})"
+    return (
+        f"SLOWER: {newest.ratio:.3f} ({what}; {of})"
+        if found.slower
+        else f"as before ({what}; {of})"
+    )

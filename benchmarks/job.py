@@ -22,7 +22,11 @@ PINNED = {  # options of ours that no change of configs/ moves, by group
     "scheduler": "wsd_bench",
     "trainer": "bench",
 }
-PINNED_STRATEGY = ("strategy.activation_checkpointing=none", "strategy.compile=none", "strategy.float8=false")
+PINNED_STRATEGY = (
+    "strategy.activation_checkpointing=none",
+    "strategy.compile=none",
+    "strategy.float8=false",
+)
 TINY = (
     "task=image_classification",
     "model=tiny_classifier",
@@ -34,10 +38,13 @@ TINY = (
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One optimizer step's work. Batch sizes are samples; `micro_batch_size` None means a rank's whole share.
+    """One optimizer step's work.
+
+    Batch sizes are samples; `micro_batch_size` None means a rank's whole share.
 
     Attributes:
-        tokens: file and dtype of the memory-mapped tokens; None for the tiny model, whose data are made up.
+        tokens: file and dtype of the memory-mapped tokens; None for the tiny model, whose data are
+            made up.
         model, optimizer, scheduler: `_target_` and arguments.
     """
 
@@ -94,9 +101,11 @@ class Workload:
 
 
 def pinned(overrides: Sequence[str]) -> tuple[str, ...]:
-    """Return the overrides behind those of the measured job: a better default of training must not move the ruler.
+    """Return the overrides behind those of the measured job: a better default of training must not
+    move the ruler.
 
-    A group that is typed keeps its own settings, and nothing is pinned beside an experiment, which chooses groups.
+    A group that is typed keeps its own settings, and nothing is pinned beside an experiment, which
+    chooses groups.
     """
     typed = {override.partition("=")[0] for override in overrides}
     searched = f"hydra.searchpath=[file://{CONFIGS}]"
@@ -123,8 +132,12 @@ def compose(overrides: Sequence[str]) -> Workload:
     config.register()
     overrides = pinned(overrides)
     with hydra.initialize_config_dir(str(TRAINING_CONFIGS), version_base="1.3"):
-        name = hydra.compose("train", list(overrides), return_hydra_config=True).hydra.runtime.choices.model
-        composed = hydra.compose("train", [*overrides, allowed("armature", "benchmarks", "torch", "lightning.pytorch")])
+        name = hydra.compose(
+            "train", list(overrides), return_hydra_config=True
+        ).hydra.runtime.choices.model
+        composed = hydra.compose(
+            "train", [*overrides, allowed("armature", "benchmarks", "torch", "lightning.pytorch")]
+        )
         packages = hydra.compose("train", list(overrides)).launch.allowed_packages
     cfg = check(composed)
     plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # pyright: ignore[reportAssignmentType]
@@ -135,13 +148,15 @@ def compose(overrides: Sequence[str]) -> Workload:
         source.prepare()
         if not hasattr(source, "tokens"):
             raise ConfigError(
-                f"data={data['_target_']}: the bare loop reads memory-mapped tokens. Type data=stdlib or data=text."
+                f"data={data['_target_']}: the bare loop reads memory-mapped tokens. Type "
+                "data=stdlib or data=text."
             )
         array = source.tokens("train")
         tokens = (str(array.filename), str(array.dtype))
     elif not data["_target_"].startswith("benchmarks."):
         raise ConfigError(
-            f"data={data['_target_']}: the bare loop reads memory-mapped tokens. Type data=stdlib or data=text."
+            f"data={data['_target_']}: the bare loop reads memory-mapped tokens. Type data=stdlib "
+            "or data=text."
         )
     micro = data["micro_batch_size"]
     job = Job(
@@ -164,7 +179,12 @@ def compose(overrides: Sequence[str]) -> Workload:
         seed=plain["seed"],
     )
     return Workload(
-        job, tuple(overrides), (*packages, "benchmarks"), trainer["devices"], trainer["accelerator"], str(name)
+        job,
+        tuple(overrides),
+        (*packages, "benchmarks"),
+        trainer["devices"],
+        trainer["accelerator"],
+        str(name),
     )
 
 
@@ -172,15 +192,27 @@ def allowed(*packages: str) -> str:
     return f"launch.allowed_packages=[{','.join(packages)}]"
 
 
-def ours(workload: Workload, folder: Path, *more: str, name: str = "ours", ranks: int | None = None) -> Contender:
-    """Return a user's command with a gate. The default callbacks, loggers, display and checkpoints are on."""
+def ours(
+    workload: Workload, folder: Path, *more: str, name: str = "ours", ranks: int | None = None
+) -> Contender:
+    """Return a user's command with a gate.
+
+    The default callbacks, loggers, display and checkpoints are on.
+    """
     ranks = ranks or workload.ranks
     command = [
-        sys.executable, str(ROOT / "train.py"), *workload.overrides, *more, f"trainer.devices={ranks}",
-        f"run.root={folder / 'runs'}", f"run.name={file_name(name)}",
-        f"trainer.max_steps={FOREVER}", "trainer.max_epochs=null", allowed(*workload.allowed),
+        sys.executable,
+        str(ROOT / "train.py"),
+        *workload.overrides,
+        *more,
+        f"trainer.devices={ranks}",
+        f"run.root={folder / 'runs'}",
+        f"run.name={file_name(name)}",
+        f"trainer.max_steps={FOREVER}",
+        "trainer.max_epochs=null",
+        allowed(*workload.allowed),
         "+callbacks.gate._target_=benchmarks.lightning_gate.LightningGate",
-    ]  # fmt: skip
+    ]
     return Contender(name, command, ranks=ranks)
 
 
@@ -188,17 +220,24 @@ def bare(
     job_file: Path, *strategy: str, name: str = "bare loop", ranks: int = 1, port: int = 29617,
     keeps_memory: bool = True,
 ) -> Contender:  # fmt: skip
-    """Return the plain loop, in one process or as ranks of raw ddp or fsdp; its heap as ours if it `keeps_memory`."""
+    """Return the plain loop, in one process or as ranks of raw ddp or fsdp; its heap as ours if it
+    `keeps_memory`.
+    """
     environment = heap_variables(job_file, ranks=ranks) if keeps_memory else {}
     if ranks > 1:
         threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))
-        environment |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
+        environment |= {
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads),
+        }
     command = [sys.executable, "-m", "benchmarks.bare", str(job_file), *strategy]
     return Contender(name, command, ranks=ranks, spawn=ranks, environment=environment)
 
 
 def heap_variables(job_file: Path, *, ranks: int = 1) -> dict[str, str]:
-    """Return the variables that give another contender the heap that ours gives itself, or none on a GPU."""
+    """Return the variables that give another contender the heap that ours gives itself, or none on
+    a GPU.
+    """
     device = Job.load(str(job_file)).device
     return heap.variables(device) | (heap.rank_variables(device) if ranks > 1 else {})
 
@@ -208,8 +247,14 @@ def rival(which: str, job_file: Path, folder: Path, *, python: str) -> Contender
     package = {"fabric": "lightning"}.get(which, which)
     missing = None if _has(python, package) else "not installed"
     command = [python, "-m", "benchmarks.rivals", which, str(job_file), str(folder / which)]
-    shown = {"lightning": "stock Lightning", "fabric": "Lightning Fabric", "transformers": "transformers' Trainer"}
-    return Contender(shown.get(which, which), command, missing=missing, environment=heap_variables(job_file))
+    shown = {
+        "lightning": "stock Lightning",
+        "fabric": "Lightning Fabric",
+        "transformers": "transformers' Trainer",
+    }
+    return Contender(
+        shown.get(which, which), command, missing=missing, environment=heap_variables(job_file)
+    )
 
 
 def _has(python: str, package: str) -> bool:

@@ -1,4 +1,7 @@
-"""The gate as a Lightning callback: `+callbacks.gate._target_=benchmarks.lightning_gate.LightningGate`."""
+"""The gate as a Lightning callback.
+
+`+callbacks.gate._target_=benchmarks.lightning_gate.LightningGate`.
+"""
 
 import os
 from pathlib import Path
@@ -12,10 +15,16 @@ _COUNTED = 3  # the optimizer step whose collectives are counted, after steps th
 
 
 class LightningGate(Callback):
-    """Put the gate at the end of Lightning's step and remove this callback, which would cost some µs per step."""
+    """Put the gate at the end of Lightning's step and remove this callback, which would cost some
+    µs per step.
+    """
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        gate, loop, accumulate = Gate(), trainer.fit_loop.epoch_loop, trainer.accumulate_grad_batches
+        gate, loop, accumulate = (
+            Gate(),
+            trainer.fit_loop.epoch_loop,
+            trainer.accumulate_grad_batches,
+        )
         end_of_batch = loop.on_advance_end
         batches = 0
 
@@ -36,7 +45,11 @@ def _count_a_step(trainer: Trainer, file: Path) -> None:
     """Count the communication of the batches of one optimizer step."""
     from benchmarks.volume import CollectiveCounter
 
-    loop, counter, accumulate = trainer.fit_loop.epoch_loop, CollectiveCounter(), trainer.accumulate_grad_batches
+    loop, counter, accumulate = (
+        trainer.fit_loop.epoch_loop,
+        CollectiveCounter(),
+        trainer.accumulate_grad_batches,
+    )
     advance = loop.advance
     batches = 0
 

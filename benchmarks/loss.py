@@ -22,7 +22,14 @@ VARIANTS = {
 
 
 def run(
-    variant: str, *, tokens: int, width: int, vocabulary: int, device: str, dtype: str, repeats: int = 7
+    variant: str,
+    *,
+    tokens: int,
+    width: int,
+    vocabulary: int,
+    device: str,
+    dtype: str,
+    repeats: int = 7,
 ) -> dict[str, Any]:
     """Return one variant's results, measured in its own process.
 
@@ -34,7 +41,9 @@ def run(
     done = subprocess.run(command, capture_output=True, text=True, env=environment())
     if done.returncode:
         raise RuntimeError(
-            done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
+            done.stderr.strip().splitlines()[-1]
+            if done.stderr.strip()
+            else f"exit code {done.returncode}"
         )
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -42,7 +51,9 @@ def run(
 def measure(
     variant: str, *, tokens: int, width: int, vocabulary: int, device: str, dtype: str, repeats: int
 ) -> dict[str, Any]:
-    """Measure peak bytes of forward and backward, seconds, and the distance of the gradients from the plain ones."""
+    """Measure peak bytes of forward and backward, seconds, and the distance of the gradients from
+    the plain ones.
+    """
     import torch
 
     torch.manual_seed(0)
@@ -56,7 +67,11 @@ def measure(
             loss = function(x, weight, targets)
         return list(torch.autograd.grad(loss, (x, weight)))
 
-    small = x[:8].detach(), weight, targets[:8]  # warm up: threads and kernels are not part of the loss
+    small = (
+        x[:8].detach(),
+        weight,
+        targets[:8],
+    )  # warm up: threads and kernels are not part of the loss
     with torch.autocast(device, dtype=torch.bfloat16, enabled=dtype == "bfloat16"):
         torch.autograd.grad(loss_of(*small), (weight,))
     before = peak_begins(device)
@@ -71,7 +86,11 @@ def measure(
         times.append(time.perf_counter() - start)
     plain = once(losses()["plain"])
     far = [float((a - b).norm() / b.norm()) for a, b in zip(gradients, plain, strict=True)]
-    return {"bytes": extra, "seconds": sorted(times)[len(times) // 2], "gradients_differ_by": max(far)}
+    return {
+        "bytes": extra,
+        "seconds": sorted(times)[len(times) // 2],
+        "gradients_differ_by": max(far),
+    }
 
 
 def losses() -> dict[str, Callable[..., Any]]:
@@ -110,11 +129,18 @@ def peak_ends(device: str) -> int:
 
 
 def _status(key: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)
+    )
     return int(line.split()[1]) * 1024
 
 
 if __name__ == "__main__":
     variant, tokens, width, vocabulary, device, dtype, repeats = sys.argv[1:]
-    sizes = {"tokens": int(tokens), "width": int(width), "vocabulary": int(vocabulary), "repeats": int(repeats)}
+    sizes = {
+        "tokens": int(tokens),
+        "width": int(width),
+        "vocabulary": int(vocabulary),
+        "repeats": int(repeats),
+    }
     print(json.dumps(measure(variant, **sizes, device=device, dtype=dtype)))

@@ -1,9 +1,10 @@
-"""Predicted against measured on this machine's GPUs: peak memory and tokens/s, as a table in docs/simulator.md.
+"""Predicted against measured on this machine's GPUs: peak memory and tokens/s, as a table in
+docs/simulator.md.
 
 python -m benchmarks.measured_gpu [KEY=VALUE …]
 
-Simulations need torch's CPU build, so they run in .venv-simulate, or on another machine: --measure FILE here, then
---table FILE --device h100_80gb there.
+Simulations need torch's CPU build, so they run in .venv-simulate, or on another machine: --measure
+FILE here, then --table FILE --device h100_80gb there.
 """
 
 import argparse
@@ -35,7 +36,8 @@ LARGER = (
 )
 HEADS = 12  # of gpt2_124m, which a tensor axis divides
 ENDING = (
-    "trainer.max_steps=40 trainer.log_every_n_steps=10 trainer.limit_val_batches=0 trainer.test_at_end=false "
+    "trainer.max_steps=40 trainer.log_every_n_steps=10 trainer.limit_val_batches=0 "
+    "trainer.test_at_end=false "
     "logger=none callbacks=none task.preview_tokens=0"
 )
 RECOMPUTED = "strategy.activation_checkpointing=every"
@@ -46,24 +48,33 @@ def cases(gpus: int) -> dict[str, str]:
     """Return name → overrides of what `gpus` GPUs can run."""
     found = {
         "single": f"{MODEL} strategy=single",
-        "single, selective recomputation": f"{MODEL} strategy=single strategy.activation_checkpointing=selective",
+        "single, selective recomputation": f"{MODEL} strategy=single "
+        "strategy.activation_checkpointing=selective",
         "single, every block recomputed": f"{MODEL} strategy=single {RECOMPUTED}",
         "single, compiled": f"{MODEL} strategy=single strategy.compile=block",
         "single, Muon": f"{MODEL.replace('=adamw', '=muon')} strategy=single",
         "fsdp of 1, compiled": f"{MODEL} strategy=fsdp strategy.compile=block",
         "llama3_1b, single, every block recomputed": f"{LARGER} strategy=single {RECOMPUTED}",
         "llama3_1b, single, selective recomputation, compiled": (
-            f"{LARGER} strategy=single strategy.activation_checkpointing=selective strategy.compile=block"
+            f"{LARGER} strategy=single strategy.activation_checkpointing=selective "
+            "strategy.compile=block"
         ),
     }
     if gpus > 1:
         found = {name: found[name] for name in ("single", "single, every block recomputed")}
         for name in ("ddp", "fsdp", *(["tensor"] if HEADS % gpus == 0 else [])):
             found[f"{name} {gpus}"] = f"{MODEL} strategy={name} trainer.devices={gpus}"
-        found[f"fsdp {gpus}, every block recomputed"] = f"{MODEL} strategy=fsdp trainer.devices={gpus} {RECOMPUTED}"
+        found[f"fsdp {gpus}, every block recomputed"] = (
+            f"{MODEL} strategy=fsdp trainer.devices={gpus} {RECOMPUTED}"
+        )
     if gpus % 4 == 0:
-        found[f"fsdp {gpus // 2} × tensor 2"] = f"{MODEL} strategy=fsdp_tensor strategy.tensor=2 trainer.devices={gpus}"
-    return {name: f"{words} data.global_batch_size={_batch(words) * gpus}" for name, words in found.items()}
+        found[f"fsdp {gpus // 2} × tensor 2"] = (
+            f"{MODEL} strategy=fsdp_tensor strategy.tensor=2 trainer.devices={gpus}"
+        )
+    return {
+        name: f"{words} data.global_batch_size={_batch(words) * gpus}"
+        for name, words in found.items()
+    }
 
 
 def _batch(words: str) -> int:
@@ -75,12 +86,24 @@ def _batch(words: str) -> int:
 def predict(words: Sequence[str], *, device: str) -> dict[str, Any]:
     """Return rank 0's report, from the environment with torch's CPU build."""
     python = sys.executable if torch.version.cuda is None else str(SIMULATOR)
-    command = [python, str(ROOT / "scripts/simulate.py"), *words, f"hardware={device}", "--ranks", "0", "--json"]
-    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)[0]
+    command = [
+        python,
+        str(ROOT / "scripts/simulate.py"),
+        *words,
+        f"hardware={device}",
+        "--ranks",
+        "0",
+        "--json",
+    ]
+    return json.loads(
+        subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    )[0]
 
 
 def measure(words: Sequence[str]) -> tuple[float, float]:
-    """Return peak bytes and tokens/s of all ranks of a real run of 40 steps, the rate from its last 10."""
+    """Return peak bytes and tokens/s of all ranks of a real run of 40 steps, the rate from its last
+    10.
+    """
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable,
@@ -127,7 +150,9 @@ def write(text: str, *, document: Path = DOCUMENT) -> None:
 
 
 def measure_all(file: Path, typed: Sequence[str]) -> None:
-    """Write what this machine's GPUs measure to a file, after each case, since a later one may fail."""
+    """Write what this machine's GPUs measure to a file, after each case, since a later one may
+    fail.
+    """
     gpus = hardware.gpu_count()
     where = f"{gpus} × {hardware.gpu_name()}, torch {torch.__version__}, {datetime.date.today()}"
     found: dict[str, Any] = {"where": where, "device": hardware.gpu_name(), "cases": {}}
@@ -148,16 +173,26 @@ def tabulate(file: Path, device: str) -> None:
     found = json.loads(file.read_text())
     rows = []
     for name, case in found["cases"].items():
-        rows.append(row(name, predict(case["words"], device=device), peak=case["peak"], rate=case["rate"]))
+        rows.append(
+            row(name, predict(case["words"], device=device), peak=case["peak"], rate=case["rate"])
+        )
         print(rows[-1], flush=True)
     write(table(rows, where=found["where"]))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--measure", type=Path, metavar="FILE", help="only measure, where .venv-simulate is missing")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="only predict what FILE measured, on any machine")
-    parser.add_argument("--device", default=devices.THIS, help="what --table predicts, as configs/hardware names it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--measure", type=Path, metavar="FILE", help="only measure, where .venv-simulate is missing"
+    )
+    parser.add_argument(
+        "--table", type=Path, metavar="FILE", help="only predict what FILE measured, on any machine"
+    )
+    parser.add_argument(
+        "--device", default=devices.THIS, help="what --table predicts, as configs/hardware names it"
+    )
     parser.add_argument("overrides", nargs="*", help="as for train.py; they apply to every case")
     args = parser.parse_args()
     if args.table:
@@ -168,9 +203,12 @@ def main() -> None:
         return measure_all(args.measure, args.overrides)
     if torch.version.cuda is not None and not SIMULATOR.exists():
         raise SystemExit(
-            f"{SIMULATOR} is not there. Predictions need torch's CPU build. Type: python -m venv .venv-simulate && "
-            ".venv-simulate/bin/pip install -r requirements.txt torch==2.13.0+cpu --extra-index-url "
-            "https://download.pytorch.org/whl/cpu; or measure here with --measure FILE, and type --table FILE elsewhere"
+            f"{SIMULATOR} is not there. Predictions need torch's CPU build. Type: python -m venv "
+            ".venv-simulate && "
+            ".venv-simulate/bin/pip install -r requirements.txt torch==2.13.0+cpu "
+            "--extra-index-url "
+            "https://download.pytorch.org/whl/cpu; or measure here with --measure FILE, and type "
+            "--table FILE elsewhere"
         )
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "measured.json"

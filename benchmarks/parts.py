@@ -1,7 +1,8 @@
-"""The model, weights, data, optimizer and schedule of all contenders, from one job file, in plain torch.
+"""The model, weights, data, optimizer and schedule of all contenders, from one job file, in plain
+torch.
 
-Job files are made from a command line's overrides (`benchmarks.job`), so that contenders need neither Hydra nor
-Lightning.
+Job files are made from a command line's overrides (`benchmarks.job`), so that contenders need
+neither Hydra nor Lightning.
 """
 
 import hashlib
@@ -21,7 +22,9 @@ from benchmarks.job import Job
 
 def device_of(job: Job) -> torch.device:
     return (
-        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if job.device == "cuda" else torch.device(job.device)
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        if job.device == "cuda"
+        else torch.device(job.device)
     )
 
 
@@ -33,7 +36,9 @@ def call(node: dict[str, Any], *args: Any, **more: Any) -> Any:
 
 
 def model_of(job: Job) -> nn.Module:
-    """Return the model on its device, with the initial weights of training, compiled and so on as configured."""
+    """Return the model on its device, with the initial weights of training, compiled and so on as
+    configured.
+    """
     torch.manual_seed(job.seed)
     model = call(job.model)
     if hasattr(model, "initialize_parameter"):
@@ -48,12 +53,18 @@ def model_of(job: Job) -> nn.Module:
         if job.compile != "none":
             compiled = blocks_of(model) if job.compile == "block" else [model]
             blocks.compile_forward(compiled, mode=job.compile_mode)
-    return model.to(device_of(job), torch.bfloat16 if job.precision == "bf16-true" else torch.float32)
+    return model.to(
+        device_of(job), torch.bfloat16 if job.precision == "bf16-true" else torch.float32
+    )
 
 
 def _generator(name: str) -> torch.Generator:
-    """Initialize as armature.parallel.initialization does, whose import takes longer than a bare loop's first step."""
-    return torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))
+    """Initialize as armature.parallel.initialization does, whose import takes longer than a bare
+    loop's first step.
+    """
+    return torch.Generator().manual_seed(
+        int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
+    )
 
 
 def optimizer_of(job: Job, model: nn.Module) -> torch.optim.Optimizer:
@@ -66,12 +77,17 @@ def schedule_of(job: Job, optimizer: torch.optim.Optimizer) -> Any:
 
 def autocast(job: Job) -> torch.autocast:
     if job.precision == "16-mixed":
-        raise ValueError("trainer.precision=16-mixed: the bare loop has no gradient scaler. Type bf16-mixed.")
+        raise ValueError(
+            "trainer.precision=16-mixed: the bare loop has no gradient scaler. Type bf16-mixed."
+        )
     return torch.autocast(job.device, dtype=torch.bfloat16, enabled=job.precision == "bf16-mixed")
 
 
 class Samples(Dataset[dict[str, Tensor]]):
-    """Windows of the memory-mapped tokens, or synthetic rows. Returns whole batches, which is fastest."""
+    """Windows of the memory-mapped tokens, or synthetic rows.
+
+    Returns whole batches, which is fastest.
+    """
 
     def __init__(self, job: Job) -> None:
         self.context, self.tokens = job.context, None
@@ -96,7 +112,9 @@ class Samples(Dataset[dict[str, Tensor]]):
             places = torch.tensor(indices) % len(inputs)
             return {"inputs": inputs[places], "targets": targets[places]}
         width = self.context
-        rows = np.stack([self.tokens[i * width : (i + 1) * width + 1] for i in indices]).astype(np.int64)
+        rows = np.stack([self.tokens[i * width : (i + 1) * width + 1] for i in indices]).astype(
+            np.int64
+        )
         windows = torch.from_numpy(rows)
         return {"inputs": windows[:, :-1], "targets": windows[:, 1:]}
 
@@ -112,7 +130,10 @@ def batches_of(job: Job) -> Iterator[tuple[Tensor, Tensor]]:
             batch = samples.__getitems__(order[start : start + micro].tolist())
             if device.type == "cuda":
                 batch = {name: rows.pin_memory() for name, rows in batch.items()}
-            yield batch["inputs"].to(device, non_blocking=True), batch["targets"].to(device, non_blocking=True)
+            yield (
+                batch["inputs"].to(device, non_blocking=True),
+                batch["targets"].to(device, non_blocking=True),
+            )
 
 
 def loader_of(job: Job, *, ranks: int = 1) -> DataLoader[Any]:
@@ -120,9 +141,14 @@ def loader_of(job: Job, *, ranks: int = 1) -> DataLoader[Any]:
     random = torch.Generator().manual_seed(job.seed)
     pin = job.device == "cuda"
     return DataLoader(
-        Samples(job), batch_size=job.micro(ranks), shuffle=True, generator=random, collate_fn=same, drop_last=True,
+        Samples(job),
+        batch_size=job.micro(ranks),
+        shuffle=True,
+        generator=random,
+        collate_fn=same,
+        drop_last=True,
         pin_memory=pin,
-    )  # fmt: skip
+    )
 
 
 def same(batch: Any) -> Any:

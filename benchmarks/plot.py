@@ -1,4 +1,7 @@
-"""Draw a benchmark's ratios: python benchmarks/plot.py RESULTS.json CHART.svg. Needs only matplotlib."""
+"""Draw a benchmark's ratios: python benchmarks/plot.py RESULTS.json CHART.svg.
+
+Needs only matplotlib.
+"""
 
 # pyright: reportMissingImports=false
 import json
@@ -24,9 +27,15 @@ def draw(results: dict, chart: Path) -> None:
     matplotlib.rcParams |= {"svg.hashsalt": "benchmark", "svg.fonttype": "none", "font.size": 9}
     from matplotlib import pyplot
 
-    found = {name: results["sections"][name] for name in DRAWN if results["sections"].get(name, {}).get("records")}
+    found = {
+        name: results["sections"][name]
+        for name in DRAWN
+        if results["sections"].get(name, {}).get("records")
+    }
     if not found:
-        raise ValueError(f"the results have neither of {', '.join(DRAWN)}: there is nothing to draw")
+        raise ValueError(
+            f"the results have neither of {', '.join(DRAWN)}: there is nothing to draw"
+        )
     rows = [sum(bool(r["seconds"]) for r in section["records"]) for section in found.values()]
     figure, axes = pyplot.subplots(
         len(found), 1, figsize=(7, 0.8 * len(found) + 0.3 * sum(rows)), squeeze=False,
@@ -37,9 +46,18 @@ def draw(results: dict, chart: Path) -> None:
         records = [record for record in section["records"] if record["seconds"]][::-1]
         for place, record in enumerate(records):
             ratios = [b / a for a, b in zip(record["seconds"], reference, strict=False)]
-            low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+            low, middle, high = (
+                statistics.quantiles(ratios, n=4, method="inclusive")
+                if len(ratios) > 1
+                else ratios * 3
+            )
             ours = record["name"].startswith("ours")
-            axis.barh(place, middle, color="tab:blue" if ours else "lightgray", xerr=[[middle - low], [high - middle]])
+            axis.barh(
+                place,
+                middle,
+                color="tab:blue" if ours else "lightgray",
+                xerr=[[middle - low], [high - middle]],
+            )
             axis.text(0.02, place, f"{middle:.2f}", va="center", color="white" if ours else "black")
         axis.set_yticks(range(len(records)), [record["name"] for record in records])
         axis.axvline(1.0, color="black", linewidth=0.8)

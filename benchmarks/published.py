@@ -24,7 +24,8 @@ class Run:
     """A run to predict, beside what was published of it.
 
     Attributes:
-        published: tokens per second and GPU, by how it was made; the compiled one is compared. Empty: none known.
+        published: tokens per second and GPU, by how it was made; the compiled one is compared.
+            Empty: none known.
         memory: GiB that its allocator reserved.
         load: tokens of this rank's experts, over the mean of all ranks.
     """
@@ -36,47 +37,68 @@ class Run:
     load: float = 1.0
 
 
-# torchtitan's benchmarks/llama3_h100_202412_torchtitan.md and asyncTP_llama3_h100_2025-06_torchtitan.md at b5bcd76c
+# torchtitan's benchmarks/llama3_h100_202412_torchtitan.md and
+# asyncTP_llama3_h100_2025-06_torchtitan.md at b5bcd76c
 ON_H100 = (
     Run(
-        name="8B, fsdp 8, batch 2, selective", published={"eager": 5762, "compiled": 6667}, memory=82.4,
-        overrides=f"model=llama3_8b {H100} strategy=fsdp strategy.activation_checkpointing=selective "
+        name="8B, fsdp 8, batch 2, selective",
+        published={"eager": 5762, "compiled": 6667},
+        memory=82.4,
+        overrides=f"model=llama3_8b {H100} strategy=fsdp "
+        "strategy.activation_checkpointing=selective "
         "data.micro_batch_size=2 data.global_batch_size=16",
     ),
     Run(
-        name="8B, fsdp 128, batch 2, selective", published={"eager": 5605, "compiled": 6514}, memory=67.0,
-        overrides=f"model=llama3_8b {H100} strategy=fsdp strategy.activation_checkpointing=selective "
+        name="8B, fsdp 128, batch 2, selective",
+        published={"eager": 5605, "compiled": 6514},
+        memory=67.0,
+        overrides=f"model=llama3_8b {H100} strategy=fsdp "
+        "strategy.activation_checkpointing=selective "
         "data.micro_batch_size=2 data.global_batch_size=256 trainer.num_nodes=16",
     ),
     Run(
-        name="8B, fsdp 8 × tensor 8, batch 12, selective", published={"compiled": 4378},
+        name="8B, fsdp 8 × tensor 8, batch 12, selective",
+        published={"compiled": 4378},
         overrides=f"model=llama3_8b {H100} strategy=fsdp_tensor strategy.tensor=8 "
-        "strategy.activation_checkpointing=selective data.micro_batch_size=12 data.global_batch_size=96 "
+        "strategy.activation_checkpointing=selective data.micro_batch_size=12 "
+        "data.global_batch_size=96 "
         "trainer.num_nodes=8",
     ),
     Run(
-        name="70B, fsdp 32 × tensor 8, batch 16, every block recomputed", published={"compiled": 597}, memory=71.9,
+        name="70B, fsdp 32 × tensor 8, batch 16, every block recomputed",
+        published={"compiled": 597},
+        memory=71.9,
         overrides=f"model=llama3_70b {H100} strategy=fsdp_tensor strategy.tensor=8 "
-        "strategy.activation_checkpointing=every data.micro_batch_size=16 data.global_batch_size=512 "
+        "strategy.activation_checkpointing=every data.micro_batch_size=16 "
+        "data.global_batch_size=512 "
         "trainer.num_nodes=32",
     ),
-)  # fmt: skip
+)
 
 
 def long(
-    positions: int, context: int, *, recompute: str = "every", memory: float | None = None, **published: int
+    positions: int,
+    context: int,
+    *,
+    recompute: str = "every",
+    memory: float | None = None,
+    **published: int,
 ) -> Run:
     shard = 8 // context
     words = f"strategy=context strategy.context={context}" if context > 1 else "strategy=fsdp"
     name = f"{positions:,} positions, fsdp {shard} × context {context}"
     return Run(
-        name=name if recompute == "every" else f"{name}, {recompute}", published=published, memory=memory,
-        overrides=f"model=llama3_8b model.context={positions} {H100} {words} data.micro_batch_size=1 "
+        name=name if recompute == "every" else f"{name}, {recompute}",
+        published=published,
+        memory=memory,
+        overrides=f"model=llama3_8b model.context={positions} {H100} {words} "
+        "data.micro_batch_size=1 "
         f"strategy.activation_checkpointing={recompute} data.global_batch_size={shard}",
-    )  # fmt: skip
+    )
 
 
-# table 2 of torchtitan's benchmarks/llama3_h100_202412_torchtitan.md at b5bcd76c: every block recomputed
+# table 2 of torchtitan's benchmarks/llama3_h100_202412_torchtitan.md at b5bcd76c: every block
+# recomputed
 LONG = (
     long(32_768, 1, memory=83.9, float8=3890),
     long(65_536, 2, memory=84.2, float8=2540),
@@ -93,10 +115,13 @@ def mixture(
     layout = f"fsdp 8, expert {expert}" if expert > 1 else "fsdp 8"
     uneven = f", {load:g} × the mean load" if load != 1 else ""
     return Run(
-        name=f"{model}, {layout}, batch {batch}, {recompute}{uneven}", published=published, load=load,
-        overrides=f"model={model} {H100} {words} data.micro_batch_size={batch} data.global_batch_size={8 * batch * 16} "
+        name=f"{model}, {layout}, batch {batch}, {recompute}{uneven}",
+        published=published,
+        load=load,
+        overrides=f"model={model} {H100} {words} data.micro_batch_size={batch} "
+        f"data.global_batch_size={8 * batch * 16} "
         f"strategy.activation_checkpointing={recompute}",
-    )  # fmt: skip
+    )
 
 
 # NVIDIA's NeMo AutoModel, docs/performance-summary.md at 01926a5c
@@ -112,7 +137,8 @@ TABLES = {  # name → (file, runs)
     "published-mixtures": (DOCUMENT.with_name("mixtures.md"), MIXTURES),
 }
 HEAD = (
-    "| run | published | predicted: no communication hidden, all hidden | published beside that range | memory GiB, "
+    "| run | published | predicted: no communication hidden, all hidden | published beside that "
+    "range | memory GiB, "
     "published (reserved) / predicted (allocated) |",
     "| --- | --- | --- | --- | --- |",
 )
@@ -138,11 +164,17 @@ def row(run: Run, report: Report) -> str:
     published = ", ".join(f"{rate:,} {form}" for form, rate in run.published.items())
     rate = run.published.get("compiled", next(iter(run.published.values()), None))
     position = (
-        "" if rate is None else "inside" if low <= rate <= high else f"{rate / (low if rate < low else high) - 1:+.1%}"
+        ""
+        if rate is None
+        else "inside"
+        if low <= rate <= high
+        else f"{rate / (low if rate < low else high) - 1:+.1%}"
     )
     memory = f"{'' if run.memory is None else f'{run.memory} / '}{report.peak / GIB:.1f}"
     lacking = "" if report.fits else ", does not fit"
-    return f"| {run.name} | {published} | {low:,.0f} to {high:,.0f} | {position} | {memory}{lacking} |"
+    return (
+        f"| {run.name} | {published} | {low:,.0f} to {high:,.0f} | {position} | {memory}{lacking} |"
+    )
 
 
 def main() -> None:
@@ -154,7 +186,9 @@ def main() -> None:
             reports = predict(runs)
         except ConfigError as error:
             raise SystemExit("\n".join(error.problems)) from error
-        table = "\n".join([*HEAD, *(row(run, report) for run, report in zip(runs, reports, strict=True))])
+        table = "\n".join(
+            [*HEAD, *(row(run, report) for run, report in zip(runs, reports, strict=True))]
+        )
         print(table)
         before, mark, after = document.read_text().partition(f"<!-- {name} -->\n")
         assert mark, f"{document} has no place for the table {name}"

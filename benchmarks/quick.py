@@ -1,4 +1,6 @@
-"""The comparison of five minutes: one table that needs no knowledge, and a line of history for each of its rows."""
+"""The comparison of five minutes: one table that needs no knowledge, and a line of history for each
+of its rows.
+"""
 
 import math
 import platform
@@ -18,7 +20,8 @@ from benchmarks.job import Workload, bare, compose, ours, rival
 from benchmarks.rounds import Record, Rounds, ratios, spread
 
 SECONDS = 260  # from the command to the last round, if --rounds does not say how many
-OPTIMIZER = "optimizer=adamw_bench"  # with Muon, raw ddp would do the work of each rank twice, and ours would not
+# with Muon, raw ddp would do the work of each rank twice, and ours would not
+OPTIMIZER = "optimizer=adamw_bench"
 HISTORY = "benchmarks/history.jsonl"  # of the machines that we refer to; --write adds to it
 OWN_HISTORY = "outputs/benchmarks/history.jsonl"  # of this machine
 RIVALS = ("accelerate", "transformers", "lightning")
@@ -26,7 +29,9 @@ RIVALS = ("accelerate", "transformers", "lightning")
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: ours and the program that it is compared with, on the same number of processes."""
+    """One line of the table: ours and the program that it is compared with, on the same number of
+    processes.
+    """
 
     shown: str
     ranks: int
@@ -44,7 +49,9 @@ def run(args: Namespace, folder: Path, *, say: Callable[[str], None]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     end = math.inf if args.rounds else time.monotonic() + SECONDS
     workload = replace(compose([OPTIMIZER, *args.overrides]), ranks=1)
-    rows = measure(workload, folder, python=args.python, rounds=args.rounds, end=end, only=args.only, say=say)
+    rows = measure(
+        workload, folder, python=args.python, rounds=args.rounds, end=end, only=args.only, say=say
+    )
     print("\n".join(table(rows, workload)))
     new = results(rows, workload)
     history.append(ROOT / OWN_HISTORY, new)
@@ -54,7 +61,14 @@ def run(args: Namespace, folder: Path, *, say: Callable[[str], None]) -> int:
     known, problems = history.read(files())
     lines = history.trend([result for result in known if result.series in series])
     print(
-        "\n".join([*problems, "", "Compared with earlier results (all of them: python -m benchmarks --trend):", *lines])
+        "\n".join(
+            [
+                *problems,
+                "",
+                "Compared with earlier results (all of them: python -m benchmarks --trend):",
+                *lines,
+            ]
+        )
     )
     return 1 if any(row.problem.startswith(("failed", "ours failed")) for row in rows) else 0
 
@@ -64,19 +78,33 @@ def files() -> list[Path]:
 
 
 def measure(
-    workload: Workload, folder: Path, *, python: str, rounds: int | None, end: float, only: list[str] | None,
+    workload: Workload,
+    folder: Path,
+    *,
+    python: str,
+    rounds: int | None,
+    end: float,
+    only: list[str] | None,
     say: Callable[[str], None],
-) -> list[Row]:  # fmt: skip
-    """Return the rows; only those that contain one of the words `only`. All programs take turns in the same rounds."""
+) -> list[Row]:
+    """Return the rows; only those that contain one of the words `only`.
+
+    All programs take turns in the same rounds.
+    """
     compared = pairs(workload, folder, python=python)
     if only:
         compared = [pair for pair in compared if any(word in pair[1].name for word in only)]
-    contenders = list({contender.name: contender for pair in compared for contender in pair}.values())
+    contenders = list(
+        {contender.name: contender for pair in compared for contender in pair}.values()
+    )
     records = Rounds(
         contenders, folder, block_seconds=2.0, multiple=workload.job.log_every_n_steps, say=say
     ).together(rounds or 1000, end=end)  # fmt: skip
     by_name = {record.name: record for record in records}
-    return [Row(other.name, mine.ranks, by_name[mine.name], by_name[other.name]) for mine, other in compared]
+    return [
+        Row(other.name, mine.ranks, by_name[mine.name], by_name[other.name])
+        for mine, other in compared
+    ]
 
 
 def pairs(workload: Workload, folder: Path, *, python: str) -> list[tuple[Contender, Contender]]:
@@ -90,7 +118,9 @@ def pairs(workload: Workload, folder: Path, *, python: str) -> list[tuple[Conten
         return found
     for port, name in enumerate(("ddp", "fsdp"), start=29627):
         mine = ours(workload, folder, f"strategy={name}", name=f"ours, {name}", ranks=ranks)
-        found.append((mine, bare(job_file, name, name=f"PyTorch's own {name}", ranks=ranks, port=port)))
+        found.append(
+            (mine, bare(job_file, name, name=f"PyTorch's own {name}", ranks=ranks, port=port))
+        )
     return found
 
 
@@ -104,15 +134,20 @@ def table(rows: list[Row], workload: Workload) -> list[str]:
         else ""
     )
     lines = [
-        f"Armature's training speed compared with other programs: {machine(workload)}, torch {version('torch')}, "
+        f"Armature's training speed compared with other programs: {machine(workload)}, torch "
+        f"{version('torch')}, "
         f"Python {platform.python_version()}.",
-        f"All train the same model ({workload.model_name}) with the same optimizer (AdamW), precision "
-        f"({job.precision}) and {job.global_batch_size} × {job.context} tokens per step, and take turns of about two "
+        f"All train the same model ({workload.model_name}) with the same optimizer (AdamW), "
+        "precision "
+        f"({job.precision}) and {job.global_batch_size} × {job.context} tokens per step, and take "
+        "turns of about two "
         f"seconds.{same}",
-        "A speed of 1.05 means: Armature makes 105 steps while the other program makes 100. It is the median of "
+        "A speed of 1.05 means: Armature makes 105 steps while the other program makes 100. It is "
+        "the median of "
         f"{rounds} turn{'s' * (rounds != 1)}; half of the turns lie in the range beside it.",
         "",
-        "| compared with | processes | Armature's speed | range | in words | memory: Armature | the other |",
+        "| compared with | processes | Armature's speed | range | in words | memory: Armature | "
+        "the other |",
         "| --- | ---: | ---: | ---: | --- | ---: | ---: |",
     ]
     for row in rows:
@@ -121,10 +156,15 @@ def table(rows: list[Row], workload: Workload) -> list[str]:
             continue
         found = spread(ratios(row.ours, row.other))
         lines.append(
-            f"| {row.shown} | {row.ranks} | {found.median:.2f} | {found.low:.2f}–{found.high:.2f} | "
+            f"| {row.shown} | {row.ranks} | {found.median:.2f} | {found.low:.2f}–{found.high:.2f} "
+            "| "
             f"{in_words(found.low, found.high)} | {memory(row.ours)} | {memory(row.other)} |"
         )
-    return [*lines, "", "Memory is the peak of one process. What is measured, and how: docs/benchmarks.md"]
+    return [
+        *lines,
+        "",
+        "Memory is the peak of one process. What is measured, and how: docs/benchmarks.md",
+    ]
 
 
 def machine(workload: Workload) -> str:
@@ -149,9 +189,12 @@ def results(rows: list[Row], workload: Workload) -> list[history.Result]:
     """Return the lines of history of all rows that were measured."""
     git: dict[str, Any] = run_dir.git(ignored=HISTORY) or {"commit": "", "dirty": False}
     common: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **git, "machine": machine(workload),
-        "torch": version("torch"), "work": history.fingerprint(workload.job),
-    }  # fmt: skip
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **git,
+        "machine": machine(workload),
+        "torch": version("torch"),
+        "work": history.fingerprint(workload.job),
+    }
     found = []
     for row in rows:
         if row.problem:
@@ -160,5 +203,7 @@ def results(rows: list[Row], workload: Workload) -> list[history.Result]:
         median, low, high = (round(value, 4) for value in (ratio.median, ratio.low, ratio.high))
         name = row.shown if row.ranks == 1 else f"{row.shown}, {row.ranks} processes"
         rounds = len(row.other.seconds)
-        found.append(history.Result(**common, row=name, ratio=median, low=low, high=high, rounds=rounds))
+        found.append(
+            history.Result(**common, row=name, ratio=median, low=low, high=high, rounds=rounds)
+        )
     return found

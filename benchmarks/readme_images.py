@@ -1,6 +1,8 @@
-"""Make the images of README.md from real runs: python -m benchmarks.readme_images [curves] [killed] [terminal].
+"""Make the images of README.md from real runs: python -m benchmarks.readme_images [curves] [killed]
+[terminal].
 
-Runs of minutes on two cores, in outputs/images/; the images go to docs/images/, for light and for dark pages.
+Runs of minutes on two cores, in outputs/images/; the images go to docs/images/, for light and for
+dark pages.
 """
 
 import fcntl
@@ -24,9 +26,13 @@ ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
 STEPS = 150
 TRAINED = [
-    "experiment=parity", f"trainer.max_steps={STEPS}", "data.micro_batch_size=auto", "logger=none", "run.report=false",
+    "experiment=parity",
+    f"trainer.max_steps={STEPS}",
+    "data.micro_batch_size=auto",
+    "logger=none",
+    "run.report=false",
     "trainer.val_every_n_steps=null",
-]  # fmt: skip
+]
 LAYOUTS = {
     "single": ["strategy=single"],
     "ddp × 2": ["strategy=ddp", "trainer.devices=2"],
@@ -63,10 +69,16 @@ def draw_curves(folder: Path) -> None:
     for i, overrides in enumerate(LAYOUTS.values()):
         train(folder, str(i), *overrides)
     runs = [history.read(folder / "outputs" / str(i)) for i in range(len(LAYOUTS))]
-    named = [replace(run, config={"run.name": name}) for run, name in zip(runs, LAYOUTS, strict=True)]
+    named = [
+        replace(run, config={"run.name": name}) for run, name in zip(runs, LAYOUTS, strict=True)
+    ]
     losses = [run.curve("train/loss")[1] for run in runs]
-    far = max(abs(a - b) / abs(b) for each in losses[1:] for a, b in zip(each, losses[0], strict=True))
-    drawn = plot.draw(named, "train/loss", nested=True, title="One configuration under six layouts: train/loss")
+    far = max(
+        abs(a - b) / abs(b) for each in losses[1:] for a, b in zip(each, losses[0], strict=True)
+    )
+    drawn = plot.draw(
+        named, "train/loss", nested=True, title="One configuration under six layouts: train/loss"
+    )
     write(drawn, "layouts", note=f"largest difference {far:.0e}")
 
 
@@ -77,14 +89,21 @@ def draw_killed(folder: Path) -> None:
         f"+callbacks.stop_{step}={{_target_:armature.callbacks.stop_at.StopAt,signals:{{SIGKILL:{step}}}}}"
         for step in KILLS
     ]
-    codes = [train(folder, "killed", "checkpoint.every_n_steps=20", *stops) for _ in range(len(KILLS) + 1)]
+    codes = [
+        train(folder, "killed", "checkpoint.every_n_steps=20", *stops)
+        for _ in range(len(KILLS) + 1)
+    ]
     if [code == 0 for code in codes] != [False] * len(KILLS) + [True]:
         sys.exit(f"the run was not killed {len(KILLS)} times: exit codes {codes}")
     files = [folder / "outputs" / name / "metrics.csv" for name in ("undisturbed", "killed")]
     equal = files[0].read_bytes() == files[1].read_bytes()
     runs = [history.read(file.parent) for file in files]
-    drawn = plot.draw(runs, "train/loss", nested=True, title="Killed three times, resumed: train/loss")
-    lines = [replace(line, width=width) for line, width in zip(drawn.lines, (7.0, 2.0), strict=True)]
+    drawn = plot.draw(
+        runs, "train/loss", nested=True, title="Killed three times, resumed: train/loss"
+    )
+    lines = [
+        replace(line, width=width) for line, width in zip(drawn.lines, (7.0, 2.0), strict=True)
+    ]
     drawn = replace(drawn, lines=lines, marks=[(step, "kill -9") for step in KILLS])
     write(drawn, "killed", note="equal in every bit" if equal else "NOT equal")
 
@@ -96,18 +115,30 @@ def write(drawn: chart.Chart, name: str, *, note: str) -> None:
 
 def copy_terminal(folder: Path) -> None:
     """Copy the progress bar of a run, and the message about mistakes, as a terminal shows them."""
-    shown = ["experiment=digits", "strategy=ddp", "trainer.devices=2", "trainer.max_epochs=8", "run.name=digits"]
+    shown = [
+        "experiment=digits",
+        "strategy=ddp",
+        "trainer.devices=2",
+        "trainer.max_epochs=8",
+        "run.name=digits",
+    ]
     wrong = ["trainer.devces=2", "strategy=fspd", "trainer.max_epocs=3"]
     lines = []
     shutil.rmtree(folder / "outputs", ignore_errors=True)
     for overrides in (shown, wrong):
-        lines += [f"\x1b[1m$ python train.py {' '.join(overrides)}\x1b[0m", *screen(overrides, folder), ""]
+        lines += [
+            f"\x1b[1m$ python train.py {' '.join(overrides)}\x1b[0m",
+            *screen(overrides, folder),
+            "",
+        ]
     for theme, colors in COLORS.items():
         (IMAGES / f"terminal-{theme}.svg").write_text(as_svg(lines, colors), encoding="utf-8")
 
 
 def screen(overrides: list[str], folder: Path) -> list[str]:
-    """Run train.py in a terminal and return its lines, with their colors, when the bar has come to SHOWN_AT."""
+    """Run train.py in a terminal and return its lines, with their colors, when the bar has come to
+    SHOWN_AT.
+    """
     child, terminal = pty.fork()
     if not child:
         os.chdir(folder)
@@ -121,7 +152,9 @@ def screen(overrides: list[str], folder: Path) -> list[str]:
         except OSError:  # the program has ended
             break
         lines = visible(text)
-        bar = re.search(r"step\s+(\d+)/(\d+)", re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", lines[-1] if lines else ""))
+        bar = re.search(
+            r"step\s+(\d+)/(\d+)", re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", lines[-1] if lines else "")
+        )
         if bar and shown is None and int(bar[1]) >= SHOWN_AT * int(bar[2]):
             shown = lines
             os.kill(child, signal.SIGTERM)  # the rest is not shown
@@ -130,7 +163,9 @@ def screen(overrides: list[str], folder: Path) -> list[str]:
 
 
 def visible(text: str) -> list[str]:
-    """Return a terminal's lines after the escape sequences that rich writes: up, erase a line, colors."""
+    """Return a terminal's lines after the escape sequences that rich writes: up, erase a line,
+    colors.
+    """
     lines, row = [""], 0
     for part in re.split(r"(\r|\n|\x1b\[[\d;?]*[A-HJKlh])", text):
         if part == "\n":
@@ -156,7 +191,9 @@ def as_svg(lines: list[str], colors: str) -> str:
     console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
     for line in [*lines, " "]:  # rich cuts the underscores of the last one
         console.print(Text.from_ansi(line), overflow="fold", highlight=False)
-    text = console.export_svg(title="Armature", theme=getattr(terminal_theme, colors), unique_id="terminal")
+    text = console.export_svg(
+        title="Armature", theme=getattr(terminal_theme, colors), unique_id="terminal"
+    )
     return re.sub(r"@font-face \{.*?\}\s*", "", text, flags=re.DOTALL)  # fonts of a server
 
 

@@ -27,7 +27,9 @@ TITLES = {
 
 
 def rivals_python(root: Path) -> Path:
-    """Return the Python of `make bench`'s environment with transformers and accelerate, or this one's."""
+    """Return the Python of `make bench`'s environment with transformers and accelerate, or this
+    one's.
+    """
     made = root / ".venv-extras" / "bin" / "python"
     return made if made.exists() else Path(sys.executable)
 
@@ -56,8 +58,10 @@ def markdown(results: dict[str, Any]) -> str:
     """Return all tables, with the machine and the date."""
     machine, rate = results["machine"], results["rate"]
     lines = [
-        f"{machine['device']}, {results['date']}, torch {machine['torch']}, Python {machine['python']}: "
-        f"`{results['command']}`. Matrix products in {rate['dtype']} reach {_rate(rate['rate'])} here "
+        f"{machine['device']}, {results['date']}, torch {machine['torch']}, Python "
+        f"{machine['python']}: "
+        f"`{results['command']}`. Matrix products in {rate['dtype']} reach {_rate(rate['rate'])} "
+        "here "
         f"(the best of square ones, all {'cores' if not machine['gpus'] else 'of one GPU'})."
     ]
     for name, section in results["sections"].items():
@@ -78,10 +82,12 @@ def _training(section: dict[str, Any], results: dict[str, Any]) -> list[str]:
         f"{section['global_batch_size']} × {section['context']} tokens per step"
         + (f", compiled ({section['compile']})" if section["compile"] != "none" else "")
         + (", float8" if section["float8"] else "")
-        + f". Ratio: steps per second relative to the {reference.name} in the same round, median and quartiles of "
+        + f". Ratio: steps per second relative to the {reference.name} in the same round, median "
+        "and quartiles of "
         f"{len(reference.seconds)} rounds.",
         "",
-        "| | ranks | steps/s | tokens/s | ratio | peak memory per rank | MFU, measured rate | MFU, published peak |",
+        "| | ranks | steps/s | tokens/s | ratio | peak memory per rank | MFU, measured rate | MFU, "
+        "published peak |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for record in records:
@@ -105,8 +111,10 @@ def _overhead(section: dict[str, Any], results: dict[str, Any]) -> list[str]:
     records: list[Record] = section["records"]
     reference = records[0]
     lines = [
-        f"A model whose step takes {spread(reference.seconds).median * 1e6:.0f} µs ({section['precision']}, "
-        f"{section['optimizer']}); time added to it, median and quartiles of {len(reference.seconds)} rounds.",
+        f"A model whose step takes {spread(reference.seconds).median * 1e6:.0f} µs "
+        f"({section['precision']}, "
+        f"{section['optimizer']}); time added to it, median and quartiles of "
+        f"{len(reference.seconds)} rounds.",
         "",
         "| | per step | added | CPU time added |",
         "| --- | ---: | ---: | ---: |",
@@ -116,7 +124,10 @@ def _overhead(section: dict[str, Any], results: dict[str, Any]) -> list[str]:
             lines.append(f"| {record.name} | {_short(record.note)} | | |")
             continue
         step = f"{spread(record.seconds).median * 1e6:,.0f} µs"
-        wall, cpu = _added(record.seconds, reference.seconds), _added(record.cpu_seconds, reference.cpu_seconds)
+        wall, cpu = (
+            _added(record.seconds, reference.seconds),
+            _added(record.cpu_seconds, reference.cpu_seconds),
+        )
         lines.append(f"| {record.name} | {step} | {wall} | {cpu} |")
     return lines
 
@@ -129,7 +140,8 @@ def _added(seconds: list[float], reference: list[float]) -> str:
 def _startup(section: dict[str, Any], results: dict[str, Any]) -> list[str]:
     records: list[Record] = section["records"]
     lines = [
-        f"Data prepared, Python files compiled, page cache warm; medians and quartiles of {len(records[0].seconds)} "
+        "Data prepared, Python files compiled, page cache warm; medians and quartiles of "
+        f"{len(records[0].seconds)} "
         "interleaved rounds.",
         "",
         "| | seconds |",
@@ -137,13 +149,18 @@ def _startup(section: dict[str, Any], results: dict[str, Any]) -> list[str]:
     ]
     lines += [f"| {record.name} | {spread(record.seconds)} |" for record in records]
     over = spread(section["over_the_limit"])
-    return [*lines, "", f"Ours relative to `{startup.IMPORTS}` plus the bare loop's own part: {over}."]
+    return [
+        *lines,
+        "",
+        f"Ours relative to `{startup.IMPORTS}` plus the bare loop's own part: {over}.",
+    ]
 
 
 def _loss(section: dict[str, Any], results: dict[str, Any]) -> list[str]:
     plain = section["rows"]["plain"]
     lines = [
-        f"{section['tokens']:,} tokens of width {section['width']}, a vocabulary of {section['vocabulary']:,}, "
+        f"{section['tokens']:,} tokens of width {section['width']}, a vocabulary of "
+        f"{section['vocabulary']:,}, "
         f"{section['dtype']} products: peak memory added by forward and backward.",
         "",
         "| | peak | relative to plain | seconds | gradients differ by |",
@@ -154,7 +171,8 @@ def _loss(section: dict[str, Any], results: dict[str, Any]) -> list[str]:
             lines.append(f"| {loss.VARIANTS[variant]} | {_short(row['note'])} | | | |")
             continue
         lines.append(
-            f"| {loss.VARIANTS[variant]} | {row['bytes'] / 1e6:,.0f} MB | {row['bytes'] / plain['bytes']:.2f} | "
+            f"| {loss.VARIANTS[variant]} | {row['bytes'] / 1e6:,.0f} MB | "
+            f"{row['bytes'] / plain['bytes']:.2f} | "
             f"{row['seconds']:.2f} | {row['gradients_differ_by']:.0e} |"
         )
     return lines
@@ -163,22 +181,37 @@ def _loss(section: dict[str, Any], results: dict[str, Any]) -> list[str]:
 def _data(section: dict[str, Any], results: dict[str, Any]) -> list[str]:
     lines = []
     if section["tokens_per_second"] is not None:
-        served = f"The loader by itself serves {section['tokens_per_second'] / 1e6:,.1f} million tokens per second"
-        ours = [r for r in results["sections"].get("training", {}).get("records", []) if r.name == "ours" and r.seconds]
+        served = (
+            f"The loader by itself serves {section['tokens_per_second'] / 1e6:,.1f} million "
+            "tokens per second"
+        )
+        ours = [
+            r
+            for r in results["sections"].get("training", {}).get("records", [])
+            if r.name == "ours" and r.seconds
+        ]
         if ours:
             training = results["sections"]["training"]
-            taken = training["context"] * training["global_batch_size"] / statistics.median(ours[0].seconds)
+            taken = (
+                training["context"]
+                * training["global_batch_size"]
+                / statistics.median(ours[0].seconds)
+            )
             served += f", {section['tokens_per_second'] / taken:,.0f} times what training consumes"
         lines += [f"{served} (memory-mapped, shuffled windows, no loader process).", ""]
     lines += [
-        "Images of 256 × 256 pixels are decompressed, cropped and reduced while a small vision transformer "
+        "Images of 256 × 256 pixels are decompressed, cropped and reduced while a small vision "
+        "transformer "
         "trains on one core; medians.",
         "",
         "| `data.num_workers=` | images/s | the step waits |",
         "| ---: | ---: | ---: |",
     ]
     for workers, rows in section["images"].items():
-        rate, wait = (statistics.median(row[name] for row in rows) for name in ("samples_per_second", "data_wait"))
+        rate, wait = (
+            statistics.median(row[name] for row in rows)
+            for name in ("samples_per_second", "data_wait")
+        )
         lines.append(f"| {workers} | {rate:,.0f} | {wait:.1%} |")
     return lines
 
@@ -191,7 +224,8 @@ def _scale(section: dict[str, Any], results: dict[str, Any]) -> list[str]:
     records: list[Record] = section["records"]
     base, first = records[0], section["points"][0]
     lines = [
-        f"{section['threads_per_rank']} CPU threads per rank. Efficiency: work per rank and second relative to "
+        f"{section['threads_per_rank']} CPU threads per rank. Efficiency: work per rank and second "
+        "relative to "
         f"{first['ranks']} rank{'s' * (first['ranks'] > 1)}.",
         "",
         "| scaling | ranks | batch | steps/s | efficiency |",
@@ -207,25 +241,41 @@ def _scale(section: dict[str, Any], results: dict[str, Any]) -> list[str]:
     if "projection" in section:
         lines += [
             "",
-            f"**Projection, not measured**, of weak scaling: from {len(section['collectives'])} counted collectives "
-            f"per step, {section['bandwidth'] / 1e9:g} GB/s per rank, {scaling.LATENCY * 1e6:g} µs per hop, no "
-            "contention, no stragglers; with none or all of the communication hidden behind arithmetic.",
+            f"**Projection, not measured**, of weak scaling: from {len(section['collectives'])} "
+            "counted collectives "
+            f"per step, {section['bandwidth'] / 1e9:g} GB/s per rank, {scaling.LATENCY * 1e6:g} µs "
+            "per hop, no "
+            "contention, no stragglers; with none or all of the communication hidden behind "
+            "arithmetic.",
             "",
-            "| ranks | sent per rank and step | communication | efficiency, none hidden | all hidden |",
+            "| ranks | sent per rank and step | communication | efficiency, none hidden | all "
+            "hidden |",
             "| ---: | ---: | ---: | ---: | ---: |",
         ]
         lines += [
-            f"| {row['ranks']:,} | {row['gigabytes_sent']:.3g} GB | {row['communication_seconds'] * 1e3:.3g} ms | "
+            f"| {row['ranks']:,} | {row['gigabytes_sent']:.3g} GB | "
+            f"{row['communication_seconds'] * 1e3:.3g} ms | "
             f"{row['exposed']:.2f} | {row['hidden']:.2f} |"
             for row in section["projection"]
         ]
     return lines
 
 
-def _mfu(section: dict[str, Any], results: dict[str, Any], rate: float, ranks: int, *, measured: bool) -> str:
-    """Model FLOPs utilization. The ranks of a CPU share the machine that was measured; each GPU has its own rate."""
+def _mfu(
+    section: dict[str, Any], results: dict[str, Any], rate: float, ranks: int, *, measured: bool
+) -> str:
+    """Model FLOPs utilization.
+
+    The ranks of a CPU share the machine that was measured; each GPU has its own rate.
+    """
     gpus = results["machine"]["gpus"]
-    peak = results["rate"]["rate"] if measured else published_peak(results["machine"]["device"]) if gpus else None
+    peak = (
+        results["rate"]["rate"]
+        if measured
+        else published_peak(results["machine"]["device"])
+        if gpus
+        else None
+    )
     if section["flops_per_step"] is None or peak is None:
         return "–"
     return f"{section['flops_per_step'] * rate / (peak * (ranks if gpus else 1)):.1%}"
@@ -259,10 +309,22 @@ def write(results: dict[str, Any], file: Path, *, docs: Path) -> None:
 
 
 def plot(file: Path, chart: Path, *, python: str) -> str | None:
-    """Draw the chart with a Python that has matplotlib. Return None, or the reason why it was not drawn."""
+    """Draw the chart with a Python that has matplotlib.
+
+    Return None, or the reason why it was not drawn.
+    """
     for interpreter in dict.fromkeys((sys.executable, python)):
-        if subprocess.run([interpreter, "-c", "import matplotlib"], capture_output=True).returncode == 0:
+        if (
+            subprocess.run([interpreter, "-c", "import matplotlib"], capture_output=True).returncode
+            == 0
+        ):
             script = Path(__file__).with_name("plot.py")
-            done = subprocess.run([interpreter, str(script), str(file), str(chart)], capture_output=True, text=True)
-            return None if done.returncode == 0 else f"no chart: {done.stderr.strip().splitlines()[-1]}"
+            done = subprocess.run(
+                [interpreter, str(script), str(file), str(chart)], capture_output=True, text=True
+            )
+            return (
+                None
+                if done.returncode == 0
+                else f"no chart: {done.stderr.strip().splitlines()[-1]}"
+            )
     return "no chart: matplotlib is not installed (requirements-extras.txt has it)"

@@ -2,8 +2,8 @@
 
     python -m benchmarks.rivals lightning|fabric|accelerate|transformers JOB FOLDER
 
-They get the same model, data, optimizer, schedule and precision as the bare loop. Checkpoints are on where the library
-saves them by itself (Lightning, transformers).
+They get the same model, data, optimizer, schedule and precision as the bare loop. Checkpoints are
+on where the library saves them by itself (Lightning, transformers).
 """
 
 # pyright: reportMissingImports=false
@@ -38,7 +38,9 @@ def lightning(job: Job, folder: Path) -> None:
 
         def configure_optimizers(self) -> Any:
             optimizer = parts.optimizer_of(job, self.model)
-            return [optimizer], [{"scheduler": parts.schedule_of(job, optimizer), "interval": "step"}]
+            return [optimizer], [
+                {"scheduler": parts.schedule_of(job, optimizer), "interval": "step"}
+            ]
 
         def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
             if job.clip is not None:  # Lightning's own clipping refuses fused optimizers
@@ -46,10 +48,16 @@ def lightning(job: Job, folder: Path) -> None:
 
     precision: Any = job.precision
     trainer = L.Trainer(
-        accelerator="gpu" if job.device == "cuda" else "cpu", devices=1, precision=precision, max_epochs=-1,
-        max_steps=job.total_steps, accumulate_grad_batches=job.accumulate(1),
-        log_every_n_steps=job.log_every_n_steps, default_root_dir=folder, callbacks=[LightningGate()],
-    )  # fmt: skip
+        accelerator="gpu" if job.device == "cuda" else "cpu",
+        devices=1,
+        precision=precision,
+        max_epochs=-1,
+        max_steps=job.total_steps,
+        accumulate_grad_batches=job.accumulate(1),
+        log_every_n_steps=job.log_every_n_steps,
+        default_root_dir=folder,
+        callbacks=[LightningGate()],
+    )
     trainer.fit(Module(), parts.loader_of(job))
 
 
@@ -145,18 +153,34 @@ def transformers(job: Job, folder: Path) -> None:
     model = parts.model_of(job)
     optimizer = parts.optimizer_of(job, model)
     arguments = TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=job.micro(1), max_steps=job.total_steps,
-        gradient_accumulation_steps=job.accumulate(1), bf16=job.precision == "bf16-mixed", use_cpu=job.device == "cpu",
-        logging_steps=job.log_every_n_steps, max_grad_norm=job.clip or 0.0, remove_unused_columns=False,
-        report_to=["tensorboard"], disable_tqdm=False,
-    )  # fmt: skip
+        output_dir=str(folder),
+        per_device_train_batch_size=job.micro(1),
+        max_steps=job.total_steps,
+        gradient_accumulation_steps=job.accumulate(1),
+        bf16=job.precision == "bf16-mixed",
+        use_cpu=job.device == "cpu",
+        logging_steps=job.log_every_n_steps,
+        max_grad_norm=job.clip or 0.0,
+        remove_unused_columns=False,
+        report_to=["tensorboard"],
+        disable_tqdm=False,
+    )
     Trainer(
-        model=Named(model), args=arguments, train_dataset=parts.Samples(job), data_collator=parts.same,
-        optimizers=(optimizer, parts.schedule_of(job, optimizer)), callbacks=[GateCallback()],
-    ).train()  # fmt: skip
+        model=Named(model),
+        args=arguments,
+        train_dataset=parts.Samples(job),
+        data_collator=parts.same,
+        optimizers=(optimizer, parts.schedule_of(job, optimizer)),
+        callbacks=[GateCallback()],
+    ).train()
 
 
-RIVALS = {"lightning": lightning, "fabric": fabric, "accelerate": accelerate, "transformers": transformers}
+RIVALS = {
+    "lightning": lightning,
+    "fabric": fabric,
+    "accelerate": accelerate,
+    "transformers": transformers,
+}
 
 
 def main() -> None:

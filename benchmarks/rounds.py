@@ -1,4 +1,7 @@
-"""Interleaved blocks of steps: A B C, C B A, … so that disturbances of the machine affect all contenders alike."""
+"""Interleaved blocks of steps.
+
+A B C, C B A, … so that disturbances of the machine affect all contenders alike.
+"""
 
 import math
 import statistics
@@ -63,15 +66,21 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def ratios(record: Record, reference: Record) -> list[float]:
-    """Return steps per second relative to the reference, per round. Both were measured within seconds of each other."""
+    """Return steps per second relative to the reference, per round.
+
+    Both were measured within seconds of each other.
+    """
     return [b / a for a, b in zip(record.seconds, reference.seconds, strict=False)]
 
 
 class Rounds:
-    """Measure contenders round by round. One that fails gets a note instead of results, and the others continue.
+    """Measure contenders round by round.
+
+    One that fails gets a note instead of results, and the others continue.
 
     Args:
-        block_seconds: what a block should take; its steps are a multiple of `multiple`, the logging interval.
+        block_seconds: what a block should take; its steps are a multiple of `multiple`, the logging
+            interval.
         say: takes a line of progress.
     """
 
@@ -93,7 +102,8 @@ class Rounds:
     def together(self, rounds: int, *, end: float = math.inf) -> list[Record]:
         """Measure contenders that are all alive at once and take turns.
 
-        After FEWEST rounds, the last one is the one after which another would last beyond `end`, in time.monotonic().
+        After FEWEST rounds, the last one is the one after which another would last beyond `end`, in
+        time.monotonic().
         """
         try:
             for contender in self.contenders:
@@ -105,7 +115,9 @@ class Rounds:
                     break
                 for name in _turn(list(self._running), number):
                     self._measure(name)
-                took = (f"{name} {self.records[name].seconds[-1] * 1e3:.4g}" for name in self._running)
+                took = (
+                    f"{name} {self.records[name].seconds[-1] * 1e3:.4g}" for name in self._running
+                )
                 self.say(f"round {number + 1} of {rounds}, ms a step: {', '.join(took)}")
         finally:
             for entrant in self._running.values():
@@ -113,7 +125,9 @@ class Rounds:
         return list(self.records.values())
 
     def alone(self, rounds: int) -> list[Record]:
-        """Start each contender for its block and end it again, if not all fit into memory at once."""
+        """Start each contender for its block and end it again, if not all fit into memory at
+        once.
+        """
         for number in range(rounds):
             for contender in _turn(self.contenders, number):
                 self._start(contender)
@@ -136,7 +150,10 @@ class Rounds:
             self._failed(name, error)
 
     def _calibrated(self, entrant: Running) -> int:
-        """Return the steps of a block. The steps that determine it are the warm-up, of at least half a block's time."""
+        """Return the steps of a block.
+
+        The steps that determine it are the warm-up, of at least half a block's time.
+        """
         end = time.monotonic() + self.block_seconds / 2
         entrant.block(self.multiple)
         block = entrant.block(self.multiple)

@@ -20,7 +20,10 @@ PROJECTED = (8, 64, 512, 1024, 4096, 16384)
 
 @dataclass(frozen=True)
 class Point:
-    """One number of ranks. Strong scaling splits the batch; weak scaling gives each rank the batch of one."""
+    """One number of ranks.
+
+    Strong scaling splits the batch; weak scaling gives each rank the batch of one.
+    """
 
     kind: str
     ranks: int
@@ -32,14 +35,19 @@ class Point:
 
 
 def points(ranks: Sequence[int], global_batch_size: int) -> Iterator[Point]:
-    """Return the points. The first number of ranks is the reference of both kinds of scaling, and a single point.
+    """Return the points.
+
+    The first number of ranks is the reference of both kinds of scaling, and a single point.
 
     Raises:
         ValueError: where a number of ranks does not divide the batch.
     """
     for n in ranks:
         if global_batch_size % n:
-            raise ValueError(f"--scale {n}: data.global_batch_size={global_batch_size} does not divide among {n} ranks")
+            raise ValueError(
+                f"--scale {n}: data.global_batch_size={global_batch_size} does not divide among "
+                f"{n} ranks"
+            )
         if n == ranks[0]:
             yield Point("base", n, global_batch_size)
         else:
@@ -56,24 +64,44 @@ def measure(
     block_seconds: float,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Measure steps per second of every point, and the efficiency relative to n times one rank's work."""
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // max(ranks))))
+    """Measure steps per second of every point, and the efficiency relative to n times one rank's
+    work.
+    """
+    threads = os.environ.get(
+        "OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // max(ranks)))
+    )
     all_points = list(points(ranks, workload.job.global_batch_size))
     contenders = [
         replace(
-            ours(workload, folder, f"data.global_batch_size={p.global_batch_size}", name=p.name, ranks=p.ranks),
+            ours(
+                workload,
+                folder,
+                f"data.global_batch_size={p.global_batch_size}",
+                name=p.name,
+                ranks=p.ranks,
+            ),
             environment={"OMP_NUM_THREADS": threads},
         )
         for p in all_points
     ]
     rounds_of = Rounds(
-        contenders, folder, block_seconds=block_seconds, multiple=workload.job.log_every_n_steps, say=say
+        contenders,
+        folder,
+        block_seconds=block_seconds,
+        multiple=workload.job.log_every_n_steps,
+        say=say,
     )
     records = rounds_of.together(rounds)
-    return {"points": [vars(p) for p in all_points], "threads_per_rank": threads, "records": records}
+    return {
+        "points": [vars(p) for p in all_points],
+        "threads_per_rank": threads,
+        "records": records,
+    }
 
 
-def efficiencies(point: dict[str, Any], record: Record, base_ranks: int, base: Record) -> list[float]:
+def efficiencies(
+    point: dict[str, Any], record: Record, base_ranks: int, base: Record
+) -> list[float]:
     """Return work per rank and second relative to the base, per round."""
     more = point["ranks"] / base_ranks
     work = 1.0 if point["kind"] == "strong" else more
@@ -88,7 +116,9 @@ def count(workload: Workload, folder: Path) -> list[dict[str, Any]]:
     """
     file = folder / "collectives.json"
     contender = ours(workload, folder, name="counted", ranks=2)
-    running = Running(replace(contender, environment={COUNT_INTO: str(file), "OMP_NUM_THREADS": "1"}), folder)
+    running = Running(
+        replace(contender, environment={COUNT_INTO: str(file), "OMP_NUM_THREADS": "1"}), folder
+    )
     try:
         running.wait_for_first_step()
         running.block(4)
@@ -101,7 +131,8 @@ def count(workload: Workload, folder: Path) -> list[dict[str, Any]]:
 
 
 def sent_per_rank(collectives: Sequence[dict[str, Any]], ranks: int) -> float:
-    """Return the bytes that a rank sends in ring algorithms: twice a share for an all-reduce, once for the others.
+    """Return the bytes that a rank sends in ring algorithms: twice a share for an all-reduce, once
+    for the others.
 
     What one rank sends to another it sends in full, whatever their number.
     """
@@ -111,9 +142,14 @@ def sent_per_rank(collectives: Sequence[dict[str, Any]], ranks: int) -> float:
 
 
 def project(
-    collectives: Sequence[dict[str, Any]], *, compute_seconds: float, bandwidth: float, latency: float = LATENCY
+    collectives: Sequence[dict[str, Any]],
+    *,
+    compute_seconds: float,
+    bandwidth: float,
+    latency: float = LATENCY,
 ) -> list[dict[str, float]]:
-    """Project weak-scaling efficiency to many ranks, with all communication hidden behind arithmetic and with none.
+    """Project weak-scaling efficiency to many ranks, with all communication hidden behind
+    arithmetic and with none.
 
     A projection, not a measurement: links without contention, ranks without stragglers.
 

@@ -43,12 +43,17 @@ class Benchmark:
         say: receives lines of progress.
     """
 
-    def __init__(self, args: argparse.Namespace, folder: Path, *, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, args: argparse.Namespace, folder: Path, *, say: Callable[[str], None]
+    ) -> None:
         self.args, self.folder, self.say = args, folder, say
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        """Return the results of all sections. `save` is called after each, so that a later failure loses nothing."""
+        """Return the results of all sections.
+
+        `save` is called after each, so that a later failure loses nothing.
+        """
         results: dict[str, Any] = {
             "date": time.strftime("%Y-%m-%d"),
             "command": " ".join(["python -m benchmarks", *sys.argv[1:]]),
@@ -88,8 +93,12 @@ class Benchmark:
         return self.section(workload, contenders)
 
     def strategies(self) -> dict[str, Any] | None:
-        """Several ranks, compared with the bare loop in one process; on a CPU they share its cores."""
-        ranks = self.args.ranks or max(hardware.gpu_count() if self.workload.accelerator == "gpu" else 2, 1)
+        """Several ranks, compared with the bare loop in one process; on a CPU they share its
+        cores.
+        """
+        ranks = self.args.ranks or max(
+            hardware.gpu_count() if self.workload.accelerator == "gpu" else 2, 1
+        )
         if ranks == 1:
             return {"records": [], "note": "one GPU: no strategy of several ranks can run"}
         overrides = tuple(o for o in self.workload.overrides if not o.startswith("strategy="))
@@ -101,10 +110,14 @@ class Benchmark:
             contenders.append(bare(job_file, name, name=f"raw {name}", ranks=ranks, port=port))
         if heap_variables(job_file):
             name, port = f"raw ddp, {UNTOUCHED}", 29617 + len(contenders)
-            contenders.append(bare(job_file, "ddp", name=name, ranks=ranks, port=port, keeps_memory=False))
+            contenders.append(
+                bare(job_file, "ddp", name=name, ranks=ranks, port=port, keeps_memory=False)
+            )
         for name, (more, fewest) in STRATEGIES.items():
             if ranks >= fewest and ranks % fewest == 0:
-                contenders.append(ours(workload, self.folder, *more, name=f"ours, {name}", ranks=ranks))
+                contenders.append(
+                    ours(workload, self.folder, *more, name=f"ours, {name}", ranks=ranks)
+                )
         return self.section(workload, contenders)
 
     def overhead(self) -> dict[str, Any]:
@@ -113,13 +126,17 @@ class Benchmark:
         job_file = workload.job.save(self.folder / "tiny.json")
         contenders = [bare(job_file), ours(workload, self.folder, name="ours")]
         contenders += self.rivals(job_file)
-        return self.section(workload, contenders, multiple=TINY_MULTIPLE, seconds=self.args.seconds / 2)
+        return self.section(
+            workload, contenders, multiple=TINY_MULTIPLE, seconds=self.args.seconds / 2
+        )
 
     def startup(self) -> dict[str, Any]:
         workload = replace(self.workload, ranks=1)
         job_file = workload.job.save(self.folder / "job.json")
         contenders = [bare(job_file), ours(workload, self.folder)]
-        records = startup.measure(contenders, self.folder, rounds=max(5, self.args.rounds), say=self.say)
+        records = startup.measure(
+            contenders, self.folder, rounds=max(5, self.args.rounds), say=self.say
+        )
         return {"records": records, "over_the_limit": startup.over_the_limit(records, "ours")}
 
     def loss(self) -> dict[str, Any]:
@@ -127,7 +144,9 @@ class Benchmark:
         dtype = "bfloat16" if self.workload.job.precision.startswith("bf16") else "float32"
         for variant in loss.VARIANTS:
             try:
-                rows[variant] = loss.run(variant, **LOSS, device=self.workload.job.device, dtype=dtype)
+                rows[variant] = loss.run(
+                    variant, **LOSS, device=self.workload.job.device, dtype=dtype
+                )
             except RuntimeError as error:
                 rows[variant] = {"note": f"failed: {error}"}
             self.say(f"{variant} {rows[variant]}")
@@ -150,19 +169,32 @@ class Benchmark:
         """Weak and strong scaling of ours, and a projection if there is more than one rank."""
         args = self.args
         result = scaling.measure(
-            self.workload, self.folder, ranks=args.scale, rounds=args.rounds, block_seconds=args.seconds, say=self.say
+            self.workload,
+            self.folder,
+            ranks=args.scale,
+            rounds=args.rounds,
+            block_seconds=args.seconds,
+            say=self.say,
         )
         base = result["records"][0]
         if max(args.scale) > 1 and base.seconds:
             collectives = scaling.count(self.workload, self.folder)
             seconds = sorted(base.seconds)[len(base.seconds) // 2]
             result["collectives"], result["bandwidth"] = collectives, args.bandwidth * 1e9
-            result["projection"] = scaling.project(collectives, compute_seconds=seconds, bandwidth=result["bandwidth"])
+            result["projection"] = scaling.project(
+                collectives, compute_seconds=seconds, bandwidth=result["bandwidth"]
+            )
         return result
 
     def rivals(self, job_file: Path) -> list[Contender]:
-        here = [rival(name, job_file, self.folder, python=sys.executable) for name in ("lightning", "fabric")]
-        there = [rival(name, job_file, self.folder, python=self.args.python) for name in ("accelerate", "transformers")]
+        here = [
+            rival(name, job_file, self.folder, python=sys.executable)
+            for name in ("lightning", "fabric")
+        ]
+        there = [
+            rival(name, job_file, self.folder, python=self.args.python)
+            for name in ("accelerate", "transformers")
+        ]
         return here + there
 
     def section(
@@ -176,12 +208,17 @@ class Benchmark:
         """Measures; the first contender is the one that the others are held against."""
         if self.args.only:
             words = self.args.only
-            contenders = [contenders[0], *(c for c in contenders[1:] if any(word in c.name for word in words))]
+            contenders = [
+                contenders[0],
+                *(c for c in contenders[1:] if any(word in c.name for word in words)),
+            ]
         rounds = Rounds(
             contenders, self.folder, block_seconds=seconds or self.args.seconds,
             multiple=multiple or workload.job.log_every_n_steps, say=self.say,
         )  # fmt: skip
-        records: list[Record] = (rounds.alone if self.args.alone else rounds.together)(self.args.rounds)
+        records: list[Record] = (rounds.alone if self.args.alone else rounds.together)(
+            self.args.rounds
+        )
         job = workload.job
         return {
             "model": workload.model_name,
@@ -202,7 +239,11 @@ def counted(*words: str) -> Any:
 
 
 def printed(module: str, *words: str) -> Any:
-    """Return the JSON that a module prints: in a process of its own, because this one imports no torch."""
+    """Return the JSON that a module prints: in a process of its own, because this one imports no
+    torch.
+    """
     command = [sys.executable, "-m", module, *words]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), check=True, stdout=subprocess.PIPE, text=True
+    )
     return json.loads(done.stdout.splitlines()[-1])

@@ -19,7 +19,9 @@ STEPS = 60
 
 
 def served(job: Job, *, seconds: float = 2.0) -> float:
-    """Return tokens per second of a run's loader without training: shuffled windows, as int64 tensors."""
+    """Return tokens per second of a run's loader without training: shuffled windows, as int64
+    tensors.
+    """
     import numpy as np
 
     from armature.data.base import DataModule
@@ -42,29 +44,57 @@ def served(job: Job, *, seconds: float = 2.0) -> float:
     return count / (time.perf_counter() - start)
 
 
-def images(folder: Path, *, rounds: int, say: Callable[[str], None]) -> dict[int, list[dict[str, float]]]:
-    """Return `samples_per_second` and `data_wait` of short runs of train.py, by number of loader processes."""
+def images(
+    folder: Path, *, rounds: int, say: Callable[[str], None]
+) -> dict[int, list[dict[str, float]]]:
+    """Return `samples_per_second` and `data_wait` of short runs of train.py, by number of loader
+    processes.
+    """
     found: dict[int, list[dict[str, float]]] = {workers: [] for workers in WORKERS}
     for number in range(1, rounds + 1):
         for workers in WORKERS:
             name = f"images-{workers}-{number}"
             command = [
-                sys.executable, str(ROOT / "train.py"), f"hydra.searchpath=[file://{CONFIGS}]", "data=images",
-                "task=image_classification", "model=vit_tiny", "model.image_size=32", "model.patch_size=4",
-                "model.channels=3", "model.width=128", "optimizer=adamw", "trainer.accelerator=cpu",
-                "trainer.precision=32-true", f"trainer.max_steps={STEPS}", "trainer.max_epochs=null",
-                "trainer.limit_val_batches=0", "trainer.test_at_end=false", "checkpoint.at_end=false", "logger=none",
-                f"data.num_workers={workers}", f"run.root={folder / 'runs'}", f"run.name={name}",
+                sys.executable,
+                str(ROOT / "train.py"),
+                f"hydra.searchpath=[file://{CONFIGS}]",
+                "data=images",
+                "task=image_classification",
+                "model=vit_tiny",
+                "model.image_size=32",
+                "model.patch_size=4",
+                "model.channels=3",
+                "model.width=128",
+                "optimizer=adamw",
+                "trainer.accelerator=cpu",
+                "trainer.precision=32-true",
+                f"trainer.max_steps={STEPS}",
+                "trainer.max_epochs=null",
+                "trainer.limit_val_batches=0",
+                "trainer.test_at_end=false",
+                "checkpoint.at_end=false",
+                "logger=none",
+                f"data.num_workers={workers}",
+                f"run.root={folder / 'runs'}",
+                f"run.name={name}",
                 allowed("armature", "benchmarks", "torch", "lightning.pytorch"),
-            ]  # fmt: skip
+            ]
             # one core for the model, the other one for loading
             done = subprocess.run(
-                command, cwd=ROOT, env=environment() | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+                command,
+                cwd=ROOT,
+                env=environment() | {"OMP_NUM_THREADS": "1"},
+                capture_output=True,
+                text=True,
             )
             if done.returncode:
                 raise RuntimeError(done.stderr[-2000:])
-            found[workers].append(json.loads((folder / "runs" / name / "summary.json").read_text())["timings"])
-        shown = ", ".join(f"{w}: {rows[-1]['samples_per_second']:.0f}/s" for w, rows in found.items())
+            found[workers].append(
+                json.loads((folder / "runs" / name / "summary.json").read_text())["timings"]
+            )
+        shown = ", ".join(
+            f"{w}: {rows[-1]['samples_per_second']:.0f}/s" for w, rows in found.items()
+        )
         say(f"round {number} of {rounds}, images by loader processes {shown}")
     return found
 
@@ -72,7 +102,9 @@ def images(folder: Path, *, rounds: int, say: Callable[[str], None]) -> dict[int
 def serve(job_file: Path) -> dict[str, Any]:
     """Run this module in its own process and return what it prints."""
     command = [sys.executable, "-m", "benchmarks.serving", str(job_file)]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), check=True, stdout=subprocess.PIPE, text=True
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -1,4 +1,6 @@
-"""Time from the command to the end of the first optimizer step, interleaved with unavoidable imports."""
+"""Time from the command to the end of the first optimizer step, interleaved with unavoidable
+imports.
+"""
 
 import subprocess
 import sys
@@ -13,8 +15,11 @@ IMPORTS = "python -c 'import torch, lightning'"
 INSIDE = "bare loop, after its imports"
 
 
-def measure(contenders: list[Contender], folder: Path, *, rounds: int, say: Callable[[str], None]) -> list[Record]:
-    """Return records of the two imports alone, of each contender from its command on, and of the bare loop's own part.
+def measure(
+    contenders: list[Contender], folder: Path, *, rounds: int, say: Callable[[str], None]
+) -> list[Record]:
+    """Return records of the two imports alone, of each contender from its command on, and of the
+    bare loop's own part.
 
     The first round is not counted: it writes compiled Python files, and fills the page cache.
 
@@ -49,7 +54,9 @@ def _imports() -> float:
 
 
 def over_the_limit(records: list[Record], name: str) -> list[float]:
-    """Return per round the contender's time relative to the imports plus the bare loop's first step."""
+    """Return per round the contender's time relative to the imports plus the bare loop's first
+    step.
+    """
     by_name = {record.name: record.seconds for record in records}
     rows = zip(by_name[name], by_name[IMPORTS], by_name[INSIDE], strict=True)
     return [ours / (imports + inside) for ours, imports, inside in rows]

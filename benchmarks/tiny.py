@@ -1,4 +1,6 @@
-"""A model whose step takes a fraction of a millisecond, to show the overhead of a training loop per step."""
+"""A model whose step takes a fraction of a millisecond, to show the overhead of a training loop per
+step.
+"""
 
 import torch
 import torch.nn.functional as F

@@ -17,8 +17,9 @@ from armature.simulation.meter import kind_of
 class CollectiveCounter(TorchDispatchMode):
     """Record the kind and bytes of each collective.
 
-    The bytes are those of the reduced or broadcast tensor, of the gathered one, of all that a rank puts into an
-    all-to-all, and of what it sends to another rank. Receives are not recorded: their senders count them.
+    The bytes are those of the reduced or broadcast tensor, of the gathered one, of all that a rank
+    puts into an all-to-all, and of what it sends to another rank. Receives are not recorded: their
+    senders count them.
     """
 
     def __init__(self) -> None:
@@ -33,10 +34,20 @@ class CollectiveCounter(TorchDispatchMode):
             kind = kind_of(func)
             if kind is not None:
                 # c10d writes an all-to-all's results to its first argument
-                given = args[1] if func.__name__.startswith("alltoall") else args[0] if kind == "all_to_all" else None
+                given = (
+                    args[1]
+                    if func.__name__.startswith("alltoall")
+                    else args[0]
+                    if kind == "all_to_all"
+                    else None
+                )
                 tensors = tree_leaves((args, kwargs, result) if given is None else given)
-                sizes = [t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor)]
-                self.collectives.append({"kind": kind, "bytes": max(sizes) if given is None else sum(sizes)})
+                sizes = [
+                    t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor)
+                ]
+                self.collectives.append(
+                    {"kind": kind, "bytes": max(sizes) if given is None else sum(sizes)}
+                )
         return result
 
     def save(self, file: Path) -> None:

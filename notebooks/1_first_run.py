@@ -22,7 +22,10 @@ from tools import curves, fresh, history, run
 folder = fresh("1")
 
 # %%
-run("python train.py experiment=digits trainer.max_epochs=5 trainer.val_every_n_steps=16 run.name=first", folder=folder)
+run(
+    "python train.py experiment=digits trainer.max_epochs=5 trainer.val_every_n_steps=16 run.name=first",
+    folder=folder,
+)
 
 # %% [markdown]
 # The first line says how the run is laid out. Everything else is in one folder:
@@ -60,7 +63,10 @@ run("python scripts/compare.py outputs/first outputs/slower", folder=folder, las
 curves({name: folder / "outputs" / name for name in ("first", "slower")}, "val/accuracy")
 
 # %%
-best = {name: max(history.read(folder / "outputs" / name).curve("val/accuracy")[1]) for name in ("first", "slower")}
+best = {
+    name: max(history.read(folder / "outputs" / name).curve("val/accuracy")[1])
+    for name in ("first", "slower")
+}
 assert best["first"] > 0.9, best
 best
 

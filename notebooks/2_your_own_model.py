@@ -24,7 +24,9 @@ from tools import ROOT, curves, fresh, furthest, losses, run
 
 clone = fresh("2")
 for name in ("configs", "src"):
-    shutil.copytree(ROOT / name, clone / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    shutil.copytree(
+        ROOT / name, clone / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
+    )
 shutil.copy(ROOT / "train.py", clone)
 
 # %% [markdown]
@@ -69,10 +71,15 @@ print(model[model.index("    def forward") :].split("\n\n")[0])
 # %%
 experiment = clone / "configs" / "experiment" / "mine.yaml"
 experiment.write_text(
-    experiment.read_text().replace("max_epochs: 4", "max_epochs: 16").replace("lr: 1.0e-3", "lr: 3.0e-3")
+    experiment.read_text()
+    .replace("max_epochs: 4", "max_epochs: 16")
+    .replace("lr: 1.0e-3", "lr: 3.0e-3")
     + "model:\n  width: 64\n"
 )
-run("python train.py experiment=mine trainer.precision=32-true logger=none run.name=single", folder=clone)
+run(
+    "python train.py experiment=mine trainer.precision=32-true logger=none run.name=single",
+    folder=clone,
+)
 
 # %% [markdown]
 # ## Three strategies, one result
@@ -96,7 +103,9 @@ runs = {name: clone / "outputs" / name for name in ("single", "ddp", "tensor")}
 curves(runs, "train/loss", nested=True)
 
 # %%
-first = losses(runs["single"])[:10]  # later, rounding grows: with the learning rate, and as the loss falls
+first = losses(runs["single"])[
+    :10
+]  # later, rounding grows: with the learning rate, and as the loss falls
 far = {name: furthest(first, losses(path)[:10]) for name, path in runs.items()}
 assert max(far.values()) < 1e-4, far
 {name: f"{value:.1e}" for name, value in far.items()}

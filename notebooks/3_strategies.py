@@ -30,7 +30,11 @@ layouts = {
 
 # %%
 for name, typed in layouts.items():
-    run(f"python train.py experiment=parity logger=none run.name={name} {typed}", folder=folder, last=1)
+    run(
+        f"python train.py experiment=parity logger=none run.name={name} {typed}",
+        folder=folder,
+        last=1,
+    )
 
 # %% [markdown]
 # ## The curves coincide
@@ -52,7 +56,9 @@ assert max(far.values()) < 1e-5, far
 
 # %%
 for name, path in runs.items():
-    newest = [event["memory_gib"] for event in history.read(path).events if event["event"] == "memory"][-1]
+    newest = [
+        event["memory_gib"] for event in history.read(path).events if event["event"] == "memory"
+    ][-1]
     print(f"{name:9} {', '.join(f'{gib:.2f} GiB' for gib in newest)}")
 
 # %% [markdown]
@@ -67,16 +73,18 @@ from armature import cli
 from armature.pages import columns
 from armature.simulation import measured
 
-steps = measured.measure([(cli.compose(["experiment=parity", *typed.split()]), 0) for typed in layouts.values()])
+steps = measured.measure(
+    [(cli.compose(["experiment=parity", *typed.split()]), 0) for typed in layouts.values()]
+)
 table = [["strategy", "collective", "calls", "bytes"]]
 for name, step in zip(layouts, steps, strict=True):
     by_kind = {}
     for _, kind, _, calls, size in step["volumes"]:
         before = by_kind.get(kind, (0, 0))
         by_kind[kind] = (before[0] + int(calls), before[1] + int(size))
-    table += [[name, kind, f"{calls:,}", f"{size:,}"] for kind, (calls, size) in by_kind.items()] or [
-        [name, "none", "", ""]
-    ]
+    table += [
+        [name, kind, f"{calls:,}", f"{size:,}"] for kind, (calls, size) in by_kind.items()
+    ] or [[name, "none", "", ""]]
 print("\n".join(columns.aligned(table)))
 assert {row[1] for row in table if row[0] == "fsdp"} >= {"all_gather", "reduce_scatter"}
 

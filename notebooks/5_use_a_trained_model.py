@@ -20,7 +20,10 @@ import torch
 from tools import fresh, run
 
 folder = fresh("5")
-run("python train.py experiment=digits trainer.max_epochs=5 logger=none run.name=digits", folder=folder)
+run(
+    "python train.py experiment=digits trainer.max_epochs=5 logger=none run.name=digits",
+    folder=folder,
+)
 
 # %% [markdown]
 # ## Load
@@ -84,7 +87,8 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", category=UserWarning)
 warnings.filterwarnings("ignore", category=FutureWarning)  # torch, of Lightning's own code
 train, held_out = (
-    DataLoader(data.dataset(split), batch_size=64, shuffle=split == "train") for split in ("train", "val")
+    DataLoader(data.dataset(split), batch_size=64, shuffle=split == "train")
+    for split in ("train", "val")
 )
 trainer = L.Trainer(
     max_steps=40, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,

@@ -36,14 +36,25 @@ def run(command: str, *, folder: Path, expect: int | None = 0, last: int = 12) -
     words = shlex.split(command)
     words[:1] = [sys.executable] if words[0] == "python" else [words[0]]
     scripts = folder if (folder / "train.py").exists() else ROOT
-    words = [str(scripts / word) if word == "train.py" or word.startswith("scripts/") else word for word in words]
+    words = [
+        str(scripts / word) if word == "train.py" or word.startswith("scripts/") else word
+        for word in words
+    ]
     started = time.monotonic()
-    plain = {name: value for name, value in os.environ.items() if not name.endswith(("FORCE_COLOR", "CLICOLOR_FORCE"))}
+    plain = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.endswith(("FORCE_COLOR", "CLICOLOR_FORCE"))
+    }
     plain |= {"TERM": "dumb", "NO_COLOR": "1"}  # a kernel asks for colors and bars
     result = subprocess.run(words, cwd=folder, env=plain, capture_output=True, text=True)
     lines = [line for line in (result.stdout + result.stderr).splitlines() if line.strip()]
     resumed = [line for line in lines[:-last] if line.startswith("resuming")]
-    print("\n".join(["…", *resumed, *lines[-last:]] if len(lines) > last else lines).replace(str(ROOT), "…"))
+    print(
+        "\n".join(["…", *resumed, *lines[-last:]] if len(lines) > last else lines).replace(
+            str(ROOT), "…"
+        )
+    )
     ending = f"exit code {result.returncode}, " if result.returncode else ""
     print(f"({ending}{time.monotonic() - started:.0f} s)")
     if expect is not None and result.returncode != expect:
@@ -69,4 +80,6 @@ def losses(path: Path) -> list[float]:
 def furthest(a: list[float], b: list[float]) -> float:
     """Return the largest relative difference of two curves of one length."""
     assert len(a) == len(b)
-    return max((abs(x - y) / max(abs(x), math.ulp(1.0)) for x, y in zip(a, b, strict=True)), default=0.0)
+    return max(
+        (abs(x - y) / max(abs(x), math.ulp(1.0)) for x, y in zip(a, b, strict=True)), default=0.0
+    )

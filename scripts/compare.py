@@ -1,4 +1,5 @@
-"""Compare runs: results with the best in bold, curves over each other, and where their configurations differ.
+"""Compare runs: results with the best in bold, curves over each other, and where their
+configurations differ.
 
 python scripts/compare.py outputs/a outputs/b                prints a table and writes compare.html
 python scripts/compare.py outputs/rates/* out=rates.html     the trials of a sweep
@@ -19,7 +20,9 @@ from armature.pages import compare, history
 
 def main() -> None:
     make_lasting()  # `| head` ends no command before its page is written
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", nargs="+", help="two or more run directories")
     parser.add_argument("--out", type=Path, help="the page to write (or out=FILE)")
     args = parser.parse_intermixed_args()  # out=FILE may follow an option
@@ -30,7 +33,9 @@ def main() -> None:
     paths = [path for path in named if not (os.path.isfile(path) and path.parent in folders)]
     problems = history.not_runs(paths)
     if len(paths) < 2:
-        problems.append(f"{len(paths)} run: name at least two, as in scripts/compare.py outputs/a outputs/b.")
+        problems.append(
+            f"{len(paths)} run: name at least two, as in scripts/compare.py outputs/a outputs/b."
+        )
     problems += cli.output_problems("out=", out, ".html")
     if problems:
         cli.refuse(problems)

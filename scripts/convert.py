@@ -1,4 +1,5 @@
-"""Convert a checkpoint of any layout to one file for other programs, or read the weights of such a file.
+"""Convert a checkpoint of any layout to one file for other programs, or read the weights of such a
+file.
 
 python scripts/convert.py outputs/<run.name> model.safetensors
 python scripts/convert.py outputs/<run.name>/checkpoints/step=000120 average.safetensors --average
@@ -33,18 +34,38 @@ SOURCES = (".safetensors", *directory.FILE_SUFFIXES)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "source", type=Path, help="a run directory or a checkpoint in one; .safetensors; .ckpt; an adapter"
+        "source",
+        type=Path,
+        help="a run directory or a checkpoint in one; .safetensors; .ckpt; an adapter",
     )
     parser.add_argument("target", type=Path, help=".safetensors, .ckpt, .onnx, .pt2; a folder")
-    parser.add_argument("--average", action="store_true", help="the averaged weights of the EMA callback")
-    parser.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its last")
-    parser.add_argument("--input", metavar="2x3x32x32", help="for .onnx and .pt2: the size of one batch of floats")
-    parser.add_argument("--dtype", help="of a folder's weights: float32, bfloat16 or float16; default: as imported")
-    parser.add_argument("--adapter", action="store_true", help="a folder for peft with the adapters alone")
-    parser.add_argument("--base", help="of an adapter's folder: its base model, if it is not where it was")
-    parser.add_argument("--trust", action="store_true", help="load a checkpoint that has no manifest to vouch for it")
+    parser.add_argument(
+        "--average", action="store_true", help="the averaged weights of the EMA callback"
+    )
+    parser.add_argument(
+        "--best", action="store_true", help="the run's best checkpoint instead of its last"
+    )
+    parser.add_argument(
+        "--input", metavar="2x3x32x32", help="for .onnx and .pt2: the size of one batch of floats"
+    )
+    parser.add_argument(
+        "--dtype", help="of a folder's weights: float32, bfloat16 or float16; default: as imported"
+    )
+    parser.add_argument(
+        "--adapter", action="store_true", help="a folder for peft with the adapters alone"
+    )
+    parser.add_argument(
+        "--base", help="of an adapter's folder: its base model, if it is not where it was"
+    )
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="load a checkpoint that has no manifest to vouch for it",
+    )
     args = cli.parse_arguments(parser)
     try:
         run(args)
@@ -57,12 +78,17 @@ def main() -> None:
 
 def run(args: argparse.Namespace) -> None:
     source, target = args.source, args.target
-    to_file, from_file = target.suffix in FILES + PROGRAMS, source.suffix in SOURCES and not source.is_dir()
+    to_file, from_file = (
+        target.suffix in FILES + PROGRAMS,
+        source.suffix in SOURCES and not source.is_dir(),
+    )
     to_folder = not to_file and not from_file and not near_suffix(target)
     if to_file == from_file and not to_folder:
         raise ConfigError(
-            f"{source} → {target}: one of the two must be a run or a checkpoint directory, and the other a file "
-            f"({', '.join(SOURCES)} to read, {', '.join(FILES + PROGRAMS)} to write), or the target a new folder for "
+            f"{source} → {target}: one of the two must be a run or a checkpoint directory, and the "
+            "other a file "
+            f"({', '.join(SOURCES)} to read, {', '.join(FILES + PROGRAMS)} to write), or the "
+            "target a new folder for "
             "transformers."
         )
     if target.exists():
@@ -87,9 +113,14 @@ def run(args: argparse.Namespace) -> None:
         checkpoint = find(args)
         hint_at_average(args, checkpoint)
         if (weights := whole_weights(args, checkpoint)) is None and args.overrides:
-            raise ConfigError(f"{', '.join(args.overrides)} would change nothing: {checkpoint} holds all weights.")
+            raise ConfigError(
+                f"{', '.join(args.overrides)} would change nothing: {checkpoint} holds all weights."
+            )
         with storage.reading_beside_training(checkpoint):
-            print(f"{target}: {len(write(checkpoint, target, average=args.average, base=weights))} tensors")
+            print(
+                f"{target}: {len(write(checkpoint, target, average=args.average, base=weights))} "
+                "tensors"
+            )
 
 
 def is_adapter(source: Path) -> bool:
@@ -113,12 +144,19 @@ def check_options(args: argparse.Namespace, *, from_file: bool, from_adapter: bo
     if from_adapter:
         if args.target.suffix in FILES + PROGRAMS:
             raise ConfigError(
-                f"{args.source} → {args.target}: an adapter is added to its model in a new folder. Name one."
+                f"{args.source} → {args.target}: an adapter is added to its model in a new folder. "
+                "Name one."
             )
-        typed |= {"--adapter": args.adapter, "--trust": args.trust, "--dtype": args.dtype is not None}
+        typed |= {
+            "--adapter": args.adapter,
+            "--trust": args.trust,
+            "--dtype": args.dtype is not None,
+        }
     if args.target.suffix not in PROGRAMS:
         others = [
-            each for each in args.overrides if from_file or from_adapter or not each.startswith("model.pretrained=")
+            each
+            for each in args.overrides
+            if from_file or from_adapter or not each.startswith("model.pretrained=")
         ]
         typed |= {"--input": args.input is not None, **dict.fromkeys(others, True)}
     if from_file or args.target.suffix in FILES + PROGRAMS:
@@ -126,14 +164,21 @@ def check_options(args: argparse.Namespace, *, from_file: bool, from_adapter: bo
         typed |= {"--dtype": own.get("dtype") is not None, "--adapter": own.get("adapter", False)}
     if unused := [option for option, is_typed in typed.items() if is_typed]:
         raise ConfigError(
-            f"{args.source} → {args.target}: {', '.join(unused)} would change nothing here. Leave it out."
+            f"{args.source} → {args.target}: {', '.join(unused)} would change nothing here. Leave "
+            "it out."
         )
 
 
 def near_suffix(target: Path) -> bool:
-    """Return whether a target was meant to be a file: its suffix is like one that is written here or elsewhere."""
+    """Return whether a target was meant to be a file: its suffix is like one that is written here
+    or elsewhere.
+    """
     known = (*FILES, *PROGRAMS, *SOURCES, ".bin", ".gguf", ".h5")
-    return bool(difflib.get_close_matches(target.suffix.lower(), known, n=1, cutoff=0.7)) if target.suffix else False
+    return (
+        bool(difflib.get_close_matches(target.suffix.lower(), known, n=1, cutoff=0.7))
+        if target.suffix
+        else False
+    )
 
 
 def export_folder(args: argparse.Namespace) -> str:
@@ -143,7 +188,9 @@ def export_folder(args: argparse.Namespace) -> str:
     from armature.training import process
 
     process.quiet()
-    cfg, checkpoint = open_run(args.source, best=args.best, overrides=args.overrides, trust=args.trust)
+    cfg, checkpoint = open_run(
+        args.source, best=args.best, overrides=args.overrides, trust=args.trust
+    )
     hint_at_average(args, checkpoint)
     if args.adapter:
         return peft.export(cfg, checkpoint, args.target, average=args.average)
@@ -158,9 +205,13 @@ def find(args: argparse.Namespace) -> Path:
         from armature.loading import open_run
 
         return open_run(args.source, best=True, trust=args.trust)[1]
-    checkpoint = storage.intact_beside_training(lambda: resume.checkpoints_at(args.source), trust=args.trust)
+    checkpoint = storage.intact_beside_training(
+        lambda: resume.checkpoints_at(args.source), trust=args.trust
+    )
     if checkpoint is None:
-        raise ConfigError(f"{args.source}: no complete checkpoint there. Name a run directory or a step=… in one.")
+        raise ConfigError(
+            f"{args.source}: no complete checkpoint there. Name a run directory or a step=… in one."
+        )
     return checkpoint
 
 
@@ -192,7 +243,9 @@ def export(args: argparse.Namespace) -> None:
     from armature.training import process
 
     process.quiet()
-    cfg, checkpoint = open_run(args.source, best=args.best, overrides=args.overrides, trust=args.trust)
+    cfg, checkpoint = open_run(
+        args.source, best=args.best, overrides=args.overrides, trust=args.trust
+    )
     if args.average and not convert.has_averages(checkpoint):
         raise convert.lacks_average(checkpoint)
     module = load_task(cfg, checkpoint, averaged=args.average)
@@ -201,17 +254,22 @@ def export(args: argparse.Namespace) -> None:
 
 
 def example_input(args: argparse.Namespace, cfg: Any, module: Any) -> Any:
-    """Return --input's tensor, the module's `example_input_array`, or the inputs of the first batch of the data."""
+    """Return --input's tensor, the module's `example_input_array`, or the inputs of the first batch
+    of the data.
+    """
     import torch
 
     if args.input is not None:
         sizes = args.input.split("x")
         if not all(size.isascii() and size.isdigit() and int(size) for size in sizes):
-            raise ConfigError(f"--input {args.input}: must be sizes with x between them, as in 2x3x32x32.")
+            raise ConfigError(
+                f"--input {args.input}: must be sizes with x between them, as in 2x3x32x32."
+            )
         elements = math.prod(map(float, sizes))
         if elements > MOST_ELEMENTS:
             raise ConfigError(
-                f"--input {args.input}: {elements:.3g} numbers. Type sizes of at most {MOST_ELEMENTS:.0e}."
+                f"--input {args.input}: {elements:.3g} numbers. Type sizes of at most "
+                f"{MOST_ELEMENTS:.0e}."
             )
         batch = torch.randn(*map(int, sizes))
         refuse_unfit(args.input, module, batch)
@@ -221,27 +279,41 @@ def example_input(args: argparse.Namespace, cfg: Any, module: Any) -> Any:
     from armature.data import adapter
 
     batch = first_batch(adapter.build(cfg))
-    inputs = batch.get("inputs") if isinstance(batch, dict) else batch[0] if isinstance(batch, list | tuple) else batch
+    inputs = (
+        batch.get("inputs")
+        if isinstance(batch, dict)
+        else batch[0]
+        if isinstance(batch, list | tuple)
+        else batch
+    )
     if not isinstance(inputs, torch.Tensor):
         raise ConfigError(
-            "The data's first batch has no tensor 'inputs'. Type --input SIZES, or set example_input_array in the task."
+            "The data's first batch has no tensor 'inputs'. Type --input SIZES, or set "
+            "example_input_array in the task."
         )
     return inputs[:2]
 
 
 def refuse_unfit(typed: str, module: Any, batch: Any) -> None:
-    """Raise ConfigError if the model does not compute such a batch: torch.export would print a traceback."""
+    """Raise ConfigError if the model does not compute such a batch: torch.export would print a
+    traceback.
+    """
     import torch
     from lightning.pytorch import LightningModule
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
-    model = module if is_overridden("forward", module, LightningModule) else module.get_submodule("model")
+    model = (
+        module
+        if is_overridden("forward", module, LightningModule)
+        else module.get_submodule("model")
+    )
     try:
         with torch.no_grad():
             model(batch)
     except Exception as error:  # of any model
         raise ConfigError(
-            f"--input {typed}: the model does not compute such a batch ({error_line(error)}). Type the sizes of one of "
+            f"--input {typed}: the model does not compute such a batch ({error_line(error)}). Type "
+            "the sizes of one of "
             "its own batches, or leave --input out: the first batch of the data is taken."
         ) from error
 
@@ -253,8 +325,16 @@ def first_batch(data: Any) -> Any:
 
     data.prepare_data()
     data.setup("fit")
-    found = data.val_dataloader() if is_overridden("val_dataloader", data, LightningDataModule) else []
-    loaders = [*found.values()] if isinstance(found, dict) else found if isinstance(found, list | tuple) else [found]
+    found = (
+        data.val_dataloader() if is_overridden("val_dataloader", data, LightningDataModule) else []
+    )
+    loaders = (
+        [*found.values()]
+        if isinstance(found, dict)
+        else found
+        if isinstance(found, list | tuple)
+        else [found]
+    )
     for batch in itertools.chain.from_iterable(loaders):
         return batch
     return next(iter(data.train_dataloader()))

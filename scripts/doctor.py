@@ -1,10 +1,12 @@
-"""Examine a run before it is started: the machine, the launch, the links, one real step, the data, the run directory.
+"""Examine a run before it is started: the machine, the launch, the links, one real step, the data,
+the run directory.
 
     python scripts/doctor.py strategy=ddp trainer.devices=2
     torchrun --nproc-per-node=8 scripts/doctor.py strategy=fsdp trainer.devices=8
     srun python scripts/doctor.py experiment=gpt2_124m trainer.devices=8 trainer.num_nodes=2
 
-Type the overrides of the run, and start it as you start the run. Nothing is trained on or written to the run directory.
+Type the overrides of the run, and start it as you start the run. Nothing is trained on or written
+to the run directory.
 
     --json              print the findings as JSON
     --deadline=SECONDS  for a check of the links; for the ranks to start, four times as long (30)
@@ -75,7 +77,12 @@ def main(cfg: DictConfig) -> None:
         code = 2
     else:
         seconds, steps = options["--deadline"], options["--step-seconds"]
-        deadlines = {"meeting": 4 * seconds, "collective": seconds, "building": steps, "steps": steps}
+        deadlines = {
+            "meeting": 4 * seconds,
+            "collective": seconds,
+            "building": steps,
+            "steps": steps,
+        }
         try:
             code = examine(cfg, deadlines=deadlines, show=shows)
         except Exception as error:  # exit code 1 would mean that there are only warnings
@@ -84,7 +91,9 @@ def main(cfg: DictConfig) -> None:
             shows([finding.failure("launch", what, remedy="Correct it, then examine again.")])
             code = 2
     sys.stdout.flush()
-    os._exit(code)  # a thread of gloo can abort the interpreter's teardown, and torchrun would report that
+    os._exit(
+        code
+    )  # a thread of gloo can abort the interpreter's teardown, and torchrun would report that
 
 
 def command() -> None:
@@ -99,7 +108,13 @@ def command() -> None:
     except cli.Refused as refused:
         if as_json and environment.is_first("RANK", "SLURM_PROCID"):
             remedy = "Correct the command; nothing else was examined."
-            show([finding.failure("launch", masked(each), remedy=remedy) for each in refused.problems], as_json=True)
+            show(
+                [
+                    finding.failure("launch", masked(each), remedy=remedy)
+                    for each in refused.problems
+                ],
+                as_json=True,
+            )
         raise
     except KeyboardInterrupt:
         print("Stopped.", file=sys.stderr)

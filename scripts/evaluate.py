@@ -30,7 +30,9 @@ def main() -> None:
 def evaluate(args: argparse.Namespace) -> None:
     from armature.loading import open_run
 
-    cfg, checkpoint = open_run(args.path, best=args.best, overrides=args.overrides, trust=args.trust)
+    cfg, checkpoint = open_run(
+        args.path, best=args.best, overrides=args.overrides, trust=args.trust
+    )
 
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -43,11 +45,15 @@ def evaluate(args: argparse.Namespace) -> None:
     data = load_data(cfg)
     run_dir = Path(cfg.run.dir)
     stage, step, other = (
-        ("test", "test_step", "val") if args.split == "test" else ("validate", "validation_step", "test")
+        ("test", "test_step", "val")
+        if args.split == "test"
+        else ("validate", "validation_step", "test")
     )
     task = load_task(cfg, checkpoint, set_up=set_up_with(data, stage, run_dir=run_dir))
     if not is_overridden(step, task):
-        raise ConfigError(f"{args.path}: {type(task).__name__} has no {step}. Add it, or type --split {other}.")
+        raise ConfigError(
+            f"{args.path}: {type(task).__name__} has no {step}. Add it, or type --split {other}."
+        )
     accelerator = cli.accelerator(args.accelerator)
     trainer = UsersTrainer(
         accelerator=accelerator,
@@ -60,10 +66,15 @@ def evaluate(args: argparse.Namespace) -> None:
         use_distributed_sampler=False,
     )
     run = trainer.validate if args.split == "val" else trainer.test
-    metrics = {name: value for loader in run(task, datamodule=data, verbose=False) for name, value in loader.items()}
+    metrics = {
+        name: value
+        for loader in run(task, datamodule=data, verbose=False)
+        for name, value in loader.items()
+    }
     if not metrics:
         raise ConfigError(
-            f"{args.path}: nothing was measured on {args.split}: the data have no such split, or the task logs "
+            f"{args.path}: nothing was measured on {args.split}: the data have no such split, or "
+            "the task logs "
             f"nothing. Try --split {other}."
         )
     if note := left_out.note(cfg, stage):

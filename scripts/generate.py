@@ -23,17 +23,31 @@ from armature.errors import ConfigError
 
 def main() -> None:
     parser = cli.run_parser(__doc__)
-    parser.add_argument("--prompt", action="append", help="the text to continue (def); several are continued together")
     parser.add_argument(
-        "--chat", action="store_true", help="each --prompt is a user's message; without one, ask for them"
+        "--prompt",
+        action="append",
+        help="the text to continue (def); several are continued together",
     )
-    parser.add_argument("--tokens", type=int, default=200, help="how many tokens to add at the most")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token each time")
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="each --prompt is a user's message; without one, ask for them",
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=200, help="how many tokens to add at the most"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="0 takes the likeliest token each time"
+    )
     parser.add_argument("--top-k", type=int, help="choose among the k likeliest tokens")
-    parser.add_argument("--top-p", type=float, help="choose among the fewest tokens whose probability reaches p")
+    parser.add_argument(
+        "--top-p", type=float, help="choose among the fewest tokens whose probability reaches p"
+    )
     parser.add_argument("--samples", type=int, default=1, help="of each prompt")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--base", help="the folder of an adapter's base model, if it is not where it was")
+    parser.add_argument(
+        "--base", help="the folder of an adapter's base model, if it is not where it was"
+    )
     args = cli.parse_arguments(parser)
     cli.refuse_training_keys(args.overrides)
     try:
@@ -54,10 +68,13 @@ def check(args: argparse.Namespace) -> None:
         "top_p": args.top_p is None or 0 < args.top_p <= 1,
     }
     ranges = {
-        "temperature": "a number from 0", "top_p": "a number above 0, up to 1", "seed": "a whole number from 0",
-    }  # fmt: skip
+        "temperature": "a number from 0",
+        "top_p": "a number above 0, up to 1",
+        "seed": "a whole number from 0",
+    }
     problems = [
-        f"--{name.replace('_', '-')} {getattr(args, name)}: must be {ranges.get(name, 'a whole number of at least 1')}."
+        f"--{name.replace('_', '-')} {getattr(args, name)}: must be "
+        f"{ranges.get(name, 'a whole number of at least 1')}."
         for name, good in rules.items()
         if not good
     ]
@@ -80,19 +97,32 @@ def generate(args: argparse.Namespace) -> None:
     from armature.models.decoder import generation
 
     options = {
-        "max_new_tokens": args.tokens, "temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p,
+        "max_new_tokens": args.tokens,
+        "temperature": args.temperature,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
         "generator": torch.Generator(device).manual_seed(args.seed),
-    }  # fmt: skip
+    }
     if args.chat:
-        answer = partial(inference.answers, loaded, template=chat_template(loaded.folder), **options)
+        answer = partial(
+            inference.answers, loaded, template=chat_template(loaded.folder), **options
+        )
         if args.prompt is None:
             talk(answer)
             return
-        chats = [[{"role": "user", "content": prompt}] for prompt in args.prompt for _ in range(args.samples)]
+        chats = [
+            [{"role": "user", "content": prompt}]
+            for prompt in args.prompt
+            for _ in range(args.samples)
+        ]
         printed(answer(chats))
         return
     tokenizer = loaded.tokenizer
-    prompts = [tokenizer.encode(prompt).ids for prompt in args.prompt or ["def"] for _ in range(args.samples)]
+    prompts = [
+        tokenizer.encode(prompt).ids
+        for prompt in args.prompt or ["def"]
+        for _ in range(args.samples)
+    ]
     if not all(prompts):
         raise ConfigError("--prompt is empty: give at least one character.")
     texts = generation.complete(loaded.model, prompts, eot=loaded.ends, **options)
@@ -104,17 +134,25 @@ def load(args: argparse.Namespace, device: str) -> Any:
     from armature.finetune import folder
 
     path, base = args.path, args.base
-    is_run = (path / "config.yaml").is_file() or not any((path / name).is_file() for name in folder.DESCRIPTIONS)
+    is_run = (path / "config.yaml").is_file() or not any(
+        (path / name).is_file() for name in folder.DESCRIPTIONS
+    )
     unused = {"--best": args.best, "--trust": args.trust, **dict.fromkeys(args.overrides, True)}
     if not is_run and (typed := [option for option, is_typed in unused.items() if is_typed]):
-        raise ConfigError(f"{', '.join(typed)} would change nothing: {path} is no run. Leave it out.")
+        raise ConfigError(
+            f"{', '.join(typed)} would change nothing: {path} is no run. Leave it out."
+        )
     if is_run and base is not None:
-        raise ConfigError(f"--base {base}: only for an adapter's folder, which {path} is not. Leave it out.")
+        raise ConfigError(
+            f"--base {base}: only for an adapter's folder, which {path} is not. Leave it out."
+        )
     from armature.finetune import inference
 
     if not is_run:
         return inference.load(path, base=base, device=device)
-    return inference.load_run(path, device=device, best=args.best, overrides=args.overrides, trust=args.trust)
+    return inference.load_run(
+        path, device=device, best=args.best, overrides=args.overrides, trust=args.trust
+    )
 
 
 def printed(texts: list[str]) -> None:
@@ -125,13 +163,17 @@ def printed(texts: list[str]) -> None:
 
 
 def chat_template(folder: Path) -> Any:
-    """Return the chat template of a run or a model. Raises ConfigError if it was not trained on conversations."""
+    """Return the chat template of a run or a model.
+
+    Raises ConfigError if it was not trained on conversations.
+    """
     from armature.data.chat import template
     from armature.finetune import folder as model_folder
 
     if model_folder.chat_template(folder) is None:
         raise ConfigError(
-            f"--chat: {folder} has no {model_folder.CHAT_TEMPLATE}: it was not trained on conversations (data=chat). "
+            f"--chat: {folder} has no {model_folder.CHAT_TEMPLATE}: it was not trained on "
+            "conversations (data=chat). "
             "Leave --chat out."
         )
     return template.load(folder, template=None)

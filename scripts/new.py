@@ -1,4 +1,5 @@
-"""Start your own model, data and task: copy the example under a name of yours, with its configs and a test.
+"""Start your own model, data and task: copy the example under a name of yours, with its configs and
+a test.
 
 python scripts/new.py moons     writes src/moons/, configs/*/moons.yaml and tests/test_moons.py
 
@@ -20,7 +21,21 @@ from armature.errors import ConfigError
 
 GROUPS = ("model", "data", "task", "experiment")
 LONGEST = 60  # characters of a name, which names files
-VALUES = ("null", "true", "false", "yes", "no", "on", "off", "y", "n", "nan", "inf", "none", "default")
+VALUES = (
+    "null",
+    "true",
+    "false",
+    "yes",
+    "no",
+    "on",
+    "off",
+    "y",
+    "n",
+    "nan",
+    "inf",
+    "none",
+    "default",
+)
 TEST = '''"""The experiment passes the checks, learns, and gives the same losses under another strategy."""
 
 import sys
@@ -55,8 +70,12 @@ def test_it_learns_and_the_strategy_does_not_change_it(tmp_path):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", help="of the Python package and of the configs: lower case, such as moons")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "name", help="of the Python package and of the configs: lower case, such as moons"
+    )
     name = parser.parse_args().name
     try:
         files = texts(name)
@@ -67,8 +86,14 @@ def main() -> None:
         path.write_text(text, encoding="utf-8")
         print(path.relative_to(ROOT))
     print(f"\nnext: python train.py experiment={name}")
-    print(f"      make test-fast ARGS=tests/test_{name}.py      # installs pytest, and checks the configuration")
-    print(f"      .venv/bin/python -m pytest tests/test_{name}.py   # then this also trains, alone and under ddp")
+    print(
+        f"      make test-fast ARGS=tests/test_{name}.py      # installs pytest, and checks the "
+        "configuration"
+    )
+    print(
+        f"      .venv/bin/python -m pytest tests/test_{name}.py   # then this also trains, alone "
+        "and under ddp"
+    )
     print("docs/your-own.md explains each part.")
 
 
@@ -88,19 +113,30 @@ def texts(name: str) -> dict[Path, str]:
 
 
 def renamed(text: str, name: str) -> str:
-    """Return a text of the example under the name, its imports of our packages in the order that ruff wants."""
+    """Return a text of the example under the name, its imports of our packages in the order that
+    ruff wants.
+    """
     text = re.sub(r"\bexample\b", name, text)
     imports = rf"(?:^from (?:armature|{name})\b.*\n)+"
-    return re.sub(imports, lambda found: "".join(sorted(found[0].splitlines(keepends=True))), text, flags=re.MULTILINE)
+    return re.sub(
+        imports,
+        lambda found: "".join(sorted(found[0].splitlines(keepends=True))),
+        text,
+        flags=re.MULTILINE,
+    )
 
 
 def name_problems(name: str) -> list[str]:
     """Return every reason why neither a Python package nor a configuration can have this name."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         form = "letters a to z, digits and '_', a letter first, and no keyword of Python"
-        return [f"NAME={name}: must be a name that Python can import: {form}. Type make new NAME=moons."]
+        return [
+            f"NAME={name}: must be a name that Python can import: {form}. Type make new NAME=moons."
+        ]
     if len(name) > LONGEST:
-        return [f"NAME={name[:20]}…: it has {len(name)} characters. Type a name of at most {LONGEST}."]
+        return [
+            f"NAME={name[:20]}…: it has {len(name)} characters. Type a name of at most {LONGEST}."
+        ]
     if name in VALUES:
         return [f"NAME={name}: experiment={name} would be read as a value. Type another name."]
     made = [ROOT / "src" / name, *(ROOT / "configs" / group / f"{name}.yaml" for group in GROUPS)]
@@ -109,7 +145,10 @@ def name_problems(name: str) -> list[str]:
     if taken:
         return [f"NAME={name}: {', '.join(taken)} exists already. Type another name."]
     if name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None:
-        return [f"NAME={name}: import {name} finds another package already. Type another name, such as my_{name}."]
+        return [
+            f"NAME={name}: import {name} finds another package already. Type another name, such as "
+            f"my_{name}."
+        ]
     return []
 
 

@@ -5,8 +5,9 @@ python scripts/plan.py model=llama3_8b data=synthetic hardware=h100_80gb trainer
 python scripts/plan.py experiment=llama3_70b data.path=tokens hardware=h200 trainer.devices=8 trainer.num_nodes=8
 python scripts/plan.py model=llama3_1b data=synthetic hardware=a100_40gb trainer.devices=8 --budget 5000h
 
-Takes train.py's command line. hardware=NAME is a file of configs/hardware/, or `this`. The micro-batch and
-recomputation are chosen, unless they are typed. docs/planner.md explains the result.
+Takes train.py's command line. hardware=NAME is a file of configs/hardware/, or `this`. The
+micro-batch and recomputation are chosen, unless they are typed. docs/planner.md explains the
+result.
 """
 
 import argparse
@@ -32,17 +33,41 @@ from armature.simulation import settings
 from armature.training.limits import prefer_typed
 from armature.validation import checks
 
-KEPT = tuple(f"strategy.{name}" for name in ("activation_checkpointing", "compile", "compile_mode", "float8"))
-CHOSEN = ("strategy", "trainer.devices", "trainer.num_nodes", "hardware")  # keys that the plan's command replaces
+KEPT = tuple(
+    f"strategy.{name}" for name in ("activation_checkpointing", "compile", "compile_mode", "float8")
+)
+CHOSEN = (
+    "strategy",
+    "trainer.devices",
+    "trainer.num_nodes",
+    "hardware",
+)  # keys that the plan's command replaces
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="closed formulas alone: do not simulate the best layouts")
-    parser.add_argument("--tokens", type=float, help="tokens (or samples) to train on, instead of the configuration's")
-    parser.add_argument("--budget", help="FLOPs as in 1e22, or GPU hours as in 5000h: the compute-optimal sizes for it")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw memory and throughput of the layouts")
-    parser.add_argument("--config-dir", help="a folder with your own configurations, as for train.py")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="closed formulas alone: do not simulate the best layouts",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=float,
+        help="tokens (or samples) to train on, instead of the configuration's",
+    )
+    parser.add_argument(
+        "--budget",
+        help="FLOPs as in 1e22, or GPU hours as in 5000h: the compute-optimal sizes for it",
+    )
+    parser.add_argument(
+        "--svg", type=Path, metavar="FILE", help="draw memory and throughput of the layouts"
+    )
+    parser.add_argument(
+        "--config-dir", help="a folder with your own configurations, as for train.py"
+    )
     arguments, typed = cli.parse_overrides(parser, purpose=", as for train.py")
     try:
         check(arguments)
@@ -63,8 +88,16 @@ def check(arguments: argparse.Namespace) -> None:
             problems += error.problems
     if (target := arguments.svg) is not None:
         folder = target.parent
-        what = files.why_not_writable(target) if os.path.isdir(folder) else f"there is no folder {folder}"
-        problems += [f"--svg {target}: {what}. Type the name of a file in a folder that exists."] if what else []
+        what = (
+            files.why_not_writable(target)
+            if os.path.isdir(folder)
+            else f"there is no folder {folder}"
+        )
+        problems += (
+            [f"--svg {target}: {what}. Type the name of a file in a folder that exists."]
+            if what
+            else []
+        )
     problems += cli.config_dir_problems(arguments.config_dir)
     if problems:
         raise ConfigError(problems)
@@ -81,21 +114,30 @@ def kept_words(arguments: argparse.Namespace, typed: list[str]) -> str:
 
 
 def plan(arguments: argparse.Namespace, typed: list[str]) -> None:
-    own = [f"hydra.searchpath=[file://{Path(arguments.config_dir).resolve()}]"] if arguments.config_dir else []
+    own = (
+        [f"hydra.searchpath=[file://{Path(arguments.config_dir).resolve()}]"]
+        if arguments.config_dir
+        else []
+    )
     cfg, device = composed([*own, *typed])
     if problems := settings.problems(alone(cfg), device):  # what no layout can mend
         raise ConfigError(problems)
     cost = cost_of(cfg)
     if cost is None:
         raise ConfigError(
-            f"model={cfg.model._target_}: no file cost.py beside the model says what it costs. Write one, as "
-            "src/armature/models/decoder/cost.py, or type scripts/simulate.py with this command line."
+            f"model={cfg.model._target_}: no file cost.py beside the model says what it costs. "
+            "Write one, as "
+            "src/armature/models/decoder/cost.py, or type scripts/simulate.py with this command "
+            "line."
         )
     single = alone(cfg)
-    single.data.global_batch_size = single.data.micro_batch_size = 1  # a plain LightningDataModule may name none
+    single.data.global_batch_size = single.data.micro_batch_size = (
+        1  # a plain LightningDataModule may name none
+    )
     if setup_of(single, Layout.of(single)) is None:
         raise ConfigError(
-            "There is no formula for pairs of answers, nor for adapters of a mixture, of some Linears, with "
+            "There is no formula for pairs of answers, nor for adapters of a mixture, of some "
+            "Linears, with "
             "other weights or with norms (task.adapter.targets, train, dora). "
             "Type scripts/simulate.py with this command line."
         )
@@ -111,27 +153,54 @@ def plan(arguments: argparse.Namespace, typed: list[str]) -> None:
         runs = refine.simulated(cfg, device, runs)
     units = arguments.tokens or configured_units(cfg, cost.units_per_sample)
     kept = kept_words(arguments, typed)
-    print(f"{cost.parameters:,} parameters on {device.name}: {cost.parameters * 2 / 1e9:,.1f} GB of weights in 16 bits")
+    print(
+        f"{cost.parameters:,} parameters on {device.name}: {cost.parameters * 2 / 1e9:,.1f} GB of "
+        "weights in 16 bits"
+    )
     if units:
-        print(f"Run: {units:,.0f} {cost.unit}, {'as typed' if arguments.tokens else 'by trainer.max_steps'}")
+        print(
+            f"Run: {units:,.0f} {cost.unit}, "
+            f"{'as typed' if arguments.tokens else 'by trainer.max_steps'}"
+        )
     chosen = "trainer.precision" not in values and cfg.trainer.precision == device.precision
     if chosen and (slower := device.slow_in_fp32):
         print(slower)
     print()
     print("\n".join(text.report(runs, refused, device, typed=kept, units=units, unit=cost.unit)))
     adapters = ranking.with_adapters(cfg, device, runs, fixed=fixed)
-    print(*text.adapted(adapters, typed=kept, unit=cost.unit), sep="\n", end="\n" if adapters else "")
+    print(
+        *text.adapted(adapters, typed=kept, unit=cost.unit), sep="\n", end="\n" if adapters else ""
+    )
     if not any(each.fits for each in runs):
         needed = ranking.devices_needed(cfg, device, fixed=fixed)
-        print(f"It fits on {needed} GPUs." if needed else "It does not fit on 4,096 GPUs either: take a smaller model.")
+        print(
+            f"It fits on {needed} GPUs."
+            if needed
+            else "It does not fit on 4,096 GPUs either: take a smaller model."
+        )
     if arguments.budget:
         best = runs[0]
-        rate = sum(best.units_per_second) / 2 * cost.flops_per_sample / cost.units_per_sample / best.world_size
+        rate = (
+            sum(best.units_per_second)
+            / 2
+            * cost.flops_per_sample
+            / cost.units_per_sample
+            / best.world_size
+        )
         flops = budget.flops_of(arguments.budget, flops_per_device_second=rate)
-        print("", *text.optimum_lines(
-            budget.optimum(flops), parameters=cost.parameters, matching=budget.optimal_tokens(cost.parameters)
-        ), f"At the best layout's rate, {rate / seconds.peak_flops(best.setup, device):.0%} of the peak, that takes "
-        f"{flops / rate / 3600:,.0f} GPU hours.", sep="\n")  # fmt: skip
+        print(
+            "",
+            *text.optimum_lines(
+                budget.optimum(flops),
+                parameters=cost.parameters,
+                matching=budget.optimal_tokens(cost.parameters),
+            ),
+            f"At the best layout's rate, {rate / seconds.peak_flops(best.setup, device):.0%} of "
+            "the "
+            "peak, that takes "
+            f"{flops / rate / 3600:,.0f} GPU hours.",
+            sep="\n",
+        )
     if arguments.svg:
         title = f"{cost.parameters / 1e9:.2f} billion parameters on {device.name}"
         arguments.svg.write_text(picture.svg(runs, title=title, unit=cost.unit))
@@ -139,12 +208,17 @@ def plan(arguments: argparse.Namespace, typed: list[str]) -> None:
 
 
 def composed(typed: list[str]) -> tuple[DictConfig, devices.Device]:
-    """Return the configuration of a command line, with `auto` values decided for the device, and the device."""
+    """Return the configuration of a command line, with `auto` values decided for the device, and
+    the device.
+    """
     name, overrides = devices.take_name(typed)
     problems, device, cfg = [], None, None
     try:
         if name is None:
-            raise ConfigError(f"hardware: a value is required. Type hardware=NAME, of {', '.join(devices.names())}.")
+            raise ConfigError(
+                "hardware: a value is required. Type hardware=NAME, of "
+                f"{', '.join(devices.names())}."
+            )
         device = devices.named(name)
     except ConfigError as error:
         problems += error.problems
@@ -174,7 +248,9 @@ def alone(cfg: DictConfig) -> DictConfig:
 def configured_units(cfg: DictConfig, units_per_sample: int) -> float | None:
     """Return the tokens or samples of the configured steps; None if epochs or time end the run."""
     size = batching.configured_batch_size(cfg.data)
-    return cfg.trainer.max_steps * size * units_per_sample if cfg.trainer.max_steps and size else None
+    return (
+        cfg.trainer.max_steps * size * units_per_sample if cfg.trainer.max_steps and size else None
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Write what a trained model's `predict_step` returns: one row per sample, in the order of the data.
+"""Write what a trained model's `predict_step` returns: one row per sample, in the order of the
+data.
 
 python scripts/predict.py outputs/<run.name> out=predictions.csv
 python scripts/predict.py outputs/<run.name> data.path=new.csv out=predictions.parquet trainer.devices=2
 
-The samples are those of the data module's `predict_dataloader` (a data module of this project: of its `predict_split`),
-else of the test split. With trainer.devices above 1 each process holds the whole model and predicts its share.
+The samples are those of the data module's `predict_dataloader` (a data module of this project: of
+its `predict_split`), else of the test split. With trainer.devices above 1 each process holds the
+whole model and predicts its share.
 """
 
 import argparse
@@ -24,14 +26,17 @@ from armature import cli, files, hardware
 from armature.errors import ConfigError
 from armature.launcher import rank as launched
 
-SHARE = "ARMATURE_PREDICT_SHARE"  # set for the processes that this script starts: RANK/CHECKPOINT/FOLDER
+# set for the processes that this script starts: RANK/CHECKPOINT/FOLDER
+SHARE = "ARMATURE_PREDICT_SHARE"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SHUTDOWN_SECONDS = 10
 
 
 def main() -> None:
     parser = cli.run_parser(__doc__)
-    parser.add_argument("--out", type=Path, help="a .csv, .jsonl or .parquet file to write (or out=FILE)")
+    parser.add_argument(
+        "--out", type=Path, help="a .csv, .jsonl or .parquet file to write (or out=FILE)"
+    )
     args = cli.parse_arguments(parser)
     args.overrides, args.out = cli.out_file(args.overrides, args.out)
     end_on_signals()
@@ -43,14 +48,17 @@ def main() -> None:
         if error.errno not in DISK_FULL:
             raise
         cli.refuse([
-            f"out={args.out}: {error.strerror}. No file was written. Free some space, or name a file on another disk."
+            f"out={args.out}: {error.strerror}. No file was written. Free some space, or name a "
+            "file on another disk."
         ])  # fmt: skip
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
 
 
 def end_on_signals() -> None:
-    """Let signals end this process by an exception, so that it ends its processes and removes its files."""
+    """Let signals end this process by an exception, so that it ends its processes and removes its
+    files.
+    """
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # under nohup
             signal.signal(number, lambda number, frame: sys.exit(128 + number))
@@ -68,12 +76,17 @@ def run(args: argparse.Namespace, *, out: Path | None) -> None:
     keys = {each.partition("=")[0]: each.partition("=")[2] for each in overrides}
     if (strategy := keys.get("strategy")) not in (None, "auto", "single", "ddp"):
         raise ConfigError(
-            f"strategy={strategy}: each process of this script holds the whole model, whatever the run was trained "
+            f"strategy={strategy}: each process of this script holds the whole model, whatever the "
+            "run was trained "
             "with. Leave it out; trainer.devices=2 divides the samples over two processes."
         )
     share = os.environ.get(SHARE, "").split("/", 2)
     cfg, checkpoint = open_run(
-        args.path, best=args.best, overrides=overrides, trust=args.trust, verified=share[1] if share[0] else None
+        args.path,
+        best=args.best,
+        overrides=overrides,
+        trust=args.trust,
+        verified=share[1] if share[0] else None,
     )
 
     from armature.loading import load_data, load_task, set_up_with, weights_note
@@ -85,7 +98,9 @@ def run(args: argparse.Namespace, *, out: Path | None) -> None:
     process.quiet()
 
     def write_share(folder: Path, rank: int, data: Any) -> None:
-        task = load_task(cfg, checkpoint, set_up=set_up_with(data, "predict", run_dir=Path(cfg.run.dir)))
+        task = load_task(
+            cfg, checkpoint, set_up=set_up_with(data, "predict", run_dir=Path(cfg.run.dir))
+        )
         if rank == 0 and (note := weights_note(task)):
             print(f"{checkpoint}{note}")
         if rank == 0 and (note := left_out.note(cfg, "predict")):
@@ -107,11 +122,15 @@ def run(args: argparse.Namespace, *, out: Path | None) -> None:
         else:
             load_data(cfg).prepare_data()  # once, before the processes open it
             start_ranks(ranks, f"{checkpoint.name}/{folder}", args, accelerator=accelerator)
-        count = predict.merge([folder / f"{rank}.jsonl" for rank in range(ranks)], folder / out.name)
+        count = predict.merge(
+            [folder / f"{rank}.jsonl" for rank in range(ranks)], folder / out.name
+        )
         if not count:
             raise ConfigError(
-                f"data._target_={cfg.data._target_}: there are no samples to predict, neither of its "
-                "predict_dataloader nor of its test_dataloader. Give it one of them, or name other data (data.path=…)."
+                f"data._target_={cfg.data._target_}: there are no samples to predict, neither of "
+                "its "
+                "predict_dataloader nor of its test_dataloader. Give it one of them, or name other "
+                "data (data.path=…)."
             )
         predict.require_new(out)  # another command may have written it meanwhile
         (folder / out.name).replace(out)
@@ -120,12 +139,16 @@ def run(args: argparse.Namespace, *, out: Path | None) -> None:
 
 
 def count_ranks(devices: Any, accelerator: str) -> int:
-    """Return the number of processes that trainer.devices asks for. Raises ConfigError if it is none."""
+    """Return the number of processes that trainer.devices asks for.
+
+    Raises ConfigError if it is none.
+    """
     if type(devices) is not int or devices < 1:
         raise ConfigError(f"trainer.devices={devices}: type a number of processes of at least 1.")
     if accelerator == "gpu" and devices > (found := hardware.gpu_count()):
         raise ConfigError(
-            f"trainer.devices={devices}: this machine has {found} GPUs. Type trainer.devices={found}, or --accelerator "
+            f"trainer.devices={devices}: this machine has {found} GPUs. Type "
+            f"trainer.devices={found}, or --accelerator "
             "cpu."
         )
     return devices
@@ -139,7 +162,9 @@ def start_ranks(ranks: int, share: str, args: argparse.Namespace, *, accelerator
     try:
         for rank in range(ranks):
             variables = {**os.environ, SHARE: f"{rank}/{share}"}
-            variables["PYTHONHASHSEED"] = variables.get("PYTHONHASHSEED") or "0"  # as in training: one order of sets
+            variables["PYTHONHASHSEED"] = (
+                variables.get("PYTHONHASHSEED") or "0"
+            )  # as in training: one order of sets
             if accelerator == "cpu":
                 variables.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
             processes.append(subprocess.Popen(command, env=variables))

@@ -1,10 +1,12 @@
-"""Write the configuration reference, docs/reference.md, from the YAML files in configs/ and their comments.
+"""Write the configuration reference, docs/reference.md, from the YAML files in configs/ and their
+comments.
 
 python scripts/reference.py            prints it
 python scripts/reference.py --write    writes docs/reference.md
 python scripts/reference.py --check    fails if docs/reference.md differs
 
-A clone's own files need no place on the page: --check compares the files that it shows, and names the others.
+A clone's own files need no place on the page: --check compares the files that it shows, and names
+the others.
 """
 
 import argparse
@@ -19,7 +21,17 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS, PAGE = ROOT / "configs", ROOT / "docs" / "reference.md"
-FIRST = ("trainer", "data", "strategy", "checkpoint", "launch", "optimizer", "scheduler", "model", "task")
+FIRST = (
+    "trainer",
+    "data",
+    "strategy",
+    "checkpoint",
+    "launch",
+    "optimizer",
+    "scheduler",
+    "model",
+    "task",
+)
 OF_A_CLONE = ("project.name",)  # values that a clone sets
 WRITE = "python scripts/reference.py --write"
 HEAD = """# Configuration
@@ -38,7 +50,9 @@ class Key:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--write", action="store_true", help="write docs/reference.md")
     what.add_argument("--check", action="store_true", help="fail if docs/reference.md differs")
@@ -53,7 +67,10 @@ def main() -> None:
         if PAGE.read_text(encoding="utf-8") != page(shown()):
             sys.exit(f"docs/reference.md differs from configs/. Type {WRITE}")
         if others := [path for path in files() if path not in shown()]:
-            print(f"not in docs/reference.md, and need not be if they are your own: {relative(others)}")
+            print(
+                "not in docs/reference.md, and need not be if they are your own: "
+                f"{relative(others)}"
+            )
 
 
 def files() -> list[Path]:
@@ -63,7 +80,9 @@ def files() -> list[Path]:
 
 
 def shown() -> list[Path]:
-    """Return the files that the page shows: those that are shipped, without the own ones of a clone."""
+    """Return the files that the page shows: those that are shipped, without the own ones of a
+    clone.
+    """
     titles = re.findall(r"^### (\w+)=(\w+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     return [CONFIGS / group / f"{name}.yaml" for group, name in titles]
 
@@ -109,7 +128,8 @@ def opening(lines: list[str]) -> str:
     """Return the comment at the top of a file as Markdown; a command in it becomes code."""
     texts = []
     comment = "\n".join(
-        line.removeprefix("#").strip() for line in itertools.takewhile(lambda x: x.startswith("#"), lines)
+        line.removeprefix("#").strip()
+        for line in itertools.takewhile(lambda x: x.startswith("#"), lines)
     )
     for text in comment.replace("\\\n", "").splitlines():
         if text and not text.startswith("@package"):
@@ -145,7 +165,9 @@ def walk(node: yaml.MappingNode, prefix: str, lines: list[str], start: int) -> I
 
 
 def above(lines: list[str], row: int, start: int) -> list[str]:
-    """Return the comment lines over a key, without the titles of sections and the file's opening comment."""
+    """Return the comment lines over a key, without the titles of sections and the file's opening
+    comment.
+    """
     texts: list[str] = []
     while row > start and lines[row - 1].lstrip().startswith("#"):
         row -= 1
@@ -157,7 +179,9 @@ def above(lines: list[str], row: int, start: int) -> list[str]:
 def beside(lines: list[str], key: yaml.Node, value: yaml.Node) -> list[str]:
     """Return the comment behind a key's value, on the key's own line."""
     row = key.start_mark.line
-    on_row = value.end_mark.line == row and (not isinstance(value, yaml.CollectionNode) or value.flow_style)
+    on_row = value.end_mark.line == row and (
+        not isinstance(value, yaml.CollectionNode) or value.flow_style
+    )
     rest = lines[row][value.end_mark.column if on_row else key.end_mark.column + 1 :].strip()
     return [rest.removeprefix("#").strip()] if rest.startswith("#") else []
 

@@ -1,4 +1,5 @@
-"""Write report.html of a run again: of a run that was killed, of an older one, or with run.report=false.
+"""Write report.html of a run again: of a run that was killed, of an older one, or with
+run.report=false.
 
 python scripts/report.py outputs/mine
 """
@@ -16,15 +17,24 @@ from armature.pages import history, report
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", nargs="+", type=Path, help="run directories")
     args = parser.parse_args()
     if problems := history.not_runs(args.runs):
         cli.refuse(problems)
     for path in args.runs:
         if reason := files.why_not_writable(path / report.NAME):
-            cli.refuse([f"{path / report.NAME}: it cannot be written ({reason}). Copy the run to where you may write."])
-        cli.write_output("", path / report.NAME, report.make(path, running=run_state.is_held(path / lock.NAME)))
+            cli.refuse(
+                [
+                    f"{path / report.NAME}: it cannot be written ({reason}). Copy the run to where "
+                    "you may write."
+                ]
+            )
+        cli.write_output(
+            "", path / report.NAME, report.make(path, running=run_state.is_held(path / lock.NAME))
+        )
         print(path / report.NAME)
 
 

@@ -3,9 +3,10 @@
 python scripts/resume_proof.py experiment=mine
 python scripts/resume_proof.py --steps 20 --at 7,13 experiment=mine strategy=ddp trainer.devices=2
 
-It trains the experiment for a few steps without a stop. Then it trains again in another run directory, sends SIGTERM,
-resumes, sends SIGKILL, and resumes again. metrics.csv, weights, optimizer state and random state must be equal bit
-for bit. The first difference is printed with its possible causes.
+It trains the experiment for a few steps without a stop. Then it trains again in another run
+directory, sends SIGTERM, resumes, sends SIGKILL, and resumes again. metrics.csv, weights, optimizer
+state and random state must be equal bit for bit. The first difference is printed with its possible
+causes.
 """
 
 import argparse
@@ -47,11 +48,20 @@ class Difference:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps of the short run (8)")
-    parser.add_argument("--at", help="the steps to stop at: SIGTERM at the first, SIGKILL at the second (the middle)")
-    parser.add_argument("--keep", action="store_true", help="keep the run directories even if all is equal")
-    parser.add_argument("--config-dir", help="a folder with your own configurations, as for train.py")
+    parser.add_argument(
+        "--at",
+        help="the steps to stop at: SIGTERM at the first, SIGKILL at the second (the middle)",
+    )
+    parser.add_argument(
+        "--keep", action="store_true", help="keep the run directories even if all is equal"
+    )
+    parser.add_argument(
+        "--config-dir", help="a folder with your own configurations, as for train.py"
+    )
     args, overrides = parser.parse_known_args()
     wrong = [o for o in overrides if o.startswith("-") or "=" not in o]
     if wrong:
@@ -84,26 +94,44 @@ def stop_steps(typed: str | None, steps: int, parser: argparse.ArgumentParser) -
     else:
         parser.error(f"--at {typed}: type one step or two, as in --at 3 or --at 3,5")
     if not 0 < at[0] < at[-1] + len(at) % 2 <= steps - 1 + len(at) % 2:
-        parser.error(f"--at {typed}: steps must rise and lie between 1 and {steps - 1} (--steps {steps})")
+        parser.error(
+            f"--at {typed}: steps must rise and lie between 1 and {steps - 1} (--steps {steps})"
+        )
     return dict(zip(("SIGTERM", "SIGKILL"), at, strict=False))
 
 
-def prove(root: Path, overrides: list[str], options: list[str], *, steps: int, stops: dict[str, int]) -> bool:
+def prove(
+    root: Path, overrides: list[str], options: list[str], *, steps: int, stops: dict[str, int]
+) -> bool:
     """Make the runs, compare them and print the result; return whether they are equal."""
     validates = val_every_n_steps(stops["SIGTERM"])
     short = [o for o in overrides if o.lstrip("+~").split("=")[0].split(".")[0] != "logger"]
     short = [o for o in short if o.split("=")[0] not in OURS]
     ours = [
-        f"run.root={root}", "logger=none", f"trainer.max_steps={steps}", "trainer.max_epochs=null",
-        "trainer.test_at_end=false", f"trainer.val_every_n_steps={validates}", "trainer.limit_val_batches=2",
-        "launch.max_restarts=0", "checkpoint.root=null",
-    ]  # fmt: skip
+        f"run.root={root}",
+        "logger=none",
+        f"trainer.max_steps={steps}",
+        "trainer.max_epochs=null",
+        "trainer.test_at_end=false",
+        f"trainer.val_every_n_steps={validates}",
+        "trainer.limit_val_batches=2",
+        "launch.max_restarts=0",
+        "checkpoint.root=null",
+    ]
     keys = {each.partition("=")[0] for each in ours}
-    if replaced := [o for o in overrides if o not in short or o.lstrip("+").partition("=")[0] in keys]:
-        print(f"{', '.join(replaced)}: not used, since this script decides that (--steps {steps}: the run's length)")
+    if replaced := [
+        o for o in overrides if o not in short or o.lstrip("+").partition("=")[0] in keys
+    ]:
+        print(
+            f"{', '.join(replaced)}: not used, since this script decides that (--steps {steps}: "
+            "the run's length)"
+        )
     short = [*options, *short, *ours]
     signals = ",".join(f"{name}:{step}" for name, step in stops.items())
-    stopped = [*short, f"+callbacks.stop_at={{_target_:armature.callbacks.stop_at.StopAt,signals:{{{signals}}}}}"]
+    stopped = [
+        *short,
+        f"+callbacks.stop_at={{_target_:armature.callbacks.stop_at.StopAt,signals:{{{signals}}}}}",
+    ]
     print(f"a run of {steps} steps in {root}; validation every {validates} steps and at the end")
     train(root, "straight", short, what="without a stop")
     for name, step in stops.items():
@@ -122,12 +150,18 @@ def prove(root: Path, overrides: list[str], options: list[str], *, steps: int, s
 
 
 def val_every_n_steps(stop: int) -> int:
-    """Return an interval so that one validation ends before the stop and, if it can be, another one is due at it."""
+    """Return an interval so that one validation ends before the stop and, if it can be, another one
+    is due at it.
+    """
     return next((stop // parts for parts in range(2, stop) if stop % parts == 0), max(stop - 1, 1))
 
 
-def train(root: Path, name: str, overrides: list[str], *, what: str, stop: int | None = None) -> None:
-    """Start train.py once. Its output goes to a file and is shown if the run ends in an unexpected way.
+def train(
+    root: Path, name: str, overrides: list[str], *, what: str, stop: int | None = None
+) -> None:
+    """Start train.py once.
+
+    Its output goes to a file and is shown if the run ends in an unexpected way.
 
     Args:
         stop: the step at which it signals itself.
@@ -143,7 +177,11 @@ def train(root: Path, name: str, overrides: list[str], *, what: str, stop: int |
     print(f"  {name:<9} {what:<22} {time.monotonic() - started:5.1f} s", flush=True)
     signaled = stop is not None and (root / name / f".stopped-at-{stop}").exists()
     if (code == 0) == (stop is not None) or code == 2 or (code and not signaled):
-        was = f"finished before its stop at step {stop}" if code == 0 else f"ended with exit code {code}"
+        was = (
+            f"finished before its stop at step {stop}"
+            if code == 0
+            else f"ended with exit code {code}"
+        )
         print(f"\nThe run {was}. Its last lines:\n", file=sys.stderr)
         print("\n".join(output.splitlines()[-40:]), file=sys.stderr)
         if code == 2 and not (root / name).exists():
@@ -168,23 +206,35 @@ def read(file: Path) -> tuple[list[str], list[dict[str, str]]]:
         return list(reader.fieldnames or []), rows
 
 
-def compare_rows(straight: tuple[list[str], list[dict]], resumed: tuple[list[str], list[dict]]) -> Difference | None:
-    """Return the first missing or repeated step, else the first differing value, else differing columns, else None."""
+def compare_rows(
+    straight: tuple[list[str], list[dict]], resumed: tuple[list[str], list[dict]]
+) -> Difference | None:
+    """Return the first missing or repeated step, else the first differing value, else differing
+    columns, else None.
+    """
     (columns, rows), (other_columns, others) = straight, resumed
     steps, other_steps = [row["step"] for row in rows], [row["step"] for row in others]
     for step in dict.fromkeys([*steps, *other_steps]):
         there, here = steps.count(step), other_steps.count(step)
         if there != here:
-            text = f"metrics.csv has {_times(there)} of step {step} straight, {_times(here)} resumed"
+            text = (
+                f"metrics.csv has {_times(there)} of step {step} straight, {_times(here)} resumed"
+            )
             return Difference(text, int(step))
     for row, other in zip(rows, others, strict=True):
         for column in dict.fromkeys([*columns, *other_columns]):
             value, its = row.get(column), other.get(column)
             if value != its:
-                text = f"step {row['step']}, {column}: {value or 'nothing'} straight, {its or 'nothing'} resumed"
+                text = (
+                    f"step {row['step']}, {column}: {value or 'nothing'} straight, "
+                    f"{its or 'nothing'} resumed"
+                )
                 return Difference(text, int(row["step"]))
     if columns != other_columns:
-        return Difference(f"columns of metrics.csv: {', '.join(columns)} straight, {', '.join(other_columns)} resumed")
+        return Difference(
+            f"columns of metrics.csv: {', '.join(columns)} straight, {', '.join(other_columns)} "
+            "resumed"
+        )
     return None
 
 
@@ -209,7 +259,9 @@ def compare_checkpoints(straight: Path, resumed: Path) -> tuple[Difference | Non
         contents.append(checkpoint.load_tensors(path, saved, saved))
     one, other = contents
     if one.keys() != other.keys():
-        return Difference(f"the checkpoints hold different tensors: {sorted(one.keys() ^ other.keys())[:5]}"), ""
+        return Difference(
+            f"the checkpoints hold different tensors: {sorted(one.keys() ^ other.keys())[:5]}"
+        ), ""
     weights = [name for name in one if not name.startswith(checkpoint.RESERVED)]
     for name in [*weights, *(name for name in one if name not in weights)]:
         value, its = one[name], other[name]
@@ -218,15 +270,24 @@ def compare_checkpoints(straight: Path, resumed: Path) -> tuple[Difference | Non
             if differs.any():
                 i = int(differs.flatten().nonzero()[0])
                 a, b = value.flatten()[i].item(), its.flatten()[i].item()
-                text = f"{name} at the end: {int(differs.sum())} of {value.numel()} elements, {a!r} straight, {b!r}"
+                text = (
+                    f"{name} at the end: {int(differs.sum())} of {value.numel()} elements, "
+                    f"{a!r} straight, {b!r}"
+                )
                 return Difference(f"{text} resumed"), ""
         elif value != its:
             return Difference(f"{name} at the end: {value} straight, {its} resumed"), ""
     metas = [storage.read_meta(path) for path in paths if path is not None]
     found = compare_state(
-        [{k: m.get(k) for k in (checkpoint.RANDOM, "lr_schedulers", checkpoint.GROUPS)} for m in metas]
+        [
+            {k: m.get(k) for k in (checkpoint.RANDOM, "lr_schedulers", checkpoint.GROUPS)}
+            for m in metas
+        ]
     )
-    counts = f"{len(weights)} tensors of weights, {len(one) - len(weights)} of optimizer and average, random state"
+    counts = (
+        f"{len(weights)} tensors of weights, {len(one) - len(weights)} of optimizer and "
+        "average, random state"
+    )
     return found, counts
 
 
@@ -237,7 +298,11 @@ def compare_state(states: list[Any], path: str = "") -> Difference | None:
     one, other = states
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         items = [(f"{path}.{key}".lstrip("."), [one[key], other[key]]) for key in one]
-    elif isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
+    elif (
+        isinstance(one, (list, tuple))
+        and isinstance(other, (list, tuple))
+        and len(one) == len(other)
+    ):
         items = [(f"{path}[{i}]", [a, b]) for i, (a, b) in enumerate(zip(one, other, strict=True))]
     else:
         if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
@@ -247,10 +312,16 @@ def compare_state(states: list[Any], path: str = "") -> Difference | None:
         if same:
             return None
         if path.startswith("random"):
-            kind = next((kind for kind in ("python", "numpy", "torch", "cuda") if f".{kind}" in path), "")
-            return Difference(f"the state of {kind}'s random numbers at the end: different numbers were drawn")
+            kind = next(
+                (kind for kind in ("python", "numpy", "torch", "cuda") if f".{kind}" in path), ""
+            )
+            return Difference(
+                f"the state of {kind}'s random numbers at the end: different numbers were drawn"
+            )
         return Difference(f"{path} at the end: {one} straight, {other} resumed")
-    return next((found for name, pair in items if (found := compare_state(pair, name)) is not None), None)
+    return next(
+        (found for name, pair in items if (found := compare_state(pair, name)) is not None), None
+    )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ python scripts/runs.py outputs/rates        the trials of a sweep
 python scripts/runs.py --sort best          by the metric that each run monitors (checkpoint.monitor)
 python scripts/runs.py --json               for other programs
 
-State: running; finished; stopped by a signal or a limit, and resumable by the same command; failed: ended without a
+State: running; finished; stopped by a signal or a limit, and resumable by the same command; failed:
+ended without a
 summary, by an error or because it was killed.
 """
 
@@ -36,7 +37,10 @@ COLUMNS = ("run", "state", "step", "best", "age", "size")
 
 @dataclass(frozen=True)
 class Run:
-    """One run directory. `best` is the best value so far of `monitor`, which grows if `mode` is max."""
+    """One run directory.
+
+    `best` is the best value so far of `monitor`, which grows if `mode` is max.
+    """
 
     path: str
     state: str
@@ -51,16 +55,23 @@ class Run:
 
 def main() -> None:
     make_lasting()  # `| head` may end first
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="*", type=Path, default=[Path("outputs")], help="folders of runs, or runs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "paths", nargs="*", type=Path, default=[Path("outputs")], help="folders of runs, or runs"
+    )
     parser.add_argument("--sort", choices=("age", "best", "size", "run"), default="age")
     parser.add_argument("--json", action="store_true", help="print a list of objects")
     args = parser.parse_args()
     if missing := [str(path) for path in args.paths if not os.path.isdir(path)]:
         parser.error(
-            f"no such folder: {', '.join(missing)}. Name the folder of your runs (run.root), or train one first"
+            f"no such folder: {', '.join(missing)}. Name the folder of your runs (run.root), or "
+            "train one first"
         )
-    found = {os.path.realpath(path): path for path in reversed([*find(args.paths)])}  # each once, despite links
+    found = {
+        os.path.realpath(path): path for path in reversed([*find(args.paths)])
+    }  # each once, despite links
     runs = sorted(map(describe, found.values()), key=KEYS[args.sort])
     if args.json:
         print(json.dumps([asdict(run) for run in runs], indent=1))
@@ -72,7 +83,9 @@ def main() -> None:
 
 KEYS = {
     "age": lambda run: -run.changed,
-    "best": lambda run: math.inf if run.best is None else run.best * (-1 if run.mode == "max" else 1),
+    "best": lambda run: (
+        math.inf if run.best is None else run.best * (-1 if run.mode == "max" else 1)
+    ),
     "size": lambda run: -run.bytes,
     "run": lambda run: run.path,
 }
@@ -88,7 +101,9 @@ def find(paths: list[Path], *, depth: int = DEPTH) -> Iterator[Path]:
 
 
 def folders_in(path: Path) -> list[Path]:
-    """Return the folders in a folder; of one that cannot be read, or has been removed meanwhile, none."""
+    """Return the folders in a folder; of one that cannot be read, or has been removed meanwhile,
+    none.
+    """
     try:
         return [Path(entry) for entry in os.scandir(path) if os.path.isdir(entry)]
     except FileNotFoundError:
@@ -104,11 +119,22 @@ def describe(path: Path) -> Run:
     monitor, mode = str(checkpoint.get("monitor")), str(checkpoint.get("mode"))
     changed, size_bytes = usage(path)
     last, best = metrics(path / "metrics.csv", monitor, mode)
-    steps = [step for step in (last, *directory.checkpoints_in(directory.folder_of(path))) if step is not None]
+    steps = [
+        step
+        for step in (last, *directory.checkpoints_in(directory.folder_of(path)))
+        if step is not None
+    ]
     return Run(
-        str(path), state(path, summary), max(steps, default=None), summary.get("planned_steps"), monitor, mode, best,
-        changed, size_bytes,
-    )  # fmt: skip
+        str(path),
+        state(path, summary),
+        max(steps, default=None),
+        summary.get("planned_steps"),
+        monitor,
+        mode,
+        best,
+        changed,
+        size_bytes,
+    )
 
 
 def usage(path: Path) -> tuple[float, int]:
@@ -149,7 +175,11 @@ def metrics(file: Path, monitor: str, mode: str) -> tuple[int | None, float | No
                 if not row.endswith("\n") or not cells[0].isdecimal():
                     continue  # a line that is being written, or damaged
                 step = int(cells[0])
-                if place is not None and place < len(cells) and (value := number(cells[place])) is not None:
+                if (
+                    place is not None
+                    and place < len(cells)
+                    and (value := number(cells[place])) is not None
+                ):
                     best = value if best is None else better(best, value)
     except OSError:
         pass

@@ -4,7 +4,8 @@ python scripts/show_batch.py data=chat data.path=chats.jsonl data.source.tokeniz
 python scripts/show_batch.py experiment=dpo model.pretrained=path/to/model data.path=pairs.jsonl --rows 2
 python scripts/show_batch.py data=text data.path=book.txt --step 3 --rows 2
 
-Takes train.py's command line. In a file or a pipe, where there is no color, what is learned stands between ⟦ and ⟧.
+Takes train.py's command line. In a file or a pipe, where there is no color, what is learned stands
+between ⟦ and ⟧.
 """
 
 import argparse
@@ -27,11 +28,17 @@ from armature.training.limits import prefer_typed
 from armature.validation import checks
 
 MOST_STEPS = 10**9
-PROCESSES = ("strategy", "trainer.devices=", "trainer.num_nodes=")  # the batch is read in one process
+PROCESSES = (
+    "strategy",
+    "trainer.devices=",
+    "trainer.num_nodes=",
+)  # the batch is read in one process
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--step", type=int, default=0, help="of training, from 0")
     parser.add_argument("--rows", type=int, default=4, help="of its global batch, from the first")
     arguments, typed = cli.parse_overrides(parser, purpose=", as for train.py")
@@ -39,13 +46,21 @@ def main() -> None:
         if not 0 <= arguments.step <= MOST_STEPS or arguments.rows < 1:
             least = f"type a step from 0 to {MOST_STEPS} and at least 1 row."
             raise ConfigError(f"--step {arguments.step} --rows {arguments.rows}: {least}")
-        show(composed(typed), step=arguments.step, rows=arguments.rows, console=Console(highlight=False))
+        show(
+            composed(typed),
+            step=arguments.step,
+            rows=arguments.rows,
+            console=Console(highlight=False),
+        )
     except ConfigError as error:
         cli.refuse(error.problems)
 
 
 def composed(typed: list[str]) -> DictConfig:
-    """Return the configuration, checked as before a launch, with the data prepared. Raises ConfigError."""
+    """Return the configuration, checked as before a launch, with the data prepared.
+
+    Raises ConfigError.
+    """
     cli.compose(typed)  # refuses a misspelt strategy, too
     kept = [each for each in typed if not each.startswith(PROCESSES)]
     alone = [*kept, "strategy=single", "trainer.devices=1", "trainer.num_nodes=1"]
@@ -60,9 +75,15 @@ def show(cfg: DictConfig, *, step: int, rows: int, console: Console) -> None:
     data.setup("fit")
     data.samples_seen = step * data.global_batch_size
     batch = next(iter(data.train_dataloader()))
-    console.print(f"{type(data).__name__}, step {step}, a micro-batch of " + described(batch), markup=False)
+    console.print(
+        f"{type(data).__name__}, step {step}, a micro-batch of " + described(batch), markup=False
+    )
     tokenizer = getattr(data, "tokenizer", None)
-    if tokenizer is None or not isinstance(batch, dict) or not {"inputs", "targets"} <= batch.keys():
+    if (
+        tokenizer is None
+        or not isinstance(batch, dict)
+        or not {"inputs", "targets"} <= batch.keys()
+    ):
         return
     of_pairs = batch["inputs"].ndim == 3  # (pairs, 2, tokens), as data=preference
     if of_pairs:
@@ -81,7 +102,11 @@ def described(batch: Any) -> str:
         return "{" + ", ".join(f"{key}: {described(value)}" for key, value in batch.items()) + "}"
     if isinstance(batch, list | tuple):
         return "[" + ", ".join(map(described, batch)) + "]"
-    return f"{tuple(batch.shape)} {str(batch.dtype).removeprefix('torch.')}" if hasattr(batch, "shape") else repr(batch)
+    return (
+        f"{tuple(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
+        if hasattr(batch, "shape")
+        else repr(batch)
+    )
 
 
 def texts(batch: dict[str, Any], row: int, tokenizer: Any, *, colored: bool) -> Iterator[Text]:
@@ -93,7 +118,10 @@ def texts(batch: dict[str, Any], row: int, tokenizer: Any, *, colored: bool) -> 
         while places and targets[places[-1]] == -100:
             places.pop()
         if places:
-            learned = [False, *(targets[i] != -100 for i in places)]  # each token is the target of the one before it
+            learned = [
+                False,
+                *(targets[i] != -100 for i in places),
+            ]  # each token is the target of the one before it
             tokens = [*(inputs[i] for i in places), targets[places[-1]]]
             yield painted(list(zip(tokens, learned, strict=True)), tokenizer, colored=colored)
 

@@ -1,4 +1,5 @@
-"""Simulate one step of a GPU run on this machine, without a GPU and without data: memory, communication, tokens/s.
+"""Simulate one step of a GPU run on this machine, without a GPU and without data: memory,
+communication, tokens/s.
 
 python scripts/simulate.py model=llama3_8b data=synthetic strategy=fsdp_tensor trainer.devices=8 trainer.num_nodes=8 \
     hardware=h100_80gb
@@ -6,8 +7,8 @@ python scripts/simulate.py model=llama3_70b data=synthetic strategy=hsdp trainer
     hardware=h200 --depths 3,5 --ranks 0
 python scripts/simulate.py model=gpt_nano data=synthetic strategy=fsdp trainer.devices=4 --order
 
-Takes train.py's command line. hardware=NAME is a file of configs/hardware/, or `this`. docs/simulator.md says how well
-predictions agree with measured runs.
+Takes train.py's command line. hardware=NAME is a file of configs/hardware/, or `this`.
+docs/simulator.md says how well predictions agree with measured runs.
 """
 
 import argparse
@@ -33,12 +34,24 @@ DEFAULT = "h100_80gb"  # on a machine without a GPU
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", help="ranks to simulate, such as 0,63; without it the first, a middle and the last")
-    parser.add_argument("--depths", help="two numbers of layers, such as 3,5: simulate these and extrapolate (faster)")
-    parser.add_argument("--order", action="store_true", help="check that the collectives of all ranks meet")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--ranks",
+        help="ranks to simulate, such as 0,63; without it the first, a middle and the last",
+    )
+    parser.add_argument(
+        "--depths",
+        help="two numbers of layers, such as 3,5: simulate these and extrapolate (faster)",
+    )
+    parser.add_argument(
+        "--order", action="store_true", help="check that the collectives of all ranks meet"
+    )
     parser.add_argument("--json", action="store_true", help="print the reports as JSON")
-    parser.add_argument("--config-dir", help="a folder with your own configurations, as for train.py")
+    parser.add_argument(
+        "--config-dir", help="a folder with your own configurations, as for train.py"
+    )
     arguments, typed = cli.parse_overrides(parser, purpose=", as for train.py")
     if problems := cli.config_dir_problems(arguments.config_dir):
         cli.refuse(problems)
@@ -70,11 +83,14 @@ def run(arguments: argparse.Namespace, typed: list[str]) -> None:
         raise ConfigError(f"--ranks {arguments.ranks}: the run has ranks 0 to {world_size - 1}.")
     depths = numbers("--depths", arguments.depths)
     if depths and (len(depths) != 2 or depths[0] >= depths[1]):
-        raise ConfigError(f"--depths {arguments.depths}: type two numbers of layers, the smaller one first.")
+        raise ConfigError(
+            f"--depths {arguments.depths}: type two numbers of layers, the smaller one first."
+        )
     layers = OmegaConf.select(cfg, "model.layers")
     if depths and (depths[0] < 1 or (isinstance(layers, int) and depths[1] > layers)):
         raise ConfigError(
-            f"--depths {arguments.depths}: type numbers from 1 to model.layers={layers}, or leave it out."
+            f"--depths {arguments.depths}: type numbers from 1 to model.layers={layers}, or leave "
+            "it out."
         )
     pair = (depths[0], depths[1]) if depths else None
     loads = [1.0, UNEVEN] if settings.experts_travel(Layout.of(cfg)) else [1.0]
@@ -88,18 +104,26 @@ def run(arguments: argparse.Namespace, typed: list[str]) -> None:
         if isinstance(result, Exception):
             raise result
         reports.append(result)
-    print(json.dumps([report.to_dict() for report in reports]) if arguments.json else simulation.text(reports))
+    print(
+        json.dumps([report.to_dict() for report in reports])
+        if arguments.json
+        else simulation.text(reports)
+    )
 
 
 def composed(typed: list[str]) -> tuple[DictConfig, devices.Device]:
-    """Return the configuration of a command line, unchecked, with the number of devices decided, and the device."""
+    """Return the configuration of a command line, unchecked, with the number of devices decided,
+    and the device.
+    """
     name, overrides = devices.take_name(typed)
     default = devices.THIS if hardware.gpu_count() else DEFAULT
     device = devices.named(default if name is None else name)
     if device.accelerator != "gpu":
         raise ConfigError(
-            f"hardware={device.name}: only GPUs are simulated, and this is a CPU. Type hardware={DEFAULT} or another "
-            "GPU of configs/hardware/; scripts/plan.py … --quick compares layouts of a CPU by formulas."
+            f"hardware={device.name}: only GPUs are simulated, and this is a CPU. Type "
+            f"hardware={DEFAULT} or another "
+            "GPU of configs/hardware/; scripts/plan.py … --quick compares layouts of a CPU by "
+            "formulas."
         )
     cfg = pretrained.fill(cli.compose(overrides))
     for key in ("devices", "num_nodes"):
@@ -109,7 +133,9 @@ def composed(typed: list[str]) -> tuple[DictConfig, devices.Device]:
 
 
 def decide_auto(cfg: DictConfig, device: devices.Device) -> None:
-    """Replace strategy and micro-batch `auto` by what they would be on a machine with this device, and print why."""
+    """Replace strategy and micro-batch `auto` by what they would be on a machine with this device,
+    and print why.
+    """
     there = cfg.copy()
     there.trainer.accelerator = "gpu"
     if there.trainer.precision == "auto":
@@ -130,7 +156,9 @@ def numbers(option: str, text: str | None) -> list[int]:
     try:
         return [int(each) for each in text.split(",")] if text else []
     except ValueError:
-        raise ConfigError(f"{option} {text}: type whole numbers with commas between them.") from None
+        raise ConfigError(
+            f"{option} {text}: type whole numbers with commas between them."
+        ) from None
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""Write conversations about functions of Python's standard library, to fine-tune the default job's model on.
+"""Write conversations about functions of Python's standard library, to fine-tune the default job's
+model on.
 
 python scripts/stdlib_chats.py chats.jsonl
 
-The user shows the beginning of a function and asks for its name, its arguments, or what it does: the answer to the
-last is the first sentence of its docstring, which is not shown. Functions of the files that the default data hold out
-(data=stdlib) are left out, so the loss on these files still shows what the model knew before.
+The user shows the beginning of a function and asks for its name, its arguments, or what it does:
+the answer to the
+last is the first sentence of its docstring, which is not shown. Functions of the files that the
+default data hold out (data=stdlib) are left out, so the loss on these files still shows what the
+model knew before.
 """
 
 import argparse
@@ -29,16 +32,24 @@ QUESTIONS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("target", type=Path, help="the .jsonl file to write")
-    parser.add_argument("--most", type=int, default=4000, help="conversations, chosen by a hash of the prompt")
+    parser.add_argument(
+        "--most", type=int, default=4000, help="conversations, chosen by a hash of the prompt"
+    )
     args = parser.parse_args()
     problems = cli.output_problems("", args.target, ".jsonl")
     if args.most < 1:
         problems.append(f"--most {args.most}: must be at least 1.")
     if problems:
         cli.refuse(problems)
-    found = [chat for file in training_files() for chat in conversations(file.read_text(encoding="utf-8"))]
+    found = [
+        chat
+        for file in training_files()
+        for chat in conversations(file.read_text(encoding="utf-8"))
+    ]
     chosen = sorted(found, key=lambda chat: sources.hash_place(chat["prompt"]))[: args.most]
     cli.write_output("", args.target, "".join(f"{json.dumps(chat)}\n" for chat in chosen))
     print(f"{args.target}: {len(chosen):,} conversations of {len(found):,}")

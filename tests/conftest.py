@@ -1,7 +1,9 @@
-"""What runs of the command line share, a small corpus and a cache that is not the user's; which tests run side by side.
+"""What runs of the command line share, a small corpus and a cache that is not the user's; which
+tests run side by side.
 
-`make test` has two workers (pytest-xdist). One begins with the tests that measure seconds, or need the machine's cores
-for processes of their own. The other meanwhile takes whole files of the rest, at a low priority; those with ranks last.
+`make test` has two workers (pytest-xdist). One begins with the tests that measure seconds, or need
+the machine's cores for processes of their own. The other meanwhile takes whole files of the rest,
+at a low priority; those with ranks last.
 """
 
 import gc
@@ -21,7 +23,12 @@ TIMED = (
     "tests/test_launch.py",
     "tests/test_restarts.py",
 )
-WITH_RANKS = ("tests/lightning_habits/", "tests/parallel/", "tests/strategies/", "tests/test_volume.py")
+WITH_RANKS = (
+    "tests/lightning_habits/",
+    "tests/parallel/",
+    "tests/strategies/",
+    "tests/test_volume.py",
+)
 SHARING = ("tests/simulation/",)  # files that share a server
 NICENESS = 10
 
@@ -34,7 +41,9 @@ def pytest_configure(config):
     from tests import parsing
 
     parsing.remember()
-    settings.register_profile("no deadline", deadline=None)  # of an example: a shared machine may stall for longer
+    settings.register_profile(
+        "no deadline", deadline=None
+    )  # of an example: a shared machine may stall for longer
     settings.load_profile("no deadline")
 
 
@@ -70,7 +79,11 @@ def pytest_collection_finish(session):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    if hasattr(item.config, "workerinput") and not item.nodeid.startswith(TIMED) and os.nice(0) < NICENESS:
+    if (
+        hasattr(item.config, "workerinput")
+        and not item.nodeid.startswith(TIMED)
+        and os.nice(0) < NICENESS
+    ):
         os.nice(NICENESS)  # for good: no timed test is left for this worker
 
 
@@ -84,7 +97,10 @@ def pytest_xdist_make_scheduler(config, log):
         def _split_scope(self, nodeid):
             if nodeid.startswith(TIMED):
                 return "timed"
-            return next((folder for folder in SHARING if nodeid.startswith(folder)), nodeid.partition("::")[0])
+            return next(
+                (folder for folder in SHARING if nodeid.startswith(folder)),
+                nodeid.partition("::")[0],
+            )
 
     config.option.loadscopereorder = False
     return Scheduling(config, log)

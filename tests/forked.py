@@ -1,6 +1,8 @@
-"""Starts train.py many times, cheaply: each start is a fork of one process that has everything imported.
+"""Starts train.py many times, cheaply: each start is a fork of one process that has everything
+imported.
 
-It is the whole command with its own process, command line, exit code and signals; what it spares are the imports.
+It is the whole command with its own process, command line, exit code and signals; what it spares
+are the imports.
 """
 
 import atexit
@@ -71,7 +73,9 @@ class Forks:
     def __enter__(self) -> "Forks":
         from tests import running
 
-        path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(
+            filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")])
+        )
         self._server = subprocess.Popen(
             [sys.executable, "-m", "tests.forked", *self.imports],
             cwd=self.cwd,
@@ -89,7 +93,9 @@ class Forks:
         self._server.stdout.close()
         self._server.wait(timeout=20)
 
-    def train(self, *overrides: str, ranks: int = 1, expect: int | None = 0, seconds: int = 0) -> Ended:
+    def train(
+        self, *overrides: str, ranks: int = 1, expect: int | None = 0, seconds: int = 0
+    ) -> Ended:
         """Runs train.py to its end, as `ranks` ranks that a launcher has started.
 
         Args:
@@ -97,7 +103,9 @@ class Forks:
             seconds: after which a rank is ended by SIGALRM; 0: never.
         """
         command = [str(ROOT / "train.py"), *overrides]
-        answer = self._ask(command=command, cwd=".", env=None, ranks=ranks, seconds=seconds, together=True)
+        answer = self._ask(
+            command=command, cwd=".", env=None, ranks=ranks, seconds=seconds, together=True
+        )
         ended = Ended(answer["codes"], answer["stdout"])
         assert expect in (None, ended.codes[0]), f"{ended.codes}\n{ended.output[-5000:]}"
         return ended
@@ -105,13 +113,17 @@ class Forks:
     def run(
         self, command: list[str], *, cwd: Path, env: dict[str, str], timeout: float, ranks: int = 1
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a Python script as `subprocess.run` does, where it imports nothing that depends on `env`.
+        """Runs a Python script as `subprocess.run` does, where it imports nothing that depends on
+        `env`.
 
         Args:
-            ranks: so many processes, which join as torchrun's do. The code is that of the first that failed.
+            ranks: so many processes, which join as torchrun's do. The code is that of the first
+                that failed.
         """
         seconds = math.ceil(timeout)
-        answer = self._ask(command=command[1:], cwd=str(cwd), env=env, ranks=ranks, seconds=seconds, together=False)
+        answer = self._ask(
+            command=command[1:], cwd=str(cwd), env=env, ranks=ranks, seconds=seconds, together=False
+        )
         code = next((code for code in answer["codes"] if code), 0)
         return subprocess.CompletedProcess(command, code, answer["stdout"], answer["stderr"])
 
@@ -160,17 +172,27 @@ def _without_cuda() -> Iterator[None]:
 
 
 def _parse_once() -> None:
-    """Compose and check the default configuration: what its files and the classes' sources say is then known."""
+    """Compose and check the default configuration: what its files and the classes' sources say is
+    then known.
+    """
     from armature import cli
     from armature.validation import checks
     from tests import parsing
 
     parsing.remember()
-    checks.check(cli.compose(["trainer.accelerator=cpu", "logger=none"]), prepare=False, open_data=False)
+    checks.check(
+        cli.compose(["trainer.accelerator=cpu", "logger=none"]), prepare=False, open_data=False
+    )
 
 
 def _run(
-    *, command: list[str], cwd: str, env: dict[str, str] | None, ranks: int, seconds: int, together: bool
+    *,
+    command: list[str],
+    cwd: str,
+    env: dict[str, str] | None,
+    ranks: int,
+    seconds: int,
+    together: bool,
 ) -> dict[str, Any]:
     """Runs a script to its end. `together`: with one output for both streams."""
     stdout, stderr = Path("stdout.log"), Path("stdout.log" if together else "stderr.log")
@@ -179,7 +201,14 @@ def _run(
     env = dict(os.environ) if env is None else env
     port = _free_port() if ranks > 1 else 0
     pids = [
-        _start(command, stdout, stderr, env={**env, **_joined(rank, ranks, port)}, cwd=cwd, seconds=seconds)
+        _start(
+            command,
+            stdout,
+            stderr,
+            env={**env, **_joined(rank, ranks, port)},
+            cwd=cwd,
+            seconds=seconds,
+        )
         for rank in range(ranks)
     ]
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
@@ -197,12 +226,19 @@ def _joined(rank: int, ranks: int, port: int) -> dict[str, str]:
     if ranks == 1:
         return {}
     return {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-        "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
 
 
-def _start(command: list[str], stdout: Path, stderr: Path, *, env: dict[str, str], cwd: str, seconds: int) -> int:
+def _start(
+    command: list[str], stdout: Path, stderr: Path, *, env: dict[str, str], cwd: str, seconds: int
+) -> int:
     if pid := os.fork():
         return pid
     code = 1
@@ -213,7 +249,11 @@ def _start(command: list[str], stdout: Path, stderr: Path, *, env: dict[str, str
         os.chdir(cwd)
         os.environ.clear()
         os.environ.update(env)
-        sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
+        sys.path[:0] = [
+            path
+            for path in env.get("PYTHONPATH", "").split(os.pathsep)
+            if path and path not in sys.path
+        ]
         sys.argv = command
         runpy.run_path(command[0], run_name="__main__")
         code = 0

@@ -23,7 +23,9 @@ class BadGradient(torch.autograd.Function):
 
 
 class Fuse(nn.Module):
-    """Breaks for rows whose id is one of `samples`, in `forward` or in `backward`; infinite for `inf`."""
+    """Breaks for rows whose id is one of `samples`, in `forward` or in `backward`; infinite for
+    `inf`.
+    """
 
     def __init__(self, samples: list[int], *, rank: int | None, kind: str) -> None:
         super().__init__()
@@ -95,7 +97,9 @@ class NumberedData(DataModule):
 
 
 class Searching(torch.optim.SGD):
-    """Also looks at weights whose loss is not finite, and does not take them, as a line search may."""
+    """Also looks at weights whose loss is not finite, and does not take them, as a line search
+    may.
+    """
 
     @torch.no_grad()
     def step(self, closure):  # pyright: ignore[reportIncompatibleMethodOverride]

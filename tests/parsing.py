@@ -1,4 +1,6 @@
-"""Let the tests parse each YAML text and each interpolation once: hundreds of them compose the same files."""
+"""Let the tests parse each YAML text and each interpolation once: hundreds of them compose the same
+files.
+"""
 
 import functools
 import sys
@@ -10,7 +12,10 @@ from omegaconf._utils import get_yaml_loader
 
 
 class _Yaml:
-    """The module yaml, with a `load` that remembers what it has parsed. OmegaConf copies what it gets."""
+    """The module yaml, with a `load` that remembers what it has parsed.
+
+    OmegaConf copies what it gets.
+    """
 
     def __getattr__(self, name: str) -> Any:
         return getattr(yaml, name)

@@ -1,4 +1,6 @@
-"""A model with dropout, data with random augmentation, and a task that writes down which samples it was given."""
+"""A model with dropout, data with random augmentation, and a task that writes down which samples it
+was given.
+"""
 
 import os
 import random
@@ -21,7 +23,9 @@ from armature.tasks.base import Task
 class DropoutMLP(nn.Module):
     def __init__(self, *, dropout: float) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 4))
+        self.layers = nn.Sequential(
+            nn.Linear(8, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 4)
+        )
 
     def forward(self, inputs, targets=None):
         outputs = self.layers(inputs)
@@ -35,7 +39,9 @@ class Recording(Task):
     """Writes `rank step id id …` to seen.txt for every micro-batch that is trained on."""
 
     def training_step(self, batch, batch_idx):
-        line = f"{self.global_rank} {self.global_step} {' '.join(map(str, batch['ids'].tolist()))}\n"
+        line = (
+            f"{self.global_rank} {self.global_step} {' '.join(map(str, batch['ids'].tolist()))}\n"
+        )
         with (Path(self.trainer.default_root_dir) / "seen.txt").open("a") as file:
             os.write(file.fileno(), line.encode())
         return super().training_step(batch, batch_idx)
@@ -47,7 +53,9 @@ class Hooks(Callback):
     def note(self, trainer, name):
         if trainer.is_global_zero:
             with (Path(trainer.default_root_dir) / "hooks.txt").open("a") as file:
-                file.write(f"{name} at step {trainer.global_step} of epoch {trainer.current_epoch}\n")
+                file.write(
+                    f"{name} at step {trainer.global_step} of epoch {trainer.current_epoch}\n"
+                )
 
     def on_train_epoch_start(self, trainer, pl_module):
         self.epoch = trainer.current_epoch
@@ -79,7 +87,10 @@ class Plateau(Recording):
         assert self.model is not None
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         schedule = ReduceLROnPlateau(optimizer, mode="max", factor=0.5, patience=0)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val/loss"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "monitor": "val/loss"},
+        }
 
 
 class Epochwise(Recording):
@@ -92,17 +103,23 @@ class Epochwise(Recording):
 
 
 class Averaging(Recording):
-    """Logs as Lightning's users do: a value a step, its mean over the epoch, and a callback's maximum."""
+    """Logs as Lightning's users do: a value a step, its mean over the epoch, and a callback's
+    maximum.
+    """
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         self.log("mine/loss", loss, on_step=True, on_epoch=True, batch_size=len(batch["inputs"]))
-        self.log("mine/largest", batch["inputs"].max(), on_step=False, on_epoch=True, reduce_fx="max")
+        self.log(
+            "mine/largest", batch["inputs"].max(), on_step=False, on_epoch=True, reduce_fx="max"
+        )
         return loss
 
 
 class Drawing(Recording):
-    """Draws where a process starts and in each transfer, and keeps a state that its last hook of a step moves on."""
+    """Draws where a process starts and in each transfer, and keeps a state that its last hook of a
+    step moves on.
+    """
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -135,7 +152,11 @@ class Estimating(Recording):
 
 def sample(index: int, noise: torch.Tensor):
     base = torch.randn(8, generator=torch.Generator().manual_seed(index))
-    return {"inputs": base + 0.3 * noise, "targets": torch.tensor(index % 4), "ids": torch.tensor(index)}
+    return {
+        "inputs": base + 0.3 * noise,
+        "targets": torch.tensor(index % 4),
+        "ids": torch.tensor(index),
+    }
 
 
 class Mapped(Dataset):
@@ -146,7 +167,11 @@ class Mapped(Dataset):
         return self.samples
 
     def __getitem__(self, index):
-        noise = torch.randn(8) if self.own is None else torch.tensor(self.own.normal(size=8), dtype=torch.float32)
+        noise = (
+            torch.randn(8)
+            if self.own is None
+            else torch.tensor(self.own.normal(size=8), dtype=torch.float32)
+        )
         return sample(index, noise)
 
 
@@ -168,7 +193,9 @@ class Streamed(Stream):
 
 
 class RecordedData(DataModule):
-    """With `own_generator`, augmentation draws from a generator that no checkpoint knows: the mistake to be found."""
+    """With `own_generator`, augmentation draws from a generator that no checkpoint knows: the
+    mistake to be found.
+    """
 
     def __init__(self, *, samples: int, streamed: bool, own_generator: bool, **loader) -> None:
         super().__init__(**loader)

@@ -1,4 +1,6 @@
-"""Start train.py for tests, on the tiny model and the small corpus of benchmarks/faults/tiny_run.py."""
+"""Start train.py for tests, on the tiny model and the small corpus of
+benchmarks/faults/tiny_run.py.
+"""
 
 import signal
 import subprocess
@@ -8,13 +10,24 @@ from pathlib import Path
 import psutil
 
 from armature import hardware
-from benchmarks.faults.tiny_run import ROOT, TINY, environment, losses, rows, summary, wait_for, write_corpus
+from benchmarks.faults.tiny_run import (
+    ROOT,
+    TINY,
+    environment,
+    losses,
+    rows,
+    summary,
+    wait_for,
+    write_corpus,
+)
 from tests import forked
 
 __all__ = ["ROOT", "TINY", "environment", "losses", "rows", "summary", "wait_for", "write_corpus"]
 
 
-def command(*overrides: str, corpus: Path, launcher: list[str] | None = None, tiny: bool = True) -> list[str]:
+def command(
+    *overrides: str, corpus: Path, launcher: list[str] | None = None, tiny: bool = True
+) -> list[str]:
     return [
         *(launcher or [sys.executable, str(ROOT / "train.py")]),
         *(TINY if tiny else []),
@@ -34,15 +47,19 @@ def train(
     fork: bool = True,
     **extra: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run train.py to its end; where it trains in its own process, as a fork that has its imports, if `fork`.
+    """Run train.py to its end; where it trains in its own process, as a fork that has its imports,
+    if `fork`.
 
     Args:
-        ranks: train with so many ranks, which are forks too: where the agent that starts ranks is not the subject.
+        ranks: train with so many ranks, which are forks too: where the agent that starts ranks is
+            not the subject.
     """
     if ranks is not None:
         overrides = (*overrides, f"trainer.devices={ranks}")
     words, env = command(*overrides, corpus=corpus, launcher=launcher), environment(**extra)
-    starts_ranks = launcher is not None or any(word.startswith("trainer.devices=") for word in overrides)
+    starts_ranks = launcher is not None or any(
+        word.startswith("trainer.devices=") for word in overrides
+    )
     fork = fork and (ranks is not None or not starts_ranks)
     result = run(words, cwd=cwd, env=env, timeout=timeout, ranks=ranks or 1, fork=fork)
     if check:
@@ -51,7 +68,13 @@ def train(
 
 
 def run(
-    words: list[str], *, cwd: Path, env: dict[str, str], timeout: float = 240, ranks: int = 1, fork: bool = True
+    words: list[str],
+    *,
+    cwd: Path,
+    env: dict[str, str],
+    timeout: float = 240,
+    ranks: int = 1,
+    fork: bool = True,
 ) -> subprocess.CompletedProcess[str]:
     """Run a Python script of ours to its end, as forks that have its imports, if `fork`."""
     if fork and not hardware.gpu_count():  # CUDA does not outlive a fork
@@ -61,7 +84,11 @@ def run(
 
 def script(name: str, *arguments: str, cwd: Path, **extra: str) -> subprocess.CompletedProcess[str]:
     """Run scripts/NAME to its end, without an error."""
-    result = run([sys.executable, str(ROOT / "scripts" / name), *arguments], cwd=cwd, env=environment(**extra))
+    result = run(
+        [sys.executable, str(ROOT / "scripts" / name), *arguments],
+        cwd=cwd,
+        env=environment(**extra),
+    )
     assert result.returncode == 0, result.stderr[-6000:]
     return result
 
@@ -75,7 +102,9 @@ def start(*overrides: str, cwd: Path, corpus: Path, **extra: str) -> subprocess.
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup
+        preexec_fn=lambda: signal.signal(
+            signal.SIGHUP, signal.SIG_DFL
+        ),  # the tests may run under nohup
     )
 
 

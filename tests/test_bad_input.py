@@ -1,4 +1,6 @@
-"""A mistake gets one clear message and exit code 2, with no traceback, before any process starts."""
+"""A mistake gets one clear message and exit code 2, with no traceback, before any process
+starts.
+"""
 
 import itertools
 import json
@@ -38,17 +40,32 @@ CASES = {
     "misspelt key": (["trainer.devces=2"], ["trainer.devces", "Did you mean 'trainer.devices'?"]),
     "misspelt key of a group": (["model.witdh=3"], ["model.witdh", "Did you mean 'model.width'?"]),
     "added key": (["+model.dept=3"], ["model.dept", "takes no argument"]),
-    "added key of the core": (["+trainer.max_step=3"], ["trainer.max_step", "Did you mean 'trainer.max_steps'?"]),
-    "misspelt option": (["strategy=fspd"], ["strategy has no option 'fspd'", "Did you mean 'fsdp'?"]),
+    "added key of the core": (
+        ["+trainer.max_step=3"],
+        ["trainer.max_step", "Did you mean 'trainer.max_steps'?"],
+    ),
+    "misspelt option": (
+        ["strategy=fspd"],
+        ["strategy has no option 'fspd'", "Did you mean 'fsdp'?"],
+    ),
     "misspelt group": (["stratgy=ddp"], ["stratgy", "Did you mean 'strategy'?"]),
     "not key=value": (["trainer.devices"], ["key=value"]),
-    "wrong type": (["trainer.max_steps=many"], ["trainer.max_steps=many", "must be a whole number from 1"]),
+    "wrong type": (
+        ["trainer.max_steps=many"],
+        ["trainer.max_steps=many", "must be a whole number from 1"],
+    ),
     "wrong type in a group": (["model.width=wide"], ["model.width='wide'", "int"]),
-    "not one of the choices": (["trainer.precision=bf16"], ["trainer.precision=bf16", "bf16-mixed"]),
+    "not one of the choices": (
+        ["trainer.precision=bf16"],
+        ["trainer.precision=bf16", "bf16-mixed"],
+    ),
     "no number of devices": (["trainer.devices=none"], ["trainer.devices=none"]),
     "no processes": (["trainer.devices=0"], ["trainer.devices=0"]),
     "no end": (["trainer.max_steps=null", "trainer.max_epochs=null"], ["trainer.max_steps"]),
-    "a split by another name": (["data.train_val_test_split=[1,2,3]"], ["data.source.val_fraction=…"]),
+    "a split by another name": (
+        ["data.train_val_test_split=[1,2,3]"],
+        ["data.source.val_fraction=…"],
+    ),
     "a key like none": (["data.val_test_part=3"], ["there is no key 'data.val_test_part'."]),
     "batch that does not divide": (
         ["data.global_batch_size=30", "data.micro_batch_size=8"],
@@ -60,26 +77,50 @@ CASES = {
     ),
     "heads that do not divide the width": (["model.width=100", "model.heads=3"], ["100", "3"]),
     "no such path": (["data=text", "data.path=nowhere/*.txt"], ["nowhere/*.txt"]),
-    "no such table": (["data=table", "data.path=no.csv", "data.target=y", "task=example", "model=example"], ["no.csv"]),
+    "no such table": (
+        ["data=table", "data.path=no.csv", "data.target=y", "task=example", "model=example"],
+        ["no.csv"],
+    ),
     "no such table in a list": (
-        ["data=table", "data.path=[no.csv,none.csv]", "data.target=y", "task=example", "model=example"],
+        [
+            "data=table",
+            "data.path=[no.csv,none.csv]",
+            "data.target=y",
+            "task=example",
+            "model=example",
+        ],
         ["no.csv", "none.csv"],
     ),
     "no such texts": (
-        ["data=labeled_text", "data.path=no.csv", "data.tokenizer=base", "task=example", "model=example"],
+        [
+            "data=labeled_text",
+            "data.path=no.csv",
+            "data.tokenizer=base",
+            "task=example",
+            "model=example",
+        ],
         ["no.csv"],
     ),
-    "no such images": (["data=image_folder", "data.path=no", "task=example", "model=example"], ["no", "per class"]),
+    "no such images": (
+        ["data=image_folder", "data.path=no", "task=example", "model=example"],
+        ["no", "per class"],
+    ),
     "empty corpus": (["data=text", "data.path=empty.txt"], ["empty.txt"]),
     "binary corpus": (["data=text", "data.path=binary.bin"], ["binary.bin"]),
-    "field that is not there": (["data=text", "data.path=lines.jsonl", "data.source.field=body"], ["body", "text"]),
+    "field that is not there": (
+        ["data=text", "data.path=lines.jsonl", "data.source.field=body"],
+        ["body", "text"],
+    ),
     "context longer than the corpus": (
         ["data=text", "data.path=long.txt", "data.source.vocab_size=300", "data.context=65536"],
         ["data.context=65536", "is longer"],
     ),
     "a required value": (["data=text"], ["data.path"]),
     "wandb without a key": (["logger=wandb"], ["WANDB_API_KEY", "logger.wandb.offline=true"]),
-    "target outside the allowed packages": (["model._target_=os.system"], ["os.system", "launch.allowed_packages"]),
+    "target outside the allowed packages": (
+        ["model._target_=os.system"],
+        ["os.system", "launch.allowed_packages"],
+    ),
     "Lightning by its other package": (
         ["callbacks=ema", "+callbacks.stop._target_=pytorch_lightning.callbacks.Timer"],
         ["callbacks.stop._target_=lightning.pytorch.callbacks.Timer"],
@@ -88,9 +129,15 @@ CASES = {
     "resume from nowhere": (["resume=nowhere"], ["resume=nowhere"]),
     "output folder that is a file": (["run.root=short.txt"], ["run.root=short.txt"]),
     "a rate that is not positive": (["optimizer.lr=-1"], ["optimizer.lr=-1", "positive"]),
-    "model and task that do not go together": (["model=vit_tiny"], ["task=", "image_classification"]),
+    "model and task that do not go together": (
+        ["model=vit_tiny"],
+        ["task=", "image_classification"],
+    ),
     "a sweep without -m": (["seed=0,1"], ["seed=0,1", "Type -m"]),
-    "an object store nobody knows": (["checkpoint.root=s4://bucket"], ["checkpoint.root=s4://bucket: ", "s4"]),
+    "an object store nobody knows": (
+        ["checkpoint.root=s4://bucket"],
+        ["checkpoint.root=s4://bucket: ", "s4"],
+    ),
     "a key that another option has": (["data.path=long.txt"], ["but", "data=text", "it."]),
     "a precision by another name": (["trainer.precision=fp16"], ["trainer.precision=16-mixed"]),
     "nothing to go on from": (
@@ -104,13 +151,22 @@ CASES = {
         ],
         ["resume=required", "no complete checkpoint"],
     ),
-    "options of Hydra's own are no mistakes": (["--cfg", "job", "trainer.devces=2"], ["1 problem:", "trainer.devices"]),
+    "options of Hydra's own are no mistakes": (
+        ["--cfg", "job", "trainer.devces=2"],
+        ["1 problem:", "trainer.devices"],
+    ),
     "a list for one option": (
         ["model=[gpt_nano,gpt2_124m]", "task=[language_modeling]"],
         ["model: it takes one option", "-m model=A,B", "task: it takes one option"],
     ),
-    "a device's file": (["hardware=h100_80gb"], ["hardware=h100_80gb: it is for scripts/plan.py", "trainer.devices=N"]),
-    "a number of a device's file": (["+hardware.memory_gib=3"], ["hardware", "there is no such key"]),
+    "a device's file": (
+        ["hardware=h100_80gb"],
+        ["hardware=h100_80gb: it is for scripts/plan.py", "trainer.devices=N"],
+    ),
+    "a number of a device's file": (
+        ["+hardware.memory_gib=3"],
+        ["hardware", "there is no such key"],
+    ),
     "a key of hydra's": (["hydra.swep.dir=x"], ["Did you mean 'hydra.sweep.dir'?"]),
     "a group that every run needs": (["launch=[]"], ["launch: a value is required. Type launch=…"]),
     "dp": (["strategy=dp"], ["strategy has no option 'dp'. Did you mean 'ddp'?"]),
@@ -118,18 +174,49 @@ CASES = {
         ["data.eval_batch_size=0", "data.train_limit=-1", "data.num_workers=-1"],
         ["data.eval_batch_size=0", "data.train_limit=-1", "data.num_workers=-1"],
     ),
-    "a run outside of run.root": (["run.name=../../elsewhere"], ["run.name=../../elsewhere", "below run.root"]),
-    "a callback without its plus": (["callbacks.mine._target_=a.B"], ["Type +callbacks.mine._target_=a.B"]),
+    "a run outside of run.root": (
+        ["run.name=../../elsewhere"],
+        ["run.name=../../elsewhere", "below run.root"],
+    ),
+    "a callback without its plus": (
+        ["callbacks.mine._target_=a.B"],
+        ["Type +callbacks.mine._target_=a.B"],
+    ),
     "a value of a sweep": (
-        ["-m", "data=text", "data.path=long.txt", "data.source.vocab_size=300", "data.context=8", "optimizer.lr=1,-1"],
+        [
+            "-m",
+            "data=text",
+            "data.path=long.txt",
+            "data.source.vocab_size=300",
+            "data.context=8",
+            "optimizer.lr=1,-1",
+        ],
         ["1 problem:", "optimizer.lr=-1: must be positive"],
     ),
-    "a folder that is not there": (["--config-dir", "none"], ["--config-dir none: there is no such folder"]),
-    "a file that is not there": (["--config-name", "none"], ["primary config 'none'. Type --config-name=NAME"]),
-    "an option in a sweep": (["-m", "strategy=dpd,fspd"], ["strategy has no option 'fspd'. Did you mean 'fsdp'?"]),
-    "a sweep over files": (["-m", "scheduler=glob(*)", "model.heads=3"], ["1 problem:", "model.heads=3"]),
-    "a long sweep": (["-m", "seed=range(0,1000)", "model.heads=3"], ["1 problem:", "model.heads=3"]),
-    "a launcher nobody knows": (["-m", "seed=0,1", "hydra/launcher=nope"], ["1 problem:", "hydra/launcher/nope"]),
+    "a folder that is not there": (
+        ["--config-dir", "none"],
+        ["--config-dir none: there is no such folder"],
+    ),
+    "a file that is not there": (
+        ["--config-name", "none"],
+        ["primary config 'none'. Type --config-name=NAME"],
+    ),
+    "an option in a sweep": (
+        ["-m", "strategy=dpd,fspd"],
+        ["strategy has no option 'fspd'. Did you mean 'fsdp'?"],
+    ),
+    "a sweep over files": (
+        ["-m", "scheduler=glob(*)", "model.heads=3"],
+        ["1 problem:", "model.heads=3"],
+    ),
+    "a long sweep": (
+        ["-m", "seed=range(0,1000)", "model.heads=3"],
+        ["1 problem:", "model.heads=3"],
+    ),
+    "a launcher nobody knows": (
+        ["-m", "seed=0,1", "hydra/launcher=nope"],
+        ["1 problem:", "hydra/launcher/nope"],
+    ),
     "beside a sweep": (["-m", "seed=0,1", "model.heads=3"], ["1 problem:", "model.heads=3"]),
     "in a sweep's file": (["-m", "sweep=lr", "model.heads=3"], ["1 problem:", "model.heads=3"]),
 }
@@ -141,16 +228,29 @@ def folder(tmp_path_factory):
     (folder / "empty.txt").touch()
     (folder / "binary.bin").write_bytes(bytes(range(256)) * 40)
     (folder / "short.txt").write_text("a short text\n" * 8)
-    (folder / "long.txt").write_text("".join(f"line {i} of a text that is long enough to split\n" for i in range(600)))
-    (folder / "lines.jsonl").write_text("".join(json.dumps({"text": "a line"}) + "\n" for _ in range(9)))
+    (folder / "long.txt").write_text(
+        "".join(f"line {i} of a text that is long enough to split\n" for i in range(600))
+    )
+    (folder / "lines.jsonl").write_text(
+        "".join(json.dumps({"text": "a line"}) + "\n" for _ in range(9))
+    )
     return folder
 
 
-# sweeps and Hydra's own options, and what is found after the check: not to be had without the command
+# sweeps and Hydra's own options, and what is found after the check: not to be had without the
+# command
 AS_A_COMMAND = [
     n
     for n, (overrides, _) in CASES.items()
-    if {"-m", "--cfg", "--config-dir", "--config-name", "resume=required", "task=[language_modeling]"} & {*overrides}
+    if {
+        "-m",
+        "--cfg",
+        "--config-dir",
+        "--config-name",
+        "resume=required",
+        "task=[language_modeling]",
+    }
+    & {*overrides}
 ]
 
 
@@ -177,7 +277,9 @@ def test_a_mistake_is_found(name, folder, monkeypatch):
 FAST = {*AS_A_COMMAND} - {"nothing to go on from", "a long sweep", "a sweep over files"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in CASES]
+)
 def test_a_mistake_is_refused(name, folder):
     overrides, words = CASES[name]
     refused(train(*overrides, cwd=folder, HOME=str(folder)), *words)
@@ -213,39 +315,59 @@ def test_a_machine_that_stands_still_skips_no_value(monkeypatch):
 
 
 def test_several_mistakes_are_told_together(folder):
-    stderr = refused(train("trainer.devces=2", "strategy=dpp", "trainer.max_steps=many", cwd=folder))
+    stderr = refused(
+        train("trainer.devces=2", "strategy=dpp", "trainer.max_steps=many", cwd=folder)
+    )
     assert "3 problems" in stderr
     assert all(word in stderr for word in ("trainer.devces", "dpp", "many"))
 
 
 def test_several_mistakes_of_the_second_kind_are_told_together(folder):
     stderr = refused(
-        train("trainer.precision=bf16", "+model.dept=3", "resume=nowhere", "logger=wandb", cwd=folder, HOME=str(folder))
+        train(
+            "trainer.precision=bf16",
+            "+model.dept=3",
+            "resume=nowhere",
+            "logger=wandb",
+            cwd=folder,
+            HOME=str(folder),
+        )
     )
     assert "4 problems" in stderr
 
 
 FILES = {
-    "# comment\n# @package _global_\nseed: 1\n": "its first line must be '# @package _global_', and is '# comment'",
+    "# comment\n# @package _global_\nseed: 1\n": "its first line must be '# @package _global_', "
+    "and is '# comment'",
     "seed: 1\n": "its first line must be '# @package _global_', and is 'seed: 1'",
-    "# @package _global_\ntrainer: {max_stps: 3}\n": "no key 'trainer.max_stps'. Did you mean 'trainer.max_steps'?",
-    "# @package _global_\ndefaults: [override /model: gpt_nan]\n": "no 'model/gpt_nan'. Did you mean 'gpt_nano'?",
-    "# @package _global_\ndefaults: [override /trainer: gpu]\n": "no 'trainer/gpu'. Type trainer.accelerator=gpu.",
+    "# @package _global_\ntrainer: {max_stps: 3}\n": "no key 'trainer.max_stps'. Did you mean "
+    "'trainer.max_steps'?",
+    "# @package _global_\ndefaults: [override /model: gpt_nan]\n": "no 'model/gpt_nan'. Did you "
+    "mean 'gpt_nano'?",
+    "# @package _global_\ndefaults: [override /trainer: gpu]\n": "no 'trainer/gpu'. Type "
+    "trainer.accelerator=gpu.",
     "# @package _global_\ntags: [a, b]\ntrainer: {min_epochs: 3, max_stps: 3}\n": (
-        "there is no key 'tags'. Type run.tags=[a,b]. And there is no key 'trainer.min_epochs'. Type "
+        "there is no key 'tags'. Type run.tags=[a,b]. And there is no key 'trainer.min_epochs'. "
+        "Type "
         "trainer.max_steps=… or trainer.max_epochs=…, and callbacks=early_stopping to end earlier. "
         "And there is no key 'trainer.max_stps'. Did you mean 'trainer.max_steps'?"
     ),
-    "\ufeff# @package _global_\nseed: 1\n": "it begins with a byte order mark, which hides its first line.",
+    "\ufeff# @package _global_\nseed: 1\n": "it begins with a byte order mark, which hides its "
+    "first line.",
     "# @package _global_\ncallbacks: [{_target_: a.B}]\n": (
-        "callbacks: it is [{_target_: a.B}], where keys belong. Write callbacks: {NAME: {_target_: …}}."
+        "callbacks: it is [{_target_: a.B}], where keys belong. Write callbacks: {NAME: {_target_: "
+        "…}}."
     ),
     "# @package _global_\n- a\n": "it holds a list, where keys belong. Write KEY: VALUE.",
     "# @package _global_\nhydra: {nokey: 3}\n": "there is no key 'hydra.nokey'.",
-    "# @package _global_\nhydra: {sweep: {dri: 3}}\n": "no key 'hydra.sweep.dri'. Did you mean 'hydra.sweep.dir'?",
-    "# @package _global_\nmodel: [1, 2]\n": "model: it is [1,2], where keys belong. Write model: {KEY: VALUE}.",
-    "# @package _global_\ntrainer: fast\n": "trainer: it is fast, where keys belong. Write trainer: {KEY: VALUE}.",
-    "# @package _global_\ndefaults: [override model: example]\n": "as in '- override /model: example'.",
+    "# @package _global_\nhydra: {sweep: {dri: 3}}\n": "no key 'hydra.sweep.dri'. Did you mean "
+    "'hydra.sweep.dir'?",
+    "# @package _global_\nmodel: [1, 2]\n": "model: it is [1,2], where keys belong. Write model: "
+    "{KEY: VALUE}.",
+    "# @package _global_\ntrainer: fast\n": "trainer: it is fast, where keys belong. Write "
+    "trainer: {KEY: VALUE}.",
+    "# @package _global_\ndefaults: [override model: example]\n": "as in '- override /model: "
+    "example'.",
     "# @package _global_\ndefaults: [/model: example]\n": "as in '- override /model: example'.",
     "# @package _global_\nseed: [\n": "expected the node content",
     "# @package _global_\nseed: many\n": "'many'",
@@ -266,10 +388,15 @@ def test_a_mistake_in_an_option_s_file_is_told_as_what_it_is(tmp_path, text):
 def test_a_mistake_in_a_file_of_another_folder_is_told_as_what_it_is(tmp_path, folder):
     config.register()
     (tmp_path / "own" / "experiment").mkdir(parents=True)
-    (tmp_path / "own" / "experiment" / "mine.yaml").write_text("# @package _global_\ntrainer: {max_stps: 3}\n")
+    (tmp_path / "own" / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\ntrainer: {max_stps: 3}\n"
+    )
     searched = searching(tmp_path / "own")
     (problem,) = explain(Exception(), [searched, "experiment=mine"], ROOT / "configs")
-    expected = "experiment=mine: in own/experiment/mine.yaml: there is no key 'trainer.max_stps'. Did you mean"
+    expected = (
+        "experiment=mine: in own/experiment/mine.yaml: there is no key 'trainer.max_stps'. "
+        "Did you mean"
+    )
     assert problem.startswith(expected)
     (problem,) = explain(Exception(), [searched, "experiment=main"], ROOT / "configs")
     assert "Did you mean 'mine'?" in problem
@@ -279,7 +406,9 @@ def test_a_mistake_in_a_file_of_another_folder_is_told_as_what_it_is(tmp_path, f
 def test_a_folder_named_like_a_file_is_no_option(tmp_path, folder):
     config.register()
     (tmp_path / "own" / "experiment" / "mine.yaml").mkdir(parents=True)
-    (problem,) = explain(Exception(), [searching(tmp_path / "own"), "experiment=mine"], ROOT / "configs")
+    (problem,) = explain(
+        Exception(), [searching(tmp_path / "own"), "experiment=mine"], ROOT / "configs"
+    )
     assert problem.startswith("experiment=mine: experiment has no option 'mine'.")
 
 
@@ -287,7 +416,9 @@ def test_values_of_a_sweep_are_typed_by_their_keys():
     config.register()
     typed = "hydra.sweeper.params={seed: 1}"
     (problem,) = explain(Exception(), [typed], ROOT / "configs")
-    assert problem.startswith(f"{typed}: it takes no values from here. Type each key by itself, as in -m optimizer.lr=")
+    assert problem.startswith(
+        f"{typed}: it takes no values from here. Type each key by itself, as in -m optimizer.lr="
+    )
 
 
 def test_references_to_keys_of_the_template_are_all_answered():
@@ -295,9 +426,16 @@ def test_references_to_keys_of_the_template_are_all_answered():
 
     from armature.validation import checks
 
-    values = {"a": "${paths.data_dir}/x", "b": "${tags}", "c": "${run.name}", "d": "${e.f}", "run": {"name": "x"}}
+    values = {
+        "a": "${paths.data_dir}/x",
+        "b": "${tags}",
+        "c": "${run.name}",
+        "d": "${e.f}",
+        "run": {"name": "x"},
+    }
     assert checks._interpolation_problems(OmegaConf.create(values)) == [
-        "a: it is ${paths.data_dir}/x, and there is no key 'paths.data_dir'. Write the path itself: a relative one "
+        "a: it is ${paths.data_dir}/x, and there is no key 'paths.data_dir'. Write the path "
+        "itself: a relative one "
         "begins where the command is typed.",
         "b: it is ${tags}, and there is no key 'tags'. Write ${run.tags}.",
         "d: it is ${e.f}, and there is no key 'e.f'. Type d=… for its value.",
@@ -307,7 +445,9 @@ def test_references_to_keys_of_the_template_are_all_answered():
 @pytest.mark.slow
 @pytest.mark.parametrize("typed", [["data.samples=1000000000000"], ["data.held_out=1000000000000"]])
 def test_data_larger_than_memory(tmp_path, typed):
-    stderr = refused(train("experiment=example", "run.name=big", *typed, cwd=tmp_path), *typed, "cannot hold the")
+    stderr = refused(
+        train("experiment=example", "run.name=big", *typed, cwd=tmp_path), *typed, "cannot hold the"
+    )
     assert "eval_batch_size" not in stderr
 
 
@@ -335,9 +475,12 @@ def test_a_mistake_is_answered_without_importing_torch(folder):
         "import sys, runpy; sys.argv = ['train.py', 'trainer.devces=2']\n"
         f"try: runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')\n"
         "except SystemExit as e: assert e.code == 2, e.code\n"
-        "assert 'torch' not in sys.modules and 'lightning' not in sys.modules and 'numpy' not in sys.modules"
+        "assert 'torch' not in sys.modules and 'lightning' not in sys.modules and 'numpy' not in "
+        "sys.modules"
     )
     started = time.perf_counter()
-    result = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr
     assert time.perf_counter() - started < 30  # a hang, not a benchmark

@@ -1,4 +1,6 @@
-"""The benchmark measures what it says: what is counted, what is compared, and that contenders train the same."""
+"""The benchmark measures what it says: what is counted, what is compared, and that contenders train
+the same.
+"""
 
 import json
 import os
@@ -35,7 +37,8 @@ def fake(name: str, *, seconds: float, then: str = "") -> Contender:
     """A contender whose step is a nap."""
     code = (
         "import time; from benchmarks.gate import Gate; gate = Gate()\n"
-        f"for i in range(1000):\n    time.sleep({seconds}); gate.step(){f'; {then}' if then else ''}"
+        f"for i in range(1000):\n    time.sleep({seconds}); "
+        f"gate.step(){f'; {then}' if then else ''}"
     )
     return Contender(name, [sys.executable, "-c", code])
 
@@ -84,7 +87,10 @@ def test_one_that_fails_does_not_spoil_the_others(tmp_path):
 
 def test_alone_starts_each_for_its_own_block(tmp_path):
     records = Rounds(
-        [fake("a", seconds=0.001), fake("b", seconds=0.001)], tmp_path, block_seconds=0.02, multiple=2
+        [fake("a", seconds=0.001), fake("b", seconds=0.001)],
+        tmp_path,
+        block_seconds=0.02,
+        multiple=2,
     ).alone(2)
     assert [len(record.first_steps) for record in records] == [2, 2]
     assert [len(record.seconds) for record in records] == [2, 2]
@@ -147,7 +153,9 @@ def test_the_projection_grows_with_what_is_sent():
     collectives = [{"kind": "all_reduce", "bytes": 4e9}, {"kind": "all_gather", "bytes": 2e9}]
     assert scaling.sent_per_rank(collectives, 4) == pytest.approx((2 * 4e9 + 2e9) * 3 / 4)
     rows = scaling.project(collectives, compute_seconds=1.0, bandwidth=50e9)
-    assert [row["exposed"] for row in rows] == sorted((row["exposed"] for row in rows), reverse=True)
+    assert [row["exposed"] for row in rows] == sorted(
+        (row["exposed"] for row in rows), reverse=True
+    )
     assert all(row["exposed"] < row["hidden"] <= 1.0 for row in rows)
     slow = scaling.project(collectives, compute_seconds=1.0, bandwidth=5e9)
     assert slow[0]["hidden"] < 0.7
@@ -155,19 +163,27 @@ def test_the_projection_grows_with_what_is_sent():
 
 def results() -> dict:
     section = {
-        "model": "gpt_nano", "precision": "32-true", "optimizer": "Muon", "compile": "none", "float8": False,
-        "global_batch_size": 8, "context": 256, "flops_per_step": 10**9,
+        "model": "gpt_nano",
+        "precision": "32-true",
+        "optimizer": "Muon",
+        "compile": "none",
+        "float8": False,
+        "global_batch_size": 8,
+        "context": 256,
+        "flops_per_step": 10**9,
         "records": [
             Record("bare loop", 1, seconds=[0.1, 0.2], cpu_seconds=[0.1, 0.2], peak=1 << 20),
             Record("ours", 1, seconds=[0.1, 0.25], cpu_seconds=[0.1, 0.2], peak=2 << 20),
             Record("accelerate", 1, note="not installed"),
         ],
-    }  # fmt: skip
+    }
     return {
-        "date": "2026-01-01", "command": "python -m benchmarks",
+        "date": "2026-01-01",
+        "command": "python -m benchmarks",
         "machine": {"device": "a CPU, 2 cores", "gpus": 0, "python": "3.11", "torch": "2.13"},
-        "rate": {"rate": 2e11, "dtype": "float32"}, "sections": {"training": section, "overhead": section},
-    }  # fmt: skip
+        "rate": {"rate": 2e11, "dtype": "float32"},
+        "sections": {"training": section, "overhead": section},
+    }
 
 
 def test_the_tables_say_machine_date_ratio_and_what_is_missing():
@@ -179,7 +195,10 @@ def test_the_tables_say_machine_date_ratio_and_what_is_missing():
 
 
 def test_data_are_held_against_what_training_takes():
-    data = {"tokens_per_second": 2.4e6, "images": {0: [{"samples_per_second": 80.0, "data_wait": 0.5}] * 3}}
+    data = {
+        "tokens_per_second": 2.4e6,
+        "images": {0: [{"samples_per_second": 80.0, "data_wait": 0.5}] * 3},
+    }
     made = results()
     made["sections"]["data"] = data
     text = report.markdown(made)
@@ -233,7 +252,9 @@ def test_contenders_import_what_they_need_and_no_more():
     def imported(module: str, names: tuple[str, ...]) -> str:
         code = f"import sys, {module}; print([name for name in {names} if name in sys.modules])"
         command = [sys.executable, "-c", code]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=environment).stdout
+        return subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=True, env=environment
+        ).stdout
 
     assert imported("benchmarks.gate", ("torch", "numpy")).strip() == "[]"
     assert imported("benchmarks.bare", ("lightning", "hydra", "torch._dynamo")).strip() == "[]"
@@ -241,7 +262,9 @@ def test_contenders_import_what_they_need_and_no_more():
 
 @pytest.mark.slow
 def test_the_bare_loop_does_what_training_does(tmp_path):
-    """The same losses, step for step, when it is given the same batches; and the same weights in smaller pieces."""
+    """The same losses, step for step, when it is given the same batches; and the same weights in
+    smaller pieces.
+    """
     import torch
     from hydra.utils import instantiate
 
@@ -249,18 +272,30 @@ def test_the_bare_loop_does_what_training_does(tmp_path):
     from benchmarks import bare
 
     source = running.write_corpus(tmp_path / "corpus")
-    unpinned = ["optimizer=muon", "scheduler=wsd", "trainer=default"]  # what training has, which is being compared
-    running.train(*unpinned, "run.name=ours", "trainer.log_every_n_steps=1", cwd=tmp_path, corpus=source)
+    unpinned = [
+        "optimizer=muon",
+        "scheduler=wsd",
+        "trainer=default",
+    ]  # what training has, which is being compared
+    running.train(
+        *unpinned, "run.name=ours", "trainer.log_every_n_steps=1", cwd=tmp_path, corpus=source
+    )
     data = instantiate(run_dir.read(tmp_path / "outputs" / "ours").data)
     data.prepare_data()
     batches = [(batch["inputs"], batch["targets"]) for batch in data.train_dataloader()][:6]
     job = replace(compose([*running.TINY, *unpinned, f"data.path={source}"]).job, total_steps=6)
     losses: list[float] = []
-    whole = bare.train(job, batches=iter(batches), step_done=lambda loss: losses.append(float(loss.detach())))
+    whole = bare.train(
+        job, batches=iter(batches), step_done=lambda loss: losses.append(float(loss.detach()))
+    )
     assert losses == pytest.approx(running.losses(tmp_path / "outputs" / "ours"), rel=1e-5)
 
-    halves = [half for batch in batches for half in zip(*(part.split(4) for part in batch), strict=True)]
-    pieces = bare.train(replace(job, micro_batch_size=4), batches=iter(halves), step_done=lambda loss: None)
+    halves = [
+        half for batch in batches for half in zip(*(part.split(4) for part in batch), strict=True)
+    ]
+    pieces = bare.train(
+        replace(job, micro_batch_size=4), batches=iter(halves), step_done=lambda loss: None
+    )
     for one, other in zip(whole.parameters(), pieces.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
@@ -282,10 +317,26 @@ def test_the_loader_and_loader_processes_are_measured(tmp_path, monkeypatch):
 def test_the_command_measures_and_writes(tmp_path):
     file = tmp_path / "r.json"
     command = [
-        sys.executable, "-m", "benchmarks", "--training", *corpus(tmp_path), "--only", "ours",
-        "Fabric", "--rounds", "2", "--seconds", "0.05", "--out", str(file), "--keep", str(tmp_path / "kept"),
-    ]  # fmt: skip
-    done = subprocess.run(command, cwd=tmp_path, env=COMMAND_ENVIRONMENT, capture_output=True, text=True)
+        sys.executable,
+        "-m",
+        "benchmarks",
+        "--training",
+        *corpus(tmp_path),
+        "--only",
+        "ours",
+        "Fabric",
+        "--rounds",
+        "2",
+        "--seconds",
+        "0.05",
+        "--out",
+        str(file),
+        "--keep",
+        str(tmp_path / "kept"),
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=COMMAND_ENVIRONMENT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     written = report.load(file)
     names = [record.name for record in written["sections"]["training"]["records"]]
@@ -300,7 +351,9 @@ def test_the_command_measures_and_writes(tmp_path):
 @pytest.mark.slow
 def test_an_impossible_override_is_told_as_training_tells_it(tmp_path):
     command = [sys.executable, "-m", "benchmarks", "trainer.accelerator=tpu"]
-    done = subprocess.run(command, cwd=tmp_path, env=COMMAND_ENVIRONMENT, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=COMMAND_ENVIRONMENT, capture_output=True, text=True
+    )
     assert done.returncode == 2
     assert "trainer.accelerator=tpu" in done.stderr
 
@@ -313,8 +366,12 @@ def test_what_ddp_sends_is_counted(tmp_path):
     collectives = scaling.count(workload, folder)
     reduced = sum(c["bytes"] for c in collectives if c["kind"] == "all_reduce")
     width, hidden, layers, vocabulary = 32, 128, 2, 300
-    parameters = vocabulary * width + layers * (4 * width**2 + 3 * width * hidden + 2 * width) + width
-    assert 4 * parameters <= reduced < 4 * parameters + 4096  # and a few numbers: the losses, a vote
+    parameters = (
+        vocabulary * width + layers * (4 * width**2 + 3 * width * hidden + 2 * width) + width
+    )
+    assert (
+        4 * parameters <= reduced < 4 * parameters + 4096
+    )  # and a few numbers: the losses, a vote
 
 
 @pytest.mark.slow
@@ -322,7 +379,9 @@ def test_the_chunked_loss_needs_a_fifth_of_the_memory():
     sizes = {"tokens": 4096, "width": 32, "vocabulary": 32000, "repeats": 1}
     from benchmarks import loss
 
-    plain, chunked = (loss.run(name, **sizes, device="cpu", dtype="float32") for name in ("plain", "ours"))
+    plain, chunked = (
+        loss.run(name, **sizes, device="cpu", dtype="float32") for name in ("plain", "ours")
+    )
     assert chunked["bytes"] < plain["bytes"] / 5
     assert chunked["gradients_differ_by"] < 1e-5
 
@@ -333,7 +392,9 @@ def test_saves_are_measured_with_the_steps_after_them(tmp_path, monkeypatch):
     monkeypatch.setattr("armature.launcher.heap.keep_freed_memory", lambda accelerator: None)
     section = saves.measure(tmp_path, megabytes=1, rounds=2, device="cpu")
     assert section["bytes"] == pytest.approx(57e6, rel=0.01)  # one block, with AdamW's two moments
-    assert {name: len(values["lost"]) for name, values in section["seconds"].items()} == dict.fromkeys(saves.KINDS, 2)
+    assert {
+        name: len(values["lost"]) for name, values in section["seconds"].items()
+    } == dict.fromkeys(saves.KINDS, 2)
     assert section["seconds"]["foreground"]["call"] > [0.0, 0.0]
     text = "\n".join(saves.table(section))
     assert "0.06 GB of weights and optimizer state" in text

@@ -17,9 +17,13 @@ from scripts import reference
 from tests.finetune.folders import write_model
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-SHIPPED = reference.shown()  # a clone's own files have tests of their own: scripts/new.py writes one
+SHIPPED = (
+    reference.shown()
+)  # a clone's own files have tests of their own: scripts/new.py writes one
 FILES = sorted(  # the files of hardware/ are no part of a run: tests/planner/ reads them
-    str(path.relative_to(CONFIGS).with_suffix("")) for path in SHIPPED if path.parent.name != "hardware"
+    str(path.relative_to(CONFIGS).with_suffix(""))
+    for path in SHIPPED
+    if path.parent.name != "hardware"
 )
 EXPERIMENTS = [path for path in SHIPPED if path.parent.name == "experiment"]
 EXTRA = {  # what a file cannot do without
@@ -42,12 +46,34 @@ EXTRA = {  # what a file cannot do without
     "model/pretrained": ["model.pretrained=base"],
     "model/huggingface": ["model.pretrained=base"],
     "model/pretrained_mixture": ["model.pretrained=mixture"],
-    "data/labeled_text": ["data.path=t.csv", "data.tokenizer=base", "task=example", "model=example"],
-    "model/text_classifier": ["model.pretrained=base", "model.classes=2", "task=text_classification"],
-    "task/text_classification": ["model=text_classifier", "model.pretrained=base", "model.classes=2"],
-    "model/timm": ["model.pretrained=base", "model.classes=10", "task=image_classification", "data=digits"],
+    "data/labeled_text": [
+        "data.path=t.csv",
+        "data.tokenizer=base",
+        "task=example",
+        "model=example",
+    ],
+    "model/text_classifier": [
+        "model.pretrained=base",
+        "model.classes=2",
+        "task=text_classification",
+    ],
+    "task/text_classification": [
+        "model=text_classifier",
+        "model.pretrained=base",
+        "model.classes=2",
+    ],
+    "model/timm": [
+        "model.pretrained=base",
+        "model.classes=10",
+        "task=image_classification",
+        "data=digits",
+    ],
     "experiment/finetune_image": ["model.pretrained=base", "model.classes=10", "data=digits"],
-    "experiment/finetune_classifier": ["model.pretrained=base", "model.classes=2", "data.path=t.csv"],
+    "experiment/finetune_classifier": [
+        "model.pretrained=base",
+        "model.classes=2",
+        "data.path=t.csv",
+    ],
     "experiment/finetune": ["model.pretrained=base", "data.path=chats.jsonl"],
     "experiment/finetune_lora": ["model.pretrained=base", "data.path=chats.jsonl"],
     "experiment/finetune_qlora": ["model.pretrained=base", "data.path=chats.jsonl"],
@@ -79,11 +105,20 @@ def _hydra(tmp_path, monkeypatch):
     (tmp_path / "text").mkdir()
     for i in range(30):
         (tmp_path / "text" / f"{i}.txt").write_text(f"text number {i}, which says little. " * 400)
-    write_model(tmp_path / "base", hidden_size=64, intermediate_size=64)  # whole blocks of 4-bit weights
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    write_model(
+        tmp_path / "base", hidden_size=64, intermediate_size=64
+    )  # whole blocks of 4-bit weights
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "head_dim": 8,
+    }
     write_model(tmp_path / "mixture", model_type="qwen3_moe", **experts)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(data_sources, "problems", lambda cfg, *, prepare: [])  # tests/data prepares for real
+    monkeypatch.setattr(
+        data_sources, "problems", lambda cfg, *, prepare: []
+    )  # tests/data prepares for real
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
         yield
     GlobalHydra.instance().clear()
@@ -94,7 +129,12 @@ NEEDS = {
     "logger/mlflow": "mlflow",
     "logger/comet": "comet_ml",
     **dict.fromkeys(
-        ["model/huggingface", "model/text_classifier", "task/text_classification", "experiment/finetune_classifier"],
+        [
+            "model/huggingface",
+            "model/text_classifier",
+            "task/text_classification",
+            "experiment/finetune_classifier",
+        ],
         "transformers",
     ),
     **dict.fromkeys(["model/timm", "experiment/finetune_image"], "timm"),
@@ -110,10 +150,17 @@ def composed(name: str) -> DictConfig:
 @functools.cache
 def compose_once(name: str) -> DictConfig:
     group, option = name.split("/")
-    override = f"{group}='{option}'"  # quoted, as validation.quoting does it: debug=nan would be a number
-    devices = ["trainer.devices=2"] if group == "strategy" and option not in ("single", "auto") else []
+    override = (
+        f"{group}='{option}'"  # quoted, as validation.quoting does it: debug=nan would be a number
+    )
+    devices = (
+        ["trainer.devices=2"] if group == "strategy" and option not in ("single", "auto") else []
+    )
     # strategy=auto refuses what this machine cannot hold; its choices are tested in tests/planner
-    extra = [*EXTRA.get(name, devices), *(["strategy=single"] if group in ("model", "experiment") else [])]
+    extra = [
+        *EXTRA.get(name, devices),
+        *(["strategy=single"] if group in ("model", "experiment") else []),
+    ]
     return compose("train", overrides=["trainer.accelerator=cpu", override, *extra])
 
 
@@ -129,7 +176,12 @@ def test_every_file_composes_and_passes_the_checks(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in FILES if n.split("/")[0] in ("model", "optimizer", "scheduler", "task", "data", "logger")]
+    "name",
+    [
+        n
+        for n in FILES
+        if n.split("/")[0] in ("model", "optimizer", "scheduler", "task", "data", "logger")
+    ],
 )
 def test_every_target_is_built(name, tmp_path):
     cfg = composed(name)
@@ -155,7 +207,18 @@ def test_every_experiment_opens_with_its_command(path):
 @pytest.mark.slow
 def test_a_key_of_other_options_names_them_all_also_those_that_inherit_it():
     (problem,) = explain(Exception(), ["strategy=ddp", "strategy.tensor=2"], CONFIGS)
-    axes = ["3d", "context", "expert", "fsdp", "fsdp_pipeline", "fsdp_tensor", "hsdp", "mesh", "pipeline", "tensor"]
+    axes = [
+        "3d",
+        "context",
+        "expert",
+        "fsdp",
+        "fsdp_pipeline",
+        "fsdp_tensor",
+        "hsdp",
+        "mesh",
+        "pipeline",
+        "tensor",
+    ]
     assert f"but {', '.join(f'strategy={name}' for name in axes)} have it." in problem
     (problem,) = explain(Exception(), ["strategy.stage=1"], CONFIGS)
     assert "but strategy=deepspeed, strategy=deepspeed_zero1, " in problem
@@ -169,7 +232,10 @@ def test_a_size_that_model_and_data_take_from_each_other_is_asked_for_once():
         return config._model_size(*args, _root_=_root_)
 
     cfg = OmegaConf.create(
-        {"model": {"vocab_size": "${data.vocab_size}"}, "data": {"vocab_size": "${model_size:vocab_size,4096}"}}
+        {
+            "model": {"vocab_size": "${data.vocab_size}"},
+            "data": {"vocab_size": "${model_size:vocab_size,4096}"},
+        }
     )
     OmegaConf.register_new_resolver("model_size", count, replace=True)
     try:

@@ -1,4 +1,7 @@
-"""The arrows between the packages, read from the imports themselves. `make checks` runs this file too."""
+"""The arrows between the packages, read from the imports themselves.
+
+`make checks` runs this file too.
+"""
 
 import ast
 import functools
@@ -7,7 +10,16 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "armature"
 TRAINING_CODE = ("models", "tasks", "data", "callbacks", "optim", "loggers")
-DISTRIBUTED = ("parallel", "strategies", "checkpoint", "launcher", "training", "simulation", "doctor", "worker.py")
+DISTRIBUTED = (
+    "parallel",
+    "strategies",
+    "checkpoint",
+    "launcher",
+    "training",
+    "simulation",
+    "doctor",
+    "worker.py",
+)
 ALL = sorted(SOURCE.rglob("*.py"))
 
 
@@ -27,9 +39,15 @@ def statements(file: Path) -> list[tuple[set[str], bool]]:
         elif isinstance(node, ast.ImportFrom) and not node.level:
             found.append(({f"{node.module}.{alias.name}" for alias in node.names}, runs))
         checks_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        inside = runs and not checks_types and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        inside = (
+            runs
+            and not checks_types
+            and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        )
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):  # no expression holds an import
+            if isinstance(
+                child, ast.stmt | ast.excepthandler | ast.match_case
+            ):  # no expression holds an import
                 visit(child, inside)
 
     visit(ast.parse(file.read_text()), True)
@@ -43,7 +61,12 @@ def files(*packages: str) -> list[Path]:
 
 
 def starting(names: set[str], *prefixes: str) -> set[str]:
-    return {name for name in names for prefix in prefixes if name == prefix or name.startswith(f"{prefix}.")}
+    return {
+        name
+        for name in names
+        for prefix in prefixes
+        if name == prefix or name.startswith(f"{prefix}.")
+    }
 
 
 def relative(file: Path) -> str:
@@ -56,13 +79,21 @@ def found(walked: Iterable[Path], forbidden: Callable[[Path], set[str]]) -> dict
 
 
 def test_training_code_never_touches_a_process_group():
-    outside = ("torch.distributed", "armature.parallel", "armature.strategies", "armature.launch", "armature.worker")
+    outside = (
+        "torch.distributed",
+        "armature.parallel",
+        "armature.strategies",
+        "armature.launch",
+        "armature.worker",
+    )
     outside = (*outside, "armature.launcher", "armature.checkpoint")
     assert not found(files(*TRAINING_CODE), lambda file: starting(imports(file), *outside))
 
 
 def test_callbacks_never_reach_a_process_group_through_training():
-    assert not found(files("callbacks"), lambda file: {name for name in imports(file) if "process_group" in name})
+    assert not found(
+        files("callbacks"), lambda file: {name for name in imports(file) if "process_group" in name}
+    )
 
 
 def test_torch_distributed_is_imported_in_few_places():
@@ -80,7 +111,9 @@ def test_models_are_plain_torch():
 
 def test_nothing_that_trains_knows_the_simulator():
     """It replaces functions of torch in its processes."""
-    training = [file for file in ALL if not {"simulation", "planner"} & {*file.relative_to(SOURCE).parts}]
+    training = [
+        file for file in ALL if not {"simulation", "planner"} & {*file.relative_to(SOURCE).parts}
+    ]
     assert not found(training, lambda file: starting(imports(file), "armature.simulation"))
 
 
@@ -91,7 +124,10 @@ def test_checks_before_launch_import_no_torch():
 
 
 def test_no_import_goes_in_a_circle():
-    modules = {".".join(["armature", *file.relative_to(SOURCE).with_suffix("").parts]): file for file in ALL}
+    modules = {
+        ".".join(["armature", *file.relative_to(SOURCE).with_suffix("").parts]): file
+        for file in ALL
+    }
     modules = {name.removesuffix(".__init__"): file for name, file in modules.items()}
     graph = {
         name: {

@@ -1,4 +1,6 @@
-"""Damaged run directories: each command that reads one works without the file, or names it and what to type."""
+"""Damaged run directories: each command that reads one works without the file, or names it and what
+to type.
+"""
 
 import hashlib
 import json
@@ -27,9 +29,14 @@ WITHIN = 10  # seconds
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("damaged")
     running.train(
-        "trainer.max_steps=4", "checkpoint.every_n_steps=2", "checkpoint.keep_last=3", "run.name=a", cwd=folder,
-        corpus=running.write_corpus(folder / "c"), ARMATURE_CACHE=str(folder / "cache"),
-    )  # fmt: skip
+        "trainer.max_steps=4",
+        "checkpoint.every_n_steps=2",
+        "checkpoint.keep_last=3",
+        "run.name=a",
+        cwd=folder,
+        corpus=running.write_corpus(folder / "c"),
+        ARMATURE_CACHE=str(folder / "cache"),
+    )
     return folder
 
 
@@ -77,7 +84,9 @@ def half(name: str):
 
 
 def half_a_config(run: Path) -> None:
-    """Cut config.yaml behind a key, so that it is no YAML: cut behind a value, the half would be readable."""
+    """Cut config.yaml behind a key, so that it is no YAML: cut behind a value, the half would be
+    readable.
+    """
     text = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(text[: len(text) // 2].rpartition(":")[0])
 
@@ -100,8 +109,14 @@ def meta(change):
     def damage(run: Path) -> None:
         file = run / NEWEST / "meta.pt"
         torch.save(change(torch.load(file, weights_only=True)), file)
-        entry = {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-        manifest(files=json.loads((run / NEWEST / "manifest.json").read_text())["files"] | {"meta.pt": entry})(run)
+        entry = {
+            "bytes": file.stat().st_size,
+            "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+        }
+        manifest(
+            files=json.loads((run / NEWEST / "manifest.json").read_text())["files"]
+            | {"meta.pt": entry}
+        )(run)
         remove("checkpoints/step=000002")(run)
 
     return damage
@@ -109,7 +124,10 @@ def meta(change):
 
 # ---------------------------------------------------------------- commands
 def command(capsys, script: str, *arguments: object) -> tuple[int, str]:
-    """Run a script in this process; return its exit code and output. What is no message fails the test."""
+    """Run a script in this process; return its exit code and output.
+
+    What is no message fails the test.
+    """
     before, begun, code = sys.argv, time.monotonic(), 0
     sys.argv = [script, *map(str, arguments)]
     try:
@@ -135,7 +153,10 @@ READABLE = {
     "an empty step": folder("checkpoints/step=000099"),
     "a step of another digit": folder("checkpoints/step=²"),
     "the newest a file": write(NEWEST, b"x"),
-    **{f"manifest {name}": write(f"{NEWEST}/manifest.json", content) for name, content in JUNK.items()},
+    **{
+        f"manifest {name}": write(f"{NEWEST}/manifest.json", content)
+        for name, content in JUNK.items()
+    },
     "manifest a folder": folder(f"{NEWEST}/manifest.json"),
     "manifest a pipe": pipe(f"{NEWEST}/manifest.json"),
     "manifest without files": manifest(files={}),
@@ -162,7 +183,10 @@ REFUSED = {
     "half a config.yaml": (half_a_config, "config.yaml is damaged"),
     "config.yaml gone": (remove("config.yaml"), "no config.yaml"),
     "config.yaml a pipe": (pipe("config.yaml"), "no config.yaml"),
-    "all manifests gone": (of_each_checkpoint("manifest.json"), "it holds no readable manifest.json"),
+    "all manifests gone": (
+        of_each_checkpoint("manifest.json"),
+        "it holds no readable manifest.json",
+    ),
     "no checkpoints": (remove("checkpoints"), "no complete checkpoint"),
     "checkpoints a file": (write("checkpoints", b"x"), "no complete checkpoint"),
     "meta.pt a list": (meta(lambda _: [1, 2]), "it holds a list, not a checkpoint's entries"),
@@ -186,8 +210,11 @@ def test_what_nothing_makes_up_for_is_named(damage, message, run, tmp_path, caps
     with pytest.raises(ConfigError, match=message):
         armature.load(run)
     for script, *arguments in (
-        ("evaluate.py",), ("generate.py",), ("predict.py", "out=p.csv"), ("convert.py", tmp_path / "x.ckpt"),
-    ):  # fmt: skip
+        ("evaluate.py",),
+        ("generate.py",),
+        ("predict.py", "out=p.csv"),
+        ("convert.py", tmp_path / "x.ckpt"),
+    ):
         code, shown = command(capsys, script, run, *arguments)
         if script == "convert.py" and message in CHECKPOINT_IS_ENOUGH:
             assert (code, "tensors" in shown) == (0, True), shown
@@ -222,9 +249,14 @@ RESUMED = {
 def test_a_resume_goes_on_or_names_the_file(damage, message, run, trained, tmp_path):
     damage(run)
     done = running.train(
-        "trainer.max_steps=5", "run.name=a", f"run.root={tmp_path}", cwd=tmp_path, corpus=trained / "c" / "*.txt",
-        check=False, ARMATURE_CACHE=str(trained / "cache"),
-    )  # fmt: skip
+        "trainer.max_steps=5",
+        "run.name=a",
+        f"run.root={tmp_path}",
+        cwd=tmp_path,
+        corpus=trained / "c" / "*.txt",
+        check=False,
+        ARMATURE_CACHE=str(trained / "cache"),
+    )
     assert "Traceback" not in done.stderr
     assert message in done.stderr
     refused = "config.yaml" in message or "no file" in message
@@ -255,5 +287,7 @@ def test_a_checkpoint_that_a_run_removes_while_it_is_read_is_named(run, monkeypa
         return usual(checkpoint)
 
     monkeypatch.setattr(state, "read_whole", removed_first)
-    with pytest.raises(ConfigError, match=r"step=000004 was removed while it was read: .*keep_last.*again"):
+    with pytest.raises(
+        ConfigError, match=r"step=000004 was removed while it was read: .*keep_last.*again"
+    ):
         armature.load(run)

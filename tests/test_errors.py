@@ -1,4 +1,6 @@
-"""What is shown of an error: the lines of the user's code, without those of libraries and of this project."""
+"""What is shown of an error: the lines of the user's code, without those of libraries and of this
+project.
+"""
 
 import re
 import sys
@@ -80,8 +82,12 @@ def test_the_whole_traceback_is_pointed_to():
             error.add_note(note)
         raise error
 
-    assert failed(fails).endswith("ValueError: wrong\nHYDRA_FULL_ERROR=1 shows the whole traceback.")
-    assert failed(lambda: fails(f"{errors.LOG_NOTE} a.log.")).endswith(f"wrong\n{errors.LOG_NOTE} a.log.")
+    assert failed(fails).endswith(
+        "ValueError: wrong\nHYDRA_FULL_ERROR=1 shows the whole traceback."
+    )
+    assert failed(lambda: fails(f"{errors.LOG_NOTE} a.log.")).endswith(
+        f"wrong\n{errors.LOG_NOTE} a.log."
+    )
 
 
 def test_the_place_of_an_error_is_the_users(tmp_path):
@@ -126,4 +132,6 @@ def test_code_that_ends_the_process_is_named_and_fails_the_run(call, cause):
         call()
     ended = errors.EndedByCode.by(caught.value)
     assert ended.exit_code == 1
-    assert re.search(rf"{cause} was raised at {__file__}:\d+\. .* trainer\.should_stop = True", str(ended))
+    assert re.search(
+        rf"{cause} was raised at {__file__}:\d+\. .* trainer\.should_stop = True", str(ended)
+    )

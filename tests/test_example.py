@@ -1,4 +1,6 @@
-"""`experiment=example`: the model, plan, data and task that users copy learn, and no strategy changes their losses."""
+"""`experiment=example`: the model, plan, data and task that users copy learn, and no strategy
+changes their losses.
+"""
 
 import ast
 import sys

@@ -1,4 +1,6 @@
-"""Programs that scripts/convert.py writes: they compute what the model computes, for any number of samples."""
+"""Programs that scripts/convert.py writes: they compute what the model computes, for any number of
+samples.
+"""
 
 import importlib.util
 import subprocess
@@ -34,7 +36,9 @@ def images() -> tuple[nn.Module, torch.Tensor]:
 
 
 def patches() -> tuple[nn.Module, torch.Tensor]:
-    model = VisionTransformer(image_size=8, patch_size=4, channels=1, width=16, layers=1, heads=2, classes=10)
+    model = VisionTransformer(
+        image_size=8, patch_size=4, channels=1, width=16, layers=1, heads=2, classes=10
+    )
     return model, torch.randn(2, 1, 8, 8)
 
 
@@ -82,12 +86,17 @@ def test_an_onnx_file_computes_the_models_outputs(make, tmp_path):
     program = ReferenceEvaluator(str(tmp_path / "a.onnx"))
     for inputs in (example, torch.cat([example, example, example[:1]]).flip(0)):
         (outputs,) = program.run(None, {program.input_names[0]: inputs.numpy()})
-        torch.testing.assert_close(torch.from_numpy(outputs), model(inputs).detach(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            torch.from_numpy(outputs), model(inputs).detach(), rtol=1e-4, atol=1e-5
+        )
 
 
 def test_missing_packages_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"a.onnx: writing ONNX needs onnx and onnxscript: type make setup EXTRAS=ex"):
+    with pytest.raises(
+        ConfigError,
+        match=r"a.onnx: writing ONNX needs onnx and onnxscript: type make setup EXTRAS=ex",
+    ):
         convert.to_program(Module(nn.Linear(1, 1)), tmp_path / "a.onnx", torch.ones(2, 1))
 
 
@@ -102,7 +111,10 @@ def test_a_recurrent_model_exports_without_a_warning(tmp_path):
     ("typed", "answer"),
     [
         ("3x5", r"--input 3x5: the model does not compute such a batch \(RuntimeError: mat1"),
-        ("99999999999999999999x2", r"--input 99999999999999999999x2: 2e\+20 numbers. Type sizes of at most"),
+        (
+            "99999999999999999999x2",
+            r"--input 99999999999999999999x2: 2e\+20 numbers. Type sizes of at most",
+        ),
     ],
 )
 def test_an_input_that_the_model_does_not_take_is_refused_before_the_export(typed, answer):

@@ -29,7 +29,9 @@ def test_a_file_that_fails_half_way_is_not_there(tmp_path):
     with files.replacing(target) as part:
         assert part.suffix == ".pt2"
         part.write_text("whole")
-    assert [(path.name, path.read_text()) for path in target.parent.iterdir()] == [("a.pt2", "whole")]
+    assert [(path.name, path.read_text()) for path in target.parent.iterdir()] == [
+        ("a.pt2", "whole")
+    ]
 
 
 def test_only_parts_of_processes_that_are_gone_are_cleared(tmp_path):
@@ -38,7 +40,9 @@ def test_only_parts_of_processes_that_are_gone_are_cleared(tmp_path):
     host = socket.gethostname()
     gone_part = tmp_path / f".config.yaml.{host}.{gone.pid}.part"
     kept = [
-        tmp_path / f".config.yaml.{host}.{os.getpid()}.part",  # another start on this machine, which is writing
+        tmp_path
+        # another start on this machine, which is writing
+        / f".config.yaml.{host}.{os.getpid()}.part",
         tmp_path / f".config.yaml.another-{host}.{gone.pid}.part",  # one on another machine
         tmp_path / "step=000002.part",
     ]
@@ -55,10 +59,14 @@ def test_only_parts_of_processes_that_are_gone_are_cleared(tmp_path):
 
 
 def test_a_folder_is_looked_at_again_before_another_builds_in_it(tmp_path, monkeypatch):
-    """As an NFS client sees it: what another machine has made is missing until its folder is opened again."""
+    """As an NFS client sees it: what another machine has made is missing until its folder is opened
+    again.
+    """
     folder, real, stale = tmp_path / "cache" / "text-1", Path.exists, {"is": True}
     made = cache.open_or_build(folder, lambda part: {"bytes": (part / "data").write_text("x")})
-    monkeypatch.setattr(Path, "exists", lambda path: not (stale["is"] and path == folder) and real(path))
+    monkeypatch.setattr(
+        Path, "exists", lambda path: not (stale["is"] and path == folder) and real(path)
+    )
     listed = os.listdir
     monkeypatch.setattr(os, "listdir", lambda path: stale.update({"is": False}) or listed(path))
     assert cache.open_or_build(folder, lambda part: pytest.fail("it was built again")) == made
@@ -79,6 +87,8 @@ def test_a_cache_on_a_full_disk_is_named(tmp_path):
     def full(part):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(ConfigError, match=r"data.source.cache_dir: the disk of .* is full. Make room"):
+    with pytest.raises(
+        ConfigError, match=r"data.source.cache_dir: the disk of .* is full. Make room"
+    ):
         cache.open_or_build(tmp_path / "text", full)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]

@@ -1,4 +1,7 @@
-"""The files for GitHub, containers and editors agree with the project. `make docs-check` checks their schemas."""
+"""The files for GitHub, containers and editors agree with the project.
+
+`make docs-check` checks their schemas.
+"""
 
 import json
 import re
@@ -14,8 +17,11 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 FILES = [
-    *(ROOT / ".github").rglob("*.yml"), ROOT / ".pre-commit-config.yaml", ROOT / "CITATION.cff", ROOT / "mkdocs.yml",
-]  # fmt: skip
+    *(ROOT / ".github").rglob("*.yml"),
+    ROOT / ".pre-commit-config.yaml",
+    ROOT / "CITATION.cff",
+    ROOT / "mkdocs.yml",
+]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -33,15 +39,21 @@ def test_the_workflow_runs_targets_that_exist_and_has_time_limits(jobs):
         assert job["timeout-minutes"] <= 120
         commands = [step["run"] for step in job["steps"] if "run" in step]
         assert commands
-        assert {command.split()[1] for command in commands if command.startswith("make ")} <= TARGETS
+        assert {
+            command.split()[1] for command in commands if command.startswith("make ")
+        } <= TARGETS
 
 
 def test_the_workflow_tests_the_bounds_of_the_requirements(jobs):
     matrix = jobs["fast"]["strategy"]["matrix"]
     assert {name.partition("-")[0] for name in matrix["os"]} == {"ubuntu", "macos"}
     assert f">={min(matrix['python'])}" == PROJECT["requires-python"]
-    low, below = re.findall(r"^torch>=([\d.]+),<([\d.]+)$", (ROOT / "requirements.txt").read_text(), re.MULTILINE)[0]
-    first, last = (tuple(int(part) for part in version.split(".")[:2]) for version in matrix["torch"])
+    low, below = re.findall(
+        r"^torch>=([\d.]+),<([\d.]+)$", (ROOT / "requirements.txt").read_text(), re.MULTILINE
+    )[0]
+    first, last = (
+        tuple(int(part) for part in version.split(".")[:2]) for version in matrix["torch"]
+    )
     assert first == tuple(map(int, low.split(".")))
     assert (last[0], last[1] + 1) == tuple(map(int, below.split(".")))
 
@@ -61,7 +73,9 @@ def test_the_image_is_the_one_that_the_trainjob_names():
 
 def test_the_devcontainer_builds_the_same_image():
     container = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
-    assert (ROOT / ".devcontainer" / container["build"]["dockerfile"]).resolve() == ROOT / "Dockerfile"
+    assert (
+        ROOT / ".devcontainer" / container["build"]["dockerfile"]
+    ).resolve() == ROOT / "Dockerfile"
     workdir = re.search(r"^WORKDIR (\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     assert workdir is not None
     assert container["workspaceFolder"] == workdir[1]
@@ -89,11 +103,18 @@ def test_the_lock_file_pins_every_requirement_but_torch():
     pinned = {each.name: str(each.specifier)[2:] for each in map(Requirement, lines)}
     assert not {name for name in pinned if re.match(r"torch$|torchvision|triton|nvidia|cuda", name)}
     files = ROOT.glob("requirements*.txt")
-    wanted = [line.partition(" #")[0] for path in files for line in path.read_text().splitlines() if line[:1].isalpha()]
+    wanted = [
+        line.partition(" #")[0]
+        for path in files
+        for line in path.read_text().splitlines()
+        if line[:1].isalpha()
+    ]
     assert len(wanted) > 30
     for requirement in map(Requirement, wanted):
         if requirement.name != "torch":
-            assert requirement.specifier.contains(pinned[requirement.name]), f"{requirement}: type make lock"
+            assert requirement.specifier.contains(pinned[requirement.name]), (
+                f"{requirement}: type make lock"
+            )
 
 
 def planned(*words: str) -> str:
@@ -117,7 +138,9 @@ def test_torch_comes_from_the_index_that_is_named():
 
 def test_timm_is_installed_without_torchvision():
     lines = planned("EXTRAS=wandb timm").splitlines()
-    (others,) = [i for i, line in enumerate(lines) if "--requirement requirements-wandb.txt" in line]
+    (others,) = [
+        i for i, line in enumerate(lines) if "--requirement requirements-wandb.txt" in line
+    ]
     (timm,) = [i for i, line in enumerate(lines) if "--requirement requirements-timm.txt" in line]
     assert others != timm
     assert "--no-deps" in lines[timm]

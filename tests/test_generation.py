@@ -24,8 +24,16 @@ def test_greedy_text_equals_that_of_a_model_without_a_cache(model):
 
 
 def test_prompts_of_different_lengths_continue_as_each_alone(model):
-    prompts = [[3, 1, 4, 1, 5, 9, 2, 6], [2], [7, 1, 8], list(range(20))]  # the last is longer than the context
-    alone = [generate(model, torch.tensor([each]), max_new_tokens=30, temperature=0)[0].tolist() for each in prompts]
+    prompts = [
+        [3, 1, 4, 1, 5, 9, 2, 6],
+        [2],
+        [7, 1, 8],
+        list(range(20)),
+    ]  # the last is longer than the context
+    alone = [
+        generate(model, torch.tensor([each]), max_new_tokens=30, temperature=0)[0].tolist()
+        for each in prompts
+    ]
     assert complete(model, prompts[:3], max_new_tokens=30, temperature=0) == alone[:3]
     assert [len(each) for each in complete(model, prompts, max_new_tokens=30)] == [38, 31, 33, 50]
 
@@ -35,25 +43,45 @@ def test_prompts_of_different_lengths_continue_as_each_alone(model):
         new = whole[len(prompt) :]
         assert got == (whole if eot not in new else prompt + new[: new.index(eot) + 1])
     first = alone[1][1]
-    assert complete(model, prompts[1:2], max_new_tokens=30, temperature=0, eot=[30, first]) == [alone[1][:2]]
+    assert complete(model, prompts[1:2], max_new_tokens=30, temperature=0, eot=[30, first]) == [
+        alone[1][:2]
+    ]
 
 
 def decoder(**options) -> Decoder:
     torch.manual_seed(0)
-    return Decoder(**({"vocab_size": 31, "context": 64, "width": 16, "layers": 2, "heads": 4, "kv_heads": 2} | options))
+    return Decoder(
+        **(
+            {"vocab_size": 31, "context": 64, "width": 16, "layers": 2, "heads": 4, "kv_heads": 2}
+            | options
+        )
+    )
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"windows": [None, 5]}, {"document_token": 7}, {"windows": 4, "document_token": 7}, {"qk_norm": "weighted"}],
+    [
+        {},
+        {"windows": [None, 5]},
+        {"document_token": 7},
+        {"windows": 4, "document_token": 7},
+        {"qk_norm": "weighted"},
+    ],
     ids=str,
 )
 def test_prompts_that_fit_are_read_at_once_and_continue_as_each_alone(options, monkeypatch):
     model, read = decoder(**options), []
     prompts = [[3, 1, 7, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9], [2], [7, 1, 8, 2], list(range(30))]
-    alone = [generate(model, torch.tensor([each]), max_new_tokens=30, temperature=0)[0].tolist() for each in prompts]
+    alone = [
+        generate(model, torch.tensor([each]), max_new_tokens=30, temperature=0)[0].tolist()
+        for each in prompts
+    ]
     forward = model.forward
-    monkeypatch.setattr(model, "forward", lambda ids, **kwargs: (read.append([*ids.shape]), forward(ids, **kwargs))[1])
+    monkeypatch.setattr(
+        model,
+        "forward",
+        lambda ids, **kwargs: (read.append([*ids.shape]), forward(ids, **kwargs))[1],
+    )
     assert complete(model, prompts, max_new_tokens=30, temperature=0) == alone
     assert read == [[4, 30], *[[4, 1]] * 29], "the prompts at once, then a token at a time"
     eot = alone[2][9]
@@ -64,7 +92,9 @@ def test_prompts_that_fit_are_read_at_once_and_continue_as_each_alone(options, m
 
 
 @pytest.mark.parametrize("newest", [False, True])
-def test_a_decoder_that_moves_the_cache_on_by_itself_is_told_what_to_call(model, monkeypatch, newest):
+def test_a_decoder_that_moves_the_cache_on_by_itself_is_told_what_to_call(
+    model, monkeypatch, newest
+):
     def advance(cache: KeyValueCache, x_BTD: torch.Tensor) -> torch.Tensor:
         cache.length += x_BTD.shape[1]
         return x_BTD[:, -1:] if newest else x_BTD
@@ -73,7 +103,9 @@ def test_a_decoder_that_moves_the_cache_on_by_itself_is_told_what_to_call(model,
     expected = complete(model, prompts, max_new_tokens=4, temperature=0)
     monkeypatch.setattr(KeyValueCache, "advance", advance)  # as code of its own in its forward
     assert complete(model, prompts, max_new_tokens=4, temperature=0) == expected
-    with pytest.raises(TypeError, match=r"Decoder does not call cache.advance.*x = cache.advance\(x\)"):
+    with pytest.raises(
+        TypeError, match=r"Decoder does not call cache.advance.*x = cache.advance\(x\)"
+    ):
         complete(model, [[3, 1, 4], [1]], max_new_tokens=4)
     assert model.training
 
@@ -92,26 +124,40 @@ def test_looking_rarely_for_the_end_of_all_rows_gives_the_same_text(model, monke
     options = {"max_new_tokens": 12, "temperature": 0, "eot": eot}
     expected = [complete(model, prompts, **options), generate(model, PROMPT, **options).tolist()]
     monkeypatch.setattr(generation, "READ_EVERY", {"cpu": 5})
-    assert [complete(model, prompts, **options), generate(model, PROMPT, **options).tolist()] == expected
+    assert [
+        complete(model, prompts, **options),
+        generate(model, PROMPT, **options).tolist(),
+    ] == expected
 
 
 def test_the_cache_takes_its_room_once_and_the_rotary_table_is_computed_once(model, monkeypatch):
     made, tables, table, empty = [], [], model.rotary, torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: (made.append(args[0]), empty(*args, **kwargs))[1])
+    monkeypatch.setattr(
+        torch, "empty", lambda *args, **kwargs: (made.append(args[0]), empty(*args, **kwargs))[1]
+    )
     monkeypatch.setattr(model, "rotary", lambda **kwargs: (tables.append(1), table(**kwargs))[1])
     generate(model, PROMPT, max_new_tokens=40, temperature=0)
-    assert [room for room in made if isinstance(room, tuple)] == [(2, 2, 16, 4)] * 4  # keys and values of two layers
+    assert [room for room in made if isinstance(room, tuple)] == [
+        (2, 2, 16, 4)
+    ] * 4  # keys and values of two layers
     assert len(tables) == 1
     made.clear()
     generate(model, PROMPT, max_new_tokens=4, temperature=0)
-    assert [room for room in made if isinstance(room, tuple)] == [(2, 2, 7, 4)] * 4  # no longer than the text
+    assert [room for room in made if isinstance(room, tuple)] == [
+        (2, 2, 7, 4)
+    ] * 4  # no longer than the text
 
 
 def test_matrices_lie_by_columns_only_while_text_is_generated(model, monkeypatch):
     model = decoder(tied=True).train()
-    before = {name: (weight.data_ptr(), weight.stride(), weight.clone()) for name, weight in model.named_parameters()}
+    before = {
+        name: (weight.data_ptr(), weight.stride(), weight.clone())
+        for name, weight in model.named_parameters()
+    }
     strides = []
-    model.head.register_forward_hook(lambda head, inputs, output: strides.append(head.weight.stride()))
+    model.head.register_forward_hook(
+        lambda head, inputs, output: strides.append(head.weight.stride())
+    )
     by_columns = generate(model, PROMPT, max_new_tokens=20, temperature=0)
     assert {*strides} == {(1, 31)}
     for name, weight in model.named_parameters():
@@ -144,7 +190,9 @@ def test_no_prompt_and_an_empty_one_among_others_are_refused(model, prompts):
 
 def test_a_seed_gives_the_same_text_and_training_mode_is_restored(model):
     texts = [
-        generate(model.train(), PROMPT, max_new_tokens=8, generator=torch.Generator().manual_seed(seed))
+        generate(
+            model.train(), PROMPT, max_new_tokens=8, generator=torch.Generator().manual_seed(seed)
+        )
         for seed in (0, 0, 1)
     ]
     assert torch.equal(texts[0], texts[1])
@@ -163,7 +211,9 @@ def test_a_row_that_met_the_end_stays_ended_and_all_ended_stop(model):
     ids = generate(model, PROMPT, max_new_tokens=12, temperature=0, eot=eot)
     first = int((ids[0, 3:] == eot).nonzero()[0]) + 3
     assert ids[0, first:].eq(eot).all()
-    assert generate(model, PROMPT[:1], max_new_tokens=12, temperature=0, eot=eot).shape[1] == first + 1
+    assert (
+        generate(model, PROMPT[:1], max_new_tokens=12, temperature=0, eot=eot).shape[1] == first + 1
+    )
 
 
 def test_top_k_and_top_p_keep_the_likeliest():
@@ -180,9 +230,13 @@ def test_top_k_and_top_p_keep_the_likeliest():
     assert drawn(top_p=1e-6) == drawn(temperature=0.0) == {0}
 
 
-@pytest.mark.parametrize("options", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}])
+@pytest.mark.parametrize(
+    "options", [{"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}]
+)
 def test_options_outside_their_range_are_refused(model, options):
-    with pytest.raises(ValueError, match=r"temperature must be at least 0, top_k at least 1 and top_p in \(0, 1\]"):
+    with pytest.raises(
+        ValueError, match=r"temperature must be at least 0, top_k at least 1 and top_p in \(0, 1\]"
+    ):
         generate(model, PROMPT, max_new_tokens=1, **options)
 
 

@@ -1,4 +1,6 @@
-"""experiment=gpt2_124m with everything but its sizes: it trains, on the schedule that its file describes."""
+"""experiment=gpt2_124m with everything but its sizes: it trains, on the schedule that its file
+describes.
+"""
 
 from pathlib import Path
 
@@ -31,7 +33,9 @@ SMALL = [
 @pytest.mark.slow
 def test_the_experiment_trains_at_a_fraction_of_its_size(tmp_path: Path) -> None:
     corpus = running.write_corpus(tmp_path / "text")
-    command = running.command(*SMALL, "strategy=fsdp", "trainer.devices=2", corpus=corpus, tiny=False)
+    command = running.command(
+        *SMALL, "strategy=fsdp", "trainer.devices=2", corpus=corpus, tiny=False
+    )
     result = running.run(command, cwd=tmp_path, env=running.environment(), ranks=2)
     assert result.returncode == 0, result.stderr[-4000:]
     rows = running.rows(tmp_path / "outputs" / "gpt2")

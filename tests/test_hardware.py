@@ -35,9 +35,12 @@ def _asked_anew():
 
 
 @pytest.mark.parametrize(
-    ("flags", "fast"), [("avx2 avx512f", False), ("avx512f avx512_bf16", True), ("avx512f amx_bf16 amx_tile", True)]
+    ("flags", "fast"),
+    [("avx2 avx512f", False), ("avx512f avx512_bf16", True), ("avx512f amx_bf16 amx_tile", True)],
 )
-def test_bf16_is_for_cpus_with_units_for_it(flags: str, fast: bool, tmp_path: Path, monkeypatch) -> None:
+def test_bf16_is_for_cpus_with_units_for_it(
+    flags: str, fast: bool, tmp_path: Path, monkeypatch
+) -> None:
     (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags : fpu {flags}\n")
     monkeypatch.setattr(hardware, "Path", lambda name: tmp_path / Path(name).name)
     assert hardware.bf16_is_fast("cpu") is fast

@@ -10,13 +10,41 @@ from tests import running
 
 pytestmark = pytest.mark.slow
 
-OURS = {"hydra", "omegaconf", "antlr4", "yaml", "lightning", "lightning_utilities", "torchmetrics", "torch", "numpy"}
+OURS = {
+    "hydra",
+    "omegaconf",
+    "antlr4",
+    "yaml",
+    "lightning",
+    "lightning_utilities",
+    "torchmetrics",
+    "torch",
+    "numpy",
+}
 OURS |= {"psutil", "filelock", "dotenv", "tokenizers", "typing_extensions", "packaging"}
-WITH_LIGHTNING = {"rich", "tqdm", "fsspec", "scipy", "regex", "_distutils_hack"}  # torchmetrics looks at each metric
+WITH_LIGHTNING = {
+    "rich",
+    "tqdm",
+    "fsspec",
+    "scipy",
+    "regex",
+    "_distutils_hack",
+}  # torchmetrics looks at each metric
 WITH_TORCH = {"sympy", "mpmath", "torchgen", "charset_normalizer"}
 TENSORBOARD = {"tensorboard", "google", "google_crc32c", "absl", "six"}
 # taken in by the above only where something else has installed them
-IF_INSTALLED = {"PIL", "attr", "dill", "boto3", "botocore", "s3transfer", "jmespath", "dateutil", "urllib3", "certifi"}
+IF_INSTALLED = {
+    "PIL",
+    "attr",
+    "dill",
+    "boto3",
+    "botocore",
+    "s3transfer",
+    "jmespath",
+    "dateutil",
+    "urllib3",
+    "certifi",
+}
 IF_INSTALLED |= {"hydra_plugins"}  # Hydra looks at all of them
 NEVER = {
     "wandb",
@@ -48,9 +76,12 @@ def loaded(*overrides: str, corpus, folder) -> tuple[set[str], int]:
     """The packages, and how many objects collecting garbage leaves out."""
     launcher = [sys.executable, "-c", SCRIPT, str(running.ROOT / "train.py")]
     done = subprocess.run(
-        running.command(*overrides, corpus=corpus, launcher=launcher), cwd=folder, env=running.environment(),
-        capture_output=True, text=True,
-    )  # fmt: skip
+        running.command(*overrides, corpus=corpus, launcher=launcher),
+        cwd=folder,
+        env=running.environment(),
+        capture_output=True,
+        text=True,
+    )
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("LOADED "))
     (frozen,) = (line.split()[1] for line in done.stdout.splitlines() if line.startswith("FROZEN "))
     return set(json.loads(line.removeprefix("LOADED "))), int(frozen)
@@ -60,7 +91,15 @@ def loaded(*overrides: str, corpus, folder) -> tuple[set[str], int]:
 def test_a_run_loads_what_it_uses_and_no_more(logger, corpus, cache, tmp_path):
     found, frozen = loaded(f"logger={logger}", corpus=corpus, folder=tmp_path)
     assert "lightning" in found
-    assert frozen > 100_000  # the imports' objects: going through them takes 0.8 s of the first sixty steps
+    assert (
+        frozen > 100_000
+    )  # the imports' objects: going through them takes 0.8 s of the first sixty steps
     assert not found & NEVER
-    allowed = OURS | WITH_LIGHTNING | WITH_TORCH | IF_INSTALLED | (TENSORBOARD if logger == "tensorboard" else set())
+    allowed = (
+        OURS
+        | WITH_LIGHTNING
+        | WITH_TORCH
+        | IF_INSTALLED
+        | (TENSORBOARD if logger == "tensorboard" else set())
+    )
     assert found <= allowed, f"loaded and not listed: {sorted(found - allowed)}"

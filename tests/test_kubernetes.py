@@ -1,4 +1,6 @@
-"""The manifest in kubernetes/ against the models that the Kubeflow Trainer publishes of its schema."""
+"""The manifest in kubernetes/ against the models that the Kubeflow Trainer publishes of its
+schema.
+"""
 
 import copy
 
@@ -17,7 +19,9 @@ def manifest():
 
 
 def accepted(manifest: dict) -> bool:
-    """Whether every field has a place in the schema and the right type: the models drop what they do not know."""
+    """Whether every field has a place in the schema and the right type: the models drop what they
+    do not know.
+    """
     job = TrainerV1alpha1TrainJob.from_dict(manifest)
     assert job is not None
     return job.to_dict() == manifest
@@ -43,9 +47,14 @@ def test_nodes_and_devices_agree_with_the_overrides(manifest):
     config.register()
     with initialize_config_dir(version_base="1.3", config_dir=str(running.ROOT / "configs")):
         cfg = compose("train", overrides=trainer["command"][2:])
-    assert (cfg.trainer.num_nodes, cfg.trainer.devices) == (trainer["numNodes"], trainer["numProcPerNode"])
+    assert (cfg.trainer.num_nodes, cfg.trainer.devices) == (
+        trainer["numNodes"],
+        trainer["numProcPerNode"],
+    )
     assert str(cfg.trainer.devices) == trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
-    patch = manifest["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
+    patch = manifest["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"][
+        "replicatedJobs"
+    ][0]
     mounts = patch["template"]["spec"]["template"]["spec"]["containers"][0]["volumeMounts"]
     assert cfg.run.root in [mount["mountPath"] for mount in mounts]
     assert cfg.run.name is not None

@@ -1,4 +1,6 @@
-"""The launcher in all its ways: in process, elastic agent, torchrun, srun's variables, sweeps, signals, errors."""
+"""The launcher in all its ways: in process, elastic agent, torchrun, srun's variables, sweeps,
+signals, errors.
+"""
 
 import json
 import shutil
@@ -47,13 +49,25 @@ def test_one_process_fills_the_run_directory(single):
         "tensorboard",
     }
     assert [row["step"] for row in running.rows(single)] == ["1", "2", "3", "4", "5", "6"]
-    assert [bool(row["val/loss"]) for row in running.rows(single)] == [False, False, True, False, False, True]
+    assert [bool(row["val/loss"]) for row in running.rows(single)] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
     assert (single / "checkpoints" / "last").read_text() == "step=000006\n"
     summary = running.summary(single)
     assert summary["stop_reason"] == "finished"
     assert summary["global_step"] == 6
     assert summary["world_size"] == 1
-    assert summary["metrics"].keys() >= {"train/loss", "val/loss", "test/loss", "test/bits_per_byte"}
+    assert summary["metrics"].keys() >= {
+        "train/loss",
+        "val/loss",
+        "test/loss",
+        "test/bits_per_byte",
+    }
     assert list((single / "tensorboard").glob("events*"))
     assert (single / "logs" / "rank_0000.log").exists()
 
@@ -80,16 +94,38 @@ def test_micro_batches_make_no_difference(micro, single, corpus, tmp_path):
 
 
 def test_torchrun_joins_as_ranks(single, corpus, tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", TRAIN]
-    running.train("strategy=ddp", "trainer.devices=2", cwd=tmp_path, corpus=corpus, launcher=torchrun)
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        TRAIN,
+    ]
+    running.train(
+        "strategy=ddp", "trainer.devices=2", cwd=tmp_path, corpus=corpus, launcher=torchrun
+    )
     (run_dir,) = (tmp_path / "outputs").iterdir()
     assert_same_losses(run_dir, single)
 
 
 def test_torchrun_with_another_number_of_processes_is_refused(corpus, tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", TRAIN]
-    result = running.train("trainer.devices=1", cwd=tmp_path, corpus=corpus, launcher=torchrun, check=False)
-    assert "but the launcher started 2. Type trainer.devices=2 trainer.num_nodes=1." in result.stderr
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        TRAIN,
+    ]
+    result = running.train(
+        "trainer.devices=1", cwd=tmp_path, corpus=corpus, launcher=torchrun, check=False
+    )
+    assert (
+        "but the launcher started 2. Type trainer.devices=2 trainer.num_nodes=1." in result.stderr
+    )
 
 
 def test_srun_joins_as_ranks(single, corpus, tmp_path):
@@ -109,7 +145,9 @@ def test_srun_joins_as_ranks(single, corpus, tmp_path):
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        ranks.append(running.start("strategy=ddp", "trainer.devices=2", cwd=tmp_path, corpus=corpus, **slurm))
+        ranks.append(
+            running.start("strategy=ddp", "trainer.devices=2", cwd=tmp_path, corpus=corpus, **slurm)
+        )
     outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], outputs
     assert_same_losses(tmp_path / "outputs" / "41", single)
@@ -117,7 +155,13 @@ def test_srun_joins_as_ranks(single, corpus, tmp_path):
 
 def test_a_sweep_runs_each_trial_once_in_its_own_directory(corpus, tmp_path):
     launcher = [sys.executable, TRAIN, "-m"]
-    overrides = ["seed=0,1", "strategy=ddp", "trainer.devices=2", "trainer.max_steps=3", "run.name=group/sweep"]
+    overrides = [
+        "seed=0,1",
+        "strategy=ddp",
+        "trainer.devices=2",
+        "trainer.max_steps=3",
+        "run.name=group/sweep",
+    ]
     running.train(*overrides, cwd=tmp_path, corpus=corpus, launcher=launcher)
     sweep = tmp_path / "outputs" / "group" / "sweep"
     trials = sorted(path for path in sweep.iterdir() if path.is_dir())
@@ -141,10 +185,20 @@ def test_fine_tuning_begins_with_the_weights_alone_and_their_tokens(single, corp
         running.script("convert.py", str(source), target, cwd=tmp_path)
     other = tmp_path / "other.txt"
     other.write_text(
-        "".join(f"line {i} of another text, in which the brown fox jumps {i} times.\n" for i in range(900))
+        "".join(
+            f"line {i} of another text, in which the brown fox jumps {i} times.\n"
+            for i in range(900)
+        )
     )
     known = f"data.source.tokenizer={single}/tokenizer.json"
-    running.train("run.name=tuned", "resume=outputs/start", known, "scheduler=constant", cwd=tmp_path, corpus=other)
+    running.train(
+        "run.name=tuned",
+        "resume=outputs/start",
+        known,
+        "scheduler=constant",
+        cwd=tmp_path,
+        corpus=other,
+    )
     running.train("run.name=new", known, "scheduler=constant", cwd=tmp_path, corpus=other)
     tuned, new = (running.losses(tmp_path / "outputs" / name) for name in ("tuned", "new"))
     assert len(tuned) == len(new) == 6
@@ -169,7 +223,9 @@ def test_a_stopped_sweep_is_told_to_go_on_by_its_own_name(monkeypatch, capsys):
     assert "The same command with run.name=a/b resumes" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("mode", "seed"), [(RunMode.MULTIRUN, 1), (RunMode.MULTIRUN, 0), (RunMode.RUN, 1)])
+@pytest.mark.parametrize(
+    ("mode", "seed"), [(RunMode.MULTIRUN, 1), (RunMode.MULTIRUN, 0), (RunMode.RUN, 1)]
+)
 def test_a_trial_that_was_begun_with_other_values_is_refused(mode, seed, monkeypatch, tmp_path):
     hydra = SimpleNamespace(initialized=lambda: True, get=lambda: SimpleNamespace(mode=mode))
     monkeypatch.setattr(launch, "HydraConfig", hydra)
@@ -182,14 +238,19 @@ def test_a_trial_that_was_begun_with_other_values_is_refused(mode, seed, monkeyp
     if mode == RunMode.RUN or seed == 0:
         launch._run(trial, [], alone=False)
         return
-    with pytest.raises(ConfigError, match=r"holds a trial that was begun with other settings: .*seed=0 there, 1 here"):
+    with pytest.raises(
+        ConfigError,
+        match=r"holds a trial that was begun with other settings: .*seed=0 there, 1 here",
+    ):
         launch._run(trial, [], alone=False)
     assert run_dir.read(Path(trial.run.dir)).seed == 0
 
 
 def test_a_finished_run_says_so_and_stops(single, corpus):
     started = time.monotonic()
-    result = running.train("run.name=run", "logger=tensorboard", cwd=single.parents[1], corpus=corpus)
+    result = running.train(
+        "run.name=run", "logger=tensorboard", cwd=single.parents[1], corpus=corpus
+    )
     assert "is finished (6 steps)" in result.stderr
     assert time.monotonic() - started < 60
     assert len(running.rows(single)) == 6
@@ -202,7 +263,9 @@ def test_a_finished_run_says_so_and_stops(single, corpus):
 
 def test_another_run_starts_from_a_checkpoint(single, corpus, tmp_path):
     checkpoint = single / "checkpoints" / "step=000006"
-    result = running.train(f"resume={checkpoint}", "trainer.max_steps=8", "run.name=next", cwd=tmp_path, corpus=corpus)
+    result = running.train(
+        f"resume={checkpoint}", "trainer.max_steps=8", "run.name=next", cwd=tmp_path, corpus=corpus
+    )
     assert f"resuming from {checkpoint}, step 6" in result.stderr
     assert [row["step"] for row in running.rows(tmp_path / "outputs" / "next")] == ["6", "7", "8"]
 
@@ -212,7 +275,9 @@ def test_resuming_from_a_run_passes_over_its_damaged_checkpoint(single, corpus, 
     newest = run / "checkpoints" / "step=000006"
     shard = max(newest.iterdir(), key=lambda path: path.stat().st_size)
     shard.write_bytes(bytes(reversed(shard.read_bytes())))
-    result = running.train(f"resume={run}", "trainer.max_steps=6", "run.name=next", cwd=tmp_path, corpus=corpus)
+    result = running.train(
+        f"resume={run}", "trainer.max_steps=6", "run.name=next", cwd=tmp_path, corpus=corpus
+    )
     assert f"{newest} is skipped: {shard.name} was changed" in result.stderr
     rows = running.rows(tmp_path / "outputs" / "next")
     assert [row["step"] for row in rows] == ["3", "4", "5", "6"]
@@ -221,7 +286,10 @@ def test_resuming_from_a_run_passes_over_its_damaged_checkpoint(single, corpus, 
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])
 def test_training_begins_with_converted_weights(strategy, single, corpus, tmp_path):
-    for source, target in ((single, "a.safetensors"), ("a.safetensors", "converted/checkpoints/step=000000")):
+    for source, target in (
+        (single, "a.safetensors"),
+        ("a.safetensors", "converted/checkpoints/step=000000"),
+    ):
         running.script("convert.py", str(source), target, cwd=tmp_path)
     running.train(
         "resume=converted/checkpoints/step=000000",
@@ -239,7 +307,12 @@ def test_training_begins_with_converted_weights(strategy, single, corpus, tmp_pa
 def test_a_resume_that_cannot_work_leaves_the_run_as_it_is(single, corpus):
     before = (single / "config.yaml").read_text()
     result = running.train(
-        "run.name=run", "trainer.max_steps=9", "model.width=64", cwd=single.parents[1], corpus=corpus, check=False
+        "run.name=run",
+        "trainer.max_steps=9",
+        "model.width=64",
+        cwd=single.parents[1],
+        corpus=corpus,
+        check=False,
     )
     assert result.returncode == 2
     assert "Type model.width=32, or another run.name" in result.stderr
@@ -256,8 +329,12 @@ def test_a_resume_that_cannot_work_leaves_the_run_as_it_is(single, corpus):
         (1, signal.SIGHUP, 129),
     ],
 )
-def test_a_signal_ends_every_process_and_the_run_goes_on_later(devices, number, code, corpus, tmp_path):
-    (tmp_path / "random.py").write_text("raise ImportError('a file beside the data')")  # as in a single process
+def test_a_signal_ends_every_process_and_the_run_goes_on_later(
+    devices, number, code, corpus, tmp_path
+):
+    (tmp_path / "random.py").write_text(
+        "raise ImportError('a file beside the data')"
+    )  # as in a single process
     ddp = [f"strategy={'ddp' if devices > 1 else 'single'}", "run.name=run"]
     endless = [
         *ddp,
@@ -268,12 +345,16 @@ def test_a_signal_ends_every_process_and_the_run_goes_on_later(devices, number, 
     ]
     process = running.start(*endless, cwd=tmp_path, corpus=corpus)
     metrics = tmp_path / "outputs" / "run" / "metrics.csv"
-    running.wait_for(lambda: metrics.exists() or process.poll() is not None, seconds=120, what="the first row")
+    running.wait_for(
+        lambda: metrics.exists() or process.poll() is not None, seconds=120, what="the first row"
+    )
     members = running.family(process)
     assert len(members) == (1 if devices == 1 else 1 + devices)
     sockets = [each for member in members for each in member.net_connections("inet")]
     # only connections of gloo, within this machine
-    assert {each.laddr.ip for each in sockets if each.laddr} == ({"127.0.0.1"} if devices > 1 else set())
+    assert {each.laddr.ip for each in sockets if each.laddr} == (
+        {"127.0.0.1"} if devices > 1 else set()
+    )
     started = time.monotonic()
     process.send_signal(number)
     output = process.communicate(timeout=30)[0]
@@ -290,7 +371,9 @@ def test_a_signal_ends_every_process_and_the_run_goes_on_later(devices, number, 
     longer = [*ddp, f"trainer.max_steps={steps + 2}", "scheduler=constant"]
     again = running.train(*longer, ranks=devices, cwd=tmp_path, corpus=corpus)
     assert f"step={steps:06d}, step {steps}" in again.stderr
-    assert [int(row["step"]) for row in running.rows(tmp_path / "outputs" / "run")] == list(range(1, steps + 3))
+    assert [int(row["step"]) for row in running.rows(tmp_path / "outputs" / "run")] == list(
+        range(1, steps + 3)
+    )
 
 
 BROKEN = """
@@ -364,14 +447,20 @@ def test_a_rank_whose_step_returns_none_ends_the_run_at_once(corpus, tmp_path):
 
 
 def log_records(data: bytes):
-    """The records of a wandb file: LevelDB's log format, blocks of 32 KiB after a head of 7 bytes."""
+    """The records of a wandb file.
+
+    LevelDB's log format, blocks of 32 KiB after a head of 7 bytes.
+    """
     position, record = 7, b""
     while position + 7 <= len(data):
         left = 32768 - position % 32768
         if left < 7:
             position += left
             continue
-        length, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
+        length, kind = (
+            int.from_bytes(data[position + 4 : position + 6], "little"),
+            data[position + 6],
+        )
         record += data[position + 7 : position + 7 + length]
         position += 7 + length
         if kind in (1, 4):  # whole, or the last part
@@ -396,7 +485,9 @@ def test_wandb_offline_can_be_read_back(corpus, tmp_path):
     for data in log_records(file.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
-        items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+        items = {
+            item.key or "/".join(item.nested_key): item.value_json for item in record.history.item
+        }
         if "train/loss" in items:
             losses.append(float(json.loads(items["train/loss"])))
     assert losses == pytest.approx(running.losses(tmp_path / "outputs" / "run"))
@@ -428,6 +519,9 @@ def test_scripts_work_from_the_run_directory_alone(single, tmp_path):
     evaluate = running.script("evaluate.py", str(single), *arguments, cwd=tmp_path)
     assert "val/bits_per_byte" in evaluate.stdout
     arguments = ["--prompt", "line ", "--tokens", "9", "--seed", "3"]
-    texts = [running.script("generate.py", str(single), *arguments, cwd=tmp_path).stdout for _ in range(2)]
+    texts = [
+        running.script("generate.py", str(single), *arguments, cwd=tmp_path).stdout
+        for _ in range(2)
+    ]
     assert texts[0].startswith("line ")
     assert texts[0] == texts[1]

@@ -1,4 +1,6 @@
-"""An ordinary LightningModule and ordinary loggers: images, values for the bar, the configuration in every logger."""
+"""An ordinary LightningModule and ordinary loggers: images, values for the bar, the configuration
+in every logger.
+"""
 
 import csv
 from pathlib import Path
@@ -17,21 +19,33 @@ from tests.forked import Forks
 
 pytestmark = pytest.mark.slow
 COMMAND = [
-    "experiment=example", "task._target_=tests.test_lightning_surface.Images",
-    "launch.allowed_packages=[armature,torch,lightning.pytorch,tests]", "trainer.accelerator=cpu",
-    "trainer.precision=32-true", "trainer.max_steps=4", "trainer.max_epochs=null", "trainer.limit_val_batches=0.5",
-    "trainer.test_at_end=false", "checkpoint.monitor=val/loss", "checkpoint.mode=min", "run.tags=[first,try]",
+    "experiment=example",
+    "task._target_=tests.test_lightning_surface.Images",
+    "launch.allowed_packages=[armature,torch,lightning.pytorch,tests]",
+    "trainer.accelerator=cpu",
+    "trainer.precision=32-true",
+    "trainer.max_steps=4",
+    "trainer.max_epochs=null",
+    "trainer.limit_val_batches=0.5",
+    "trainer.test_at_end=false",
+    "checkpoint.monitor=val/loss",
+    "checkpoint.mode=min",
+    "run.tags=[first,try]",
     "run.notes='a note'",
-]  # fmt: skip
+]
 
 
 class Images(L.LightningModule):
-    """Builds its own network and optimizer, and logs an image in the way of Lightning's documentation."""
+    """Builds its own network and optimizer, and logs an image in the way of Lightning's
+    documentation.
+    """
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.net = torch.nn.Sequential(torch.nn.Linear(2, width), torch.nn.ReLU(), torch.nn.Linear(width, 2))
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(2, width), torch.nn.ReLU(), torch.nn.Linear(width, 2)
+        )
 
     def loss(self, batch):
         return torch.nn.functional.cross_entropy(self.net(batch["inputs"]), batch["targets"])
@@ -114,7 +128,11 @@ def test_the_configuration_and_the_module_s_images_are_in_every_logger(forks):
     assert "does not take the groups model, optimizer, scheduler: they are not used" in ended.output
     run = forks.cwd / "outputs" / "a"
     config = yaml.safe_load((run / "config.yaml").read_text())
-    assert (config["run"]["tags"], config["run"]["notes"], config["run"]["group"]) == (["first", "try"], "a note", None)
+    assert (config["run"]["tags"], config["run"]["notes"], config["run"]["group"]) == (
+        ["first", "try"],
+        "a note",
+        None,
+    )
     assert config["run"]["git"].keys() == {"commit", "dirty"}
     (events,) = (run / "tensorboard").rglob("events.*")
     shown = EventAccumulator(str(events.parent))
@@ -143,7 +161,9 @@ def test_what_a_module_logs_does_nothing_when_it_is_measured_or_predicts(forks):
     words, before = (str(run), COMMAND[2]), sorted(run.rglob("*"))
     measured = running.script("evaluate.py", *words, "--split", "val", cwd=forks.cwd)
     assert "val/loss" in measured.stdout
-    assert "self.logger.watch does nothing: evaluate.py and predict.py log nothing" in measured.stderr
+    assert (
+        "self.logger.watch does nothing: evaluate.py and predict.py log nothing" in measured.stderr
+    )
     assert "self.logger.experiment.add_image does nothing" in measured.stderr
     predicted = running.script("predict.py", *words, "out=p.csv", cwd=forks.cwd)
     assert "self.logger.experiment.add_image does nothing" in predicted.stderr
@@ -159,8 +179,12 @@ def test_a_bar_of_lightning_s_replaces_ours(forks):
 
 def test_a_service_that_is_away_ends_no_run_of_two_ranks(forks):
     away = "+logger.away={_target_:tests.test_lightning_surface.Away,save_dir:.}"
-    ended = forks.train(*COMMAND, "run.name=d", away, "trainer.devices=2", "trainer.limit_val_batches=null", ranks=2)
-    assert "Away failed in log_metrics (no answer). The run continues; metrics.csv has" in ended.output
+    ended = forks.train(
+        *COMMAND, "run.name=d", away, "trainer.devices=2", "trainer.limit_val_batches=null", ranks=2
+    )
+    assert (
+        "Away failed in log_metrics (no answer). The run continues; metrics.csv has" in ended.output
+    )
     assert (forks.cwd / "outputs" / "d" / "summary.json").exists()
 
 
@@ -171,7 +195,9 @@ def test_a_service_that_cannot_be_opened_is_one_line(forks):
     assert "Traceback" not in ended.output
 
 
-ON_EXCEPTION = "+callbacks.saves={_target_:lightning.pytorch.callbacks.OnExceptionCheckpoint,dirpath:saved}"
+ON_EXCEPTION = (
+    "+callbacks.saves={_target_:lightning.pytorch.callbacks.OnExceptionCheckpoint,dirpath:saved}"
+)
 
 
 @pytest.mark.timeout(120)
@@ -220,7 +246,9 @@ def test_a_layer_that_is_removed_at_the_end_stays_in_the_last_checkpoint(forks):
     task = "task._target_=tests.test_lightning_surface.EndsWithout"
     ended = forks.train(*COMMAND, "run.name=without", task, "trainer.test_at_end=false")
     assert "on_train_end has removed, added or renamed weights (net." in ended.output
-    assert state.load_full_state_dict(forks.cwd / "outputs" / "without" / "checkpoints" / "step=000004")
+    assert state.load_full_state_dict(
+        forks.cwd / "outputs" / "without" / "checkpoints" / "step=000004"
+    )
 
 
 @pytest.mark.parametrize("every", ["4", "null"])
@@ -234,7 +262,9 @@ def test_a_layer_that_is_removed_at_the_end_stays_in_the_last_checkpoint(forks):
 def test_the_last_checkpoint_has_the_weights_of_the_end(forks, every, ends):
     name = f"end{every}{'Itself' in ends}"
     forks.train(*COMMAND, f"run.name={name}", ends, f"checkpoint.every_n_steps={every}")
-    weights = state.load_full_state_dict(forks.cwd / "outputs" / name / "checkpoints" / "step=000004")
+    weights = state.load_full_state_dict(
+        forks.cwd / "outputs" / name / "checkpoints" / "step=000004"
+    )
     assert all(bool((weight == 0.5).all()) for weight in weights.values())
     longer = [word.replace("max_steps=4", "max_steps=5") for word in COMMAND]
     ended = forks.train(*longer, f"run.name={name}", ends, "trainer.max_steps=5")

@@ -51,7 +51,10 @@ def test_a_run_is_loaded_in_a_line(run):
     for path in (run / "checkpoints" / "step=000003", str(run)):
         same = Task.load_from_checkpoint(path)
         torch.testing.assert_close(same.state_dict(), module.state_dict(), rtol=0, atol=0)
-    with pytest.raises(ConfigError, match=r"holds a armature.tasks.language_modeling.LanguageModeling, not a armature"):
+    with pytest.raises(
+        ConfigError,
+        match=r"holds a armature.tasks.language_modeling.LanguageModeling, not a armature",
+    ):
         ImageClassification.load_from_checkpoint(run)
     with pytest.raises(ConfigError, match="no such path"):
         armature.load(run.with_name("nothing"))
@@ -66,14 +69,23 @@ def test_a_users_checkpoints_lie_beside_ours(run):
 def test_a_run_becomes_a_file_of_lightnings_and_a_program(run, tmp_path, capsys):
     def convert_to(name: str, **options) -> Path:
         given = {"source": run, "target": tmp_path / name, "input": None, "overrides": []}
-        script.run(Namespace(**given | dict.fromkeys(("average", "best", "trust"), False) | options))
+        script.run(
+            Namespace(**given | dict.fromkeys(("average", "best", "trust"), False) | options)
+        )
         return tmp_path / name
 
     found = torch.load(convert_to("a.ckpt"), weights_only=True)
-    assert "also holds averaged weights (callbacks=ema): --average writes those" in capsys.readouterr().out
+    assert (
+        "also holds averaged weights (callbacks=ema): --average writes those"
+        in capsys.readouterr().out
+    )
     module = armature.load(run, overrides=["callbacks.ema.evaluate=false"])
     torch.testing.assert_close(found["state_dict"], dict(module.state_dict()), rtol=0, atol=0)
-    numbers = [number for group in found["optimizer_states"][0]["param_groups"] for number in group["params"]]
+    numbers = [
+        number
+        for group in found["optimizer_states"][0]["param_groups"]
+        for number in group["params"]
+    ]
     assert numbers == list(range(len(found["optimizer_states"][0]["state"])))
     assert {"loops", "lr_schedulers", "callbacks", "pytorch-lightning_version"} <= found.keys()
     average = torch.load(convert_to("b.ckpt", average=True), weights_only=True)["state_dict"]
@@ -84,7 +96,9 @@ def test_a_run_becomes_a_file_of_lightnings_and_a_program(run, tmp_path, capsys)
     torch.testing.assert_close(average, dict(measured.state_dict()), rtol=0, atol=0)
     assert (weights_note(measured), weights_note(module)) == (" (averaged weights)", "")
     program = torch.export.load(convert_to("a.pt2")).module()
-    ids = torch.arange(16)[None].expand(5, -1)  # the context of the example, and another number of samples
+    ids = torch.arange(16)[None].expand(
+        5, -1
+    )  # the context of the example, and another number of samples
     assert program(ids).shape[0] == 5
     with pytest.raises(ConfigError, match=r"pip install onnx onnxscript"):
         convert_to("a.onnx")
@@ -118,7 +132,10 @@ class OursWithoutValidation(DataModule):
 )
 def test_a_program_can_be_made_without_validation_data(data):
     made = data()
-    assert script.first_batch(made if isinstance(made, DataModule) else PlainData(made)).shape == (4, 1)
+    assert script.first_batch(made if isinstance(made, DataModule) else PlainData(made)).shape == (
+        4,
+        1,
+    )
 
 
 def test_a_model_that_cannot_be_exported_is_named(tmp_path):
@@ -131,14 +148,21 @@ def test_a_model_that_cannot_be_exported_is_named(tmp_path):
             super().__init__(torch.nn.Identity, optimizer=torch.optim.SGD)
             self.model = Odd()
 
-    with pytest.raises(ConfigError, match=r"a.pt2: this model cannot be exported to pt2: .*armature.load"):
+    with pytest.raises(
+        ConfigError, match=r"a.pt2: this model cannot be exported to pt2: .*armature.load"
+    ):
         convert.to_program(Module(), tmp_path / "a.pt2", torch.ones(2, 3))
 
 
 def test_training_starts_with_the_weights_of_a_file(run, tmp_path):
     corpus = running.write_corpus(tmp_path / "c")
     done = running.train(
-        "trainer.max_steps=1", "run.name=b", f"resume={file_of(run)}", "optimizer.lr=1e-12", cwd=tmp_path, corpus=corpus
+        "trainer.max_steps=1",
+        "run.name=b",
+        f"resume={file_of(run)}",
+        "optimizer.lr=1e-12",
+        cwd=tmp_path,
+        corpus=corpus,
     )
     assert "step 1" in done.stdout + done.stderr
     there, here = armature.load(file_of(run)), armature.load(tmp_path / "outputs" / "b")

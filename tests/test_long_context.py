@@ -1,4 +1,6 @@
-"""experiment=long_context: what a context axis is for, and what is done afterwards with a run that had one."""
+"""experiment=long_context: what a context axis is for, and what is done afterwards with a run that
+had one.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ import pytest
 
 from tests import running
 
-LIMIT_KIB = (
-    4_400_000  # of one process's data: each rank of two trains within 3,900,000, and one alone not within 4,900,000
-)
+# of one process's data: each rank of two trains within 3,900,000, and one alone not within
+# 4,900,000
+LIMIT_KIB = 4_400_000
 SHORT = ["data=synthetic", "trainer.max_steps=1", "trainer.limit_val_batches=0", "run.name=run"]
 
 
@@ -20,17 +22,29 @@ def limited(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess
     """Run Python under the limit."""
     shell = ["bash", "-c", 'ulimit -d "$0" && exec "$@"', str(LIMIT_KIB), sys.executable, *words]
     return subprocess.run(
-        shell, cwd=cwd, env=running.environment(), capture_output=True, text=True, timeout=600, check=False
+        shell,
+        cwd=cwd,
+        env=running.environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
 
 
 def train(*overrides: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return limited(str(running.ROOT / "train.py"), "experiment=long_context", *SHORT, *overrides, cwd=cwd)
+    return limited(
+        str(running.ROOT / "train.py"), "experiment=long_context", *SHORT, *overrides, cwd=cwd
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="the limit counts private memory on Linux alone")
-def test_under_one_limit_of_memory_one_process_fails_and_two_that_share_the_sample_train(tmp_path: Path) -> None:
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="the limit counts private memory on Linux alone"
+)
+def test_under_one_limit_of_memory_one_process_fails_and_two_that_share_the_sample_train(
+    tmp_path: Path,
+) -> None:
     if limited("-c", f"bytearray({LIMIT_KIB * 1024 + 1})").returncode == 0:
         pytest.skip("this system lets a process map more private memory than ulimit -d allows")
     (tmp_path / "one").mkdir()
@@ -47,7 +61,12 @@ def test_a_run_generates_and_is_evaluated_and_converted_in_one_process(tmp_path:
     corpus = running.write_corpus(tmp_path)
     running.train("strategy=context", "run.name=run", cwd=tmp_path, corpus=corpus, ranks=2)
     run = str(tmp_path / "outputs" / "run")
-    assert "def " in running.script("generate.py", run, "--prompt", "def ", "--tokens", "4", cwd=tmp_path).stdout
+    assert (
+        "def "
+        in running.script(
+            "generate.py", run, "--prompt", "def ", "--tokens", "4", cwd=tmp_path
+        ).stdout
+    )
     loss = running.summary(Path(run))["metrics"]["val/loss"]
     shown = running.script("evaluate.py", run, "--split", "val", cwd=tmp_path).stdout
     assert f"{loss:.3f}"[:-1] in shown

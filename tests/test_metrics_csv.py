@@ -39,7 +39,13 @@ def test_a_value_that_comes_before_its_row_joins_it(tmp_path):
     write(log, 1, 5)
     log.flush()
     _, rows = read(tmp_path / "metrics.csv")
-    assert [(row["step"], row["mine"]) for row in rows] == [("1", ""), ("2", "0.2"), ("3", ""), ("4", "0.4"), ("5", "")]
+    assert [(row["step"], row["mine"]) for row in rows] == [
+        ("1", ""),
+        ("2", "0.2"),
+        ("3", ""),
+        ("4", "0.4"),
+        ("5", ""),
+    ]
 
 
 def test_a_value_whose_row_never_comes_has_one_of_its_own(tmp_path):
@@ -61,7 +67,14 @@ def test_going_on_drops_what_came_after_the_checkpoint(tmp_path):
     again.resume_from(4)
     write(again, 5, 6)
     again.flush()
-    assert [row["step"] for row in read(tmp_path / "metrics.csv")[1]] == ["1", "2", "3", "4", "5", "6"]
+    assert [row["step"] for row in read(tmp_path / "metrics.csv")[1]] == [
+        "1",
+        "2",
+        "3",
+        "4",
+        "5",
+        "6",
+    ]
 
 
 def test_the_file_is_opened_at_most_once_per_second(tmp_path, monkeypatch):
@@ -70,7 +83,12 @@ def test_the_file_is_opened_at_most_once_per_second(tmp_path, monkeypatch):
     log, found = MetricsCSV(tmp_path), []
     for seconds in (100.0, 100.5, 100.9, 101.1, 101.2):
         clock.append(seconds)
-        log.write_rows([{"step": step, "train/loss": 1.0} for step in (log.held.get("step", 0) + k for k in (1, 2))])
+        log.write_rows(
+            [
+                {"step": step, "train/loss": 1.0}
+                for step in (log.held.get("step", 0) + k for k in (1, 2))
+            ]
+        )
         found.append([int(row["step"]) for row in read(tmp_path / "metrics.csv")[1]])
     assert found == [[1], [1], [1], [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 7]]
     assert log.held["step"] == 10  # what a checkpoint keeps is never behind
@@ -153,7 +171,9 @@ def test_a_run_that_starts_from_another_one_misses_no_rows(tmp_path, caplog):
     assert not caplog.messages
 
 
-@pytest.mark.parametrize("content", ["1,0,8\r\n2,0,16\r\n", "\ufffe", "step,train/loss\r\none,2\r\n"])
+@pytest.mark.parametrize(
+    "content", ["1,0,8\r\n2,0,16\r\n", "\ufffe", "step,train/loss\r\none,2\r\n"]
+)
 def test_a_file_that_cannot_be_read_is_set_aside(content, tmp_path, caplog):
     (tmp_path / "metrics.csv").write_bytes(content.encode("utf-16-le"))
     log = MetricsCSV(tmp_path)
@@ -165,7 +185,9 @@ def test_a_file_that_cannot_be_read_is_set_aside(content, tmp_path, caplog):
     assert "metrics.csv.damaged" in caplog.text
 
 
-def test_rows_that_a_full_disk_lacks_at_the_end_are_reported_beside_another_error(tmp_path, monkeypatch, caplog):
+def test_rows_that_a_full_disk_lacks_at_the_end_are_reported_beside_another_error(
+    tmp_path, monkeypatch, caplog
+):
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -174,7 +196,10 @@ def test_rows_that_a_full_disk_lacks_at_the_end_are_reported_beside_another_erro
     monkeypatch.setattr(files, "replace", full)
     log.write_rows([{"step": 3, "train/new": 1.0}])
     log.finalize("failed")
-    assert "metrics.csv lacks 2 rows at its end, which could not be written ([Errno 28]" in caplog.messages[-1]
+    assert (
+        "metrics.csv lacks 2 rows at its end, which could not be written ([Errno 28]"
+        in caplog.messages[-1]
+    )
     with pytest.raises(NotSaved, match="lacks 2 rows"):
         log.flush()
 
@@ -198,9 +223,13 @@ def test_a_directory_that_vanishes_while_training_costs_only_its_own_rows(tmp_pa
 def test_a_module_that_logs_images_runs_without_another_logger(tmp_path):
     log = MetricsCSV(tmp_path)
     assert log.save_dir == str(tmp_path)
-    with pytest.warns(UserWarning, match=r"experiment.add_image does nothing: .* Type logger=tensorboard"):
+    with pytest.warns(
+        UserWarning, match=r"experiment.add_image does nothing: .* Type logger=tensorboard"
+    ):
         log.experiment.add_image("tag", None, 0)
-    with pytest.raises(AttributeError, match=r"self.logger.log_image: metrics.csv takes numbers only"):
+    with pytest.raises(
+        AttributeError, match=r"self.logger.log_image: metrics.csv takes numbers only"
+    ):
         log.log_image("tag", [])
 
 

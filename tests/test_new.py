@@ -18,7 +18,9 @@ new = in_process.load("new")
 def test_it_copies_every_file_of_the_example_under_the_name():
     texts = {str(path.relative_to(ROOT)): text for path, text in new.texts("half_moons").items()}
     sources = {f"src/half_moons/{path.name}" for path in (ROOT / "src" / "example").glob("*.py")}
-    configs = {f"configs/{group}/half_moons.yaml" for group in ("model", "data", "task", "experiment")}
+    configs = {
+        f"configs/{group}/half_moons.yaml" for group in ("model", "data", "task", "experiment")
+    }
     assert set(texts) == {*sources, *configs, "tests/test_half_moons.py"}
     assert not [path for path, text in texts.items() if "example" in text]
     assert "_target_: half_moons.model.ResidualMLP" in texts["configs/model/half_moons.yaml"]
@@ -46,19 +48,26 @@ def test_names_that_would_not_work_are_refused(name, expected):
         new.texts(name)
 
 
-@pytest.mark.parametrize("name", ["aa_b", "quite_free", "zz_a_name_of_some_sixty_letters_for_points_on_two_half_moons"])
+@pytest.mark.parametrize(
+    "name", ["aa_b", "quite_free", "zz_a_name_of_some_sixty_letters_for_points_on_two_half_moons"]
+)
 def test_ruff_accepts_what_it_writes_for_short_and_long_names(name, tmp_path):
     copies = {tmp_path / path.relative_to(ROOT): text for path, text in new.texts(name).items()}
     for copy, text in copies.items():
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(text)
-    for known in ("src/armature", "tests/running.py"):  # else ruff takes them for other people's packages
+    for known in (
+        "src/armature",
+        "tests/running.py",
+    ):  # else ruff takes them for other people's packages
         (tmp_path / known).symlink_to(ROOT / known)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     ruff = shutil.which("ruff", path=Path(sys.executable).parent) or "ruff"
     files = [copy for copy in copies if copy.suffix == ".py"]
     for words in (["check"], ["format", "--check"]):
-        result = subprocess.run([ruff, *words, "--no-cache", *files], cwd=tmp_path, capture_output=True, text=True)
+        result = subprocess.run(
+            [ruff, *words, "--no-cache", *files], cwd=tmp_path, capture_output=True, text=True
+        )
         assert result.returncode == 0, result.stdout
 
 
@@ -74,18 +83,28 @@ def test_a_clone_with_a_model_and_a_name_of_its_own_passes_its_checks(tmp_path):
     made = call("scripts/new.py", "moons", cwd=tmp_path)
     assert "python train.py experiment=moons" in made.stdout
     train = tmp_path / "configs" / "train.yaml"
-    train.write_text(re.sub(r"(?m)^project:\n  name: \S+", "project:\n  name: mine", train.read_text()))
+    train.write_text(
+        re.sub(r"(?m)^project:\n  name: \S+", "project:\n  name: mine", train.read_text())
+    )
     assert "name: mine" in train.read_text()
     page = call("scripts/reference.py", "--check", cwd=tmp_path).stdout
     assert "configs/data/moons.yaml" in page  # named, but no mistake
     call("-m", "ruff", "check", "--no-cache", ".", cwd=tmp_path)
     call("-m", "ruff", "format", "--check", "--no-cache", ".", cwd=tmp_path)
-    data = tmp_path / "src" / "moons" / "data.py"  # reads a file of the clone by a relative path, as a user's data do
+    data = (
+        tmp_path / "src" / "moons" / "data.py"
+    )  # reads a file of the clone by a relative path, as a user's data do
     line = "super().__init__(**loader)\n"
     data.write_text(data.read_text().replace(line, f'{line}        open("README.md").close()\n'))
     assert "README.md" in data.read_text()
     call("-m", "pytest", "-p", "no:cacheprovider", "tests/test_moons.py", cwd=tmp_path)
-    readers = ("test_configs.py", "data/test_data_configs.py", "test_new.py", "test_readme.py", "slurm/test_submit.py")
+    readers = (
+        "test_configs.py",
+        "data/test_data_configs.py",
+        "test_new.py",
+        "test_readme.py",
+        "slurm/test_submit.py",
+    )
     chosen = ("-m", "not slow", "-k", "not misspelt", *(f"tests/{file}" for file in readers))
     call("-m", "pytest", "-p", "no:cacheprovider", *chosen, cwd=tmp_path)
     again = call("scripts/new.py", "moons", cwd=tmp_path, check=False)
@@ -94,6 +113,8 @@ def test_a_clone_with_a_model_and_a_name_of_its_own_passes_its_checks(tmp_path):
 
 
 def call(*words: str, cwd: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
-    result = subprocess.run([sys.executable, *words], cwd=cwd, capture_output=True, text=True, timeout=280)
+    result = subprocess.run(
+        [sys.executable, *words], cwd=cwd, capture_output=True, text=True, timeout=280
+    )
     assert not check or result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
     return result

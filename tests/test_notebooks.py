@@ -1,4 +1,6 @@
-"""notebooks/: each has the cells of its script and outputs without an error, and one runs from a fresh kernel."""
+"""notebooks/: each has the cells of its script and outputs without an error, and one runs from a
+fresh kernel.
+"""
 
 import json
 import re
@@ -52,10 +54,20 @@ def test_a_notebook_runs_from_a_fresh_kernel():
 @pytest.mark.skipif(not TOOLS.exists(), reason="make notebooks creates .venv-notebooks")
 def test_a_committed_notebook_that_took_more_than_two_minutes_is_a_problem(tmp_path):
     for seconds in (100, 121):
-        notebook = {"cells": [], "metadata": {"armature": {"seconds": seconds}}, "nbformat": 4, "nbformat_minor": 5}
+        notebook = {
+            "cells": [],
+            "metadata": {"armature": {"seconds": seconds}},
+            "nbformat": 4,
+            "nbformat_minor": 5,
+        }
         (tmp_path / f"{seconds}.ipynb").write_text(json.dumps(notebook))
-    call = "import sys, pathlib, notebooks; print([notebooks.too_slow(pathlib.Path(n)) for n in sys.argv[1:]])"
+    call = (
+        "import sys, pathlib, notebooks; print([notebooks.too_slow(pathlib.Path(n)) for n in "
+        "sys.argv[1:]])"
+    )
     command = [str(TOOLS), "-c", call, str(tmp_path / "100.ipynb"), str(tmp_path / "121.ipynb")]
     result = subprocess.run(command, cwd=ROOT / "scripts", capture_output=True, text=True)
-    expected = "[[], ['121.ipynb took 121 s, more than 120 s. On an idle machine type make notebooks']]"
+    expected = (
+        "[[], ['121.ipynb took 121 s, more than 120 s. On an idle machine type make notebooks']]"
+    )
     assert result.stdout.strip() == expected, result.stderr

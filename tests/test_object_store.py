@@ -9,7 +9,9 @@ from armature.checkpoint import directory, resume, state
 from tests.running import losses, summary, train
 
 pytest.importorskip("s3fs", reason="s3fs is not installed (pip install s3fs)")
-server = pytest.importorskip("moto.server", reason="moto[server] is not installed (pip install 'moto[server]')")
+server = pytest.importorskip(
+    "moto.server", reason="moto[server] is not installed (pip install 'moto[server]')"
+)
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +25,11 @@ def store():
     service.start()
     host, port = service.get_host_and_port()
     address = f"http://{host}:{port}"
-    environment = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_ENDPOINT_URL": address}
+    environment = {
+        "AWS_ACCESS_KEY_ID": "x",
+        "AWS_SECRET_ACCESS_KEY": "x",
+        "AWS_ENDPOINT_URL": address,
+    }
     s3fs.S3FileSystem(key="x", secret="x", endpoint_url=address).mkdir("runs")
     before = dict(os.environ)
     os.environ.update(environment)
@@ -34,7 +40,12 @@ def store():
 
 
 def test_a_run_goes_on_from_a_bucket_when_its_machine_is_gone(store, corpus, tmp_path):
-    args = ["checkpoint.root=s3://runs/lab", "checkpoint.every_n_steps=2", "run.name=a", "scheduler=constant"]
+    args = [
+        "checkpoint.root=s3://runs/lab",
+        "checkpoint.every_n_steps=2",
+        "run.name=a",
+        "scheduler=constant",
+    ]
     args += ["checkpoint.keep_best=0"]
     train(*args, "trainer.max_steps=4", cwd=tmp_path, corpus=corpus, **store)
     there = resume.to_path("s3://runs/lab/a")
@@ -55,7 +66,15 @@ def test_a_run_goes_on_from_a_bucket_when_its_machine_is_gone(store, corpus, tmp
 
 def test_two_ranks_write_to_a_bucket_and_one_goes_on(store, corpus, tmp_path):
     args = ["checkpoint.root=s3://runs/two", "run.name=a", "checkpoint.every_n_steps=3"]
-    train(*args, "strategy=fsdp", "checkpoint.background=true", ranks=2, cwd=tmp_path, corpus=corpus, **store)
+    train(
+        *args,
+        "strategy=fsdp",
+        "checkpoint.background=true",
+        ranks=2,
+        cwd=tmp_path,
+        corpus=corpus,
+        **store,
+    )
     assert directory.problem(resume.to_path("s3://runs/two/a/step=000006")) is None
     done = train(*args, "trainer.max_steps=8", cwd=tmp_path, corpus=corpus, **store)
     assert "resuming from s3://runs/two/a/step=000006" in done.stderr

@@ -22,7 +22,13 @@ CALLBACKS = [Counter(), Timer()]
 def meta_of(rank: int, **own: Any) -> dict[str, Any]:
     """Return a rank's checkpoint. Only what users save counts: no clock of Lightning's."""
     states = {"Counter": {"seen": rank}, CALLBACKS[1].state_key: {"time": rank}}
-    return {"epoch": 1, "hyper_parameters": {"rank": rank}, "names": {"a", "b"}, "callbacks": states, **own}
+    return {
+        "epoch": 1,
+        "hyper_parameters": {"rank": rank},
+        "names": {"a", "b"},
+        "callbacks": states,
+        **own,
+    }
 
 
 def saved(monkeypatch: pytest.MonkeyPatch, metas: list[dict[str, Any]]) -> dict[str, Any]:
@@ -32,14 +38,23 @@ def saved(monkeypatch: pytest.MonkeyPatch, metas: list[dict[str, Any]]) -> dict[
     entry: dict[str, Any] = {}
     for rank in (*range(1, len(metas)), 0):
         monkeypatch.setattr(process_group, "rank", lambda rank=rank: rank)
-        monkeypatch.setattr(process_group, "gather_object", lambda own: gathered.append(own) or gathered)
+        monkeypatch.setattr(
+            process_group, "gather_object", lambda own: gathered.append(own) or gathered
+        )
         entry = of_ranks.entries(metas[rank], everyones, layout="DDP")
     if entry:
         entry[of_ranks.KEY]["entries"] = [gathered[-1], *gathered[:-1]]
     return metas[0] | entry
 
 
-def restored(monkeypatch: pytest.MonkeyPatch, meta: dict[str, Any], *, rank: int, ranks: int = 2, layout: str = "DDP"):
+def restored(
+    monkeypatch: pytest.MonkeyPatch,
+    meta: dict[str, Any],
+    *,
+    rank: int,
+    ranks: int = 2,
+    layout: str = "DDP",
+):
     monkeypatch.setattr(process_group, "rank", lambda: rank)
     monkeypatch.setattr(process_group, "ranks", lambda: ranks)
     meta = meta | {"callbacks": dict(meta["callbacks"])}
@@ -48,15 +63,27 @@ def restored(monkeypatch: pytest.MonkeyPatch, meta: dict[str, Any], *, rank: int
 
 
 def test_each_rank_continues_with_what_it_saved(monkeypatch):
-    metas = [meta_of(0, losses=[torch.ones(2)], first=1), meta_of(1, losses=[torch.zeros(2)], second=2)]
+    metas = [
+        meta_of(0, losses=[torch.ones(2)], first=1),
+        meta_of(1, losses=[torch.zeros(2)], second=2),
+    ]
     file = saved(monkeypatch, metas)
     here = partial(restored, monkeypatch, file)
-    assert (here(rank=0)["losses"][0].tolist(), here(rank=1)["losses"][0].tolist()) == ([1, 1], [0, 0])
-    assert [here(rank=rank)["callbacks"]["Counter"] for rank in (0, 1)] == [{"seen": 0}, {"seen": 1}]
+    assert (here(rank=0)["losses"][0].tolist(), here(rank=1)["losses"][0].tolist()) == (
+        [1, 1],
+        [0, 0],
+    )
+    assert [here(rank=rank)["callbacks"]["Counter"] for rank in (0, 1)] == [
+        {"seen": 0},
+        {"seen": 1},
+    ]
     assert here(rank=1)["hyper_parameters"] == {"rank": 0}  # not what hooks add
     assert here(rank=1)["callbacks"][CALLBACKS[1].state_key] == {"time": 0}
     assert here(rank=1)["second"] == 2
-    assert (here(rank=0)["first"], here(rank=1)["first"]) == (1, 1)  # as in Lightning: saved on rank 0 alone
+    assert (here(rank=0)["first"], here(rank=1)["first"]) == (
+        1,
+        1,
+    )  # as in Lightning: saved on rank 0 alone
 
 
 def test_another_layout_continues_with_rank_0s_and_says_so(monkeypatch, caplog):
@@ -72,8 +99,16 @@ def test_nothing_is_added_if_ranks_save_the_same_or_rank_0_alone(monkeypatch):
     """Equal values are equal wherever they lie in memory."""
 
     def values() -> dict[str, Any]:
-        average = {"w": torch.arange(6.0).reshape(2, 3), "half": torch.ones(2, dtype=torch.bfloat16)}
-        odd = [torch.tensor(1.0), torch.eye(2).to_sparse(), torch.ones(1, dtype=torch.complex64), torch.empty(0)]
+        average = {
+            "w": torch.arange(6.0).reshape(2, 3),
+            "half": torch.ones(2, dtype=torch.bfloat16),
+        }
+        odd = [
+            torch.tensor(1.0),
+            torch.eye(2).to_sparse(),
+            torch.ones(1, dtype=torch.complex64),
+            torch.empty(0),
+        ]
         return {"average": average, "odd": odd, "text": "".join(["a", "b"])}
 
     assert of_ranks.KEY not in saved(monkeypatch, [meta_of(0, **values()), meta_of(0, **values())])

@@ -13,14 +13,21 @@ from tests.lightning_habits.weights import ScheduleFree
 T = torch.ones(2)
 
 
-@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
+@pytest.mark.parametrize(
+    "make", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad]
+)
 def test_weights_stay_as_they_are_also_with_eps_0(make):
     weights = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))]
-    optimizer = make([{"params": weights[:1], "eps": 0}, {"params": weights[1:], "eps": 1e-6}], lr=0.1)
+    optimizer = make(
+        [{"params": weights[:1], "eps": 0}, {"params": weights[1:], "eps": 1e-6}], lr=0.1
+    )
     optimizers.create_state(optimizer)
     assert all(torch.equal(weight, torch.ones(2)) for weight in weights)
     assert optimizer.state[weights[0]]
-    assert [(group["lr"], group["eps"]) for group in optimizer.param_groups] == [(0.1, 0), (0.1, 1e-6)]
+    assert [(group["lr"], group["eps"]) for group in optimizer.param_groups] == [
+        (0.1, 0),
+        (0.1, 1e-6),
+    ]
 
 
 def test_an_optimizer_that_steps_in_its_training_mode_alone_gets_state():
@@ -34,7 +41,9 @@ def test_an_optimizer_that_steps_in_its_training_mode_alone_gets_state():
 
 
 class Decays(torch.optim.SGD):
-    """Weight decay beside the rate, as SGDW's paper has it, and weights that are kept on a sphere."""
+    """Weight decay beside the rate, as SGDW's paper has it, and weights that are kept on a
+    sphere.
+    """
 
     def step(self, closure=None):
         loss = super().step(closure)
@@ -59,7 +68,9 @@ def test_an_optimizer_without_a_rate_gets_state(settings):
     optimizers.create_state(optimizer)
     assert torch.equal(weight, torch.ones(2))
     assert "sum" in optimizer.state[weight]
-    assert {key: value for key, value in optimizer.param_groups[0].items() if key != "params"} == settings
+    assert {
+        key: value for key, value in optimizer.param_groups[0].items() if key != "params"
+    } == settings
 
 
 # ---------------------------------------------------------------- parameter groups
@@ -68,7 +79,9 @@ def saved_groups(optimizer, names):
 
 
 # the latter two are names of ours
-@pytest.mark.parametrize("own", [{"initial_weight_decay": 0.5}, {"names": ["weight"], "added": True}])
+@pytest.mark.parametrize(
+    "own", [{"initial_weight_decay": 0.5}, {"names": ["weight"], "added": True}]
+)
 def test_keys_that_users_put_into_a_group_come_back(own):
     weight = torch.nn.Parameter(T.clone())
     names, optimizer = {weight: "w"}, torch.optim.SGD([weight], lr=0.1)
@@ -80,7 +93,9 @@ def test_keys_that_users_put_into_a_group_come_back(own):
 
 def test_groups_without_parameters_get_their_settings_back():
     def make():
-        return torch.optim.SGD([{"params": [], "lr": 0.3}, {"params": [weight]}, {"params": []}], lr=0.1)
+        return torch.optim.SGD(
+            [{"params": [], "lr": 0.3}, {"params": [weight]}, {"params": []}], lr=0.1
+        )
 
     weight = torch.nn.Parameter(T.clone())
     names, optimizer, resumed = {weight: "w"}, make(), make()
@@ -93,7 +108,10 @@ def test_groups_without_parameters_get_their_settings_back():
 
 # ---------------------------------------------------------------- saved whole
 class Wrapping(torch.optim.Optimizer):
-    """Steps an optimizer that shares the groups, and its state if asked to. The groups' lists are two."""
+    """Steps an optimizer that shares the groups, and its state if asked to.
+
+    The groups' lists are two.
+    """
 
     def __init__(self, params, *, shares_state=False):
         super().__init__(params, {"lr": 0.1})
@@ -160,10 +178,18 @@ def test_an_optimizer_that_divides_its_state_itself_is_refused():
 @pytest.mark.parametrize(
     "value",
     [
-        {"a/b": 1, "c.d": [T, None, {}], 3: (T, [])}, [[T], []], (), {}, collections.deque([T, 1], maxlen=3),
-        collections.defaultdict(int, a=2), None, 1.5, "text", {"{3}": 1, "[0]": 2},
+        {"a/b": 1, "c.d": [T, None, {}], 3: (T, [])},
+        [[T], []],
+        (),
+        {},
+        collections.deque([T, 1], maxlen=3),
+        collections.defaultdict(int, a=2),
+        None,
+        1.5,
+        "text",
+        {"{3}": 1, "[0]": 2},
     ],
-)  # fmt: skip
+)
 def test_entries_come_back_as_they_were(value):
     weight = torch.nn.Parameter(T.clone())
     optimizer = torch.optim.SGD([weight], lr=0.1)

@@ -24,7 +24,9 @@ from tests import running
 
 class Ten(DataModule):
     def dataset(self, split):
-        return [{"inputs": torch.tensor([float(i), -i]), "targets": torch.tensor(i)} for i in range(11)]
+        return [
+            {"inputs": torch.tensor([float(i), -i]), "targets": torch.tensor(i)} for i in range(11)
+        ]
 
 
 class Predictor(L.LightningModule):
@@ -62,7 +64,11 @@ def test_any_number_of_processes_writes_the_same_file(suffix, tmp_path):
     else:
         assert one.read_text() == three.read_text()
         lines = one.read_text().splitlines()
-        found = [json.loads(line) for line in lines] if suffix == "jsonl" else list(csv.DictReader(lines))
+        found = (
+            [json.loads(line) for line in lines]
+            if suffix == "jsonl"
+            else list(csv.DictReader(lines))
+        )
     assert [int(row["index"]) for row in found] == list(range(11))
     last = {
         key: json.loads(value) if key.startswith("scores") and suffix == "csv" else value
@@ -97,7 +103,10 @@ class Halves(L.LightningModule):
     """What a row holds differs between samples."""
 
     def predict_step(self, batch, batch_idx, dataloader_idx=0):
-        return [{"half": x / 2, **({"odd": f"{x:g}"} if x % 2 else {"even": x if x else None})} for x in batch.tolist()]
+        return [
+            {"half": x / 2, **({"odd": f"{x:g}"} if x % 2 else {"even": x if x else None})}
+            for x in batch.tolist()
+        ]
 
 
 @pytest.mark.parametrize("sizes", [(7,), (3, 0, 10)], ids=str)
@@ -110,20 +119,31 @@ def test_loaders_of_a_plain_data_module_and_rows_of_several_forms(sizes, suffix,
         written = parts(tmp_path, ranks, task=Halves(), make=lambda: PlainData(Plain(sizes)))
         file = tmp_path / f"{ranks}.{suffix}"
         assert predict.merge(written, file) == sum(sizes)
-        found.append(pyarrow.read_table(file).to_pylist() if suffix == "parquet" else file.read_text().splitlines())
+        found.append(
+            pyarrow.read_table(file).to_pylist()
+            if suffix == "parquet"
+            else file.read_text().splitlines()
+        )
     assert found[0] == found[1]
     rows = found[0] if suffix == "parquet" else list(csv.DictReader(found[0]))
     assert [float(row["half"]) for row in rows] == [i / 2 for size in sizes for i in range(size)]
     assert [row["odd"] for row in rows[:2]] == [None if suffix == "parquet" else "", "1"]
     if len(sizes) > 1:
-        assert [int(row["loader"]) for row in rows] == [i for i, size in enumerate(sizes) for _ in range(size)]
+        assert [int(row["loader"]) for row in rows] == [
+            i for i, size in enumerate(sizes) for _ in range(size)
+        ]
 
 
 def test_a_column_of_several_types_is_named(tmp_path):
     pytest.importorskip("pyarrow", reason="make setup EXTRAS=data")
     part = tmp_path / "0.jsonl"
-    part.write_text("".join(json.dumps([[0, i], {"a": value}]) + "\n" for i, value in enumerate((1, "x"))))
-    with pytest.raises(ConfigError, match=r"out=p.parquet: .* several in 'a' .*Return one type, or name a .jsonl file"):
+    part.write_text(
+        "".join(json.dumps([[0, i], {"a": value}]) + "\n" for i, value in enumerate((1, "x")))
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"out=p.parquet: .* several in 'a' .*Return one type, or name a .jsonl file",
+    ):
         predict.merge([part], tmp_path / "p.parquet")
     assert predict.merge([part], tmp_path / "p.jsonl") == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.jsonl", "p.jsonl"]
@@ -135,9 +155,14 @@ def test_outputs_of_other_forms():
 
     assert made(torch.arange(4).view(2, 2)) == [{"prediction": [0, 1]}, {"prediction": [2, 3]}]
     assert made(["a", "b"]) == [{"prediction": "a"}, {"prediction": "b"}]
-    assert made([{"box": torch.ones(2)}, {"box": torch.ones(0)}]) == [{"box": [1.0, 1.0]}, {"box": []}]
+    assert made([{"box": torch.ones(2)}, {"box": torch.ones(0)}]) == [
+        {"box": [1.0, 1.0]},
+        {"box": []},
+    ]
     assert made((torch.arange(2), torch.arange(2))) == [{"0": 0, "1": 0}, {"0": 1, "1": 1}]
-    with pytest.raises(ConfigError, match=r"returned 'prediction' of shape \(3,\) for a batch of 2 samples"):
+    with pytest.raises(
+        ConfigError, match=r"returned 'prediction' of shape \(3,\) for a batch of 2 samples"
+    ):
         made(torch.ones(3))
     with pytest.raises(ConfigError, match="returned None: return a row for each sample"):
         made(None)
@@ -166,7 +191,10 @@ def run_script(script):
         (["out=no/x.csv"], "there is no folder"),
         (["out=there.csv"], "exists already"),
         (["out=/proc/x.csv"], "/proc cannot be written"),
-        (["out=x.csv", "strategy=fsdp"], "strategy=fsdp: each process of this script holds the whole model"),
+        (
+            ["out=x.csv", "strategy=fsdp"],
+            "strategy=fsdp: each process of this script holds the whole model",
+        ),
         (["out=x.csv", "gone"], "gone: type KEY=VALUE"),
     ],
 )
@@ -174,7 +202,9 @@ def test_a_mistake_ends_with_a_message(typed, message, tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.csv").touch()
     (tmp_path / "run").mkdir()
-    monkeypatch.setattr("armature.loading.open_run", lambda *args, **kwargs: (SimpleNamespace(), tmp_path))
+    monkeypatch.setattr(
+        "armature.loading.open_run", lambda *args, **kwargs: (SimpleNamespace(), tmp_path)
+    )
     script = running.ROOT / "scripts" / "predict.py"
     monkeypatch.setattr(sys, "argv", [str(script), "run", *typed])
     with pytest.raises(SystemExit) as ended:
@@ -184,7 +214,8 @@ def test_a_mistake_ends_with_a_message(typed, message, tmp_path, monkeypatch, ca
 
 
 @pytest.mark.parametrize(
-    ("devices", "message"), [("auto", "=auto: type a number"), (0, "=0: type a"), (5, "=5: this machine has 2 GPUs")]
+    ("devices", "message"),
+    [("auto", "=auto: type a number"), (0, "=0: type a"), (5, "=5: this machine has 2 GPUs")],
 )
 def test_a_number_of_processes_that_cannot_be_is_named(devices, message, monkeypatch):
     script = runpy.run_path(str(running.ROOT / "scripts" / "predict.py"))
@@ -205,19 +236,27 @@ def meets_no_samples(task, data, part, **kwargs):
 @pytest.mark.parametrize(
     ("predicts", "message"),
     [
-        (meets_a_full_disk, "out=p.csv: No space left on device. No file was written. Free some space"),
+        (
+            meets_a_full_disk,
+            "out=p.csv: No space left on device. No file was written. Free some space",
+        ),
         (
             meets_no_samples,
-            "data._target_=mine.Data: there are no samples to predict, neither of its predict_dataloader",
+            "data._target_=mine.Data: there are no samples to predict, neither of its "
+            "predict_dataloader",
         ),
     ],
 )
-def test_what_prevents_predictions_is_named_and_leaves_no_file(predicts, message, tmp_path, monkeypatch, capsys):
+def test_what_prevents_predictions_is_named_and_leaves_no_file(
+    predicts, message, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     data = SimpleNamespace(_target_="mine.Data")
     run = SimpleNamespace(dir=str(tmp_path / "run"))
-    cfg = SimpleNamespace(trainer=SimpleNamespace(precision="32-true", devices=1), data=data, run=run, callbacks=None)
+    cfg = SimpleNamespace(
+        trainer=SimpleNamespace(precision="32-true", devices=1), data=data, run=run, callbacks=None
+    )
     monkeypatch.setattr("armature.loading.open_run", lambda *args, **kwargs: (cfg, tmp_path))
     monkeypatch.setattr("armature.loading.load_task", lambda *args, **kwargs: None)
     monkeypatch.setattr("armature.loading.load_data", lambda *args: None)

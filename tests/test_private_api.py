@@ -1,7 +1,9 @@
-"""Everything private of other libraries that we rely on, in one table: a new version that changes it fails here first.
+"""Everything private of other libraries that we rely on, in one table: a new version that changes
+it fails here first.
 
-A row is (owner, name, parameters, file of ours). The owner is `module` or `module:Class`. Parameters are compared if
-they are given; None stands for an attribute: of the module or class, or one that the class's own code assigns.
+A row is (owner, name, parameters, file of ours). The owner is `module` or `module:Class`.
+Parameters are compared if they are given; None stands for an attribute: of the module or class, or
+one that the class's own code assigns.
 """
 
 import ast
@@ -51,20 +53,45 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
         ("self", "output_split_sizes", "input_split_sizes", "group", "tag"),
         "parallel/experts.py",
     ),
-    ("torch.distributed._functional_collectives", "wait_tensor", ("tensor",), "parallel/experts.py"),
+    (
+        "torch.distributed._functional_collectives",
+        "wait_tensor",
+        ("tensor",),
+        "parallel/experts.py",
+    ),
     ("torch.distributed.fsdp:FSDPModule", "_get_fsdp_state", ("self",), "parallel/dtensors.py"),
     (f"{FSDP}._fsdp_state:FSDPState", "_fsdp_param_group", None, "parallel/dtensors.py"),
-    (f"{FSDP}._fsdp_param_group:FSDPParamGroup", "_init_mp_dtypes", ("self",), "parallel/dtensors.py"),
+    (
+        f"{FSDP}._fsdp_param_group:FSDPParamGroup",
+        "_init_mp_dtypes",
+        ("self",),
+        "parallel/dtensors.py",
+    ),
     ("torch.utils.checkpoint", "SAC_IGNORED_OPS", None, "parallel/blocks.py"),
     ("torch.ops:profiler", "_record_function_enter_new", None, "parallel/blocks.py"),
     ("torch.ops:profiler", "_record_function_exit", None, "parallel/blocks.py"),
-    ("lightning.pytorch.utilities.combined_loader:CombinedLoader", "_mode", None, "data/adapter.py"),
+    (
+        "lightning.pytorch.utilities.combined_loader:CombinedLoader",
+        "_mode",
+        None,
+        "data/adapter.py",
+    ),
     # ---------------------------------------------------------------- Lightning: loops
     (EPOCH, "__init__", ("self", "trainer", "min_steps", "max_steps"), "training/loops.py"),
     (EPOCH, "advance", ("self", "data_fetcher"), "training/loops.py"),
     (EPOCH, "on_advance_end", ("self", "data_fetcher"), "training/loops.py"),
-    (EPOCH, "update_lr_schedulers", ("self", "interval", "update_plateau_schedulers"), "training/loops.py"),
-    (EPOCH, "_update_learning_rates", ("self", "interval", "update_plateau_schedulers"), "training/loops.py"),
+    (
+        EPOCH,
+        "update_lr_schedulers",
+        ("self", "interval", "update_plateau_schedulers"),
+        "training/loops.py",
+    ),
+    (
+        EPOCH,
+        "_update_learning_rates",
+        ("self", "interval", "update_plateau_schedulers"),
+        "training/loops.py",
+    ),
     (EPOCH, "reset_restart_stage", ("self",), "training/loops.py"),
     (EPOCH, "_build_kwargs", ("self", "kwargs", "batch", "batch_idx"), "training/loops.py"),
     (EPOCH, "_on_before_fetch", ("self",), "training/loops.py"),
@@ -82,7 +109,12 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     (EPOCH, "scheduler_progress", None, "training/loops.py"),
     (EPOCH, "_results", None, "training/restore_progress.py"),
     *(
-        (f"{CALLBACKS}.model_checkpoint:ModelCheckpoint", name, None, "training/restore_progress.py")
+        (
+            f"{CALLBACKS}.model_checkpoint:ModelCheckpoint",
+            name,
+            None,
+            "training/restore_progress.py",
+        )
         for name in restore_progress.OF_MODEL_CHECKPOINT
     ),
     (EPOCH, "batch_progress", None, "training/loops.py"),
@@ -90,7 +122,12 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     (EPOCH, "manual_optimization", None, "training/loops.py"),
     (EPOCH, "val_loop", None, "training/loops.py"),
     (f"{LOOPS}.training_epoch_loop:RestartStage", "RESTARTED_ON_LAST", None, "training/loops.py"),
-    (f"{LOOPS}.training_epoch_loop:RestartStage", "RESTARTED_ON_TRAIN_BATCH_END", None, "training/loops.py"),
+    (
+        f"{LOOPS}.training_epoch_loop:RestartStage",
+        "RESTARTED_ON_TRAIN_BATCH_END",
+        None,
+        "training/loops.py",
+    ),
     (FIT, "__init__", ("self", "trainer", "min_epochs", "max_epochs"), "training/fit_loop.py"),
     (FIT, "setup_data", ("self",), "training/fit_loop.py"),
     (FIT, "_iteration_based_training", ("self",), "training/fit_loop.py"),
@@ -125,8 +162,18 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
         ("self", "step_fn", "backward_fn", "zero_grad_fn"),
         "training/loops.py",
     ),
-    (f"{LOOPS}.optimization.manual:_ManualOptimization", "run", ("self", "kwargs"), "training/loops.py"),
-    (f"{LOOPS}.utilities", "_block_parallel_sync_behavior", ("strategy", "block"), "training/loops.py"),
+    (
+        f"{LOOPS}.optimization.manual:_ManualOptimization",
+        "run",
+        ("self", "kwargs"),
+        "training/loops.py",
+    ),
+    (
+        f"{LOOPS}.utilities",
+        "_block_parallel_sync_behavior",
+        ("strategy", "block"),
+        "training/loops.py",
+    ),
     (MODULE, "_on_before_batch_transfer", ("self", "batch", "dataloader_idx"), "training/loops.py"),
     # ---------------------------------------------------------------- Lightning: hooks
     (
@@ -141,12 +188,23 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
         ("trainer", "hook_name", "args", "pl_module", "kwargs"),
         "strategies/hooks.py",
     ),
-    (CALL, "_call_strategy_hook", ("trainer", "hook_name", "args", "kwargs"), "strategies/hooks.py"),
+    (
+        CALL,
+        "_call_strategy_hook",
+        ("trainer", "hook_name", "args", "kwargs"),
+        "strategies/hooks.py",
+    ),
     (MODULE, "_current_fx_name", None, "strategies/hooks.py"),
-    # ---------------------------------------------------------------- Lightning: trainer, logging, strategies
+    # ---------------------------------------------------------------- Lightning: trainer, logging,
+    # strategies
     ("lightning.pytorch.trainer.trainer:Trainer", "_signal_connector", None, "training/trainer.py"),
     ("lightning.pytorch.trainer.trainer:Trainer", "_logger_connector", None, "training/trainer.py"),
-    ("lightning.pytorch.trainer.trainer:Trainer", "_checkpoint_connector", None, "training/trainer.py"),
+    (
+        "lightning.pytorch.trainer.trainer:Trainer",
+        "_checkpoint_connector",
+        None,
+        "training/trainer.py",
+    ),
     (
         "lightning.pytorch.trainer.connectors.checkpoint_connector:_CheckpointConnector",
         "_parse_ckpt_path",
@@ -158,7 +216,12 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     (LOGGING, "_logged_metrics", None, "training/trainer.py"),
     (LOGGING, "_progress_bar_metrics", None, "training/trainer.py"),
     (f"{STOCK}:StochasticWeightAveraging", "_scheduler_state", None, "training/stock_callbacks.py"),
-    (f"{STOCK}:StochasticWeightAveraging", "_model_contains_batch_norm", None, "training/stock_callbacks.py"),
+    (
+        f"{STOCK}:StochasticWeightAveraging",
+        "_model_contains_batch_norm",
+        None,
+        "training/stock_callbacks.py",
+    ),
     (LOGGING, "log_metrics", ("self", "metrics", "step"), "training/trainer.py"),
     (LOGGING, "on_batch_start", ("self", "batch", "dataloader_idx"), "training/loops.py"),
     (LOGGING, "on_batch_end", ("self",), "training/trainer.py"),
@@ -166,7 +229,12 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     (LOGGING, "_first_loop_iter", None, "training/loops.py"),
     (SIGNALS, "register_signal_handlers", ("self",), "training/trainer.py"),
     (SIGNALS, "teardown", ("self",), "training/trainer.py"),
-    (f"{CONNECTORS}.result:_ResultMetric", "__init__", ("self", "metadata", "is_tensor"), "training/epoch_metrics.py"),
+    (
+        f"{CONNECTORS}.result:_ResultMetric",
+        "__init__",
+        ("self", "metadata", "is_tensor"),
+        "training/epoch_metrics.py",
+    ),
     (f"{CONNECTORS}.result:_ResultMetric", "_update_count", None, "training/epoch_metrics.py"),
     (f"{CONNECTORS}.result:_ResultMetric", "_computed", None, "training/trainer.py"),
     (f"{LOOPS}.evaluation_loop:_EvaluationLoop", "_evaluation_step", STEP, "data/users_view.py"),
@@ -175,14 +243,24 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     (MODULE, "_trainer", None, "loggers/__init__.py"),
     ("torchmetrics:Metric", "_reductions", None, "training/epoch_metrics.py"),
     ("torchmetrics:Metric", "_reductions", None, "strategies/metric_objects.py"),
-    ("torchmetrics:Metric", "_sync_dist", ("self", "dist_sync_fn", "process_group"), "strategies/metric_objects.py"),
+    (
+        "torchmetrics:Metric",
+        "_sync_dist",
+        ("self", "dist_sync_fn", "process_group"),
+        "strategies/metric_objects.py",
+    ),
     (
         "torchmetrics.detection.mean_ap:MeanAveragePrecision",
         "_gather_tuple_list",
         ("list_to_gather", "process_group"),
         "strategies/metric_objects.py",
     ),
-    (RESULTS, "update_metrics", ("self", "key", "value", "batch_size"), "training/epoch_metrics.py"),
+    (
+        RESULTS,
+        "update_metrics",
+        ("self", "key", "value", "batch_size"),
+        "training/epoch_metrics.py",
+    ),
     (f"{CONNECTORS}.result:_Metadata", "sync", None, "training/epoch_metrics.py"),
     (f"{CONNECTORS}.result:_Sync", "_should", None, "training/epoch_metrics.py"),
     ("lightning.pytorch.strategies:Strategy", "_lightning_optimizers", None, "training/loops.py"),
@@ -193,9 +271,24 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
         ("self", "optimizer", "clip_val", "gradient_clip_algorithm"),
         "strategies/gradients.py",
     ),
-    ("lightning.pytorch.strategies:DDPStrategy", "_register_ddp_hooks", ("self",), "strategies/ddp.py"),
-    ("lightning.pytorch.strategies:ModelParallelStrategy", "_setup_distributed", ("self",), "strategies/mesh.py"),
-    ("lightning.pytorch.strategies:ModelParallelStrategy", "_device_mesh", None, "strategies/mesh.py"),
+    (
+        "lightning.pytorch.strategies:DDPStrategy",
+        "_register_ddp_hooks",
+        ("self",),
+        "strategies/ddp.py",
+    ),
+    (
+        "lightning.pytorch.strategies:ModelParallelStrategy",
+        "_setup_distributed",
+        ("self",),
+        "strategies/mesh.py",
+    ),
+    (
+        "lightning.pytorch.strategies:ModelParallelStrategy",
+        "_device_mesh",
+        None,
+        "strategies/mesh.py",
+    ),
     (MODULE, "_device_mesh", None, "strategies/mesh.py"),
     (LIGHTNINGS_DEEPSPEED, "_init_deepspeed_distributed", ("self",), "strategies/deepspeed.py"),
     (LIGHTNINGS_DEEPSPEED, "_format_config", ("self",), "strategies/deepspeed.py"),
@@ -206,11 +299,26 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("torch", "_foreach_clamp_min_", None, "parallel/gradients.py"),
     ("torch", "_foreach_clamp_max_", None, "parallel/gradients.py"),
     ("torch", "_amp_foreach_non_finite_check_and_unscale_", None, "parallel/scaler.py"),
-    (SCALER, "_unscale_grads_", ("self", "optimizer", "inv_scale", "found_inf", "allow_fp16"), "parallel/scaler.py"),
+    (
+        SCALER,
+        "_unscale_grads_",
+        ("self", "optimizer", "inv_scale", "found_inf", "allow_fp16"),
+        "parallel/scaler.py",
+    ),
     (SCALER, "_per_optimizer_states", None, "parallel/scaler.py"),
     ("torch", "_foreach_lerp_", None, "callbacks/ema.py"),
-    ("torch.optim.optimizer:Optimizer", "_optimizer_step_pre_hooks", None, "checkpoint/optimizers.py"),
-    ("torch.optim.optimizer:Optimizer", "_optimizer_step_post_hooks", None, "checkpoint/optimizers.py"),
+    (
+        "torch.optim.optimizer:Optimizer",
+        "_optimizer_step_pre_hooks",
+        None,
+        "checkpoint/optimizers.py",
+    ),
+    (
+        "torch.optim.optimizer:Optimizer",
+        "_optimizer_step_post_hooks",
+        None,
+        "checkpoint/optimizers.py",
+    ),
     ("torch.optim.optimizer", "_global_optimizer_pre_hooks", None, "checkpoint/optimizers.py"),
     ("torch.optim.optimizer", "_global_optimizer_post_hooks", None, "checkpoint/optimizers.py"),
     ("torch.optim.adam:Adam", "_step_supports_amp_scaling", None, "strategies/update_mask.py"),
@@ -223,7 +331,12 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("torch.nn.modules.batchnorm", "_NormBase", None, "checkpoint/buffers.py"),
     ("torch.nn.modules.batchnorm", "_BatchNorm", None, "training/micro_batch.py"),
     ("torch.nn.modules._functions", "SyncBatchNorm", None, "parallel/batchnorm.py"),
-    ("torch.nn.modules.batchnorm:_BatchNorm", "_check_input_dim", ("self", "input"), "parallel/batchnorm.py"),
+    (
+        "torch.nn.modules.batchnorm:_BatchNorm",
+        "_check_input_dim",
+        ("self", "input"),
+        "parallel/batchnorm.py",
+    ),
     ("torch.nn:Module", "_modules", None, "parallel/pipeline.py"),
     ("torch.nn:Module", "_parameters", None, "parallel/split.py"),
     ("torch.nn:Module", "_buffers", None, "strategies/base.py"),
@@ -234,18 +347,38 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("torch.nn:Module", "_backward_hooks", None, "models/decoder/loss.py"),
     ("torch:Tensor", "_backward_hooks", None, "parallel/dtensors.py"),
     ("torch:Tensor", "_post_accumulate_grad_hooks", None, "parallel/dtensors.py"),
-    ("torch.nn.parallel:DistributedDataParallel", "_build_params_for_reducer", ("self",), "strategies/buckets.py"),
+    (
+        "torch.nn.parallel:DistributedDataParallel",
+        "_build_params_for_reducer",
+        ("self",),
+        "strategies/buckets.py",
+    ),
     ("torch.distributed:Reducer", "_push_all_rebuilt_params", None, "strategies/buckets.py"),
     ("torch.distributed:Reducer", "_rebuild_buckets", None, "strategies/buckets.py"),
-    ("lightning.pytorch.strategies:DDPStrategy", "_setup_model", ("self", "model"), "strategies/ddp.py"),
-    ("torch.nn.parallel:DistributedDataParallel", "_check_reducer_finalized", None, "strategies/ddp.py"),
+    (
+        "lightning.pytorch.strategies:DDPStrategy",
+        "_setup_model",
+        ("self", "model"),
+        "strategies/ddp.py",
+    ),
+    (
+        "torch.nn.parallel:DistributedDataParallel",
+        "_check_reducer_finalized",
+        None,
+        "strategies/ddp.py",
+    ),
     ("torch.nn:Module", "_backward_pre_hooks", None, "models/decoder/loss.py"),
     ("torch._inductor.runtime.cache_dir_utils", "default_cache_dir", (), "parallel/blocks.py"),
     ("torch._inductor", "config", None, "models/decoder/documents.py"),
     ("torch.utils._triton", "has_triton", (), "models/decoder/documents.py"),
     ("torch.utils._pytree", "tree_leaves", ("tree", "is_leaf"), "data/prefetch.py"),
     ("torch.utils.data:DataLoader", "_get_iterator", ("self",), "data/loaders.py"),
-    ("torch.utils.data.dataloader:_BaseDataLoaderIter", "_num_yielded", None, "training/attributes.py"),
+    (
+        "torch.utils.data.dataloader:_BaseDataLoaderIter",
+        "_num_yielded",
+        None,
+        "training/attributes.py",
+    ),
     ("torch.utils.data._utils", "worker", None, "data/iterable.py"),
     ("torch.utils.data._utils.worker", "_worker_info", None, "data/iterable.py"),
     ("torch.optim.lr_scheduler:LRScheduler", "_step_count", None, "optim/schedules.py"),
@@ -265,15 +398,30 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     # ---------------------------------------------------------------- Hydra, TensorBoard, Python
     ("hydra._internal.hydra:Hydra", "get_mode", None, "cli.py"),
     ("hydra._internal.utils", "get_args_parser", (), "cli.py"),
-    ("torch.utils.tensorboard:SummaryWriter", "_get_file_writer", ("self",), "loggers/tensorboard.py"),
+    (
+        "torch.utils.tensorboard:SummaryWriter",
+        "_get_file_writer",
+        ("self",),
+        "loggers/tensorboard.py",
+    ),
     ("torch.utils.tensorboard.writer:FileWriter", "event_writer", None, "loggers/tensorboard.py"),
-    ("tensorboard.summary.writer.event_file_writer:EventFileWriter", "_file_name", None, "loggers/tensorboard.py"),
+    (
+        "tensorboard.summary.writer.event_file_writer:EventFileWriter",
+        "_file_name",
+        None,
+        "loggers/tensorboard.py",
+    ),
     ("atexit", "_run_exitfuncs", None, "launcher/rank.py"),
     ("sys", "_current_frames", (), "training/blocked.py"),
 ]
 TABLE += [  # ---------------------------------------------------------------- the simulator
     ("torch.distributed._tools", "fake_collectives", None, "simulation/meter.py"),
-    ("torch.distributed._tools.fake_collectives:CollectiveOp", "get_process_group", None, "simulation/meter.py"),
+    (
+        "torch.distributed._tools.fake_collectives:CollectiveOp",
+        "get_process_group",
+        None,
+        "simulation/meter.py",
+    ),
     ("torch.utils._python_dispatch", "TorchDispatchMode", None, "simulation/meter.py"),
     ("torch.utils._python_dispatch", "_disable_current_modes", (), "simulation/hooks.py"),
     ("torch._ops:OpOverload", "_overloadpacket", None, "simulation/meter.py"),
@@ -285,7 +433,12 @@ TABLE += [  # ---------------------------------------------------------------- t
     ("torch._subclasses", "fake_tensor", None, "simulation/fake_cuda.py"),
     ("torch._subclasses.fake_tensor", "FakeTensorMode", None, "simulation/job.py"),
     ("torch._subclasses.fake_tensor", "init_gpu_context", ("device",), "simulation/fake_cuda.py"),
-    ("torch._subclasses.fake_tensor:FakeTensorMode", "avoid_device_init", None, "simulation/fake_cuda.py"),
+    (
+        "torch._subclasses.fake_tensor:FakeTensorMode",
+        "avoid_device_init",
+        None,
+        "simulation/fake_cuda.py",
+    ),
     ("torch", "_C", None, "simulation/fake_cuda.py"),
     ("torch._C", "_disabled_torch_function_impl", None, "parallel/dtensors.py"),
     ("torch.utils", "_pytree", None, "parallel/dtensors.py"),
@@ -298,8 +451,18 @@ TABLE += [  # ---------------------------------------------------------------- t
     ("torch.distributed._mesh_layout:_MeshLayout", "remap_to_tensor", None, "simulation/hooks.py"),
     ("torch.distributed.fsdp._fully_shard", "_fsdp_param", None, "simulation/hooks.py"),
     ("torch.distributed.fsdp._fully_shard", "_fsdp_param_group", None, "simulation/hooks.py"),
-    ("torch.distributed.fsdp._fully_shard._fsdp_param_group", "foreach_all_gather", None, "simulation/hooks.py"),
-    ("torch.distributed.fsdp._fully_shard._fsdp_param_group", "foreach_reduce", None, "simulation/hooks.py"),
+    (
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group",
+        "foreach_all_gather",
+        None,
+        "simulation/hooks.py",
+    ),
+    (
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group",
+        "foreach_reduce",
+        None,
+        "simulation/hooks.py",
+    ),
     (
         "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam",
         "init_all_gather_outputs",
@@ -328,11 +491,31 @@ TABLE += [  # ---------------------------------------------------------------- t
     ),
     ("torch._subclasses", "fake_impls", None, "simulation/operators.py"),
     ("torch._subclasses.fake_impls", "op_implementations_dict", None, "simulation/operators.py"),
-    ("torch._subclasses.fake_tensor:FakeTensorMode", "fake_tensor_converter", None, "simulation/operators.py"),
+    (
+        "torch._subclasses.fake_tensor:FakeTensorMode",
+        "fake_tensor_converter",
+        None,
+        "simulation/operators.py",
+    ),
     ("torch._subclasses.fake_tensor", "FakeTensor", None, "simulation/operators.py"),
-    ("torch._subclasses.fake_tensor", "DataDependentOutputException", None, "simulation/operators.py"),
-    ("torch._subclasses.fake_tensor", "DynamicOutputShapeException", None, "simulation/operators.py"),
-    ("torch._subclasses.fake_tensor", "UnsupportedOperatorException", None, "simulation/operators.py"),
+    (
+        "torch._subclasses.fake_tensor",
+        "DataDependentOutputException",
+        None,
+        "simulation/operators.py",
+    ),
+    (
+        "torch._subclasses.fake_tensor",
+        "DynamicOutputShapeException",
+        None,
+        "simulation/operators.py",
+    ),
+    (
+        "torch._subclasses.fake_tensor",
+        "UnsupportedOperatorException",
+        None,
+        "simulation/operators.py",
+    ),
     ("torch", "_unique2", None, "simulation/operators.py"),
     ("torch", "_pack_padded_sequence", None, "simulation/operators.py"),
     ("torch", "_pad_packed_sequence", None, "simulation/operators.py"),
@@ -347,32 +530,83 @@ TABLE += [  # ---------------------------------------------------------------- t
     ("torch.ops:aten", "_thnn_fused_gru_cell_backward", None, "simulation/operators.py"),
     ("torch.distributed", "_compute_bucket_assignment_by_size", None, "simulation/substitutes.py"),
     ("torch.distributed", "_DEFAULT_FIRST_BUCKET_BYTES", None, "simulation/substitutes.py"),
-    ("lightning.pytorch.strategies:DDPStrategy", "_setup_model", ("self", "model"), "simulation/substitutes.py"),
+    (
+        "lightning.pytorch.strategies:DDPStrategy",
+        "_setup_model",
+        ("self", "model"),
+        "simulation/substitutes.py",
+    ),
     ("torch.distributed.pipelining._utils", "_TensorMeta", None, "simulation/substitutes.py"),
     ("torch.distributed.pipelining.stage", "_StageForwardMeta", None, "simulation/substitutes.py"),
     ("torch.distributed.pipelining.stage", "_StageBackwardMeta", None, "simulation/substitutes.py"),
-    ("torch.distributed.pipelining.stage:PipelineStage", "_send_meta", None, "simulation/substitutes.py"),
-    ("torch.distributed.pipelining.stage:PipelineStage", "_recv_meta", None, "simulation/substitutes.py"),
-    ("torch.nn.parallel.distributed", "_verify_param_shape_across_processes", None, "simulation/substitutes.py"),
+    (
+        "torch.distributed.pipelining.stage:PipelineStage",
+        "_send_meta",
+        None,
+        "simulation/substitutes.py",
+    ),
+    (
+        "torch.distributed.pipelining.stage:PipelineStage",
+        "_recv_meta",
+        None,
+        "simulation/substitutes.py",
+    ),
+    (
+        "torch.nn.parallel.distributed",
+        "_verify_param_shape_across_processes",
+        None,
+        "simulation/substitutes.py",
+    ),
     ("torch.nn.parallel.distributed", "_sync_module_states", None, "simulation/substitutes.py"),
-    ("torch.utils.data.dataloader", "_SingleProcessDataLoaderIter", None, "simulation/substitutes.py"),
+    (
+        "torch.utils.data.dataloader",
+        "_SingleProcessDataLoaderIter",
+        None,
+        "simulation/substitutes.py",
+    ),
     ("torch.utils.data.dataloader", "_BaseDataLoaderIter", None, "simulation/substitutes.py"),
     ("lightning.fabric.accelerators.cuda", "num_cuda_devices", (), "simulation/substitutes.py"),
     ("lightning.fabric.accelerators.cuda", "_clear_cuda_memory", (), "simulation/substitutes.py"),
-    ("lightning.pytorch.accelerators.cuda", "_check_cuda_matmul_precision", ("device",), "simulation/substitutes.py"),
+    (
+        "lightning.pytorch.accelerators.cuda",
+        "_check_cuda_matmul_precision",
+        ("device",),
+        "simulation/substitutes.py",
+    ),
     (
         "lightning.fabric.utilities.device_dtype_mixin",
         "_DeviceDtypeModuleMixin",
         None,
         "simulation/substitutes.py",
     ),
-    ("lightning.pytorch.trainer.connectors.data_connector", "_InfiniteBarrier", None, "simulation/substitutes.py"),
+    (
+        "lightning.pytorch.trainer.connectors.data_connector",
+        "_InfiniteBarrier",
+        None,
+        "simulation/substitutes.py",
+    ),
 ]
 DEEPSPEED = [
-    ("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer", "_lazy_init_hp_params_optimizer_state", ("self",)),
-    ("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer", "_hp_optimizer_states_linked", None),
-    ("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer", "single_partition_of_fp32_groups", None),
-    ("deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3", "fp32_partitioned_groups_flat", None),
+    (
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer",
+        "_lazy_init_hp_params_optimizer_state",
+        ("self",),
+    ),
+    (
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer",
+        "_hp_optimizer_states_linked",
+        None,
+    ),
+    (
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer",
+        "single_partition_of_fp32_groups",
+        None,
+    ),
+    (
+        "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3",
+        "fp32_partitioned_groups_flat",
+        None,
+    ),
     ("deepspeed.runtime.fp16.loss_scaler:LossScalerBase", "cur_scale", None),
 ]
 TRANSFORMERS = [  # in .venv-extras: models/huggingface/ and finetune/built.py
@@ -391,13 +625,19 @@ TRANSFORMERS = [  # in .venv-extras: models/huggingface/ and finetune/built.py
 OURS_OR_PYTHONS = {"_asdict", "_exit", "_getframe", "_target_"}
 
 
-OPTUNA = [("optuna.trial:FrozenTrial", "_trial_id", None)]  # a trial of a search, opened by the rank that reports it
+OPTUNA = [
+    ("optuna.trial:FrozenTrial", "_trial_id", None)
+]  # a trial of a search, opened by the rank that reports it
 
 
 def check(owner: str, name: str, parameters: tuple[str, ...] | None, file: str) -> None:
     module, _, cls = owner.partition(":")
     library = module.split(".")[0]
-    release = "" if library in ("atexit", "sys") else f" {version({'hydra': 'hydra-core'}.get(library, library))}"
+    release = (
+        ""
+        if library in ("atexit", "sys")
+        else f" {version({'hydra': 'hydra-core'}.get(library, library))}"
+    )
     changed = f"{library}{release} changed {owner}.{name}: see {file}"
     try:
         holder = importlib.import_module(module)
@@ -422,19 +662,27 @@ def _code(cls: type) -> str:
         return ""
 
 
-@pytest.mark.parametrize(("owner", "name", "parameters", "file"), TABLE, ids=lambda value: str(value)[-40:])
+@pytest.mark.parametrize(
+    ("owner", "name", "parameters", "file"), TABLE, ids=lambda value: str(value)[-40:]
+)
 def test_a_private_name_is_as_we_know_it(owner, name, parameters, file):
     check(owner, name, parameters, f"src/armature/{file}")
-    assert name in (SOURCE / file).read_text() or name == "__init__", f"{file} does not use {name} any more"
+    assert name in (SOURCE / file).read_text() or name == "__init__", (
+        f"{file} does not use {name} any more"
+    )
 
 
-@pytest.mark.parametrize(("owner", "name", "parameters"), DEEPSPEED, ids=lambda value: str(value)[-40:])
+@pytest.mark.parametrize(
+    ("owner", "name", "parameters"), DEEPSPEED, ids=lambda value: str(value)[-40:]
+)
 def test_a_private_name_of_deepspeed_is_as_we_know_it(owner, name, parameters):
     pytest.importorskip("deepspeed", reason="DeepSpeed is installed on Linux only")
     check(owner, name, parameters, "src/armature/strategies/deepspeed.py")
 
 
-@pytest.mark.parametrize(("owner", "name", "parameters"), OPTUNA, ids=lambda value: str(value)[-40:])
+@pytest.mark.parametrize(
+    ("owner", "name", "parameters"), OPTUNA, ids=lambda value: str(value)[-40:]
+)
 def test_a_private_name_of_optuna_is_as_we_know_it(owner, name, parameters):
     pytest.importorskip("optuna")
     check(owner, name, parameters, "src/armature/sweeps/search.py")
@@ -452,13 +700,16 @@ def test_names_of_transformers_are_as_we_know_them():
         "    module, _, cls = owner.partition(':')\n"
         "    holder = importlib.import_module(module)\n"
         "    holder = getattr(holder, cls) if cls else holder\n"
-        "    assert hasattr(holder, name), f'transformers changed {owner}.{name}: see src/armature/models/huggingface/'"
+        "    assert hasattr(holder, name), f'transformers changed {owner}.{name}: see "
+        "src/armature/models/huggingface/'"
     )
     subprocess.run([str(python), "-c", code], check=True, timeout=200)
 
 
 def test_a_change_is_named():
-    with pytest.raises(AssertionError, match=r"lightning 2\..* changed .*_FitLoop\._gone: see src/armature/x\.py"):
+    with pytest.raises(
+        AssertionError, match=r"lightning 2\..* changed .*_FitLoop\._gone: see src/armature/x\.py"
+    ):
         check(FIT, "_gone", None, "src/armature/x.py")
     with pytest.raises(AssertionError, match=r"changed .*advance: see"):
         check(EPOCH, "advance", ("self",), "src/armature/x.py")
@@ -478,7 +729,9 @@ def test_the_table_is_complete():
 
 
 def _private_names() -> tuple[dict[str, set[str]], set[str]]:
-    """Return private names that our sources use or override, by file, and those that our sources define."""
+    """Return private names that our sources use or override, by file, and those that our sources
+    define.
+    """
     used: dict[str, set[str]] = {}
     ours: set[str] = set()
     for file in SOURCE.rglob("*.py"):
@@ -486,21 +739,31 @@ def _private_names() -> tuple[dict[str, set[str]], set[str]]:
             names: list[str] = []
             if isinstance(node, ast.Attribute):
                 names = [node.attr]
-            elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("armature"):
+            elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith(
+                "armature"
+            ):
                 full = [f"{node.module}.{alias.name}" for alias in node.names]
                 names = [name for name in full if any(map(_is_private, name.split(".")))]
             elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-                overrides = any("override" in ast.unparse(decorator) for decorator in node.decorator_list)
+                overrides = any(
+                    "override" in ast.unparse(decorator) for decorator in node.decorator_list
+                )
                 names = [f"override {node.name}"] if overrides and _is_private(node.name) else []
                 ours.add("" if overrides else node.name)
             elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 parts = [part for target in targets for part in ast.walk(target)]
                 ours |= {p.id for p in parts if isinstance(p, ast.Name)}
-                ours |= {p.attr for p in parts if isinstance(p, ast.Attribute) and ast.unparse(p.value) == "self"}
+                ours |= {
+                    p.attr
+                    for p in parts
+                    if isinstance(p, ast.Attribute) and ast.unparse(p.value) == "self"
+                }
             for name in names:
                 if _is_private(name) or "." in name or " " in name:
-                    used.setdefault(name.removeprefix("override "), set()).add(str(file.relative_to(SOURCE)))
+                    used.setdefault(name.removeprefix("override "), set()).add(
+                        str(file.relative_to(SOURCE))
+                    )
     return used, ours
 
 

@@ -28,7 +28,11 @@ LIBRARY = (ROOT / "src" / "armature" / "README.md").read_text()
 FENCES = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 EXPLAINED = re.findall(r"^```(\w*)\n(.*?)^```", OWN_PARTS, re.DOTALL | re.MULTILINE)
 COMMANDS = [line for language, text in FENCES if language == "bash" for line in text.splitlines()]
-TRAIN = [shlex.split(line, comments=True) for line in COMMANDS if "train.py" in line and "sbatch" not in line]
+TRAIN = [
+    shlex.split(line, comments=True)
+    for line in COMMANDS
+    if "train.py" in line and "sbatch" not in line
+]
 
 
 def section(title: str, page: str) -> str:
@@ -38,7 +42,11 @@ def section(title: str, page: str) -> str:
 def copying(fences: list[tuple[str, str]]) -> list[str]:
     """The words of the page's line that copies the example."""
     (line,) = (
-        line for language, text in fences if language == "bash" for line in text.splitlines() if "make new" in line
+        line
+        for language, text in fences
+        if language == "bash"
+        for line in text.splitlines()
+        if "make new" in line
     )
     return shlex.split(line, comments=True)
 
@@ -47,7 +55,9 @@ def copying(fences: list[tuple[str, str]]) -> list[str]:
 def clone(tmp_path_factory):
     """A copy of the template in which the README's commands to copy the example were run."""
     folder = tmp_path_factory.mktemp("clone")
-    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "moons", "moons.yaml")  # a user's own
+    ignored = shutil.ignore_patterns(
+        "__pycache__", "*.egg-info", "moons", "moons.yaml"
+    )  # a user's own
     for name in ("configs", "scripts", "src"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     shutil.copy(ROOT / "train.py", folder)
@@ -58,7 +68,14 @@ def clone(tmp_path_factory):
 
 def run(clone: Path, *overrides: str) -> Path:
     result = subprocess.run(
-        [sys.executable, "train.py", *overrides, "logger=none", "trainer.accelerator=cpu", "trainer.precision=32-true"],
+        [
+            sys.executable,
+            "train.py",
+            *overrides,
+            "logger=none",
+            "trainer.accelerator=cpu",
+            "trainer.precision=32-true",
+        ],
         cwd=clone,
         env={**running.environment(), "PYTHONPATH": ""},
         capture_output=True,
@@ -69,14 +86,20 @@ def run(clone: Path, *overrides: str) -> Path:
 
 
 def features_table() -> str:
-    """The table of what works under which strategy, from the data that the check before launch reads."""
+    """The table of what works under which strategy, from the data that the check before launch
+    reads.
+    """
     columns = ("single", "ddp", "shard", "context", "tensor", "pipeline", "deepspeed", "zero3")
     lines = ["| | " + " | ".join(columns) + " |", "| --- |" + " :---: |" * len(columns)]
     for feature in checks.FEATURES:
         kinds = {kind for name, kind in refused() if name == feature}
         kinds |= {"zero3"} if "deepspeed" in kinds else set()
         kinds |= {"context"} if "shard" in kinds else set()
-        lines.append(f"| {feature} | " + " | ".join("–" if kind in kinds else "yes" for kind in columns) + " |")
+        lines.append(
+            f"| {feature} | "
+            + " | ".join("–" if kind in kinds else "yes" for kind in columns)
+            + " |"
+        )
     return "\n".join(lines)
 
 
@@ -92,7 +115,9 @@ def test_the_table_of_features_is_the_one_that_is_enforced():
 
 @pytest.mark.slow
 def test_the_example_learns_and_neither_the_strategy_nor_a_copy_changes_it(clone):
-    commands = re.findall(r"^python train\.py (.*)$", section("Copy the example", OWN_PARTS), re.MULTILINE)
+    commands = re.findall(
+        r"^python train\.py (.*)$", section("Copy the example", OWN_PARTS), re.MULTILINE
+    )
     assert commands == [
         "experiment=example",
         "experiment=example strategy=ddp trainer.devices=2",
@@ -121,7 +146,11 @@ def test_every_part_of_the_example_has_an_excerpt():
 
 @pytest.mark.parametrize("words", TRAIN, ids=" ".join)
 def test_every_command_that_trains_composes(words, clone):
-    overrides = [word for word in words[words.index("train.py") + 1 :] if not word.startswith("-") and word != "job"]
+    overrides = [
+        word
+        for word in words[words.index("train.py") + 1 :]
+        if not word.startswith("-") and word != "job"
+    ]
     if "-m" in words:  # a sweep's first trial
         overrides = [word.split(",")[0] for word in overrides]
     config.register()
@@ -149,24 +178,36 @@ def test_every_path_that_the_librarys_readme_names_exists():
     spans = re.findall(r"`([\w./*-]+(?:\.py|\.yaml|/))`", LIBRARY)
     assert len(set(spans)) > 30
     here = ROOT / "src" / "armature"
-    own = [folder for folder in ROOT.iterdir() if not folder.name.startswith((".", "outputs"))]  # no environments
+    own = [
+        folder for folder in ROOT.iterdir() if not folder.name.startswith((".", "outputs"))
+    ]  # no environments
     files = [path for folder in own for path in (folder, *folder.rglob("*"))]
     for span in set(spans):
         assert any(path.match(span) for path in files), span
-    for path in (folder for folder in here.iterdir() if folder.is_dir() and folder.name != "__pycache__"):
-        assert f"`{path.name}/`" in LIBRARY, f"src/armature/README.md does not say what {path.name}/ is for"
+    for path in (
+        folder for folder in here.iterdir() if folder.is_dir() and folder.name != "__pycache__"
+    ):
+        assert f"`{path.name}/`" in LIBRARY, (
+            f"src/armature/README.md does not say what {path.name}/ is for"
+        )
 
 
 def test_every_module_that_a_page_runs_exists():
     pages = [README, *(path.read_text() for path in (ROOT / "docs").glob("*.md"))]
-    for name in {name for page in pages for name in re.findall(r"python -m ((?:benchmarks|tests)[\w.]*)", page)}:
+    for name in {
+        name
+        for page in pages
+        for name in re.findall(r"python -m ((?:benchmarks|tests)[\w.]*)", page)
+    }:
         path = ROOT / name.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), name
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_the_terminal_that_is_shown_names_every_strategy(theme):
-    text = html.unescape((ROOT / "docs" / "images" / f"terminal-{theme}.svg").read_text()).replace("\xa0", " ")
+    text = html.unescape((ROOT / "docs" / "images" / f"terminal-{theme}.svg").read_text()).replace(
+        "\xa0", " "
+    )
     lines = re.findall(r"<text[^>]*>([^<]*)</text>", text)
     options = "".join(lines).partition("Options: ")[2].partition(".")[0]
     shipped = [path.stem for path in reference.shown() if path.parent.name == "strategy"]
@@ -177,7 +218,11 @@ def test_every_image_exists_for_light_and_dark_pages_and_asks_for_nothing():
     shown = re.findall(r'(?:src|srcset)="([^"]+)"', README)
     assert len(shown) >= 6
     for name in shown:
-        other = name.replace("-light.", "-dark.") if "-light." in name else name.replace("-dark.", "-light.")
+        other = (
+            name.replace("-light.", "-dark.")
+            if "-light." in name
+            else name.replace("-dark.", "-light.")
+        )
         assert other in shown
         text = (ROOT / name).read_text()
         assert text.startswith("<svg")

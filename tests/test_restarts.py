@@ -50,7 +50,13 @@ class Fault(Callback):
             time.sleep(600)
         os.kill(os.getpid(), getattr(signal, self.how))
 """
-DDP = ["strategy=ddp", "trainer.devices=2", "run.name=run", "trainer.max_steps=8", "checkpoint.every_n_steps=2"]
+DDP = [
+    "strategy=ddp",
+    "trainer.devices=2",
+    "run.name=run",
+    "trainer.max_steps=8",
+    "checkpoint.every_n_steps=2",
+]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +67,9 @@ def undisturbed(tmp_path_factory, corpus):
 
 
 def fault(how: str, *, step: int, folder, attempts: int = 1) -> list[str]:
-    """Overrides for a fault of the last rank before it trains a step, in the first so many attempts."""
+    """Overrides for a fault of the last rank before it trains a step, in the first so many
+    attempts.
+    """
     (folder / "faulty").mkdir()
     (folder / "faulty" / "__init__.py").write_text(FAULTY)
     return [
@@ -75,22 +83,41 @@ def fault(how: str, *, step: int, folder, attempts: int = 1) -> list[str]:
 
 def train(*overrides: str, folder, corpus, check: bool = True):
     """Returns what was printed, and the run directory."""
-    result = running.train(*overrides, cwd=folder, corpus=corpus, check=check, PYTHONPATH=str(folder))
+    result = running.train(
+        *overrides, cwd=folder, corpus=corpus, check=check, PYTHONPATH=str(folder)
+    )
     return result.stdout + result.stderr, folder / "outputs" / "run"
 
 
 @pytest.mark.slow
-def test_a_killed_rank_comes_back_and_the_metrics_are_those_of_an_undisturbed_run(undisturbed, corpus, tmp_path):
-    output, run_dir = train(*DDP, *fault("SIGKILL", step=5, folder=tmp_path), folder=tmp_path, corpus=corpus)
-    assert "restart 1 of 3: rank 1 was killed by SIGKILL; the run resumes from step 4; 2 more restarts" in output
+def test_a_killed_rank_comes_back_and_the_metrics_are_those_of_an_undisturbed_run(
+    undisturbed, corpus, tmp_path
+):
+    output, run_dir = train(
+        *DDP, *fault("SIGKILL", step=5, folder=tmp_path), folder=tmp_path, corpus=corpus
+    )
+    assert (
+        "restart 1 of 3: rank 1 was killed by SIGKILL; the run resumes from step 4; 2 more restarts"
+        in output
+    )
     assert (run_dir / "metrics.csv").read_text() == (undisturbed / "metrics.csv").read_text()
 
 
 @pytest.mark.slow
 def test_a_single_rank_comes_back_where_that_was_asked_for(undisturbed, corpus, tmp_path):
-    single = ["run.name=run", "trainer.max_steps=8", "checkpoint.every_n_steps=2", "launch.max_restarts=1"]
-    output, run_dir = train(*single, *fault("SIGSEGV", step=5, folder=tmp_path), folder=tmp_path, corpus=corpus)
-    assert "restart 1 of 1: rank 0 was killed by SIGSEGV; the run resumes from step 4; no more restarts" in output
+    single = [
+        "run.name=run",
+        "trainer.max_steps=8",
+        "checkpoint.every_n_steps=2",
+        "launch.max_restarts=1",
+    ]
+    output, run_dir = train(
+        *single, *fault("SIGSEGV", step=5, folder=tmp_path), folder=tmp_path, corpus=corpus
+    )
+    assert (
+        "restart 1 of 1: rank 0 was killed by SIGSEGV; the run resumes from step 4; no more "
+        "restarts" in output
+    )
     assert running.summary(run_dir)["world_size"] == 1
     assert running.losses(run_dir) == pytest.approx(running.losses(undisturbed), rel=1e-5)
 
@@ -99,21 +126,32 @@ def test_a_single_rank_comes_back_where_that_was_asked_for(undisturbed, corpus, 
 def test_a_stopped_rank_is_found_and_brought_back(undisturbed, corpus, tmp_path):
     overrides = [*DDP, "launch.hang_timeout=5", *fault("SIGSTOP", step=5, folder=tmp_path)]
     output, run_dir = train(*overrides, folder=tmp_path, corpus=corpus)
-    assert re.search(r"restart 1 of 3: rank 1 made no step for [5-9] s \(stopped by a signal such as SIGSTOP\)", output)
+    assert re.search(
+        r"restart 1 of 3: rank 1 made no step for [5-9] s \(stopped by a signal such as SIGSTOP\)",
+        output,
+    )
     assert (run_dir / "metrics.csv").read_text() == (undisturbed / "metrics.csv").read_text()
 
 
 @pytest.mark.slow
 def test_ranks_that_stand_still_leave_their_stacks(corpus, tmp_path):
-    overrides = [*DDP, "launch.hang_timeout=4", "launch.max_restarts=0", *fault("sleep", step=5, folder=tmp_path)]
+    overrides = [
+        *DDP,
+        "launch.hang_timeout=4",
+        "launch.max_restarts=0",
+        *fault("sleep", step=5, folder=tmp_path),
+    ]
     output, run_dir = train(*overrides, folder=tmp_path, corpus=corpus, check=False)
-    told = r"Ranks 0, 1 made no step for [4-9] s \(their stacks are in outputs/run/logs/rank_\*\.log\)"
+    told = (
+        r"Ranks 0, 1 made no step for [4-9] s \(their stacks are in outputs/run/logs/rank_\*\.log\)"
+    )
     assert re.search(told, output), output
     stacks = [(run_dir / "logs" / f"rank_{rank:04d}.log").read_text() for rank in (0, 1)]
     assert all("Current thread 0x" in text for text in stacks)
     assert ["faulty/__init__.py" in text for text in stacks] == [False, True]
     came = (
-        r"Rank 0 waits in all_reduce.*, collective \d+ of all ranks; rank 1 never came \(rank 1 is at \S+faulty/__init"
+        r"Rank 0 waits in all_reduce.*, collective \d+ of all ranks; rank 1 never came \(rank "
+        r"1 is at \S+faulty/__init"
     )
     assert re.search(came, output), output
     report = (run_dir / "logs" / "hang.txt").read_text()
@@ -122,10 +160,13 @@ def test_ranks_that_stand_still_leave_their_stacks(corpus, tmp_path):
 
 @pytest.mark.slow
 def test_an_error_is_retried_only_after_a_checkpoint(undisturbed, corpus, tmp_path):
-    # with a save in the background, the failing rank must not wait for the others: they hang until it ends
+    # with a save in the background, the failing rank must not wait for the others: they hang until
+    # it ends
     faulty = [*fault("raise", step=5, folder=tmp_path, attempts=2), "checkpoint.background=true"]
     output, run_dir = train(*DDP, *faulty, folder=tmp_path, corpus=corpus, check=False)
-    first, _, second = output.partition("restart 1 of 3: rank 1 failed with ArithmeticError: the deliberate mistake; ")
+    first, _, second = output.partition(
+        "restart 1 of 3: rank 1 failed with ArithmeticError: the deliberate mistake; "
+    )
     assert "Traceback" not in first
     assert second.startswith("the run resumes from step 4")
     assert "restart 2" not in output  # it fails at the same step again, without a newer checkpoint
@@ -167,7 +208,9 @@ def test_a_signal_within_a_callback_that_drops_exceptions_still_ends_the_run(cap
     referent = Referent()
     weak = weakref.ref(referent, lambda _: signal.raise_signal(signal.SIGTERM))
     with supervise.Stop(grace_seconds=1) as stop:
-        del referent  # the handler runs in the callback, where Python would print what it raises and go on
+        del (
+            referent
+        )  # the handler runs in the callback, where Python would print what it raises and go on
         assert weak() is None
         assert stop.received == signal.SIGTERM
         with pytest.raises(SignalException, match="SIGTERM"):
@@ -197,7 +240,9 @@ def test_all_processes_end_at_once(how, corpus, tmp_path):
     endless = [*DDP, "trainer.max_steps=100000", "scheduler=constant", "data.num_workers=1"]
     process = running.start(*endless, cwd=tmp_path, corpus=corpus)
     metrics = tmp_path / "outputs" / "run" / "metrics.csv"
-    running.wait_for(lambda: metrics.exists() or process.poll() is not None, seconds=120, what="the first row")
+    running.wait_for(
+        lambda: metrics.exists() or process.poll() is not None, seconds=120, what="the first row"
+    )
     members = running.family(process)
     assert len(members) >= 5  # the parent, two ranks and a data loader worker each
     (stopped,) = (p for p in members if p.environ().get("RANK") == "1" and p.ppid() == process.pid)
@@ -225,7 +270,9 @@ def composed(corpus, monkeypatch, tmp_path):
 
 @pytest.fixture
 def attempts(composed, monkeypatch, tmp_path):
-    """Runs the loop over attempts that are made up: for each, the checkpoint it leaves and how it ends."""
+    """Runs the loop over attempts that are made up: for each, the checkpoint it leaves and how it
+    ends.
+    """
     cfg = composed("strategy=ddp", "run.name=run")
     cfg.run.dir = str(tmp_path / "run")
 
@@ -235,7 +282,9 @@ def attempts(composed, monkeypatch, tmp_path):
         def attempt(self, number, *, max_restarts):
             made.append(number)
             step, failure = outcomes[number]
-            monkeypatch.setattr(supervise.resume, "last_checkpoint", lambda *_: tmp_path / f"step={step:06d}")
+            monkeypatch.setattr(
+                supervise.resume, "last_checkpoint", lambda *_: tmp_path / f"step={step:06d}"
+            )
             return failure() if callable(failure) else failure
 
         monkeypatch.setattr(supervise.resume, "last_checkpoint", lambda *_: None)
@@ -255,7 +304,9 @@ WRONG = Failure("rank 1 failed with an error", "Traceback\nRank 1 failed", is_er
 def test_a_rank_that_is_lost_comes_back_as_often_as_was_asked_for(attempts, capsys):
     attempts((2, KILLED), (4, WRONG), (6, KILLED), (8, None))
     assert attempts.made == [0, 1, 2, 3]
-    with pytest.raises(RunFailed, match=r"Rank 1 was killed\.\nlaunch.max_restarts=3: no restart remains"):
+    with pytest.raises(
+        RunFailed, match=r"Rank 1 was killed\.\nlaunch.max_restarts=3: no restart remains"
+    ):
         attempts((2, KILLED), (4, KILLED), (6, KILLED), (8, KILLED))
 
 
@@ -282,7 +333,17 @@ def test_an_error_without_progress_ends_the_run(attempts):
 
 def test_a_mistake_in_the_configuration_is_not_retried(attempts):
     with pytest.raises(ConfigError, match="another thing"):
-        attempts((2, Failure("rank 0 failed", "Traceback", is_error=True, problems=("one thing", "another thing"))))
+        attempts(
+            (
+                2,
+                Failure(
+                    "rank 0 failed",
+                    "Traceback",
+                    is_error=True,
+                    problems=("one thing", "another thing"),
+                ),
+            )
+        )
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGUSR1", 138)])
@@ -311,7 +372,9 @@ def failure(folder, *, rank: int, code: int, at: float, error: str | None = None
         file.write_text("{}")
         os.utime(file, (at, at))
     data = {"message": {"message": error, "extraInfo": {"py_callstack": f"Traceback\n{error}"}}}
-    return SimpleNamespace(exitcode=code, error_file=str(file), error_file_data=data, timestamp=int(at), message="…")
+    return SimpleNamespace(
+        exitcode=code, error_file=str(file), error_file_data=data, timestamp=int(at), message="…"
+    )
 
 
 LOST = "RuntimeError: Connection reset by peer"
@@ -321,7 +384,12 @@ WRONG_SUM = "ArithmeticError: wrong"
 @pytest.mark.parametrize(
     ("error", "number", "after", "expected"),
     [
-        (LOST, signal.SIGKILL, 0.1, "rank 1 was killed by SIGKILL"),  # gone a little later than its connections
+        (
+            LOST,
+            signal.SIGKILL,
+            0.1,
+            "rank 1 was killed by SIGKILL",
+        ),  # gone a little later than its connections
         (LOST, signal.SIGABRT, 0.1, "rank 1 was killed by SIGABRT"),
         (LOST, signal.SIGTERM, 0.1, "rank 1 was killed by SIGTERM"),
         (WRONG_SUM, signal.SIGABRT, 0.1, "rank 0 failed with ArithmeticError: wrong"),
@@ -344,7 +412,10 @@ def test_what_no_restart_would_mend_is_one_line_and_the_end(kind, tmp_path):
     watch = SimpleNamespace(hung={}, ended=set(), deaths={})
     line = "The checkpoint of step 6 could not be saved: s3://a: no answer (last: step=000004)."
     found = describe(
-        {0: failure(tmp_path, rank=0, code=1, at=1.0, error=f"{kind}: {line}")}, watch, tmp_path, oom=False
+        {0: failure(tmp_path, rank=0, code=1, at=1.0, error=f"{kind}: {line}")},
+        watch,
+        tmp_path,
+        oom=False,
     )
     assert (found.text, found.is_final) == (line, True)
 
@@ -355,7 +426,10 @@ def test_a_rank_that_was_ended_for_another_is_not_taken_for_the_first(tmp_path):
         0: failure(tmp_path, rank=0, code=1, at=100.0, error=WRONG_SUM),
         1: failure(tmp_path, rank=1, code=-9, at=105.0),
     }
-    assert describe(failures, watch, tmp_path, oom=None).what == "rank 0 failed with ArithmeticError: wrong"
+    assert (
+        describe(failures, watch, tmp_path, oom=None).what
+        == "rank 0 failed with ArithmeticError: wrong"
+    )
 
 
 @pytest.mark.parametrize(
@@ -381,7 +455,10 @@ def test_fewer_ranks_see_the_same_batch(overrides, devices, micro, accumulate, c
     cfg = composed("strategy=ddp", *overrides)
     found = resize.fewer(cfg, most=2 if micro == 3 else 3, least=1)
     assert not isinstance(found, str), found
-    assert (found.trainer.devices, micro_batch.decided(found).data.micro_batch_size) == (devices, micro)
+    assert (found.trainer.devices, micro_batch.decided(found).data.micro_batch_size) == (
+        devices,
+        micro,
+    )
     assert micro_batch.is_auto(found) == micro_batch.is_auto(cfg)
     batch = micro * accumulate * Layout.of(found).data_ranks
     assert found.data.global_batch_size == cfg.data.global_batch_size == batch
@@ -393,7 +470,9 @@ def test_fewer_ranks_see_the_same_batch(overrides, devices, micro, accumulate, c
 
 def test_a_fixed_axis_says_that_the_ranks_cannot_become_fewer(composed):
     cfg = composed("strategy=fsdp", "strategy.shard=4")
-    assert resize.fewer(cfg, most=3, least=1) == "strategy.shard=4 is fixed, type strategy.shard=auto"
+    assert (
+        resize.fewer(cfg, most=3, least=1) == "strategy.shard=4 is fixed, type strategy.shard=auto"
+    )
 
 
 BAD = {
@@ -418,7 +497,9 @@ def test_auto_brings_several_ranks_back_and_leaves_one_in_this_process(composed)
 
 
 def end_batch(beats):
-    beats.on_train_batch_end(SimpleNamespace(accumulate_grad_batches=1, is_last_batch=False), None, None, None, 0)
+    beats.on_train_batch_end(
+        SimpleNamespace(accumulate_grad_batches=1, is_last_batch=False), None, None, None, 0
+    )
 
 
 def test_a_heart_beats_once_a_second_from_the_first_batch_on(monkeypatch, tmp_path):

@@ -56,7 +56,9 @@ class Runs:
             self.go(self.known[overrides], *overrides, ranks=ranks)
         return self.known[overrides]
 
-    def stopped(self, *overrides: str, at: list[int], signal: str = "SIGTERM", ranks: int = 1) -> Path:
+    def stopped(
+        self, *overrides: str, at: list[int], signal: str = "SIGTERM", ranks: int = 1
+    ) -> Path:
         """Stopped at each of the steps, and resumed after each."""
         run_dir = self.new()
         for step in at:
@@ -64,9 +66,13 @@ class Runs:
         self.go(run_dir, *overrides, ranks=ranks)
         return run_dir
 
-    def stop(self, run_dir: Path, *overrides: str, at: int, signal: str = "SIGTERM", ranks: int = 1) -> None:
+    def stop(
+        self, run_dir: Path, *overrides: str, at: int, signal: str = "SIGTERM", ranks: int = 1
+    ) -> None:
         stop = f"+callbacks.stop_at={{_target_:armature.callbacks.stop_at.StopAt,signals:{{{signal}:{at}}}}}"
-        self.go(run_dir, *overrides, stop, ranks=ranks, expect={"SIGTERM": 143, "SIGKILL": -9}[signal])
+        self.go(
+            run_dir, *overrides, stop, ranks=ranks, expect={"SIGTERM": 143, "SIGKILL": -9}[signal]
+        )
 
     def go(self, run_dir: Path, *overrides: str, ranks: int = 1, expect: int = 0) -> None:
         self.forks.train(*BASE, f"run.name={run_dir.name}", *overrides, ranks=ranks, expect=expect)
@@ -93,7 +99,10 @@ def assert_close(straight: Path, resumed: Path) -> None:
         for name, value in row.items():
             assert bool(value) == bool(other[name]), (row["step"], name)
             if value:
-                assert float(other[name]) == pytest.approx(float(value), rel=1e-5), (row["step"], name)
+                assert float(other[name]) == pytest.approx(float(value), rel=1e-5), (
+                    row["step"],
+                    name,
+                )
 
 
 def seen(run_dir: Path) -> list[str]:
@@ -115,9 +124,16 @@ def assert_every_sample_once_an_epoch(run_dir: Path, *, size: int = 20) -> None:
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("kind", ["mapped", "streamed"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_stops_in_the_middle_and_at_the_end_of_an_epoch_leave_no_trace(runs, workers, kind, accumulate):
-    """With dropout and augmentation; epochs of 5 steps; validation at 3, 6, …; stops at 3, 5 and 6."""
-    data = [f"data.streamed={kind == 'streamed'}".lower(), f"data.micro_batch_size={4 // accumulate}"]
+def test_stops_in_the_middle_and_at_the_end_of_an_epoch_leave_no_trace(
+    runs, workers, kind, accumulate
+):
+    """With dropout and augmentation; epochs of 5 steps; validation at 3, 6, …; stops at 3, 5
+    and 6.
+    """
+    data = [
+        f"data.streamed={kind == 'streamed'}".lower(),
+        f"data.micro_batch_size={4 // accumulate}",
+    ]
     straight = runs.straight(*data)
     resumed = runs.stopped(*data, f"data.num_workers={workers}", at=[3, 5, 6])
     assert_equal(straight, resumed)
@@ -136,7 +152,9 @@ THREE = {  # overrides, and where they are stopped
 
 @pytest.mark.parametrize("case", THREE)
 def test_three_ranks_leave_no_trace(runs, case):
-    """A sum of three depends on the order, which a gradient's place in its bucket decides; three divide no weight."""
+    """A sum of three depends on the order, which a gradient's place in its bucket decides; three
+    divide no weight.
+    """
     strategy, at = THREE[case]
     words = [*strategy, "trainer.devices=3", "data.global_batch_size=6"]
     assert_equal(runs.straight(*words, ranks=3), runs.stopped(*words, at=at, ranks=3))
@@ -146,7 +164,9 @@ def test_a_stop_at_every_step_leaves_no_trace(runs):
     """Epochs end within steps (21 samples, 4 a step); validation at the end of each."""
     odd = ["data.samples=21", "trainer.val_every_n_steps=null"]
     straight = runs.straight(*odd)
-    assert [bool(row["val/loss"]) for row in running.rows(straight)] == [step in (6, 11, 12) for step in range(1, 13)]
+    assert [bool(row["val/loss"]) for row in running.rows(straight)] == [
+        step in (6, 11, 12) for step in range(1, 13)
+    ]
     resumed = runs.stopped(*odd, at=list(range(1, STEPS)))
     assert_equal(straight, resumed)
     assert seen(resumed) == seen(straight)
@@ -157,7 +177,9 @@ def test_text_that_is_tokenized_as_it_is_read_goes_on_where_it_was(runs, tmp_pat
     """configs/data/streamed.yaml over compressed shards, across the end of an epoch."""
     for shard in range(3):
         with gzip.open(tmp_path / f"{shard}.txt.gz", "wt") as file:
-            file.write("".join(f"line {i} of shard {shard} counts to {i * shard}\n" for i in range(10)))
+            file.write(
+                "".join(f"line {i} of shard {shard} counts to {i * shard}\n" for i in range(10))
+            )
     text = [
         "data=streamed",
         f"data.path={tmp_path}/*.gz",
@@ -193,7 +215,8 @@ def test_validation_that_was_due_is_run_after_the_resume(runs):
     runs.stop(run_dir, at=4)
     values = [row["val/loss"] for row in running.rows(run_dir)]
     straight = [
-        row["val/loss"] for row in running.rows(runs.straight("data.streamed=false", "data.micro_batch_size=4"))
+        row["val/loss"]
+        for row in running.rows(runs.straight("data.streamed=false", "data.micro_batch_size=4"))
     ]
     assert values[2]
     assert values == straight[:4]
@@ -211,7 +234,9 @@ def test_a_stop_inside_validation_leaves_no_trace(runs):
 
 
 def hooks(run_dir: Path) -> list[str]:
-    """Return the lines of hooks.txt; of an epoch's starts the first, since a resume inside an epoch calls it again."""
+    """Return the lines of hooks.txt; of an epoch's starts the first, since a resume inside an epoch
+    calls it again.
+    """
     started, kept = set(), []
     for line in (run_dir / "hooks.txt").read_text().splitlines():
         key = line.split()[-1] if line.startswith("epoch starts") else None
@@ -249,7 +274,9 @@ def rates(run_dir: Path) -> list[float]:
 )
 @pytest.mark.parametrize("at", [[5], [10], [2, 8], [5, 6, 10]])
 def test_schedules_go_on(runs, task, expected, at):
-    """One asks the Trainer for the run's length, one moves on an epoch, one follows a metric (of steps 3, 6, …)."""
+    """One asks the Trainer for the run's length, one moves on an epoch, one follows a metric (of
+    steps 3, 6, …).
+    """
     straight = runs.straight(f"task={task}")
     if expected is not None:
         assert rates(straight) == pytest.approx(expected)
@@ -261,10 +288,15 @@ def test_schedules_go_on(runs, task, expected, at):
 def test_averages_over_an_epoch_hold_what_came_before_the_stop(runs, ranks):
     logged = ["task=averaging", *(DDP if ranks > 1 else [])]
     straight = runs.straight(*logged, ranks=ranks)
-    columns = {name: [row["step"] for row in running.rows(straight) if row[name]] for name in running.rows(straight)[0]}
+    columns = {
+        name: [row["step"] for row in running.rows(straight) if row[name]]
+        for name in running.rows(straight)[0]
+    }
     assert columns["mine/loss_epoch"] == columns["mine/largest"] == ["5", "10", "12"]
     assert columns["mine/loss_step"] == ["4", "8", "12"]
-    assert_equal(straight, runs.stopped(*logged, at=[3, 5, 8] if ranks == 1 else [2, 4, 7], ranks=ranks))
+    assert_equal(
+        straight, runs.stopped(*logged, at=[3, 5, 8] if ranks == 1 else [2, 4, 7], ranks=ranks)
+    )
 
 
 def test_hooks_of_ones_own_draw_and_keep_what_they_would_have(runs):
@@ -276,7 +308,10 @@ def test_hooks_of_ones_own_draw_and_keep_what_they_would_have(runs):
 
 @pytest.mark.parametrize(
     "overrides",
-    [["callbacks=ema", "callbacks.ema.decay=0.8"], ["checkpoint.background=true", "checkpoint.every_n_steps=1"]],
+    [
+        ["callbacks=ema", "callbacks.ema.decay=0.8"],
+        ["checkpoint.background=true", "checkpoint.every_n_steps=1"],
+    ],
     ids=["ema", "background saves"],
 )
 def test_what_else_is_kept(runs, overrides):
@@ -295,10 +330,15 @@ def test_patience_and_best_so_far_go_on(runs):
     assert_equal(straight, runs.stopped(*early, at=[6]))
     resumed = runs.stopped(*early, at=[2, 3, 5])
     assert_equal(straight, resumed)
-    states = [torch.load(d / "checkpoints" / "step=000006" / "meta.pt", weights_only=True) for d in (straight, resumed)]
+    states = [
+        torch.load(d / "checkpoints" / "step=000006" / "meta.pt", weights_only=True)
+        for d in (straight, resumed)
+    ]
     (name,) = (key for key in states[0]["callbacks"] if "EarlyStopping" in key)
     assert states[0]["callbacks"][name] == states[1]["callbacks"][name]
-    assert running.summary(resumed)["best_checkpoint"].endswith(Path(running.summary(straight)["best_checkpoint"]).name)
+    assert running.summary(resumed)["best_checkpoint"].endswith(
+        Path(running.summary(straight)["best_checkpoint"]).name
+    )
 
 
 def test_two_ranks_go_on_with_each_ranks_own_random_numbers(runs):
@@ -308,13 +348,16 @@ def test_two_ranks_go_on_with_each_ranks_own_random_numbers(runs):
     assert sorted(seen(resumed)) == sorted(seen(straight))
 
 
-# ---------------------------------------------------------------- another layout: within the parity tolerance
+# ---------------------------------------------------------------- another layout: within the parity
+# tolerance
 @pytest.mark.parametrize(
     ("first", "then"),
     [
         pytest.param(DDP, ["data.micro_batch_size=1"], id="two ranks, then one with accumulation"),
         pytest.param(["data.micro_batch_size=2"], DDP, id="accumulation, then two ranks"),
-        pytest.param(["data.micro_batch_size=1"], ["data.num_workers=2"], id="accumulation, then workers"),
+        pytest.param(
+            ["data.micro_batch_size=1"], ["data.num_workers=2"], id="accumulation, then workers"
+        ),
     ],
 )
 def test_another_layout_makes_the_same_steps(runs, first, then):
@@ -357,7 +400,9 @@ def test_wandb_goes_on_in_the_same_run(runs):
 # ---------------------------------------------------------------- scripts/resume_proof.py
 @pytest.fixture
 def proof(tmp_path, monkeypatch, capsys):
-    """Calls scripts/resume_proof.py in this process and forks its runs: its exit code, and what it printed."""
+    """Calls scripts/resume_proof.py in this process and forks its runs: its exit code, and what it
+    printed.
+    """
     path = f"{running.ROOT / 'src'}:{running.ROOT}"
 
     def run(command, *, stdout, **_):
@@ -372,7 +417,9 @@ def proof(tmp_path, monkeypatch, capsys):
         return ended.value.code, capsys.readouterr().out
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(resume_proof, "subprocess", SimpleNamespace(run=run, STDOUT=subprocess.STDOUT))
+    monkeypatch.setattr(
+        resume_proof, "subprocess", SimpleNamespace(run=run, STDOUT=subprocess.STDOUT)
+    )
     return call
 
 
@@ -387,14 +434,20 @@ def test_the_proof_finds_a_generator_that_no_checkpoint_knows(proof, tmp_path):
 def test_the_proof_of_an_experiment_that_is_sound(proof, tmp_path):
     code, printed = proof("--steps", "5", *BASE, "trainer.max_steps=100", "run.name=mine")
     assert code == 0, printed
-    assert "trainer.max_steps=100, run.name=mine: not used, since this script decides that" in printed
+    assert (
+        "trainer.max_steps=100, run.name=mine: not used, since this script decides that" in printed
+    )
     assert "equal, bit for bit: 5 rows" in printed
     assert list((tmp_path / "outputs").iterdir()) == []
 
 
 def test_the_proof_passes_a_mistake_on(tmp_path):
     path = f"{running.ROOT / 'src'}:{running.ROOT}"
-    command = [sys.executable, str(running.ROOT / "scripts" / "resume_proof.py"), "experiment=digit"]
+    command = [
+        sys.executable,
+        str(running.ROOT / "scripts" / "resume_proof.py"),
+        "experiment=digit",
+    ]
     env = running.environment(PYTHONPATH=path)
     result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert result.returncode == 2
@@ -410,8 +463,14 @@ ROWS = [{"step": "1", "train/loss": "5.5"}, {"step": "2", "train/loss": "5.25"}]
     [
         (ROWS[:1], "metrics.csv has one row of step 2 straight, no row resumed"),
         ([*ROWS, ROWS[1]], "metrics.csv has one row of step 2 straight, 2 rows resumed"),
-        ([ROWS[0], {"step": "2", "train/loss": "5.26"}], "step 2, train/loss: 5.25 straight, 5.26 resumed"),
-        ([ROWS[0], {"step": "2", "train/loss": ""}], "step 2, train/loss: 5.25 straight, nothing resumed"),
+        (
+            [ROWS[0], {"step": "2", "train/loss": "5.26"}],
+            "step 2, train/loss: 5.25 straight, 5.26 resumed",
+        ),
+        (
+            [ROWS[0], {"step": "2", "train/loss": ""}],
+            "step 2, train/loss: 5.25 straight, nothing resumed",
+        ),
     ],
 )
 def test_the_first_difference_is_said_in_words(rows, text):
@@ -426,10 +485,14 @@ def test_a_signal_that_does_not_exist_is_refused():
 
 
 def test_a_longer_limit_continues_a_run_without_validation(corpus, tmp_path):
-    """The end of the first start is then the last that its checkpoint knows, and no end of the epoch."""
+    """The end of the first start is then the last that its checkpoint knows, and no end of the
+    epoch.
+    """
     words = ("trainer.limit_val_batches=0", "trainer.limit_test_batches=0")
     for name, steps in (("whole", 6), ("parts", 3), ("parts", 6)):
-        running.train(f"run.name={name}", f"trainer.max_steps={steps}", *words, cwd=tmp_path, corpus=corpus)
+        running.train(
+            f"run.name={name}", f"trainer.max_steps={steps}", *words, cwd=tmp_path, corpus=corpus
+        )
     whole, parts = (running.losses(tmp_path / "outputs" / name) for name in ("whole", "parts"))
     assert len(whole) == 6
     assert parts == whole

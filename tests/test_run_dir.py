@@ -15,7 +15,11 @@ from armature.errors import ConfigError, NotSaved
 
 
 def config(root, **extra):
-    base = {"run": {"root": str(root), "name": None, "dir": None, "group": None}, "resume": "auto", "seed": 0}
+    base = {
+        "run": {"root": str(root), "name": None, "dir": None, "group": None},
+        "resume": "auto",
+        "seed": 0,
+    }
     return OmegaConf.create({**base, **extra})
 
 
@@ -34,26 +38,48 @@ def test_config_comes_back_as_it_was_written(tmp_path):
 
 
 def test_an_older_config_gets_the_defaults_of_the_keys_it_lacks(tmp_path):
-    lines = ["trainer: {max_steps: 7}", "run: {name: old}", "strategy: {_target_: armature.strategies.MeshStrategy}"]
-    lines += ["logger: {tb: {_target_: armature.callbacks.tensorboard.TensorBoard, save_dir: '${run.name}'}}"]
+    lines = [
+        "trainer: {max_steps: 7}",
+        "run: {name: old}",
+        "strategy: {_target_: armature.strategies.MeshStrategy}",
+    ]
+    lines += [
+        "logger: {tb: {_target_: armature.callbacks.tensorboard.TensorBoard, save_dir: "
+        "'${run.name}'}}"
+    ]
     (tmp_path / "config.yaml").write_text("\n".join(lines))
     cfg = run_dir.read(tmp_path)
-    assert (cfg.trainer.max_steps, cfg.trainer.profile, cfg.run.root, cfg.resume) == (7, False, "outputs", "auto")
+    assert (cfg.trainer.max_steps, cfg.trainer.profile, cfg.run.root, cfg.resume) == (
+        7,
+        False,
+        "outputs",
+        "auto",
+    )
     assert (cfg.launch.grace_seconds, cfg.checkpoint.mode) == (8, "min")
     assert cfg.strategy._target_ == "armature.strategies.mesh.MeshStrategy"
-    assert cfg.logger.tb == {"_target_": "armature.loggers.tensorboard.TensorBoard", "save_dir": "old"}
+    assert cfg.logger.tb == {
+        "_target_": "armature.loggers.tensorboard.TensorBoard",
+        "save_dir": "old",
+    }
 
 
 def test_an_argument_that_an_older_config_lacks_counts_as_its_default():
     optimizer = {"_target_": "torch.optim.AdamW", "lr": 0.1}
-    older, newer = resume.flat(optimizer, "optimizer"), resume.flat(optimizer | {"betas": [0.9, 0.999]}, "optimizer")
+    older, newer = (
+        resume.flat(optimizer, "optimizer"),
+        resume.flat(optimizer | {"betas": [0.9, 0.999]}, "optimizer"),
+    )
     assert older == newer
     assert older["optimizer.amsgrad"] is False
 
 
 def test_no_value_of_the_environment_is_written(tmp_path, monkeypatch):
     monkeypatch.setenv("MARKER", "s3cr3t-value")
-    cfg = config(tmp_path, key="${oc.env:MARKER}", nested={"again": "${key}", "text": "x-${oc.env:MARKER,fallback}"})
+    cfg = config(
+        tmp_path,
+        key="${oc.env:MARKER}",
+        nested={"again": "${key}", "text": "x-${oc.env:MARKER,fallback}"},
+    )
     directory = run_dir.write(run_dir.decide(cfg, label="x"), [])
     assert "s3cr3t-value" not in (directory / "config.yaml").read_text()
     back = run_dir.read(directory)
@@ -123,11 +149,17 @@ def test_ranks_that_torchrun_restarts_resume_though_never_was_typed(tmp_path, mo
 
 def test_the_folder_of_checkpoints_is_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    cfg = run_dir.decide(config("outputs", checkpoint={"root": "elsewhere"}), label="x", trial="mine")
+    cfg = run_dir.decide(
+        config("outputs", checkpoint={"root": "elsewhere"}), label="x", trial="mine"
+    )
     assert resume.folder(Path("outputs/mine"), cfg) == tmp_path / "elsewhere" / "mine"
     monkeypatch.setenv("MARKER", "s3cr3t")
-    cfg = run_dir.decide(config("outputs", checkpoint={"root": "${oc.env:MARKER}/runs"}), label="x", trial="mine")
-    assert OmegaConf.to_container(cfg)["checkpoint"] == {"root": f"{tmp_path}/${{oc.env:MARKER}}/runs"}  # not resolved
+    cfg = run_dir.decide(
+        config("outputs", checkpoint={"root": "${oc.env:MARKER}/runs"}), label="x", trial="mine"
+    )
+    assert OmegaConf.to_container(cfg)["checkpoint"] == {
+        "root": f"{tmp_path}/${{oc.env:MARKER}}/runs"
+    }  # not resolved
     whole = config("outputs", checkpoint={"root": "${oc.env:MARKER}"})
     assert OmegaConf.to_container(run_dir.decide(whole, label="x", trial="mine"))["checkpoint"] == {
         "root": "${oc.env:MARKER}"
@@ -144,7 +176,9 @@ def test_the_pointer_names_the_checkpoint(tmp_path):
     for name in names:
         (checkpoints / "step=000002" / name).touch()
     assert resume.last_checkpoint(tmp_path) is None  # half-written
-    directory.write_manifest(checkpoints / "step=000002", directory.describe(checkpoints / "step=000002", names), {})
+    directory.write_manifest(
+        checkpoints / "step=000002", directory.describe(checkpoints / "step=000002", names), {}
+    )
     (checkpoints / "last").write_text("step=000002\n")
     assert (
         resume.last_checkpoint(tmp_path)
@@ -156,7 +190,10 @@ def test_the_pointer_names_the_checkpoint(tmp_path):
 
 
 def test_a_run_named_like_a_file_is_a_run(tmp_path):
-    saved, names = tmp_path / "a.ckpt" / "checkpoints" / "step=000002", [directory.META, directory.TENSOR_INDEX]
+    saved, names = (
+        tmp_path / "a.ckpt" / "checkpoints" / "step=000002",
+        [directory.META, directory.TENSOR_INDEX],
+    )
     saved.mkdir(parents=True)
     for name in names:
         (saved / name).touch()
@@ -181,23 +218,31 @@ def checkpoint_at(path):
 
 def test_a_path_that_a_run_with_checkpoints_would_not_begin_with_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    mine, other = tmp_path / "outputs" / "mine", checkpoint_at(tmp_path / "other" / "checkpoints" / "step=000050")
+    mine, other = (
+        tmp_path / "outputs" / "mine",
+        checkpoint_at(tmp_path / "other" / "checkpoints" / "step=000050"),
+    )
 
     def start(path):
         cfg = config("outputs", resume=str(path), checkpoint={"root": None, "trust": False})
         cfg.run.name = "mine"
         groups = {name: {} for name in NEEDED if name not in cfg}
-        return run_dir.write(run_dir.decide(OmegaConf.merge(cfg, groups), label="x"), [f"resume={path}"])
+        return run_dir.write(
+            run_dir.decide(OmegaConf.merge(cfg, groups), label="x"), [f"resume={path}"]
+        )
 
     start(other)
-    first, last = (checkpoint_at(mine / "checkpoints" / name) for name in ("step=000060", "step=000070"))
+    first, last = (
+        checkpoint_at(mine / "checkpoints" / name) for name in ("step=000060", "step=000070")
+    )
     start("other/checkpoints/step=000050")  # as a requeue, and in another spelling
     for own in (mine, last, "auto"):
         start(own)
     start(other)
     for unused in (first, tmp_path / "other"):
         with pytest.raises(
-            ConfigError, match=rf"resume={unused}: .*mine has checkpoints .* from .*step=000070, not .*name"
+            ConfigError,
+            match=rf"resume={unused}: .*mine has checkpoints .* from .*step=000070, not .*name",
         ):
             start(unused)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
@@ -216,7 +261,9 @@ def test_a_path_with_a_reference_is_known_again(tmp_path, monkeypatch):
         cfg = config("outputs", resume=path, checkpoint={"root": None, "trust": False})
         cfg.run.name = "mine"
         cfg = OmegaConf.merge(cfg, {name: {} for name in NEEDED if name not in cfg})
-        return run_dir.write(run_dir.decide(cfg, label="x"), [])  # nothing was typed: an experiment has it
+        return run_dir.write(
+            run_dir.decide(cfg, label="x"), []
+        )  # nothing was typed: an experiment has it
 
     start("${oc.env:WORK}/checkpoints/step=000050")
     checkpoint_at(tmp_path / "outputs" / "mine" / "checkpoints" / "step=000060")
@@ -306,7 +353,9 @@ def test_a_full_disk_is_named_at_the_start_and_at_the_end(tmp_path, monkeypatch)
 
     cfg = run_dir.decide(config(tmp_path), label="x")
     monkeypatch.setattr(run_dir.files, "replace", full)
-    with pytest.raises(ConfigError, match=r"run\.root=.* cannot be written \(No space left on device\)\. Make room"):
+    with pytest.raises(
+        ConfigError, match=r"run\.root=.* cannot be written \(No space left on device\)\. Make room"
+    ):
         run_dir.write(cfg, [])
     with pytest.raises(NotSaved, match=r"summary\.json could not be written"):
         run_dir.write_summary(Path(cfg.run.dir), {})

@@ -24,11 +24,15 @@ def make(tmp_path):
         path = tmp_path / name
         (path / "checkpoints" / "step=000004").mkdir(parents=True)
         (path / "config.yaml").write_text(f"checkpoint: {{monitor: val/loss, mode: {mode}}}\n")
-        (path / "metrics.csv").write_text("step,train/loss,val/loss\n1,3.0,\n2,2.5,0.5\n3,2.0,0.75\n" + rows)
+        (path / "metrics.csv").write_text(
+            "step,train/loss,val/loss\n1,3.0,\n2,2.5,0.5\n3,2.0,0.75\n" + rows
+        )
         (path / "overrides.txt").write_text("seed=1\n")
         os.utime(path / "overrides.txt", (time.time() - 100,) * 2)
         if reason is not None:
-            (path / "summary.json").write_text(json.dumps({"stop_reason": reason, "planned_steps": 9}))
+            (path / "summary.json").write_text(
+                json.dumps({"stop_reason": reason, "planned_steps": 9})
+            )
         return path
 
     return make
@@ -100,7 +104,12 @@ def test_sizes_and_times_have_few_digits():
         "1.23 MB",
         "50.0 TB",
     ]
-    assert [runs.duration(seconds) for seconds in (-1, 59, 7200, 2e5)] == ["0 s", "59 s", "2 h", "2 d"]
+    assert [runs.duration(seconds) for seconds in (-1, 59, 7200, 2e5)] == [
+        "0 s",
+        "59 s",
+        "2 h",
+        "2 d",
+    ]
 
 
 def test_pipes_in_a_run_directory_block_nothing(tmp_path):
@@ -117,15 +126,19 @@ def test_pipes_in_a_run_directory_block_nothing(tmp_path):
 def test_it_prints_json_without_importing_torch(make, tmp_path):
     make("one", reason="finished")
     code = (
-        f"import sys; sys.argv = ['runs.py', {str(tmp_path)!r}, '--json']; sys.path[:0] = [{str(ROOT)!r}]\n"
-        "from scripts import runs\nruns.main()\nassert not {'torch', 'lightning'} & set(sys.modules)"
+        f"import sys; sys.argv = ['runs.py', {str(tmp_path)!r}, '--json']; sys.path[:0] = "
+        f"[{str(ROOT)!r}]\n"
+        "from scripts import runs\nruns.main()\nassert not {'torch', 'lightning'} & "
+        "set(sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert [run["state"] for run in json.loads(result.stdout)] == ["finished"]
 
 
-def test_folders_that_cannot_be_listed_and_runs_behind_links_are_no_errors(make, tmp_path, monkeypatch, capsys):
+def test_folders_that_cannot_be_listed_and_runs_behind_links_are_no_errors(
+    make, tmp_path, monkeypatch, capsys
+):
     make("one", reason="finished")
     (tmp_path / "link").symlink_to(tmp_path)
     (tmp_path / "closed").mkdir()

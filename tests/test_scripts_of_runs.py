@@ -13,7 +13,11 @@ from tests import in_process
 @pytest.mark.parametrize(
     ("script", "typed", "message"),
     [
-        ("evaluate", "trainer.devices=2", "trainer.devices=2 would change nothing here: only a training reads it"),
+        (
+            "evaluate",
+            "trainer.devices=2",
+            "trainer.devices=2 would change nothing here: only a training reads it",
+        ),
         ("evaluate", "strategy=ddp", "strategy=ddp would change nothing"),
         ("evaluate", "run.name=x", "run.name=x would change nothing"),
         ("evaluate", "trainer.precision=32-true", "no run directory"),
@@ -21,7 +25,9 @@ from tests import in_process
         ("generate", "--prompt=\udcff", "its bytes are no UTF-8 text"),
     ],
 )
-def test_keys_that_only_a_training_reads_are_refused(script, typed, message, tmp_path, monkeypatch, capsys):
+def test_keys_that_only_a_training_reads_are_refused(
+    script, typed, message, tmp_path, monkeypatch, capsys
+):
     words = (str(tmp_path), "--accelerator", "cpu", typed)
     assert message in in_process.run(in_process.load(script), words, monkeypatch, capsys)
 
@@ -31,6 +37,7 @@ def test_weights_of_other_sizes_are_told_in_one_line():
     with pytest.raises(ConfigError) as raised:
         state.load_tensors_of(Path("x.ckpt"), model, saved.state_dict())
     assert str(raised.value) == (
-        "x.ckpt holds weights of other sizes: weight is (3, 2) there and (3, 4) here. Give the model the sizes that it "
+        "x.ckpt holds weights of other sizes: weight is (3, 2) there and (3, 4) here. Give the "
+        "model the sizes that it "
         "was trained with."
     )

@@ -1,4 +1,6 @@
-"""The search of `sweep=optuna` in this process, with a launcher whose trials only return their metric."""
+"""The search of `sweep=optuna` in this process, with a launcher whose trials only return their
+metric.
+"""
 
 import json
 import sys
@@ -15,7 +17,12 @@ from armature.sweeps import search, study
 from hydra_plugins.armature_optuna import OptunaSweeper
 
 optuna = pytest.importorskip("optuna")
-SETTINGS = {"trials": 3, "sampler": {"name": "RandomSampler", "seed": 0}, "pruner": None, "storage": None}
+SETTINGS = {
+    "trials": 3,
+    "sampler": {"name": "RandomSampler", "seed": 0},
+    "pruner": None,
+    "storage": None,
+}
 SETTINGS["params"] = {"optimizer.lr": "interval(0.1,0.5)"}
 
 
@@ -44,7 +51,9 @@ def folder(tmp_path, monkeypatch):
 def begin(*results, typed=(), **settings) -> BasicLauncher:
     config.register()
     with initialize_config_dir(version_base="1.3", config_dir=str(config.CONFIGS)):
-        cfg = compose("train", ["sweep=optuna", "run.name=search", *typed], return_hydra_config=True)
+        cfg = compose(
+            "train", ["sweep=optuna", "run.name=search", *typed], return_hydra_config=True
+        )
     launcher = BasicLauncher(*results)
     sweeper: Any = OptunaSweeper(**{**SETTINGS, **settings})
     sweeper.config, sweeper.launcher = cfg, launcher
@@ -64,7 +73,14 @@ def hold(folder, number: int) -> None:
     """Lock a run directory as a process of another machine does."""
     run_dir = folder / str(number)
     run_dir.mkdir(parents=True, exist_ok=True)
-    holder = {"host": "elsewhere", "pid": 1, "machine": "m", "started": "1", "job": "", "restart": 0}
+    holder = {
+        "host": "elsewhere",
+        "pid": 1,
+        "machine": "m",
+        "started": "1",
+        "job": "",
+        "restart": 0,
+    }
     (run_dir / lock.NAME).write_text(json.dumps(holder))
 
 
@@ -147,7 +163,9 @@ def test_a_search_that_is_started_as_ranks_is_refused(variables, ranks, folder, 
         ("pruner", "WilcoxonPruner", "scipy", "MedianPruner"),
     ],
 )
-def test_what_needs_a_missing_package_is_refused_before_the_search(kind, name, package, usual, folder, monkeypatch):
+def test_what_needs_a_missing_package_is_refused_before_the_search(
+    kind, name, package, usual, folder, monkeypatch
+):
     monkeypatch.setitem(sys.modules, package, None)
     remedy = f"Type pip install {package}, or hydra.sweeper.{kind}.name={usual}"
     with pytest.raises(ConfigError, match=f"{name} needs the package {package}. {remedy}"):
@@ -160,7 +178,10 @@ def test_a_storage_from_the_environment_stays_a_reference(folder, tmp_path, monk
     monkeypatch.setenv("OPTUNA_URL", url)
     reference = "${oc.env:OPTUNA_URL,'sqlite://'}"
     launcher = begin(
-        typed=[f"hydra.sweeper.storage={reference}"], storage=url, trials=1, pruner={"name": "MedianPruner"}
+        typed=[f"hydra.sweeper.storage={reference}"],
+        storage=url,
+        trials=1,
+        pruner={"name": "MedianPruner"},
     )
     ((_, overrides),) = launcher.begun
     assert not any(url in each for each in overrides)
@@ -243,7 +264,11 @@ CELLS = {"optimizer.name": ["a", "b"], "model.layers": [1, 2, 3]}
     ],
 )
 def test_a_sampler_that_has_tried_each_combination_ends_the_search(sampler, folder):
-    settings = {"sampler": sampler, "params": {"optimizer.name": "a,b", "model.layers": "range(1,4)"}, "trials": 9}
+    settings = {
+        "sampler": sampler,
+        "params": {"optimizer.name": "a,b", "model.layers": "range(1,4)"},
+        "trials": 9,
+    }
     begin(**settings)
     assert states(folder) == ["COMPLETE"] * 6
     assert len({tuple(trial.params.items()) for trial in opened(folder).trials}) == 6
@@ -254,11 +279,18 @@ def test_a_sampler_that_has_tried_each_combination_ends_the_search(sampler, fold
 
 @pytest.mark.parametrize(
     "sampler",
-    [{"name": "GridSampler", "seed": 0, "search_space": CELLS}, {"name": "BruteForceSampler", "seed": 0}],
+    [
+        {"name": "GridSampler", "seed": 0, "search_space": CELLS},
+        {"name": "BruteForceSampler", "seed": 0},
+    ],
     ids=["grid", "brute_force"],
 )
 def test_a_second_process_repeats_no_combination_that_the_first_still_runs(sampler, folder, caplog):
-    settings = {"sampler": sampler, "params": {"optimizer.name": "a,b", "model.layers": "range(1,4)"}, "trials": 9}
+    settings = {
+        "sampler": sampler,
+        "params": {"optimizer.name": "a,b", "model.layers": "range(1,4)"},
+        "trials": 9,
+    }
     others = []
 
     def last():
@@ -274,6 +306,10 @@ def test_a_second_process_repeats_no_combination_that_the_first_still_runs(sampl
 
 def test_trials_of_a_low_discrepancy_sequence_follow_each_other(folder):
     pytest.importorskip("scipy")
-    begin(trials=9, sampler={"name": "QMCSampler", "seed": 0, "scramble": True}, params={"seed": "range(0,8)"})
+    begin(
+        trials=9,
+        sampler={"name": "QMCSampler", "seed": 0, "scramble": True},
+        params={"seed": "range(0,8)"},
+    )
     _, *sequence = [trial.params["seed"] for trial in opened(folder).trials]
     assert sorted(sequence) == [*range(8)]

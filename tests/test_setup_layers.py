@@ -1,4 +1,6 @@
-"""Modules that make their layers in `setup(stage)`, from the data, are loaded by what measures them."""
+"""Modules that make their layers in `setup(stage)`, from the data, are loaded by what measures
+them.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -46,9 +48,14 @@ class MakesLayers(L.LightningModule):
 
 def trainer(**options) -> L.Trainer:
     return L.Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False, max_epochs=1,
-        enable_checkpointing=False, **options,
-    )  # fmt: skip
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        max_epochs=1,
+        enable_checkpointing=False,
+        **options,
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -64,7 +71,10 @@ def test_their_weights_are_loaded_once_setup_was_called(tmp_path: Path):
     (measured,) = trainer().test(loaded, datamodule=data, verbose=False)
     torch.testing.assert_close(loaded.state_dict(), trained.state_dict(), rtol=0, atol=0)
     assert measured["test/loss"] == pytest.approx(float(trained.training_step(torch.ones(4, 3), 0)))
-    with pytest.raises(ConfigError, match=r"net.bias.* MakesLayers.setup is called by evaluate.py and predict.py, but"):
+    with pytest.raises(
+        ConfigError,
+        match=r"net.bias.* MakesLayers.setup is called by evaluate.py and predict.py, but",
+    ):
         load_task(cfg, checkpoint)
 
 
@@ -89,13 +99,18 @@ class Stops(EarlyStopping):
 
 
 def callbacks(**kinds: type) -> Any:
-    nodes = {name: {"_target_": f"{kind.__module__}.{kind.__qualname__}"} for name, kind in kinds.items()}
+    nodes = {
+        name: {"_target_": f"{kind.__module__}.{kind.__qualname__}"} for name, kind in kinds.items()
+    }
     return OmegaConf.create({"task": {"_target_": f"{__name__}.MakesLayers"}, "callbacks": nodes})
 
 
 def test_callbacks_that_would_be_called_are_named():
     cfg = callbacks(mine=Averages, stops=Stops, adds=AddsLayers, stock=Timer, ours=EMA)
-    hooks = "callbacks.mine (Averages.on_test_end, Averages.on_test_start); callbacks.adds (AddsLayers.setup). What it"
+    hooks = (
+        "callbacks.mine (Averages.on_test_end, Averages.on_test_start); callbacks.adds "
+        "(AddsLayers.setup). What it"
+    )
     assert hooks in str(left_out.note(cfg, "test"))
     assert "mine" not in str(left_out.note(cfg, "validate"))
     stock = callbacks(average=EMAWeightAveraging)
@@ -106,9 +121,15 @@ def test_callbacks_that_would_be_called_are_named():
 
 @pytest.mark.filterwarnings("ignore")
 def test_layers_that_a_callback_makes_are_reported_with_its_name(tmp_path: Path):
-    fit, checkpoint = trainer(strategy=SingleDevice(), callbacks=[AddsLayers()]), tmp_path / "step=000002"
+    fit, checkpoint = (
+        trainer(strategy=SingleDevice(), callbacks=[AddsLayers()]),
+        tmp_path / "step=000002",
+    )
     fit.fit(MakesLayers(), datamodule=Rows())
     fit.save_checkpoint(checkpoint)
     set_up = set_up_with(PlainData(Rows()), "test", run_dir=tmp_path)
-    with pytest.raises(ConfigError, match=r"head.* Not called here: callbacks.adds \(AddsLayers.setup\). If it makes"):
+    with pytest.raises(
+        ConfigError,
+        match=r"head.* Not called here: callbacks.adds \(AddsLayers.setup\). If it makes",
+    ):
         load_task(callbacks(adds=AddsLayers), checkpoint, set_up=set_up)

@@ -1,4 +1,6 @@
-"""Sweeps: a search with Optuna, the ranked table and report of every sweep, joblib, submitit, and agents of W&B."""
+"""Sweeps: a search with Optuna, the ranked table and report of every sweep, joblib, submitit, and
+agents of W&B.
+"""
 
 import csv
 import re
@@ -22,9 +24,17 @@ from tests import running
 
 TRAIN = [sys.executable, str(running.ROOT / "train.py")]
 SMALL = [
-    "experiment=example", "logger=none", "trainer.accelerator=cpu", "trainer.max_epochs=null", "trainer.max_steps=8",
-    "trainer.val_every_n_steps=2", "trainer.test_at_end=false", "model.width=8", "model.layers=1", "data.samples=80",
-]  # fmt: skip
+    "experiment=example",
+    "logger=none",
+    "trainer.accelerator=cpu",
+    "trainer.max_epochs=null",
+    "trainer.max_steps=8",
+    "trainer.val_every_n_steps=2",
+    "trainer.test_at_end=false",
+    "model.width=8",
+    "model.layers=1",
+    "data.samples=80",
+]
 SEARCH = [
     "sweep=optuna",
     "run.name=search",
@@ -33,7 +43,9 @@ SEARCH = [
 ]
 
 
-def sweep(*overrides: str, cwd: Path, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
+def sweep(
+    *overrides: str, cwd: Path, check: bool = True, **environment: str
+) -> subprocess.CompletedProcess[str]:
     command = [*TRAIN, "-m", *SMALL, *overrides]
     result = running.run(command, cwd=cwd, env=running.environment(**environment), fork=False)
     assert not check or result.returncode == 0, result.stderr[-6000:]
@@ -53,7 +65,10 @@ def ranks(folder: Path) -> list[dict[str, str]]:
         ("optimizer.lr=tag(log,interval(1e-4,1e-1))", {"low": 1e-4, "high": 0.1, "log": True}),
         ("model.layers=int(interval(1,5))", {"low": 1.0, "high": 5.0, "whole": True, "step": None}),
         ("model.layers=range(2,9,3)", {"low": 2.0, "high": 8.0, "whole": True, "step": 3.0}),
-        ("data.noise=range(0.1,0.35,0.1)", {"low": 0.1, "high": pytest.approx(0.3), "whole": False, "step": 0.1}),
+        (
+            "data.noise=range(0.1,0.35,0.1)",
+            {"low": 0.1, "high": pytest.approx(0.3), "whole": False, "step": 0.1},
+        ),
         ("optimizer=adamw,sgd", {"choices": ("adamw", "sgd")}),
         ("run.notes=choice('a b',c)", {"choices": ("a\\ b", "c")}),
     ],
@@ -65,7 +80,12 @@ def test_values_are_read_in_hydras_words(text, expected):
 
 
 def test_typed_values_replace_those_of_the_file():
-    params = {"optimizer.lr": "interval(0.1,0.5)", "model.layers": "1,2", "data.noise": None, "seed": True}
+    params = {
+        "optimizer.lr": "interval(0.1,0.5)",
+        "model.layers": "1,2",
+        "data.noise": None,
+        "seed": True,
+    }
     parameters, fixed = space.read(params, ["optimizer.lr=0.3", "sweep=optuna"])
     assert [each.key for each in parameters] == ["model.layers"]
     assert fixed == ["optimizer.lr=0.3", "sweep=optuna", "data.noise=null", "seed=true"]
@@ -90,13 +110,19 @@ def test_a_space_without_values_is_refused(text, expected):
     ("typed", "expected"),
     [
         (["optimizer.lr=-1"], "refused: -1"),  # a sweep of one trial
-        (["sweep=lr", "hydra.sweeper.max_batch_size=-1"], "hydra.sweeper.max_batch_size=-1: type a number of trials"),
+        (
+            ["sweep=lr", "hydra.sweeper.max_batch_size=-1"],
+            "hydra.sweeper.max_batch_size=-1: type a number of trials",
+        ),
         (["sweep=lr", "+hydra.sweeper.params.optimizer.lr=3"], "Type optimizer.lr=A,B by itself"),
         (
             ["optimizer.lr=interval(1e-4,1e-2)"],
             "Type sweep=optuna, which chooses them, or a list, as in optimizer.lr=A,B",
         ),
-        (["optimizer.lr=glob(*)"], "optimizer.lr=glob(*): it names no value, and there would be no trial."),
+        (
+            ["optimizer.lr=glob(*)"],
+            "optimizer.lr=glob(*): it names no value, and there would be no trial.",
+        ),
     ],
 )
 def test_a_sweep_is_refused_before_its_first_trial(typed, expected):
@@ -114,11 +140,21 @@ def test_a_sweep_is_refused_before_its_first_trial(typed, expected):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["sweep=lr"], "sweep=lr: here it has no effect. Leave it out; python train.py -m sweep=lr starts the sweep."),
+        (
+            ["sweep=lr"],
+            "sweep=lr: here it has no effect. Leave it out; python train.py -m sweep=lr starts the "
+            "sweep.",
+        ),
         (["-m", "sweep=[lr,optuna]"], "sweep=[lr,optuna]: it takes one option. Type sweep=NAME"),
         (["-m", "sweep=lr,optuna"], "sweep=lr,optuna: it takes one option. Type sweep=NAME"),
-        (["seed=1", "-m", "optimizer.lr=1,2"], "optimizer.lr=1,2: not read, since an option stands before"),
-        (["--trainer.max_steps=3"], "--trainer.max_steps=3: keys have no hyphens. Type trainer.max_steps=3."),
+        (
+            ["seed=1", "-m", "optimizer.lr=1,2"],
+            "optimizer.lr=1,2: not read, since an option stands before",
+        ),
+        (
+            ["--trainer.max_steps=3"],
+            "--trainer.max_steps=3: keys have no hyphens. Type trainer.max_steps=3.",
+        ),
         (["--fast"], "--fast: there is no such option. Leave it out; --help shows the options."),
     ],
 )
@@ -138,7 +174,9 @@ def test_a_sweep_that_would_have_no_effect_is_refused(words, expected, monkeypat
         (FileNotFoundError(2, "No such file", "/proc/x"), "/proc/x: No such file. Type run.root=…"),
     ],
 )
-def test_what_ends_a_sweep_before_its_first_trial_keeps_its_text(error, expected, monkeypatch, capsys):
+def test_what_ends_a_sweep_before_its_first_trial_keeps_its_text(
+    error, expected, monkeypatch, capsys
+):
     def main():
         raise error from ValueError("only the cause")
 
@@ -153,13 +191,21 @@ def test_what_ends_a_sweep_before_its_first_trial_keeps_its_text(error, expected
 
 def test_a_sampler_that_refuses_its_arguments_is_named_with_them():
     pytest.importorskip("optuna")
-    with pytest.raises(ConfigError, match=r"hydra.sweeper.sampler: TPESampler does not take seed=-1: ValueError: Seed"):
+    with pytest.raises(
+        ConfigError,
+        match=r"hydra.sweeper.sampler: TPESampler does not take seed=-1: ValueError: Seed",
+    ):
         study.plugin_of("sampler", {"name": "TPESampler", "seed": -1})
 
 
 def test_both_ends_are_checked_before_the_first_trial():
     config.register()
-    typed = ["sweep=optuna", "experiment=example", "model.width=int(interval(-3,8))", "optimizer.lr=interval(0.1,1)"]
+    typed = [
+        "sweep=optuna",
+        "experiment=example",
+        "model.width=int(interval(-3,8))",
+        "optimizer.lr=interval(0.1,1)",
+    ]
 
     def check(cfg):
         if cfg.model.width < 1:
@@ -176,9 +222,14 @@ def make(folder: Path, number: int, metric: float | None, **values: object) -> N
     cfg = cli.compose(["experiment=example"])
     policy = {"monitor": "val/accuracy", "mode": cfg.checkpoint.mode}
     (trial / "config.yaml").write_text(yaml.safe_dump({"checkpoint": policy}))
-    (trial / "overrides.txt").write_text("seed=9\n\n" + "".join(f"{key}={value}\n" for key, value in values.items()))
+    (trial / "overrides.txt").write_text(
+        "seed=9\n\n" + "".join(f"{key}={value}\n" for key, value in values.items())
+    )
     if metric is not None:
-        found = f'{{"stop_reason": "finished", "global_step": 8, "best_score": {metric}, "metrics": {{}}}}'
+        found = (
+            f'{{"stop_reason": "finished", "global_step": 8, "best_score": {metric}, '
+            f'"metrics": {{}}}}'
+        )
         (trial / "summary.json").write_text(found)
 
 
@@ -188,7 +239,12 @@ def grid(tmp_path):
     for number, (lr, seed, metric) in enumerate(
         [("1e-3", 0, 0.8), ("1e-3", 1, 0.81), ("1e-2", 0, 0.9), ("1e-2", 1, 0.92)]
     ):
-        make(folder, number, metric, **{"optimizer.lr": lr, "seed": seed, "run.name": "grid", "run.notes": "<i>"})
+        make(
+            folder,
+            number,
+            metric,
+            **{"optimizer.lr": lr, "seed": seed, "run.name": "grid", "run.notes": "<i>"},
+        )
     make(folder, 10, None, **{"optimizer.lr": "1e-2", "seed": 2})
     return folder
 
@@ -231,10 +287,15 @@ def test_the_end_of_a_sweep_prints_the_table(grid, capsys):
 
 
 def test_trials_with_different_metrics_are_not_ranked(grid):
-    (grid / "1" / "config.yaml").write_text(yaml.safe_dump({"checkpoint": {"monitor": "val/loss", "mode": "min"}}))
+    (grid / "1" / "config.yaml").write_text(
+        yaml.safe_dump({"checkpoint": {"monitor": "val/loss", "mode": "min"}})
+    )
     sweep = trials.read(grid)
     assert sweep is not None
-    assert "not ranked, since checkpoint.monitor differs: val/accuracy (max), val/loss (min)" in sweep.headline
+    assert (
+        "not ranked, since checkpoint.monitor differs: val/accuracy (max), val/loss (min)"
+        in sweep.headline
+    )
     _, first, second, *_ = trials.table(sweep)
     assert first[:3] == ["–", "0", "0.8 val/accuracy"]
     assert second[:3] == ["–", "1", "0.81 val/loss"]
@@ -249,9 +310,19 @@ def trial(monkeypatch):
 
     def run(folder: Path, *overrides: str) -> None:
         config.register()
-        typed = ["experiment=example", f"run.root={folder}", "run.name=grid", "hydra.mode=MULTIRUN", *overrides]
+        typed = [
+            "experiment=example",
+            f"run.root={folder}",
+            "run.name=grid",
+            "hydra.mode=MULTIRUN",
+            *overrides,
+        ]
         with initialize_config_dir(version_base="1.3", config_dir=str(config.CONFIGS)):
-            hydra = {"hydra.runtime.output_dir": str(folder), "hydra.job.num": 1, "hydra.job.id": "1"}
+            hydra = {
+                "hydra.runtime.output_dir": str(folder),
+                "hydra.job.num": 1,
+                "hydra.job.id": "1",
+            }
             cfg = compose("train", typed, return_hydra_config=True)
         for key, value in hydra.items():
             OmegaConf.update(cfg, key, value, force_add=True)
@@ -266,8 +337,12 @@ def trial(monkeypatch):
     return run
 
 
-def test_a_refused_trial_of_a_grid_does_not_stop_the_others_and_is_told_of_once(trial, tmp_path, capsys, monkeypatch):
-    with pytest.raises(RunFailed, match="trial 1 was refused: 1 problem:\n  - these values do not fit") as refused:
+def test_a_refused_trial_of_a_grid_does_not_stop_the_others_and_is_told_of_once(
+    trial, tmp_path, capsys, monkeypatch
+):
+    with pytest.raises(
+        RunFailed, match="trial 1 was refused: 1 problem:\n  - these values do not fit"
+    ) as refused:
         trial(tmp_path, "seed=3")
     assert "these values do not fit" in capsys.readouterr().err
 
@@ -335,15 +410,22 @@ def test_a_killed_search_continues_and_several_processes_share_it(tmp_path):
     pytest.importorskip("optuna")
     folder = tmp_path / "outputs" / "search"
     words = [
-        *SEARCH, "hydra.sweeper.trials=4", "hydra.sweeper.pruner=null", "+callbacks.stop_at.signals={SIGKILL:4}",
+        *SEARCH,
+        "hydra.sweeper.trials=4",
+        "hydra.sweeper.pruner=null",
+        "+callbacks.stop_at.signals={SIGKILL:4}",
         "+callbacks.stop_at._target_=armature.callbacks.stop_at.StopAt",
-    ]  # fmt: skip
+    ]
     assert sweep(*words, cwd=tmp_path, check=False).returncode == -signal.SIGKILL
     assert [trial.state.name for trial in study_of(folder).trials] == ["RUNNING"]
     values = study_of(folder).trials[0].params
     workers = [
         subprocess.Popen(
-            [*TRAIN, "-m", *SMALL, *words], cwd=tmp_path, env=running.environment(), stderr=subprocess.PIPE, text=True
+            [*TRAIN, "-m", *SMALL, *words],
+            cwd=tmp_path,
+            env=running.environment(),
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for _ in range(2)
     ]
@@ -357,11 +439,15 @@ def test_a_killed_search_continues_and_several_processes_share_it(tmp_path):
     assert study.trials[0].params == values
     for trial in study.trials:
         assert trial.value == running.summary(folder / str(trial.number))["best_score"]
-        assert (folder / str(trial.number) / "overrides.txt").read_text().count("optimizer.lr=") == 2  # two starts
+        assert (folder / str(trial.number) / "overrides.txt").read_text().count(
+            "optimizer.lr="
+        ) == 2  # two starts
     again = sweep(*words, cwd=tmp_path)
     assert "4 of 4 trials finished" in again.stderr
     assert len(study_of(folder).trials) == 4
-    other = sweep(*words, "optimizer.lr=interval(0.1,0.2)", "data.noise=0.3", cwd=tmp_path, check=False)
+    other = sweep(
+        *words, "optimizer.lr=interval(0.1,0.2)", "data.noise=0.3", cwd=tmp_path, check=False
+    )
     assert other.returncode == 2
     assert "was begun with other" in other.stderr
 
@@ -376,9 +462,15 @@ def test_hopeless_trials_are_pruned_and_trials_may_have_several_ranks(tmp_path):
         "optimizer.weight_decay=0.0",
         "strategy=ddp",
     ]
-    words += ["hydra.sweeper.pruner.name=ThresholdPruner", "+hydra.sweeper.pruner.lower=0.99", "hydra.sweeper.trials=1"]
+    words += [
+        "hydra.sweeper.pruner.name=ThresholdPruner",
+        "+hydra.sweeper.pruner.lower=0.99",
+        "hydra.sweeper.trials=1",
+    ]
     words += ["+hydra.sweeper.pruner.n_warmup_steps=3"]
-    result = sweep(*words, "~hydra.sweeper.pruner.n_startup_trials", "trainer.devices=2", cwd=tmp_path)
+    result = sweep(
+        *words, "~hydra.sweeper.pruner.n_startup_trials", "trainer.devices=2", cwd=tmp_path
+    )
     (trial,) = study_of(tmp_path / "outputs" / "search").trials
     assert trial.state == optuna.trial.TrialState.PRUNED, result.stderr[-3000:]
     summary = running.summary(tmp_path / "outputs" / "search" / "0")
@@ -416,7 +508,10 @@ def test_a_grid_under_launchers_of_hydra(launcher, tmp_path):
 
 # ---------------------------------------------------------------- Weights & Biases
 def test_the_command_of_a_wandb_agent_composes():
-    """The page's sweep file, with values in place as an agent puts them: KEY=VALUE without hyphens."""
+    """The page's sweep file, with values in place as an agent puts them.
+
+    KEY=VALUE without hyphens.
+    """
     page = (running.ROOT / "docs" / "sweeps.md").read_text()
     (text,) = re.findall(r"```yaml\n# wandb-sweep.yaml\n(.*?)```", page, re.DOTALL)
     sweep = yaml.safe_load(text)
@@ -425,7 +520,11 @@ def test_the_command_of_a_wandb_agent_composes():
     words = []
     for word in sweep["command"]:
         given = [f"{key}={value}" for key, value in values.items()]
-        words += given if word == "${args_no_hyphens}" else [word.replace("${program}", sweep["program"])]
+        words += (
+            given
+            if word == "${args_no_hyphens}"
+            else [word.replace("${program}", sweep["program"])]
+        )
     assert words[1:3] == ["python", "train.py"]
     cfg = cli.compose(words[3:])
     assert cfg.logger.wandb._target_.endswith("WandbLogger")

@@ -1,4 +1,7 @@
-"""What the command line tells a user: `--help`, `--cfg job`, tab completion, and the project's name."""
+"""What the command line tells a user.
+
+`--help`, `--cfg job`, tab completion, and the project's name.
+"""
 
 import argparse
 import os
@@ -20,7 +23,12 @@ TRAIN = [sys.executable, str(running.ROOT / "train.py")]
 
 def ask(*words: str, cwd, **environment: str) -> str:
     result = subprocess.run(
-        [*TRAIN, *words], cwd=cwd, env=running.environment(**environment), capture_output=True, text=True, timeout=60
+        [*TRAIN, *words],
+        cwd=cwd,
+        env=running.environment(**environment),
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -51,7 +59,9 @@ def test_help_is_ours(tmp_path):
 
 
 def test_cfg_job_prints_the_values_of_the_command(tmp_path):
-    assert "max_steps: 7" in ask("trainer.max_steps=7", "--cfg", "job", "--package", "trainer", cwd=tmp_path)
+    assert "max_steps: 7" in ask(
+        "trainer.max_steps=7", "--cfg", "job", "--package", "trainer", cwd=tmp_path
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,8 +88,13 @@ def test_tab_runs_no_file_that_is_not_hydras(tmp_path):
     (tmp_path / "ddp.py").write_text("open('ran', 'w')\n")
     (tmp_path / "install.sh").write_text(ask("-sc", "install=bash", cwd=tmp_path))
     typed = "python ddp.py o"
-    press = f"source ./install.sh; COMP_LINE={typed!r} COMP_POINT={len(typed)} COMP_CWORD=2 hydra_bash_completion"
-    subprocess.run(["bash", "-c", press], cwd=tmp_path, env=running.environment(), timeout=60, check=False)
+    press = (
+        f"source ./install.sh; COMP_LINE={typed!r} COMP_POINT={len(typed)} COMP_CWORD=2 "
+        "hydra_bash_completion"
+    )
+    subprocess.run(
+        ["bash", "-c", press], cwd=tmp_path, env=running.environment(), timeout=60, check=False
+    )
     assert not (tmp_path / "ran").exists()
 
 
@@ -110,7 +125,10 @@ def test_a_key_with_several_values_is_named():
     [
         ("split=test", ["split=test: here it is an option. Type --split test."]),
         ("best=true", ["best=true: here it is an option. Type --best."]),
-        ("ckpt_path=a/b", ["ckpt_path=a/b: type the path alone, in the place of the run directory."]),
+        (
+            "ckpt_path=a/b",
+            ["ckpt_path=a/b: type the path alone, in the place of the run directory."],
+        ),
         ("data.path=a", []),
         ("seed=3", []),
         ("out=a.csv", []),

@@ -11,7 +11,11 @@ from armature.parallel import process_group
 
 def test_all_ranks_resume_from_what_rank_0_sees(tmp_path, monkeypatch):
     cfg = OmegaConf.create(
-        {"resume": "auto", "run": {"dir": str(tmp_path), "name": "a"}, "checkpoint": {"root": None, "trust": False}}
+        {
+            "resume": "auto",
+            "run": {"dir": str(tmp_path), "name": "a"},
+            "checkpoint": {"root": None, "trust": False},
+        }
     )
     assert worker._checkpoint_to_resume(cfg, tmp_path) is None
     seen = tmp_path / "checkpoints" / "step=000002"  # not yet, on this machine
@@ -26,7 +30,11 @@ def test_all_ranks_resume_from_what_rank_0_sees(tmp_path, monkeypatch):
 def test_a_run_without_a_complete_checkpoint_is_refused_on_all_ranks(tmp_path):
     (tmp_path / "checkpoints" / "step=000002").mkdir(parents=True)
     cfg = OmegaConf.create(
-        {"resume": "auto", "run": {"dir": str(tmp_path), "name": "a"}, "checkpoint": {"root": None, "trust": False}}
+        {
+            "resume": "auto",
+            "run": {"dir": str(tmp_path), "name": "a"},
+            "checkpoint": {"root": None, "trust": False},
+        }
     )
     with pytest.raises(ConfigError, match="None of the run's checkpoints is complete"):
         worker._checkpoint_to_resume(cfg, tmp_path)
@@ -44,7 +52,9 @@ def test_listings_of_a_store_are_asked_for_anew(monkeypatch):
         return known[key]
 
     monkeypatch.setattr(kept, "ls", cached)
-    monkeypatch.setattr(kept, "invalidate_cache", lambda self, path=None: (own.append(path), known.clear()))
+    monkeypatch.setattr(
+        kept, "invalidate_cache", lambda self, path=None: (own.append(path), known.clear())
+    )
     for step in (2, 4):
         folder.fs.store[f"/listed/run/step=00000{step}/meta.pt"] = None  # by another process
         assert [*directory.checkpoints_in(folder)][-1:] == [step]

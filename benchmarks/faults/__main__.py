@@ -6,7 +6,8 @@
     python -m benchmarks.faults --parts FILE --strategy ddp         in parts: FILE collects the cells of one table
     python -m benchmarks.faults --kills 40 --sigterms 60 --layouts  random moments and other numbers of ranks
 
-The exit code is 1 if a cell of ours fails. A stock Lightning script is shown for comparison and not judged.
+The exit code is 1 if a cell of ours fails. A stock Lightning script is shown for comparison and not
+judged.
 """
 
 import argparse
@@ -39,27 +40,45 @@ def names(known: list[str]):
     def parse(text: str) -> list[str]:
         chosen = text.split(",")
         if unknown := set(chosen) - set(known):
-            raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: not one of {', '.join(known)}")
+            raise argparse.ArgumentTypeError(
+                f"{', '.join(sorted(unknown))}: not one of {', '.join(known)}"
+            )
         return chosen
 
     return parse
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", type=names([fault.name for fault in FAULTS]), metavar="FAULT,…", help="these rows")
-    parser.add_argument("--strategy", type=names(list(COLUMNS)), metavar="STRATEGY,…", help="these columns")
-    parser.add_argument("--kills", type=int, metavar="N", help="SIGKILL one process at N random moments")
-    parser.add_argument("--sigterms", type=int, metavar="N", help="SIGTERM to a random rank at N random moments")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", type=names([fault.name for fault in FAULTS]), metavar="FAULT,…", help="these rows"
+    )
+    parser.add_argument(
+        "--strategy", type=names(list(COLUMNS)), metavar="STRATEGY,…", help="these columns"
+    )
+    parser.add_argument(
+        "--kills", type=int, metavar="N", help="SIGKILL one process at N random moments"
+    )
+    parser.add_argument(
+        "--sigterms", type=int, metavar="N", help="SIGTERM to a random rank at N random moments"
+    )
     parser.add_argument("--layouts", action="store_true", help="resume on other numbers of ranks")
     parser.add_argument("--seed", type=int, default=None, help="of the random moments")
     parser.add_argument("--jobs", type=int, default=2, help="cells at a time")
-    parser.add_argument("--parts", type=Path, metavar="FILE", help="collect cells here, for a table in parts")
+    parser.add_argument(
+        "--parts", type=Path, metavar="FILE", help="collect cells here, for a table in parts"
+    )
     parser.add_argument("--write", action="store_true", help="write the tables into docs/faults.md")
-    parser.add_argument("--tail", type=int, default=1500, help="characters of a failed cell's output to show")
+    parser.add_argument(
+        "--tail", type=int, default=1500, help="characters of a failed cell's output to show"
+    )
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="run here and keep all files")
     args = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C otherwise
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background jobs ignore Ctrl-C otherwise
     folder = args.keep or Path(tempfile.mkdtemp(prefix="faults-"))
     folder.mkdir(parents=True, exist_ok=True)
     session = Session(folder)
@@ -77,8 +96,10 @@ def random_moments(args: argparse.Namespace, session: Session) -> bool:
     seed = random.randrange(10**6) if args.seed is None else args.seed
     print(f"seed {seed}", flush=True)
     asked = {
-        "kills": args.kills and (lambda: trials.kills(session, args.kills, seed=seed, jobs=args.jobs)),
-        "sigterms": args.sigterms and (lambda: trials.sigterms(session, args.sigterms, seed=seed, jobs=args.jobs)),
+        "kills": args.kills
+        and (lambda: trials.kills(session, args.kills, seed=seed, jobs=args.jobs)),
+        "sigterms": args.sigterms
+        and (lambda: trials.sigterms(session, args.sigterms, seed=seed, jobs=args.jobs)),
         "layouts": args.layouts and (lambda: trials.layouts(session)),
         "secrets": lambda: trials.with_secret(session),
     }
@@ -89,7 +110,9 @@ def random_moments(args: argparse.Namespace, session: Session) -> bool:
         started = time.monotonic()
         summary = make()
         seconds = time.monotonic() - started
-        print("\n".join(["", *summary.problems, str(summary), f"{seconds / 60:.1f} min"]), flush=True)
+        print(
+            "\n".join(["", *summary.problems, str(summary), f"{seconds / 60:.1f} min"]), flush=True
+        )
         ended_well = ended_well and not summary.problems
         if args.write and section != "secrets":
             report.write(section, f"{report.heading(seconds)}\n\n{summary}")
@@ -99,7 +122,9 @@ def random_moments(args: argparse.Namespace, session: Session) -> bool:
 def matrix(args: argparse.Namespace, session: Session) -> bool:
     """Run and print the table; return whether every cell of ours held."""
     faults = [fault for fault in FAULTS if args.only is None or fault.name in args.only]
-    columns = [column for name, column in COLUMNS.items() if args.strategy is None or name in args.strategy]
+    columns = [
+        column for name, column in COLUMNS.items() if args.strategy is None or name in args.strategy
+    ]
     started, lock, done = time.monotonic(), threading.Lock(), []
 
     def one(pair: tuple[Fault, Column]) -> Cell:
@@ -109,7 +134,9 @@ def matrix(args: argparse.Namespace, session: Session) -> bool:
             if args.parts is not None:
                 report.keep(args.parts, result)
             print(
-                f"{len(done):4} {result.seconds:6.1f} s  {result.fault:20} {result.column:14} {result.text}", flush=True
+                f"{len(done):4} {result.seconds:6.1f} s  {result.fault:20} {result.column:14} "
+                f"{result.text}",
+                flush=True,
             )
             if not result.ok and not COLUMNS[result.column].stock:
                 print(textwrap.indent(result.output[-args.tail :], "     | "), flush=True)
@@ -119,11 +146,18 @@ def matrix(args: argparse.Namespace, session: Session) -> bool:
     lanes = {"": args.jobs, "slurm": 2, "network": 1}
     with ExitStack() as stack:
         stack.callback(under_slurm.SLURM.close)
-        pools = {name: stack.enter_context(ThreadPoolExecutor(threads)) for name, threads in lanes.items()}
-        futures = [pools[fault.lane].submit(one, (fault, column)) for fault in faults for column in columns]
+        pools = {
+            name: stack.enter_context(ThreadPoolExecutor(threads))
+            for name, threads in lanes.items()
+        }
+        futures = [
+            pools[fault.lane].submit(one, (fault, column)) for fault in faults for column in columns
+        ]
         try:
             cells = [future.result() for future in futures]
-        except BaseException:  # mainly Ctrl-C: running cells still remove their mounts and network namespaces
+        except (
+            BaseException
+        ):  # mainly Ctrl-C: running cells still remove their mounts and network namespaces
             for future in futures:
                 future.cancel()
             session.end()
@@ -132,12 +166,17 @@ def matrix(args: argparse.Namespace, session: Session) -> bool:
     if args.parts is not None:
         kept = report.kept(args.parts)
         known = {key for cell in kept for key in (cell.fault, cell.column)}
-        faults, columns = [f for f in FAULTS if f.name in known], [c for n, c in COLUMNS.items() if n in known]
+        faults, columns = (
+            [f for f in FAULTS if f.name in known],
+            [c for n, c in COLUMNS.items() if n in known],
+        )
         cells = kept
     table, secret = report.table(cells, faults, columns), trials.with_secret(session)
     ours = [result for result in cells if not COLUMNS[result.column].stock]
     held = sum(result.ok for result in ours)
-    print(f"\n{table}\n\n{secret}\n\n{held} of {len(ours)} cells of ours held, {seconds / 60:.1f} min")
+    print(
+        f"\n{table}\n\n{secret}\n\n{held} of {len(ours)} cells of ours held, {seconds / 60:.1f} min"
+    )
     if args.write:
         report.write("matrix", f"{report.heading(seconds)}\n\n{table}")
         report.write("secrets", str(secret))

@@ -1,4 +1,6 @@
-"""A cell of the fault matrix: a run that is disturbed once, resumes, and is compared with the undisturbed one."""
+"""A cell of the fault matrix: a run that is disturbed once, resumes, and is compared with the
+undisturbed one.
+"""
 
 import os
 import secrets
@@ -74,7 +76,9 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Session:
-    """Shared by the cells: the corpus, the cache of its tokens, undisturbed runs, and the folder of all that."""
+    """Shared by the cells: the corpus, the cache of its tokens, undisturbed runs, and the folder of
+    all that.
+    """
 
     folder: Path
     corpus: Path = field(init=False)
@@ -88,7 +92,10 @@ class Session:
         object.__setattr__(self, "corpus", tiny_run.write_corpus(self.folder / "corpus"))
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """Return the result of `make` or raise its error. It is called once per name, by the first thread that asks."""
+        """Return the result of `make` or raise its error.
+
+        It is called once per name, by the first thread that asks.
+        """
         with self._lock:
             lock = self._locks.setdefault(name, threading.Lock())
         with lock:
@@ -126,7 +133,9 @@ class Session:
 class Run:
     """One run directory of a column, and the commands started in it."""
 
-    def __init__(self, session: Session, column: Column, name: str, *, copy_of: "Run | None" = None) -> None:
+    def __init__(
+        self, session: Session, column: Column, name: str, *, copy_of: "Run | None" = None
+    ) -> None:
         self.session, self.column = session, column
         self.folder = session.folder / name.replace(" ", "-").replace("/", "-")
         self.commands: list[Command] = []
@@ -151,15 +160,25 @@ class Run:
         """Return the command, which is the same for each start."""
         script = STOCK_SCRIPT if self.column.stock else tiny_run.ROOT / "train.py"
         # with restarts, an agent watches a single process too
-        launch = [] if self.column.stock else [f"trainer.devices={self.ranks}", "launch.max_restarts=2"]
+        launch = (
+            [] if self.column.stock else [f"trainer.devices={self.ranks}", "launch.max_restarts=2"]
+        )
         return [sys.executable, str(script), *self.arguments(), *launch, *self.overrides]
 
     def arguments(self) -> list[str]:
         """Return the arguments of the script, without those that start ranks."""
         if self.column.stock:
             own = {"corpus": self.session.corpus, "run_dir": self.directory, "ranks": self.ranks}
-            return [f"--{name.replace('_', '-')}={value}" for name, value in (own | self._injection()).items()]
-        return [*OVERRIDES, f"data.path={self.session.corpus}", f"strategy={self.strategy}", *self.common()]
+            return [
+                f"--{name.replace('_', '-')}={value}"
+                for name, value in (own | self._injection()).items()
+            ]
+        return [
+            *OVERRIDES,
+            f"data.path={self.session.corpus}",
+            f"strategy={self.strategy}",
+            *self.common(),
+        ]
 
     def common(self) -> list[str]:
         """Return overrides for the run directory, the fault and a reference to a secret."""
@@ -173,7 +192,12 @@ class Run:
         ]
 
     def _injection(self) -> dict[str, Any]:
-        what = {"fault": self.fault, "at_step": self.at_step, "rank": self.rank, "pause": self.pause}
+        what = {
+            "fault": self.fault,
+            "at_step": self.at_step,
+            "rank": self.rank,
+            "pause": self.pause,
+        }
         return {**what, "folder": self.folder}
 
     def variables(self) -> dict[str, str]:
@@ -183,11 +207,15 @@ class Run:
             "FAULTS_SECRET": self.session.secret,
             "FAULTS_FOLDER": str(self.folder),  # identifies the run's processes
             "DS_ACCELERATOR": "cpu",
-            "TORCH_EXTENSIONS_DIR": str(self.session.folder / "extensions"),  # DeepSpeed compiles extensions once
+            "TORCH_EXTENSIONS_DIR": str(
+                self.session.folder / "extensions"
+            ),  # DeepSpeed compiles extensions once
             **self.environment,
         }
         variables = tiny_run.environment(**extra)
-        variables.pop("PYTHONDONTWRITEBYTECODE", None)  # otherwise every start compiles all Python files again
+        variables.pop(
+            "PYTHONDONTWRITEBYTECODE", None
+        )  # otherwise every start compiles all Python files again
         return variables
 
     def start(self, words: Sequence[str] | None = None, **variables: str) -> "Command":
@@ -199,12 +227,17 @@ class Run:
         if self.session.ending.is_set():
             raise RuntimeError("interrupted")
         output = self.folder / f"output.{len(self.commands)}.txt"
-        self.commands.append(Command(words or self.words(), self.folder, self.variables() | variables, output))
+        self.commands.append(
+            Command(words or self.words(), self.folder, self.variables() | variables, output)
+        )
         return self.commands[-1]
 
     def output(self) -> str:
         """Return the output of all commands, including log files of ranks."""
-        files = [*sorted(self.folder.glob("output.*.txt")), *sorted(self.directory.glob("logs/*.log"))]
+        files = [
+            *sorted(self.folder.glob("output.*.txt")),
+            *sorted(self.directory.glob("logs/*.log")),
+        ]
         return "\n".join(file.read_text(errors="replace") for file in files)
 
     # ------------------------------------------------------------ the journal
@@ -226,7 +259,10 @@ class Run:
 
     def repeated(self) -> int:
         """Return the number of steps that a rank repeated, the maximum over ranks."""
-        of_ranks = [[step for _, kind, step, _ in entries if kind == "step"] for entries in self.journal().values()]
+        of_ranks = [
+            [step for _, kind, step, _ in entries if kind == "step"]
+            for entries in self.journal().values()
+        ]
         return max((len(steps) - len(set(steps)) for steps in of_ranks), default=0)
 
     def struck_at(self) -> float | None:
@@ -242,7 +278,10 @@ class Run:
             return 0
         name = (self.folder / "struck").read_text().split()[1]
         steps = [
-            (when, step) for of_rank in self.journal().values() for when, kind, step, _ in of_rank if kind == "step"
+            (when, step)
+            for of_rank in self.journal().values()
+            for when, kind, step, _ in of_rank
+            if kind == "step"
         ]
         return max(step for when, step in steps if when <= struck) - int(name.removeprefix("step="))
 
@@ -258,7 +297,10 @@ class Run:
         old = {pid for when, kind, _, pid in entries if kind == "start" and when <= struck}
         steps = [(when, step, pid) for when, kind, step, pid in entries if kind == "step"]
         came_after = any(pid not in old for _, _, pid in steps)
-        done = max((step for when, step, pid in steps if pid in old and (came_after or when <= struck)), default=0)
+        done = max(
+            (step for when, step, pid in steps if pid in old and (came_after or when <= struck)),
+            default=0,
+        )
         beyond = [when for when, step, pid in steps if step > done and when > struck]
         return min(beyond) - struck if beyond else None
 
@@ -293,7 +335,11 @@ class Run:
         """Return the names of what is in the checkpoint folder and is not an intact checkpoint."""
         if self.column.stock:
             return []
-        found = [path.name for path in self.checkpoints.iterdir() if path.name.endswith((".part", ".old"))]
+        found = [
+            path.name
+            for path in self.checkpoints.iterdir()
+            if path.name.endswith((".part", ".old"))
+        ]
         for path in resume.candidates(self.checkpoints):
             problem = directory.problem(path) or directory.checksum_problem(path)
             if problem is not None:
@@ -301,7 +347,9 @@ class Run:
         return found
 
     def difference(self, other: "Run") -> str | None:
-        """Return what differs in the last checkpoint or metrics.csv, or None if both are equal bit for bit."""
+        """Return what differs in the last checkpoint or metrics.csv, or None if both are equal bit
+        for bit.
+        """
         if self.column.stock:
             return stock_difference(self.directory, other.directory)
         here, there = (final_tensors(run.checkpoints) for run in (self, other))
@@ -318,10 +366,17 @@ class Run:
 class Command:
     """One start of a run, whose output goes to a file."""
 
-    def __init__(self, words: Sequence[str], folder: Path, variables: dict[str, str], output: Path) -> None:
+    def __init__(
+        self, words: Sequence[str], folder: Path, variables: dict[str, str], output: Path
+    ) -> None:
         with output.open("w") as file:
             self.process = subprocess.Popen(
-                words, cwd=folder, env=variables, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                words,
+                cwd=folder,
+                env=variables,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         self.started = time.time()
 
@@ -333,7 +388,10 @@ class Command:
 
     def wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
         """Return whether a condition became true while the command was running."""
-        return wait_until(lambda: condition() or self.process.poll() is not None, seconds) and condition()
+        return (
+            wait_until(lambda: condition() or self.process.poll() is not None, seconds)
+            and condition()
+        )
 
     def send(self, number: signal.Signals, *, group: bool = False) -> None:
         with suppress(ProcessLookupError):
@@ -377,5 +435,7 @@ def stock_difference(run: Path, other: Path) -> str | None:
         return "no last checkpoint"
     loaded = [torch.load(d / "checkpoints" / "last.ckpt", weights_only=False) for d in (run, other)]
     here, there = (checkpoint["state_dict"] for checkpoint in loaded)
-    unequal = [name for name in there if name not in here or not torch.equal(here[name], there[name])]
+    unequal = [
+        name for name in there if name not in here or not torch.equal(here[name], there[name])
+    ]
     return "weights differ" if unequal else None

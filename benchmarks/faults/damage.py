@@ -40,7 +40,11 @@ def lose_power(checkpoint: Path, stock: bool) -> None:
 @contextlib.contextmanager
 def small_disk(place: Path) -> Iterator[None]:
     place.mkdir(exist_ok=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "faults", str(place)], check=True, capture_output=True)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "faults", str(place)],
+        check=True,
+        capture_output=True,
+    )
     try:
         yield
     finally:

@@ -1,7 +1,10 @@
-"""Break a run once, at an exact step, and keep a journal of every step. Works in plain Lightning too.
+"""Break a run once, at an exact step, and keep a journal of every step.
 
-The journal, `journal.RANK` in the cell's folder, has a line `time kind step pid` for each start and optimizer step.
-`struck` holds the time of the fault and the last checkpoint at that time. If it exists, no fault strikes again.
+Works in plain Lightning too.
+
+The journal, `journal.RANK` in the cell's folder, has a line `time kind step pid` for each start and
+optimizer step. `struck` holds the time of the fault and the last checkpoint at that time. If it
+exists, no fault strikes again.
 """
 
 import os
@@ -39,7 +42,9 @@ class Inject(Callback):
         pause: seconds added to each step, so that a fault from outside can hit it.
     """
 
-    def __init__(self, *, fault: str, at_step: int, rank: int, folder: str, pause: float = 0.0) -> None:
+    def __init__(
+        self, *, fault: str, at_step: int, rank: int, folder: str, pause: float = 0.0
+    ) -> None:
         self.fault, self.at_step, self.rank, self.pause = fault, at_step, rank, pause
         self.folder = Path(folder)
         self.over = (self.folder / "struck").exists()  # in an earlier process of this run
@@ -133,15 +138,21 @@ class Inject(Callback):
         directory.write_last = self._die_instead_of(directory.write_last, trainer)
 
     def in_stock_save(self, trainer: Trainer, module: LightningModule) -> None:
-        """The same moment in Lightning's own saving: written to a temporary file, not renamed yet."""
+        """The same moment in Lightning's own saving: written to a temporary file, not renamed
+        yet.
+        """
         import fsspec.implementations.local as local
 
         local.shutil.move = self._die_instead_of(local.shutil.move, trainer)  # pyright: ignore[reportAttributeAccessIssue]
 
     def in_stock_pointer(self, trainer: Trainer, module: LightningModule) -> None:
-        """The same moment in Lightning's own saving: the step's file exists, last.ckpt is the previous one."""
+        """The same moment in Lightning's own saving: the step's file exists, last.ckpt is the
+        previous one.
+        """
         callback: Any = trainer.checkpoint_callback
-        callback._save_last_checkpoint = self._die_instead_of(callback._save_last_checkpoint, trainer)
+        callback._save_last_checkpoint = self._die_instead_of(
+            callback._save_last_checkpoint, trainer
+        )
 
     # ------------------------------------------------------------ parts
     def _is_mine(self, trainer: Trainer) -> bool:

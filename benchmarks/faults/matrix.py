@@ -36,7 +36,8 @@ class Fault:
     """A row of the table.
 
     Args:
-        inject: method of `Inject` that strikes at `at_step`; `stock` names another one for a stock script.
+        inject: method of `Inject` that strikes at `at_step`; `stock` names another one for a stock
+            script.
         codes: allowed exit codes of the first command; 0 if the run must finish by itself.
         lost: steps that may be repeated; None: those since the last checkpoint.
         act: strikes from outside once a rank waits for it.
@@ -81,7 +82,9 @@ def cell(fault: Fault, column: Column, session: Session) -> Cell:
         session.reference(column)
         result = (fault.flow or usual)(fault, run)
     except Exception as error:
-        result = Cell(fault.name, column.name, f"{type(error).__name__}: {str(error)[-2000:]}", ok=False)
+        result = Cell(
+            fault.name, column.name, f"{type(error).__name__}: {str(error)[-2000:]}", ok=False
+        )
     finally:
         run.kill()
     result.seconds = time.monotonic() - started
@@ -91,7 +94,9 @@ def cell(fault: Fault, column: Column, session: Session) -> Cell:
 
 # ---------------------------------------------------------------- how a cell runs
 def usual(fault: Fault, run: Run) -> Cell:
-    """Start the run, let the fault strike, and finish: by itself or with a second start of the same command."""
+    """Start the run, let the fault strike, and finish: by itself or with a second start of the same
+    command.
+    """
     fault.arm(run)
     command = run.start()
     if fault.act is not None:
@@ -113,7 +118,11 @@ def finish(fault: Fault, run: Run, command: Command) -> Cell:
     if left := run.orphans():
         remarks.append(f"{len(left)} orphan{'s' * (len(left) > 1)}")
         run.kill()
-    return judge(fault, run, remarks) if code == 0 and finished(run) else start_again(fault, run, remarks)
+    return (
+        judge(fault, run, remarks)
+        if code == 0 and finished(run)
+        else start_again(fault, run, remarks)
+    )
 
 
 def start_again(fault: Fault, run: Run, remarks: list[str]) -> Cell:
@@ -135,8 +144,15 @@ def finished(run: Run) -> bool:
 
 
 def last_line(command: Command, run: Run) -> str:
-    lines = (run.folder / f"output.{run.commands.index(command)}.txt").read_text(errors="replace").strip().splitlines()
-    return lines[-1].removeprefix("[rank0]: ").partition(". ")[0][:80] if lines else "without a word"
+    lines = (
+        (run.folder / f"output.{run.commands.index(command)}.txt")
+        .read_text(errors="replace")
+        .strip()
+        .splitlines()
+    )
+    return (
+        lines[-1].removeprefix("[rank0]: ").partition(". ")[0][:80] if lines else "without a word"
+    )
 
 
 def judge(fault: Fault, run: Run, remarks: list[str]) -> Cell:
@@ -151,10 +167,17 @@ def judge(fault: Fault, run: Run, remarks: list[str]) -> Cell:
         if difference is not None:
             remarks.append(difference)
         remarks += run.half_checkpoints()
-    starts = [step for entries in run.journal().values() for _, kind, step, _ in entries if kind == "start"]
+    starts = [
+        step
+        for entries in run.journal().values()
+        for _, kind, step, _ in entries
+        if kind == "start"
+    ]
     if starts.count(0) > run.column.ranks:
         remarks.append("trains from step 0")
-    elif not run.column.stock and repeated > (lost := run.at_stake() if fault.lost is None else fault.lost):
+    elif not run.column.stock and repeated > (
+        lost := run.at_stake() if fault.lost is None else fault.lost
+    ):
         remarks.append(f"{repeated} steps done again instead of {lost}")
     if recovered is not None and recovered > fault.within:
         remarks.append(f"{recovered:.0f} s")
@@ -187,7 +210,9 @@ def press_ctrl_c(run: Run, command: Command) -> None:
 
 # ---------------------------------------------------------------- other hands in the run directory
 def without_metrics(fault: Fault, run: Run) -> Cell:
-    """Remove metrics.csv while the run trains: the rest of it must be complete, and the loss reported."""
+    """Remove metrics.csv while the run trains: the rest of it must be complete, and the loss
+    reported.
+    """
     fault.arm(run)
     command = run.start()
     if not command.wait_until(lambda: run.struck_at() is not None, run.column.limit):
@@ -213,7 +238,9 @@ def typed_twice(fault: Fault, run: Run) -> Cell:
         return judge(fault, run, ["ended or was stuck before the fault"])
     second = run.start()
     code, refused = second.wait(run.column.limit), "is in use by process" in run.output()
-    remarks = [] if (code, refused) == (2, True) else [f"typed twice: {code}, {last_line(second, run)}"]
+    remarks = (
+        [] if (code, refused) == (2, True) else [f"typed twice: {code}, {last_line(second, run)}"]
+    )
     run.note_strike()
     run.release()
     if command.wait(run.column.limit) != 0:
@@ -224,7 +251,8 @@ def typed_twice(fault: Fault, run: Run) -> Cell:
 # ---------------------------------------------------------------- damage
 @dataclass(frozen=True)
 class Stopped:
-    """A run stopped after step 5 or 6, with checkpoints of that step and of step 4 (stock: only of step 4).
+    """A run stopped after step 5 or 6, with checkpoints of that step and of step 4 (stock: only of
+    step 4).
 
     Attributes:
         code: exit code of the command, or None if it was stuck.
@@ -266,7 +294,11 @@ def terminated(fault: Fault, run: Run) -> Cell:
     if run.column.stock:
         return usual(fault, run)
     before = stopped(run.session, run.column)
-    remarks = [] if before.code in fault.codes else [f"exit code {before.code} instead of {fault.codes[0]}"]
+    remarks = (
+        []
+        if before.code in fault.codes
+        else [f"exit code {before.code} instead of {fault.codes[0]}"]
+    )
     if before.left:
         remarks.append(f"{before.left} orphans")
     before.copy_to(run)
@@ -292,7 +324,12 @@ def damaged(harm: Callable[[Path, bool], None]) -> Callable[[Fault, Run], Cell]:
             run.kill()
         elif code != 0:
             if run.column.stock:
-                return Cell(fault.name, run.column.name, f"crash at load: {last_line(command, run)}", ok=False)
+                return Cell(
+                    fault.name,
+                    run.column.name,
+                    f"crash at load: {last_line(command, run)}",
+                    ok=False,
+                )
             remarks.append(f"exit code {code}, {last_line(command, run)}")
         elif not run.column.stock and f"{newest.name} is skipped" not in run.output():
             remarks.append(f"did not say that it passed {newest.name} over")
@@ -322,10 +359,32 @@ def on_a_small_disk(fault: Fault, run: Run) -> Cell:
 
 FAULTS = (
     Fault("sigkill_rank", "SIGKILL a rank", "at_kill"),
-    Fault("sigstop_rank", "SIGSTOP a rank", "at_stop", overrides=(f"launch.hang_timeout={HANG_TIMEOUT}",)),
-    Fault("sigkill_agent", "SIGKILL the agent", "at_hold", every_rank=True, codes=(-9,), act=kill_agent),
-    Fault("sigterm_rank", "SIGTERM one rank", "at_terminate", codes=(143,), lost=0, flow=terminated),
-    Fault("sigusr1_all", "SIGUSR1 all", "at_hold", every_rank=True, codes=(138,), lost=0, act=signal_all),
+    Fault(
+        "sigstop_rank",
+        "SIGSTOP a rank",
+        "at_stop",
+        overrides=(f"launch.hang_timeout={HANG_TIMEOUT}",),
+    ),
+    Fault(
+        "sigkill_agent",
+        "SIGKILL the agent",
+        "at_hold",
+        every_rank=True,
+        codes=(-9,),
+        act=kill_agent,
+    ),
+    Fault(
+        "sigterm_rank", "SIGTERM one rank", "at_terminate", codes=(143,), lost=0, flow=terminated
+    ),
+    Fault(
+        "sigusr1_all",
+        "SIGUSR1 all",
+        "at_hold",
+        every_rank=True,
+        codes=(138,),
+        lost=0,
+        act=signal_all,
+    ),
     Fault("ctrl_c", "Ctrl-C", "at_hold", every_rank=True, codes=(130,), lost=0, act=press_ctrl_c),
     Fault(
         "sighup",
@@ -335,9 +394,18 @@ FAULTS = (
         codes=(129,),
         lost=0,
         act=partial(signal_all, number=signal.SIGHUP),  # what a closed terminal sends
-        overrides=("launch.max_restarts=0",),  # so that the process of the command is the only one under single
+        overrides=(
+            "launch.max_restarts=0",
+        ),  # so that the process of the command is the only one under single
     ),
-    Fault("kill_in_save", "killed in the middle of a save", "in_save", "in_stock_save", 4, first_rank=True),
+    Fault(
+        "kill_in_save",
+        "killed in the middle of a save",
+        "in_save",
+        "in_stock_save",
+        4,
+        first_rank=True,
+    ),
     Fault(
         "kill_before_pointer",
         "killed between save and pointer",
@@ -358,7 +426,12 @@ FAULTS = (
         codes=(0, 1),
         flow=on_a_small_disk,
     ),
-    Fault("hang", "hang in a collective", "at_hang", overrides=(f"launch.hang_timeout={HANG_TIMEOUT}",)),
+    Fault(
+        "hang",
+        "hang in a collective",
+        "at_hang",
+        overrides=(f"launch.hang_timeout={HANG_TIMEOUT}",),
+    ),
     Fault("exception", "exception on one rank", "in_training_step"),
     Fault(
         "exception_background",

@@ -1,4 +1,6 @@
-"""Cells on two machines (network namespaces): the cable between them is cut in the middle of a step."""
+"""Cells on two machines (network namespaces): the cable between them is cut in the middle of a
+step.
+"""
 
 import subprocess
 import sys
@@ -27,9 +29,12 @@ def cut(fault: Fault, run: Run) -> Cell:
         for host in hosts:
             ip("-netns", host.namespace, "link", "set", host.interface, "down")
         run.release()
-        # torchrun on the other machine cannot end yet: it queries the first one's store without a timeout
+        # torchrun on the other machine cannot end yet: it queries the first one's store without a
+        # timeout
         remarks = []
-        if not wait_until(lambda: not run.living_ranks() and sides[0].process.poll() is not None, run.column.limit):
+        if not wait_until(
+            lambda: not run.living_ranks() and sides[0].process.poll() is not None, run.column.limit
+        ):
             remarks.append(f"stuck, killed after {run.column.limit:.0f} s")
             run.kill()
         for host in hosts:
@@ -49,9 +54,18 @@ def cut(fault: Fault, run: Run) -> Cell:
 def start(run: Run, host: Host, head: Host) -> Command:
     """Start one machine through torchrun."""
     inside = ["ip", "netns", "exec", host.namespace]
-    variables = {"HEAD": f"{head.address}:{PORT}", "NODES": "2", "DEVICES": "1", "INTERFACE": host.interface}
+    variables = {
+        "HEAD": f"{head.address}:{PORT}",
+        "NODES": "2",
+        "DEVICES": "1",
+        "INTERFACE": host.interface,
+    }
     if not run.column.stock:
-        return run.start([*inside, str(RUN), *run.arguments(), *run.overrides], PYTHON=sys.executable, **variables)
+        return run.start(
+            [*inside, str(RUN), *run.arguments(), *run.overrides],
+            PYTHON=sys.executable,
+            **variables,
+        )
     torchrun = [
         sys.executable,
         "-m",
@@ -74,7 +88,10 @@ FAULTS = (
         every_rank=True,
         overrides=(f"launch.hang_timeout={HANG_TIMEOUT}",),
         flow=cut,
-        without={"single": "one machine has no network", "stock single": "one machine has no network"},
+        without={
+            "single": "one machine has no network",
+            "stock single": "one machine has no network",
+        },
         within=90,
         lane="network",
     ),

@@ -18,10 +18,15 @@ PAGE = tiny_run.ROOT / "docs" / "faults.md"
 
 def table(cells: Sequence[Cell], faults: Sequence[Fault], columns: Sequence[Column]) -> str:
     found = {(cell.fault, cell.column): cell for cell in cells}
-    lines = ["| | " + " | ".join(column.name for column in columns) + " |", "| --- |" + " --- |" * len(columns)]
+    lines = [
+        "| | " + " | ".join(column.name for column in columns) + " |",
+        "| --- |" + " --- |" * len(columns),
+    ]
     for fault in faults:
         here = [found.get((fault.name, column.name)) for column in columns]
-        texts = [cell.text.replace("|", "\\|").replace("\n", " ") if cell else "not run" for cell in here]
+        texts = [
+            cell.text.replace("|", "\\|").replace("\n", " ") if cell else "not run" for cell in here
+        ]
         lines.append(f"| {fault.title} | " + " | ".join(texts) + " |")
     return "\n".join(lines)
 
@@ -42,14 +47,18 @@ def heading(seconds: float) -> str:
     """Return the date, versions, machine and duration of a measurement."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "lightning", "deepspeed"))
     return (
-        f"{date.today().isoformat()}, Python {platform.python_version()}, {versions}, {os.cpu_count()} cores "
+        f"{date.today().isoformat()}, Python {platform.python_version()}, {versions}, "
+        f"{os.cpu_count()} cores "
         f"({processor()}), {seconds / 60:.0f} min."
     )
 
 
 def processor() -> str:
     with open("/proc/cpuinfo") as file:
-        return next((line.split(":")[1].strip() for line in file if line.startswith("model name")), platform.machine())
+        return next(
+            (line.split(":")[1].strip() for line in file if line.startswith("model name")),
+            platform.machine(),
+        )
 
 
 def write(section: str, text: str) -> None:

@@ -1,4 +1,6 @@
-"""A Slurm of two nodes on this machine: munged, slurmctld and two slurmd, with all their files in one folder."""
+"""A Slurm of two nodes on this machine: munged, slurmctld and two slurmd, with all their files in
+one folder.
+"""
 
 import contextlib
 import os
@@ -14,7 +16,17 @@ import psutil
 
 from benchmarks.faults import tiny_run
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo")
+PROGRAMS = (
+    "munged",
+    "slurmctld",
+    "slurmd",
+    "sbatch",
+    "srun",
+    "scontrol",
+    "scancel",
+    "squeue",
+    "sinfo",
+)
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 CPUS = 16  # more than the machine has, so that jobs run side by side
 
@@ -63,7 +75,11 @@ def missing() -> str | None:
     if os.name != "posix" or os.geteuid() != 0:
         return "starting a Slurm takes root"
     absent = [program for program in PROGRAMS if shutil.which(program, path=PATH) is None]
-    return f"Slurm is not installed (no {', '.join(absent)}): apt-get install slurm-wlm munge" if absent else None
+    return (
+        f"Slurm is not installed (no {', '.join(absent)}): apt-get install slurm-wlm munge"
+        if absent
+        else None
+    )
 
 
 @dataclass
@@ -74,7 +90,12 @@ class Cluster:
     def run(self, *command: str, check: bool = True, **extra: str) -> str:
         """Run one of Slurm's programs and return its output."""
         result = subprocess.run(
-            command, env={**self.environment, **extra}, cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=60
+            command,
+            env={**self.environment, **extra},
+            cwd=tiny_run.ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
         assert not check or result.returncode == 0, f"{command}: {result.stdout}{result.stderr}"
         return result.stdout + result.stderr
@@ -90,7 +111,9 @@ class Cluster:
     def wait_for_state(self, job: str, *states: str, seconds: float) -> dict[str, str]:
         end = time.monotonic() + seconds
         while (found := self.job(job))["JobState"] not in states:
-            assert time.monotonic() < end, f"job {job} is {found['JobState']}, not {states}, after {seconds} s"
+            assert time.monotonic() < end, (
+                f"job {job} is {found['JobState']}, not {states}, after {seconds} s"
+            )
             time.sleep(0.3)
         return found
 
@@ -119,7 +142,14 @@ def start(folder: Path) -> Iterator[Cluster]:
     environment = {**tiny_run.environment(), "PATH": PATH, "SLURM_CONF": str(conf)}
     files = [f"--{name}-file={folder / f'munge.{name}'}" for name in ("pid", "log", "seed")]
     commands = {
-        "munged": ["munged", "--foreground", "--force", f"--key-file={key}", f"--socket={munge}", *files],
+        "munged": [
+            "munged",
+            "--foreground",
+            "--force",
+            f"--key-file={key}",
+            f"--socket={munge}",
+            *files,
+        ],
         "slurmctld": ["slurmctld", "-D", "-i"],
         "node1": ["slurmd", "-D", "-N", "node1"],
         "node2": ["slurmd", "-D", "-N", "node2"],
@@ -132,18 +162,24 @@ def start(folder: Path) -> Iterator[Cluster]:
             with (folder / f"{name}.out").open("w") as log:
                 daemons.append(
                     subprocess.Popen(
-                        command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                        command,
+                        env=environment,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
                     )
                 )
         cluster = Cluster(folder, environment)
         up = ["sinfo", "--noheader", "--Node", "--partition=batch", "--format=%t"]
         tiny_run.wait_for(
-            lambda: cluster.run(*up, check=False).split() == ["idle"] * 2, seconds=30, what="two idle nodes"
+            lambda: cluster.run(*up, check=False).split() == ["idle"] * 2,
+            seconds=30,
+            what="two idle nodes",
         )
         yield cluster
     finally:
-        # Processes of jobs detach themselves. Find them by their SLURM_CONF, and slurmstepd (which overwrites its
-        # environment with its title) as a parent of such a process.
+        # Processes of jobs detach themselves. Find them by their SLURM_CONF, and slurmstepd (which
+        # overwrites its environment with its title) as a parent of such a process.
         left = [process for process in psutil.process_iter() if _belongs(process, str(conf))]
         for process in [*(parent for child in left for parent in _steps_above(child)), *left]:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,6 +1,8 @@
-"""A plain Lightning script, as in a tutorial, with the same model and text: a column of the table of faults.
+"""A plain Lightning script, as in a tutorial, with the same model and text: a column of the table
+of faults.
 
-Lightning's Trainer, ModelCheckpoint and signal handling, a DataLoader with shuffle=True, and ckpt_path="last".
+Lightning's Trainer, ModelCheckpoint and signal handling, a DataLoader with shuffle=True, and
+ckpt_path="last".
 """
 
 import argparse
@@ -25,7 +27,13 @@ class LanguageModel(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.model = Decoder(
-            vocab_size=VOCABULARY, context=CONTEXT, width=32, layers=2, heads=2, tied=True, dropout=0.1
+            vocab_size=VOCABULARY,
+            context=CONTEXT,
+            width=32,
+            layers=2,
+            heads=2,
+            tied=True,
+            dropout=0.1,
         )
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
@@ -36,7 +44,10 @@ class LanguageModel(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=3e-3, weight_decay=0.1)
-        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
+        }
 
 
 def main() -> None:
@@ -61,7 +72,9 @@ def main() -> None:
         )
         for split in ("train", "val")
     }
-    inject = Inject(fault=args.fault, at_step=args.at_step, rank=args.rank, folder=args.folder, pause=args.pause)
+    inject = Inject(
+        fault=args.fault, at_step=args.at_step, rank=args.rank, folder=args.folder, pause=args.pause
+    )
     trainer = L.Trainer(
         accelerator="cpu",
         strategy="auto" if args.ranks * args.nodes == 1 else "ddp",
@@ -74,7 +87,9 @@ def main() -> None:
         default_root_dir=args.run_dir,
         callbacks=[
             inject,
-            ModelCheckpoint(dirpath=args.run_dir / "checkpoints", every_n_train_steps=EVERY, save_last=True),
+            ModelCheckpoint(
+                dirpath=args.run_dir / "checkpoints", every_n_train_steps=EVERY, save_last=True
+            ),
         ],
         enable_progress_bar=False,
         log_every_n_steps=EVERY,

@@ -1,4 +1,6 @@
-"""A tiny language model on a small corpus, which trains in seconds: its overrides, environment and results."""
+"""A tiny language model on a small corpus, which trains in seconds: its overrides, environment and
+results.
+"""
 
 import json
 import os
@@ -35,13 +37,18 @@ def write_corpus(folder: Path, files: int = 12) -> Path:
     """Write some text with a pattern to learn; return its glob."""
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(files):
-        lines = [f"line {j} of file {i}: the quick brown fox counts {j * i} and jumps.\n" for j in range(60)]
+        lines = [
+            f"line {j} of file {i}: the quick brown fox counts {j * i} and jumps.\n"
+            for j in range(60)
+        ]
         (folder / f"{i:02d}.txt").write_text("".join(lines))
     return folder / "*.txt"
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """Return the variables of this process without those of schedulers, launchers and trackers, and with `extra`."""
+    """Return the variables of this process without those of schedulers, launchers and trackers, and
+    with `extra`.
+    """
     outside = ("SLURM_", "WANDB_", "TORCHELASTIC", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(outside)}
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **extra}

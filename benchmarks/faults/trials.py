@@ -1,4 +1,6 @@
-"""Random kills and signals, other numbers of ranks, and secrets: what the table of exact steps leaves out."""
+"""Random kills and signals, other numbers of ranks, and secrets: what the table of exact steps
+leaves out.
+"""
 
 import os
 import random
@@ -14,7 +16,9 @@ from benchmarks.faults import tiny_run
 from benchmarks.faults.cells import COLUMNS, LIMIT, Run, Session, final_tensors
 from benchmarks.faults.matrix import finished
 
-TOLERANCE = 1e-5  # relative, of losses and weights when the layout changes; benchmarks/parity has the same
+TOLERANCE = (
+    1e-5  # relative, of losses and weights when the layout changes; benchmarks/parity has the same
+)
 SIGTERM_WITHIN = 15.0  # seconds for a run to end with a checkpoint
 
 
@@ -42,8 +46,18 @@ class Plain(Run):
     STEPS = 40
 
     def arguments(self) -> list[str]:
-        small = ["model.width=32", "model.layers=2", "model.heads=2", "data.context=32", "data.global_batch_size=8"]
-        small += ["trainer.limit_val_batches=2", "trainer.limit_test_batches=2", "task.preview_tokens=0"]
+        small = [
+            "model.width=32",
+            "model.layers=2",
+            "model.heads=2",
+            "data.context=32",
+            "data.global_batch_size=8",
+        ]
+        small += [
+            "trainer.limit_val_batches=2",
+            "trainer.limit_test_batches=2",
+            "task.preview_tokens=0",
+        ]
         return [
             *small,
             f"trainer.max_steps={self.STEPS}",
@@ -99,8 +113,12 @@ def kills(session: Session, number: int, *, seed: int, jobs: int = 2) -> Summary
 
 def _phase(run: Run) -> str:
     """Return the phase in which a run was killed."""
-    steps = [step for entries in run.journal().values() for _, kind, step, _ in entries if kind == "step"]
-    if run.checkpoints.is_dir() and any(path.name.endswith(".part") for path in run.checkpoints.iterdir()):
+    steps = [
+        step for entries in run.journal().values() for _, kind, step, _ in entries if kind == "step"
+    ]
+    if run.checkpoints.is_dir() and any(
+        path.name.endswith(".part") for path in run.checkpoints.iterdir()
+    ):
         return "in a save"
     if not steps:
         return "in the start"
@@ -127,7 +145,8 @@ class Endless(Run):
 
 
 def sigterms(session: Session, number: int, *, seed: int, jobs: int = 2) -> Summary:
-    """Send SIGTERM to one rank at a random moment after the first step, and start the same command again, many times.
+    """Send SIGTERM to one rank at a random moment after the first step, and start the same command
+    again, many times.
 
     The command must end with exit code 143 and a checkpoint of its last step, and leave no process.
     """
@@ -152,11 +171,19 @@ def sigterms(session: Session, number: int, *, seed: int, jobs: int = 2) -> Summ
     problems = [problem for _, found in results for problem in found]
     rows = {
         "seed": str(seed),
-        "exit code 143, a checkpoint of the last step, no orphan": f"{number - len(problems)} of {number}",
-        "seconds from the signal to the end": f"{took[len(took) // 2]:.1f} (median), {took[-1]:.1f} (longest)",
-        "at the end": "the same weights and metrics.csv as without a stop" if not problems else "see above",
+        "exit code 143, a checkpoint of the last step, no orphan": f"{number - len(problems)} of "
+        f"{number}",
+        "seconds from the signal to the end": f"{took[len(took) // 2]:.1f} (median), "
+        f"{took[-1]:.1f} (longest)",
+        "at the end": "the same weights and metrics.csv as without a stop"
+        if not problems
+        else "see above",
     }
-    return Summary(f"{number} SIGTERMs to a random rank of two (ddp), each run from its first step on", rows, problems)
+    return Summary(
+        f"{number} SIGTERMs to a random rank of two (ddp), each run from its first step on",
+        rows,
+        problems,
+    )
 
 
 def _terminate(run: Run, *, rank: int, after: float) -> tuple[float, str | None]:
@@ -165,11 +192,16 @@ def _terminate(run: Run, *, rank: int, after: float) -> tuple[float, str | None]
 
     def new_step() -> bool:
         last = [entries[-1] for entries in run.journal().values()]
-        return len(last) == 2 and all(kind == "step" and pid not in before for _, kind, _, pid in last)
+        return len(last) == 2 and all(
+            kind == "step" and pid not in before for _, kind, _, pid in last
+        )
 
     command = run.start()
     if not command.wait_until(new_step, LIMIT):
-        return 0.0, f"no step after the start, exit code {command.process.poll()}\n{run.output()[-2000:]}"
+        return (
+            0.0,
+            f"no step after the start, exit code {command.process.poll()}\n{run.output()[-2000:]}",
+        )
     time.sleep(after)
     os.kill(run.journal()[rank][-1][3], signal.SIGTERM)
     signaled = time.monotonic()
@@ -181,7 +213,11 @@ def _terminate(run: Run, *, rank: int, after: float) -> tuple[float, str | None]
     saved = (run.checkpoints / "last").read_text().strip()
     found = (code, summary["stop_reason"], saved, run.orphans())
     if found != (143, "SIGTERM", f"step={summary['global_step']:06d}", []):
-        return seconds, f"rank {rank}, step {summary['global_step']}: exit code, reason, checkpoint, orphans: {found}"
+        return (
+            seconds,
+            f"rank {rank}, step {summary['global_step']}: exit code, reason, checkpoint, orphans: "
+            f"{found}",
+        )
     return seconds, None
 
 
@@ -214,7 +250,9 @@ class Changing(Run):
 
 
 def layouts(session: Session) -> Summary:
-    """Stop a run half-way, resume it under another layout, and compare it with one process that was not stopped."""
+    """Stop a run half-way, resume it under another layout, and compare it with one process that was
+    not stopped.
+    """
     reference = Changing(session, "undisturbed layout", ONE)
     assert reference.start().wait(LIMIT) == 0, reference.output()[-3000:]
     rows, problems = {}, []
@@ -233,15 +271,24 @@ def layouts(session: Session) -> Summary:
         rows[name] = f"loss {loss:.1e}, weights {weights:.1e}"
         if max(loss, weights) > TOLERANCE:
             problems.append(f"{name}: {rows[name]}, above {TOLERANCE:.0e}")
-    title = f"Stopped and resumed under another layout: largest relative differences, tolerance {TOLERANCE:.0e}"
+    title = (
+        "Stopped and resumed under another layout: largest relative differences, tolerance "
+        f"{TOLERANCE:.0e}"
+    )
     return Summary(title, rows, problems)
 
 
 def distance(run: Run, reference: Run) -> tuple[float, float]:
-    """Return the largest relative difference of a step's loss, and that of the final weights as a whole."""
+    """Return the largest relative difference of a step's loss, and that of the final weights as a
+    whole.
+    """
     losses = zip(tiny_run.losses(run.directory), tiny_run.losses(reference.directory), strict=True)
     here, there = (
-        {n: v.double() for n, v in final_tensors(r.checkpoints).items() if not n.startswith(".optimizer_states.")}
+        {
+            n: v.double()
+            for n, v in final_tensors(r.checkpoints).items()
+            if not n.startswith(".optimizer_states.")
+        }
         for r in (run, reference)
     )
     moved = sum(torch.square(here[name] - there[name]).sum() for name in there)
@@ -259,5 +306,10 @@ def with_secret(session: Session) -> Summary:
                 files += 1
                 if session.secret.encode() in path.read_bytes():
                     found.append(str(path))
-    rows = {"files in all run directories": str(files), "of these with the secret in them": str(len(found))}
-    return Summary("A secret in the environment and one in .env, referred to by an override", rows, found)
+    rows = {
+        "files in all run directories": str(files),
+        "of these with the secret in them": str(len(found)),
+    }
+    return Summary(
+        "A secret in the environment and one in .env, referred to by an override", rows, found
+    )

@@ -21,7 +21,9 @@ class Host:
     def start(self, *overrides: str, **environment: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
             ["ip", "netns", "exec", self.namespace, str(RUN), *overrides],
-            env=tiny_run.environment(PYTHON=sys.executable, INTERFACE=self.interface, **environment),
+            env=tiny_run.environment(
+                PYTHON=sys.executable, INTERFACE=self.interface, **environment
+            ),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -51,7 +53,15 @@ def two_hosts() -> Iterator[list[Host]]:
         ends = [("name", host.interface, "netns", host.namespace) for host in hosts]
         ip("link", "add", *ends[0], "type", "veth", "peer", *ends[1])
         for host in hosts:
-            ip("-netns", host.namespace, "address", "add", f"{host.address}/24", "dev", host.interface)
+            ip(
+                "-netns",
+                host.namespace,
+                "address",
+                "add",
+                f"{host.address}/24",
+                "dev",
+                host.interface,
+            )
             ip("-netns", host.namespace, "link", "set", host.interface, "up")
             ip("-netns", host.namespace, "link", "set", "lo", "up")
         yield hosts

@@ -60,14 +60,22 @@ def under_slurm(
         remarks = []
         limit = 120 + run.column.limit  # time for Slurm itself
         end = time.monotonic() + limit
-        while (found := slurm.job(job))["JobState"] not in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"):
+        while (found := slurm.job(job))["JobState"] not in (
+            "COMPLETED",
+            "FAILED",
+            "CANCELLED",
+            "TIMEOUT",
+        ):
             if time.monotonic() > end:
                 slurm.run("scancel", job, check=False)
                 run.kill()
                 return judge(fault, run, [f"stuck, canceled after {limit:.0f} s"])
             time.sleep(0.3)
         if found["JobState"] != "COMPLETED":
-            remarks.append(f"{found['JobState']}, exit code {found['ExitCode']}, restarted {found['Restarts']} times")
+            remarks.append(
+                f"{found['JobState']}, exit code {found['ExitCode']}, restarted "
+                f"{found['Restarts']} times"
+            )
         elif found["Restarts"] == "0":
             remarks.append("not requeued")
         return judge(fault, run, remarks)
@@ -77,7 +85,10 @@ def under_slurm(
 
 def submit(slurm: slurm_cluster.Cluster, run: Run, options: list[str]) -> str:
     """Submit a job with one rank per node and return its id."""
-    script, arguments = tiny_run.ROOT / "scripts" / "slurm" / "train.sbatch", [*run.arguments(), *run.overrides]
+    script, arguments = (
+        tiny_run.ROOT / "scripts" / "slurm" / "train.sbatch",
+        [*run.arguments(), *run.overrides],
+    )
     if run.column.stock:
         script = run.folder / "stock.sbatch"
         script.write_text(STOCK_BATCH)

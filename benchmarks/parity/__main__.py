@@ -1,4 +1,5 @@
-"""Train one tiny model in fp32 under every layout on this machine's CPU, and compare each with one process.
+"""Train one tiny model in fp32 under every layout on this machine's CPU, and compare each with one
+process.
 
     python -m benchmarks.parity                     every layout
     python -m benchmarks.parity --resume same       also resume checkpoints of each layout under the same one
@@ -6,9 +7,9 @@
     python -m benchmarks.parity --resume distinct   without layouts whose ranks hold the same as another's
     python -m benchmarks.parity --only fsdp tensor  layouts whose name contains one of these words
 
-Twelve optimizer steps of AdamW, with clipping and accumulation. The results are the largest relative differences of any
-step's loss and gradient norm, and of the final weights. The exit code is 1 if one is above the tolerance, or if a
-resume under the same layout does not repeat every bit.
+Twelve optimizer steps of AdamW, with clipping and accumulation. The results are the largest
+relative differences of any step's loss and gradient norm, and of the final weights. The exit code
+is 1 if one is above the tolerance, or if a resume under the same layout does not repeat every bit.
 """
 
 import argparse
@@ -32,7 +33,9 @@ from benchmarks.parity.harness import Job, alone, difference, fit, fit_once, rep
 
 LAYOUTS = {**DENSE, **context.LAYOUTS}
 TOLERANCE = 1e-5
-ALIKE = (  # ranks hold the same as in another layout: checkpoints do not depend on schedules and times of reduction
+# ranks hold the same as in another layout: checkpoints do not depend on schedules and times of
+# reduction
+ALIKE = (
     "single, micro-batch 4",
     "fsdp 2, ZeRO-2",
     "fsdp 2, reduced once a step",
@@ -57,23 +60,43 @@ QUANTITIES = ("loss", "grad_norm", "weights")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="layouts whose name contains one of these words")
-    parser.add_argument("--resume", nargs="?", const="all", choices=CHECKPOINTS, help="checkpoints too")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="WORD", help="layouts whose name contains one of these words"
+    )
+    parser.add_argument(
+        "--resume", nargs="?", const="all", choices=CHECKPOINTS, help="checkpoints too"
+    )
     parser.add_argument("--no-train", action="store_true", help="compare only checkpoints")
     args = parser.parse_args()
     if args.no_train and args.resume in (None, "same"):
-        parser.error("--no-train leaves nothing to compare: type --resume, or --resume distinct, with it")
+        parser.error(
+            "--no-train leaves nothing to compare: type --resume, or --resume distinct, with it"
+        )
     every = LAYOUTS | mixtures.LAYOUTS
-    chosen = {n: job for n, job in every.items() if args.only is None or any(word in n for word in args.only)}
+    chosen = {
+        n: job
+        for n, job in every.items()
+        if args.only is None or any(word in n for word in args.only)
+    }
     if not chosen:
-        parser.error(f"--only {' '.join(args.only or [])}: no such layout. Layouts: {'; '.join(every)}")
+        parser.error(
+            f"--only {' '.join(args.only or [])}: no such layout. Layouts: {'; '.join(every)}"
+        )
     worst = 0.0 if args.no_train else train_all(chosen, resume=args.resume is not None)
     if args.resume == "distinct":
         chosen = {name: job for name, job in chosen.items() if name not in ALIKE}
-    references = () if args.resume in (None, "same") else (LAYOUTS["single"], mixtures.LAYOUTS["mixture, single"])
+    references = (
+        ()
+        if args.resume in (None, "same")
+        else (LAYOUTS["single"], mixtures.LAYOUTS["mixture, single"])
+    )
     for first in references:
-        alike = {name: job for name, job in chosen.items() if alone(job) == alone(first)}  # the same data and model
+        alike = {
+            name: job for name, job in chosen.items() if alone(job) == alone(first)
+        }  # the same data and model
         with tempfile.TemporaryDirectory() as folder:
             worst = max(worst, resume_all(alike, Path(folder)) if alike else 0.0)
     if worst == math.inf:
@@ -84,9 +107,15 @@ def main() -> int:
 
 
 def train_all(layouts: dict[str, Job], *, resume: bool) -> float:
-    """Print a row per layout; return the largest difference. With `resume`, each is also resumed in the middle."""
+    """Print a row per layout; return the largest difference.
+
+    With `resume`, each is also resumed in the middle.
+    """
     bits = " same bits resumed |" if resume else ""
-    print(f"| layout | processes | loss | gradient norm | final weights | elements per rank |{bits} seconds |")
+    print(
+        f"| layout | processes | loss | gradient norm | final weights | elements per rank |{bits} "
+        "seconds |"
+    )
     print("| --- | ---: | ---: | ---: | ---: | ---: |" + (" :---: |" if resume else "") + " ---: |")
     worst = 0.0
     for name, job in layouts.items():
@@ -100,19 +129,27 @@ def train_all(layouts: dict[str, Job], *, resume: bool) -> float:
         same = repeats(job, run) if resume else True
         worst = worst if same else math.inf
         bits = f" {'yes' if same else 'no'} |" if resume else ""
-        print(f"| {name} | {job.ranks} | {values} | {run.facts['elements']:,} |{bits} {seconds:.1f} |", flush=True)
+        print(
+            f"| {name} | {job.ranks} | {values} | {run.facts['elements']:,} |{bits} {seconds:.1f} |",
+            flush=True,
+        )
     return worst
 
 
 def resume_all(layouts: dict[str, Job], folder: Path) -> float:
-    """Save in the middle under each row and resume under each column; cells hold the largest difference."""
+    """Save in the middle under each row and resume under each column; cells hold the largest
+    difference.
+    """
     print("\n| saved under ↓, resumed under → | " + " | ".join(layouts) + " |")
     print("| --- |" + " ---: |" * len(layouts))
     worst, reference = 0.0, fit_once(alone(next(iter(layouts.values()))))
     for i, (name, job) in enumerate(layouts.items()):
         saved = str(folder / str(i))
         fit(replace(job, steps=job.steps // 2, save=saved))
-        cells = [max(difference(fit(replace(other, resume=saved)), reference).values()) for other in layouts.values()]
+        cells = [
+            max(difference(fit(replace(other, resume=saved)), reference).values())
+            for other in layouts.values()
+        ]
         worst = max(worst, *cells)
         print(f"| {name} | " + " | ".join(f"{cell:.0e}" for cell in cells) + " |", flush=True)
     return worst

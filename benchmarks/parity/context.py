@@ -34,7 +34,9 @@ LAYOUTS: dict[str, Job] = {
     "context 2 × pipeline 2, gpipe": mesh(4, context=2, pipe=2, schedule="gpipe"),
     "context 2 × pipeline 2, 1f1b": mesh(4, context=2, pipe=2),
     "context 2 × pipeline 2, 1f1b, unequal targets": replace(mesh(4, context=2, pipe=2), **UNEQUAL),
-    "context 2 × pipeline 2, interleaved 1f1b": mesh(4, context=2, pipe=2, schedule="interleaved_1f1b"),
+    "context 2 × pipeline 2, interleaved 1f1b": mesh(
+        4, context=2, pipe=2, schedule="interleaved_1f1b"
+    ),
     "context 2 × pipeline 2, zero bubble": mesh(4, context=2, pipe=2, schedule="zero_bubble"),
     "fsdp 2 × context 2 × tensor 2": mesh(8, shard=2, context=2, tensor=2),
     "context 2 × tensor 2 × pipeline 2": mesh(8, context=2, tensor=2, pipe=2),

@@ -1,6 +1,7 @@
 """Run tiny fp32 fits under any layout on gloo processes, and compare one run with another.
 
-Ranks are forks of a server that has imported everything (preload.py), so a layout costs one second instead of ten.
+Ranks are forks of a server that has imported everything (preload.py), so a layout costs one second
+instead of ten.
 """
 
 from __future__ import annotations
@@ -70,12 +71,22 @@ STRATEGIES = {
     "MeshStrategy": "armature.strategies.mesh.MeshStrategy",
     "DeepSpeed": "armature.strategies.deepspeed.DeepSpeed",
 }
-DECODER = {"vocab_size": 96, "context": 16, "width": 32, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_hidden": 64}
+DECODER = {
+    "vocab_size": 96,
+    "context": 16,
+    "width": 32,
+    "layers": 4,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn_hidden": 64,
+}
 
 
 def mesh(ranks: int, **options: Any) -> Job:
     # otherwise this model would be a single unit; sequence parallel as on GPUs
-    return Job("MeshStrategy", {"min_num_params": 0, "sequence_parallel": True, **options}, ranks=ranks)
+    return Job(
+        "MeshStrategy", {"min_num_params": 0, "sequence_parallel": True, **options}, ranks=ranks
+    )
 
 
 LAYOUTS: dict[str, Job] = {
@@ -110,9 +121,12 @@ def _server() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), *([before] if before else [])])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT / "src"), str(ROOT), *([before] if before else [])]
+    )
     try:
-        forkserver.ensure_running()  # Python 3.11 gives it neither this process's sys.path nor an error
+        # Python 3.11 gives it neither this process's sys.path nor an error
+        forkserver.ensure_running()
     finally:
         if before is None:
             del os.environ["PYTHONPATH"]
@@ -121,8 +135,11 @@ def _server() -> Any:
     return context
 
 
-def on_ranks(function: Callable[..., Any], *args: Any, ranks: int, timeout: float = 240.0) -> list[Any]:
-    """Call `function(*args)` on `ranks` processes that form a process group; return the results in order of ranks.
+def on_ranks(
+    function: Callable[..., Any], *args: Any, ranks: int, timeout: float = 240.0
+) -> list[Any]:
+    """Call `function(*args)` on `ranks` processes that form a process group; return the results in
+    order of ranks.
 
     Raises:
         RuntimeError: with the traceback of the rank that failed first.
@@ -133,7 +150,9 @@ def on_ranks(function: Callable[..., Any], *args: Any, ranks: int, timeout: floa
         port = probe.getsockname()[1]
     results = context.Queue()
     processes = [
-        context.Process(target=_rank, args=(function, args, rank, ranks, port, results), daemon=True)
+        context.Process(
+            target=_rank, args=(function, args, rank, ranks, port, results), daemon=True
+        )
         for rank in range(ranks)
     ]
     for process in processes:
@@ -153,11 +172,19 @@ def on_ranks(function: Callable[..., Any], *args: Any, ranks: int, timeout: floa
                 process.kill()
 
 
-def _rank(function: Callable[..., Any], args: tuple, rank: int, ranks: int, port: int, results: Any) -> None:
+def _rank(
+    function: Callable[..., Any], args: tuple, rank: int, ranks: int, port: int, results: Any
+) -> None:
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), GROUP_RANK="0",
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), DS_ACCELERATOR="cpu",
-    )  # fmt: skip
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(ranks),
+        GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        DS_ACCELERATOR="cpu",
+    )
     os.dup2(2, 1)  # DeepSpeed prints to stdout
     import torch
 
@@ -191,7 +218,14 @@ def alone(job: Job) -> Job:
     # if targets count unequally, the mean over all targets of a step
     accumulate = 1 if job.ignore else Job.accumulate
     return replace(
-        job, strategy="SingleDevice", options={}, ranks=1, accumulate=accumulate, resume=None, save=None, steps=12
+        job,
+        strategy="SingleDevice",
+        options={},
+        ranks=1,
+        accumulate=accumulate,
+        resume=None,
+        save=None,
+        steps=12,
     )
 
 
@@ -207,13 +241,17 @@ def fit_once(job: Job) -> Run:
 
 
 def repeats(job: Job, whole: Run) -> bool:
-    """Return whether a job that is saved in the middle and resumed has the same bits as its undisturbed run."""
+    """Return whether a job that is saved in the middle and resumed has the same bits as its
+    undisturbed run.
+    """
     half = job.steps // 2
     with tempfile.TemporaryDirectory() as folder:
         fit(replace(job, steps=half, save=f"{folder}/step"))
         resumed = fit(replace(job, resume=f"{folder}/step"))
     steps = (resumed.losses, resumed.grad_norms) == (whole.losses[half:], whole.grad_norms[half:])
-    return steps and all((resumed.weights[name] == value).all() for name, value in whole.weights.items())
+    return steps and all(
+        (resumed.weights[name] == value).all() for name, value in whole.weights.items()
+    )
 
 
 def _fit(job: Job) -> Run:
@@ -231,7 +269,9 @@ def _fit(job: Job) -> Run:
     from armature.tasks.base import Task
 
     class Samples(Dataset):
-        """Position p of the endless stream holds sample p % 64, so batches are a function of the step alone."""
+        """Position p of the endless stream holds sample p % 64, so batches are a function of the
+        step alone.
+        """
 
         def __init__(self) -> None:
             generator = torch.Generator().manual_seed(1)
@@ -239,11 +279,15 @@ def _fit(job: Job) -> Run:
             if "vocab_size" in args:
                 start = torch.randint(0, args["vocab_size"], (64, 1), generator=generator)
                 noise = torch.randint(0, 5, (64, args["context"] + 1), generator=generator)
-                self.data = (start + torch.arange(args["context"] + 1) * 3 + noise) % args["vocab_size"]
+                self.data = (start + torch.arange(args["context"] + 1) * 3 + noise) % args[
+                    "vocab_size"
+                ]
                 if "classes" in args:  # texts of several lengths
                     self.labels = torch.randint(0, args["classes"], (64,), generator=generator)
             else:
-                self.images = torch.randn(64, args["channels"], *[args["image_size"]] * 2, generator=generator)
+                self.images = torch.randn(
+                    64, args["channels"], *[args["image_size"]] * 2, generator=generator
+                )
                 self.labels = torch.randint(0, args["classes"], (64,), generator=generator)
 
         def __len__(self) -> int:
@@ -262,7 +306,10 @@ def _fit(job: Job) -> Run:
             return {"inputs": self.images[sample], "targets": self.labels[sample]}
 
     class Stream:
-        """Step k holds positions [k G, (k + 1) G). The length is that of the whole run, wherever it starts."""
+        """Step k holds positions [k G, (k + 1) G).
+
+        The length is that of the whole run, wherever it starts.
+        """
 
         def __init__(self, trainer: Any) -> None:
             self.trainer = trainer
@@ -287,7 +334,9 @@ def _fit(job: Job) -> Run:
 
         def val_dataloader(self) -> DataLoader:
             axis = self.trainer.strategy.distributed_sampler_kwargs
-            return DataLoader(Samples(), sampler=range(axis["rank"], 24, axis["num_replicas"]), batch_size=4)
+            return DataLoader(
+                Samples(), sampler=range(axis["rank"], 24, axis["num_replicas"]), batch_size=4
+            )
 
     class Record(L.Callback):
         def __init__(self) -> None:
@@ -295,7 +344,9 @@ def _fit(job: Job) -> Run:
             self.norms: list[float] = []
             self.sum = 0.0
 
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(
+            self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
             loss = outputs["loss"].detach().clone().float()
             if trainer.strategy.target_weights.batch_targets is not None:
                 loss = loss * trainer.strategy.target_weights.batch_targets
@@ -307,8 +358,12 @@ def _fit(job: Job) -> Run:
                 self.norms.append(float(trainer.strategy.grad_norm))
                 self.sum = 0.0
 
-    strategy = import_object(STRATEGIES.get(job.strategy, job.strategy))(seed=job.seed, **job.options)
-    if job.adapter is not None and job.model_args.get("pretrained"):  # checkpoints leave the folder's weights out
+    strategy = import_object(STRATEGIES.get(job.strategy, job.strategy))(
+        seed=job.seed, **job.options
+    )
+    if job.adapter is not None and job.model_args.get(
+        "pretrained"
+    ):  # checkpoints leave the folder's weights out
         from armature.checkpoint import state
         from armature.finetune import base
 
@@ -320,23 +375,43 @@ def _fit(job: Job) -> Run:
         callbacks.append(import_object("armature.callbacks.ema.EMA")(decay=job.ema))
     precision: dict[str, Any] = {"precision": job.precision}
     if job.precision == "16-mixed":  # from which Lightning would make bf16-mixed on a CPU
-        precision = {"plugins": [import_object("lightning.pytorch.plugins.MixedPrecision")("16-mixed", device="cpu")]}
+        precision = {
+            "plugins": [
+                import_object("lightning.pytorch.plugins.MixedPrecision")("16-mixed", device="cpu")
+            ]
+        }
     trainer = L.Trainer(
-        accelerator="cpu", devices=job.ranks, strategy=strategy, max_steps=job.steps, **precision,
-        accumulate_grad_batches=job.accumulate, gradient_clip_val=job.clip, gradient_clip_algorithm=job.clip_algorithm,
-        callbacks=callbacks, logger=False, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, use_distributed_sampler=False, num_sanity_val_steps=0,
+        accelerator="cpu",
+        devices=job.ranks,
+        strategy=strategy,
+        max_steps=job.steps,
+        **precision,
+        accumulate_grad_batches=job.accumulate,
+        gradient_clip_val=job.clip,
+        gradient_clip_algorithm=job.clip_algorithm,
+        callbacks=callbacks,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
         limit_val_batches=1.0 if job.validate else 0,
         val_check_interval=job.steps * job.accumulate,
-    )  # fmt: skip
+    )
     task = Task(
         partial(import_object(job.model), **job.model_args),
         optimizer=lambda groups: import_object(job.optimizer)(groups, **job.optimizer_args),
-        adapter=None if job.adapter is None else import_object("armature.finetune.lora.Lora")(**job.adapter),
+        adapter=None
+        if job.adapter is None
+        else import_object("armature.finetune.lora.Lora")(**job.adapter),
     )
     trainer.fit(task, datamodule=Data(), ckpt_path=job.resume)
     trained = {name for name, param in task.named_parameters() if param.requires_grad}
-    own = {name: v.to_local().numel() if hasattr(v, "to_local") else v.numel() for name, v in task.state_dict().items()}
+    own = {
+        name: v.to_local().numel() if hasattr(v, "to_local") else v.numel()
+        for name, v in task.state_dict().items()
+    }
     facts = {
         "trained": {name for names in all_gather_object(trained) for name in names},
         "val/loss": float(trainer.callback_metrics.get("val/loss", torch.tensor(float("nan")))),
@@ -346,7 +421,9 @@ def _fit(job: Job) -> Run:
         "global_step": trainer.global_step,
         "bytes": _bytes(strategy),
         "scaler": strategy.precision_plugin.state_dict(),
-        "load": load.tolist() if (load := getattr(task.model, "load_LE", None)) is not None else None,
+        "load": load.tolist()
+        if (load := getattr(task.model, "load_LE", None)) is not None
+        else None,
     }
     if job.save is not None:
         trainer.save_checkpoint(job.save)
@@ -360,8 +437,16 @@ def _bytes(strategy: Any) -> int:
     tensors = []
     for optimizer in strategy.optimizers:
         for group in optimizer.param_groups:
-            tensors += [*group["params"], *(param.grad for param in group["params"] if param.grad is not None)]
-        tensors += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+            tensors += [
+                *group["params"],
+                *(param.grad for param in group["params"] if param.grad is not None),
+            ]
+        tensors += [
+            v
+            for state in optimizer.state.values()
+            for v in state.values()
+            if isinstance(v, torch.Tensor)
+        ]
     own = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
     return sum(tensor.numel() * tensor.element_size() for tensor in own)
 
@@ -374,20 +459,32 @@ def _whole(module: Any, strategy: Any) -> dict[str, Any]:
         strategy.base = None  # else what checkpoints leave out is missing
         own = strategy.lightning_module_state_dict()
     else:
-        own = {name: v.full_tensor() if hasattr(v, "full_tensor") else v for name, v in module.state_dict().items()}
+        own = {
+            name: v.full_tensor() if hasattr(v, "full_tensor") else v
+            for name, v in module.state_dict().items()
+        }
     merged: dict[str, Any] = {}
-    for part in all_gather_object({name: value.detach().cpu().clone() for name, value in own.items()}):
+    for part in all_gather_object(
+        {name: value.detach().cpu().clone() for name, value in own.items()}
+    ):
         merged |= part
     return {name: value.float().numpy() for name, value in merged.items()}
 
 
 def difference(run: Run, reference: Run) -> dict[str, float]:
-    """Return the largest relative differences of losses and gradient norms, and that of the final weights."""
+    """Return the largest relative differences of losses and gradient norms, and that of the final
+    weights.
+    """
     import numpy as np
 
-    assert run.weights.keys() == reference.weights.keys(), run.weights.keys() ^ reference.weights.keys()
+    assert run.weights.keys() == reference.weights.keys(), (
+        run.weights.keys() ^ reference.weights.keys()
+    )
     # over the whole model: a bias that does not affect the loss changes by rounding noise alone
-    moved = sum(np.square(np.float64(run.weights[name]) - value).sum() for name, value in reference.weights.items())
+    moved = sum(
+        np.square(np.float64(run.weights[name]) - value).sum()
+        for name, value in reference.weights.items()
+    )
     size = sum(np.square(np.float64(value)).sum() for value in reference.weights.values())
 
     def largest(values: list[float], others: list[float]) -> float:

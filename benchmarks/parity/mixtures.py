@@ -8,7 +8,14 @@ from benchmarks.parity.harness import DECODER, Job, mesh
 
 MIXTURE = {
     "model": "armature.models.mixture.model.MixtureDecoder",
-    "model_args": {**DECODER, "experts": 8, "active": 2, "expert_hidden": 32, "shared_hidden": 64, "dense_layers": 1},
+    "model_args": {
+        **DECODER,
+        "experts": 8,
+        "active": 2,
+        "expert_hidden": 32,
+        "shared_hidden": 64,
+        "dense_layers": 1,
+    },
 }
 PACKED = {"model_args": {**MIXTURE["model_args"], "document_token": 7}}
 LAYOUTS: dict[str, Job] = {
@@ -24,9 +31,15 @@ LAYOUTS: dict[str, Job] = {
         "mixture, fsdp 2, expert 2": mesh(2, shard=2, expert=2),
         "mixture, fsdp 2, expert 2, ignored": mesh(2, shard=2, expert=2),
         "mixture, fsdp 2, expert 2, packed": mesh(2, shard=2, expert=2),
-        "mixture, fsdp 2, expert 2, recomputed": mesh(2, shard=2, expert=2, activation_checkpointing="every"),
-        "mixture, fsdp 4, expert 2, selective": mesh(4, shard=4, expert=2, activation_checkpointing="selective"),
-        "mixture, fsdp 2, expert 2, ZeRO-2": mesh(2, shard=2, expert=2, reshard_after_forward=False),
+        "mixture, fsdp 2, expert 2, recomputed": mesh(
+            2, shard=2, expert=2, activation_checkpointing="every"
+        ),
+        "mixture, fsdp 4, expert 2, selective": mesh(
+            4, shard=4, expert=2, activation_checkpointing="selective"
+        ),
+        "mixture, fsdp 2, expert 2, ZeRO-2": mesh(
+            2, shard=2, expert=2, reshard_after_forward=False
+        ),
         "mixture, fsdp 4, expert 2": mesh(4, shard=4, expert=2),
         "mixture, fsdp 4, expert 4": mesh(4, shard=4, expert=4),
         "mixture, hsdp 2×2, expert 2": mesh(4, replicate=2, shard=2, expert=2),
@@ -38,15 +51,24 @@ LAYOUTS: dict[str, Job] = {
             4, pipe=2, shard=2, expert=2, schedule="zero_bubble"
         ),
         "mixture, fsdp 2 × pipeline 2, expert 2, interleaved, recomputed": mesh(
-            4, pipe=2, shard=2, expert=2, schedule="interleaved_1f1b", activation_checkpointing="every"
+            4,
+            pipe=2,
+            shard=2,
+            expert=2,
+            schedule="interleaved_1f1b",
+            activation_checkpointing="every",
         ),
-        "mixture, tensor 2 × pipeline 2, zero bubble": mesh(4, pipe=2, tensor=2, schedule="zero_bubble"),
+        "mixture, tensor 2 × pipeline 2, zero bubble": mesh(
+            4, pipe=2, tensor=2, schedule="zero_bubble"
+        ),
         "mixture, context 2 × pipeline 2, expert 2, zero bubble, recomputed": mesh(
             4, pipe=2, context=2, expert=2, schedule="zero_bubble", activation_checkpointing="every"
         ),
         "mixture, context 2 × fsdp 2, expert 4, ignored": mesh(4, context=2, shard=2, expert=4),
         "mixture, context 2 × tensor 2, expert 4, packed": mesh(4, context=2, tensor=2, expert=4),
-        "mixture, fsdp 2 × context 2 × tensor 2, expert 4": mesh(8, shard=2, context=2, tensor=2, expert=4),
+        "mixture, fsdp 2 × context 2 × tensor 2, expert 4": mesh(
+            8, shard=2, context=2, tensor=2, expert=4
+        ),
         "mixture, 2×2×2, expert 4": mesh(8, pipe=2, shard=2, tensor=2, expert=4),
     }.items()
 }

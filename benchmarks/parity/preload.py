@@ -1,4 +1,6 @@
-"""What the server of ranks imports before it forks them: otherwise each rank of each fit would import it again."""
+"""What the server of ranks imports before it forks them: otherwise each rank of each fit would
+import it again.
+"""
 
 import contextlib
 import gc

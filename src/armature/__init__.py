@@ -21,7 +21,10 @@ if "hydra" in sys.modules:  # so that Hydra's own compose("train") works in a no
 
 
 def compose(*overrides: str) -> DictConfig:
-    """Return the checked configuration that a command line would train: `armature.compose("experiment=digits")`."""
+    """Return the checked configuration that a command line would train.
+
+    `armature.compose("experiment=digits")`.
+    """
     from armature import cli
     from armature.training.limits import prefer_typed
     from armature.validation.checks import check
@@ -30,7 +33,8 @@ def compose(*overrides: str) -> DictConfig:
 
 
 def load(path: str | Path, **options: Any) -> L.LightningModule:
-    """Return a trained LightningModule, ready for inference: `armature.load("outputs/mine", device="cuda")`.
+    """Return a trained LightningModule, ready for inference: `armature.load("outputs/mine",
+    device="cuda")`.
 
     See `armature.loading.load` for the options. It is imported here, since it imports torch.
     """
@@ -40,9 +44,11 @@ def load(path: str | Path, **options: Any) -> L.LightningModule:
 
 
 def full_state_dict(module: L.LightningModule, *, prefix: str = "") -> dict[str, torch.Tensor]:
-    """Return the unsharded weights and saved buffers on rank 0, under any strategy; nothing on other ranks.
+    """Return the unsharded weights and saved buffers on rank 0, under any strategy; nothing on
+    other ranks.
 
-    All ranks must call it: `weights = armature.full_state_dict(self, prefix="net.")`, then `torch.save` on rank 0.
+    All ranks must call it: `weights = armature.full_state_dict(self, prefix="net.")`, then
+    `torch.save` on rank 0.
 
     Args:
         module: the LightningModule of a run.

@@ -24,7 +24,15 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from armature import config, files, hardware, run_dir
-from armature.errors import EXIT_CONFIG, ConfigError, EndedByCode, RunFailed, brief, error_line, masked
+from armature.errors import (
+    EXIT_CONFIG,
+    ConfigError,
+    EndedByCode,
+    RunFailed,
+    brief,
+    error_line,
+    masked,
+)
 from armature.launcher import environment
 from armature.launcher.rank import leave
 from armature.launcher.streams import make_lasting
@@ -34,31 +42,56 @@ from armature.validation.compose import CONFIG_ERRORS, explain, explain_sweep, p
 from armature.validation.quoting import addable, quoted
 
 _composed = threading.Event()  # the configuration composed, and the command itself began
-_refused: list[str] = []  # messages about trials of this process's sweep, which were printed in their turn
-ONE_OPTION = ("task", "model", "data", "optimizer", "scheduler", "strategy", "trainer", "checkpoint", "launch")
+_refused: list[
+    str
+] = []  # messages about trials of this process's sweep, which were printed in their turn
+ONE_OPTION = (
+    "task",
+    "model",
+    "data",
+    "optimizer",
+    "scheduler",
+    "strategy",
+    "trainer",
+    "checkpoint",
+    "launch",
+)
 _full_error = bool(os.environ.get("HYDRA_FULL_ERROR"))  # `run` sets it for its own purpose
-_SOUGHT = 'grep "@hydra.main" $file_path -q'  # a line of Hydra's completion for bash, which ignores its result
+# a line of Hydra's completion for bash, which ignores its result
+_SOUGHT = 'grep "@hydra.main" $file_path -q'
 _OF_TRAINING = ("run", "resume", "strategy", "trainer", "logger", "optimizer", "scheduler")
 MOST_DEVICES = 10**5  # of a plan or a simulation, in one machine and as machines
 
 
-def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConfig], object] | None = None) -> None:
-    """Run a `@hydra.main` function. A mistake in the configuration ends with one message and exit code 2.
+def run(
+    main: Callable[[], None],
+    *,
+    config_dir: Path,
+    check: Callable[[DictConfig], object] | None = None,
+) -> None:
+    """Run a `@hydra.main` function.
 
-    `check` checks a configuration as `main` does: a sweep checks all its values before the first trial.
+    A mistake in the configuration ends with one message and exit code 2.
+
+    `check` checks a configuration as `main` does: a sweep checks all its values before the first
+    trial.
     """
     make_lasting()
     try:
         os.getcwd()
     except FileNotFoundError:
         refuse(["The current directory has been deleted. Type cd and a folder that exists."])
-    gc.disable()  # garbage collection during imports takes a quarter of the start; the worker enables it again
+    # garbage collection during imports takes a quarter of the start; the worker enables it again
+    gc.disable()
     if "OMP_WAIT_POLICY" not in os.environ:
-        # how long an idle OpenMP thread spins before it sleeps: the default takes cores from busy threads
+        # how long an idle OpenMP thread spins before it sleeps: the default takes cores from busy
+        # threads
         os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     _load_env(Path.cwd() / ".env")
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its exceptions instead of printing and exiting
+    os.environ["HYDRA_FULL_ERROR"] = (
+        "1"  # Hydra then raises its exceptions instead of printing and exiting
+    )
     config.register()
     sys.argv = [sys.argv[0], *(addable(quoted(argument)) for argument in sys.argv[1:])]
     arguments, misplaced = get_args_parser().parse_known_args()
@@ -71,9 +104,15 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
     typed = [*map(searching, filter(Path.is_dir, folders[1:])), *arguments.overrides]
     problems = [*filter(None, [environment.debug_problem()])]
     problems += [*usage.misplaced(misplaced), *foreign_keys.removals(arguments.overrides)]
-    problems += foreign_keys.ineffective(arguments.overrides) + config_dir_problems(arguments.config_dir)
+    problems += foreign_keys.ineffective(arguments.overrides) + config_dir_problems(
+        arguments.config_dir
+    )
     if default_config and not arguments.cfg:
-        multirun = arguments.multirun or not one_mode or any("hydra.mode" in each for each in arguments.overrides)
+        multirun = (
+            arguments.multirun
+            or not one_mode
+            or any("hydra.mode" in each for each in arguments.overrides)
+        )
         problems += _sweep_problems(arguments.overrides, multirun=multirun)
     if problems:
         refuse(problems)
@@ -85,11 +124,18 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
     try:
         with _skip_get_mode() if one_mode else nullcontext():
             sweep = arguments.multirun and default_config
-            if sweep and check is not None and (problems := explain_sweep(typed, config_dir, check)):
+            if (
+                sweep
+                and check is not None
+                and (problems := explain_sweep(typed, config_dir, check))
+            ):
                 refuse(problems)
             if arguments.multirun:
                 environment.share_sources()
-            with concluding(), _completing_ours_only() if arguments.shell_completion else nullcontext():
+            with (
+                concluding(),
+                _completing_ours_only() if arguments.shell_completion else nullcontext(),
+            ):
                 main()
     except CONFIG_ERRORS as error:
         refuse(_explained(error, typed, config_dir, sweep=arguments.multirun))
@@ -108,7 +154,9 @@ def run(main: Callable[[], None], *, config_dir: Path, check: Callable[[DictConf
 
 @contextmanager
 def _completing_ours_only() -> Iterator[None]:
-    """Correct the bash function that Hydra prints: at Tab it would run any Python file, and not only Hydra's."""
+    """Correct the bash function that Hydra prints: at Tab it would run any Python file, and not
+    only Hydra's.
+    """
     printed = io.StringIO()
     with redirect_stdout(printed):
         yield
@@ -116,7 +164,9 @@ def _completing_ours_only() -> Iterator[None]:
 
 
 def _end_of_sweep(text: str) -> str:
-    """Return what is said at the end of a sweep of a trial that failed: once refused, its message is not repeated."""
+    """Return what is said at the end of a sweep of a trial that failed: once refused, its message
+    is not repeated.
+    """
     return f"{text.partition(':')[0]}: its message is above." if text in _refused else text
 
 
@@ -124,7 +174,12 @@ def _load_env(file: Path) -> None:
     try:
         load_dotenv(file)
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a NUL
-        refuse([f"{file} cannot be read ({error_line(error)}). Save it as UTF-8 text, make it readable, or remove it."])
+        refuse(
+            [
+                f"{file} cannot be read ({error_line(error)}). Save it as UTF-8 text, make it "
+                "readable, or remove it."
+            ]
+        )
 
 
 def _explained(error: Exception, typed: list[str], config_dir: Path, *, sweep: bool) -> list[str]:
@@ -146,14 +201,19 @@ def _skip_get_mode() -> Iterator[None]:
 
 def _sets_mode(config_dir: Path) -> bool:
     """Return True if the command or a file may set hydra.mode by other means than -m."""
-    if any(word in argument for argument in sys.argv for word in ("hydra.mode", "hydra.searchpath")):
+    if any(
+        word in argument for argument in sys.argv for word in ("hydra.mode", "hydra.searchpath")
+    ):
         return True
     files = [file.read_bytes() for file in config_dir.rglob("*.yaml") if file.is_file()]
     return any(word in file for file in files for word in (b"MULTIRUN", b"searchpath"))
 
 
 def compose(typed: Sequence[str]) -> DictConfig:
-    """Return the configuration of a command line of KEY=VALUE, unchecked. ConfigError: all that does not compose."""
+    """Return the configuration of a command line of KEY=VALUE, unchecked.
+
+    ConfigError: all that does not compose.
+    """
     overrides = [addable(quoted(each)) for each in typed]
     if problems := foreign_keys.removals(overrides):
         raise ConfigError(problems)
@@ -161,23 +221,36 @@ def compose(typed: Sequence[str]) -> DictConfig:
     try:
         with hydra.initialize_config_dir(version_base="1.3", config_dir=str(config.CONFIGS)):
             cfg = hydra.compose("train", overrides)
-    except (*CONFIG_ERRORS, TypeError, ValueError) as error:  # the last two for a group's option that is no word
+    except (
+        *CONFIG_ERRORS,
+        TypeError,
+        ValueError,
+    ) as error:  # the last two for a group's option that is no word
         raise ConfigError(explain(error, overrides, config.CONFIGS)) from error
     problems = _merged_problems([each for each in overrides if not each.endswith("=[]")])
     problems += [
-        f"{name}: a value is required. Type {name}=…" for name in map(str, cfg) if OmegaConf.is_missing(cfg, name)
+        f"{name}: a value is required. Type {name}=…"
+        for name in map(str, cfg)
+        if OmegaConf.is_missing(cfg, name)
     ]
     if problems:
         raise ConfigError(problems)
     return cfg
 
 
-def report_errors(task: Callable[[DictConfig], float | None]) -> Callable[[DictConfig], float | None]:
-    """Print a ConfigError or RunFailed and end the process. A sweep's failed trial raises, and the others run."""
+def report_errors(
+    task: Callable[[DictConfig], float | None],
+) -> Callable[[DictConfig], float | None]:
+    """Print a ConfigError or RunFailed and end the process.
+
+    A sweep's failed trial raises, and the others run.
+    """
 
     @functools.wraps(task)
     def wrapper(cfg: DictConfig) -> float | None:
-        return _run_task(task, cfg)  # by name: joblib and submitit pickle this function with all that it mentions
+        return _run_task(
+            task, cfg
+        )  # by name: joblib and submitit pickle this function with all that it mentions
 
     return wrapper
 
@@ -213,7 +286,9 @@ def _run_task(task: Callable[[DictConfig], float | None], cfg: DictConfig) -> fl
 
 
 def _ended_by_itself(task: Callable[[DictConfig], float | None], cfg: DictConfig) -> float | None:
-    """Run a command whose end is not decided by the user's code, as by sys.exit() in a module that it imports."""
+    """Run a command whose end is not decided by the user's code, as by sys.exit() in a module that
+    it imports.
+    """
     try:
         return task(cfg)
     except Refused:
@@ -223,13 +298,17 @@ def _ended_by_itself(task: Callable[[DictConfig], float | None], cfg: DictConfig
 
 
 def _is_of_a_grid(cfg: DictConfig) -> bool:
-    """Return False for a trial of a search, which records what is refused, and in a directory of other values."""
+    """Return False for a trial of a search, which records what is refused, and in a directory of
+    other values.
+    """
     from armature.sweeps import trials
 
     hydra = HydraConfig.get()
     folder = Path(cfg.run.root) / _sweep_name(cfg) / str(hydra.job.num)
     is_search = str(hydra.sweeper._target_).startswith("hydra_plugins.armature_")
-    return not is_search and (not trials.has_begun(folder) or trials.newest_start(folder) == overrides())
+    return not is_search and (
+        not trials.has_begun(folder) or trials.newest_start(folder) == overrides()
+    )
 
 
 @contextmanager
@@ -242,12 +321,16 @@ def checking() -> Iterator[None]:
     except Exception as error:
         if _full_error:
             raise
-        with tempfile.NamedTemporaryFile("w", prefix="armature-", suffix=".txt", delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="armature-", suffix=".txt", delete=False
+        ) as file:
             file.write(masked(traceback.format_exc()))
         typed = ", ".join(overrides())
         raise ConfigError(
-            f"{error_line(error)}. The configuration could not be checked, probably because of a value that was "
-            f"typed ({typed}). Correct it; HYDRA_FULL_ERROR=1 shows the traceback, which is in {file.name}."
+            f"{error_line(error)}. The configuration could not be checked, probably because of a "
+            "value that was "
+            f"typed ({typed}). Correct it; HYDRA_FULL_ERROR=1 shows the traceback, which is in "
+            f"{file.name}."
         ) from error
 
 
@@ -270,15 +353,19 @@ def _text_of(problems: list[str]) -> str:
 
 
 def with_run_dir(cfg: DictConfig) -> DictConfig:
-    """Return the configuration with run.name and run.dir, named after the experiment, or the sweep and the trial."""
+    """Return the configuration with run.name and run.dir, named after the experiment, or the sweep
+    and the trial.
+    """
     hydra = HydraConfig.get()
     if hydra.job.chdir:
         raise ConfigError(
-            "hydra.job.chdir=true: paths would be read from another folder. Remove it; run.root=… names the outputs."
+            "hydra.job.chdir=true: paths would be read from another folder. Remove it; run.root=… "
+            "names the outputs."
         )
     if str(hydra.run.dir) != ".":  # of a file
         raise ConfigError(
-            f"hydra.run.dir={hydra.run.dir}: this has no effect here. Remove it from the file that sets it. Type "
+            f"hydra.run.dir={hydra.run.dir}: this has no effect here. Remove it from the file that "
+            "sets it. Type "
             "run.root=… (holds all runs) and run.name=… (this run)."
         )
     if problems := _merged_problems(overrides()):
@@ -290,16 +377,21 @@ def with_run_dir(cfg: DictConfig) -> DictConfig:
 
 
 def _merged_problems(overrides: Sequence[str]) -> list[str]:
-    merged = [group for group in ONE_OPTION if any(each.startswith(f"{group}=[") for each in overrides)]
+    merged = [
+        group for group in ONE_OPTION if any(each.startswith(f"{group}=[") for each in overrides)
+    ]
     return [
-        f"{g}: it takes one option, not a list, whose files would be merged. Type {g}=NAME; for a run with each of "
+        f"{g}: it takes one option, not a list, whose files would be merged. Type {g}=NAME; for a "
+        "run with each of "
         f"several, -m {g}=A,B."
         for g in merged
     ]
 
 
 def _sweep_problems(overrides: Sequence[str], *, multirun: bool) -> list[str]:
-    """Return what is wrong with sweep=NAME: several of them, or one where a single run is started."""
+    """Return what is wrong with sweep=NAME: several of them, or one where a single run is
+    started.
+    """
     names = {each: each.removeprefix("sweep=") for each in overrides if each.startswith("sweep=")}
     chosen = {each: name for each, name in names.items() if name not in ("null", "[]")}
     several = [
@@ -307,7 +399,10 @@ def _sweep_problems(overrides: Sequence[str], *, multirun: bool) -> list[str]:
         for each, name in chosen.items()
         if name.startswith("[") or "," in name
     ]
-    alone = [f"{e}: here it has no effect. Leave it out; python train.py -m {e} starts the sweep." for e in chosen]
+    alone = [
+        f"{e}: here it has no effect. Leave it out; python train.py -m {e} starts the sweep."
+        for e in chosen
+    ]
     return several or ([] if multirun else alone)
 
 
@@ -318,25 +413,45 @@ def _sweep_name(cfg: DictConfig) -> str:
 
 def overrides() -> list[str]:
     """Return the typed overrides, with references to the environment unresolved."""
-    return [str(override) for override in OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False) or ()]
+    return [
+        str(override)
+        for override in OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+        or ()
+    ]
 
 
 def run_parser(description: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options of every script that loads a run."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("path", type=Path, help="a run directory, or a checkpoint in one")
-    parser.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its last")
+    parser.add_argument(
+        "--best", action="store_true", help="the run's best checkpoint instead of its last"
+    )
     parser.add_argument("--accelerator", choices=("auto", "cpu", "gpu", "mps"), default="auto")
-    parser.add_argument("--trust", action="store_true", help="load a checkpoint that has no manifest to vouch for it")
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="load a checkpoint that has no manifest to vouch for it",
+    )
     return parser
 
 
 def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse a script's command line. `overrides` of the result holds its KEY=VALUE, typed bare or after --set.
+    """Parse a script's command line.
+
+    `overrides` of the result holds its KEY=VALUE, typed bare or after --set.
 
     A path that does not exist is refused here, before torch is imported.
     """
-    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="the same as KEY=VALUE alone")
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="the same as KEY=VALUE alone",
+    )
     args, typed = parse_overrides(parser, purpose=" to change the run's configuration")
     args.overrides = [*args.set, *typed]
     if wrong := usage.option_problems(typed, vars(args)):
@@ -347,42 +462,72 @@ def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def refuse_training_keys(typed: Sequence[str], *, used: Sequence[str] = ()) -> None:
-    """Refuse KEY=VALUE that only a training reads, but for the keys `used`: they would be ignored in silence."""
+    """Refuse KEY=VALUE that only a training reads, but for the keys `used`: they would be ignored
+    in silence.
+    """
     keys = {each: each.partition("=")[0].lstrip("+") for each in typed}
-    if ignored := [each for each, key in keys.items() if key.split(".")[0] in _OF_TRAINING and key not in used]:
-        refuse([f"{', '.join(ignored)} would change nothing here: only a training reads it. Leave it out."])
+    if ignored := [
+        each for each, key in keys.items() if key.split(".")[0] in _OF_TRAINING and key not in used
+    ]:
+        refuse(
+            [
+                f"{', '.join(ignored)} would change nothing here: only a training reads it. Leave "
+                "it out."
+            ]
+        )
 
 
 def out_file(words: Sequence[str], given: Path | None) -> tuple[list[str], Path | None]:
     """Return the words but out=FILE, and the file of the last such word, or `given` by --out."""
     typed = [word for word in words if word.startswith("out=")]
-    return [word for word in words if word not in typed], Path(typed[-1].removeprefix("out=")) if typed else given
+    return [word for word in words if word not in typed], Path(
+        typed[-1].removeprefix("out=")
+    ) if typed else given
 
 
 def output_problems(option: str, file: Path, suffix: str) -> list[str]:
-    """Return why a script could not write its result to a file of this suffix, before the work; [] if it can."""
+    """Return why a script could not write its result to a file of this suffix, before the work; []
+    if it can.
+    """
     if file.suffix != suffix or not os.path.isdir(file.absolute().parent):
         return [f"{option}{file}: name a file that ends in {suffix}, in a folder that exists."]
     reason = files.why_not_writable(file)
-    return [f"{option}{file}: it cannot be written ({reason}). Name another file."] if reason else []
+    return (
+        [f"{option}{file}: it cannot be written ({reason}). Name another file."] if reason else []
+    )
 
 
 def write_output(option: str, file: Path, text: str) -> None:
-    """Write a script's result, as a whole or not at all. Refuse a file that cannot be written, as on a full disk."""
+    """Write a script's result, as a whole or not at all.
+
+    Refuse a file that cannot be written, as on a full disk.
+    """
     try:
         files.replace(file.absolute(), text)
     except OSError as error:
-        refuse([f"{option}{file}: it cannot be written ({error.strerror}). Make room, or name another file."])
+        refuse(
+            [
+                f"{option}{file}: it cannot be written ({error.strerror}). Make room, or name "
+                "another file."
+            ]
+        )
 
 
 def config_dir_problems(folder: str | None) -> list[str]:
     if folder is None or (folder and os.path.isdir(folder)):
         return []
-    return [f"--config-dir {folder}: there is no such folder. Name the one that holds your configurations."]
+    return [
+        f"--config-dir {folder}: there is no such folder. Name the one that holds your "
+        "configurations."
+    ]
 
 
-def parse_overrides(parser: argparse.ArgumentParser, *, purpose: str) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options of a command line, and its KEY=VALUE. `purpose` of these is said of any other word.
+def parse_overrides(
+    parser: argparse.ArgumentParser, *, purpose: str
+) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options of a command line, and its KEY=VALUE.
+
+    `purpose` of these is said of any other word.
 
     Secrets of .env, such as HF_TOKEN, are in the environment afterwards, as they are for train.py.
     """
@@ -401,7 +546,9 @@ def whole_number(key: str, typed: str, *, most: int = MOST_DEVICES) -> int | Non
     if typed == "auto":
         return None
     if not (typed.isascii() and typed.isdecimal() and 1 <= int(typed[:20]) <= most):
-        raise ConfigError(f"{key}={typed}: type a whole number of at least 1 and at most {most}, or leave it out.")
+        raise ConfigError(
+            f"{key}={typed}: type a whole number of at least 1 and at most {most}, or leave it out."
+        )
     return int(typed)
 
 

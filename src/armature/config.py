@@ -1,8 +1,9 @@
 """The types of the core's own configuration. The values, with their comments, are in `configs/`.
 
-Hydra merges the YAML files into these dataclasses, so a misspelt key or a wrong type is refused while the configuration
-is composed. Groups with a `_target_` (model, task, data, optimizer, ...) have the keys of the class that they build and
-are `Any` here; `validation.signatures` checks them against the constructor's signature.
+Hydra merges the YAML files into these dataclasses, so a misspelt key or a wrong type is refused
+while the configuration is composed. Groups with a `_target_` (model, task, data, optimizer, ...)
+have the keys of the class that they build and are `Any` here; `validation.signatures` checks them
+against the constructor's signature.
 """
 
 import re
@@ -23,7 +24,12 @@ from armature.errors import ConfigError, error_line
 
 NEEDED = ("run", "task", "model", "data", "optimizer", "strategy")  # groups of every config.yaml
 OF_TRAIN = ("project", "run")  # groups whose keys are in train.yaml itself
-OPENED = ("checkpoint", "data", "model", "task")  # groups with paths that the scripts open which use a run
+OPENED = (
+    "checkpoint",
+    "data",
+    "model",
+    "task",
+)  # groups with paths that the scripts open which use a run
 LARGEST = 1_000_000  # bytes of a config.yaml
 EMA = "armature.callbacks.ema.EMA"
 _WHOLE = re.compile(r"\$\{oc\.env:\w+\}")
@@ -54,7 +60,9 @@ class Run:
     dir: str | None = None  # root/name once the name is decided; not set by users
     id: str | None = None  # the run's id for loggers, the same for all its starts; not set by users
     git: Any = None  # commit and dirty, of the code at the newest start; not set by users
-    micro_batch_size: int | None = None  # what data.micro_batch_size=auto is, if not the whole share; not set by users
+    micro_batch_size: int | None = (
+        None  # what data.micro_batch_size=auto is, if not the whole share; not set by users
+    )
 
 
 @dataclass
@@ -131,31 +139,48 @@ class Config:
 def _model_size(name: str, otherwise: int | None, *, _root_: DictConfig) -> int | None:
     """Return a size of the model; `otherwise` if it has no such size, or takes it from the data."""
     model = _root_.model
-    # before `in`, which would follow the reference to the data back to here, until Python's stack is full
+    # before `in`, which would follow the reference to the data back to here, until Python's stack
+    # is full
     from_data = name in {*model} and OmegaConf.is_interpolation(model, name)
     return otherwise if from_data or name not in model else model[name]
 
 
-OmegaConf.register_new_resolver("model_size", _model_size, replace=True)  # every config.yaml is read by this module
+OmegaConf.register_new_resolver(
+    "model_size", _model_size, replace=True
+)  # every config.yaml is read by this module
 
 
 def register() -> None:
     """Register the types with Hydra, under the name that `configs/train.yaml` starts from."""
     ConfigStore.instance().store(name="schema", node=Config)
     started = time.strftime("%Y%m%d-%H%M%S")
-    OmegaConf.register_new_resolver("sweep_name", lambda name: name or f"sweep-{started}", replace=True)
+    OmegaConf.register_new_resolver(
+        "sweep_name", lambda name: name or f"sweep-{started}", replace=True
+    )
 
 
 def load(file: Path) -> DictConfig:
-    """Return a run's config.yaml. One of an older version gets defaults for its missing keys, and MOVED classes.
+    """Return a run's config.yaml.
+
+    One of an older version gets defaults for its missing keys, and MOVED classes.
 
     Raises ConfigError for a damaged one, and one that was made to fill the memory.
     """
     cfg = read_raw(file)
     groups = {field.name: field.type for field in fields(Config) if is_dataclass(field.type)}
-    if any(field.name not in (cfg.get(name) or {}) for name, kind in groups.items() for field in fields(kind)):
-        train = OmegaConf.masked_copy(OmegaConf.load(CONFIGS / "train.yaml"), [*OF_TRAIN, "seed", "resume"])  # pyright: ignore[reportArgumentType]
-        defaults = {name: OmegaConf.load(CONFIGS / name / "default.yaml") for name in groups if name not in OF_TRAIN}
+    if any(
+        field.name not in (cfg.get(name) or {})
+        for name, kind in groups.items()
+        for field in fields(kind)
+    ):
+        train = OmegaConf.masked_copy(
+            OmegaConf.load(CONFIGS / "train.yaml"), [*OF_TRAIN, "seed", "resume"]
+        )  # pyright: ignore[reportArgumentType]
+        defaults = {
+            name: OmegaConf.load(CONFIGS / name / "default.yaml")
+            for name in groups
+            if name not in OF_TRAIN
+        }
         cfg = OmegaConf.merge(train, defaults, cfg)
     _rename_targets(cfg)
     return cfg  # pyright: ignore[reportReturnType]
@@ -169,7 +194,11 @@ def read_raw(file: Path) -> DictConfig:
         if file.stat().st_size > LARGEST:
             raise ValueError(f"it has more than {LARGEST:,} bytes")
         text = file.read_bytes().decode("utf-8")
-        if "*" in text and "&" in text and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+        if (
+            "*" in text
+            and "&" in text
+            and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text))
+        ):
             raise ValueError("it has references (*name), which this program never writes")
         try:
             cfg = OmegaConf.create(text)
@@ -183,13 +212,17 @@ def read_raw(file: Path) -> DictConfig:
 
 
 def require_groups(cfg: DictConfig, file: Path) -> None:
-    """Raise ConfigError if groups of a run are missing, as in a file of which a loss of power left half."""
+    """Raise ConfigError if groups of a run are missing, as in a file of which a loss of power left
+    half.
+    """
     if lacking := _lacking(cfg):
         raise _damaged(file, f"it holds no {', '.join(lacking)}")
 
 
 def is_of_a_run(file: Path) -> bool:
-    """Return whether a config.yaml has the groups of a run: other programs write files of this name, too."""
+    """Return whether a config.yaml has the groups of a run: other programs write files of this
+    name, too.
+    """
     try:
         return file.is_file() and not _lacking(read_raw(file))
     except ConfigError:
@@ -220,11 +253,17 @@ def _decode_reference(value: Any, _parent_: Any, _node_: Any) -> Any:
 def averages(cfg: DictConfig) -> list[Any]:
     """Return the nodes of the callbacks that average weights as `callbacks=ema` does."""
     nodes = (cfg.get("callbacks") or {}).values()
-    return [node for node in nodes if isinstance(node, Mapping | DictConfig) and node.get("_target_") == EMA]
+    return [
+        node
+        for node in nodes
+        if isinstance(node, Mapping | DictConfig) and node.get("_target_") == EMA
+    ]
 
 
 def without_secrets(cfg: DictConfig) -> dict[str, Any]:
-    """Return everything resolved but `${oc.env:NAME}`, so that no value of the environment is written to a file."""
+    """Return everything resolved but `${oc.env:NAME}`, so that no value of the environment is
+    written to a file.
+    """
     untyped = OmegaConf.create(OmegaConf.to_container(cfg, resolve=False))
     with _environment_kept():
         return OmegaConf.to_container(untyped, resolve=True)  # pyright: ignore[reportReturnType]
@@ -233,10 +272,11 @@ def without_secrets(cfg: DictConfig) -> dict[str, Any]:
 def require_plain_addresses(
     cfg: DictConfig, file: Path, *, groups: Sequence[str] = OPENED, typed: Sequence[str] = ()
 ) -> None:
-    """Raise ConfigError if a run's configuration puts values of the environment into an address that would be opened.
+    """Raise ConfigError if a run's configuration puts values of the environment into an address
+    that would be opened.
 
-    The file may be a stranger's, whose server would get the values, such as keys. A reference that is the whole
-    address (`${oc.env:MY_STORE}`) names a place of the user's own.
+    The file may be a stranger's, whose server would get the values, such as keys. A reference that
+    is the whole address (`${oc.env:MY_STORE}`) names a place of the user's own.
 
     Args:
         groups: what this command opens.
@@ -246,19 +286,29 @@ def require_plain_addresses(
     with _environment_kept():
         try:
             kept = [(name, _resolved(untyped, name)) for name in groups]
-            root, name = (str(OmegaConf.select(untyped, key)) for key in ("checkpoint.root", "run.name"))
-            if "${" in name and not _WHOLE.fullmatch(root):  # the root is opened with the run's name behind it
+            root, name = (
+                str(OmegaConf.select(untyped, key)) for key in ("checkpoint.root", "run.name")
+            )
+            if "${" in name and not _WHOLE.fullmatch(
+                root
+            ):  # the root is opened with the run's name behind it
                 kept.append(("checkpoint.root/run.name", f"{root}/{name}"))
         except OmegaConfBaseException as error:
             raise ConfigError(f"{file}: {error_line(error)}.") from error
     for key, value in (leaf for name, group in kept for leaf in _leaves(group, name)):
-        if "${" not in value or _WHOLE.fullmatch(value) or any(f"{key}.".startswith(f"{each}.") for each in typed):
+        if (
+            "${" not in value
+            or _WHOLE.fullmatch(value)
+            or any(f"{key}.".startswith(f"{each}.") for each in typed)
+        ):
             continue
         with suppress(OmegaConfBaseException):  # a variable that is not set: nothing to send
             if "://" in str(OmegaConf.create({"value": value}).value):
                 raise ConfigError(
-                    f"{file}: {key}={value} would send a value of this environment to the address in it. If the run is "
-                    f"yours, write the whole address into the file, or {key}=${{oc.env:NAME}} alone."
+                    f"{file}: {key}={value} would send a value of this environment to the address "
+                    "in it. If the run is "
+                    f"yours, write the whole address into the file, or {key}=${{oc.env:NAME}} "
+                    "alone."
                 )
 
 
@@ -281,7 +331,8 @@ def _lacking(cfg: DictConfig) -> list[str]:
 
 def _damaged(file: Path, why: str) -> ConfigError:
     return ConfigError(
-        f"{file} is damaged ({why[:200]}). The checkpoints beside it are not affected. To train on, type rm {file} and "
+        f"{file} is damaged ({why[:200]}). The checkpoints beside it are not affected. To train "
+        f"on, type rm {file} and "
         "the command that started the run; else restore the file from a copy."
     )
 

@@ -1,4 +1,7 @@
-"""Errors that are shown to the user without a traceback. Torch-free: a mistake is reported before torch is imported."""
+"""Errors that are shown to the user without a traceback.
+
+Torch-free: a mistake is reported before torch is imported.
+"""
 
 import logging
 import os
@@ -10,20 +13,23 @@ from pathlib import Path
 from traceback import FrameSummary
 from typing import Any
 
-_OF_LOADER = "Caught ConfigError in DataLoader worker process"  # torch adds the traceback of its worker to the text
+# torch adds the traceback of its worker to the text
+_OF_LOADER = "Caught ConfigError in DataLoader worker process"
 EXIT_CONFIG = 2  # the exit code of a mistake in the configuration
 
 
 class ConfigError(ValueError):
     """One or more mistakes in a command, a config or the data that it names.
 
-    Each problem quotes the key and the value, or both values, and says what to type instead. They are shown together,
-    without a traceback, and the command ends with exit code 2.
+    Each problem quotes the key and the value, or both values, and says what to type instead. They
+    are shown together, without a traceback, and the command ends with exit code 2.
     """
 
     def __init__(self, problems: list[str] | str) -> None:
         if isinstance(problems, str) and problems.startswith(_OF_LOADER):
-            problems = problems.rpartition(f"{__name__}.{type(self).__name__}: ")[2].strip().splitlines()
+            problems = (
+                problems.rpartition(f"{__name__}.{type(self).__name__}: ")[2].strip().splitlines()
+            )
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(self.problems))
 
@@ -32,7 +38,10 @@ class ConfigError(ValueError):
 
 
 class RunFailed(Exception):
-    """The run ended early, by a signal or an error. The text is the traceback of the rank that failed first."""
+    """The run ended early, by a signal or an error.
+
+    The text is the traceback of the rank that failed first.
+    """
 
     def __init__(self, message: str, exit_code: int = 1, *, run_name: str | None = None) -> None:
         super().__init__(message)
@@ -45,11 +54,16 @@ class RunFailed(Exception):
 
 
 class MicroBatchTooLarge(RuntimeError):
-    """Memory ran out in a step that a smaller micro-batch repeats: recorded for the process that starts the ranks."""
+    """Memory ran out in a step that a smaller micro-batch repeats: recorded for the process that
+    starts the ranks.
+    """
 
 
 class NotFinite(RunFailed):
-    """The loss or a gradient was not finite, which ends the run (`trainer.on_nan`). A restart would not help."""
+    """The loss or a gradient was not finite, which ends the run (`trainer.on_nan`).
+
+    A restart would not help.
+    """
 
 
 class NotSaved(RunFailed):
@@ -61,9 +75,12 @@ class EndedByCode(RunFailed):
 
     @classmethod
     def by(cls, error: SystemExit | KeyboardInterrupt) -> "EndedByCode":
-        cause = error.__context__ if isinstance(error.__context__, KeyboardInterrupt) else error  # Lightning exits then
+        cause = (
+            error.__context__ if isinstance(error.__context__, KeyboardInterrupt) else error
+        )  # Lightning exits then
         return cls(
-            f"The run ended early, since {cause!r} was raised at {place_of(cause)}. To stop training there, set "
+            f"The run ended early, since {cause!r} was raised at {place_of(cause)}. To stop "
+            "training there, set "
             "trainer.should_stop = True; if something is wrong, raise an error that says what."
         )
 
@@ -73,8 +90,12 @@ _hidden: set[str] = set()  # values that no message and no log shows
 
 
 def hide(values: Iterable[str]) -> None:
-    """Never show these values, such as those of secret environment variables, in messages and logs."""
-    _hidden.update(value for value in values if len(value) >= 4)  # a shorter one would hide parts of words
+    """Never show these values, such as those of secret environment variables, in messages and
+    logs.
+    """
+    _hidden.update(
+        value for value in values if len(value) >= 4
+    )  # a shorter one would hide parts of words
 
 
 def masked(text: str) -> str:
@@ -91,14 +112,23 @@ class MaskingFormatter(logging.Formatter):
 
 
 def own_frames(frames: Sequence[FrameSummary]) -> list[FrameSummary]:
-    """Return those of a traceback or a stack that lie outside of installed packages; all of them if none does."""
-    return [each for each in frames if f"{os.sep}site-packages{os.sep}" not in each.filename] or [*frames]
+    """Return those of a traceback or a stack that lie outside of installed packages; all of them if
+    none does.
+    """
+    return [each for each in frames if f"{os.sep}site-packages{os.sep}" not in each.filename] or [
+        *frames
+    ]
 
 
 _PACKAGE = Path(__file__).resolve().parent
 _PROJECT = _PACKAGE.parents[1]
 # not the user's code: Python, what is installed, and this project's own commands
-_FOLDERS = (sysconfig.get_path("stdlib"), _PACKAGE, _PACKAGE.parent / "hydra_plugins", _PROJECT / "scripts")
+_FOLDERS = (
+    sysconfig.get_path("stdlib"),
+    _PACKAGE,
+    _PACKAGE.parent / "hydra_plugins",
+    _PROJECT / "scripts",
+)
 _OTHERS = (*(f"{folder}{os.sep}" for folder in _FOLDERS), str(_PROJECT / "train.py"), "<")
 _CHAINS = (
     "\n\nThe above exception was the direct cause of the following exception:\n\n",
@@ -109,7 +139,8 @@ _FRAME = re.compile(r'  File "(.+)", line \d+, in .+')
 
 
 def brief(text: str, *, points: bool = True) -> str | None:
-    """Return a traceback without its lines of libraries and of this project, or None if none is the user's.
+    """Return a traceback without its lines of libraries and of this project, or None if none is the
+    user's.
 
     Args:
         text: of `traceback.format_exc()`.
@@ -145,7 +176,9 @@ def _brief_part(text: str) -> tuple[list[str], str]:
 
 def is_users(file: str) -> bool:
     """Return whether a file of a traceback holds the user's own code."""
-    installed = any(f"{os.sep}{name}{os.sep}" in file for name in ("site-packages", "dist-packages"))
+    installed = any(
+        f"{os.sep}{name}{os.sep}" in file for name in ("site-packages", "dist-packages")
+    )
     return not (installed or file.startswith(_OTHERS))
 
 
@@ -155,7 +188,9 @@ def by_user(error: BaseException) -> bool:
 
 
 def place_of(error: BaseException) -> str:
-    """Return `file:line` of the user's code that led to an error, or of the last line outside of installed packages."""
+    """Return `file:line` of the user's code that led to an error, or of the last line outside of
+    installed packages.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     users = [frame for frame in frames if is_users(frame.filename)]
     place = (users or own_frames(frames))[-1]
@@ -171,11 +206,16 @@ def place_of_call() -> str:
 def error_line(error: BaseException) -> str:
     """Return an error of Python or a library as one line."""
     text = " ".join(str(error).split())
-    return text if isinstance(error, OSError) and text else f"{type(error).__name__}: {text}".removesuffix(": ")
+    return (
+        text
+        if isinstance(error, OSError) and text
+        else f"{type(error).__name__}: {text}".removesuffix(": ")
+    )
 
 
 class NoEndOfData:
-    """A context in which StopIteration is an error: Lightning's loops and torch's loaders take it for the end of data.
+    """A context in which StopIteration is an error: Lightning's loops and torch's loaders take it
+    for the end of data.
 
     Args:
         place: what runs in it, for the message.
@@ -187,9 +227,13 @@ class NoEndOfData:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any
+    ) -> None:
         if isinstance(error, StopIteration):  # a context of contextlib's would raise it as it was
             raise RuntimeError(
-                f"{self._place} raised StopIteration, as next() does when an iterator has ended. It would end the "
-                "epoch here, as if the data had ended. Begin the iterator anew, or make it endless (itertools.cycle)."
+                f"{self._place} raised StopIteration, as next() does when an iterator has ended. "
+                "It would end the "
+                "epoch here, as if the data had ended. Begin the iterator anew, or make it endless "
+                "(itertools.cycle)."
             ) from error

@@ -17,7 +17,9 @@ def _part_of(file: Path) -> Path:
 
 
 def replace(file: Path, text: str) -> None:
-    """Write a file next to its target and rename it: no reader sees half of it, nor anybody after a loss of power."""
+    """Write a file next to its target and rename it: no reader sees half of it, nor anybody after a
+    loss of power.
+    """
     part = _part_of(file)
     with removed_on_error(part):
         with part.open("w", encoding="utf-8", newline="") as stream:
@@ -41,7 +43,10 @@ def removed_on_error(part: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """Yield a path of the same name to write to. It is renamed to `file` at the end, and removed after an error."""
+    """Yield a path of the same name to write to.
+
+    It is renamed to `file` at the end, and removed after an error.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     with folder_beside(file) as folder:
         yield (part := folder / file.name)
@@ -63,12 +68,17 @@ def folder_beside(file: Path) -> Iterator[Path]:
 
 
 def why_not_writable(file: Path) -> str | None:
-    """Return why a file cannot be written, or None. It is tried: rights alone do not tell (/proc, long names)."""
+    """Return why a file cannot be written, or None.
+
+    It is tried: rights alone do not tell (/proc, long names).
+    """
     try:
         if os.path.isfile(file):
             file.open("ab").close()
         elif not os.path.lexists(file):
-            with folder_beside(file.absolute()):  # not the file itself, which another process may write meanwhile
+            with folder_beside(
+                file.absolute()
+            ):  # not the file itself, which another process may write meanwhile
                 pass
         elif os.path.isdir(file):
             return "it is a folder"
@@ -78,7 +88,10 @@ def why_not_writable(file: Path) -> str | None:
 
 
 def nearest_existing(path: Path) -> Path:
-    """Return the path itself, or the nearest of its parents that exists. OSError, ValueError: no path has this name."""
+    """Return the path itself, or the nearest of its parents that exists.
+
+    OSError, ValueError: no path has this name.
+    """
     path = path.absolute()
     while not path.exists():
         path = path.parent
@@ -86,21 +99,30 @@ def nearest_existing(path: Path) -> Path:
 
 
 def clear_parts(folder: Path) -> None:
-    """Remove the leftovers of this machine's dead processes. Others may be writing at this moment: their files stay."""
+    """Remove the leftovers of this machine's dead processes.
+
+    Others may be writing at this moment: their files stay.
+    """
     for part in folder.glob(f".*.{socket.gethostname()}.*.part"):
         pid = part.name.split(".")[-2]
         if pid.isascii() and pid.isdigit() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(part, ignore_errors=True) if part.is_dir() else part.unlink(missing_ok=True)
+            shutil.rmtree(part, ignore_errors=True) if part.is_dir() else part.unlink(
+                missing_ok=True
+            )
 
 
 def look_again(folder: Path) -> None:
-    """Let an NFS client ask its server what a folder holds: for a minute it believes that what was missing still is."""
+    """Let an NFS client ask its server what a folder holds: for a minute it believes that what was
+    missing still is.
+    """
     with suppress(OSError):
         os.listdir(folder)  # opening a folder checks whether it has changed
 
 
 def sync(path: Path) -> None:
-    """Flush a file's bytes, or a folder's names, to the disk, so that they survive a loss of power."""
+    """Flush a file's bytes, or a folder's names, to the disk, so that they survive a loss of
+    power.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,6 @@
-"""What this machine has, found without importing torch, so that a mistake in a config is reported at once."""
+"""What this machine has, found without importing torch, so that a mistake in a config is reported
+at once.
+"""
 
 import ctypes
 import functools
@@ -8,7 +10,8 @@ import re
 import sys
 from pathlib import Path
 
-# Dense bf16 tensor-core rates from the vendors' data sheets, FLOP/s. The first entry found in a device's name counts.
+# Dense bf16 tensor-core rates from the vendors' data sheets, FLOP/s. The first entry found in a
+# device's name counts.
 PEAKS = {
     "GB200": 2500e12, "B200": 2250e12,
     "H200 NVL": 835e12, "H200": 989.4e12, "GH200": 989.4e12,
@@ -20,8 +23,13 @@ PEAKS = {
 
 
 def cpu_count() -> int:
-    """Return the number of CPUs that this process may use (often fewer than the machine has: Slurm, containers)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    """Return the number of CPUs that this process may use (often fewer than the machine has.
+
+    Slurm, containers).
+    """
+    return (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    )
 
 
 @functools.cache
@@ -35,7 +43,10 @@ def _cuda_driver() -> ctypes.CDLL | None:
 
 @functools.cache
 def gpu_count() -> int:
-    """Return the number of visible GPUs (CUDA_VISIBLE_DEVICES applies): NVIDIA from the driver, AMD from torch."""
+    """Return the number of visible GPUs (CUDA_VISIBLE_DEVICES applies).
+
+    NVIDIA from the driver, AMD from torch.
+    """
     if (driver := _cuda_driver()) is not None:
         count = ctypes.c_int()
         return count.value if driver.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
@@ -67,14 +78,20 @@ def compute_capability() -> tuple[int, int] | None:
     if (first := _first_gpu()) is None:
         return None
     (driver, device), found = first, (ctypes.c_int(), ctypes.c_int())
-    for value, attribute in zip(found, (75, 76), strict=True):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
+    for value, attribute in zip(
+        found, (75, 76), strict=True
+    ):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
         driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
     return found[0].value, found[1].value
 
 
 def _first_gpu() -> tuple[ctypes.CDLL, ctypes.c_int] | None:
     device = ctypes.c_int()
-    if (driver := _cuda_driver()) is None or not gpu_count() or driver.cuDeviceGet(ctypes.byref(device), 0) != 0:
+    if (
+        (driver := _cuda_driver()) is None
+        or not gpu_count()
+        or driver.cuDeviceGet(ctypes.byref(device), 0) != 0
+    ):
         return None
     return driver, device
 
@@ -98,10 +115,15 @@ def gpu_memory_bytes() -> int | None:
 
 
 def bf16_is_fast(accelerator: str) -> bool:
-    """Return True if the hardware has bfloat16 units: Ampere and later GPUs, or CPUs with AVX512-BF16 or AMX."""
+    """Return True if the hardware has bfloat16 units.
+
+    Ampere and later GPUs, or CPUs with AVX512-BF16 or AMX.
+    """
     if accelerator == "cpu":
         cpuinfo = Path("/proc/cpuinfo")
-        return cpuinfo.exists() and any(flag in cpuinfo.read_text() for flag in ("avx512_bf16", "amx_bf16"))
+        return cpuinfo.exists() and any(
+            flag in cpuinfo.read_text() for flag in ("avx512_bf16", "amx_bf16")
+        )
     if accelerator != "gpu" or not gpu_count():
         return False
     capability = compute_capability()
@@ -110,36 +132,52 @@ def bf16_is_fast(accelerator: str) -> bool:
 
 def published_peak(device_name: str) -> float | None:
     """Return FLOP/s of one device in dense bf16, or None if it is not in the table."""
-    return next((rate for words, rate in PEAKS.items() if re.search(rf"\b{words}\b", device_name)), None)
+    return next(
+        (rate for words, rate in PEAKS.items() if re.search(rf"\b{words}\b", device_name)), None
+    )
 
 
 def cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{models[0] if models else platform.processor() or platform.machine()}, {cpu_count()} cores"
+    return (
+        f"{models[0] if models else platform.processor() or platform.machine()}, {cpu_count()} "
+        "cores"
+    )
 
 
 def cpu_cycles_per_second() -> float:
     """Return the clock of the first CPU; 2.5 GHz where the system does not report it."""
     info = Path("/proc/cpuinfo")
-    found = re.search(r"^cpu MHz\s*:\s*([\d.]+)", info.read_text(), re.MULTILINE) if info.exists() else None
+    found = (
+        re.search(r"^cpu MHz\s*:\s*([\d.]+)", info.read_text(), re.MULTILINE)
+        if info.exists()
+        else None
+    )
     return float(found[1]) * 1e6 if found else 2.5e9
 
 
 def ram_bytes() -> int | None:
-    """Return the memory that this process may use: the machine's, or the container's limit if that is lower."""
+    """Return the memory that this process may use: the machine's, or the container's limit if that
+    is lower.
+    """
     if sys.platform == "win32":
         return None  # not reported without further packages
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for file in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+    for file in (
+        Path("/sys/fs/cgroup/memory.max"),
+        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+    ):
         if file.exists() and (limit := file.read_text().strip()).isdigit():
             return min(whole, int(limit))
     return whole
 
 
 def page_faults() -> int:
-    """Return how often this process got memory from the system page by page, or 0 if that is not reported (Windows)."""
+    """Return how often this process got memory from the system page by page, or 0 if that is not
+    reported (Windows).
+    """
     if sys.platform == "win32":
         return 0
     import resource
@@ -148,9 +186,13 @@ def page_faults() -> int:
 
 
 def peak_resident_memory() -> int:
-    """Return the peak resident memory of this process in bytes, or 0 if the system does not report it (Windows)."""
+    """Return the peak resident memory of this process in bytes, or 0 if the system does not report
+    it (Windows).
+    """
     if sys.platform == "win32":
         return 0
     import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )

@@ -29,11 +29,19 @@ from armature.validation import checks, memory, micro_batch, resize
 log = logging.getLogger(__name__)
 
 RESULT_GROUPS = ("seed", "task", "model", "data", "optimizer", "scheduler")
-NO_EFFECT = ("num_workers", "micro_batch_size", "eval_batch_size", "cache_dir")  # keys that do not change the result
+NO_EFFECT = (
+    "num_workers",
+    "micro_batch_size",
+    "eval_batch_size",
+    "cache_dir",
+)  # keys that do not change the result
 
 
 def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
-    """Train and return the monitored metric (what a sweep optimizes). RunFailed: a signal or an error ended the run."""
+    """Train and return the monitored metric (what a sweep optimizes).
+
+    RunFailed: a signal or an error ended the run.
+    """
     environment.forget_lone_rank()
     slurm.join(cfg)
     if (stop_at := slurm.stop_at(cfg.launch.stop_minutes_before_limit)) is not None:
@@ -50,12 +58,16 @@ def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
         _warn_of_memory(cfg, layout)
     if joined:
         if cfg.launch.min_ranks is not None:
-            log.warning("launch.min_ranks=%s is not used: another launcher started these ranks.", cfg.launch.min_ranks)
+            log.warning(
+                "launch.min_ranks=%s is not used: another launcher started these ranks.",
+                cfg.launch.min_ranks,
+            )
         if environment.is_under_agent():
             rank.end_with_parent()
     elif cfg.trainer.num_nodes > 1 and not cfg.launch.rdzv_endpoint:
         raise ConfigError(
-            f"trainer.num_nodes={cfg.trainer.num_nodes}, but this command starts ranks on one machine. "
+            f"trainer.num_nodes={cfg.trainer.num_nodes}, but this command starts ranks on one "
+            "machine. "
             "Start it with torchrun (scripts/multinode/) or under Slurm (scripts/slurm/), "
             "or type launch.rdzv_endpoint=HOST:PORT on each machine."
         )
@@ -69,10 +81,16 @@ def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
 
         cfg = worker.join(cfg, overrides)  # rank 0 decides the run directory for all
     else:
-        _run(cfg, overrides, alone=layout.world_size == 1 and (joined or not cfg.launch.max_restarts))
+        _run(
+            cfg, overrides, alone=layout.world_size == 1 and (joined or not cfg.launch.max_restarts)
+        )
     summary = run_dir.read_summary(Path(cfg.run.dir))
     # the other ranks may look before rank 0 has written its summary
-    if environment.rank() == 0 and summary is not None and summary["stop_reason"] in supervise.EXIT_CODES:
+    if (
+        environment.rank() == 0
+        and summary is not None
+        and summary["stop_reason"] in supervise.EXIT_CODES
+    ):
         raise supervise.stopped(cfg, summary["stop_reason"], step=summary["global_step"])
     return _metric(cfg)
 
@@ -126,7 +144,9 @@ def _micro_batch_size(cfg: DictConfig, layout: Layout) -> int | None:
     if not micro_batch.is_auto(cfg):
         return None
     if (size := micro_batch.recorded(cfg)) is not None:
-        log.info("data.micro_batch_size=auto: %s samples, as this run's earlier starts found.", size)
+        log.info(
+            "data.micro_batch_size=auto: %s samples, as this run's earlier starts found.", size
+        )
         return size
     found = auto.micro_batch_size(cfg, layout, memory_bytes=auto.device_memory_bytes(cfg))
     if found is None or checks.layout_problems(micro_batch.with_size(cfg, found[0])):
@@ -136,10 +156,15 @@ def _micro_batch_size(cfg: DictConfig, layout: Layout) -> int | None:
 
 
 def _warn_of_memory(cfg: DictConfig, layout: Layout) -> None:
-    found = auto.warning(micro_batch.decided(cfg), layout, memory_bytes=auto.device_memory_bytes(cfg))
+    found = auto.warning(
+        micro_batch.decided(cfg), layout, memory_bytes=auto.device_memory_bytes(cfg)
+    )
     if found is not None:
         line, peak = found
-        kinds = {name: peak.bytes_by_kind.get(name, 0.0) for name in ("parameters", "gradients", "optimizer state")}
+        kinds = {
+            name: peak.bytes_by_kind.get(name, 0.0)
+            for name in ("parameters", "gradients", "optimizer state")
+        }
         kinds["activations and other"] = peak.total_bytes - sum(kinds.values())
         log.warning("%s%s", line, memory.remedy(cfg, kinds=kinds))
 
@@ -149,25 +174,39 @@ def _check_fewer(cfg: DictConfig) -> None:
     if least is not None and least < devices:
         found = resize.fewer(cfg, most=devices - 1, least=least)
         if isinstance(found, str):
-            message = f"launch.min_ranks={least}: the run cannot continue on fewer than {devices} ranks: {found}."
+            message = (
+                f"launch.min_ranks={least}: the run cannot continue on fewer than {devices} "
+                f"ranks: {found}."
+            )
             raise ConfigError(message)
 
 
 def _check_world(cfg: DictConfig) -> None:
-    """Check that the launcher started as many ranks as the configuration asks for; else they would wait for ever."""
+    """Check that the launcher started as many ranks as the configuration asks for; else they would
+    wait for ever.
+    """
     started, asked = environment.world_size(), cfg.trainer.devices * cfg.trainer.num_nodes
-    left_over = "If no launcher started this command, type unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE."
+    left_over = (
+        "If no launcher started this command, type unset RANK WORLD_SIZE LOCAL_RANK "
+        "LOCAL_WORLD_SIZE."
+    )
     if environment.rank() >= started:
-        raise ConfigError(f"RANK={environment.rank()}: must be less than WORLD_SIZE={started}. {left_over}")
+        raise ConfigError(
+            f"RANK={environment.rank()}: must be less than WORLD_SIZE={started}. {left_over}"
+        )
     if started != asked:
         local = environment.local_world_size()
         raise ConfigError(
-            f"trainer.devices={cfg.trainer.devices} × trainer.num_nodes={cfg.trainer.num_nodes} asks for {asked} "
+            f"trainer.devices={cfg.trainer.devices} × trainer.num_nodes={cfg.trainer.num_nodes} "
+            f"asks for {asked} "
             f"processes, but the launcher started {started}. "
             f"Type trainer.devices={local} trainer.num_nodes={started // local}. {left_over}"
         )
     if started > 1 and environment.meets_nowhere():
-        raise ConfigError(f"WORLD_SIZE={started}, but MASTER_ADDR is not set, so the ranks cannot meet. {left_over}")
+        raise ConfigError(
+            f"WORLD_SIZE={started}, but MASTER_ADDR is not set, so the ranks cannot meet. "
+            f"{left_over}"
+        )
 
 
 def _finished_message(cfg: DictConfig) -> str | None:
@@ -180,13 +219,16 @@ def _finished_message(cfg: DictConfig) -> str | None:
     _require_same_settings(cfg, "is finished, and was trained")
     limit = "max_epochs" if cfg.trainer.max_steps is None else "max_steps"
     return (
-        f"{cfg.run.dir} is finished ({summary['global_step']} steps). To train it further, raise trainer.{limit}; "
+        f"{cfg.run.dir} is finished ({summary['global_step']} steps). To train it further, raise "
+        f"trainer.{limit}; "
         "to start from step 0, type another run.name."
     )
 
 
 def _limits_were_raised(cfg: DictConfig, summary: dict[str, Any]) -> bool:
-    """Return whether the limits of steps and epochs now end a run later than those that it finished with."""
+    """Return whether the limits of steps and epochs now end a run later than those that it finished
+    with.
+    """
     if "planned_steps" not in summary:  # of an older version
         return cfg.trainer.max_steps is not None and cfg.trainer.max_steps > summary["global_step"]
     samples, batch = summary["samples_per_epoch"], summary["global_batch_size"]
@@ -198,21 +240,34 @@ def _require_same_settings(cfg: DictConfig, state: str) -> None:
     if other := _other_settings(cfg):
         more = f"; and {len(other) - 3} more" if len(other) > 3 else ""
         raise ConfigError(
-            f"{cfg.run.dir} {state} with other settings: {'; '.join(other[:3])}{more}. Type another run.name."
+            f"{cfg.run.dir} {state} with other settings: {'; '.join(other[:3])}{more}. Type "
+            "another run.name."
         )
 
 
 def _is_begun_trial(cfg: DictConfig) -> bool:
-    """Return whether a sweep of this name has begun this trial. Its values are what the sweep compares."""
+    """Return whether a sweep of this name has begun this trial.
+
+    Its values are what the sweep compares.
+    """
     sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
     return sweep and (Path(cfg.run.dir) / "config.yaml").is_file()
 
 
 def _other_settings(cfg: DictConfig) -> list[str]:
-    """Return the settings that decide the result and differ from those of the run in the directory."""
+    """Return the settings that decide the result and differ from those of the run in the
+    directory.
+    """
     here, there = (
-        {key: value for group in RESULT_GROUPS for key, value in resume.flat(container.get(group), group).items()}
-        for container in (config.without_secrets(cfg), config.without_secrets(run_dir.read(Path(cfg.run.dir))))
+        {
+            key: value
+            for group in RESULT_GROUPS
+            for key, value in resume.flat(container.get(group), group).items()
+        }
+        for container in (
+            config.without_secrets(cfg),
+            config.without_secrets(run_dir.read(Path(cfg.run.dir))),
+        )
     )
     return [
         f"{key}={there.get(key)} there, {here.get(key)} here"
@@ -231,5 +286,7 @@ def _metric(cfg: DictConfig) -> float | None:
     summary = run_dir.read_summary(Path(cfg.run.dir))
     if summary is None:
         return None
-    best = summary.get("best_score")  # of the best checkpoint; none is kept with checkpoint.keep_best=0
+    best = summary.get(
+        "best_score"
+    )  # of the best checkpoint; none is kept with checkpoint.keep_best=0
     return best if best is not None else summary["metrics"].get(cfg.checkpoint.monitor)

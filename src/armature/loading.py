@@ -1,4 +1,6 @@
-"""Load a trained model from a run directory or one of its checkpoints, without the command line that trained it."""
+"""Load a trained model from a run directory or one of its checkpoints, without the command line
+that trained it.
+"""
 
 import logging
 import re
@@ -15,7 +17,16 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 
 from armature import config, run_dir
-from armature.checkpoint import buffers, convert, directory, huggingface, lightning_file, resume, state, storage
+from armature.checkpoint import (
+    buffers,
+    convert,
+    directory,
+    huggingface,
+    lightning_file,
+    resume,
+    state,
+    storage,
+)
 from armature.data import adapter
 from armature.data.base import DataModule
 from armature.data.memory import is_missing
@@ -42,22 +53,30 @@ def open_run(
     packages: Sequence[str] = (),
     verified: str | None = None,
 ) -> tuple[DictConfig, Path]:
-    """Return the configuration of a run, with run.dir set to where it is now, and one of its checkpoints, verified.
+    """Return the configuration of a run, with run.dir set to where it is now, and one of its
+    checkpoints, verified.
 
     Args:
-        path: a run directory (its last checkpoint, or its best with `best`), or one checkpoint in it.
+        path: a run directory (its last checkpoint, or its best with `best`), or one checkpoint in
+            it.
         overrides: `key=value`, applied to the run's configuration.
         trust: accept a checkpoint without a manifest.
-        packages: that the run's configuration may name besides those of this installation (launch.allowed_packages).
-        verified: the name of the checkpoint whose files another process has just compared with their checksums.
+        packages: that the run's configuration may name besides those of this installation
+            (launch.allowed_packages).
+        verified: the name of the checkpoint whose files another process has just compared with
+            their checksums.
     """
     if not path.exists():
-        raise ConfigError(f"{path}: no such path. Name a run directory, such as outputs/<run.name>.")
+        raise ConfigError(
+            f"{path}: no such path. Name a run directory, such as outputs/<run.name>."
+        )
     run_path = resume.run_of(path)
     if run_path is None:
         raise ConfigError(
-            f"{path}: no run directory, and not in one: there is no config.yaml that says which model it is. Name "
-            "outputs/<run.name> or a checkpoint in it; a .ckpt from elsewhere: YourModule.load_from_checkpoint."
+            f"{path}: no run directory, and not in one: there is no config.yaml that says which "
+            "model it is. Name "
+            "outputs/<run.name> or a checkpoint in it; a .ckpt from elsewhere: "
+            "YourModule.load_from_checkpoint."
         )
     cfg = run_dir.read(run_path)
     config.require_groups(cfg, run_path / "config.yaml")
@@ -88,9 +107,14 @@ def open_run(
         return cfg, named[0]  # the process that has compared them has said the rest
     checkpoint = storage.intact_beside_training(find, trust=trust)
     if checkpoint is None and path != run_path and not best:
-        raise ConfigError(f"{path}: no checkpoint. Name the run, {run_path}, or a step=… folder in its checkpoints.")
+        raise ConfigError(
+            f"{path}: no checkpoint. Name the run, {run_path}, or a step=… folder in its "
+            "checkpoints."
+        )
     if checkpoint is None:
-        raise ConfigError(f"{path}: the run has no {'best' if best else 'complete'} checkpoint yet.")
+        raise ConfigError(
+            f"{path}: the run has no {'best' if best else 'complete'} checkpoint yet."
+        )
     if typed and pretrained.named_by(cfg) is not None and base.recorded(checkpoint) is None:
         log.warning(
             "%s=%s: %s holds all weights of the model, so none is read from that folder.",
@@ -110,44 +134,62 @@ def load(
 
         module = armature.load("outputs/mine")
 
-    With callbacks=ema they are the averaged ones, as in validation, unless callbacks.ema.evaluate=false is overridden.
+    With callbacks=ema they are the averaged ones, as in validation, unless
+    callbacks.ema.evaluate=false is overridden.
 
     Args:
-        path: a run directory (its last checkpoint, or its `best`), or one checkpoint in it: a directory, or a .ckpt.
+        path: a run directory (its last checkpoint, or its `best`), or one checkpoint in it: a
+            directory, or a .ckpt.
         device: where to put the module.
         trust: accept a checkpoint without a manifest.
-        packages: your own packages that the run's classes are in, if they are not in src/ of this installation.
+        packages: your own packages that the run's classes are in, if they are not in src/ of this
+            installation.
         expect: the class that the module must be of.
-        overrides: of the run's configuration, as ["model.pretrained=FOLDER"] for a base model that has moved.
+        overrides: of the run's configuration, as ["model.pretrained=FOLDER"] for a base model that
+            has moved.
         arguments: of the module's constructor, which override those of the run.
 
     Raises:
         ConfigError: there is no such run or checkpoint, or it cannot be read.
     """
-    cfg, checkpoint = open_run(Path(path), best=best, overrides=[*overrides], trust=trust, packages=packages)
+    cfg, checkpoint = open_run(
+        Path(path), best=best, overrides=[*overrides], trust=trust, packages=packages
+    )
     task = load_task(cfg, checkpoint, **arguments)
     if not isinstance(task, expect):
-        raise ConfigError(f"{path} holds a {cfg.task._target_}, not a {expect.__module__}.{expect.__qualname__}.")
+        raise ConfigError(
+            f"{path} holds a {cfg.task._target_}, not a {expect.__module__}.{expect.__qualname__}."
+        )
     return task.to(device)
 
 
 def is_of_a_run(path: Path) -> bool:
-    """Return whether a path is a run directory or lies in one, whose configuration says which model it is."""
+    """Return whether a path is a run directory or lies in one, whose configuration says which model
+    it is.
+    """
     return resume.run_of(path) is not None
 
 
 @contextmanager
 def constructors() -> Iterator[None]:
-    """Turn what a constructor refuses, and a user's error in one, into a ConfigError with the key of its `_target_`."""
+    """Turn what a constructor refuses, and a user's error in one, into a ConfigError with the key
+    of its `_target_`.
+    """
     try:
         yield
     except InstantiationException as error:
         cause = error.__cause__
-        while isinstance(cause, ImportError) and cause.__cause__ is not None:  # Hydra's about the user's module
+        while (
+            isinstance(cause, ImportError) and cause.__cause__ is not None
+        ):  # Hydra's about the user's module
             cause = cause.__cause__
         if isinstance(cause, ConfigError):
             raise cause from error
-        if cause is None or is_missing(cause) or not (isinstance(cause, TypeError | ValueError) or by_user(cause)):
+        if (
+            cause is None
+            or is_missing(cause)
+            or not (isinstance(cause, TypeError | ValueError) or by_user(cause))
+        ):
             raise
         key = re.search(r"full_key: (\S+)", str(error))
         raise ConfigError(
@@ -156,7 +198,9 @@ def constructors() -> Iterator[None]:
 
 
 def build_task(cfg: DictConfig, **arguments: Any) -> L.LightningModule:
-    """Build the task. Of the factories model, optimizer and scheduler it gets those that its constructor takes.
+    """Build the task.
+
+    Of the factories model, optimizer and scheduler it gets those that its constructor takes.
 
     Args:
         arguments: of the constructor, which override those of the configuration.
@@ -165,21 +209,28 @@ def build_task(cfg: DictConfig, **arguments: Any) -> L.LightningModule:
     task = instantiate(cfg.task, **factories | arguments)
     if not isinstance(task, L.LightningModule):
         raise ConfigError(
-            f"task._target_={cfg.task._target_} returned {task!r:.80}, not a LightningModule. Let it return one, or "
+            f"task._target_={cfg.task._target_} returned {task!r:.80}, not a LightningModule. Let "
+            "it return one, or "
             "name a class that is one."
         )
     return task
 
 
 def load_data(cfg: DictConfig) -> DataModule:
-    """Return the data module of a run's configuration, with what the run saved for it, such as its classes."""
+    """Return the data module of a run's configuration, with what the run saved for it, such as its
+    classes.
+    """
     data = adapter.build(cfg)
     data.load_assets(Path(cfg.run.dir))
     return data
 
 
-def set_up_with(data: DataModule, stage: str, *, run_dir: Path) -> Callable[[L.LightningModule], None]:
-    """Return what calls a task's `setup`, which may make layers, as the Trainer does before weights are loaded."""
+def set_up_with(
+    data: DataModule, stage: str, *, run_dir: Path
+) -> Callable[[L.LightningModule], None]:
+    """Return what calls a task's `setup`, which may make layers, as the Trainer does before weights
+    are loaded.
+    """
 
     def set_up(task: L.LightningModule) -> None:
         if is_overridden("setup", task):
@@ -191,7 +242,9 @@ def set_up_with(data: DataModule, stage: str, *, run_dir: Path) -> Callable[[L.L
             data.prepare_data()
             data.setup(stage)
             task.setup(stage)
-            task.setup = lambda stage: None  # the Trainer calls it again, which could make other layers
+            task.setup = lambda stage: (
+                None
+            )  # the Trainer calls it again, which could make other layers
 
     return set_up
 
@@ -200,15 +253,18 @@ def load_task(
     cfg: DictConfig, checkpoint: Path | None = None, *, averaged: bool | None = None,
     set_up: Callable[[L.LightningModule], None] | None = None, **arguments: Any,
 ) -> L.LightningModule:  # fmt: skip
-    """Return the task with its whole model on the CPU, and a checkpoint's weights, saved under any layout.
+    """Return the task with its whole model on the CPU, and a checkpoint's weights, saved under any
+    layout.
 
     Args:
-        averaged: take the averaged weights if the checkpoint holds them. None: if the run is measured with them.
+        averaged: take the averaged weights if the checkpoint holds them. None: if the run is
+            measured with them.
         set_up: called with the task before it is given weights: see `set_up_with`.
         arguments: of the task's constructor.
 
-    Weights that the checkpoint leaves out are read from model.pretrained. The module's `on_load_checkpoint` is called,
-    as Lightning's load_from_checkpoint does. Raises ConfigError if that folder is not the one that the run began with.
+    Weights that the checkpoint leaves out are read from model.pretrained. The module's
+    `on_load_checkpoint` is called, as Lightning's load_from_checkpoint does. Raises ConfigError if
+    that folder is not the one that the run began with.
     """
     folder = None if checkpoint is None else base.verified(cfg, checkpoint)
     if folder is not None:
@@ -222,17 +278,32 @@ def load_task(
     if set_up is not None:
         set_up(task)
     task.configure_model()
-    if is_overridden("configure_sharded_model", task):  # the hook of Lightning 1, which the Trainer calls in its place
+    if is_overridden(
+        "configure_sharded_model", task
+    ):  # the hook of Lightning 1, which the Trainer calls in its place
         task.configure_sharded_model()
         vars(task)["configure_sharded_model"] = lambda: None
     if any(p.is_meta for p in task.parameters()):
-        initialization.materialize(task, device=torch.device("cpu"))  # not to_empty, which empties computed buffers
+        initialization.materialize(
+            task, device=torch.device("cpu")
+        )  # not to_empty, which empties computed buffers
     if checkpoint is not None:
         with storage.reading_beside_training(checkpoint):
-            saved = lightning_file.read(checkpoint) if directory.is_file(checkpoint) else state.read_whole(checkpoint)
-            if (_measures_average(cfg) if averaged is None else averaged) and not directory.is_file(checkpoint):
-                found, weights = convert.averages_of(checkpoint, saved["state_dict"]), saved["state_dict"]
-                weights.update({k: v.to(weights[k].dtype) if k in weights else v for k, v in found.items()})
+            saved = (
+                lightning_file.read(checkpoint)
+                if directory.is_file(checkpoint)
+                else state.read_whole(checkpoint)
+            )
+            if (_measures_average(cfg) if averaged is None else averaged) and not directory.is_file(
+                checkpoint
+            ):
+                found, weights = (
+                    convert.averages_of(checkpoint, saved["state_dict"]),
+                    saved["state_dict"],
+                )
+                weights.update(
+                    {k: v.to(weights[k].dtype) if k in weights else v for k, v in found.items()}
+                )
                 vars(task)["_armature_averaged"] = bool(found)
         buffers.resize(checkpoint, task, saved.pop(buffers.RESIZED, ()))
         task.on_load_checkpoint(saved)
@@ -248,7 +319,8 @@ def load_task(
             note = left_out.layers_note(cfg)
             if set_up is None and is_overridden("setup", task):
                 note = (
-                    f" {type(task).__name__}.setup is called by evaluate.py and predict.py, but not here. If it makes "
+                    f" {type(task).__name__}.setup is called by evaluate.py and predict.py, but "
+                    "not here. If it makes "
                     "layers, make them in __init__ or configure_model."
                 )
             raise ConfigError(f"{error}{note}") from None
@@ -256,7 +328,9 @@ def load_task(
 
 
 def _measures_average(cfg: DictConfig) -> bool:
-    """Return whether validation and test take the averaged weights: callbacks=ema, unless its `evaluate` is false."""
+    """Return whether validation and test take the averaged weights: callbacks=ema, unless its
+    `evaluate` is false.
+    """
     return any(node.get("evaluate", True) for node in config.averages(cfg))
 
 
@@ -266,8 +340,14 @@ def weights_note(task: L.LightningModule) -> str:
 
 
 def _convert_as(task: L.LightningModule, saved: Mapping[str, Any]) -> None:
-    """Give a module's weights the type of those that a checkpoint holds, which the run's base model had as well."""
-    kinds = {value.dtype for value in saved.values() if isinstance(value, torch.Tensor) and value.is_floating_point()}
+    """Give a module's weights the type of those that a checkpoint holds, which the run's base model
+    had as well.
+    """
+    kinds = {
+        value.dtype
+        for value in saved.values()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+    }
     if len(kinds) != 1:
         return
     for param in task.parameters():

@@ -38,22 +38,42 @@ from armature.launcher import environment
 from armature.validation.overrides import keep_references
 
 log = logging.getLogger(__name__)
-FILES = ("config.yaml", "overrides.txt", "metrics.csv", "summary.json", "tokenizer.json", "classes.json")
-_new_roots: set[Path] = set()  # values of run.root that did not exist when this process decided on a run directory
+FILES = (
+    "config.yaml",
+    "overrides.txt",
+    "metrics.csv",
+    "summary.json",
+    "tokenizer.json",
+    "classes.json",
+)
+_new_roots: set[Path] = (
+    set()
+)  # values of run.root that did not exist when this process decided on a run directory
 
 
 def default_name(label: str) -> str:
-    """Return the Slurm job's id under Slurm, else `label` and the time at which the run was started."""
-    names = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID") if os.environ.get("SLURM_ARRAY_JOB_ID") else ("SLURM_JOB_ID",)
+    """Return the Slurm job's id under Slurm, else `label` and the time at which the run was
+    started.
+    """
+    names = (
+        ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
+        if os.environ.get("SLURM_ARRAY_JOB_ID")
+        else ("SLURM_JOB_ID",)
+    )
     if any(os.environ.get(name) for name in names):
         ids = {name: os.environ.get(name, "") for name in names}
-        if wrong := [f"{name}={value}" for name, value in ids.items() if not re.fullmatch(r"\w+", value)]:
+        if wrong := [
+            f"{name}={value}" for name, value in ids.items() if not re.fullmatch(r"\w+", value)
+        ]:
             raise ConfigError(
-                f"{', '.join(wrong)}: must be a number; Slurm sets it. Type run.name=…, or unset {names[0]}."
+                f"{', '.join(wrong)}: must be a number; Slurm sets it. Type run.name=…, or unset "
+                f"{names[0]}."
             )
         return "_".join(ids.values())
     # under torchrun, the launcher's start time is the same for all ranks and all restarts
-    started = psutil.Process(os.getppid()).create_time() if environment.is_under_agent() else time.time()
+    started = (
+        psutil.Process(os.getppid()).create_time() if environment.is_under_agent() else time.time()
+    )
     return f"{label}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(started))}"
 
 
@@ -82,15 +102,22 @@ def decide(cfg: DictConfig, *, label: str, trial: str | None = None) -> DictConf
     elif checkpoints and "://" not in checkpoints and not os.path.isabs(checkpoints):
         raw: Any = OmegaConf.to_container(cfg.checkpoint, resolve=False)
         kept = str(raw["root"])
-        if not (kept.startswith("${") and kept.endswith("}") and "/" not in kept):  # one reference may name any place
-            cfg.checkpoint.root = os.path.join(os.getcwd(), kept)  # the run may be loaded from another folder
+        if not (
+            kept.startswith("${") and kept.endswith("}") and "/" not in kept
+        ):  # one reference may name any place
+            cfg.checkpoint.root = os.path.join(
+                os.getcwd(), kept
+            )  # the run may be loaded from another folder
     if trial is not None and cfg.run.group is None:
         cfg.run.group = trial.rpartition("/")[0]  # the sweep's name
     return cfg
 
 
 def _claim(folder: Path) -> bool:
-    """Create a run directory. Return False if there is one: several commands may start within a second."""
+    """Create a run directory.
+
+    Return False if there is one: several commands may start within a second.
+    """
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
@@ -111,37 +138,54 @@ def release(cfg: DictConfig) -> None:
 def write(cfg: DictConfig, overrides: list[str]) -> Path:
     """Create the directory with config.yaml and overrides.txt; a later start appends its overrides.
 
-    If the directory, or the run that `resume=PATH` names, does not match, nothing is changed and ConfigError is raised.
+    If the directory, or the run that `resume=PATH` names, does not match, nothing is changed and
+    ConfigError is raised.
     """
     run_dir = Path(cfg.run.dir)
-    files_of_run = [*(run_dir / name for name in FILES), directory.folder_of(run_dir) / directory.LAST]
+    files_of_run = [
+        *(run_dir / name for name in FILES),
+        directory.folder_of(run_dir) / directory.LAST,
+    ]
     if no_files := [path for path in files_of_run if path.exists() and not path.is_file()]:
-        raise ConfigError([f"{path} is no file, but the run writes a file of this name. Move it." for path in no_files])
+        raise ConfigError(
+            [
+                f"{path} is no file, but the run writes a file of this name. Move it."
+                for path in no_files
+            ]
+        )
     checkpoints = directory.folder_of(run_dir)
     if checkpoints.exists() and not checkpoints.is_dir():
         raise ConfigError(
-            f"{checkpoints} is no folder, but the run saves its checkpoints in one of this name. Move it."
+            f"{checkpoints} is no folder, but the run saves its checkpoints in one of this name. "
+            "Move it."
         )
     resume.require_used(cfg, run_dir)
     checkpoint = resume.checkpoint_for(cfg, run_dir)
     if checkpoint is None and cfg.resume == "required":
         raise ConfigError(
-            f"resume=required: {run_dir} holds no complete checkpoint. Type another run.name or resume=auto."
+            f"resume=required: {run_dir} holds no complete checkpoint. Type another run.name or "
+            "resume=auto."
         )
     if checkpoint is not None and (problems := resume.mismatches(cfg, checkpoint)):
         raise ConfigError(problems)
     if resume.begins_anew(cfg):
-        own, checkpoints = directory.folder_of(run_dir).exists(), resume.folder(run_dir, cfg)  # may be elsewhere
+        own, checkpoints = (
+            directory.folder_of(run_dir).exists(),
+            resume.folder(run_dir, cfg),
+        )  # may be elsewhere
         if own or directory.checkpoints_in(checkpoints):
             raise ConfigError(
-                f"resume=never: {run_dir if own else checkpoints} holds a run already. Type another run.name, or "
+                f"resume=never: {run_dir if own else checkpoints} holds a run already. Type "
+                "another run.name, or "
                 "resume=auto to resume it."
             )
     try:
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         why = f"{run_dir} cannot be created ({error.strerror})"
-        raise ConfigError(f"run.root={cfg.run.root}: {why}. Type another run.root or run.name.") from error
+        raise ConfigError(
+            f"run.root={cfg.run.root}: {why}. Type another run.root or run.name."
+        ) from error
     cfg.run.id, cfg.run.git = _id(run_dir), git()
     kept = keep_references(OmegaConf.to_container(cfg, resolve=False), config.without_secrets(cfg))
     typed = run_dir / "overrides.txt"
@@ -154,7 +198,9 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
         files.replace(typed, before + "".join(f"{override}\n" for override in overrides))
     except OSError as error:
         why = f"{run_dir} cannot be written ({error.strerror or error})"
-        raise ConfigError(f"run.root={cfg.run.root}: {why}. Make room there, or type another run.root.") from error
+        raise ConfigError(
+            f"run.root={cfg.run.root}: {why}. Make room there, or type another run.root."
+        ) from error
     return run_dir
 
 
@@ -167,15 +213,31 @@ def _id(run_dir: Path) -> str:
 
 @functools.cache
 def git(*, ignored: str | None = None) -> dict[str, Any] | None:
-    """Return the commit of the code, and whether a tracked file was changed since; None outside of a repository.
+    """Return the commit of the code, and whether a tracked file was changed since; None outside of
+    a repository.
 
-    Asked once: a sweep's later trials run the code that this process has imported. Changes of the file `ignored`, a
+    Asked once: a sweep's later trials run the code that this process has imported. Changes of the
+    file `ignored`, a
     path in the repository, do not count.
     """
-    command = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
+    command = [
+        "git",
+        "--no-optional-locks",
+        "status",
+        "--porcelain=v2",
+        "--branch",
+        "--untracked-files=no",
+    ]
     command += ["--", ".", f":!{ignored}"] if ignored else []
     try:
-        text = subprocess.run(command, cwd=config.CONFIGS.parent, capture_output=True, text=True, timeout=5, check=True)
+        text = subprocess.run(
+            command,
+            cwd=config.CONFIGS.parent,
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=True,
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     head, *changes = text.stdout.splitlines()
@@ -183,8 +245,14 @@ def git(*, ignored: str | None = None) -> dict[str, Any] | None:
 
 
 def fingerprint(cfg: DictConfig) -> str:
-    """Return a hash of what is trained and how: the same for every start of a run that was not changed."""
-    kept = {key: value for key, value in config.without_secrets(cfg).items() if key not in ("run", "launch", "resume")}
+    """Return a hash of what is trained and how: the same for every start of a run that was not
+    changed.
+    """
+    kept = {
+        key: value
+        for key, value in config.without_secrets(cfg).items()
+        if key not in ("run", "launch", "resume")
+    }
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -196,10 +264,14 @@ def record_micro_batch_size(run_dir: Path, size: int) -> None:
 
 
 def read(run_dir: Path) -> DictConfig:
-    """Return the configuration of a run; references to the environment are resolved when they are used."""
+    """Return the configuration of a run; references to the environment are resolved when they are
+    used.
+    """
     file = run_dir / "config.yaml"
     if not file.is_file():
-        raise ConfigError(f"{run_dir}: not a run directory (it holds no config.yaml). Type outputs/<run.name>.")
+        raise ConfigError(
+            f"{run_dir}: not a run directory (it holds no config.yaml). Type outputs/<run.name>."
+        )
     return config.load(file)
 
 
@@ -209,19 +281,26 @@ def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
         files.replace(file, json.dumps(summary, indent=2) + "\n")
     except OSError as error:
         raise NotSaved(
-            f"{file} could not be written ({error.strerror or error}), so the run does not count as finished. "
+            f"{file} could not be written ({error.strerror or error}), so the run does not count "
+            "as finished. "
             "Once there is room, type the same command with its run.name."
         ) from error
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
-    """Return the summary of the newest start that ended, or None, also for a file that a loss of power damaged."""
+    """Return the summary of the newest start that ended, or None, also for a file that a loss of
+    power damaged.
+    """
     file = run_dir / "summary.json"
     if not file.is_file():
         return None
     try:
         summary = json.loads(file.read_text(encoding="utf-8"))
-        if isinstance(summary["metrics"], dict) and isinstance(summary["global_step"], int) and summary["stop_reason"]:
+        if (
+            isinstance(summary["metrics"], dict)
+            and isinstance(summary["global_step"], int)
+            and summary["stop_reason"]
+        ):
             return summary
     except (
         OSError,

@@ -1,6 +1,7 @@
 """One rank of a run: build data, task, strategy, callbacks, loggers and Trainer; fit, test, report.
 
-A rank of the elastic agent enters at `main` (`armature.launcher.rank`), a run of one process at `run`.
+A rank of the elastic agent enters at `main` (`armature.launcher.rank`), a run of one process at
+`run`.
 """
 
 import faulthandler
@@ -40,7 +41,16 @@ from armature.loading import build_task, constructors
 from armature.loggers import log_hyperparameters
 from armature.parallel import process_group, scaler
 from armature.strategies.base import StrategyMixin
-from armature.training import hook_check, loggers, not_finite, process, replicas, report, run_report, stock_callbacks
+from armature.training import (
+    hook_check,
+    loggers,
+    not_finite,
+    process,
+    replicas,
+    report,
+    run_report,
+    stock_callbacks,
+)
 from armature.training.checkpointing import Checkpointing
 from armature.training.display import Bar, Display
 from armature.training.heartbeat import Heartbeat
@@ -83,8 +93,13 @@ class Run:
 
 
 def run(cfg: DictConfig) -> None:
-    """Train, test and write summary.json. Called on every rank, after its process group was made."""
-    stop = StopOnSignal(max_seconds=seconds_of(cfg.trainer.max_time), deadline=environment.deadline())
+    """Train, test and write summary.json.
+
+    Called on every rank, after its process group was made.
+    """
+    stop = StopOnSignal(
+        max_seconds=seconds_of(cfg.trainer.max_time), deadline=environment.deadline()
+    )
     stop.install()
     log_file = process.prepare(cfg, Path(cfg.run.dir))
     try:
@@ -106,10 +121,12 @@ def run(cfg: DictConfig) -> None:
 def _attempt(
     cfg: DictConfig, events: list[dict[str, Any]] | None, stop: StopOnSignal
 ) -> tuple[DictConfig, list[dict[str, Any]] | None] | None:
-    """Train and test. Return the configuration and the events to begin anew with, or None if the run has ended.
+    """Train and test.
 
-    It begins anew after a rollback (`trainer.on_nan`), and with a smaller micro-batch if memory ran out in this only
-    process (`data.micro_batch_size=auto`).
+    Return the configuration and the events to begin anew with, or None if the run has ended.
+
+    It begins anew after a rollback (`trainer.on_nan`), and with a smaller micro-batch if memory ran
+    out in this only process (`data.micro_batch_size=auto`).
     """
     L.seed_everything(cfg.seed, workers=True, verbose=False)
     with constructors():
@@ -132,15 +149,21 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
     directory = Path(cfg.run.dir)
     layout = Layout.of(cfg)
     data = adapter.build(micro_batch.decided(cfg))
-    hook_check.check(data.module if isinstance(data, adapter.PlainData) else data, base=L.LightningDataModule)
+    hook_check.check(
+        data.module if isinstance(data, adapter.PlainData) else data, base=L.LightningDataModule
+    )
     with memory.reporting(f"the data of {type(data).__name__}", data):
         _prepare(data)
         data.setup("fit")
     relations.check_found_sizes(cfg.model, data.found_sizes)
     data.limit_train_batches = cfg.trainer.limit_train_batches
-    batches = batching.plan_batches(data.global_batch_size, data.micro_batch_size, layout.data_ranks)
+    batches = batching.plan_batches(
+        data.global_batch_size, data.micro_batch_size, layout.data_ranks
+    )
     parallelism.check_graphs(layout.options["compile_mode"], batches.accumulate)
-    limits = Limits.of(cfg, samples_per_epoch=data.train_size, global_batch_size=data.global_batch_size)
+    limits = Limits.of(
+        cfg, samples_per_epoch=data.train_size, global_batch_size=data.global_batch_size
+    )
 
     task, strategy = build_task(cfg), instantiate(cfg.strategy)
     hook_check.check(task, base=L.LightningModule)
@@ -152,7 +175,9 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
     if checkpoint is not None and is_weights_only(checkpoint):
         strategy.initial_weights, checkpoint = checkpoint, None
     if checkpoint is not None and (step := checkpoint_directory.saved_step(checkpoint)) is not None:
-        limits = limits.reached(step, samples_per_epoch=data.train_size, global_batch_size=data.global_batch_size)
+        limits = limits.reached(
+            step, samples_per_epoch=data.train_size, global_batch_size=data.global_batch_size
+        )
 
     csv = MetricsCSV(directory)
     csv.is_expected = checkpoint is not None and checkpoint.parent == resume.folder(directory, cfg)
@@ -165,21 +190,43 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
         tokens_per_sample=data.tokens_per_sample,
         rows_read=guard.rows_read if guard.policy != "ignore" else None,
     )
-    policy = {key: value for key, value in cfg.checkpoint.items() if key not in ("root", "trust", "include_base")}
+    policy = {
+        key: value
+        for key, value in cfg.checkpoint.items()
+        if key not in ("root", "trust", "include_base")
+    }
     heartbeat = Heartbeat(timeout=cfg.launch.hang_timeout, logs=directory / "logs", record=record)
     checkpointing = Checkpointing(
-        resume.folder(directory, cfg), step_log, manifest_entries={"config_hash": run_dir.fingerprint(cfg)},
-        save_begins=heartbeat.rest, idle=cfg.trainer.accelerator == "cpu", **policy,
-    )  # fmt: skip
+        resume.folder(directory, cfg),
+        step_log,
+        manifest_entries={"config_hash": run_dir.fingerprint(cfg)},
+        save_begins=heartbeat.rest,
+        idle=cfg.trainer.accelerator == "cpu",
+        **policy,
+    )
     start_line = partial(report.start_line, cfg, batches, checkpoint)
     chosen = [instantiate(node) for node in (cfg.callbacks or {}).values()]
     has_bar = any(isinstance(callback, ProgressBar) for callback in chosen)
-    display = Display(start_line) if has_bar else Bar(start_line, step_log=step_log, total_steps=limits.global_batches)
+    display = (
+        Display(start_line)
+        if has_bar
+        else Bar(start_line, step_log=step_log, total_steps=limits.global_batches)
+    )
     progress, checks = RestoreProgress(), stock_callbacks.CheckCallbacks(cfg)
     errors, page = RecordError(cfg), run_report.RunReport(cfg, step_log, limits=limits)
     decided = partial(manual.check_unchanged, task.automatic_optimization, batches.accumulate)
     held_out = SameHeldOutData(tests=cfg.trainer.test_at_end)
-    first = [errors, checks, heartbeat, progress, held_out, guard, step_log, Unsynced(), UnequalGathers()]
+    first = [
+        errors,
+        checks,
+        heartbeat,
+        progress,
+        held_out,
+        guard,
+        step_log,
+        Unsynced(),
+        UnequalGathers(),
+    ]
     trainer = Trainer(
         strategy=strategy,
         callbacks=[*first, *chosen, checkpointing, stop, display, page],
@@ -187,7 +234,9 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
         profiler=_profiler(cfg, directory),
         finds_files=False,
         max_global_batches=limits.global_batches,
-        max_steps=limits.global_batches if task.automatic_optimization else -1,  # manual: any number of steps per batch
+        max_steps=limits.global_batches
+        if task.automatic_optimization
+        else -1,  # manual: any number of steps per batch
         max_epochs=limits.epochs,
         before_training=[
             decided,
@@ -202,24 +251,40 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
         **_trainer_arguments(cfg, layout, batches, task),
     )
     return Run(
-        cfg=cfg, data=data, task=task, trainer=trainer, checkpoint=checkpoint, step_log=step_log, guard=guard,
-        checkpointing=checkpointing, stop=stop, display=display, limits=limits, errors=errors,
-    )  # fmt: skip
+        cfg=cfg,
+        data=data,
+        task=task,
+        trainer=trainer,
+        checkpoint=checkpoint,
+        step_log=step_log,
+        guard=guard,
+        checkpointing=checkpointing,
+        stop=stop,
+        display=display,
+        limits=limits,
+        errors=errors,
+    )
 
 
 def _prepare(data: DataModule) -> None:
-    """Prepare the data: on all ranks at once if they lock what they write, else on one, as Lightning does."""
+    """Prepare the data: on all ranks at once if they lock what they write, else on one, as
+    Lightning does.
+    """
     if data.prepares_on_every_rank:
         data.prepare_data()
         return
     local = environment.local_rank() == 0
     chosen = local and (data.prepare_data_per_node or process_group.rank() == 0)
-    with process_group.patient_group() as group:  # a download may take longer than any collective of training
+    with (
+        process_group.patient_group() as group
+    ):  # a download may take longer than any collective of training
         process_group.on_all_ranks(data.prepare_data if chosen else lambda: None, group=group)
 
 
 def _save_assets(data: DataModule, directory: Path, trainer: L.Trainer) -> None:
-    """Save what using the model needs: once a checkpoint that does not fit the data has been refused."""
+    """Save what using the model needs: once a checkpoint that does not fit the data has been
+    refused.
+    """
     if trainer.is_global_zero:
         data.save_assets(directory)
 
@@ -235,11 +300,19 @@ def fit_and_test(run: Run) -> None:
     try:
         trainer.fit(run.task, datamodule=run.data, ckpt_path=run.checkpoint)
         row = trainer.step_metrics.step_values
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name not in row}
+        metrics = {
+            name: float(value)
+            for name, value in trainer.callback_metrics.items()
+            if name not in row
+        }
         metrics = {**_last_row(step_log), **metrics}
-        reason = run.stop.received or "finished"  # at the last step, or earlier by a callback such as EarlyStopping
+        reason = (
+            run.stop.received or "finished"
+        )  # at the last step, or earlier by a callback such as EarlyStopping
         if reason == "finished" and cfg.trainer.test_at_end and _can_test(run):
-            for tested in trainer.test(run.task, datamodule=run.data, verbose=False):  # one for each loader
+            for tested in trainer.test(
+                run.task, datamodule=run.data, verbose=False
+            ):  # one for each loader
                 metrics.update({name: float(value) for name, value in tested.items()})
     except StoppedBySignal:
         reason, metrics = str(run.stop.received), _last_row(step_log)
@@ -248,15 +321,29 @@ def fit_and_test(run: Run) -> None:
             raise
         raise refused from error
     step_log.csv.flush()
-    preview = run_report.preview_of(run.task) if reason == "finished" and run_report.can_sample(trainer) else None
+    preview = (
+        run_report.preview_of(run.task)
+        if reason == "finished" and run_report.can_sample(trainer)
+        else None
+    )
     if preview is not None and (strategy := StrategyMixin.find(trainer)) is not None:
         strategy.return_to_device()
     baselines = getattr(type(run.data), "baselines", None)  # not a user's attribute of that name
     report.finish(
-        cfg, trainer, step_log, run.guard, run.display, run.limits, reason=reason, metrics=metrics,
-        best=run.checkpointing.best, best_score=run.checkpointing.best_score, seconds=time.monotonic() - started,
-        preview=preview and preview(), baselines=baselines(run.data) if baselines else [],
-    )  # fmt: skip
+        cfg,
+        trainer,
+        step_log,
+        run.guard,
+        run.display,
+        run.limits,
+        reason=reason,
+        metrics=metrics,
+        best=run.checkpointing.best,
+        best_score=run.checkpointing.best_score,
+        seconds=time.monotonic() - started,
+        preview=preview and preview(),
+        baselines=baselines(run.data) if baselines else [],
+    )
 
 
 def _can_test(run: Run) -> bool:
@@ -265,7 +352,9 @@ def _can_test(run: Run) -> bool:
     data = is_overridden("test_dataloader", run.data, L.LightningDataModule)
     if steps != data and process_group.rank() == 0:
         missing, name = (run.data, "test_dataloader") if steps else (run.task, "test_step")
-        log.info("There is no test at the end of the run: %s has no %s.", type(missing).__name__, name)
+        log.info(
+            "There is no test at the end of the run: %s has no %s.", type(missing).__name__, name
+        )
     return steps and data
 
 
@@ -277,7 +366,9 @@ def _trainer_arguments(
     if not task.automatic_optimization:
         size = batches.global_batch_size if batches.accumulate > 1 else None
         name, clip, micro = type(task).__name__, trainer.gradient_clip_val, batches.micro_batch_size
-        if found := manual.setting_problems(name, clip=clip, micro=micro, size=size, on_nan=trainer.on_nan):
+        if found := manual.setting_problems(
+            name, clip=clip, micro=micro, size=size, on_nan=trainer.on_nan
+        ):
             raise ConfigError(found)
     return {
         "accelerator": trainer.accelerator,
@@ -287,29 +378,41 @@ def _trainer_arguments(
         "accumulate_grad_batches": batches.accumulate,
         "gradient_clip_val": _gradient_clip_val(trainer, task),
         "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
-        "limit_val_batches": 1.0 if trainer.limit_val_batches is None else trainer.limit_val_batches,
-        "limit_test_batches": 1.0 if trainer.limit_test_batches is None else trainer.limit_test_batches,
+        "limit_val_batches": 1.0
+        if trainer.limit_val_batches is None
+        else trainer.limit_val_batches,
+        "limit_test_batches": 1.0
+        if trainer.limit_test_batches is None
+        else trainer.limit_test_batches,
         "val_check_interval": every and every * batches.accumulate,
         "check_val_every_n_epoch": 1 if every is None else None,
         "num_sanity_val_steps": 0,
         "log_every_n_steps": trainer.log_every_n_steps,
         "deterministic": trainer.deterministic,
         "detect_anomaly": trainer.detect_anomaly,
-        "reload_dataloaders_every_n_epochs": 1,  # an epoch is a whole number of steps, but not always the same number
+        # an epoch is a whole number of steps, but not always the same number
+        "reload_dataloaders_every_n_epochs": 1,
         "use_distributed_sampler": False,
         "enable_model_summary": False,
     }
 
 
 def _collect_garbage_again() -> None:
-    """Turn the collector on, without the objects of the imports: they cost 0.8 s of gpt_nano's first 60 steps."""
-    if not gc.get_freeze_count():  # in a sweep's second trial, what is left of the first must be collected
+    """Turn the collector on, without the objects of the imports: they cost 0.8 s of gpt_nano's
+    first 60 steps.
+    """
+    if (
+        not gc.get_freeze_count()
+    ):  # in a sweep's second trial, what is left of the first must be collected
         gc.freeze()
     gc.enable()
 
 
 def _gradient_clip_val(trainer: DictConfig, task: L.LightningModule) -> float | None:
-    """Return the norm or value to clip to. `auto` leaves clipping to a module that does it itself."""
+    """Return the norm or value to clip to.
+
+    `auto` leaves clipping to a module that does it itself.
+    """
     if trainer.gradient_clip_val != "auto":
         return trainer.gradient_clip_val
     itself = is_overridden("configure_gradient_clipping", task) or not task.automatic_optimization
@@ -317,7 +420,9 @@ def _gradient_clip_val(trainer: DictConfig, task: L.LightningModule) -> float | 
 
 
 def _checkpoint_to_resume(cfg: DictConfig, directory: Path) -> Path | None:
-    """Return the first intact checkpoint to resume from, or None; damaged ones are named and skipped."""
+    """Return the first intact checkpoint to resume from, or None; damaged ones are named and
+    skipped.
+    """
     if resume.begins_anew(cfg):
         return None
     # rank 0's view for all: a file server may show another machine older files
@@ -332,7 +437,9 @@ def _profiler(cfg: DictConfig, directory: Path) -> Any:
         return None
     from lightning.pytorch.profilers import PyTorchProfiler
 
-    return PyTorchProfiler(dirpath=directory / "profile", filename="operators", export_to_chrome=True, row_limit=40)
+    return PyTorchProfiler(
+        dirpath=directory / "profile", filename="operators", export_to_chrome=True, row_limit=40
+    )
 
 
 def _last_row(step_log: StepLog) -> dict[str, float]:
@@ -346,8 +453,12 @@ def join(cfg: DictConfig, overrides: list[str]) -> DictConfig:
         with lock.hold(cfg) if process_group.rank() == 0 else nullcontext():
             cfg = _run_joined(cfg, overrides)
     except BaseException as error:
-        if process_group.destroying_waits():  # for ranks that wait for this one: its error would never be shown
-            leave_at_exit(EXIT_CONFIG if isinstance(error, ConfigError) else getattr(error, "exit_code", 1))
+        if (
+            process_group.destroying_waits()
+        ):  # for ranks that wait for this one: its error would never be shown
+            leave_at_exit(
+                EXIT_CONFIG if isinstance(error, ConfigError) else getattr(error, "exit_code", 1)
+            )
         else:
             process_group.destroy()
         raise
@@ -358,7 +469,9 @@ def join(cfg: DictConfig, overrides: list[str]) -> DictConfig:
 def _run_joined(cfg: DictConfig, overrides: list[str]) -> DictConfig:
     if process_group.rank() == 0:
         run_dir.write(cfg, overrides)
-    text = process_group.broadcast_object(OmegaConf.to_yaml(OmegaConf.create(config.without_secrets(cfg))))
+    text = process_group.broadcast_object(
+        OmegaConf.to_yaml(OmegaConf.create(config.without_secrets(cfg)))
+    )
     cfg = OmegaConf.create(text)  # pyright: ignore[reportAssignmentType]
     run(cfg)
     return cfg
@@ -385,8 +498,12 @@ def main() -> None:
     cfg = run_dir.read(directory)
     resize.apply(cfg, environment.resized_settings())
     rank = environment.rank()
-    log_file = os.open(directory / "logs" / f"rank_{rank:04d}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    faulthandler.register(signal.SIGUSR2, file=log_file, all_threads=True)  # requested if a rank hangs
+    log_file = os.open(
+        directory / "logs" / f"rank_{rank:04d}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    )
+    faulthandler.register(
+        signal.SIGUSR2, file=log_file, all_threads=True
+    )  # requested if a rank hangs
     if rank:  # rank 0 prints; the others write to their log
         os.dup2(log_file, sys.stdout.fileno())
         os.dup2(log_file, sys.stderr.fileno())

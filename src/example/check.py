@@ -1,4 +1,7 @@
-"""Rules for the sizes of the model beside this file, checked before launch. Optional; imports no torch."""
+"""Rules for the sizes of the model beside this file, checked before launch.
+
+Optional; imports no torch.
+"""
 
 from __future__ import annotations
 

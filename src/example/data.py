@@ -35,17 +35,24 @@ class Moons(Dataset[dict[str, Tensor]]):
         return {"inputs": self.inputs[index], "targets": self.targets[index]}
 
     def batch(self, indices: list[int]) -> dict[str, Tensor]:
-        """Return a whole batch at once. Optional: without it, samples are fetched one by one and stacked."""
+        """Return a whole batch at once.
+
+        Optional: without it, samples are fetched one by one and stacked.
+        """
         return {"inputs": self.inputs[indices], "targets": self.targets[indices]}
 
 
 class MoonsData(DataModule):
     """Points (B, 2) and classes (B,).
 
-    The base class shuffles, batches, shares samples among ranks, and holds the position to resume from.
+    The base class shuffles, batches, shares samples among ranks, and holds the position to resume
+    from.
     """
 
-    model_sizes: ClassVar[dict[str, int]] = {"features": 2, "classes": 2}  # what a model needs, checked before launch
+    model_sizes: ClassVar[dict[str, int]] = {
+        "features": 2,
+        "classes": 2,
+    }  # what a model needs, checked before launch
 
     def __init__(self, *, samples: int, held_out: int, noise: float, **loader: Any) -> None:
         super().__init__(**loader)

@@ -27,7 +27,8 @@ class Block(nn.Module):
 class ResidualMLP(nn.Module):
     """Repeated blocks in a ModuleDict, between a first and a last part.
 
-    A pipeline stage sets the parts that it does not hold to None, so parameter names are the same under every strategy.
+    A pipeline stage sets the parts that it does not hold to None, so parameter names are the same
+    under every strategy.
     """
 
     def __init__(self, *, features: int, classes: int, width: int, layers: int) -> None:
@@ -46,15 +47,17 @@ class ResidualMLP(nn.Module):
         return outputs if targets is None else self.loss(outputs, targets)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy, in nats, over the targets that count; 0 if there are none."""
+        """Return the mean cross-entropy, in nats, over the targets that count; 0 if there are
+        none.
+        """
         total = F.cross_entropy(outputs.float(), targets, ignore_index=IGNORED, reduction="sum")
         return total / (targets != IGNORED).sum().clamp(min=1)
 
     def initialize_parameter(self, name: str, param: Tensor, generator: torch.Generator) -> None:
         """Fill one full parameter, as a function of its name, its shape and the generator alone.
 
-        With this method the model is built without memory, and each rank fills only the part that it holds. Without it
-        every rank builds the whole model first.
+        With this method the model is built without memory, and each rank fills only the part that
+        it holds. Without it every rank builds the whole model first.
         """
         if name.endswith("bias"):
             param.zero_()

@@ -1,4 +1,7 @@
-"""How the model beside this file may be sharded. Without a plan: single, ddp, fsdp, hsdp and deepspeed only."""
+"""How the model beside this file may be sharded.
+
+Without a plan: single, ddp, fsdp, hsdp and deepspeed only.
+"""
 
 from armature.models.plan import Plan
 

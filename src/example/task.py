@@ -1,6 +1,7 @@
 """Classification of points, as a plain LightningModule with every step spelled out.
 
-`armature.tasks.base.Task` does the same for any model; a task that derives from it needs its own metrics only.
+`armature.tasks.base.Task` does the same for any model; a task that derives from it needs its own
+metrics only.
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ Batch = dict[str, Tensor]
 
 
 class PointClassification(L.LightningModule):
-    """Logs the loss in nats per point, and accuracy: the share of points whose likeliest class is right.
+    """Logs the loss in nats per point, and accuracy: the share of points whose likeliest class is
+    right.
 
-    The configuration passes factories, so that nothing is built before the strategy is ready for it.
+    The configuration passes factories, so that nothing is built before the strategy is ready for
+    it.
     """
 
-    mean_over_targets = True  # training_step returns a mean over batch["targets"], so each target weighs the same
+    mean_over_targets = (
+        True  # training_step returns a mean over batch["targets"], so each target weighs the same
+    )
 
     def __init__(
         self,
@@ -45,14 +50,19 @@ class PointClassification(L.LightningModule):
     @override
     def configure_model(self) -> None:
         if self.model is None:
-            with torch.device("meta"):  # no memory yet: the strategy calls ResidualMLP.initialize_parameter
+            with torch.device(
+                "meta"
+            ):  # no memory yet: the strategy calls ResidualMLP.initialize_parameter
                 self.model = self.make_model()
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = self.make_optimizer(parameter_groups(self.model))
         scheduler = self.make_scheduler(optimizer, total_steps=self.trainer.max_steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -79,4 +89,8 @@ class PointClassification(L.LightningModule):
         counted = int((targets != IGNORED).sum())  # 0 in a batch of padding
         correct = (outputs.argmax(dim=-1) == targets).sum()
         metrics = {"loss": self.model.loss(outputs, targets), "accuracy": correct / max(1, counted)}
-        self.log_dict({f"{split}/{name}": value for name, value in metrics.items()}, batch_size=counted, sync_dist=True)
+        self.log_dict(
+            {f"{split}/{name}": value for name, value in metrics.items()},
+            batch_size=counted,
+            sync_dist=True,
+        )

@@ -1,4 +1,7 @@
-"""`sweep=optuna`, where Hydra looks for plugins. Every command imports this; the work is in src/armature/sweeps/."""
+"""`sweep=optuna`, where Hydra looks for plugins.
+
+Every command imports this; the work is in src/armature/sweeps/.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +29,9 @@ class OptunaSweeper(Sweeper):
     def __init__(self, **settings: Any) -> None:
         self.settings = settings
 
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
         self.config, self.hydra_context = config, hydra_context
         self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
@@ -39,4 +44,6 @@ class OptunaSweeper(Sweeper):
         search.run(self.config, settings, arguments, launcher=self.launcher)  # pyright: ignore[reportArgumentType]
 
 
-ConfigStore.instance().store(group="hydra/sweeper", name="armature_optuna", node=Settings, provider="armature")
+ConfigStore.instance().store(
+    group="hydra/sweeper", name="armature_optuna", node=Settings, provider="armature"
+)

@@ -27,9 +27,16 @@ from benchmarks.volume import CollectiveCounter
 from tests.running import train, write_corpus
 
 POLICY = {
-    "every_n_steps": 1, "every_n_minutes": None, "keep_last": 2, "keep_best": 0, "keep_every_n_steps": 4,
-    "monitor": "val/loss", "mode": "min", "at_end": True, "background": False,
-}  # fmt: skip
+    "every_n_steps": 1,
+    "every_n_minutes": None,
+    "keep_last": 2,
+    "keep_best": 0,
+    "keep_every_n_steps": 4,
+    "monitor": "val/loss",
+    "mode": "min",
+    "at_end": True,
+    "background": False,
+}
 
 
 class Trainer:
@@ -59,13 +66,19 @@ def test_modules_find_folder_and_last_checkpoint_by_lightnings_names(tmp_path):
     trainer: Any = Trainer(set())
     log: Any = Quiet()
     callback = Checkpointing(tmp_path, log, **POLICY, on_failure="continue")
-    assert (callback.dirpath, callback.last_model_path, callback.best_model_path) == (str(tmp_path), "", "")
+    assert (callback.dirpath, callback.last_model_path, callback.best_model_path) == (
+        str(tmp_path),
+        "",
+        "",
+    )
     trainer.global_step = 1
     callback._save(trainer)
     assert callback.last_model_path == str(tmp_path / "step=000001")
 
 
-def saves(folder: Path, *, steps: int, full_at: set[int], on_failure: str = "continue") -> list[str]:
+def saves(
+    folder: Path, *, steps: int, full_at: set[int], on_failure: str = "continue"
+) -> list[str]:
     trainer: Any = Trainer(full_at)
     log: Any = Quiet()
     callback = Checkpointing(folder, log, **POLICY, on_failure=on_failure)
@@ -76,21 +89,30 @@ def saves(folder: Path, *, steps: int, full_at: set[int], on_failure: str = "con
 
 
 def test_the_last_ones_and_milestones_are_kept(tmp_path):
-    assert saves(tmp_path, steps=7, full_at=set()) == ["last", "step=000004", "step=000006", "step=000007"]
+    assert saves(tmp_path, steps=7, full_at=set()) == [
+        "last",
+        "step=000004",
+        "step=000006",
+        "step=000007",
+    ]
 
 
 def test_a_full_disk_ends_the_save_and_no_more(tmp_path, caplog):
     names = saves(tmp_path, steps=3, full_at={2, 3})
     assert names == ["last", "step=000001"]
     assert directory.problem(tmp_path / "step=000001") is None
-    assert "The checkpoint of step 2 could not be saved: [Errno 28] No space left on device; " in caplog.text
+    assert (
+        "The checkpoint of step 2 could not be saved: [Errno 28] No space left on device; "
+        in caplog.text
+    )
     assert "MB are free there. Earlier ones are untouched (last: step=000001)" in caplog.text
     assert saves(tmp_path, steps=2, full_at={1})[:1] == ["last"]  # the next save tries again
 
 
 def test_on_failure_stop_ends_the_run(tmp_path):
     said = (
-        r"step 2 could not be saved: .*No space left.*\(last: step=000001\). checkpoint.on_failure=stop ends the run: "
+        r"step 2 could not be saved: .*No space left.*\(last: step=000001\). "
+        r"checkpoint.on_failure=stop ends the run: "
     )
     with pytest.raises(NotSaved, match=said):
         saves(tmp_path, steps=3, full_at={2}, on_failure="stop")
@@ -98,7 +120,9 @@ def test_on_failure_stop_ends_the_run(tmp_path):
 
 @pytest.mark.parametrize("hook", ["on_train_end", "on_exception", "teardown"])
 @pytest.mark.parametrize("uploaded", [False, True])
-def test_a_save_in_the_background_is_complete_when_training_ends(tmp_path, monkeypatch, hook, uploaded):
+def test_a_save_in_the_background_is_complete_when_training_ends(
+    tmp_path, monkeypatch, hook, uploaded
+):
     write, may_end = directory.write_manifest, threading.Event()
 
     def slow_write(*args: Any) -> None:
@@ -117,12 +141,17 @@ def test_a_save_in_the_background_is_complete_when_training_ends(tmp_path, monke
     monkeypatch.setattr(directory, "write_manifest", slow_write)
     log: Any = Quiet()
     trainer: Any = Trainer(set())
-    callback = Checkpointing(tmp_path, log, **{**POLICY, "background": True, "at_end": False}, on_failure="continue")
+    callback = Checkpointing(
+        tmp_path, log, **{**POLICY, "background": True, "at_end": False}, on_failure="continue"
+    )
     trainer.global_step, trainer.should_stop = 1, False
     callback._save(trainer)
     assert not (tmp_path / "step=000001").exists()
     may_end.set()
-    last_argument: dict[str, Any] = {"on_exception": [ValueError("another rank's")], "teardown": ["fit"]}
+    last_argument: dict[str, Any] = {
+        "on_exception": [ValueError("another rank's")],
+        "teardown": ["fit"],
+    }
     getattr(callback, hook)(trainer, log, *last_argument.get(hook, []))
     assert directory.problem(tmp_path / "step=000001") is None
     assert directory.read_last(tmp_path) == "step=000001"
@@ -142,8 +171,12 @@ def test_a_rank_that_fails_reports_its_save_and_keeps_its_own_error(tmp_path, mo
     assert "The last checkpoint could not be saved: [Errno 28] No space left" in caplog.text
 
 
-def in_the_background(folder: Path, monkeypatch, *, failures: int, on_failure: str = "continue") -> tuple[Any, Any]:
-    """Return a callback whose save of step 1 has begun in the background, and fails, and its trainer."""
+def in_the_background(
+    folder: Path, monkeypatch, *, failures: int, on_failure: str = "continue"
+) -> tuple[Any, Any]:
+    """Return a callback whose save of step 1 has begun in the background, and fails, and its
+    trainer.
+    """
     write, left = directory.write_manifest, [failures]
 
     def full_disk(*args: Any) -> None:
@@ -158,13 +191,17 @@ def in_the_background(folder: Path, monkeypatch, *, failures: int, on_failure: s
     trainer.global_step, trainer.should_stop, trainer.state = 1, False, SimpleNamespace(fn="fit")
     trainer.fit_loop = SimpleNamespace(epoch_loop=SimpleNamespace(validation_is_due=False))
     monkeypatch.setattr(checkpointing, "OurTrainer", Trainer)
-    callback = Checkpointing(folder, log, **{**POLICY, "background": True, "keep_best": 1}, on_failure=on_failure)
+    callback = Checkpointing(
+        folder, log, **{**POLICY, "background": True, "keep_best": 1}, on_failure=on_failure
+    )
     callback._save(trainer, 0.5)
     return callback, trainer
 
 
 @pytest.mark.parametrize("how", ["stopped", "ended"])
-def test_a_save_in_the_background_that_failed_is_made_again_at_the_end(tmp_path, monkeypatch, caplog, how):
+def test_a_save_in_the_background_that_failed_is_made_again_at_the_end(
+    tmp_path, monkeypatch, caplog, how
+):
     callback, trainer = in_the_background(tmp_path, monkeypatch, failures=1)
     if how == "stopped":
         callback.on_exception(trainer, trainer, StoppedBySignal("SIGTERM"))
@@ -197,7 +234,10 @@ def test_a_first_save_that_cannot_create_its_folder_is_reported(tmp_path, caplog
     trainer.global_step, trainer.save_checkpoint = 1, refused
     callback = Checkpointing(tmp_path / "none", log, **POLICY, on_failure="continue")
     callback._save(trainer, last=True)
-    assert "Read-only file system. Earlier ones are untouched (last: none yet). The run ends" in caplog.text
+    assert (
+        "Read-only file system. Earlier ones are untouched (last: none yet). The run ends"
+        in caplog.text
+    )
 
 
 class StoreError(Exception):
@@ -218,7 +258,8 @@ def test_an_object_store_that_is_away_fails_the_save_and_no_more(monkeypatch, ca
     callback = Checkpointing(folder, log, **POLICY, on_failure="continue")
     callback._save(trainer)
     assert (
-        "The checkpoint of step 1 could not be saved: memory://away/run/step=000001: StoreError: Could" in caplog.text
+        "The checkpoint of step 1 could not be saved: memory://away/run/step=000001: StoreError: "
+        "Could" in caplog.text
     )
     assert "(last: unknown)" in caplog.text
 
@@ -228,23 +269,33 @@ def test_scores_are_those_of_the_checkpoints_that_rank_0_sees(tmp_path, monkeypa
     (tmp_path / "step=000002").mkdir()
     made.load_state_dict({"scores": {2: 0.5, 4: 0.4}, "owes_validation": False})
     assert made.scores == {2: 0.5}
-    monkeypatch.setattr(process_group, "on_rank_0", lambda work: {2: 0.5, 4: 0.4})  # on another machine
+    monkeypatch.setattr(
+        process_group, "on_rank_0", lambda work: {2: 0.5, 4: 0.4}
+    )  # on another machine
     made.load_state_dict({"scores": {2: 0.5, 4: 0.4}, "owes_validation": False})
     assert made.scores == {2: 0.5, 4: 0.4}
 
 
 def saved_by_time() -> tuple[list[int], list[tuple[int, str]]]:
-    """Return the steps of saves where only rank 1's clock says that the time is up, and the collectives by step."""
+    """Return the steps of saves where only rank 1's clock says that the time is up, and the
+    collectives by step.
+    """
     saved, sent = [], []
     log: Any = Quiet()
     minutes = 0.0 if torch.distributed.get_rank() else 1000.0
     callback = Checkpointing(
-        Path(), log, **{**POLICY, "every_n_steps": None, "every_n_minutes": minutes}, on_failure="stop"
+        Path(),
+        log,
+        **{**POLICY, "every_n_steps": None, "every_n_minutes": minutes},
+        on_failure="stop",
     )
     trainer: Any = SimpleNamespace(
         world_size=2, fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(validation_is_due=False))
     )
-    callback._save = lambda trainer, **_: (saved.append(trainer.global_step), setattr(callback, "_due", False))  # pyright: ignore[reportAttributeAccessIssue]
+    callback._save = lambda trainer, **_: (
+        saved.append(trainer.global_step),
+        setattr(callback, "_due", False),
+    )  # pyright: ignore[reportAttributeAccessIssue]
     for step in range(1, 26):
         trainer.global_step = step
         with CollectiveCounter() as counter:
@@ -263,7 +314,10 @@ def test_ranks_agree_that_the_time_is_up_without_waiting_for_each_other():
 
 def test_a_vote_is_read_at_the_step_after_it_whatever_else_is_due(monkeypatch):
     made: Any = Checkpointing(
-        Path(), Quiet(), **{**POLICY, "every_n_steps": 10, "every_n_minutes": 1.0}, on_failure="stop"
+        Path(),
+        Quiet(),
+        **{**POLICY, "every_n_steps": 10, "every_n_minutes": 1.0},
+        on_failure="stop",
     )  # pyright: ignore[reportArgumentType]
     votes: list[tuple[str, int]] = []
 
@@ -275,7 +329,9 @@ def test_a_vote_is_read_at_the_step_after_it_whatever_else_is_due(monkeypatch):
             votes.append(("read", trainer.global_step))
             return []
 
-    trainer: Any = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(validation_is_due=False)))
+    trainer: Any = SimpleNamespace(
+        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(validation_is_due=False))
+    )
     monkeypatch.setattr(process_group, "ranks", lambda: 2)
     made._time_vote, made._save = Votes(), lambda trainer: setattr(made, "_due", False)
     for step in range(1, 21):
@@ -298,9 +354,14 @@ class Module(L.LightningModule):
 
 def test_a_checkpoint_that_somebody_else_saves_leaves_last_alone(tmp_path):
     trainer = L.Trainer(
-        strategy=SingleDevice(), accelerator="cpu", max_steps=1, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False,
-    )  # fmt: skip
+        strategy=SingleDevice(),
+        accelerator="cpu",
+        max_steps=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
     trainer.fit(Module(), torch.utils.data.DataLoader([torch.ones(2)]))
     trainer.save_checkpoint(tmp_path / "step=000001")
     assert directory.problem(tmp_path / "step=000001") is None
@@ -308,7 +369,9 @@ def test_a_checkpoint_that_somebody_else_saves_leaves_last_alone(tmp_path):
     writer = CheckpointWriter(on_saved=lambda path: directory.write_last(tmp_path, path.name))
     trainer.save_checkpoint(tmp_path / "step=000002", storage_options=writer)
     assert directory.read_last(tmp_path) == "step=000002"
-    with pytest.raises(TypeError, match=r"storage_options must be a CheckpointWriter or None\. Got 's3'"):
+    with pytest.raises(
+        TypeError, match=r"storage_options must be a CheckpointWriter or None\. Got 's3'"
+    ):
         trainer.save_checkpoint(tmp_path / "step=000003", storage_options="s3")
 
 
@@ -318,9 +381,13 @@ def test_a_strategy_that_is_not_ours_is_named():
         enable_progress_bar=False, enable_model_summary=False, callbacks=[EMA()],
     )  # fmt: skip
     assert StrategyMixin.find(trainer) is None
-    with pytest.raises(TypeError, match=r"SingleDeviceStrategy: this needs a strategy of armature\.strategies"):
+    with pytest.raises(
+        TypeError, match=r"SingleDeviceStrategy: this needs a strategy of armature\.strategies"
+    ):
         StrategyMixin.of(trainer)
-    with pytest.raises(TypeError, match=r"EMA needs a strategy of armature\.strategies.*Got SingleDeviceStrategy"):
+    with pytest.raises(
+        TypeError, match=r"EMA needs a strategy of armature\.strategies.*Got SingleDeviceStrategy"
+    ):
         trainer.fit(Module(), torch.utils.data.DataLoader([torch.ones(2)]))
 
 
@@ -339,17 +406,26 @@ def test_a_pointer_that_is_gone_does_not_send_the_run_back_to_the_start(tmp_path
     [
         ({}, "nothing."),
         ({"val/lost": torch.tensor(1.0)}, "val/lost."),
-        ({"val/loss/dataloader_idx_0": torch.tensor(1.0)}, "idx_0. Type checkpoint.monitor=val/loss/dataloader_idx_0"),
+        (
+            {"val/loss/dataloader_idx_0": torch.tensor(1.0)},
+            "idx_0. Type checkpoint.monitor=val/loss/dataloader_idx_0",
+        ),
     ],
 )
 def test_a_monitor_that_nobody_logs_is_told_once(tmp_path, caplog, logged, told):
     log: Any = Quiet()
     trainer: Any = Trainer(set())
-    trainer.state, trainer.sanity_checking, trainer.callback_metrics = SimpleNamespace(fn="fit"), False, logged
+    trainer.state, trainer.sanity_checking, trainer.callback_metrics = (
+        SimpleNamespace(fn="fit"),
+        False,
+        logged,
+    )
     callback = Checkpointing(tmp_path, log, **{**POLICY, "keep_best": 1}, on_failure="continue")
     for _ in range(2):
         callback.validation_ended(trainer)
-    assert caplog.text.count("checkpoint.monitor=val/loss: no logged value has that name, so no") == 1
+    assert (
+        caplog.text.count("checkpoint.monitor=val/loss: no logged value has that name, so no") == 1
+    )
     assert told in caplog.text
 
 
@@ -357,17 +433,26 @@ def test_scores_of_another_monitor_do_not_count_after_a_resume(tmp_path, caplog)
     log: Any = Quiet()
 
     def made(**changes: Any) -> Checkpointing:
-        return Checkpointing(tmp_path, log, **{**POLICY, "keep_best": 1, **changes}, on_failure="continue")
+        return Checkpointing(
+            tmp_path, log, **{**POLICY, "keep_best": 1, **changes}, on_failure="continue"
+        )
 
     (tmp_path / "step=000002").mkdir()
     first = made()
     first.scores = {2: 0.5, 4: 0.4}  # the second was removed
     saved = first.state_dict()
-    for changes, scores in [({}, {2: 0.5}), ({"monitor": "val/accuracy"}, {}), ({"mode": "max"}, {})]:
+    for changes, scores in [
+        ({}, {2: 0.5}),
+        ({"monitor": "val/accuracy"}, {}),
+        ({"mode": "max"}, {}),
+    ]:
         resumed = made(**changes)
         resumed.load_state_dict(saved)
         assert resumed.scores == scores
-    assert "checkpoint.monitor=val/accuracy checkpoint.mode=min: scores by val/loss (min) do not count" in caplog.text
+    assert (
+        "checkpoint.monitor=val/accuracy checkpoint.mode=min: scores by val/loss (min) do not count"
+        in caplog.text
+    )
     assert len(caplog.messages) == 2
     resumed = made(mode="max")
     resumed.load_state_dict({"scores": {2: 0.5}, "owes_validation": False})  # of an earlier version
@@ -377,10 +462,18 @@ def test_scores_of_another_monitor_do_not_count_after_a_resume(tmp_path, caplog)
 def test_the_best_one_stays_until_a_better_one_is_written(tmp_path, monkeypatch):
     log: Any = Quiet()
     trainer: Any = Trainer({3})  # the disk is full at step 3
-    policy = {**POLICY, "keep_best": 1, "keep_last": 1, "keep_every_n_steps": None, "background": True}
+    policy = {
+        **POLICY,
+        "keep_best": 1,
+        "keep_last": 1,
+        "keep_every_n_steps": None,
+        "background": True,
+    }
     callback = Checkpointing(tmp_path, log, **policy, on_failure="continue")
     write, finish, finishing = directory.write_manifest, callback.writer.finish, threading.Event()
-    monkeypatch.setattr(directory, "write_manifest", lambda *args: (finishing.wait(60), write(*args)))
+    monkeypatch.setattr(
+        directory, "write_manifest", lambda *args: (finishing.wait(60), write(*args))
+    )
     callback.writer.finish = lambda: (finishing.set(), finish(), finishing.clear())  # pyright: ignore[reportAttributeAccessIssue]
     for step, score in [(1, 0.5), (2, None), (3, 0.4)]:
         trainer.global_step = step

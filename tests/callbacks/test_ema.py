@@ -45,15 +45,27 @@ class Torchs(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         average = get_ema_multi_avg_fn(DECAY)
-        self.average = AveragedModel(pl_module.net, multi_avg_fn=average, use_buffers=self.use_buffers)
+        self.average = AveragedModel(
+            pl_module.net, multi_avg_fn=average, use_buffers=self.use_buffers
+        )
         self.average.n_averaged += 1  # else the first step would be copied
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any
+    ) -> None:
         self.average.update_parameters(pl_module.net)  # pyright: ignore[reportArgumentType]
 
-    def on_validation_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+    def on_validation_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any
+    ) -> None:
         for kept, net in ((self.validated, pl_module.net), (self.expected, self.average.module)):
-            kept.append({name: value.clone() for name, value in net.state_dict().items() if "num" not in name})
+            kept.append(
+                {
+                    name: value.clone()
+                    for name, value in net.state_dict().items()
+                    if "num" not in name
+                }
+            )
 
 
 class Begun(Torchs):
@@ -65,13 +77,21 @@ class Begun(Torchs):
         self.mean = ema.average["net.1.running_mean"].clone()
 
 
-def fit(*, epochs: int, ema: EMA, torchs: Torchs | None = None, resume: Path | None = None) -> L.Trainer:
+def fit(
+    *, epochs: int, ema: EMA, torchs: Torchs | None = None, resume: Path | None = None
+) -> L.Trainer:
     L.seed_everything(0, verbose=False)
     trainer = L.Trainer(
-        accelerator="cpu", strategy=SingleDevice(), max_epochs=epochs, logger=False, num_sanity_val_steps=0,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        accelerator="cpu",
+        strategy=SingleDevice(),
+        max_epochs=epochs,
+        logger=False,
+        num_sanity_val_steps=0,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
         callbacks=[ema, *([torchs] if torchs else [])],
-    )  # fmt: skip
+    )
     data = torch.randn(32, 4, generator=torch.Generator().manual_seed(1)) + 3
     loader = DataLoader(data, batch_size=8)  # pyright: ignore[reportArgumentType]
     trainer.fit(Normalized(), loader, loader, ckpt_path=resume)
@@ -101,7 +121,11 @@ def test_averaged_buffers_survive_a_resume(tmp_path: Path) -> None:
 def test_buffers_that_no_checkpoint_averaged_begin_with_the_models(tmp_path: Path) -> None:
     trainer = fit(epochs=2, ema=EMA(decay=DECAY))
     trainer.save_checkpoint(tmp_path / "step=000008")
-    model, ema, torchs = trainer.lightning_module, EMA(decay=DECAY, use_buffers=True), Begun(use_buffers=True)
+    model, ema, torchs = (
+        trainer.lightning_module,
+        EMA(decay=DECAY, use_buffers=True),
+        Begun(use_buffers=True),
+    )
     fit(epochs=3, ema=ema, torchs=torchs, resume=tmp_path / "step=000008")
     torch.testing.assert_close(torchs.mean, model.net[1].running_mean)
 
@@ -115,15 +139,26 @@ def test_a_file_of_the_average_has_the_models_buffers(tmp_path: Path) -> None:
     written = load_file(tmp_path / "average.safetensors")
     module = trainer.lightning_module
     assert written.keys() == module.state_dict().keys()
-    torch.testing.assert_close(written["net.1.running_mean"], module.get_buffer("net.1.running_mean"))
+    torch.testing.assert_close(
+        written["net.1.running_mean"], module.get_buffer("net.1.running_mean")
+    )
     torch.testing.assert_close(written["net.0.weight"], ema.average["net.0.weight"])
 
 
-def test_all_names_of_a_tied_weight_are_averaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_names_of_a_tied_weight_are_averaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weight, average = torch.randn(2, 2), torch.randn(2, 2)
-    saved = {"embed": weight, "head": weight.clone(), "mean": torch.zeros(2), "bias": torch.zeros(2, dtype=torch.int64)}
+    saved = {
+        "embed": weight,
+        "head": weight.clone(),
+        "mean": torch.zeros(2),
+        "bias": torch.zeros(2, dtype=torch.int64),
+    }
     averages = {"embed": average, "mean": torch.ones(2)}
-    monkeypatch.setattr(convert.state, "load_full_state_dict", lambda path, prefix="": averages if prefix else saved)
+    monkeypatch.setattr(
+        convert.state, "load_full_state_dict", lambda path, prefix="": averages if prefix else saved
+    )
     found = convert.weights_of(tmp_path, average=True)
     assert found["embed"].equal(average)
     assert found["head"].equal(average)

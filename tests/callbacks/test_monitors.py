@@ -84,7 +84,16 @@ class Table:
 
 
 def fit(
-    folder, *callbacks, steps=6, accumulate=1, every=2, data_pause=0.0, model_pause=0.0, model=Net, micro=4, rows=Rows
+    folder,
+    *callbacks,
+    steps=6,
+    accumulate=1,
+    every=2,
+    data_pause=0.0,
+    model_pause=0.0,
+    model=Net,
+    micro=4,
+    rows=Rows,
 ):
     """Trains; returns the step log, the task and the Trainer."""
     folder.mkdir(exist_ok=True)
@@ -99,11 +108,23 @@ def fit(
     )
     task = Task(model, optimizer=partial(torch.optim.SGD, lr=0.1))
     trainer = Trainer(
-        strategy=SingleDevice(seed=0), accelerator="cpu", devices=1, max_epochs=-1, max_steps=steps,
-        accumulate_grad_batches=accumulate, callbacks=[log, *callbacks], logger=[log.csv], enable_model_summary=False,
-        enable_progress_bar=False, enable_checkpointing=False, limit_val_batches=0, default_root_dir=folder,
-        use_distributed_sampler=False, reload_dataloaders_every_n_epochs=1, before_training=[log.resume],
-    )  # fmt: skip
+        strategy=SingleDevice(seed=0),
+        accelerator="cpu",
+        devices=1,
+        max_epochs=-1,
+        max_steps=steps,
+        accumulate_grad_batches=accumulate,
+        callbacks=[log, *callbacks],
+        logger=[log.csv],
+        enable_model_summary=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        limit_val_batches=0,
+        default_root_dir=folder,
+        use_distributed_sampler=False,
+        reload_dataloaders_every_n_epochs=1,
+        before_training=[log.resume],
+    )
     Net.pause = model_pause
     trainer.fit(task, datamodule=data)
     log.csv.flush()
@@ -139,18 +160,25 @@ def test_a_slow_loader_shows_as_waiting(tmp_path):
 
 def test_a_fast_loader_does_not(tmp_path):
     log, *_ = fit(tmp_path, model_pause=0.02, steps=12, every=1)
-    assert min(row["data_wait"] for row in table(tmp_path / "timings.csv")) < 0.05  # a busy machine may hold up some
+    assert (
+        min(row["data_wait"] for row in table(tmp_path / "timings.csv")) < 0.05
+    )  # a busy machine may hold up some
     assert set(log.summary()) == {"seconds_per_step", "samples_per_second", "data_wait"}
 
 
 def waiting(num_workers: int | None = 0, accumulate: int = 1, devices: int = 1) -> SimpleNamespace:
     loader = SimpleNamespace(num_workers=num_workers)
-    return SimpleNamespace(accumulate_grad_batches=accumulate, num_devices=devices, datamodule=loader)
+    return SimpleNamespace(
+        accumulate_grad_batches=accumulate, num_devices=devices, datamodule=loader
+    )
 
 
 def judged(trainer, *, wait: float, step: float = 0.1, windows: int = 8, waits=None) -> list[str]:
     """What is said of so many windows of ten steps."""
-    watch, window = DataWaitWarning(), Window(steps=10, samples=80, seconds=10 * step, data_wait=10 * wait)
+    watch, window = (
+        DataWaitWarning(),
+        Window(steps=10, samples=80, seconds=10 * step, data_wait=10 * wait),
+    )
     said = [watch.problem(trainer, window, waits=waits or [wait / step]) for _ in range(windows)]
     return [text for text in said if text]
 
@@ -158,19 +186,26 @@ def judged(trainer, *, wait: float, step: float = 0.1, windows: int = 8, waits=N
 def test_the_warning_names_the_remedy_once(monkeypatch):
     monkeypatch.setattr(hardware, "cpu_count", lambda: 8)
     (text,) = judged(waiting(), wait=0.06)
-    assert text.startswith("the model waits for data 60% of the time, 60 ms per batch. Type data.num_workers=3:")
+    assert text.startswith(
+        "the model waits for data 60% of the time, 60 ms per batch. Type data.num_workers=3:"
+    )
     (text,) = judged(waiting(num_workers=2), wait=0.06)
     assert "Type data.num_workers=4 instead of 2." in text
     assert "decode, resize or tokenize once" in text
     (text,) = judged(waiting(num_workers=4, devices=2), wait=0.06)
-    assert "All 4 CPUs of a rank load data already (data.num_workers=4), so make samples cheaper" in text
+    assert (
+        "All 4 CPUs of a rank load data already (data.num_workers=4), so make samples cheaper"
+        in text
+    )
     (text,) = judged(waiting(accumulate=4), wait=0.06, waits=[0.1, 0.6])
     assert text.startswith("rank 1 waits for data 60% of the time, 15 ms per batch.")
 
 
 def test_no_warning_below_five_per_cent_in_the_warm_up_or_where_nothing_would_help():
     assert not judged(waiting(), wait=0.0049)
-    assert not judged(waiting(), wait=0.06, windows=3)  # the first twenty steps, and ten that are too few to judge by
+    assert not judged(
+        waiting(), wait=0.06, windows=3
+    )  # the first twenty steps, and ten that are too few to judge by
     assert not judged(waiting(), wait=0.0009, step=0.01, windows=50)
 
 
@@ -209,7 +244,8 @@ def test_on_a_gpu_only_its_idle_time_counts(monkeypatch):
         on_gpu = ends
         wait.batch_ended()
         assert not synchronized
-    # the first batch's host time counts whole, of the second what the GPU stood idle, of the third what the host took
+    # the first batch's host time counts whole, of the second what the GPU stood idle, of the third
+    # what the host took
     assert wait.read() == pytest.approx(0.5 + 0.1 + 0.5)
     assert synchronized == [8.0]
     assert wait.read() == 0.0
@@ -219,7 +255,9 @@ def test_on_a_gpu_only_its_idle_time_counts(monkeypatch):
 def test_metrics_csv_is_the_same_with_monitors(tmp_path):
     fit(tmp_path / "without")
     fit(tmp_path / "with", Monitors(norms_every_n_steps=None))
-    assert (tmp_path / "with/metrics.csv").read_bytes() == (tmp_path / "without/metrics.csv").read_bytes()
+    assert (tmp_path / "with/metrics.csv").read_bytes() == (
+        tmp_path / "without/metrics.csv"
+    ).read_bytes()
 
 
 def test_each_second_of_a_step_is_in_one_phase(tmp_path):
@@ -228,12 +266,16 @@ def test_each_second_of_a_step_is_in_one_phase(tmp_path):
     have = table(tmp_path / "timings.csv")[1:]
     assert len(have) == 9
     for row in have:
-        parts = [row[f"time/{name}"] for name in ("data", "forward", "backward", "optimizer", "other")]
+        parts = [
+            row[f"time/{name}"] for name in ("data", "forward", "backward", "optimizer", "other")
+        ]
         assert sum(parts) == pytest.approx(row["seconds_per_step"], rel=1e-3)
         assert row["time/forward"] > 0.008
         assert row["time/data"] > 0.004
         assert row["samples_per_second"] == pytest.approx(8 / row["seconds_per_step"], rel=1e-3)
-        assert row["samples_per_second_per_rank"] == pytest.approx(row["samples_per_second"], rel=1e-3)
+        assert row["samples_per_second_per_rank"] == pytest.approx(
+            row["samples_per_second"], rel=1e-3
+        )
         assert 0 < row["mfu"] < 1
         assert 0 < row["memory/resident_gib"] <= row["memory/peak_gib"] * 1.1
     for name in ("backward", "optimizer", "other"):  # a busy machine may hold up some
@@ -246,27 +288,40 @@ def test_norms_are_of_all_steps_that_a_batch_makes():
     weights = dict(module.named_parameters())
     common = {"ranks": 1, "sharded": False, "device": torch.device("cpu")}
     access = SimpleNamespace(
-        weights=lambda: weights, names_of_all_ranks=lambda names: sorted({*names}), can_read_weights=True,
-        can_read_gradients=True, norms=lambda own, groups, count: gradients.norms(
-            [(each.detach(), 1) for each in own], groups, count=count, **common),
+        weights=lambda: weights,
+        names_of_all_ranks=lambda names: sorted({*names}),
+        can_read_weights=True,
+        can_read_gradients=True,
+        norms=lambda own, groups, count: gradients.norms(
+            [(each.detach(), 1) for each in own], groups, count=count, **common
+        ),
         gradient_norms=lambda own, groups, count: gradients.norms(
-            [(each.grad, 1) for each in own], groups, count=count, **common),
-    )  # fmt: skip
+            [(each.grad, 1) for each in own], groups, count=count, **common
+        ),
+    )
     norms = Norms(2, by_part=True, update_ratio=True)
     norms.begin(access, module)  # pyright: ignore[reportArgumentType]
     before = [weight.detach().clone() for weight in weights.values()]
-    first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in module["task"].children())
+    first, second = (
+        torch.optim.SGD(part.parameters(), lr=0.1) for part in module["task"].children()
+    )
     for optimizer, size in ((first, 1.0), (first, 2.0), (second, 3.0)):
         for weight in weights.values():
             weight.grad = torch.full_like(weight, size)
         norms.before_step(2, optimizer)
         optimizer.step()
     columns = norms.after_step(2)
-    up, down = (sum(p.numel() for p in part.parameters()) ** 0.5 for part in module["task"].children())
+    up, down = (
+        sum(p.numel() for p in part.parameters()) ** 0.5 for part in module["task"].children()
+    )
     assert float(columns["train/grad_norm/up"]) == pytest.approx(2 * up)  # of its last step
     assert float(columns["train/grad_norm/down"]) == pytest.approx(3 * down)
-    change = torch.cat([(w.detach() - b).flatten() for w, b in zip(weights.values(), before, strict=True)]).norm()
-    assert float(columns["train/update_ratio"]) == pytest.approx(float(change / columns["train/weight_norm"]))
+    change = torch.cat(
+        [(w.detach() - b).flatten() for w, b in zip(weights.values(), before, strict=True)]
+    ).norm()
+    assert float(columns["train/update_ratio"]) == pytest.approx(
+        float(change / columns["train/weight_norm"])
+    )
 
 
 def test_norms_are_those_of_the_weights(tmp_path):
@@ -277,29 +332,41 @@ def test_norms_are_those_of_the_weights(tmp_path):
     assert ["train/weight_norm" in row for row in have] == [False, False, True]
     weights, earlier = list(task.parameters()), list(before.parameters())
     norm = torch.cat([w.flatten() for w in weights]).norm().item()
-    change = torch.cat([(w - e).flatten() for w, e in zip(weights, earlier, strict=True)]).norm().item()
+    change = (
+        torch.cat([(w - e).flatten() for w, e in zip(weights, earlier, strict=True)]).norm().item()
+    )
     assert have[2]["train/weight_norm"] == pytest.approx(norm, rel=1e-5)
     assert have[2]["train/update_ratio"] == pytest.approx(change / norm, rel=1e-4)
     up = torch.cat([p.flatten() for p in task.model.up.parameters()]).norm().item()
     assert have[2]["train/weight_norm/up"] == pytest.approx(up, rel=1e-5)
     parts = [have[2][f"train/grad_norm/{part}"] for part in ("up", "down")]
-    assert sum(part**2 for part in parts) ** 0.5 == pytest.approx(have[2]["train/grad_norm"], rel=1e-5)
+    assert sum(part**2 for part in parts) ** 0.5 == pytest.approx(
+        have[2]["train/grad_norm"], rel=1e-5
+    )
 
 
 def test_what_is_logged_is_the_mean_over_all_targets_of_a_step(tmp_path):
     for name, micro, accumulate in (("whole", 16, 1), ("parts", 4, 4)):
         monitors = Monitors(norms_every_n_steps=1, norms_by_part=True)
         fit(tmp_path / name, monitors, micro=micro, accumulate=accumulate, rows=Padded)
-    whole, parts = table(tmp_path / "whole" / "metrics.csv"), table(tmp_path / "parts" / "metrics.csv")
+    whole, parts = (
+        table(tmp_path / "whole" / "metrics.csv"),
+        table(tmp_path / "parts" / "metrics.csv"),
+    )
     assert {"train/loss", "train/grad_norm", "train/grad_norm/up"} <= set(whole[0])
     for row, expected in zip(parts, whole, strict=True):
         assert row == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_micro_batch_without_targets_leaves_the_loss_of_its_step_finite(tmp_path):
-    for name, micro, accumulate in (("whole", 6, 1), ("parts", 1, 6)):  # a third of the parts has a loss of NaN
+    for name, micro, accumulate in (
+        ("whole", 6, 1),
+        ("parts", 1, 6),
+    ):  # a third of the parts has a loss of NaN
         fit(tmp_path / name, micro=micro, accumulate=accumulate, rows=Padded)
-    for row, expected in zip(*(table(tmp_path / name / "metrics.csv") for name in ("parts", "whole")), strict=True):
+    for row, expected in zip(
+        *(table(tmp_path / name / "metrics.csv") for name in ("parts", "whole")), strict=True
+    ):
         assert row == pytest.approx(expected, rel=1e-5)
         assert 0 < row["train/loss"] < 2
 
@@ -341,7 +408,12 @@ def test_no_step_reads_a_tensor(tmp_path):
     def count(folder: Path, **kwargs) -> int:
         with Reads() as reads:
             torch.ones(()).item()
-            fit(folder, Monitors(norms_every_n_steps=1, norms_by_part=True, update_ratio=True), every=3, **kwargs)
+            fit(
+                folder,
+                Monitors(norms_every_n_steps=1, norms_by_part=True, update_ratio=True),
+                every=3,
+                **kwargs,
+            )
         return reads.count
 
     few, many = count(tmp_path / "few", steps=3), count(tmp_path / "many", steps=9)
@@ -366,9 +438,13 @@ def test_rows_after_the_checkpoint_are_dropped(tmp_path):
 
 
 def test_impossible_settings_are_refused():
-    with pytest.raises(ValueError, match=r"callbacks\.monitors\.peak_tflops must be positive, or null. Got 0"):
+    with pytest.raises(
+        ValueError, match=r"callbacks\.monitors\.peak_tflops must be positive, or null. Got 0"
+    ):
         Monitors(peak_tflops=0)
-    with pytest.raises(ValueError, match=r"need callbacks\.monitors\.norms_every_n_steps. Got null"):
+    with pytest.raises(
+        ValueError, match=r"need callbacks\.monitors\.norms_every_n_steps. Got null"
+    ):
         Monitors(norms_every_n_steps=None, update_ratio=True)
 
 
@@ -381,7 +457,11 @@ def test_monitors_and_ema_are_chosen_together():
 
 @pytest.mark.parametrize(
     ("name", "part"),
-    [("model.blocks.3.ffn.up.weight", "blocks.3"), ("model.head.weight", "head"), ("model.norm.0", "norm")],
+    [
+        ("model.blocks.3.ffn.up.weight", "blocks.3"),
+        ("model.head.weight", "head"),
+        ("model.norm.0", "norm"),
+    ],
 )
 def test_a_weight_belongs_to_its_block_or_end(name, part):
     assert part_of(name) == part
@@ -391,10 +471,18 @@ def test_a_weight_belongs_to_its_block_or_end(name, part):
 def test_a_decoder_is_counted_by_palms_formula():
     with torch.device("meta"):
         model = Decoder(
-            vocab_size=50304, context=1024, width=768, layers=12, heads=12, ffn_hidden=2048, tied=True
-        )  # fmt: skip
+            vocab_size=50304,
+            context=1024,
+            width=768,
+            layers=12,
+            heads=12,
+            ffn_hidden=2048,
+            tied=True,
+        )
     weights = 12 * (4 * 768**2 + 3 * 768 * 2048) + 50304 * 768
-    assert model.flops_per_sample(torch.zeros(1, 1024)) == (6 * weights + 12 * 12 * 768 * 1024) * 1024
+    assert (
+        model.flops_per_sample(torch.zeros(1, 1024)) == (6 * weights + 12 * 12 * 768 * 1024) * 1024
+    )
 
 
 def test_the_formula_is_what_the_operators_add_up_to():
@@ -402,7 +490,11 @@ def test_the_formula_is_what_the_operators_add_up_to():
     ids = torch.zeros(3, 64, dtype=torch.long)
     with torch.device("meta"):
         model = make()
-    whole = type("Whole", (nn.Module,), {"forward": lambda self, inputs, targets: model.loss(model(inputs), targets)})()
+    whole = type(
+        "Whole",
+        (nn.Module,),
+        {"forward": lambda self, inputs, targets: model.loss(model(inputs), targets)},
+    )()
     assert flops.counted(whole, ids, ids) == pytest.approx(model.flops_per_sample(ids), rel=0.02)
     assert flops.flops_per_sample(make, ids, ids) == model.flops_per_sample(ids)
 
@@ -413,8 +505,19 @@ def test_other_models_are_counted_by_operator_or_say_it_themselves():
     # forward, and backward of both factors; the first layer's inputs need no gradient
     assert flops.flops_per_sample(Net, inputs, targets) == 3 * 2 * (8 * 16 + 16 * 2) - 2 * 8 * 16
     assert torch.equal(torch.get_rng_state(), state)
-    make = partial(VisionTransformer, image_size=8, patch_size=2, channels=1, classes=10, width=16, layers=1, heads=2)
-    assert (flops.flops_per_sample(make, torch.zeros(2, 1, 8, 8), targets[:2]) or 0) > 6 * 16 * 12 * 16 * 16
+    make = partial(
+        VisionTransformer,
+        image_size=8,
+        patch_size=2,
+        channels=1,
+        classes=10,
+        width=16,
+        layers=1,
+        heads=2,
+    )
+    assert (
+        flops.flops_per_sample(make, torch.zeros(2, 1, 8, 8), targets[:2]) or 0
+    ) > 6 * 16 * 12 * 16 * 16
     own = type("Own", (Net,), {"flops_per_sample": lambda self, inputs: 7})
     assert flops.flops_per_sample(own, inputs, targets) == 7
     broken = type("Broken", (Net,), {"forward": lambda self, inputs, targets: inputs.sum().item()})
@@ -424,11 +527,17 @@ def test_other_models_are_counted_by_operator_or_say_it_themselves():
 @pytest.mark.parametrize(
     ("name", "tera"),
     [
-        ("NVIDIA H100 80GB HBM3", 989.4), ("NVIDIA H100 PCIe", 756), ("NVIDIA H200", 989.4), ("NVIDIA L40S", 362),
-        ("NVIDIA GH200 480GB", 989.4), ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA A10", 125), ("NVIDIA RTX A4000", None),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA GH200 480GB", 989.4),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A10", 125),
+        ("NVIDIA RTX A4000", None),
         ("AMD EPYC, 2 cores", None),
     ],
-)  # fmt: skip
+)
 def test_published_peaks_are_found_by_name(name, tera):
     assert hardware.published_peak(name) == (tera and tera * 1e12)
 
@@ -449,27 +558,46 @@ def test_a_cpus_peak_is_measured():
 @pytest.mark.slow
 def test_norms_do_not_depend_on_the_layout(tmp_path):
     corpus = write_corpus(tmp_path / "corpus")
-    common = ["callbacks=[ema,monitors]", "callbacks.monitors.norms_every_n_steps=2", "model.tied=false"]
+    common = [
+        "callbacks=[ema,monitors]",
+        "callbacks.monitors.norms_every_n_steps=2",
+        "model.tied=false",
+    ]
     common += ["callbacks.monitors.norms_by_part=true", "callbacks.monitors.update_ratio=true"]
     layouts = {
-        "single": [], "ddp": ["trainer.devices=2", "data.micro_batch_size=2"], "fsdp": ["trainer.devices=2"],
+        "single": [],
+        "ddp": ["trainer.devices=2", "data.micro_batch_size=2"],
+        "fsdp": ["trainer.devices=2"],
         "pipeline": ["trainer.devices=2"],
-    }  # fmt: skip
+    }
     with Forks(tmp_path) as forks:
         for name, extra in layouts.items():
-            overrides = [*TINY, f"data.path={corpus}", *common, f"strategy={name}", f"run.name={name}", *extra]
+            overrides = [
+                *TINY,
+                f"data.path={corpus}",
+                *common,
+                f"strategy={name}",
+                f"run.name={name}",
+                *extra,
+            ]
             forks.train(*overrides, ranks=1 if name == "single" else 2)
     runs = {name: rows(tmp_path / "outputs" / name) for name in layouts}
     columns = [
-        name for name in runs["single"][1] if "_norm/" in name or name in ("train/weight_norm", "train/update_ratio")
+        name
+        for name in runs["single"][1]
+        if "_norm/" in name or name in ("train/weight_norm", "train/update_ratio")
     ]
-    assert {"train/grad_norm/blocks.1", "train/weight_norm/embed", "train/update_ratio"} <= set(columns)
+    assert {"train/grad_norm/blocks.1", "train/weight_norm/embed", "train/update_ratio"} <= set(
+        columns
+    )
     for name, have in runs.items():
         for ours, reference in zip(have, runs["single"], strict=True):
             for column in columns:
                 assert (ours[column] == "") == (reference[column] == ""), (name, column)
                 if reference[column]:
-                    assert float(ours[column]) == pytest.approx(float(reference[column]), rel=1e-4), (name, column)
+                    assert float(ours[column]) == pytest.approx(
+                        float(reference[column]), rel=1e-4
+                    ), (name, column)
     last = table(tmp_path / "outputs/ddp/timings.csv")[-1]
     assert {"samples_per_second_per_rank", "time/communication"} <= last.keys()
     assert "time/communication" not in table(tmp_path / "outputs/fsdp/timings.csv")[-1]

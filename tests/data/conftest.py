@@ -1,4 +1,6 @@
-"""Scripts of ours in the test's own process, and sources of conversations that are written for a test."""
+"""Scripts of ours in the test's own process, and sources of conversations that are written for a
+test.
+"""
 
 from pathlib import Path
 
@@ -24,7 +26,12 @@ def source_of(tmp_path, tokenizer_folder):
 
     def make(kind: type, file: str, records: list, **settings):
         path = chat_parts.write(tmp_path / file, records)
-        options = {"context": 64, "val_fraction": 0.0, "cache_dir": str(tmp_path / "cache"), **settings}
+        options = {
+            "context": 64,
+            "val_fraction": 0.0,
+            "cache_dir": str(tmp_path / "cache"),
+            **settings,
+        }
         return kind(str(path), tokenizer=str(tokenizer_folder), **options)
 
     return make

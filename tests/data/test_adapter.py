@@ -1,4 +1,6 @@
-"""Plain LightningDataModules, as people bring them: which samples a run sees, in which order, also after a resume."""
+"""Plain LightningDataModules, as people bring them: which samples a run sees, in which order, also
+after a resume.
+"""
 
 import itertools
 import logging
@@ -51,7 +53,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*"
 
 
 class Numbers(Dataset):
-    """Sample i is (i, a random number). It has attributes that mean something else in our own datasets."""
+    """Sample i is (i, a random number).
+
+    It has attributes that mean something else in our own datasets.
+    """
 
     augment = True
 
@@ -73,10 +78,14 @@ class Numbers(Dataset):
 class Plain(L.LightningDataModule):
     """As in Lightning's documentation; `loader` makes the training loader."""
 
-    def __init__(self, loader=None, *, size: int = 20, batch_size: int = 4, num_workers: int = 0) -> None:
+    def __init__(
+        self, loader=None, *, size: int = 20, batch_size: int = 4, num_workers: int = 0
+    ) -> None:
         super().__init__()
         self.save_hyperparameters(ignore=["loader"])
-        self.make = loader or (lambda data: DataLoader(data, batch_size=self.per_device, shuffle=True))
+        self.make = loader or (
+            lambda data: DataLoader(data, batch_size=self.per_device, shuffle=True)
+        )
         self.calls: list[str] = []
 
     def prepare_data(self):
@@ -89,13 +98,18 @@ class Plain(L.LightningDataModule):
             assert self.per_device % self.trainer.world_size == 0
             self.per_device //= self.trainer.world_size
         if not hasattr(self, "train"):
-            self.train, self.val = random_split(Numbers(self.hparams["size"] + 7), [self.hparams["size"], 7])
+            self.train, self.val = random_split(
+                Numbers(self.hparams["size"] + 7), [self.hparams["size"], 7]
+            )
 
     def train_dataloader(self):
         return self.make(self.train)
 
     def val_dataloader(self):
-        return [DataLoader(self.val, batch_size=3), DataLoader(Numbers(5), batch_size=2, shuffle=True)]
+        return [
+            DataLoader(self.val, batch_size=3),
+            DataLoader(Numbers(5), batch_size=2, shuffle=True),
+        ]
 
     def test_dataloader(self):
         return DataLoader(Numbers(9), batch_size=self.per_device)
@@ -167,17 +181,28 @@ def fit(module, folder, *, steps, rank=0, ranks=1, checkpoint=None, task=None, *
     batches = plan_batches(data.global_batch_size, data.micro_batch_size, ranks)
     task = task or Recorder()
     trainer = L.Trainer(
-        strategy=OneOf(rank, ranks), accelerator="cpu", max_steps=steps, max_epochs=-1, logger=False,
-        accumulate_grad_batches=batches.accumulate, reload_dataloaders_every_n_epochs=1, num_sanity_val_steps=0,
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-        enable_checkpointing=False, default_root_dir=folder,
+        strategy=OneOf(rank, ranks),
+        accelerator="cpu",
+        max_steps=steps,
+        max_epochs=-1,
+        logger=False,
+        accumulate_grad_batches=batches.accumulate,
+        reload_dataloaders_every_n_epochs=1,
+        num_sanity_val_steps=0,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        enable_checkpointing=False,
+        default_root_dir=folder,
         callbacks=[RestoreProgress() if checkpoint or ranks > 1 else SaveEveryStep(folder)],
-    )  # fmt: skip
+    )
     trainer.fit(task, datamodule=data, ckpt_path=checkpoint, weights_only=False)
     return task, data, trainer
 
 
-def test_a_plain_data_module_trains_on_each_sample_once_per_epoch_and_its_hooks_are_called_once(tmp_path):
+def test_a_plain_data_module_trains_on_each_sample_once_per_epoch_and_its_hooks_are_called_once(
+    tmp_path,
+):
     module = Plain()
     task, data, trainer = fit(module, tmp_path, steps=10)
     assert data.global_batch_size == 4
@@ -192,7 +217,10 @@ def test_a_plain_data_module_trains_on_each_sample_once_per_epoch_and_its_hooks_
     assert task.tested == list(range(9))
     assert module.calls[3:] == ["setup test", "teardown test"]
     assert data.hparams["batch_size"] == 4
-    loaders = {loader: [i for which, batch in task.validated if which == loader for i in batch] for loader in (0, 1)}
+    loaders = {
+        loader: [i for which, batch in task.validated if which == loader for i in batch]
+        for loader in (0, 1)
+    }
     assert loaders[0] == list(module.val.indices) * 2
     assert sorted(loaders[1][:5]) == list(range(5))
 
@@ -237,14 +265,18 @@ class ByEpoch(Sampler):
 
 
 class Numbered(IterableDataset):
-    """Divides its samples among workers, as torch's documentation says, and draws random numbers."""
+    """Divides its samples among workers, as torch's documentation says, and draws random
+    numbers.
+    """
 
     def __init__(self, size: int = 20) -> None:
         self.size = size
 
     def __iter__(self):
         info = get_worker_info()
-        for i in range(0 if info is None else info.id, self.size, 1 if info is None else info.num_workers):
+        for i in range(
+            0 if info is None else info.id, self.size, 1 if info is None else info.num_workers
+        ):
             yield i, torch.rand(()).item() + random.random()
 
 
@@ -252,9 +284,15 @@ LOADERS = {
     "shuffled": None,
     "in order": lambda data: DataLoader(data, batch_size=4),
     "workers": lambda data: DataLoader(data, batch_size=4, shuffle=True, num_workers=2),
-    "weighted": lambda data: DataLoader(data, batch_size=4, sampler=WeightedRandomSampler([1.0] * 10 + [9.0] * 10, 20)),
-    "replacement": lambda data: DataLoader(data, batch_size=4, sampler=RandomSampler(data, True, 14)),
-    "subset": lambda data: DataLoader(data, batch_size=4, sampler=SubsetRandomSampler([1, 3, 5, 7, 9, 11])),
+    "weighted": lambda data: DataLoader(
+        data, batch_size=4, sampler=WeightedRandomSampler([1.0] * 10 + [9.0] * 10, 20)
+    ),
+    "replacement": lambda data: DataLoader(
+        data, batch_size=4, sampler=RandomSampler(data, True, 14)
+    ),
+    "subset": lambda data: DataLoader(
+        data, batch_size=4, sampler=SubsetRandomSampler([1, 3, 5, 7, 9, 11])
+    ),
     "own epochs": lambda data: DataLoader(data, batch_size=4, sampler=ByEpoch()),
     "batches": batch_sampler,
     "iterable": lambda data: DataLoader(Numbered(), batch_size=4),
@@ -264,7 +302,9 @@ LOADERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loader", LOADERS.values(), ids=list(LOADERS))
-def test_a_resume_inside_an_epoch_and_more_ranks_see_the_same_samples_and_random_numbers(loader, tmp_path):
+def test_a_resume_inside_an_epoch_and_more_ranks_see_the_same_samples_and_random_numbers(
+    loader, tmp_path
+):
     whole, _, _ = fit(Plain(loader), tmp_path, steps=13)
     resumed, data, _ = fit(Plain(loader), tmp_path, steps=13, checkpoint=tmp_path / "7.ckpt")
     assert resumed.steps == whole.steps[7:]
@@ -285,7 +325,9 @@ def test_samplers_are_kept(tmp_path):
     assert len(set(chain(*weighted.steps))) < 20 or len(weighted.steps) == 20
     subset, data, _ = fit(Plain(LOADERS["subset"]), tmp_path, steps=3)
     assert data.train_size == 6
-    assert sorted(chain(*subset.steps)) == sorted([data.module.train.indices[i] for i in (1, 3, 5, 7, 9, 11)] * 2)
+    assert sorted(chain(*subset.steps)) == sorted(
+        [data.module.train.indices[i] for i in (1, 3, 5, 7, 9, 11)] * 2
+    )
     pairs, data, _ = fit(Plain(batch_sampler), tmp_path, steps=10)
     own = {index: place for place, index in enumerate(data.module.train.indices)}
     assert all(len({own[i] // 4 for i in step}) == 1 for step in pairs.steps)
@@ -299,7 +341,9 @@ def test_samplers_are_kept(tmp_path):
 
 
 def test_what_is_drawn_twice_has_its_own_random_numbers(tmp_path):
-    module = Plain(lambda data: DataLoader(data, batch_size=4, sampler=RandomSampler(range(1), True, 8)))
+    module = Plain(
+        lambda data: DataLoader(data, batch_size=4, sampler=RandomSampler(range(1), True, 8))
+    )
     task, _, _ = fit(module, tmp_path, steps=4)
     assert len(set(chain(*task.steps))) == 1
     assert len(set(task.drawn)) == 16
@@ -312,20 +356,26 @@ def test_the_split_of_an_unseeded_random_split_depends_on_the_seed_alone():
         module = Plain()
         before = torch.get_rng_state()
         PlainData(module, seed=seed).setup("fit")
-        assert torch.equal(torch.get_rng_state(), before)  # the model's initialization does not depend on the data
+        assert torch.equal(
+            torch.get_rng_state(), before
+        )  # the model's initialization does not depend on the data
         splits.append(module.train.indices)
     assert splits[0] == splits[1] != splits[2]
 
 
 def test_typed_sizes_win(tmp_path):
-    task, data, _ = fit(Plain(), tmp_path, steps=3, global_batch_size=8, micro_batch_size=2, eval_batch_size=7)
+    task, data, _ = fit(
+        Plain(), tmp_path, steps=3, global_batch_size=8, micro_batch_size=2, eval_batch_size=7
+    )
     assert [len(step) for step in task.steps] == [8, 8, 8]
     assert data.batch_note == ""
     assert task.validated == [] or len(task.validated[0][1]) == 7
 
 
 def test_a_distributed_sampler_of_torch_is_replaced_by_our_share():
-    module = Plain(lambda data: DataLoader(data, 4, sampler=DistributedSampler(data, num_replicas=2, rank=1)))
+    module = Plain(
+        lambda data: DataLoader(data, 4, sampler=DistributedSampler(data, num_replicas=2, rank=1))
+    )
     data = PlainData(module, seed=5)
     data.setup("fit")
     assert data.train_size == 20
@@ -424,7 +474,13 @@ def test_the_next_epoch_is_drawn_with_the_step_that_needs_it():
         return np.arange(10)
 
     sampler = DrawnSampler(
-        10, draw=draw, population=10, seed=0, batches=plan_batches(4, 4, 1), rank=0, position=lambda: 0
+        10,
+        draw=draw,
+        population=10,
+        seed=0,
+        batches=plan_batches(4, 4, 1),
+        rank=0,
+        position=lambda: 0,
     )
     steps = iter(sampler)
     assert [next(steps), next(steps), drawn] == [[0, 11, 22, 33], [44, 55, 66, 77], [0]]
@@ -461,17 +517,32 @@ class Short(DataLoader):
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
-        (lambda data: DataLoader(data, 4, sampler=Stateful()), "Stateful draws other samples the second time"),
+        (
+            lambda data: DataLoader(data, 4, sampler=Stateful()),
+            "Stateful draws other samples the second time",
+        ),
         (lambda data: DataLoader(data, 4, sampler=Endless()), "Endless has no length"),
-        (lambda data: DataLoader(data, 4, sampler=Divided()), "Divided divides the samples among ranks itself"),
-        (lambda data: DataLoader(data, batch_sampler=Pairs(20, same=False)), "Pairs yields batches of 3 to 4 samples"),
+        (
+            lambda data: DataLoader(data, 4, sampler=Divided()),
+            "Divided divides the samples among ranks itself",
+        ),
+        (
+            lambda data: DataLoader(data, batch_sampler=Pairs(20, same=False)),
+            "Pairs yields batches of 3 to 4 samples",
+        ),
         (lambda data: DataLoader(data, batch_size=None), r"DataLoader\(batch_size=None\)"),
         (
             lambda data: {"a": DataLoader(data, 4)},
             r"Plain.train_dataloader returns a dict: return one torch DataLoader",
         ),
-        (lambda data: OtherLoader(data, 4), "OtherLoader, whose own __iter__ decides what a batch holds"),
-        (lambda data: Filtered(data, 4), "Filtered, whose own _get_iterator decides what a batch holds"),
+        (
+            lambda data: OtherLoader(data, 4),
+            "OtherLoader, whose own __iter__ decides what a batch holds",
+        ),
+        (
+            lambda data: Filtered(data, 4),
+            "Filtered, whose own _get_iterator decides what a batch holds",
+        ),
         (lambda data: Short(data, 4), "Short, whose own __len__ decides how long an epoch is"),
         (lambda data: DataLoader(data, 4, sampler=SubsetRandomSampler([])), "yields no samples"),
         (
@@ -483,7 +554,10 @@ class Short(DataLoader):
             lambda data: DataLoader(data, batch_sampler=[[(0, 32), (1, 32)]]),
             r"list yields \(0, 32\) for a .*in collate_fn",
         ),
-        (lambda data: DataLoader(data, batch_sampler=[0, 1]), r"list yields 0\. A batch sampler yields lists"),
+        (
+            lambda data: DataLoader(data, batch_sampler=[0, 1]),
+            r"list yields 0\. A batch sampler yields lists",
+        ),
     ],
 )
 def test_what_cannot_be_repeated_is_refused_by_name(loader, message):
@@ -497,7 +571,9 @@ def test_what_cannot_be_repeated_is_refused_by_name(loader, message):
     [
         lambda **options: DataLoader(Numbers(7), 2, **options),
         lambda **options: DataLoader(Numbered(7), 2, **options),
-        lambda **options: DataLoader(Numbers(7), batch_sampler=BatchSampler(range(7), 2, **options)),
+        lambda **options: DataLoader(
+            Numbers(7), batch_sampler=BatchSampler(range(7), 2, **options)
+        ),
         lambda **options: DataLoader(Numbers(7), 2, sampler=torch.tensor([*range(7)]), **options),
     ],
     ids=["map", "stream", "batch sampler", "tensor"],
@@ -512,12 +588,15 @@ def test_evaluation_obeys_drop_last(make, drop_last):
 
 def test_a_batch_sampler_fixes_the_global_batch():
     with pytest.raises(
-        ConfigError, match=r"data.global_batch_size=8, but the batch sampler of Plain yields batches of 4"
+        ConfigError,
+        match=r"data.global_batch_size=8, but the batch sampler of Plain yields batches of 4",
     ):
         PlainData(Plain(batch_sampler), seed=5, global_batch_size=8).setup("fit")
 
 
-@pytest.mark.parametrize(("rank", "same", "where"), [(1, False, "rank 1"), (0, True, "another rank")])
+@pytest.mark.parametrize(
+    ("rank", "same", "where"), [(1, False, "rank 1"), (0, True, "another rank")]
+)
 def test_ranks_with_other_data_are_refused_on_all_ranks(rank, same, where):
     strategy: Any = OneOf(rank, 2)
     strategy.broadcast = lambda obj, src=0: obj if same else "other"
@@ -618,18 +697,27 @@ def before_training(module, *, same=True, rank=0, ranks=2):
 
 
 def test_test_data_are_checked_before_training_if_they_are_there(tmp_path):
-    for module, number in ((Plain(), 1), (StreamedTest(), 2), (DocumentedTest(), None), (TrainOnly(), None)):
+    for module, number in (
+        (Plain(), 1),
+        (StreamedTest(), 2),
+        (DocumentedTest(), None),
+        (TrainOnly(), None),
+    ):
         data = before_training(module)
         assert data.check_test() == number
         assert "test" not in data._read
         assert not data._loaders
-    with pytest.raises(ConfigError, match=r"Plain has other test data on rank 1 .* trainer.test_at_end=false"):
+    with pytest.raises(
+        ConfigError, match=r"Plain has other test data on rank 1 .* trainer.test_at_end=false"
+    ):
         before_training(Plain(), same=False, rank=1).check_test()
     with pytest.raises(ConfigError, match="Plain has 9 samples for test, but 2 ranks"):
         before_training(Plain(batch_size=1)).check_test()
     module = Plain()
     module.test_dataloader = lambda: DataLoader(Numbers(9), 2, sampler=Stateful())
-    with pytest.raises(ConfigError, match=r"Plain.test_dataloader: Stateful draws other samples the second time"):
+    with pytest.raises(
+        ConfigError, match=r"Plain.test_dataloader: Stateful draws other samples the second time"
+    ):
         before_training(module, ranks=1).check_test()
 
 
@@ -642,7 +730,11 @@ class SeveralLoaders(L.LightningModule):
 def test_hooks_that_do_not_fit_the_number_of_test_loaders_are_refused_before_training(tests, limit):
     data = before_training(Plain(), ranks=1)
     trainer: Any = SimpleNamespace(
-        datamodule=data, val_dataloaders=None, limit_test_batches=limit, callbacks=[], lightning_module=SeveralLoaders()
+        datamodule=data,
+        val_dataloaders=None,
+        limit_test_batches=limit,
+        callbacks=[],
+        lightning_module=SeveralLoaders(),
     )
     check = SameHeldOutData(tests=tests)
     if not (tests and limit):
@@ -683,7 +775,10 @@ class OfRank(Dataset):
 def test_ranks_that_hold_other_samples_under_the_same_indices_are_refused(kind, refused, workers):
     datasets = [OfRank(rank, kind) for rank in range(2)]
     if refused:
-        with pytest.raises(ConfigError, match=r"Plain has other training samples on rank 1 .* under the same indices"):
+        with pytest.raises(
+            ConfigError,
+            match=r"Plain has other training samples on rank 1 .* under the same indices",
+        ):
             check_ranks_agree(datasets, workers=workers)
     else:
         check_ranks_agree(datasets, workers=workers)
@@ -691,14 +786,18 @@ def test_ranks_that_hold_other_samples_under_the_same_indices_are_refused(kind, 
 
 
 def check_ranks_agree(datasets, *, workers=0):
-    """Let two ranks compare their training data, one after the other: rank 0 as if the first samples differed."""
+    """Let two ranks compare their training data, one after the other: rank 0 as if the first
+    samples differed.
+    """
     said: list[Any] = []
     decisions = iter([True, False, True])
     for rank, own in enumerate(datasets):
         data = PlainData(Plain(lambda _, own=own: DataLoader(own, 4, num_workers=workers)), seed=5)
         data.setup("fit")
         strategy: Any = OneOf(rank, 2)
-        strategy.broadcast = lambda own, src=0, rank=rank: said.pop(0) if rank else said.append(own) or own
+        strategy.broadcast = lambda own, src=0, rank=rank: (
+            said.pop(0) if rank else said.append(own) or own
+        )
         strategy.reduce_boolean_decision = lambda own, rank=rank: own if rank else next(decisions)
         data.trainer = SimpleNamespace(strategy=strategy)
         data.check_ranks_agree("train")
@@ -725,7 +824,9 @@ def test_rare_augmentation_by_a_generator_of_the_dataset_is_not_taken_for_other_
 
 
 def test_rare_augmentation_in_loader_processes_is_not_taken_for_other_data():
-    flipped = (seed for seed in range(100) if np.random.default_rng([seed, 0]).random(3).min() < 0.05)
+    flipped = (
+        seed for seed in range(100) if np.random.default_rng([seed, 0]).random(3).min() < 0.05
+    )
     for seed in itertools.islice(flipped, 2):  # among the first three samples of rank 0
         check_ranks_agree([RarelyFlipped([seed, rank]) for rank in range(2)], workers=1)
 
@@ -742,7 +843,9 @@ class Waiting(Numbers):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_samples_that_wait_for_training_are_named_and_in_loader_processes_not_compared(workers, monkeypatch, caplog):
+def test_samples_that_wait_for_training_are_named_and_in_loader_processes_not_compared(
+    workers, monkeypatch, caplog
+):
     monkeypatch.setattr("armature.data.eval_loader.WAIT_SECONDS", 0.2)
     with caplog.at_level(logging.WARNING, logger="armature"):
         check_ranks_agree([Waiting(), Numbers()], workers=workers)
@@ -754,7 +857,10 @@ def test_a_resumed_run_reads_no_samples_before_training():
     data.setup("fit")
     data._resumed = (8, 2)
     strategy: Any = OneOf(0, 2)
-    strategy.broadcast, strategy.reduce_boolean_decision = lambda own, src=0: own, lambda decision: decision
+    strategy.broadcast, strategy.reduce_boolean_decision = (
+        lambda own, src=0: own,
+        lambda decision: decision,
+    )
     data.trainer = SimpleNamespace(strategy=strategy)
     data.check_ranks_agree("train")
     assert own.reads == []
@@ -776,9 +882,17 @@ class Opaque(IterableDataset):
 def test_ranks_with_the_same_stream_agree_whatever_its_records_are():
     first, again, other, later = (
         ranks_agree._first(
-            loaders.read_loader(DataLoader(Opaque(values), 2), owner="", seed=5), seed=5, num_workers=0, fresh=True
+            loaders.read_loader(DataLoader(Opaque(values), 2), owner="", seed=5),
+            seed=5,
+            num_workers=0,
+            fresh=True,
         )
-        for values in ([0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 5.0, 3.0], [0.0, 1.0, 2.0, 5.0])
+        for values in (
+            [0.0, 1.0, 2.0, 3.0],
+            [0.0, 1.0, 2.0, 3.0],
+            [0.0, 1.0, 5.0, 3.0],
+            [0.0, 1.0, 2.0, 5.0],
+        )
     )
     assert ranks_agree._near(first, again)
     assert ranks_agree._near(first, later)  # the first three are read
@@ -788,7 +902,14 @@ def test_ranks_with_the_same_stream_agree_whatever_its_records_are():
 @pytest.mark.parametrize(
     ("size", "ranks", "batch_size", "limit", "remedy"),
     [
-        (7, 2, 1, 1.0, r"Leave 1 of them out \(torch.utils.data.Subset\(dataset, range\(6\)\)\), or type data.eval_ba"),
+        (
+            7,
+            2,
+            1,
+            1.0,
+            r"Leave 1 of them out \(torch.utils.data.Subset\(dataset, range\(6\)\)\), or type "
+            r"data.eval_ba",
+        ),
         (2, 3, 8, 1.0, "Give it at least 3 samples, or evaluate on at most 2 ranks"),
         (8, 2, 1, 1.0, None),
         (7, 2, 2, 1.0, None),
@@ -796,7 +917,9 @@ def test_ranks_with_the_same_stream_agree_whatever_its_records_are():
     ],
 )
 @pytest.mark.parametrize("rank", [0, 1])
-def test_samples_that_leave_a_rank_without_one_are_refused_at_the_start(size, ranks, batch_size, limit, remedy, rank):
+def test_samples_that_leave_a_rank_without_one_are_refused_at_the_start(
+    size, ranks, batch_size, limit, remedy, rank
+):
     data = PlainData(Plain(), seed=5)
     data.module.val_dataloader = lambda: DataLoader(Numbers(size), batch_size)
     data.setup("fit")
@@ -805,7 +928,9 @@ def test_samples_that_leave_a_rank_without_one_are_refused_at_the_start(size, ra
         taken = itertools.islice(data.val_dataloader(), limit if isinstance(limit, int) else None)
         assert all(len(batch[0]) for batch in taken)
         return
-    with pytest.raises(ConfigError, match=f"Plain has {size} samples for val, but {ranks} ranks .* {remedy}"):
+    with pytest.raises(
+        ConfigError, match=f"Plain has {size} samples for val, but {ranks} ranks .* {remedy}"
+    ):
         data.val_dataloader()
 
 
@@ -822,14 +947,18 @@ def test_a_hook_s_loader_counts_optimizer_steps_whatever_the_micro_batch(caplog)
     caplog.set_level("INFO", "armature")
     data = PlainData(Plain(), seed=5, micro_batch_size=1)
     data.setup("fit")
-    data.trainer = SimpleNamespace(strategy=OneOf(0, 2), fit_loop=SimpleNamespace(asks_for_data=False))
+    data.trainer = SimpleNamespace(
+        strategy=OneOf(0, 2), fit_loop=SimpleNamespace(asks_for_data=False)
+    )
     size = data.global_batch_size
     for _ in range(2):
         loader = data.train_dataloader()
         assert [len(loader), loader.batch_size] == [-(-data.train_size // size), size]
     assert [record.getMessage() for record in caplog.records] == [
-        f"trainer.datamodule.train_dataloader() has batches of data.global_batch_size={size} samples: a "
-        "forward of one may need more memory than a step. Its length counts optimizer steps: do not divide it by "
+        f"trainer.datamodule.train_dataloader() has batches of data.global_batch_size={size} "
+        "samples: a "
+        "forward of one may need more memory than a step. Its length counts optimizer steps: do "
+        "not divide it by "
         f"trainer.accumulate_grad_batches={size // 2}."
     ]
 
@@ -837,7 +966,9 @@ def test_a_hook_s_loader_counts_optimizer_steps_whatever_the_micro_batch(caplog)
 def test_the_number_of_workers_is_that_of_the_training_loader():
     data = PlainData(Plain(LOADERS["workers"]), seed=5)
     data.setup("fit")
-    data.trainer = type("Trainer", (), {"strategy": SingleDeviceStrategy(), "accumulate_grad_batches": 1})()
+    data.trainer = type(
+        "Trainer", (), {"strategy": SingleDeviceStrategy(), "accumulate_grad_batches": 1}
+    )()
     data.train_dataloader()
     assert data.num_workers == 2  # what the advice to a run that waits for data is about
 
@@ -847,11 +978,18 @@ def config(**data):
 
 
 def test_keys_that_the_class_does_not_take_are_the_adapters():
-    data = adapter.build(config(size=12, batch_size=6, num_workers=1, global_batch_size=3, micro_batch_size=1))
+    data = adapter.build(
+        config(size=12, batch_size=6, num_workers=1, global_batch_size=3, micro_batch_size=1)
+    )
     assert isinstance(data, PlainData)
     data.setup("fit")
     assert (data.module.hparams["size"], data.module.hparams["num_workers"]) == (12, 1)
-    assert (data.global_batch_size, data.batches.accumulate, data.seed, data.train_size) == (3, 3, 3, 12)
+    assert (data.global_batch_size, data.batches.accumulate, data.seed, data.train_size) == (
+        3,
+        3,
+        3,
+        12,
+    )
 
 
 def test_loaders_that_the_module_lacks_are_not_claimed():
@@ -904,7 +1042,8 @@ def test_hooks_reach_the_user_s_samplers_through_the_loader():
     assert places(weighted) == {3}
     assert weighted.batch_sampler.batch_size == weighted.batch_size == 2
     with pytest.raises(
-        ConfigError, match=r"batch_sampler.batch_size was set to 8, .* data.global_batch_size=4 .* Type"
+        ConfigError,
+        match=r"batch_sampler.batch_size was set to 8, .* data.global_batch_size=4 .* Type",
     ):
         weighted.batch_sampler.batch_size = 8
     shuffles = ShufflesInPlace()
@@ -947,10 +1086,15 @@ class Never(IterableDataset):
 
 
 def test_ragged_samples_need_a_collate_fn():
-    with pytest.raises(ConfigError, match=r"samples of list cannot be stacked .* collate_fn\(self, samples\)"):
+    with pytest.raises(
+        ConfigError, match=r"samples of list cannot be stacked .* collate_fn\(self, samples\)"
+    ):
         next(iter(Ragged(global_batch_size=8).train_dataloader()))
     assert next(iter(Padded(global_batch_size=8).train_dataloader())).shape == (8, 3)
-    assert next(iter(Padded(global_batch_size=8, eval_batch_size=8).val_dataloader())).shape == (8, 3)
+    assert next(iter(Padded(global_batch_size=8, eval_batch_size=8).val_dataloader())).shape == (
+        8,
+        3,
+    )
 
 
 class Listed(Dataset):
@@ -966,11 +1110,17 @@ class Listed(Dataset):
         return self.make(indices)
 
 
-@pytest.mark.parametrize("make", [lambda data: data, lambda data: Subset(data, range(20))], ids=["whole", "subset"])
+@pytest.mark.parametrize(
+    "make", [lambda data: data, lambda data: Subset(data, range(20))], ids=["whole", "subset"]
+)
 def test_a_dataset_that_fetches_lists_alone_has_random_numbers_for_each_sample(make):
     data = PlainData(Plain(lambda data: DataLoader(make(Listed()), 4)), seed=5)
     data.setup("fit")
-    samples = [pair for batch in data.train_dataloader() for pair in zip(*map(torch.Tensor.tolist, batch), strict=True)]
+    samples = [
+        pair
+        for batch in data.train_dataloader()
+        for pair in zip(*map(torch.Tensor.tolist, batch), strict=True)
+    ]
     assert [index for index, _ in samples] == [*range(20)]
     alone = PlainData(Plain(lambda data: DataLoader(make(Listed()), 4)), seed=5, micro_batch_size=1)
     alone.setup("fit")
@@ -1004,20 +1154,28 @@ def test_samples_of_a_plain_data_module_that_make_no_batch_are_named(dataset, me
 def test_an_iterable_dataset_is_read_as_a_stream():
     data = Streamed(global_batch_size=4)
     assert data.train_size == 12
-    assert [batch[0].tolist() for batch in data.train_dataloader()] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert [batch[0].tolist() for batch in data.train_dataloader()] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9, 10, 11],
+    ]
 
 
 def test_an_endless_iterable_dataset_is_refused_or_limited(monkeypatch):
     monkeypatch.setattr("armature.data.iterable.COUNT_SECONDS", 0.05)
     data = Streamed(global_batch_size=4)
     monkeypatch.setattr(Streamed, "dataset", lambda self, split: Never())
-    with pytest.raises(ConfigError, match=r"Never has no __len__ and did not end .* armature.data.stream.Stream"):
+    with pytest.raises(
+        ConfigError, match=r"Never has no __len__ and did not end .* armature.data.stream.Stream"
+    ):
         _ = data.train_size
     assert Streamed(global_batch_size=4, train_limit=8).train_size == 8
 
 
 def test_an_iterable_dataset_of_varying_length_is_refused(monkeypatch):
-    with pytest.raises(ConfigError, match=r"Sifted has no __len__, and yields \d+ samples .* and \d+ in the next"):
+    with pytest.raises(
+        ConfigError, match=r"Sifted has no __len__, and yields \d+ samples .* and \d+ in the next"
+    ):
         PlainData(Plain(lambda _: DataLoader(Sifted(), batch_size=4)), seed=5).setup("fit")
     monkeypatch.setattr(Streamed, "dataset", lambda self, split: Sifted())
     with pytest.raises(ConfigError, match=r"Sifted .* type data\.train_limit=…"):
@@ -1049,8 +1207,12 @@ class Agent(Recorder):
 
 
 @pytest.mark.parametrize("plays", [True, False], ids=["plays", "only reads"])
-@pytest.mark.parametrize("settings", [{"num_workers": 1}, {"train_limit": 20}], ids=["workers", "limited"])
-def test_a_resume_says_that_a_stream_begins_with_other_samples_than_before(plays, settings, tmp_path, caplog, capfd):
+@pytest.mark.parametrize(
+    "settings", [{"num_workers": 1}, {"train_limit": 20}], ids=["workers", "limited"]
+)
+def test_a_resume_says_that_a_stream_begins_with_other_samples_than_before(
+    plays, settings, tmp_path, caplog, capfd
+):
     def module():
         plain, experiences = Plain(lambda _: DataLoader(experiences, batch_size=4)), Experiences()
         plain.experiences = experiences
@@ -1058,14 +1220,26 @@ def test_a_resume_says_that_a_stream_begins_with_other_samples_than_before(plays
 
     fit(module(), tmp_path, steps=9, task=Agent(plays), **settings)
     assert "does not begin with the samples" not in caplog.text
-    logger, handler = logging.getLogger("armature"), logging.StreamHandler()  # also of loader processes
+    logger, handler = (
+        logging.getLogger("armature"),
+        logging.StreamHandler(),
+    )  # also of loader processes
     logger.addHandler(handler)
     try:
-        fit(module(), tmp_path, steps=9, checkpoint=tmp_path / "7.ckpt", task=Agent(plays), **settings)
+        fit(
+            module(),
+            tmp_path,
+            steps=9,
+            checkpoint=tmp_path / "7.ckpt",
+            task=Agent(plays),
+            **settings,
+        )
     finally:
         logger.removeHandler(handler)
     said = capfd.readouterr().err
-    assert said.count("of Experiences does not begin with the samples that it had before the run") == int(plays)
+    assert said.count(
+        "of Experiences does not begin with the samples that it had before the run"
+    ) == int(plays)
 
 
 class Counting(IterableDataset):
@@ -1093,14 +1267,18 @@ RECORDS = {
 @pytest.mark.parametrize("record", RECORDS.values(), ids=list(RECORDS))
 def test_an_iterable_dataset_that_differs_from_pass_to_pass_is_refused(record, monkeypatch):
     monkeypatch.setattr(Streamed, "dataset", lambda self, split: Counting(record))
-    with pytest.raises(ConfigError, match=r"Counting yields other samples when it is read again, .* set_epoch"):
+    with pytest.raises(
+        ConfigError, match=r"Counting yields other samples when it is read again, .* set_epoch"
+    ):
         _ = Streamed(global_batch_size=4).train_size
     module = Plain(lambda data: DataLoader(Counting(record), batch_size=4))
     with pytest.raises(ConfigError, match="Counting yields other samples"):
         PlainData(module, seed=5).setup("fit")
 
 
-@pytest.mark.parametrize("value", [torch.tensor([1.0, float("nan")]), np.array([float("nan")]), float("nan"), object])
+@pytest.mark.parametrize(
+    "value", [torch.tensor([1.0, float("nan")]), np.array([float("nan")]), float("nan"), object]
+)
 def test_an_iterable_dataset_with_values_that_equal_nothing_is_read(value, monkeypatch):
     monkeypatch.setattr(Streamed, "dataset", lambda self, split: Counting(lambda self, i: value))
     assert Streamed(global_batch_size=4).train_size == 12
@@ -1150,18 +1328,26 @@ def test_data_that_another_stage_makes_are_set_up_when_they_are_asked_for():
 
 
 def test_ranks_wait_for_the_one_that_prepares_as_long_as_it_takes(monkeypatch):
-    """A download may take longer than launch.hang_timeout, after which any other collective fails."""
+    """A download may take longer than launch.hang_timeout, after which any other collective
+    fails.
+    """
     process_group.init("gloo", alone=True, timeout=timedelta(seconds=30))
     try:
         groups, made = [], dist.new_group
-        monkeypatch.setattr(dist, "new_group", lambda **given: groups.append(given) or made(**given))
+        monkeypatch.setattr(
+            dist, "new_group", lambda **given: groups.append(given) or made(**given)
+        )
         gathered: Any = process_group.all_gather_object
         monkeypatch.setattr(
-            process_group, "all_gather_object", lambda obj, group: groups.append(group) or gathered(obj, group=group)
+            process_group,
+            "all_gather_object",
+            lambda obj, group: groups.append(group) or gathered(obj, group=group),
         )
         done = []
         data: Any = SimpleNamespace(
-            prepares_on_every_rank=False, prepare_data_per_node=True, prepare_data=lambda: done.append(True)
+            prepares_on_every_rank=False,
+            prepare_data_per_node=True,
+            prepare_data=lambda: done.append(True),
         )
         worker._prepare(data)
     finally:

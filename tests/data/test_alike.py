@@ -10,7 +10,9 @@ from armature.data.alike import near, sketch
 
 
 def test_a_sketch_of_long_nested_lists_is_short():
-    lists = [[[float(i * j + first) for j in range(3000)] for i in range(8)] for first in (0, 10**6)]
+    lists = [
+        [[float(i * j + first) for j in range(3000)] for i in range(8)] for first in (0, 10**6)
+    ]
     one, two = map(sketch, lists)
     assert len(one) < 2100
     assert near(one, sketch(lists[0]))
@@ -32,11 +34,19 @@ def test_names_count_only_if_there_are_no_numbers(one, two, same):
     assert near(sketch(one), sketch(two)) == same
 
 
-@pytest.mark.parametrize("make", [int, np.int64, lambda value: np.array([value]), lambda value: torch.tensor([value])])
+@pytest.mark.parametrize(
+    "make", [int, np.int64, lambda value: np.array([value]), lambda value: torch.tensor([value])]
+)
 def test_classes_tokens_and_times_are_compared_exactly(make):
     for one, two in ((998, 999), (1_700_000_000, 1_710_000_000), (2**60, 2**60 + 1)):
-        assert near(sketch({"x": torch.ones(2), "y": make(one)}), sketch({"x": torch.ones(2), "y": make(one)}))
-        assert not near(sketch({"x": torch.ones(2), "y": make(one)}), sketch({"x": torch.ones(2), "y": make(two)}))
+        assert near(
+            sketch({"x": torch.ones(2), "y": make(one)}),
+            sketch({"x": torch.ones(2), "y": make(one)}),
+        )
+        assert not near(
+            sketch({"x": torch.ones(2), "y": make(one)}),
+            sketch({"x": torch.ones(2), "y": make(two)}),
+        )
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.float32])

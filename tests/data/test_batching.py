@@ -15,7 +15,11 @@ number = st.integers(1, 64)
 @given(number, number, number)
 def test_sizes_multiply_to_the_global_batch(micro, accumulate, ranks):
     batches = plan_batches(micro * accumulate * ranks, micro, ranks)
-    assert (batches.micro_batch_size, batches.accumulate, batches.data_ranks) == (micro, accumulate, ranks)
+    assert (batches.micro_batch_size, batches.accumulate, batches.data_ranks) == (
+        micro,
+        accumulate,
+        ranks,
+    )
 
 
 @given(number, number)
@@ -32,11 +36,15 @@ def test_what_does_not_divide_names_values_that_do(global_batch, micro, ranks):
         remedies = re.findall(r"data\.(global|micro)_batch_size=(\d+)(?= or |\.)", str(error))
         assert remedies
         for kind, value in remedies:
-            plan_batches(*((int(value), micro) if kind == "global" else (global_batch, int(value))), ranks)
+            plan_batches(
+                *((int(value), micro) if kind == "global" else (global_batch, int(value))), ranks
+            )
 
 
 def test_nearest_values_are_named():
-    with pytest.raises(ConfigError, match=r"data\.micro_batch_size=4 or data\.micro_batch_size=8\.") as caught:
+    with pytest.raises(
+        ConfigError, match=r"data\.micro_batch_size=4 or data\.micro_batch_size=8\."
+    ) as caught:
         plan_batches(32, 5, 2)
     assert "data.global_batch_size=30 or data.global_batch_size=40." in str(caught.value)
 
@@ -49,5 +57,12 @@ def test_sizes_that_cannot_be_are_refused(global_batch, micro):
 
 def test_checking_imports_no_torch():
     """These modules check the command line before anything heavy is imported."""
-    code = "import armature.data.batching, armature.data.corpus, sys; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
+    code = (
+        "import armature.data.batching, armature.data.corpus, sys; sys.exit('torch' in sys.modules)"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}
+        ).returncode
+        == 0
+    )

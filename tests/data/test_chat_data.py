@@ -1,4 +1,6 @@
-"""Conversations: what is read, refused, cut and held out, how rows are packed, and that packed documents do not mix."""
+"""Conversations: what is read, refused, cut and held out, how rows are packed, and that packed
+documents do not mix.
+"""
 
 import gzip
 import json
@@ -33,7 +35,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def chat(i: int, answer: str = "fine") -> dict:
-    return {"messages": [{"role": "user", "content": f"how {i}"}, {"role": "assistant", "content": answer}]}
+    return {
+        "messages": [
+            {"role": "user", "content": f"how {i}"},
+            {"role": "assistant", "content": answer},
+        ]
+    }
 
 
 @pytest.fixture
@@ -50,7 +57,9 @@ def test_best_fit_puts_each_index_into_one_row_that_has_room(lengths):
     rows = best_fit(lengths, room=50)
     assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in row) <= 50 for row in rows)
-    assert sum(2 * sum(lengths[i] for i in row) <= 50 for row in rows) <= 1  # two such rows would have been one
+    assert (
+        sum(2 * sum(lengths[i] for i in row) <= 50 for row in rows) <= 1
+    )  # two such rows would have been one
     assert rows == sorted(rows)
 
 
@@ -62,7 +71,9 @@ def test_targets_are_the_tokens_after_the_inputs_where_the_assistant_wrote(sourc
     learned = [t for t in batch["targets"][0].tolist() if t != IGNORED]
     expected = "I am fine<|im_end|>thank you \n<|im_end|>fine<|im_end|>"
     assert tokenizer.decode(learned, skip_special_tokens=False) == expected
-    inputs, targets, documents = (batch[name][0].tolist() for name in ("inputs", "targets", "documents"))
+    inputs, targets, documents = (
+        batch[name][0].tolist() for name in ("inputs", "targets", "documents")
+    )
     for i in range(95):
         if targets[i] != IGNORED and documents[i + 1] == documents[i]:
             assert inputs[i + 1] == targets[i]
@@ -83,7 +94,9 @@ def test_packed_rows_hold_every_conversation_once(source):
     made = source([chat(i, "fine " * (i % 9 + 1)) for i in range(40)])
     rows = data(made).dataset("train")
     batch = rows.batch(list(range(len(rows))))
-    text = [small_tokenizer().decode(row.tolist(), skip_special_tokens=False) for row in batch["inputs"]]
+    text = [
+        small_tokenizer().decode(row.tolist(), skip_special_tokens=False) for row in batch["inputs"]
+    ]
     assert sorted(i for i in range(40) for row in text if f"how {i}<" in row) == list(range(40))
     counts = made.header["splits"]["train"]
     assert counts["conversations"] == counts["read"] == 40
@@ -103,7 +116,9 @@ def test_packed_documents_compute_what_each_computes_alone(source):
         numbers = batch["documents"][0]
         for number in numbers.unique():
             own = numbers == number
-            torch.testing.assert_close(packed[own], model(batch["inputs"][:, own])[0], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                packed[own], model(batch["inputs"][:, own])[0], atol=1e-4, rtol=1e-4
+            )
         changed = torch.where(batch["documents"] == 0, (batch["inputs"] + 1) % 320, batch["inputs"])
         again = model(changed, documents=batch["documents"])[0]
     assert not torch.equal(packed[numbers == 0], again[numbers == 0])
@@ -111,11 +126,20 @@ def test_packed_documents_compute_what_each_computes_alone(source):
 
 
 def test_long_conversations_are_cut_or_dropped_and_counted(source):
-    records = [chat(0), chat(1, "fine " * 80), {"messages": [{"role": "user", "content": "how " * 90}, CHAT[1]]}]
+    records = [
+        chat(0),
+        chat(1, "fine " * 80),
+        {"messages": [{"role": "user", "content": "how " * 90}, CHAT[1]]},
+    ]
     cut = source(records).header["splits"]["train"]
     assert (cut["conversations"], cut["cut"], cut["emptied"], cut["dropped"]) == (2, 1, 1, 0)
     dropped = source(records, too_long="drop").header["splits"]["train"]
-    assert (dropped["conversations"], dropped["cut"], dropped["emptied"], dropped["dropped"]) == (1, 0, 0, 2)
+    assert (dropped["conversations"], dropped["cut"], dropped["emptied"], dropped["dropped"]) == (
+        1,
+        0,
+        0,
+        2,
+    )
     assert (data(source(records)).dataset("train").batch([0])["targets"] != IGNORED).any()
 
 
@@ -127,42 +151,56 @@ def test_thoughts_that_the_template_leaves_out_are_counted_and_said(source, tmp_
     with caplog.at_level("INFO"):
         made.prepare()
     assert made.header["splits"]["train"]["shortened"] == 1
-    assert "1 messages of the assistant's are not whole: the chat template leaves parts out, such as" in caplog.text
+    assert (
+        "1 messages of the assistant's are not whole: the chat template leaves parts out, such as"
+        in caplog.text
+    )
 
 
 def test_arguments_of_the_template_are_a_part_of_the_data(source, tmp_path, caplog):
     file = tmp_path / "reasoning.jinja"
     file.write_text(REASONING)
     made = [
-        source([chat(1)], template=str(file), template_arguments=each) for each in (None, {"enable_thinking": False})
+        source([chat(1)], template=str(file), template_arguments=each)
+        for each in (None, {"enable_thinking": False})
     ]
     for each, is_said in zip(made, (True, False), strict=True):
         caplog.clear()
         each.prepare()
-        assert ("which is not learned and which a prompt for an answer lacks" in caplog.text) is is_said
+        assert (
+            "which is not learned and which a prompt for an answer lacks" in caplog.text
+        ) is is_said
     assert made[0]._key([]) != made[1]._key([])
     data(made[1]).save_assets(tmp_path)
     prompt = load(tmp_path, template=None).render(CHAT[:1], add_generation_prompt=True)
     assert prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
-def test_an_end_of_turn_that_is_no_token_is_refused_or_said(source, tokenizer_folder, tmp_path, caplog):
+def test_an_end_of_turn_that_is_no_token_is_refused_or_said(
+    source, tokenizer_folder, tmp_path, caplog
+):
     own = tmp_path / "own"
     own.mkdir()
     whole = json.loads((tokenizer_folder / "tokenizer.json").read_text())
-    whole["added_tokens"] = [each for each in whole["added_tokens"] if each["content"] != "<|im_end|>"]
+    whole["added_tokens"] = [
+        each for each in whole["added_tokens"] if each["content"] != "<|im_end|>"
+    ]
     (own / "tokenizer.json").write_text(json.dumps(whole))
     (own / "chat_template.jinja").write_text(CHATML)
     made = source([chat(1)])
     made.tokenizer_path, made.template_path = str(own), "chatml"
     with pytest.raises(
-        ConfigError, match=r"data\.source\.template=chatml ends .* with <\|im_end\|>, which is no token"
+        ConfigError,
+        match=r"data\.source\.template=chatml ends .* with <\|im_end\|>, which is no token",
     ):
         made.check()
     other = source([chat(1)])
     other.tokenizer_path = str(own)
     other.prepare()
-    assert "the chat template ends the assistant's messages with <|im_end|>, which is no token" in caplog.text
+    assert (
+        "the chat template ends the assistant's messages with <|im_end|>, which is no token"
+        in caplog.text
+    )
     assert "Type data.source.template=plain" in caplog.text
 
 
@@ -189,7 +227,10 @@ def _texts(source: Conversations, split: str) -> set[str]:
 
 def test_prompt_and_completion_are_a_conversation_of_which_the_completion_is_learned():
     plain = parse({"prompt": "a", "completion": "b"}, where="here")
-    assert plain.messages == [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert plain.messages == [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+    ]
     assert plain.learned == (1,)
     assert parse({"prompt": CHAT, "completion": "b"}, where="here").learned == (4,)
 
@@ -211,13 +252,25 @@ def test_messages_of_weight_zero_are_not_learned():
         ({"messages": [{"from": "human", "value": "a"}]}, "messages[0] has no role and content"),
         ({"messages": [{"role": "assistant", "content": 3}]}, "content must be text. Got 3"),
         ({"messages": [{"role": "assistant", "content": "\ud800"}]}, "half a surrogate"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "image_url"}]}]}, "Images and sound are not read"),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "image_url"}]}]},
+            "Images and sound are not read",
+        ),
         ({"messages": [CHAT[0]]}, "no message of the role assistant"),
-        ({"messages": [CHAT[0], {**CHAT[1], "weight": 0}]}, "all messages of the role assistant have weight 0"),
-        ({"messages": [CHAT[0], {**CHAT[1], "weight": 0.5}]}, "messages[1]: weight must be 1, or 0"),
+        (
+            {"messages": [CHAT[0], {**CHAT[1], "weight": 0}]},
+            "all messages of the role assistant have weight 0",
+        ),
+        (
+            {"messages": [CHAT[0], {**CHAT[1], "weight": 0.5}]},
+            "messages[1]: weight must be 1, or 0",
+        ),
         ({"messages": [CHAT[0], {**CHAT[1], "weight": "0"}]}, 'Got "0"'),
         ({"messages": CHAT, "tools": "add"}, 'tools must be a list. Got "add"'),
-        ({"prompt": "a", "completion": [{**CHAT[1], "tool_calls": 5}]}, "tool_calls must be a list. Got 5"),
+        (
+            {"prompt": "a", "completion": [{**CHAT[1], "tool_calls": 5}]},
+            "tool_calls must be a list. Got 5",
+        ),
     ],
 )
 def test_a_record_that_is_no_conversation_is_refused(record, says):
@@ -228,14 +281,22 @@ def test_a_record_that_is_no_conversation_is_refused(record, says):
 
 
 def test_optional_keys_of_null_are_none():
-    found = parse({"messages": [CHAT[0], {**CHAT[1], "weight": None, "tool_calls": None, "name": None}]}, where="x")
+    found = parse(
+        {"messages": [CHAT[0], {**CHAT[1], "weight": None, "tool_calls": None, "name": None}]},
+        where="x",
+    )
     assert found.learned == (1,)
     assert found.messages[1] == CHAT[1]
 
 
 def test_texts_in_parts_are_joined():
     content = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert parse({"messages": [{"role": "assistant", "content": content}]}, where="x").messages[0]["content"] == "ab"
+    assert (
+        parse({"messages": [{"role": "assistant", "content": content}]}, where="x").messages[0][
+            "content"
+        ]
+        == "ab"
+    )
 
 
 def test_bad_lines_are_named_together(source):
@@ -250,18 +311,27 @@ def test_bad_lines_are_named_together(source):
 
 def test_lines_with_the_same_problem_are_counted(source):
     with pytest.raises(ConfigError) as caught:
-        source([chat(0), *[{"text": "a"}] * 30, {"messages": [CHAT[0]]}, {"messages": [CHAT[0]]}]).prepare()
+        source(
+            [chat(0), *[{"text": "a"}] * 30, {"messages": [CHAT[0]]}, {"messages": [CHAT[0]]}]
+        ).prepare()
     several, two = caught.value.problems
     assert "line 2 and 29 more lines: neither messages, nor" in several
     assert "line 32 and 1 more line: no message" in two
 
 
 def test_a_line_that_the_template_refuses_is_named(source):
-    refusing = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    path = Path(source([{"messages": [{"role": "system", "content": "a"}, *CHAT]}]).path).with_name("refusing.jinja")
+    refusing = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') "
+        "}}{% endif %}"
+    )
+    path = Path(source([{"messages": [{"role": "system", "content": "a"}, *CHAT]}]).path).with_name(
+        "refusing.jinja"
+    )
     path.write_text(refusing + "{{ m.content }}{% endfor %}")
     with pytest.raises(ConfigError, match=r"line 1: .*no system.*data\.source\.template"):
-        source([{"messages": [{"role": "system", "content": "a"}, *CHAT]}], template=str(path)).prepare()
+        source(
+            [{"messages": [{"role": "system", "content": "a"}, *CHAT]}], template=str(path)
+        ).prepare()
 
 
 @pytest.mark.parametrize(
@@ -272,7 +342,8 @@ def test_a_line_that_the_template_refuses_is_named(source):
         ({"template": "alpaca"}, "data.source.template=alpaca cannot be read"),
         (
             {"vocab_size": 200},
-            "the tokenizer of the model, or leave data.source.vocab_size out; for a model that begins",
+            "the tokenizer of the model, or leave data.source.vocab_size out; for a model that "
+            "begins",
         ),
     ],
 )
@@ -297,9 +368,12 @@ def test_files_of_another_form_are_refused_and_packed_ones_read(tmp_path, tokeni
     with gzip.open(tmp_path / "chats.jsonl.gz", "wt") as file:
         file.write(json.dumps(chat(0)) + "\n")
     made = Conversations(
-        str(tmp_path / "chats.jsonl.gz"), tokenizer=str(tokenizer_folder), context=64, val_fraction=0.0,
+        str(tmp_path / "chats.jsonl.gz"),
+        tokenizer=str(tokenizer_folder),
+        context=64,
+        val_fraction=0.0,
         cache_dir=str(tmp_path / "cache"),
-    )  # fmt: skip
+    )
     assert made.header["splits"]["train"]["conversations"] == 1
 
 
@@ -309,7 +383,11 @@ def test_the_run_directory_gets_what_reading_the_same_chats_needs(source, tmp_pa
     run.mkdir()
     data(made).save_assets(run)
     again = Conversations(
-        made.path, tokenizer=str(run), context=64, val_fraction=0.0, cache_dir=str(tmp_path / "cache")
+        made.path,
+        tokenizer=str(run),
+        context=64,
+        val_fraction=0.0,
+        cache_dir=str(tmp_path / "cache"),
     )
     assert again.template == made.template
     assert np.array_equal(again.arrays("train")["ids"], made.arrays("train")["ids"])
@@ -326,9 +404,14 @@ def test_a_checkpoint_of_other_chats_is_refused(source):
 def chat_run(tmp_path, tokenizer_folder) -> list[str]:
     path = write(tmp_path / "chats.jsonl", [chat(i, f"fine {i}") for i in range(30)])
     return [
-        "data=chat", f"data.path={path}", f"data.source.tokenizer={tokenizer_folder}", "data.context=32",
-        f"data.source.cache_dir={tmp_path / 'cache'}", "data.global_batch_size=4", "trainer.accelerator=cpu",
-    ]  # fmt: skip
+        "data=chat",
+        f"data.path={path}",
+        f"data.source.tokenizer={tokenizer_folder}",
+        "data.context=32",
+        f"data.source.cache_dir={tmp_path / 'cache'}",
+        "data.global_batch_size=4",
+        "trainer.accelerator=cpu",
+    ]
 
 
 def test_a_batch_is_shown_with_what_is_learned(script, chat_run):
@@ -339,7 +422,12 @@ def test_a_batch_is_shown_with_what_is_learned(script, chat_run):
 
 
 def test_a_batch_of_other_data_is_shown_by_its_shapes(script):
-    words = ["data=digits", "task=image_classification", "model=vit_tiny", "trainer.accelerator=cpu"]
+    words = [
+        "data=digits",
+        "task=image_classification",
+        "model=vit_tiny",
+        "trainer.accelerator=cpu",
+    ]
     assert "inputs: (64, 1, 8, 8) float32" in " ".join(script("show_batch", *words).split())
 
 
@@ -359,7 +447,13 @@ def test_packed_rows_are_refused_in_a_pipeline(script, chat_run, monkeypatch):
 @pytest.mark.timeout(300)
 def test_a_run_on_chats_resumes_exactly_and_answers(chat_run, tmp_path, script):
     size = ["model.width=32", "model.layers=2", "model.heads=2", "callbacks=none"]
-    words = [*chat_run, *size, "trainer.max_steps=12", "trainer.val_every_n_steps=6", f"run.root={tmp_path}"]
+    words = [
+        *chat_run,
+        *size,
+        "trainer.max_steps=12",
+        "trainer.val_every_n_steps=6",
+        f"run.root={tmp_path}",
+    ]
     for name in ("straight", "stopped"):
         limits = ["trainer.max_steps=6"] if name == "stopped" else []
         train(*words, f"run.name={name}", "scheduler=constant", *limits)
@@ -369,7 +463,9 @@ def test_a_run_on_chats_resumes_exactly_and_answers(chat_run, tmp_path, script):
         for name in ("straight", "stopped")
     )
     assert all(torch.equal(straight[name], stopped[name]) for name in straight)
-    answer = script("generate", str(tmp_path / "straight"), "--chat", "--prompt", "how 3", "--tokens", "8")
+    answer = script(
+        "generate", str(tmp_path / "straight"), "--chat", "--prompt", "how 3", "--tokens", "8"
+    )
     assert "<|im_" not in answer
     assert "how 3" not in answer
 

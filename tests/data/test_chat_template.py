@@ -35,15 +35,19 @@ from tests.finetune.folders import write_model
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
 # the text of CHAT in each style: what the assistant writes stands between ⟦ and ⟧
 WRITTEN = {
-    "chatml": "<|im_start|>user\nhow are you<|im_end|>\n<|im_start|>assistant\n⟦I am fine<|im_end|>⟧\n"
+    "chatml": "<|im_start|>user\nhow are you<|im_end|>\n<|im_start|>assistant\n⟦I am "
+    "fine<|im_end|>⟧\n"
     "<|im_start|>user\nworld\n<|im_end|>\n<|im_start|>assistant\n⟦thank you \n<|im_end|>⟧\n",
     "trimmed": "<s><|start_header_id|>user<|end_header_id|>\n\nhow are you<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n⟦I am fine<|eot_id|>⟧"
     "<|start_header_id|>user<|end_header_id|>\n\nworld<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n⟦thank you<|eot_id|>⟧",
-    "instruct": "<s>[INST] how are you [/INST] ⟦I am fine</s>⟧[INST] world\n [/INST] ⟦thank you \n</s>⟧",
-    "thinking": "<|im_start|>user\nhow are you<|im_end|>\n<|im_start|>assistant\n⟦I am fine<|im_end|>⟧\n"
-    "<|im_start|>user\nworld\n<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n⟦thank you \n<|im_end|>⟧\n",
+    "instruct": "<s>[INST] how are you [/INST] ⟦I am fine</s>⟧[INST] world\n [/INST] ⟦thank you "
+    "\n</s>⟧",
+    "thinking": "<|im_start|>user\nhow are you<|im_end|>\n<|im_start|>assistant\n⟦I am "
+    "fine<|im_end|>⟧\n"
+    "<|im_start|>user\nworld\n<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n⟦thank you "
+    "\n<|im_end|>⟧\n",
     "tagged": "<s>user\nhow are you</s>\n<s>assistant\n⟦I am fine</s>⟧\n"
     "<s>user\nworld\n</s>\n<s>assistant\n⟦thank you \n</s>⟧\n",
 }
@@ -53,24 +57,29 @@ WRITTEN_TOOLS = {
     "headers": "<s><|start_header_id|>system<|end_header_id|>\n\nhello<|eot_id|>"
     f"<|start_header_id|>user<|end_header_id|>\n\nFunctions:\n{json.dumps(TOOLS[0], indent=4)}\n\nhow are you<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n"
-    '⟦{"name": "add", "parameters": {"a": 1}}<|eot_id|>⟧<|start_header_id|>ipython<|end_header_id|>\n\n"fine"<|eot_id|>'
+    '⟦{"name": "add", "parameters": {"a": '
+    '1}}<|eot_id|>⟧<|start_header_id|>ipython<|end_header_id|>\n\n"fine"<|eot_id|>'
     "<|start_header_id|>assistant<|end_header_id|>\n\n⟦I am fine<|eot_id|>⟧"
     "<|start_header_id|>user<|end_header_id|>\n\nworld<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n⟦thank you<|eot_id|>⟧",
     "hermes": f"<|im_start|>system\nhello\n<tools>\n{SCHEMA}\n</tools><|im_end|>\n"
     "<|im_start|>user\nhow are you<|im_end|>\n"
-    '<|im_start|>assistant\n⟦<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>⟧\n'
+    '<|im_start|>assistant\n⟦<tool_call>\n{"name": "add", "arguments": {"a": '
+    "1}}\n</tool_call><|im_end|>⟧\n"
     "<|im_start|>user\n<tool_response>\nfine\n</tool_response><|im_end|>\n"
     "<|im_start|>assistant\n⟦I am fine<|im_end|>⟧\n"
     "<|im_start|>user\nworld<|im_end|>\n<|im_start|>assistant\n⟦thank you<|im_end|>⟧\n",
     "reasoning": f"<|im_start|>system\nhello\n<tools>\n{SCHEMA}\n</tools><|im_end|>\n"
     "<|im_start|>user\nhow are you<|im_end|>\n"
-    '<|im_start|>assistant\n⟦\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>⟧\n'
+    '<|im_start|>assistant\n⟦\n<tool_call>\n{"name": "add", "arguments": {"a": '
+    "1}}\n</tool_call><|im_end|>⟧\n"
     "<|im_start|>user\n<tool_response>\nfine\n</tool_response><|im_end|>\n"
     "<|im_start|>assistant\n⟦I am fine<|im_end|>⟧\n"
-    "<|im_start|>user\nworld<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n⟦thank you<|im_end|>⟧\n",
+    "<|im_start|>user\nworld<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n⟦thank "
+    "you<|im_end|>⟧\n",
     "brackets": '<s>[INST] how are you[/INST]⟦[CALLS] [{"name": "add", "arguments": {"a": 1}}]</s>⟧'
-    f"[RESULTS] fine[/RESULTS] ⟦I am fine</s>⟧[TOOLS][{SCHEMA}][/TOOLS][INST] hello\n\nworld[/INST] ⟦thank you</s>⟧",
+    f"[RESULTS] fine[/RESULTS] ⟦I am fine</s>⟧[TOOLS][{SCHEMA}][/TOOLS][INST] "
+    "hello\n\nworld[/INST] ⟦thank you</s>⟧",
 }
 
 
@@ -103,11 +112,15 @@ def expected_tokens(written: str) -> list[tuple[int, bool]]:
 @pytest.mark.parametrize("style", STYLES)
 def test_the_mask_is_right_token_by_token(style):
     [encoded] = encode(
-        [Conversation("a", CHAT, None, (1, 3))], ChatTemplate(STYLES[style], SPECIALS), small_tokenizer()
+        [Conversation("a", CHAT, None, (1, 3))],
+        ChatTemplate(STYLES[style], SPECIALS),
+        small_tokenizer(),
     )
     found = list(zip(encoded.ids, encoded.learned.tolist(), strict=True))
     assert found == expected_tokens(WRITTEN[style])
-    learned = small_tokenizer().decode([i for i, is_learned in found if is_learned], skip_special_tokens=False)
+    learned = small_tokenizer().decode(
+        [i for i, is_learned in found if is_learned], skip_special_tokens=False
+    )
     written = WRITTEN[style].replace(" ⟦", "⟦ ")  # a space before a word is the word's token's
     assert learned == "".join(part.partition("⟧")[0] for part in written.split("⟦")[1:])
 
@@ -116,7 +129,9 @@ def test_the_mask_is_right_token_by_token(style):
 def test_tools_and_system_turns_are_written_as_the_template_does_and_calls_are_learned(style):
     assert marked(TOOL_STYLES[style], TOOL_CHAT, TOOLS) == WRITTEN_TOOLS[style]
     conversation = Conversation("a", TOOL_CHAT, TOOLS, (2, 4, 6))
-    [encoded] = encode([conversation], ChatTemplate(TOOL_STYLES[style], SPECIALS), small_tokenizer())
+    [encoded] = encode(
+        [conversation], ChatTemplate(TOOL_STYLES[style], SPECIALS), small_tokenizer()
+    )
     found = list(zip(encoded.ids, encoded.learned.tolist(), strict=True))
     assert found == expected_tokens(WRITTEN_TOOLS[style])
     assert encoded.shortened == 0
@@ -124,7 +139,13 @@ def test_tools_and_system_turns_are_written_as_the_template_does_and_calls_are_l
 
 def test_two_results_are_one_turn_and_two_calls_are_learned():
     call, result = TOOL_CHAT[2]["tool_calls"][0], TOOL_CHAT[3]
-    chat = [TOOL_CHAT[1], {"role": "assistant", "content": None, "tool_calls": [call, call]}, result, result, CHAT[1]]
+    chat = [
+        TOOL_CHAT[1],
+        {"role": "assistant", "content": None, "tool_calls": [call, call]},
+        result,
+        result,
+        CHAT[1],
+    ]
     text = marked(HERMES, chat)
     assert text.startswith("<|im_start|>system\nYou help.<|im_end|>\n<|im_start|>user\nhow are you")
     response = "\n<tool_response>\nfine\n</tool_response>"
@@ -139,7 +160,9 @@ def test_what_a_prompt_lacks_and_is_not_learned_is_known(style):
 
 
 def test_headers_are_not_learned_of_a_template_without_prompts():
-    source = "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '</s>\n' }}{% endfor %}"
+    source = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '</s>\n' }}{% endfor %}"
+    )
     assert marked(source, CHAT[:2]) == "<|user|>\nhow are you</s>\n<|assistant|>\n⟦I am fine</s>⟧\n"
     assert ChatTemplate(source, SPECIALS).unprompted is None
 
@@ -148,13 +171,16 @@ def test_an_argument_puts_empty_thoughts_into_the_prompt(tmp_path):
     own = folder(tmp_path / "own", REASONING)
     for arguments, words in ((None, "<think>\n\n</think>"), ({"enable_thinking": False}, None)):
         loaded = template.load(own, template=None, arguments=arguments)
-        assert marked(loaded.source, CHAT[:2]).endswith("assistant\n<think>\n\n</think>\n\n⟦I am fine<|im_end|>⟧\n")
+        assert marked(loaded.source, CHAT[:2]).endswith(
+            "assistant\n<think>\n\n</think>\n\n⟦I am fine<|im_end|>⟧\n"
+        )
         assert loaded.unprompted == words
 
 
 def test_arguments_are_kept_in_the_template(tmp_path):
     source = (
-        "  {% if a is defined %}{{ a }}{% endif %}{% macro m() %}{{ b.c[0] }}{% endmacro %}{{ m() }}{{ bos_token }}"
+        "  {% if a is defined %}{{ a }}{% endif %}{% macro m() %}{{ b.c[0] }}{% endmacro "
+        "%}{{ m() }}{{ bos_token }}"
     )
     own = folder(tmp_path / "own", source)
     arguments = {"a": "x'%}\n", "b": {"c": [None, 1.5, True]}}
@@ -169,7 +195,9 @@ def test_arguments_are_kept_in_the_template(tmp_path):
 @pytest.mark.parametrize("name", ["thinking", "messages", "range", "bos_token"])
 def test_an_argument_that_the_template_does_not_ask_for_is_refused(tmp_path, name):
     own = folder(tmp_path / "own", REASONING.replace("last)", "last) and range(1)"))
-    with pytest.raises(ConfigError, match=rf"does not ask for {name} \(it asks for: enable_thinking"):
+    with pytest.raises(
+        ConfigError, match=rf"does not ask for {name} \(it asks for: enable_thinking"
+    ):
         template.load(own, template=None, arguments={name: True})
 
 
@@ -185,7 +213,9 @@ def test_messages_of_which_the_template_leaves_something_out_are_counted():
 
 
 def test_an_answer_that_is_not_learned_is_masked():
-    [encoded] = encode([Conversation("a", CHAT, None, (3,))], ChatTemplate(CHATML), small_tokenizer())
+    [encoded] = encode(
+        [Conversation("a", CHAT, None, (3,))], ChatTemplate(CHATML), small_tokenizer()
+    )
     learned = small_tokenizer().decode(
         [encoded.ids[i] for i in encoded.learned.nonzero()[0]], skip_special_tokens=False
     )
@@ -201,8 +231,11 @@ def test_thoughts_of_the_last_turn_are_learned_and_those_of_earlier_ones_left_ou
 
 CALL = {"name": "add", "arguments": {"a": 1}}
 CALLING = [
-    CHAT[0], {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "2"}, CHAT[1]
-]  # fmt: skip
+    CHAT[0],
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "2"},
+    CHAT[1],
+]
 
 
 @pytest.mark.parametrize("source", [THINKING, THINKING.replace("loop.index0 > ns.last", "false")])
@@ -260,7 +293,9 @@ def test_conversations_with_tools_are_written_by_a_template_of_their_own(tmp_pat
         (own / place).write_text(json.dumps({"chat_template": named}))
     loaded = template.load(own, template=None)
     assert loaded.render(CHAT) == ChatTemplate(plain).render(CHAT)
-    assert loaded.render(CHAT, tools=TOOLS) == ChatTemplate(tools).render(CHAT, tools=TOOLS) == "\n 1"
+    assert (
+        loaded.render(CHAT, tools=TOOLS) == ChatTemplate(tools).render(CHAT, tools=TOOLS) == "\n 1"
+    )
     run = tmp_path / "run"
     model_folder.keep(write_model(tmp_path / "model"), run)
     model_folder.copy(own / place, run / model_folder.KEPT / place)
@@ -269,7 +304,9 @@ def test_conversations_with_tools_are_written_by_a_template_of_their_own(tmp_pat
 
 
 def test_characters_of_private_use_stay():
-    assert "\ue002 \ue000" in marked(CHATML, [{"role": "user", "content": "\ue002 \ue000"}, CHAT[1]])
+    assert "\ue002 \ue000" in marked(
+        CHATML, [{"role": "user", "content": "\ue002 \ue000"}, CHAT[1]]
+    )
 
 
 def test_truncation_and_padding_that_were_saved_are_forgotten(tmp_path):
@@ -278,14 +315,20 @@ def test_truncation_and_padding_that_were_saved_are_forgotten(tmp_path):
     tokenizer.enable_padding(length=4)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     loaded = template.load_tokenizer(tmp_path / "tokenizer.json")
-    assert loaded.encode("hello world how are you").ids == small_tokenizer().encode("hello world how are you").ids
+    assert (
+        loaded.encode("hello world how are you").ids
+        == small_tokenizer().encode("hello world how are you").ids
+    )
     assert len(loaded.encode("h").ids) == 1
 
 
 def test_a_tokenizer_that_lacks_tokens_of_its_settings_is_refused(tmp_path):
     own = folder(tmp_path / "own")
     settings = json.loads((own / "tokenizer_config.json").read_text())
-    for token, says in (("<|im_end|>", None), ("<|new|>", "lacks tokens that tokenizer_config.json adds: <|new|>")):
+    for token, says in (
+        ("<|im_end|>", None),
+        ("<|new|>", "lacks tokens that tokenizer_config.json adds: <|new|>"),
+    ):
         added = {"added_tokens_decoder": {"9": {"content": token}}}
         (own / "tokenizer_config.json").write_text(json.dumps({**settings, **added}))
         if says is None:
@@ -296,7 +339,10 @@ def test_a_tokenizer_that_lacks_tokens_of_its_settings_is_refused(tmp_path):
 
 
 def test_a_template_that_needs_a_system_message_has_no_known_end():
-    assert ChatTemplate("{{ raise_exception('no') if messages[0].role != 'system' }}").end_of_turn is None
+    assert (
+        ChatTemplate("{{ raise_exception('no') if messages[0].role != 'system' }}").end_of_turn
+        is None
+    )
 
 
 def test_generation_tags_help_where_marks_cannot():
@@ -336,8 +382,18 @@ def test_a_date_is_the_same_each_day():
 @pytest.mark.parametrize(
     ("style", "end"),
     [
-        *(("chatml", "<|im_end|>"), ("trimmed", "<|eot_id|>"), ("instruct", "</s>"), ("thinking", "<|im_end|>")),
-        *(("headers", "<|eot_id|>"), ("hermes", "<|im_end|>"), ("reasoning", "<|im_end|>"), ("brackets", "</s>")),
+        *(
+            ("chatml", "<|im_end|>"),
+            ("trimmed", "<|eot_id|>"),
+            ("instruct", "</s>"),
+            ("thinking", "<|im_end|>"),
+        ),
+        *(
+            ("headers", "<|eot_id|>"),
+            ("hermes", "<|im_end|>"),
+            ("reasoning", "<|im_end|>"),
+            ("brackets", "</s>"),
+        ),
     ],
 )
 def test_the_end_of_a_turn_is_known(style, end):
@@ -357,7 +413,9 @@ def test_templates_are_found_where_the_tools_keep_them(tmp_path):
     assert template.load(own, template=None).source == INSTRUCT
     several = [{"name": "rag", "template": "x"}, {"name": "default", "template": CHATML}]
     (own / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": several}))
-    assert template.load(own, template=None) == ChatTemplate(CHATML, {"bos_token": "<s>", "eos_token": "<|im_end|>"})
+    assert template.load(own, template=None) == ChatTemplate(
+        CHATML, {"bos_token": "<s>", "eos_token": "<|im_end|>"}
+    )
     (own / "tokenizer_config.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):
         template.load(own, template=None)
@@ -393,11 +451,18 @@ def test_texts_tokens_and_tagged_masks_are_those_of_transformers(tmp_path):
     if not python.exists():
         pytest.skip("transformers is not installed: make .venv-extras/.installed")
     sources = {**STYLES, **TOOL_STYLES}
-    paths = {style: folder(tmp_path / style, source, eos="</s>") for style, source in sources.items()}
-    chats = {style: (TOOL_CHAT, TOOLS) if style in TOOL_STYLES else (CHAT, None) for style in sources}
+    paths = {
+        style: folder(tmp_path / style, source, eos="</s>") for style, source in sources.items()
+    }
+    chats = {
+        style: (TOOL_CHAT, TOOLS) if style in TOOL_STYLES else (CHAT, None) for style in sources
+    }
     cases = [(style, str(paths[style]), *chats[style]) for style in sources]
     result = subprocess.run(
-        [str(python), "-c", TRANSFORMERS, json.dumps(cases)], capture_output=True, text=True, timeout=300
+        [str(python), "-c", TRANSFORMERS, json.dumps(cases)],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert result.returncode == 0, result.stderr[-2000:]
     for style, (text, ids, mask, prompt) in json.loads(result.stdout.splitlines()[-1]).items():
@@ -413,18 +478,26 @@ def test_texts_tokens_and_tagged_masks_are_those_of_transformers(tmp_path):
 
 
 def test_special_tokens_are_single_tokens():
-    assert all(len(small_tokenizer().encode(token, add_special_tokens=False).ids) == 1 for token in SPECIAL)
+    assert all(
+        len(small_tokenizer().encode(token, add_special_tokens=False).ids) == 1 for token in SPECIAL
+    )
 
 
-# of a merge into a token that is not there, at which the library panics: what it raises is no Exception
-PANIC = '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]}}'
+# of a merge into a token that is not there, at which the library panics: what it raises is no
+# Exception
+PANIC = (
+    '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a", '
+    '"b"]]}}'
+)
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", PANIC])
 def test_a_damaged_tokenizer_is_named(tmp_path, content):
     file = tmp_path / "tokenizer.json"
     file.write_text(content)
-    with pytest.raises(ConfigError, match=r"data\.source\.tokenizer=.*tokenizer\.json is damaged.* Name a folder"):
+    with pytest.raises(
+        ConfigError, match=r"data\.source\.tokenizer=.*tokenizer\.json is damaged.* Name a folder"
+    ):
         template.load_tokenizer(file)
     with pytest.raises(ConfigError, match=r"tokenizer\.json is damaged.* Name a tokenizer\.json"):
         tokens.load_external(str(file))

@@ -16,7 +16,20 @@ from armature.data.corpus import SPLITS, Corpus
 from armature.data.sources import Splitter
 from armature.errors import ConfigError
 
-WORDS = ["def", "class", "return", "import", "self", "value", "while", "yield", "naïve", "Größe", "漢字", "🙂"]
+WORDS = [
+    "def",
+    "class",
+    "return",
+    "import",
+    "self",
+    "value",
+    "while",
+    "yield",
+    "naïve",
+    "Größe",
+    "漢字",
+    "🙂",
+]
 
 
 @functools.cache
@@ -163,7 +176,8 @@ def test_large_vocabularies_take_four_bytes(corpus, tmp_path):
     assert corpus(str(path), vocab_size=65_537).tokens("val").dtype == np.uint32
 
 
-# ------------------------------------------------------------------------------------------------ the cache
+# ------------------------------------------------------------------------------------------------
+# the cache
 
 
 @pytest.fixture
@@ -195,7 +209,9 @@ def test_a_changed_file_is_noticed(files, corpus, counted):
 @pytest.mark.parametrize("always_checked", [cache._ALWAYS_CHECKED_BYTES, 0])
 @pytest.mark.parametrize("name", ["train.bin", "val.bin", "tokenizer.json", "header.json"])
 @pytest.mark.parametrize("harm", ["flip", "cut", "empty", "remove"])
-def test_damage_is_found_and_repaired(files, corpus, counted, caplog, monkeypatch, name, harm, always_checked):
+def test_damage_is_found_and_repaired(
+    files, corpus, counted, caplog, monkeypatch, name, harm, always_checked
+):
     monkeypatch.setattr(cache, "_ALWAYS_CHECKED_BYTES", always_checked)
     sound = corpus(str(files))
     path = sound.folder / name
@@ -253,7 +269,9 @@ def test_processes_that_start_at_once_share_one_preparation(files, tmp_path):
     )
     environment = {"PYTHONPATH": ":".join(sys.path)}
     started = [
-        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True
+        )
         for _ in range(3)
     ]
     outputs = [process.communicate(timeout=60)[0] for process in started]
@@ -267,7 +285,8 @@ def test_the_environment_names_the_cache(files, tmp_path, monkeypatch):
     assert Corpus(str(files), vocab_size=300).folder.parent == tmp_path / "named"
 
 
-# ------------------------------------------------------------------------------------------------ bad input
+# ------------------------------------------------------------------------------------------------
+# bad input
 
 
 @pytest.mark.parametrize("name", ["run[1]", "what?", "a*b"])
@@ -289,16 +308,23 @@ def test_names_of_files_need_not_be_utf8(corpus, tmp_path):
 
 
 def test_a_path_that_does_not_exist_names_the_nearest(files, corpus):
-    with pytest.raises(ConfigError, match=r"data\.path=.*/corpse: no such file or folder\. Did you mean .*/corpus\?"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.path=.*/corpse: no such file or folder\. Did you mean .*/corpus\?",
+    ):
         corpus(f"{files.parent}/corpse").prepare()
-    with pytest.raises(ConfigError, match=r"has no folder 'prat0'\. Did you mean .*/corpus/part0\?"):
+    with pytest.raises(
+        ConfigError, match=r"has no folder 'prat0'\. Did you mean .*/corpus/part0\?"
+    ):
         corpus(f"{files}/prat0/*.txt").prepare()
     with pytest.raises(ConfigError, match=r"/1\.text: no such file or folder\. Did you mean"):
         corpus(f"{files}/part1/1.text").prepare()
 
 
 def test_a_pattern_that_matches_nothing_says_what_is_there(files, corpus):
-    with pytest.raises(ConfigError, match=r"no file matches\. Files in and below .*/corpus: 200 \.txt\."):
+    with pytest.raises(
+        ConfigError, match=r"no file matches\. Files in and below .*/corpus: 200 \.txt\."
+    ):
         corpus(f"{files}/**/*.md").prepare()
 
 
@@ -346,7 +372,9 @@ def test_a_character_at_the_end_of_the_first_look_is_no_mistake(files, corpus):
 @pytest.mark.parametrize("harm", ["cut", "not gzip"])
 def test_a_broken_gzip_file_is_named(corpus, tmp_path, harm):
     packed = gzip.compress(some_text(0, lines=3000).encode())
-    (tmp_path / "a.txt.gz").write_bytes(packed[: len(packed) // 2] if harm == "cut" else b"plain text")
+    (tmp_path / "a.txt.gz").write_bytes(
+        packed[: len(packed) // 2] if harm == "cut" else b"plain text"
+    )
     with pytest.raises(ConfigError, match=r"a\.txt\.gz cannot be read \("):
         corpus(f"{tmp_path}/*.gz").prepare()
 
@@ -354,9 +382,15 @@ def test_a_broken_gzip_file_is_named(corpus, tmp_path, harm):
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ('{"body": "x", "id": 3}', r"line 2: no field 'text' \(there: body, id\)\. .*data\.source\.field="),
+        (
+            '{"body": "x", "id": 3}',
+            r"line 2: no field 'text' \(there: body, id\)\. .*data\.source\.field=",
+        ),
         ('{"text": 3}', r"line 2: field 'text' holds 3, not text"),
-        ('["text"]', r"line 2: \[\"text\"\] is no object with the field 'text'\. Write one in each line"),
+        (
+            '["text"]',
+            r"line 2: \[\"text\"\] is no object with the field 'text'\. Write one in each line",
+        ),
         ('{"text": ', "line 2: not a line of JSON"),
         ('{"text": "\\ud800"}', "line 2: .*surrogate"),
     ],
@@ -368,7 +402,9 @@ def test_a_bad_record_is_named_with_its_line(corpus, tmp_path, line, problem):
 
 
 def test_a_context_longer_than_the_corpus_quotes_both(files, corpus):
-    with pytest.raises(ConfigError, match=r"data\.context=1000000 is longer than the corpus: .* [\d,]+ tokens"):
+    with pytest.raises(
+        ConfigError, match=r"data\.context=1000000 is longer than the corpus: .* [\d,]+ tokens"
+    ):
         corpus(str(files), context=1_000_000).prepare()
     made = corpus(str(files))
     longest = len(made.tokens("train")) - 1
@@ -412,7 +448,11 @@ def test_the_standard_library_is_found_without_tests_and_packages():
     files = sources.standard_library()
     names = {file.name for file in files}
     assert {"ast.py", "json/decoder.py", "email/message.py"} <= names
-    assert not [name for name in names if {"test", "tests", "idle_test", "site-packages"} & set(name.split("/"))]
+    assert not [
+        name
+        for name in names
+        if {"test", "tests", "idle_test", "site-packages"} & set(name.split("/"))
+    ]
     assert Splitter.choose(files, val_fraction=0.05, test_fraction=0.05).by == "file"
 
 
@@ -422,7 +462,9 @@ def test_an_external_tokenizer_is_used_unchanged(files, corpus, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text(some_text(7, lines=400))
     given = str(first.folder / "tokenizer.json")
-    made = corpus(str(other), tokenizer=given, vocab_size=400)  # the model may have a larger vocabulary
+    made = corpus(
+        str(other), tokenizer=given, vocab_size=400
+    )  # the model may have a larger vocabulary
     made.prepare()
     assert made.tokenizer.get_vocab() == first.tokenizer.get_vocab()
     assert "".join(chain(*(decoded(made, split) for split in SPLITS)))
@@ -446,12 +488,17 @@ def test_documents_begin_with_the_end_that_a_tokenizer_has(files, corpus, tmp_pa
 
 def test_a_tokenizer_that_cannot_be_is_refused(files, corpus, tmp_path):
     (tmp_path / "no.json").write_text("{}")
-    for path, words in (("nowhere.json", "no such file"), (str(tmp_path / "no.json"), "Name a tokenizer.json")):
+    for path, words in (
+        ("nowhere.json", "no such file"),
+        (str(tmp_path / "no.json"), "Name a tokenizer.json"),
+    ):
         with pytest.raises(ConfigError, match=words):
             corpus(f"{files}/**/*.txt", tokenizer=path).check()
     made = corpus(f"{files}/**/*.txt", vocab_size=320)
     made.prepare()
-    with pytest.raises(ConfigError, match=r"vocab_size=300 is smaller than the 3\d\d tokens .*vocab_size=3\d\d"):
+    with pytest.raises(
+        ConfigError, match=r"vocab_size=300 is smaller than the 3\d\d tokens .*vocab_size=3\d\d"
+    ):
         corpus(f"{files}/**/*.txt", tokenizer=str(made.folder / "tokenizer.json")).check()
 
 

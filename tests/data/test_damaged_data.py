@@ -1,4 +1,6 @@
-"""Files of data that are damaged, odd or no files: each is refused with its line or row and what to do."""
+"""Files of data that are damaged, odd or no files: each is refused with its line or row and what to
+do.
+"""
 
 import os
 import struct
@@ -16,23 +18,41 @@ from tests.data.test_people_data import build, write_parquet
 
 CSV = "a,b,kind\n1,2,x\n3,4,y\n"
 TABLES = {
-    "semicolons": (CSV.replace(",", ";"), r"separated by semicolons, not by commas. Save it with commas"),
+    "semicolons": (
+        CSV.replace(",", ";"),
+        r"separated by semicolons, not by commas. Save it with commas",
+    ),
     "tabs": (CSV.replace(",", "\t"), r"separated by tabs, not by commas"),
     "bars": (CSV.replace(",", "|"), r"separated by bars, not by commas"),
     "short row": (f"{CSV}\n5,6\n", r"t.csv, line 5: 2 cells, but the header has 3. Mend the line"),
     "long row": (f"{CSV}5,6,x,z\n", r"line 4: 4 cells, but the header has 3"),
-    "row after a cell of two lines": ('a,b,kind\n1,2,"x\ny"\n5\n', r"line 4: 1 cell, but the header has 3"),
+    "row after a cell of two lines": (
+        'a,b,kind\n1,2,"x\ny"\n5\n',
+        r"line 4: 1 cell, but the header has 3",
+    ),
     "open quote": (f'{CSV}5,6,"x\n7,8,y\n', r"line 4: a quote is opened and never closed"),
     "open quote at the end": (f'{CSV}5,6,"x', r"line 4: a quote is opened and never closed"),
     "zero byte": (f"{CSV}5,\0,x\n", r"line 4: it holds a zero byte, which is not text"),
     "empty": ("", r"t.csv: the file is empty"),
-    "no names": ("0,0,x\n1,2,y\n", r"two columns are named 0. .* The first line is taken for their names"),
+    "no names": (
+        "0,0,x\n1,2,y\n",
+        r"two columns are named 0. .* The first line is taken for their names",
+    ),
     "UTF-16": (CSV.encode("utf-16"), r"is not CSV in UTF-8 .* iconv"),
-    "names with spaces": (CSV.replace(",", ", "), r"has no column kind. Its columns: a, ' b', ' kind'"),
+    "names with spaces": (
+        CSV.replace(",", ", "),
+        r"has no column kind. Its columns: a, ' b', ' kind'",
+    ),
     "empty cell": (f"{CSV}5,,x\n", r"column b is empty in data row 3. Fill it in"),
     "text": (f"{CSV}5,many,x\n", r"column b holds 'many' in data row 3, which is no number"),
-    "too large": (f"{CSV}5,1e300,x\n", r"column b holds '1e300' in data row 3, which is no finite number of 32 bits"),
-    "infinite": (f"{CSV}inf,6,x\n", r"column a holds 'inf' in data row 3, which is no finite number"),
+    "too large": (
+        f"{CSV}5,1e300,x\n",
+        r"column b holds '1e300' in data row 3, which is no finite number of 32 bits",
+    ),
+    "infinite": (
+        f"{CSV}inf,6,x\n",
+        r"column a holds 'inf' in data row 3, which is no finite number",
+    ),
 }
 
 
@@ -43,17 +63,31 @@ def test_a_damaged_csv_file_is_named_with_its_line(text, message, tmp_path):
         build("table", path=str(tmp_path / "t.csv"), target="kind").names()
 
 
-@pytest.mark.parametrize("text", [f"\ufeff{CSV}", CSV.replace("\n", "\r\n"), f"\n\n{CSV}\n\n", CSV[:-1]])
+@pytest.mark.parametrize(
+    "text", [f"\ufeff{CSV}", CSV.replace("\n", "\r\n"), f"\n\n{CSV}\n\n", CSV[:-1]]
+)
 def test_marks_and_ends_of_lines_of_other_systems_are_no_damage(text, tmp_path):
     (tmp_path / "t.csv").write_bytes(text.encode())
     assert [*table.read(tmp_path / "t.csv")["kind"]] == ["x", "y"]
 
 
 PARQUET = {
-    "lists as targets": ({"a": [1, 2], "kind": [["x"], ["y"]]}, r"column kind holds a \w+ in each row, not one value"),
-    "objects as targets": ({"a": [1, 2], "kind": [{"x": 1}, {"x": 2}]}, r"column kind holds a dict in each row"),
-    "lists as features": ({"a": [[1, 2], [3, 4]], "kind": ["x", "y"]}, r"column a holds \[1, 2\] in data row 1, which"),
-    "no values": ({"a": [None, None], "kind": ["x", "y"]}, r"column a holds None in data row 1, which is no finite"),
+    "lists as targets": (
+        {"a": [1, 2], "kind": [["x"], ["y"]]},
+        r"column kind holds a \w+ in each row, not one value",
+    ),
+    "objects as targets": (
+        {"a": [1, 2], "kind": [{"x": 1}, {"x": 2}]},
+        r"column kind holds a dict in each row",
+    ),
+    "lists as features": (
+        {"a": [[1, 2], [3, 4]], "kind": ["x", "y"]},
+        r"column a holds \[1, 2\] in data row 1, which",
+    ),
+    "no values": (
+        {"a": [None, None], "kind": ["x", "y"]},
+        r"column a holds None in data row 1, which is no finite",
+    ),
 }
 
 
@@ -78,13 +112,21 @@ def test_a_parquet_file_that_is_cut_short_is_named(keep, tmp_path):
     file = Path(write_parquet(tmp_path / "t.parquet", a=[*range(99)]))
     content = file.read_bytes()
     file.write_bytes(content[: int(keep if keep > 1 else keep * len(content))])
-    with pytest.raises(ConfigError, match=r"t.parquet cannot be read as Parquet .* may be cut short"):
+    with pytest.raises(
+        ConfigError, match=r"t.parquet cannot be read as Parquet .* may be cut short"
+    ):
         table.read(file)
 
 
 LINES = {
-    "zero bytes": (b'{"a": 1}\n\0\0\0\0\n', r"line 2: it holds zero bytes, as after a loss of power. Remove the line"),
-    "UTF-16": ('{"a": 1}\n'.encode("utf-16"), r"is UTF-16, not UTF-8. Convert it: iconv -f utf-16 -t utf-8"),
+    "zero bytes": (
+        b'{"a": 1}\n\0\0\0\0\n',
+        r"line 2: it holds zero bytes, as after a loss of power. Remove the line",
+    ),
+    "UTF-16": (
+        '{"a": 1}\n'.encode("utf-16"),
+        r"is UTF-16, not UTF-8. Convert it: iconv -f utf-16 -t utf-8",
+    ),
 }
 
 
@@ -120,7 +162,8 @@ def test_a_split_without_samples_is_reported_once(caplog):
     for _ in range(2):
         splits.split_indices(4, val_fraction=0.1, test_fraction=0)
     assert caplog.messages == [
-        "data.val_fraction=0.1 of 4 samples is none: there is nothing to measure on. Type data.val_fraction=0.25 or "
+        "data.val_fraction=0.1 of 4 samples is none: there is nothing to measure on. Type "
+        "data.val_fraction=0.25 or "
         "more, or 0 to hold out none."
     ]
 
@@ -129,17 +172,35 @@ def test_files_of_a_mixture_are_named_by_their_corpus_and_together(tmp_path):
     (tmp_path / "a.txt").touch()
     with pytest.raises(ConfigError) as raised:
         build("mixture", paths={"a": str(tmp_path / "a.txt"), "b": str(tmp_path / "none.txt")})
-    assert [problem.split("=")[0] for problem in raised.value.problems] == ["data.paths.a", "data.paths.b"]
+    assert [problem.split("=")[0] for problem in raised.value.problems] == [
+        "data.paths.a",
+        "data.paths.b",
+    ]
 
 
 IDS = np.arange(1, 1000, dtype="<u2")
 TOKENS = {
-    "an odd byte": (IDS.tobytes() + b"0", r"has 1999 bytes: no whole number of uint16 tokens. Write it again, or"),
+    "an odd byte": (
+        IDS.tobytes() + b"0",
+        r"has 1999 bytes: no whole number of uint16 tokens. Write it again, or",
+    ),
     "none": (b"", r"has 0 bytes: no whole number"),
-    "few": (IDS[:5].tobytes(), r"data.context=8 is longer than the 5 tokens of .* Type data.context=4 or less"),
-    "four bytes each": (IDS.astype("<u4").tobytes(), r"of each 2 tokens .* are 0, .* Type data.source.dtype=uint32"),
-    "eight bytes each": (IDS.astype("<i8").tobytes(), r"of each 4 tokens .* are 0, .* Type data.source.dtype=int64"),
-    "NumPy's": (b"\x93NUMPY\x01\0" + IDS.tobytes(), r"is a .npy file of NumPy's. Write its numbers alone"),
+    "few": (
+        IDS[:5].tobytes(),
+        r"data.context=8 is longer than the 5 tokens of .* Type data.context=4 or less",
+    ),
+    "four bytes each": (
+        IDS.astype("<u4").tobytes(),
+        r"of each 2 tokens .* are 0, .* Type data.source.dtype=uint32",
+    ),
+    "eight bytes each": (
+        IDS.astype("<i8").tobytes(),
+        r"of each 4 tokens .* are 0, .* Type data.source.dtype=int64",
+    ),
+    "NumPy's": (
+        b"\x93NUMPY\x01\0" + IDS.tobytes(),
+        r"is a .npy file of NumPy's. Write its numbers alone",
+    ),
 }
 
 
@@ -147,7 +208,13 @@ TOKENS = {
 def test_a_damaged_file_of_tokens_says_what_it_holds(content, message, tmp_path):
     (tmp_path / "t.bin").write_bytes(content)
     with pytest.raises(ConfigError, match=message):
-        build("tokens", path=str(tmp_path / "t.bin"), context=8, source__val_fraction=0, source__test_fraction=0)
+        build(
+            "tokens",
+            path=str(tmp_path / "t.bin"),
+            context=8,
+            source__val_fraction=0,
+            source__test_fraction=0,
+        )
 
 
 def test_tokens_in_another_format_are_no_missing_file(tmp_path):
@@ -159,7 +226,12 @@ def test_tokens_in_another_format_are_no_missing_file(tmp_path):
 @pytest.mark.parametrize(
     ("sequences", "lengths", "message"),
     [
-        (2, [500, 500], r"has 999 tokens of type uint16, and .*t.idx describes 1,000. They are of different data"),
+        (
+            2,
+            [500, 500],
+            r"has 999 tokens of type uint16, and .*t.idx describes 1,000. They are of different "
+            r"data",
+        ),
         (2, [999], r"t.idx is cut short: it lists 2 sequences"),
         (2**60, [999], r"t.idx is cut short: it lists 1,152,921,504,606,846,976 sequences"),
     ],
@@ -186,9 +258,18 @@ def flat(path: Path) -> None:
 
 FOLDERS = {
     "no folders": (flat, r"it has no folder. Put the images of each class into one"),
-    "an empty folder": (lambda path: (images(path) / "bird").mkdir(), r"the folder bird has no images .* or remove it"),
-    "a link to nothing": (lambda path: link_to_nothing(images(path) / "cat" / "2.png"), r"2.png is a link to nowhere"),
-    "a pipe": (lambda path: os.mkfifo(images(path) / "cat" / "2.png"), r"2.png is a device or a pipe"),
+    "an empty folder": (
+        lambda path: (images(path) / "bird").mkdir(),
+        r"the folder bird has no images .* or remove it",
+    ),
+    "a link to nothing": (
+        lambda path: link_to_nothing(images(path) / "cat" / "2.png"),
+        r"2.png is a link to nowhere",
+    ),
+    "a pipe": (
+        lambda path: os.mkfifo(images(path) / "cat" / "2.png"),
+        r"2.png is a device or a pipe",
+    ),
 }
 
 
@@ -204,33 +285,48 @@ def test_a_damaged_image_is_named_also_by_a_loader_process(tmp_path):
     for kind in ("cat", "dog"):
         (folder / kind / "1.png").write_bytes(b"")
     data = build("image_folder", path=str(folder), num_workers=1, global_batch_size=2)
-    with pytest.raises(ConfigError, match=r"^data.path: .*1.png cannot be read as an image .* Remove it.$") as raised:
+    with pytest.raises(
+        ConfigError, match=r"^data.path: .*1.png cannot be read as an image .* Remove it.$"
+    ) as raised:
         next(iter(data.train_dataloader()))
     assert len(raised.value.problems) == 1
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # datasets leaves the image open
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # datasets leaves the image open
 def test_damaged_files_of_hugging_face_datasets_are_named(tmp_path):
     pytest.importorskip("datasets", reason="make setup EXTRAS=data")
     (tmp_path / "t.csv").touch()
     splits_ = {"splits": {"train": "train", "val": None, "test": None}}
     with pytest.raises(
-        ConfigError, match=r"data.path=csv \(.*t.csv\), split train: EmptyDataError: .*file. Type data.path"
+        ConfigError,
+        match=r"data.path=csv \(.*t.csv\), split train: EmptyDataError: .*file. Type data.path",
     ):
         build("hf", path="csv", data_files=str(tmp_path / "t.csv"), **splits_).dataset("train")
-    with pytest.raises(ConfigError, match=r"data.path=csv: a format, but no files. Type data.data_files="):
+    with pytest.raises(
+        ConfigError, match=r"data.path=csv: a format, but no files. Type data.data_files="
+    ):
         build("hf", path="csv", **splits_).dataset("train")
     folder = images(tmp_path / "images")
-    Image.fromarray(np.random.default_rng(0).integers(0, 255, (99, 99, 3), np.uint8)).save(folder / "dog" / "1.png")
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (99, 99, 3), np.uint8)).save(
+        folder / "dog" / "1.png"
+    )
     (folder / "dog" / "1.png").write_bytes((folder / "dog" / "1.png").read_bytes()[:2000])
     columns = {"inputs": "image", "targets": "label"}
-    data = build("hf", path="imagefolder", data_dir=str(folder), **columns, **splits_).dataset("train")
-    with pytest.raises(ConfigError, match=r"data.path=imagefolder \(.*\), split train: sample 1 cannot be read"):
+    data = build("hf", path="imagefolder", data_dir=str(folder), **columns, **splits_).dataset(
+        "train"
+    )
+    with pytest.raises(
+        ConfigError, match=r"data.path=imagefolder \(.*\), split train: sample 1 cannot be read"
+    ):
         data[1]
 
 
 def test_a_folder_of_data_is_no_format_of_datasets(tmp_path):
     (tmp_path / "formats" / "csv").mkdir(parents=True)
-    datasets = SimpleNamespace(packaged_modules=SimpleNamespace(__file__=str(tmp_path / "formats" / "__init__.py")))
+    datasets = SimpleNamespace(
+        packaged_modules=SimpleNamespace(__file__=str(tmp_path / "formats" / "__init__.py"))
+    )
     assert hf._is_format(datasets, "csv")
     assert not any(hf._is_format(datasets, path) for path in (str(tmp_path), ".", "..", "json"))

@@ -5,7 +5,16 @@ from omegaconf import OmegaConf
 from scripts import reference
 
 # built in test_chat_data, test_labeled_text, test_people_data and test_preference_data
-ELSEWHERE = {"chat", "hf", "image_folder", "labeled_text", "mixture", "preference", "table", "tokens"}
+ELSEWHERE = {
+    "chat",
+    "hf",
+    "image_folder",
+    "labeled_text",
+    "mixture",
+    "preference",
+    "table",
+    "tokens",
+}
 FILES = [path for path in reference.shown() if path.parent.name == "data"]  # without a clone's own
 CONFIGS = sorted(file for file in FILES if file.stem not in ELSEWHERE)
 

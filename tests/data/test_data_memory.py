@@ -1,4 +1,6 @@
-"""Data that memory cannot hold are refused in one message that names their size, wherever they are built."""
+"""Data that memory cannot hold are refused in one message that names their size, wherever they are
+built.
+"""
 
 from typing import Any
 
@@ -57,14 +59,18 @@ def test_a_split_is_named_with_the_key_of_its_size():
 
 def test_a_plain_data_module_is_answered_once():
     data = PlainData(InSetup(samples=HUGE), seed=0)
-    with pytest.raises(ConfigError, match=rf"{FITS} the data of InSetup \(.*data.samples={HUGE}\)") as caught:
+    with pytest.raises(
+        ConfigError, match=rf"{FITS} the data of InSetup \(.*data.samples={HUGE}\)"
+    ) as caught:
         data.setup("fit")
     assert str(caught.value).count(FITS) == 1
 
 
 def test_data_that_their_constructor_makes_are_named_by_their_class():
     node = {"_target_": f"{__name__}.InConstructor", "samples": HUGE}
-    with pytest.raises(ConfigError, match=rf"{FITS} what \S*InConstructor makes \(MemoryError.*data.samples={HUGE}"):
+    with pytest.raises(
+        ConfigError, match=rf"{FITS} what \S*InConstructor makes \(MemoryError.*data.samples={HUGE}"
+    ):
         adapter.build(OmegaConf.create({"seed": 0, "data": node}))
 
 

@@ -1,4 +1,6 @@
-"""The data module under a real Trainer: which samples it trains on, in which order, also after a resume."""
+"""The data module under a real Trainer: which samples it trains on, in which order, also after a
+resume.
+"""
 
 from itertools import chain
 from pathlib import Path
@@ -21,7 +23,10 @@ class Numbers(Dataset):
     def __init__(self, size: int, *, random: bool = False) -> None:
         self.size = size
         if random:
-            self.augment = lambda sample, generator: {**sample, "inputs": torch.rand(3, generator=generator)}
+            self.augment = lambda sample, generator: {
+                **sample,
+                "inputs": torch.rand(3, generator=generator),
+            }
 
     def __len__(self) -> int:
         return self.size
@@ -90,7 +95,9 @@ class SaveEveryStep(L.Callback):
 
 
 class RestoreProgress(L.Callback):
-    """Set Lightning's count of micro-batches, which a resume under another micro-batch size must correct."""
+    """Set Lightning's count of micro-batches, which a resume under another micro-batch size must
+    correct.
+    """
 
     def on_train_start(self, trainer, pl_module):
         progress = trainer.fit_loop.epoch_loop.batch_progress.current
@@ -98,14 +105,25 @@ class RestoreProgress(L.Callback):
         under_way = progress.processed - progress.completed
         data = trainer.datamodule
         epoch, place = data.epoch_position()
-        if place < data.global_batch_size and trainer.current_epoch == epoch - 1:  # Lightning has not closed that epoch
+        if (
+            place < data.global_batch_size and trainer.current_epoch == epoch - 1
+        ):  # Lightning has not closed that epoch
             place += data.train_size
         seen = place // data.global_batch_size * data.batches.accumulate
         progress.ready = progress.started = progress.processed = seen
         progress.completed = seen - under_way
 
 
-def fit(data: DataModule, tmp_path: Path, *, steps: int, checkpoint: Path | None = None, rank=0, ranks=1, **settings):
+def fit(
+    data: DataModule,
+    tmp_path: Path,
+    *,
+    steps: int,
+    checkpoint: Path | None = None,
+    rank=0,
+    ranks=1,
+    **settings,
+):
     module = Recorder()
     trainer = L.Trainer(
         strategy=Ranks(rank, ranks),
@@ -123,22 +141,29 @@ def fit(data: DataModule, tmp_path: Path, *, steps: int, checkpoint: Path | None
         reload_dataloaders_every_n_epochs=1,
         use_distributed_sampler=False,
         default_root_dir=tmp_path,
-        callbacks=[SaveEveryStep(tmp_path)] if checkpoint is None and ranks == 1 else [RestoreProgress()],
+        callbacks=[SaveEveryStep(tmp_path)]
+        if checkpoint is None and ranks == 1
+        else [RestoreProgress()],
     )
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
     return module, trainer
 
 
-# Lightning takes any loader without a state dict for one that cannot resume; ours resumes by its position
+# Lightning takes any loader without a state dict for one that cannot resume; ours resumes by its
+# position
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),  # Lightning 2.6 with torch 2.13
+    pytest.mark.filterwarnings(
+        "ignore:.*LeafSpec.*:FutureWarning"
+    ),  # Lightning 2.6 with torch 2.13
 ]
 
 
 def test_epochs_under_a_trainer_lose_no_sample(tmp_path):
     data = NumbersData()
-    module, trainer = fit(data, tmp_path, steps=21)  # 84 samples: four epochs, of 6, 5, 5 and 5 steps
+    module, trainer = fit(
+        data, tmp_path, steps=21
+    )  # 84 samples: four epochs, of 6, 5, 5 and 5 steps
     seen = [target for step in module.steps for target in step]
     assert sorted(seen) == sorted(list(range(21)) * 4)
     assert module.lengths == [6, 5, 5, 5]
@@ -169,7 +194,11 @@ def test_resume_at_any_step_makes_the_same_steps_as_an_uninterrupted_run(tmp_pat
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(4, 1), pytest.param(1, 4, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow)],
+    [
+        (4, 1),
+        pytest.param(1, 4, marks=pytest.mark.slow),
+        pytest.param(2, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_resume_under_another_accumulation_makes_the_same_steps(tmp_path, before, after):
     whole, straight = fit(NumbersData(micro_batch_size=before), tmp_path, steps=18, micro=before)
@@ -189,7 +218,9 @@ def test_ranks_and_accumulation_see_the_same_samples_in_each_step(tmp_path):
     alone, _ = fit(NumbersData(), tmp_path, steps=12)
     parts = []
     for rank in range(2):
-        module, _ = fit(NumbersData(micro_batch_size=1), tmp_path, steps=12, rank=rank, ranks=2, micro=1)
+        module, _ = fit(
+            NumbersData(micro_batch_size=1), tmp_path, steps=12, rank=rank, ranks=2, micro=1
+        )
         parts.append(module.steps)
     assert [sorted(a + b) for a, b in zip(*parts, strict=True)] == alone.steps
 
@@ -197,13 +228,20 @@ def test_ranks_and_accumulation_see_the_same_samples_in_each_step(tmp_path):
 def test_resume_with_another_global_batch_continues_at_the_position(tmp_path):
     whole, _ = fit(NumbersData(), tmp_path, steps=20)
     end_of_first_epoch = tmp_path / "6.ckpt"
-    resumed, _ = fit(NumbersData(global_batch_size=8), tmp_path, steps=9, checkpoint=end_of_first_epoch)
+    resumed, _ = fit(
+        NumbersData(global_batch_size=8), tmp_path, steps=9, checkpoint=end_of_first_epoch
+    )
     assert [sorted(chain(*whole.steps[i : i + 2])) for i in (6, 8, 10)] == resumed.steps
 
 
 def test_epoch_position_counts_from_the_epochs_first_sample():
     data = NumbersData(micro_batch_size=2)
-    for position, expected in ((0, 0), (20, 10), (24, 0), (28, 2)):  # the second epoch's first step starts at 24
+    for position, expected in (
+        (0, 0),
+        (20, 10),
+        (24, 0),
+        (28, 2),
+    ):  # the second epoch's first step starts at 24
         data.samples_seen = position
         epoch, place = data.epoch_position()
         assert epoch * data.train_size + place == position
@@ -228,7 +266,10 @@ def test_train_limit_keeps_to_the_first_samples(limit, tmp_path):
 def test_augmentation_depends_on_seed_epoch_and_sample_only(tmp_path, workers):
     def inputs(**settings):
         module, _ = fit(
-            NumbersData(size=8, random=True, **settings), tmp_path, steps=4, micro=settings.get("micro_batch_size")
+            NumbersData(size=8, random=True, **settings),
+            tmp_path,
+            steps=4,
+            micro=settings.get("micro_batch_size"),
         )
         return torch.cat(module.inputs)
 
@@ -278,7 +319,9 @@ def test_the_same_loader_serves_every_epoch():
 
 
 def test_accumulation_that_contradicts_the_batch_sizes_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"accumulate_grad_batches=1\), but .* Pass accumulate_grad_batches=2"):
+    with pytest.raises(
+        ConfigError, match=r"accumulate_grad_batches=1\), but .* Pass accumulate_grad_batches=2"
+    ):
         fit(NumbersData(micro_batch_size=2), tmp_path, steps=1, micro=4)
 
 
@@ -287,7 +330,10 @@ def test_data_that_grow_while_training_are_refused():
     loader = data.train_dataloader()
     assert len(list(loader)) == 6
     data._dataset("train").size += 8  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(ConfigError, match=r"24 training samples when the run began, and there are 32 now\. .* known\["):
+    with pytest.raises(
+        ConfigError,
+        match=r"24 training samples when the run began, and there are 32 now\. .* known\[",
+    ):
         list(loader)
 
 
@@ -320,7 +366,8 @@ class OneDataset(DataModule):
 
 
 @pytest.mark.parametrize(
-    ("returned", "says"), [(None, "has no training samples"), ([], "has no training samples"), (5, "returns a int")]
+    ("returned", "says"),
+    [(None, "has no training samples"), ([], "has no training samples"), (5, "returns a int")],
 )
 def test_a_data_module_without_training_samples_is_refused_by_name(returned, says):
     with pytest.raises(ConfigError, match=f"data: OneDataset.*{says}"):

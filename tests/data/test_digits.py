@@ -15,7 +15,11 @@ def test_splits_share_no_image_and_have_the_same_mix(data):
     digits = load_digits()[1]
     splits = split_indices(digits)
     assert sorted(np.concatenate(list(splits.values())).tolist()) == list(range(1797))
-    assert {name: len(indices) for name, indices in splits.items()} == {"train": 1445, "val": 176, "test": 176}
+    assert {name: len(indices) for name, indices in splits.items()} == {
+        "train": 1445,
+        "val": 176,
+        "test": 176,
+    }
     for indices in splits.values():
         share = np.bincount(digits[indices], minlength=10) / len(indices)
         assert (abs(share - np.bincount(digits) / 1797) < 0.01).all()

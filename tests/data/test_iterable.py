@@ -1,4 +1,6 @@
-"""IterableDatasets without a length are counted: by the reading that training and evaluation make."""
+"""IterableDatasets without a length are counted: by the reading that training and evaluation
+make.
+"""
 
 import random
 
@@ -31,7 +33,9 @@ def test_only_training_data_must_have_as_many_samples_in_each_pass():
     stream = IterableStream(LongerByEpoch(), seed=5)
     assert len(stream) == 10
     assert list(stream.records(0, 0)) == [*range(10)]
-    with pytest.raises(ConfigError, match=r"yields 10 samples in one pass and 11 in the next.*data\.train_limit=…"):
+    with pytest.raises(
+        ConfigError, match=r"yields 10 samples in one pass and 11 in the next.*data\.train_limit=…"
+    ):
         stream.check_repeats()  # called for training data
     IterableStream(LongerByEpoch(), seed=5, limited=True).check_repeats()
 

@@ -7,7 +7,12 @@ import pytest
 from armature.data.labeled_text import LabeledTextData
 from armature.errors import ConfigError
 
-ROWS = [("a\nhello world", "b"), ("how are you", "a"), ("I am fine", "b"), ("thank you " * 30, "c")] * 5
+ROWS = [
+    ("a\nhello world", "b"),
+    ("how are you", "a"),
+    ("I am fine", "b"),
+    ("thank you " * 30, "c"),
+] * 5
 
 
 @pytest.fixture
@@ -18,10 +23,14 @@ def make(tmp_path, tokenizer_folder):
             quoted = [f'"{words}",{label}' for words, label in rows]
             path.write_text("\n".join([f"{text},{target}", *quoted]) + "\n")
         else:
-            records = [row if isinstance(row, dict) else {text: row[0], target: row[1]} for row in rows]
+            records = [
+                row if isinstance(row, dict) else {text: row[0], target: row[1]} for row in rows
+            ]
             path.write_text("".join(json.dumps(record) + "\n" for record in records))
         sizes = {"global_batch_size": 4, "context": 16, "val_fraction": 0.2, "test_fraction": 0.2}
-        return LabeledTextData(path=str(path), tokenizer=str(tokenizer_folder), **{**sizes, **options})
+        return LabeledTextData(
+            path=str(path), tokenizer=str(tokenizer_folder), **{**sizes, **options}
+        )
 
     return build
 
@@ -62,7 +71,8 @@ def test_the_trained_models_numbers_are_kept(make, tmp_path):
     ("rows", "options", "says"),
     [
         ([{"text": "x"}] * 4, {}, r"no column 'label' \(there: text\). Type data.target=…"),
-        ([{"body": "x", "label": 1}], {}, r"line 1: .*no column 'text' \(there: body, label\). Type data.text=…"),
+        ([{"body": "x", "label": 1}], {}, r"line 1: .*no column 'text' \(there: body, label\). "
+                                          r"Type data.text=…"),
         ([("x", "a"), ("", "b")], {}, "line 2: column 'text' holds '', which is no text"),
         ([("x", "a"), (3, "b")], {}, "line 2: column 'text' holds 3, which is no text"),
         ([("x", "a"), ("y", " ")], {}, "line 2: column 'label' holds ' ', which names no class"),
@@ -103,7 +113,9 @@ def test_predictions_need_no_labels_in_the_column(make, tmp_path):
     blank = make([("hello", ""), ("world", "b")], name="blank.csv")
     blank.load_assets(tmp_path)
     assert blank.dataset("predict").targets is None
-    with pytest.raises(ConfigError, match="data row 1: column 'label' holds '', which names no class"):
+    with pytest.raises(
+        ConfigError, match="data row 1: column 'label' holds '', which names no class"
+    ):
         blank.dataset("train")
 
 
@@ -118,12 +130,16 @@ def test_columns_of_parquet(make, tmp_path):
     labels = pyarrow.array(["p", None, "q"]).dictionary_encode()
     parquet.write_table(pyarrow.table({"text": ["x", "y", "z"], "label": labels}), data.path)
     del data._content  # read anew
-    with pytest.raises(ConfigError, match="data row 2: column 'label' holds None, which names no class"):
+    with pytest.raises(
+        ConfigError, match="data row 2: column 'label' holds None, which names no class"
+    ):
         data.names()
 
 
 def test_cells_of_any_length(make):
-    assert make([("a " * 70_000, "p"), ("b", "q")], name="long.csv").names() == {"classes": ["p", "q"]}
+    assert make([("a " * 70_000, "p"), ("b", "q")], name="long.csv").names() == {
+        "classes": ["p", "q"]
+    }
 
 
 @pytest.mark.parametrize("row", [("\ud83d x", "a"), ("x", "\ud83d")])

@@ -44,7 +44,9 @@ def trained_table(tmp_path, run):
     return data
 
 
-def test_a_table_in_which_a_class_is_missing_and_columns_are_in_another_order(tmp_path, run, trained_table):
+def test_a_table_in_which_a_class_is_missing_and_columns_are_in_another_order(
+    tmp_path, run, trained_table
+):
     assert json.loads((run / CLASSES_FILE).read_text()) == {
         "features": ["width", "height"], "classes": ["ant", "bee", "cow"],
     }  # fmt: skip
@@ -56,12 +58,19 @@ def test_a_table_in_which_a_class_is_missing_and_columns_are_in_another_order(tm
 
 def test_a_class_and_columns_that_the_model_does_not_know_are_named(tmp_path, run, trained_table):
     unknown = used_by(run, table(tmp_path / "o.csv", "width,height,kind\n1,2,yak\n1,2,ant\n"))
-    with pytest.raises(ConfigError, match=r"column kind, has the class yak, which the training data lack. They have 3"):
+    with pytest.raises(
+        ConfigError,
+        match=r"column kind, has the class yak, which the training data lack. They have 3",
+    ):
         unknown.dataset("test")
-    with pytest.raises(ConfigError, match=r"has no column height. Its columns: width, kind. Type data.features=…"):
+    with pytest.raises(
+        ConfigError, match=r"has no column height. Its columns: width, kind. Type data.features=…"
+    ):
         used_by(run, table(tmp_path / "o.csv", "width,kind\n1,ant\n")).dataset("predict")
     with pytest.raises(ConfigError, match=r"but the model was trained with \['width', 'height'\]"):
-        used_by(run, table(tmp_path / "o.csv", f"width,height,kind\n{ROWS}", features=["height"])).dataset("test")
+        used_by(
+            run, table(tmp_path / "o.csv", f"width,height,kind\n{ROWS}", features=["height"])
+        ).dataset("test")
 
 
 def test_predictions_of_a_table_need_no_target(tmp_path, run, trained_table):
@@ -69,22 +78,32 @@ def test_predictions_of_a_table_need_no_target(tmp_path, run, trained_table):
     (batch,) = data.predict_dataloader()
     assert list(batch) == ["inputs"]
     assert batch["inputs"].tolist() == [[2.0, 1.0], [4.0, 3.0]]
-    with pytest.raises(ConfigError, match=r"has no column kind. Its columns: height, width. Type data.target=…"):
+    with pytest.raises(
+        ConfigError, match=r"has no column kind. Its columns: height, width. Type data.target=…"
+    ):
         data.dataset("test")
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("width,height,kind\n" + ROWS.replace("cow", "yak"), "classes .* cow is missing and yak is new. Restore the"),
+        (
+            "width,height,kind\n" + ROWS.replace("cow", "yak"),
+            "classes .* cow is missing and yak is new. Restore the",
+        ),
         ("width,height,kind\n" + ROWS.replace("cow", "ant"), "classes .* cow is missing"),
-        ("height,width,kind\n" + ROWS, "features .* their order was width, height, and is height, width"),
+        (
+            "height,width,kind\n" + ROWS,
+            "features .* their order was width, height, and is height, width",
+        ),
     ],
 )
 def test_a_resume_with_other_classes_or_columns_is_refused(text, message, tmp_path, trained_table):
     state = trained_table.state_dict()
     other = table(tmp_path / "train.csv", text)
-    other.load_state_dict({key: value for key, value in state.items() if key != "names"})  # of an older version
+    other.load_state_dict(
+        {key: value for key, value in state.items() if key != "names"}
+    )  # of an older version
     with pytest.raises(ConfigError, match=message):
         other.load_state_dict(state)
 
@@ -121,7 +140,9 @@ def test_a_table_that_cannot_be_learned_from_is_named(text, message, tmp_path):
 
 def test_an_empty_class_is_no_class_of_its_own(tmp_path):
     with pytest.raises(ConfigError, match="column kind is empty in data row 3"):
-        _ = table(tmp_path / "t.csv", "a,kind\n1,x\n2,y\n3,\n").found_sizes  # else: type model.classes=3
+        _ = table(
+            tmp_path / "t.csv", "a,kind\n1,x\n2,y\n3,\n"
+        ).found_sizes  # else: type model.classes=3
 
 
 def test_files_that_are_no_tables_are_named(tmp_path):
@@ -153,7 +174,16 @@ class Zeros(LightningModule):
 
 
 def predicted(data, file):
-    predict.predict(Zeros(), data, file, run_dir=file.parent, rank=0, ranks=1, accelerator="cpu", precision="32-true")
+    predict.predict(
+        Zeros(),
+        data,
+        file,
+        run_dir=file.parent,
+        rank=0,
+        ranks=1,
+        accelerator="cpu",
+        precision="32-true",
+    )
     return [json.loads(line)[1] for line in file.read_text().splitlines()]
 
 
@@ -165,13 +195,17 @@ def test_images_keep_their_classes_and_predictions_name_them(tmp_path, run):
     other = used_by(run, build("image_folder", path=str(tmp_path / "other"), **options))
     assert [target for _, target in other.dataset("test").files] == [1] * 4
     assert [row["class"] for row in predicted(other, tmp_path / "p.jsonl")] == ["dog"] * 4
-    flat = used_by(run, build("image_folder", path=str(tmp_path / "other" / "test" / "dog"), **options))
+    flat = used_by(
+        run, build("image_folder", path=str(tmp_path / "other" / "test" / "dog"), **options)
+    )
     assert list(next(iter(flat.predict_dataloader()))) == ["inputs"]
     rows = predicted(flat, tmp_path / "p.jsonl")
     assert [row["index"] for row in rows] == [0, 1, 2, 3]
     assert rows[0]["file"] == str(tmp_path / "other" / "test" / "dog" / "0.png")
     shutil.move(tmp_path / "other" / "test" / "dog", tmp_path / "other" / "test" / "yak")
-    with pytest.raises(ConfigError, match=r"has the class yak, which the training data lack. They have 2: cat, dog"):
+    with pytest.raises(
+        ConfigError, match=r"has the class yak, which the training data lack. They have 2: cat, dog"
+    ):
         used_by(run, build("image_folder", path=str(tmp_path / "other"), **options)).dataset("test")
 
 
@@ -186,7 +220,11 @@ def test_classes_of_hugging_face_datasets(tmp_path, run, monkeypatch, caplog):
 
     def hf(text, name):
         (tmp_path / name).write_text(text)
-        changes = {"inputs": "x", "targets": "k", "splits": {"train": "train", "val": None, "test": "train"}}
+        changes = {
+            "inputs": "x",
+            "targets": "k",
+            "splits": {"train": "train", "val": None, "test": "train"},
+        }
         return build("hf", path="csv", data_files=str(tmp_path / name), **changes)
 
     data = hf("x,k\n1,bee\n2,ant\n3,cow\n4,bee\n", "t.csv")
@@ -205,7 +243,9 @@ def test_classes_of_hugging_face_datasets(tmp_path, run, monkeypatch, caplog):
         hf("x,k\n1,a\n,b\n", "e.csv").dataset("train")
     with pytest.raises(ConfigError, match=r"column k has 1 empty cells"):
         hf("x,k\n1,a\n2,b\n3,\n", "f.csv").setup("fit")
-    with pytest.raises(ConfigError, match=r"data.path=csv: the training data have the class a alone"):
+    with pytest.raises(
+        ConfigError, match=r"data.path=csv: the training data have the class a alone"
+    ):
         hf("x,k\n1,a\n2,a\n", "g.csv").setup("fit")
     numbers = hf("x,k\n1,2.5\n2,1.5\n", "h.csv")
     numbers.save_assets(run)
@@ -243,11 +283,18 @@ def test_classes_of_a_plain_data_module_keep_their_numbers(tmp_path, run):
     data.save_assets(run)
     other = used_by(run, PlainData(Folders("ant", "cat", "dog")))
     for loader in (other.test_dataloader, other.val_dataloader):
-        with pytest.raises(ConfigError, match=r"the (test|val) data number other classes .*ant is new. Each class"):
+        with pytest.raises(
+            ConfigError, match=r"the (test|val) data number other classes .*ant is new. Each class"
+        ):
             loader()
-    assert [row["class"] for row in predicted(other, tmp_path / "p.jsonl")] == ["dog"] * 4  # as in training
+    assert [row["class"] for row in predicted(other, tmp_path / "p.jsonl")] == [
+        "dog"
+    ] * 4  # as in training
     other.setup("fit")
-    with pytest.raises(ConfigError, match=r"no longer those that the checkpoint was trained with: ant is new. Restore"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no longer those that the checkpoint was trained with: ant is new. Restore",
+    ):
         other.load_state_dict(data.state_dict())
     same = used_by(run, PlainData(Folders("cat", "dog")))
     same.setup("fit")

@@ -26,7 +26,10 @@ def build(name, **changes):
 
 
 def write_table(file, rows=40):
-    lines = ["width,height,kind", *(f"{i},{i / 2},{'odd' if i % 2 else 'even'}" for i in range(rows))]
+    lines = [
+        "width,height,kind",
+        *(f"{i},{i / 2},{'odd' if i % 2 else 'even'}" for i in range(rows)),
+    ]
     file.write_text("\n".join(lines) + "\n")
     return str(file)
 
@@ -37,7 +40,12 @@ def test_a_table_of_csv(tmp_path):
     batch = next(iter(data.train_dataloader()))
     assert batch["inputs"].shape == (32, 2)
     assert torch.equal(batch["targets"], (batch["inputs"][:, 0] % 2).long())
-    assert [len(data.dataset(split)) for split in ("train", "val", "test", "predict")] == [32, 4, 4, 40]
+    assert [len(data.dataset(split)) for split in ("train", "val", "test", "predict")] == [
+        32,
+        4,
+        4,
+        40,
+    ]
     numbers = build("table", path=path, target="height", features=["width"], classes=False)
     sample = numbers.dataset("predict")[3]
     assert (sample["inputs"].tolist(), sample["targets"].item()) == ([3.0], 1.5)
@@ -58,11 +66,19 @@ def test_a_table_of_parquet(tmp_path):
     ("text", "changes", "message"),
     [
         ("a,b\n1,2\n", {"target": "c"}, "has no column c. Its columns: a, b"),
-        ("a,kind\n1,x\n", {"target": "kin"}, "has no column kin. Its columns: a, kind. Type data.target=…"),
+        (
+            "a,kind\n1,x\n",
+            {"target": "kin"},
+            "has no column kin. Its columns: a, kind. Type data.target=…",
+        ),
         ("a,b\nx,2\n", {"target": "b"}, "column a holds 'x' in data row 1, which is no number"),
         ("a,b\nnan,2\n", {"target": "b"}, "column a holds 'nan' in data row 1"),
         ("a,b\n1\n", {"target": "b"}, "line 2: 1 cell, but the header has 2"),
-        ("a,b\n1,2\n", {"target": "b", "val_fraction": 0.8, "test_fraction": 0.3}, "together below 1"),
+        (
+            "a,b\n1,2\n",
+            {"target": "b", "val_fraction": 0.8, "test_fraction": 0.3},
+            "together below 1",
+        ),
         ("a,b\n", {"target": "b"}, "have no rows"),
     ],
 )
@@ -86,7 +102,9 @@ def test_an_empty_cell_of_a_category_is_no_class(tmp_path):
     path = write_parquet(tmp_path / "t.parquet", x=[1.0, 2.0, 3.0, 4.0], kind=kinds)
     with pytest.raises(ConfigError, match="column kind is empty in data row 2"):
         build("table", path=path, target="kind").names()
-    path = write_parquet(tmp_path / "t.parquet", x=pyarrow.array([5.0, None]).dictionary_encode(), kind=["a", "b"])
+    path = write_parquet(
+        tmp_path / "t.parquet", x=pyarrow.array([5.0, None]).dictionary_encode(), kind=["a", "b"]
+    )
     with pytest.raises(ConfigError, match="column x holds nan in data row 2"):
         build("table", path=path, target="kind").names()
 
@@ -94,7 +112,9 @@ def test_an_empty_cell_of_a_category_is_no_class(tmp_path):
 def test_times_are_no_numbers(tmp_path):
     import datetime
 
-    path = write_parquet(tmp_path / "t.parquet", t=[datetime.datetime(2024, 1, 1), None], kind=["a", "b"])
+    path = write_parquet(
+        tmp_path / "t.parquet", t=[datetime.datetime(2024, 1, 1), None], kind=["a", "b"]
+    )
     with pytest.raises(ConfigError, match=r"data.features: column t holds times \(datetime64"):
         build("table", path=path, target="kind").names()
 
@@ -106,7 +126,9 @@ def test_row_numbers_of_pandas_are_no_features(tmp_path, caplog, name):
     data = build("table", path=str(tmp_path / "t.csv"), target="kind")
     assert data.names()["features"] == ["x"]
     assert f"column {name!r} holds row numbers of pandas, and is left out" in caplog.text
-    assert build("table", path=data.path, target="kind", features=[name]).names()["features"] == [name]
+    assert build("table", path=data.path, target="kind", features=[name]).names()["features"] == [
+        name
+    ]
     with pytest.raises(ConfigError, match="there is nothing to learn from"):
         build("table", path=data.path, target="kind", features=[]).names()
 
@@ -129,7 +151,9 @@ def write_images(folder, count=10):
 
 def test_images_in_folders(tmp_path):
     write_images(tmp_path / "all")
-    data = build("image_folder", path=str(tmp_path / "all"), size=16, num_workers=0, global_batch_size=16)
+    data = build(
+        "image_folder", path=str(tmp_path / "all"), size=16, num_workers=0, global_batch_size=16
+    )
     batch = next(iter(data.train_dataloader()))
     assert batch["inputs"].shape == (16, 3, 16, 16)
     red = batch["inputs"][:, 0, 0, 0] * 0.229 + 0.485
@@ -143,18 +167,27 @@ def test_images_with_folders_of_splits(tmp_path):
     for split, count in (("train", 6), ("val", 2), ("test", 3)):
         write_images(tmp_path / split, count)
     data = build("image_folder", path=str(tmp_path), size=8, margin=0, num_workers=0)
-    assert [len(data.dataset(split)) for split in ("train", "val", "test", "predict")] == [12, 4, 6, 6]
+    assert [len(data.dataset(split)) for split in ("train", "val", "test", "predict")] == [
+        12,
+        4,
+        6,
+        6,
+    ]
     (tmp_path / "val" / "cow").mkdir()
     with pytest.raises(ConfigError, match="has the class cow, which the training data lack"):
         build("image_folder", path=str(tmp_path), num_workers=0).dataset("train")
-    with pytest.raises(ConfigError, match=r"it has no folder. Put the images of each class into one"):
+    with pytest.raises(
+        ConfigError, match=r"it has no folder. Put the images of each class into one"
+    ):
         build("image_folder", path=str(tmp_path / "val" / "cow"), num_workers=0).dataset("train")
 
 
 def image_of(tmp_path, image, name="cat/1.png", **options):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     image.save(tmp_path / name, **options)
-    data = build("image_folder", path=str(tmp_path), size=8, mean=[0, 0, 0], std=[1, 1, 1], num_workers=0)
+    data = build(
+        "image_folder", path=str(tmp_path), size=8, mean=[0, 0, 0], std=[1, 1, 1], num_workers=0
+    )
     return data.dataset("predict")[0]["inputs"]
 
 
@@ -165,7 +198,9 @@ def test_grey_images_of_16_bits_keep_their_values(tmp_path, suffix):
     assert torch.equal(found, torch.full((3, 8, 8), (30000 // 257) / 255))
 
 
-@pytest.mark.parametrize("pixels", [np.full((8, 8), 30000, np.int32), np.full((8, 8), 0.5, np.float32)])
+@pytest.mark.parametrize(
+    "pixels", [np.full((8, 8), 30000, np.int32), np.full((8, 8), 0.5, np.float32)]
+)
 def test_images_of_32_bits_are_refused(tmp_path, pixels):
     with pytest.raises(ConfigError, match=r"1\.tif has pixels of 32 bits .*Convert it to 8 bits"):
         image_of(tmp_path, Image.fromarray(pixels), name="cat/1.tif")
@@ -188,10 +223,14 @@ def test_nanogpts_token_files(tmp_path):
     assert batch["inputs"].shape == (32, 8)
     assert torch.equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
     assert list(data.test_dataloader()) == []
-    with pytest.raises(ConfigError, match=r"data.source.vocab_size=256, but .* holds the token 299"):
+    with pytest.raises(
+        ConfigError, match=r"data.source.vocab_size=256, but .* holds the token 299"
+    ):
         build("tokens", path=str(tmp_path), context=8, source__vocab_size=256)
     np.full(90, 300, "<u2").tofile(tmp_path / "val.bin")
-    with pytest.raises(ConfigError, match=r"data.source.vocab_size=300, .* holds the token 300 \(val split\)"):
+    with pytest.raises(
+        ConfigError, match=r"data.source.vocab_size=300, .* holds the token 300 \(val split\)"
+    ):
         build("tokens", path=str(tmp_path), context=8, source__vocab_size=300)
 
 
@@ -202,7 +241,9 @@ def test_tokens_beyond_the_first_ones_are_checked_in_batches(tmp_path, monkeypat
         tokens = np.arange(size, dtype="<i4") % 300
         tokens[200:201] = token
         tokens.tofile(tmp_path / f"{split}.bin")
-    data = build("tokens", path=str(tmp_path), context=8, source__vocab_size=300, source__dtype="int32")
+    data = build(
+        "tokens", path=str(tmp_path), context=8, source__vocab_size=300, source__dtype="int32"
+    )
     with pytest.raises(ConfigError, match=rf"holds the token {token} \(train split\)"):
         list(data.train_dataloader())
     held_out = torch.cat([batch["targets"].flatten() for batch in data.val_dataloader()])
@@ -212,8 +253,12 @@ def test_tokens_beyond_the_first_ones_are_checked_in_batches(tmp_path, monkeypat
 def test_megatrons_token_files(tmp_path):
     tokens = np.arange(1000, dtype="<i4")
     tokens.tofile(tmp_path / "corpus_text_document.bin")
-    (tmp_path / "corpus_text_document.idx").write_bytes(MEGATRON + struct.pack("<QBQQi", 1, 4, 1, 2, 1000))
-    data = build("tokens", path=str(tmp_path / "corpus_text_document"), context=8, source__val_fraction=0.1)
+    (tmp_path / "corpus_text_document.idx").write_bytes(
+        MEGATRON + struct.pack("<QBQQi", 1, 4, 1, 2, 1000)
+    )
+    data = build(
+        "tokens", path=str(tmp_path / "corpus_text_document"), context=8, source__val_fraction=0.1
+    )
     assert data.source.tokens("train").tolist() == list(range(890))
     assert data.source.tokens("val")[0] == 890
     for head in (b"something else entirely", MEGATRON + b"\1"):
@@ -225,9 +270,13 @@ def test_megatrons_token_files(tmp_path):
 def test_a_mixture_takes_each_corpus_by_its_weight(tmp_path, monkeypatch):
     monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
     for name, lines in (("a", 3000), ("b", 900)):
-        (tmp_path / f"{name}.txt").write_text("".join(f"{name} line {i} of text\n" for i in range(lines)))
+        (tmp_path / f"{name}.txt").write_text(
+            "".join(f"{name} line {i} of text\n" for i in range(lines))
+        )
     paths = {name: str(tmp_path / f"{name}.txt") for name in "ab"}
-    data = build("mixture", paths=paths, weights={"a": 1, "b": 3}, context=16, source__vocab_size=300)
+    data = build(
+        "mixture", paths=paths, weights={"a": 1, "b": 3}, context=16, source__vocab_size=300
+    )
     first, second = data._draw(0), data._draw(1)
     border = len(data._dataset("train").datasets[0])
     assert np.isclose((first >= border).mean(), 0.75, atol=0.01)
@@ -237,7 +286,14 @@ def test_a_mixture_takes_each_corpus_by_its_weight(tmp_path, monkeypatch):
     assert np.array_equal(data._draw(1), second)
     batch = next(iter(data.train_dataloader()))
     assert batch["inputs"].shape == (32, 16)
-    limited = build("mixture", paths=paths, weights={"a": 1, "b": 3}, context=16, source__vocab_size=300, train_limit=8)
+    limited = build(
+        "mixture",
+        paths=paths,
+        weights={"a": 1, "b": 3},
+        context=16,
+        source__vocab_size=300,
+        train_limit=8,
+    )
     draws = [limited._draw(epoch) for epoch in range(3)]
     assert [sorted(draw) for draw in draws] == [sorted(draws[0])] * 3
     assert not np.array_equal(draws[0], draws[1])
@@ -249,9 +305,13 @@ def test_hugging_face_datasets(tmp_path, monkeypatch):
     pytest.importorskip("datasets", reason="make setup EXTRAS=data")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     changes = {
-        "path": "csv", "data_files": write_table(tmp_path / "t.csv"), "inputs": "width", "targets": "height",
-        "splits": {"train": "train"}, "global_batch_size": 8,
-    }  # fmt: skip
+        "path": "csv",
+        "data_files": write_table(tmp_path / "t.csv"),
+        "inputs": "width",
+        "targets": "height",
+        "splits": {"train": "train"},
+        "global_batch_size": 8,
+    }
     orders = []
     for streaming in (False, True):
         data = build("hf", streaming=streaming, **changes)
@@ -262,7 +322,9 @@ def test_hugging_face_datasets(tmp_path, monkeypatch):
         build("hf", **{**changes, "inputs": "gone"}).dataset("train")
     several = build("hf", **{**changes, "inputs": ["width", "height"]})
     assert next(iter(several.train_dataloader()))["inputs"].shape == (8, 2)
-    with pytest.raises(ConfigError, match=r"data.inputs=\['width', 'kind'\]: column kind holds no single numbers"):
+    with pytest.raises(
+        ConfigError, match=r"data.inputs=\['width', 'kind'\]: column kind holds no single numbers"
+    ):
         build("hf", **{**changes, "inputs": ["width", "kind"]}).dataset("train")[0]
 
 
@@ -280,21 +342,37 @@ def test_palette_images_of_hugging_face_are_refused_or_converted(hf, tmp_path, s
     from datasets import Image as Column
 
     colors = [(200, 10, 30), (10, 200, 30)]
-    images = [Image.new("RGB", (4, 4), color).convert("P", palette=Image.Palette.ADAPTIVE) for color in colors]
-    rows = Dataset.from_dict({"x": images, "y": [0, 1]}, features=Features({"x": Column(), "y": Value("int64")}))
+    images = [
+        Image.new("RGB", (4, 4), color).convert("P", palette=Image.Palette.ADAPTIVE)
+        for color in colors
+    ]
+    rows = Dataset.from_dict(
+        {"x": images, "y": [0, 1]}, features=Features({"x": Column(), "y": Value("int64")})
+    )
     rows.to_parquet(tmp_path / "p.parquet")
-    changes = {"path": "parquet", "data_files": str(tmp_path / "p.parquet"), "inputs": "x", "streaming": streaming}
+    changes = {
+        "path": "parquet",
+        "data_files": str(tmp_path / "p.parquet"),
+        "inputs": "x",
+        "streaming": streaming,
+    }
     with pytest.raises(ConfigError, match=r"has Pillow's mode P, .*Type data.image_mode=RGB"):
         hf(**changes).dataset("train")
     found = [sample["inputs"] for sample in hf(image_mode="RGB", **changes).dataset("train")]
-    assert [(255 * image[:, 0, 0]).round().tolist() for image in found] == [list(color) for color in colors]
+    assert [(255 * image[:, 0, 0]).round().tolist() for image in found] == [
+        list(color) for color in colors
+    ]
 
 
 def test_images_of_16_bits_of_hugging_face_are_refused(hf, tmp_path):
     for kind in ("cat", "dog"):
         (tmp_path / "images" / kind).mkdir(parents=True)
-        Image.fromarray(np.full((8, 8), 30000, np.uint16)).save(tmp_path / "images" / kind / "1.png")
-    data = hf(path="imagefolder", data_dir=str(tmp_path / "images"), inputs="image", image_mode="RGB")
+        Image.fromarray(np.full((8, 8), 30000, np.uint16)).save(
+            tmp_path / "images" / kind / "1.png"
+        )
+    data = hf(
+        path="imagefolder", data_dir=str(tmp_path / "images"), inputs="image", image_mode="RGB"
+    )
     data.targets = "label"
     with pytest.raises(ConfigError, match="more than 8 bits"):
         data.dataset("train")
@@ -306,8 +384,14 @@ def test_a_test_split_without_labels_is_left_out(hf, tmp_path, caplog):
     features = Features({"x": Value("float32"), "y": ClassLabel(names=["no", "yes"])})
     files = {"train": [0, 1], "test": [-1, -1]}
     for name, labels in files.items():
-        Dataset.from_dict({"x": [1.0, 2.0], "y": labels}, features=features).to_parquet(tmp_path / f"{name}.parquet")
-    data = hf(path="parquet", data_files={name: str(tmp_path / f"{name}.parquet") for name in files}, inputs="x")
+        Dataset.from_dict({"x": [1.0, 2.0], "y": labels}, features=features).to_parquet(
+            tmp_path / f"{name}.parquet"
+        )
+    data = hf(
+        path="parquet",
+        data_files={name: str(tmp_path / f"{name}.parquet") for name in files},
+        inputs="x",
+    )
     data.splits = {"train": "train", "val": "test", "test": "test"}
     caplog.set_level("INFO", logger="armature")
     assert list(data.test_dataloader()) == []
@@ -319,7 +403,9 @@ def test_a_test_split_without_labels_is_left_out(hf, tmp_path, caplog):
 
 def test_a_missing_package_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"data=hf needs the package datasets .* make setup EXTRAS=data"):
+    with pytest.raises(
+        ConfigError, match=r"data=hf needs the package datasets .* make setup EXTRAS=data"
+    ):
         build("hf", path="x").dataset("train")
 
 
@@ -335,20 +421,28 @@ def test_a_name_on_the_hub_is_answered_at_once_without_a_network(hf, tmp_path, m
     monkeypatch.setattr("armature.data.hf.time.sleep", lambda seconds: None)
     monkeypatch.setattr("armature.data.hf.getproxies", dict)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    with pytest.raises(ConfigError, match=r"data.path=mine: huggingface.co cannot be reached .* is in the cache"):
+    with pytest.raises(
+        ConfigError, match=r"data.path=mine: huggingface.co cannot be reached .* is in the cache"
+    ):
         hf(path="mine", inputs="x").dataset("train")
     (tmp_path / "my.csv").write_text("x,y\n1.0,0\n2.0,1\n")
     files = hf(path="csv", data_files=str(tmp_path / "my.csv"), inputs="x")  # needs no network
     assert len(files.dataset("train")) == 2
     cached = (tmp_path / "cache" / "csv").rename(tmp_path / "cache" / "mine")
     default = next(cached.glob("default-*")).rename(cached / "default")
-    next(default.rglob("csv-train.arrow")).rename(next(default.rglob("csv-train.arrow")).with_name("mine-train.arrow"))
+    next(default.rglob("csv-train.arrow")).rename(
+        next(default.rglob("csv-train.arrow")).with_name("mine-train.arrow")
+    )
     assert len(hf(path="mine", inputs="x").dataset("train")) == 2
     assert not datasets.config.HF_HUB_OFFLINE
     with pytest.raises(ConfigError, match=r"split nosuch: .*Type data.splits.train=…"):
-        hf(path="csv", data_files=str(tmp_path / "my.csv"), inputs="x", splits={"train": "nosuch"}).dataset("train")
+        hf(
+            path="csv", data_files=str(tmp_path / "my.csv"), inputs="x", splits={"train": "nosuch"}
+        ).dataset("train")
 
 
 def test_files_that_are_not_there_are_no_matter_of_splits(hf, tmp_path):
-    with pytest.raises(ConfigError, match=r"gone.csv.*Type data.path=…, data.name=… or data.data_files=…"):
+    with pytest.raises(
+        ConfigError, match=r"gone.csv.*Type data.path=…, data.name=… or data.data_files=…"
+    ):
         hf(path="csv", data_files=str(tmp_path / "gone.csv"), inputs="x").dataset("train")

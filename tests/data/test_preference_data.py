@@ -1,4 +1,6 @@
-"""Preferences: the forms that are read, what is refused or left out, batches of whole pairs, the reference's values."""
+"""Preferences: the forms that are read, what is refused or left out, batches of whole pairs, the
+reference's values.
+"""
 
 from functools import partial
 
@@ -14,7 +16,11 @@ from tests.data.chat_parts import small_tokenizer, write
 
 USER, GOOD, BAD = (
     {"role": role, "content": content}
-    for role, content in (("user", "how are you"), ("assistant", "I am fine"), ("assistant", "world"))
+    for role, content in (
+        ("user", "how are you"),
+        ("assistant", "I am fine"),
+        ("assistant", "world"),
+    )
 )
 SYSTEM = {"role": "system", "content": "hello"}
 
@@ -29,11 +35,16 @@ def source(source_of):
 
 
 def data(source: Preferences, **loader) -> PreferenceData:
-    return PreferenceData(source, context=source.context, **{"global_batch_size": 2, "multiple": 8, **loader})
+    return PreferenceData(
+        source, context=source.context, **{"global_batch_size": 2, "multiple": 8, **loader}
+    )
 
 
 def texts(ids: torch.Tensor) -> list[str]:
-    return [small_tokenizer().decode(row.tolist(), skip_special_tokens=False) for row in ids.flatten(0, -2)]
+    return [
+        small_tokenizer().decode(row.tolist(), skip_special_tokens=False)
+        for row in ids.flatten(0, -2)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -43,8 +54,14 @@ def texts(ids: torch.Tensor) -> list[str]:
         {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
         {"messages": [USER], "chosen": "I am fine", "rejected": [BAD]},
         {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
-        # as HuggingFaceH4/ultrafeedback_binarized: whole conversations, and the prompt and the chosen one once more
-        {"prompt": "how are you", "messages": [USER, GOOD], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        # as HuggingFaceH4/ultrafeedback_binarized: whole conversations, and the prompt and the
+        # chosen one once more
+        {
+            "prompt": "how are you",
+            "messages": [USER, GOOD],
+            "chosen": [USER, GOOD],
+            "rejected": [USER, BAD],
+        },
     ],
 )
 def test_every_form_of_a_pair_is_the_same_pair(written):
@@ -57,7 +74,11 @@ def test_every_form_of_a_pair_is_the_same_pair(written):
 
 def test_of_whole_conversations_all_that_both_begin_with_is_the_prompt():
     chosen, rejected = parse(
-        {"chosen": [SYSTEM, USER, GOOD, USER, GOOD, USER, BAD], "rejected": [SYSTEM, USER, GOOD, USER, BAD]}, where="x"
+        {
+            "chosen": [SYSTEM, USER, GOOD, USER, GOOD, USER, BAD],
+            "rejected": [SYSTEM, USER, GOOD, USER, BAD],
+        },
+        where="x",
     )
     assert chosen.prompt == rejected.prompt == 4
     assert chosen.learned == (4, 6)
@@ -72,12 +93,27 @@ def test_of_whole_conversations_all_that_both_begin_with_is_the_prompt():
         ({"prompt": "a"}, "no chosen and no rejected"),
         ({"prompt": "a", "chosen": "b", "rejected": None}, "no rejected"),
         ({"chosen": "a", "rejected": "b"}, "no prompt"),
-        ({"prompt": 5, "chosen": "a", "rejected": "b"}, "prompt must be a text or a list of messages. Got 5"),
-        ({"prompt": "a", "chosen": [{"role": "assistant"}], "rejected": "b"}, "content must be text"),
+        (
+            {"prompt": 5, "chosen": "a", "rejected": "b"},
+            "prompt must be a text or a list of messages. Got 5",
+        ),
+        (
+            {"prompt": "a", "chosen": [{"role": "assistant"}], "rejected": "b"},
+            "content must be text",
+        ),
         ({"chosen": [USER, GOOD], "rejected": [SYSTEM, BAD]}, "answers to different prompts"),
-        ({"chosen": [SYSTEM, USER, GOOD], "rejected": [SYSTEM, GOOD]}, "chosen begins with a message of the role user"),
-        ({"chosen": [USER, GOOD], "rejected": [USER]}, "rejected has no message of the role assistant"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "tools": 3}, "tools must be a list. Got 3"),
+        (
+            {"chosen": [SYSTEM, USER, GOOD], "rejected": [SYSTEM, GOOD]},
+            "chosen begins with a message of the role user",
+        ),
+        (
+            {"chosen": [USER, GOOD], "rejected": [USER]},
+            "rejected has no message of the role assistant",
+        ),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "c", "tools": 3},
+            "tools must be a list. Got 3",
+        ),
     ],
 )
 def test_a_bad_line_is_refused_with_its_number(source, written, says):
@@ -90,7 +126,9 @@ def test_a_bad_line_is_refused_with_its_number(source, written, says):
 def test_a_batch_holds_both_answers_of_each_pair_and_scores_the_answers_alone(source):
     pairs = data(source([record(0), record(1, "I am fine " * 3), record(2)])).dataset("train")
     batch = pairs.batch([0, 2])
-    assert batch["inputs"].shape == batch["targets"].shape == (2, 2, 24)  # the longest, in multiples of 8
+    assert (
+        batch["inputs"].shape == batch["targets"].shape == (2, 2, 24)
+    )  # the longest, in multiples of 8
     assert pairs.batch([0, 1])["inputs"].shape == (2, 2, 32)
     answers = [small_tokenizer().decode(row[row != IGNORED].tolist(), skip_special_tokens=False)
                for row in batch["targets"].flatten(0, 1)]  # fmt: skip
@@ -112,13 +150,25 @@ def test_rows_are_never_longer_than_the_context(source):
 def test_what_is_cut_or_left_out_is_counted_and_said(source, caplog):
     caplog.set_level("INFO")
     records = [
-        record(0), record(1, "I am fine " * 40), record(2, rejected="I am fine"), record(3, chosen=""),
-        {**record(4), "prompt": "how " * 90}, record(5, "you " * 60, "you " * 70),
-    ]  # fmt: skip
+        record(0),
+        record(1, "I am fine " * 40),
+        record(2, rejected="I am fine"),
+        record(3, chosen=""),
+        {**record(4), "prompt": "how " * 90},
+        record(5, "you " * 60, "you " * 70),
+    ]
     made = source(records, template="plain")
     made.prepare()
     counts = made.header["splits"]["train"]
-    expected = {"rows": 3, "cut": 1, "identical": 1, "emptied": 1, "same": 1, "dropped": 0, "read": 6}
+    expected = {
+        "rows": 3,
+        "cut": 1,
+        "identical": 1,
+        "emptied": 1,
+        "same": 1,
+        "dropped": 0,
+        "read": 6,
+    }
     assert {key: counts[key] for key in expected} == expected
     assert "1 left out: chosen and rejected are identical." in caplog.text
     assert "1 cut to the context." in caplog.text
@@ -127,9 +177,14 @@ def test_what_is_cut_or_left_out_is_counted_and_said(source, caplog):
 
 
 def test_pairs_of_which_none_is_left_are_refused(source):
-    with pytest.raises(ConfigError, match=r"of 2 pairs none is left for training\. 2 left out: an answer begins"):
+    with pytest.raises(
+        ConfigError, match=r"of 2 pairs none is left for training\. 2 left out: an answer begins"
+    ):
         source([{**record(i), "prompt": "how " * 90} for i in range(2)]).prepare()
-    with pytest.raises(ConfigError, match=r"none is left for training\. 1 left out: chosen and rejected are identical"):
+    with pytest.raises(
+        ConfigError,
+        match=r"none is left for training\. 1 left out: chosen and rejected are identical",
+    ):
         source([record(0, "world", "world")]).prepare()
 
 
@@ -140,7 +195,8 @@ def test_all_pairs_of_a_prompt_are_in_one_split(source):
     for split in ("train", "val"):
         pairs = data(made).dataset(split)
         found[split] = {
-            text.split("how ")[1].split("<")[0] for text in texts(pairs.batch(list(range(len(pairs))))["inputs"])
+            text.split("how ")[1].split("<")[0]
+            for text in texts(pairs.batch(list(range(len(pairs))))["inputs"])
         }
     assert not found["train"] & found["val"]
     assert len(found["train"] | found["val"]) == 40
@@ -155,25 +211,33 @@ def test_tokenizer_and_model_that_disagree_are_refused(source):
 def test_the_steps_of_all_ranks_hold_each_pair_once(source, monkeypatch):
     made = source([record(i) for i in range(24)])
     whole = data(made, global_batch_size=8, seed=3)
-    expected = [i for step in range(3) for i in np.concatenate(whole.indices_of_step(8 * step)).tolist()]
+    expected = [
+        i for step in range(3) for i in np.concatenate(whole.indices_of_step(8 * step)).tolist()
+    ]
     assert sorted(expected) == list(range(24))
     taken: list[list[int]] = []
     for rank in range(2):
         one = data(made, global_batch_size=8, micro_batch_size=2, seed=3)
         monkeypatch.setattr(one, "_rank_and_ranks", lambda rank=rank: (rank, 2))
-        taken.append([i for step in range(3) for micro in one.indices_of_step(8 * step) for i in micro])
+        taken.append(
+            [i for step in range(3) for micro in one.indices_of_step(8 * step) for i in micro]
+        )
     assert not set(taken[0]) & set(taken[1])
     assert sorted(taken[0] + taken[1]) == list(range(24))
 
 
 @pytest.mark.parametrize(("size", "micro"), [(7, 2), (8, 2), (3, 4), (1, 1)])
-def test_the_ranks_shares_are_equally_many_batches_and_cover_all_pairs(source, monkeypatch, size, micro):
+def test_the_ranks_shares_are_equally_many_batches_and_cover_all_pairs(
+    source, monkeypatch, size, micro
+):
     made = source([record(i) for i in range(size)])
     shares = []
     for rank in range(2):
         one = data(made, global_batch_size=2 * micro, micro_batch_size=micro)
         monkeypatch.setattr(one, "_rank_and_ranks", lambda rank=rank: (rank, 2))
-        shares.append([indices for indices, batch in one.share("train") if len(batch["inputs"]) == micro])
+        shares.append(
+            [indices for indices, batch in one.share("train") if len(batch["inputs"]) == micro]
+        )
     assert len(shares[0]) == len(shares[1])
     assert {i for share in shares for indices in share for i in indices} == set(range(size))
 
@@ -184,14 +248,20 @@ def test_the_reference_comes_with_the_batch_and_outlives_the_run(source, tmp_pat
     assert "reference" not in made._dataset("train").batch([0])
     values = torch.arange(10.0).view(5, 2)
     made.set_reference({"train": values})
-    assert torch.equal(made._dataset("train").batch([3, 1])["reference"].view(torch.float32), values[[3, 1]])
+    assert torch.equal(
+        made._dataset("train").batch([3, 1])["reference"].view(torch.float32), values[[3, 1]]
+    )
     made.save_assets(tmp_path)
     again = data(source(records))
     again.load_state_dict(made.state_dict())
-    assert torch.equal(again.dataset("train").batch([4])["reference"].view(torch.float32), values[[4]])
+    assert torch.equal(
+        again.dataset("train").batch([4])["reference"].view(torch.float32), values[[4]]
+    )
     loaded = data(source(records))
     loaded.load_assets(tmp_path)
-    assert torch.equal(loaded.dataset("train").batch([2])["reference"].view(torch.float32), values[[2]])
+    assert torch.equal(
+        loaded.dataset("train").batch([2])["reference"].view(torch.float32), values[[2]]
+    )
     other = data(source([record(i, "hello") for i in range(5)]))
     other.load_assets(tmp_path)
     assert other.reference is None
@@ -205,10 +275,19 @@ def test_the_reference_comes_with_the_batch_and_outlives_the_run(source, tmp_pat
 def test_show_batch_shows_both_sides_of_a_pair(script, tmp_path, tokenizer_folder):
     path = write(tmp_path / "pairs.jsonl", [record(i) for i in range(20)])
     shown = script(
-        "show_batch", "data=preference", "task=dpo", f"data.path={path}", "data.global_batch_size=4",
-        f"data.source.tokenizer={tokenizer_folder}", "data.source.vocab_size=320", "data.context=64",
-        f"data.source.cache_dir={tmp_path / 'cache'}", "trainer.accelerator=cpu", "--rows", "1",
-    )  # fmt: skip
+        "show_batch",
+        "data=preference",
+        "task=dpo",
+        f"data.path={path}",
+        "data.global_batch_size=4",
+        f"data.source.tokenizer={tokenizer_folder}",
+        "data.source.vocab_size=320",
+        "data.context=64",
+        f"data.source.cache_dir={tmp_path / 'cache'}",
+        "trainer.accelerator=cpu",
+        "--rows",
+        "1",
+    )
     assert "{inputs: (4, 2, 64) int64, targets: (4, 2, 64) int64}" in " ".join(shown.split())
     chosen, rejected = shown.split("pair 0, rejected")
     assert "pair 0, chosen" in chosen

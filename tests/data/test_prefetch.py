@@ -1,4 +1,7 @@
-"""The loader stays one batch ahead. On a CPU the device's streams do nothing, so only the order is tested."""
+"""The loader stays one batch ahead.
+
+On a CPU the device's streams do nothing, so only the order is tested.
+"""
 
 import copy
 from contextlib import nullcontext
@@ -26,7 +29,9 @@ def test_batches_come_in_order_each_once():
 def test_what_torch_cannot_record_for_a_stream_is_passed_on(monkeypatch):
     packed = pack_sequence([torch.ones(2, 3), torch.ones(1, 3)])  # its sizes stay on the CPU
     batch = {"packed": packed, "sparse": torch.eye(3).to_sparse()}
-    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(current_stream=lambda: None))
+    monkeypatch.setattr(
+        torch, "get_device_module", lambda device: SimpleNamespace(current_stream=lambda: None)
+    )
     copied = SimpleNamespace(wait=lambda stream: None)
     assert PrefetchLoader([], torch.device("cuda"))._synchronized(batch, copied) is batch
 
@@ -70,7 +75,11 @@ class TakesIterator(L.LightningModule):
 @pytest.mark.parametrize(
     ("data", "module", "expected"),
     [
-        (Ours(global_batch_size=1), TakesIterator(), False),  # it moves its batches, as under Lightning
+        (
+            Ours(global_batch_size=1),
+            TakesIterator(),
+            False,
+        ),  # it moves its batches, as under Lightning
         (Ours(global_batch_size=1), L.LightningModule(), True),
         (Ours(global_batch_size=1), ModuleAfter(), True),  # it sees batches on the device anyway
         (Ours(global_batch_size=1), ModuleBefore(), False),
@@ -94,7 +103,9 @@ class Samples(Ours):
 def test_samples_of_users_that_may_change_with_a_step_are_not_read_ahead(workers):
     data = Samples(global_batch_size=1, num_workers=workers)
     on_gpu = SimpleNamespace(root_device=torch.device("cuda"))
-    data.trainer = SimpleNamespace(strategy=on_gpu, accumulate_grad_batches=1, lightning_module=L.LightningModule())
+    data.trainer = SimpleNamespace(
+        strategy=on_gpu, accumulate_grad_batches=1, lightning_module=L.LightningModule()
+    )
     assert isinstance(data.train_dataloader(), PrefetchLoader) is bool(workers)
     assert not reads_ahead(PlainData(PlainMoves()), workers=False)
     assert reads_ahead(DataModule(global_batch_size=1), workers=False)
@@ -128,7 +139,10 @@ def test_a_copy_waits_for_the_steps_so_far_whose_batches_lay_in_its_memory(monke
         def wait(self, stream): ...
 
     streams = SimpleNamespace(
-        Stream=Stream, Event=Event, stream=lambda _: nullcontext(), current_stream=lambda: "the steps' stream"
+        Stream=Stream,
+        Event=Event,
+        stream=lambda _: nullcontext(),
+        current_stream=lambda: "the steps' stream",
     )
     monkeypatch.setattr(torch, "get_device_module", lambda device: streams)
     for batch in PrefetchLoader(iter(range(3)), torch.device("cpu")):

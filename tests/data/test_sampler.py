@@ -10,19 +10,29 @@ from armature.data.sampler import PADDING, EvalSampler, TrainSampler, permuted
 
 sizes = st.integers(1, 200)
 seeds = st.integers(0, 2**63)
-layouts = st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4))  # data ranks, micro-batch, accumulation
+layouts = st.tuples(
+    st.integers(1, 5), st.integers(1, 4), st.integers(1, 4)
+)  # data ranks, micro-batch, accumulation
 
 
 def read(size: int, layout: tuple[int, int, int], *, seed: int, position: int) -> list[list[int]]:
-    """Return the steps of the epoch that holds `position`, each as sorted keys of all ranks and micro-batches."""
+    """Return the steps of the epoch that holds `position`, each as sorted keys of all ranks and
+    micro-batches.
+    """
     ranks, micro, accumulate = layout
     batches = plan_batches(ranks * micro * accumulate, micro, ranks)
-    samplers = [TrainSampler(size, seed=seed, batches=batches, rank=r, position=lambda: position) for r in range(ranks)]
+    samplers = [
+        TrainSampler(size, seed=seed, batches=batches, rank=r, position=lambda: position)
+        for r in range(ranks)
+    ]
     streams = [list(sampler) for sampler in samplers]
     assert len({len(stream) for stream in streams}) == 1
     assert all(len(batch) == micro for stream in streams for batch in stream)
     batch_by_batch = [[*chain(*together)] for together in zip(*streams, strict=True)]
-    steps = [[*chain(*batch_by_batch[i : i + accumulate])] for i in range(0, len(batch_by_batch), accumulate)]
+    steps = [
+        [*chain(*batch_by_batch[i : i + accumulate])]
+        for i in range(0, len(batch_by_batch), accumulate)
+    ]
     return [sorted(step) for step in steps]
 
 
@@ -70,7 +80,18 @@ def test_permutation_of_a_huge_epoch_needs_no_table():
 
 def test_permutation_never_changes():
     """Positions in old checkpoints refer to these samples."""
-    assert permuted(np.arange(10), size=10, seed=7, epoch=2).tolist() == [2, 6, 4, 7, 5, 3, 1, 0, 8, 9]
+    assert permuted(np.arange(10), size=10, seed=7, epoch=2).tolist() == [
+        2,
+        6,
+        4,
+        7,
+        5,
+        3,
+        1,
+        0,
+        8,
+        9,
+    ]
 
 
 @settings(max_examples=50)
@@ -80,7 +101,9 @@ def test_every_sample_is_seen_once_an_epoch(size, layout, seed):
     steps = -(-3 * size // global_batch)
     keys = [*chain(*stream(size, layout, seed=seed, steps=steps))]
     for epoch in range(2):  # keys carry the epoch, and steps may straddle epochs
-        assert sorted(key - epoch * size for key in keys if key // size == epoch) == list(range(size))
+        assert sorted(key - epoch * size for key in keys if key // size == epoch) == list(
+            range(size)
+        )
 
 
 @settings(max_examples=25)
@@ -119,7 +142,11 @@ def test_length_is_the_full_epochs_also_in_the_middle_of_it(size, layout, step):
     global_batch = ranks * micro * accumulate
     position = step * global_batch
     sampler = TrainSampler(
-        size, seed=0, batches=Batches(global_batch, micro, accumulate, ranks), rank=0, position=lambda: position
+        size,
+        seed=0,
+        batches=Batches(global_batch, micro, accumulate, ranks),
+        rank=0,
+        position=lambda: position,
     )
     epoch = position // size
     firsts = [p for p in range(0, (epoch + 2) * size, global_batch) if p // size == epoch]
@@ -128,7 +155,9 @@ def test_length_is_the_full_epochs_also_in_the_middle_of_it(size, layout, step):
 
 def test_position_is_asked_when_iteration_starts():
     position = 0
-    sampler = TrainSampler(10, seed=0, batches=Batches(2, 2, 1, 1), rank=0, position=lambda: position)
+    sampler = TrainSampler(
+        10, seed=0, batches=Batches(2, 2, 1, 1), rank=0, position=lambda: position
+    )
     whole = list(sampler)
     position = 4
     assert list(sampler) == whole[2:]
@@ -137,7 +166,9 @@ def test_position_is_asked_when_iteration_starts():
 
 @given(st.integers(0, 100), st.integers(1, 9), st.integers(1, 6))
 def test_evaluation_serves_each_sample_once_in_equally_many_batches(size, batch_size, ranks):
-    streams = [list(EvalSampler(size, batch_size=batch_size, rank=r, ranks=ranks)) for r in range(ranks)]
+    streams = [
+        list(EvalSampler(size, batch_size=batch_size, rank=r, ranks=ranks)) for r in range(ranks)
+    ]
     batches = [batch for stream in streams for batch in stream]
     assert sorted(i for batch in batches for i in batch if i != PADDING) == list(range(size))
     assert {len(stream) for stream in streams} == {-(-size // (batch_size * ranks))}
@@ -169,7 +200,9 @@ def test_a_limited_epoch_is_the_beginning_of_each_epochs_order():
     batches = plan_batches(4, "auto", 1)
     seen = []
     for epoch in range(12):
-        sampler = TrainSampler(8, seed=0, batches=batches, rank=0, position=lambda e=epoch: 8 * e, population=20)
+        sampler = TrainSampler(
+            8, seed=0, batches=batches, rank=0, position=lambda e=epoch: 8 * e, population=20
+        )
         keys = [key for batch in sampler for key in batch]
         assert len(keys) == len(set(keys)) == 8
         assert all(key // 20 == epoch for key in keys)

@@ -1,4 +1,6 @@
-"""Samples that are other ones when they are read again are named, since no resume can repeat them."""
+"""Samples that are other ones when they are read again are named, since no resume can repeat
+them.
+"""
 
 import logging
 
@@ -28,9 +30,11 @@ class Drawing(Dataset):
         elif self.source == "made":
             noise = np.random.default_rng(np.random.randint(2**31)).normal()
         else:
-            noise = {"numpy": np.random.randn, "torch": lambda: torch.randn(1).item(), "none": lambda: np.nan}[
-                self.source
-            ]()
+            noise = {
+                "numpy": np.random.randn,
+                "torch": lambda: torch.randn(1).item(),
+                "none": lambda: np.nan,
+            }[self.source]()
         return torch.tensor([float(index), noise]), {"name": "x", "number": index}
 
 
@@ -67,7 +71,9 @@ def test_a_loader_s_first_process_names_it(capfd):
     handler = logging.StreamHandler()
     logger.addHandler(handler)
     try:
-        list(DataLoader(samples("own"), batch_size=2, num_workers=2, collate_fn=lambda batch: batch))
+        list(
+            DataLoader(samples("own"), batch_size=2, num_workers=2, collate_fn=lambda batch: batch)
+        )
     finally:
         logger.removeHandler(handler)
     assert capfd.readouterr().err.count("is another one when it is read again") == 1
@@ -117,5 +123,7 @@ def test_a_collate_function_that_draws_from_a_generator_of_its_own_is_named_once
     first, _ = data.__getitems__([0, 1]), data.__getitems__([2, 3])
     assert collate.calls == 3
     assert caplog.text.count("collate_fn (Collate) makes another batch") == (source == "own")
-    again = Samples(Drawing("numpy"), size=4, seed=0, training=True, collate_fn=Collate(source)).__getitems__([0, 1])
+    again = Samples(
+        Drawing("numpy"), size=4, seed=0, training=True, collate_fn=Collate(source)
+    ).__getitems__([0, 1])
     assert torch.equal(first, again)

@@ -1,4 +1,6 @@
-"""A stream resumes from its position alone: each sample comes once with any workers, ranks and batch sizes."""
+"""A stream resumes from its position alone: each sample comes once with any workers, ranks and
+batch sizes.
+"""
 
 import gzip
 import json
@@ -62,7 +64,9 @@ def steps(data: DataModule, *, epochs: int = 3, start: int = 0) -> list[list[int
 
 
 def close(data: DataModule) -> None:
-    """End the loaders' processes, as the Trainer does; the garbage collector would wait for them."""
+    """End the loaders' processes, as the Trainer does; the garbage collector would wait for
+    them.
+    """
     for loader in data._loaders.values():
         if loader.num_workers:
             loader._iterator._shutdown_workers()
@@ -78,7 +82,9 @@ def test_every_sample_comes_once_an_epoch(block):
     assert sorted(seen) == [epoch * 1000 + i for epoch in range(4) for i in range(21)]
     if block > 1:
         assert seen != sorted(seen)
-        blocks = [{i // block for i in seen[at : at + block]} for at in range(0, 21 - block + 1, block)]
+        blocks = [
+            {i // block for i in seen[at : at + block]} for at in range(0, 21 - block + 1, block)
+        ]
         assert all(len(numbers) == 1 for numbers in blocks)
 
 
@@ -99,15 +105,24 @@ def test_resume_at_any_step_equals_an_uninterrupted_run(workers, block):
 
 def test_ranks_and_micro_batches_share_the_same_stream():
     alone = steps(CountedData(block=3))
-    parts = [steps(CountedData(block=3, rank=rank, ranks=2, micro_batch_size=1)) for rank in range(2)]
-    together = [[*chain(*(part[i + j] for j in range(2) for part in parts))] for i in range(0, len(parts[0]), 2)]
+    parts = [
+        steps(CountedData(block=3, rank=rank, ranks=2, micro_batch_size=1)) for rank in range(2)
+    ]
+    together = [
+        [*chain(*(part[i + j] for j in range(2) for part in parts))]
+        for i in range(0, len(parts[0]), 2)
+    ]
     assert together == alone
 
 
 def test_reading_goes_forward_only():
     data = CountedData(block=4)
     steps(data, epochs=2)
-    assert data.stream.opened == [(0, 0), (1, 0), (2, 0)]  # the last step straddles into the third epoch
+    assert data.stream.opened == [
+        (0, 0),
+        (1, 0),
+        (2, 0),
+    ]  # the last step straddles into the third epoch
 
 
 def test_random_numbers_of_a_sample_depend_on_seed_epoch_and_sample_alone():
@@ -122,7 +137,9 @@ def test_random_numbers_of_a_sample_depend_on_seed_epoch_and_sample_alone():
 
 
 def test_fewer_samples_than_len_are_reported():
-    with pytest.raises(ValueError, match=r"Counted ended at record 9 of epoch 0, but its len\(\) is 21"):
+    with pytest.raises(
+        ValueError, match=r"Counted ended at record 9 of epoch 0, but its len\(\) is 21"
+    ):
         steps(CountedData(ends_at=9), epochs=1)
 
 
@@ -132,7 +149,9 @@ def test_train_limit_gives_the_same_samples_each_epoch():
 
 
 def test_held_out_samples_come_in_order():
-    (a, b, c) = (batch["targets"].tolist() for batch in CountedData(size=10, block=5).val_dataloader())
+    (a, b, c) = (
+        batch["targets"].tolist() for batch in CountedData(size=10, block=5).val_dataloader()
+    )
     assert (a, b, c) == ([0, 1, 2, 3], [4, 5, 6, 7], [8, 9])
 
 
@@ -150,7 +169,10 @@ def folder(tmp_path, monkeypatch):
     made = tmp_path / "shards"
     made.mkdir()
     for shard in range(4):
-        lines = [json.dumps({"text": f"shard {shard}, record {i}: naïve – " + "ab" * (i % 7)}) for i in range(12)]
+        lines = [
+            json.dumps({"text": f"shard {shard}, record {i}: naïve – " + "ab" * (i % 7)})
+            for i in range(12)
+        ]
         with gzip.open(made / f"{shard}.jsonl.gz", "wt") as file:
             file.write("\n".join(lines) + "\n")
     return made
@@ -159,13 +181,17 @@ def folder(tmp_path, monkeypatch):
 def text_data(folder, **settings) -> StreamedTextData:
     shards = {name: settings.pop(name) for name in ("held_out", "block") if name in settings}
     source = Shards(str(folder), context=16, **{"held_out": 3, "block": 4, **shards})
-    data = StreamedTextData(source, context=16, **{"global_batch_size": 4, "eval_batch_size": 1, "seed": 5, **settings})
+    data = StreamedTextData(
+        source, context=16, **{"global_batch_size": 4, "eval_batch_size": 1, "seed": 5, **settings}
+    )
     data.prepare_data()
     return data
 
 
 def windows(folder) -> list[list[int]]:
-    """Return all windows, made in another way: from each file at once, each byte as a token, 0 before each text."""
+    """Return all windows, made in another way: from each file at once, each byte as a token, 0
+    before each text.
+    """
     found = []
     for path in sorted(folder.glob("*.gz")):
         with gzip.open(path, "rt") as file:
@@ -179,7 +205,9 @@ def windows(folder) -> list[list[int]]:
 def served(batches) -> list[list[int]]:
     found = []
     for batch in batches:
-        for inputs, targets in zip(batch["inputs"].tolist(), batch["targets"].tolist(), strict=True):
+        for inputs, targets in zip(
+            batch["inputs"].tolist(), batch["targets"].tolist(), strict=True
+        ):
             assert inputs[1:] == targets[:-1]
             found.append([*inputs, targets[-1]])
     return found
@@ -229,13 +257,16 @@ def test_other_files_than_the_checkpoints_are_refused(folder):
 
 
 def test_too_little_text_and_settings_out_of_range_are_refused(folder):
-    with pytest.raises(ConfigError, match=r"of which data.source.held_out=1000 are for val and as many for test"):
+    with pytest.raises(
+        ConfigError, match=r"of which data.source.held_out=1000 are for val and as many for test"
+    ):
         text_data(folder, held_out=1000)
     with pytest.raises(ConfigError, match=r"data.source.block=0: at least 1 is needed"):
         text_data(folder, block=0)
 
 
-# ---------------------------------------------------------------- random numbers of a user's dataset
+# ---------------------------------------------------------------- random numbers of a user's
+# dataset
 class Noisy(Dataset):
     """Draws from each global generator, as many image libraries do."""
 

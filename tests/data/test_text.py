@@ -23,7 +23,9 @@ def corpus(tmp_path_factory):
 
 
 def text_data(corpus, **settings) -> TextData:
-    return TextData(corpus, **{"context": 32, "global_batch_size": 4, "eval_batch_size": 5, **settings})
+    return TextData(
+        corpus, **{"context": 32, "global_batch_size": 4, "eval_batch_size": 5, **settings}
+    )
 
 
 @given(st.integers(2, 200), st.integers(1, 50), st.sampled_from(["<u2", "<u4"]))
@@ -51,7 +53,9 @@ def test_training_windows_are_complete(size, context):
 def test_an_epoch_holds_every_training_window_once(corpus):
     data = text_data(corpus)
     stream = np.array(corpus.tokens("train"))
-    expected = sorted(tuple(stream[i * 32 : i * 32 + 32].tolist()) for i in range((len(stream) - 1) // 32))
+    expected = sorted(
+        tuple(stream[i * 32 : i * 32 + 32].tolist()) for i in range((len(stream) - 1) // 32)
+    )
     served = [tuple(row) for batch in data.train_dataloader() for row in batch["inputs"].tolist()]
     assert sorted(served[: data.train_size]) == expected
     assert data.train_size == len(expected)
@@ -68,13 +72,17 @@ def test_bits_per_byte_are_exact(corpus, split):
     assert targets == figures["tokens"] - 1
     bits = targets * math.log2(data.vocab_size)
     per_token = math.log(data.vocab_size)  # the mean loss, in nats
-    assert per_token / math.log(2) / data.bytes_per_token(split) == pytest.approx(bits / figures["bytes"])
+    assert per_token / math.log(2) / data.bytes_per_token(split) == pytest.approx(
+        bits / figures["bytes"]
+    )
 
 
 def test_batches_are_contiguous_and_all_but_the_last_of_one_shape(corpus):
     batches = list(text_data(corpus).val_dataloader())
     assert {tuple(batch["inputs"].shape) for batch in batches[:-1]} == {(5, 32)}
-    assert all(batch["inputs"].is_contiguous() and batch["targets"].is_contiguous() for batch in batches)
+    assert all(
+        batch["inputs"].is_contiguous() and batch["targets"].is_contiguous() for batch in batches
+    )
 
 
 def test_tokenizer_reads_back_what_it_wrote(corpus):

@@ -17,7 +17,9 @@ SIZE, BATCH = 12, 4
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`"),
     pytest.mark.filterwarnings("ignore:.*workers.*"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),  # Lightning 2.6 with torch 2.13
+    pytest.mark.filterwarnings(
+        "ignore:.*LeafSpec.*:FutureWarning"
+    ),  # Lightning 2.6 with torch 2.13
 ]
 
 
@@ -40,7 +42,9 @@ class Plain(L.LightningDataModule):
         self.train = Numbers()
 
     def train_dataloader(self):
-        return DataLoader(self.train, batch_size=BATCH, shuffle=True, num_workers=self.workers, **self.options)
+        return DataLoader(
+            self.train, batch_size=BATCH, shuffle=True, num_workers=self.workers, **self.options
+        )
 
     def val_dataloader(self):
         return DataLoader(self.train, batch_size=BATCH, num_workers=self.workers, **self.options)
@@ -71,7 +75,10 @@ class Looks(L.LightningModule):
         if batch_idx == 1:
             trainer: Any = self.trainer
             module, loop = trainer.datamodule.train_dataloader(), trainer.train_dataloader
-            self.found = {"module": [b.tolist() for b in module], "loop": [b.tolist() for b in loop]}
+            self.found = {
+                "module": [b.tolist() for b in module],
+                "loop": [b.tolist() for b in loop],
+            }
             self.found |= {"lengths": (len(module), len(loop)), "batch_size": loop.batch_size}
 
     def configure_optimizers(self):
@@ -81,17 +88,27 @@ class Looks(L.LightningModule):
 def fit(module, data, *callbacks, epochs: int = 1):
     data.setup("fit")
     trainer = Trainer(
-        accelerator="cpu", max_epochs=epochs, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, num_sanity_val_steps=0, reload_dataloaders_every_n_epochs=1,
-        use_distributed_sampler=False, limit_val_batches=0, callbacks=list(callbacks),
-    )  # fmt: skip
+        accelerator="cpu",
+        max_epochs=epochs,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        reload_dataloaders_every_n_epochs=1,
+        use_distributed_sampler=False,
+        limit_val_batches=0,
+        callbacks=list(callbacks),
+    )
     trainer.fit(module, datamodule=data)
     return trainer
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kind", ["ours", "plain", "plain persistent"])
-def test_a_hook_that_iterates_over_the_training_data_gets_all_and_takes_nothing_from_the_loop(kind, workers):
+def test_a_hook_that_iterates_over_the_training_data_gets_all_and_takes_nothing_from_the_loop(
+    kind, workers
+):
     options = {"persistent_workers": True} if kind == "plain persistent" and workers else {}
     data = (
         Ours(global_batch_size=BATCH, num_workers=workers)
@@ -102,7 +119,12 @@ def test_a_hook_that_iterates_over_the_training_data_gets_all_and_takes_nothing_
     fit(module, data, epochs=2)
     assert sorted(module.seen) == sorted(2 * [*range(SIZE)])
     second_epoch = [module.seen[i : i + BATCH] for i in range(SIZE, 2 * SIZE, BATCH)]
-    assert module.found == {"module": second_epoch, "loop": second_epoch, "lengths": (3, 3), "batch_size": BATCH}
+    assert module.found == {
+        "module": second_epoch,
+        "loop": second_epoch,
+        "lengths": (3, 3),
+        "batch_size": BATCH,
+    }
 
 
 class Moves(L.Callback):
@@ -160,7 +182,8 @@ class LooksAtValidation(L.LightningModule):
         if batch_idx == 1:
             trainer: Any = self.trainer
             self.found = [
-                next(iter(each)).tolist() for each in (trainer.datamodule.val_dataloader(), trainer.val_dataloaders)
+                next(iter(each)).tolist()
+                for each in (trainer.datamodule.val_dataloader(), trainer.val_dataloaders)
             ]
 
 
@@ -205,7 +228,9 @@ class Wraps(Ours):
 
 
 def test_a_training_loader_that_ours_does_not_make_is_refused():
-    with pytest.raises(ConfigError, match=r"Wraps.train_dataloader returns a DataLoader of its own"):
+    with pytest.raises(
+        ConfigError, match=r"Wraps.train_dataloader returns a DataLoader of its own"
+    ):
         fit(Looks(), Wraps(global_batch_size=BATCH))
 
 
@@ -214,7 +239,12 @@ class OfOurNames(Plain):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seed, self.class_names, self.train_size, self.num_workers = 123, ["a", "b"], 0.75, "many"
+        self.seed, self.class_names, self.train_size, self.num_workers = (
+            123,
+            ["a", "b"],
+            0.75,
+            "many",
+        )
 
     def setup(self, stage):
         super().setup(stage)
@@ -234,7 +264,8 @@ def test_the_users_data_module_is_what_hooks_see():
         def on_train_start(self, trainer: Any, pl_module):
             seen["data"] = trainer.datamodule
             seen["found"] = [
-                getattr(trainer.datamodule, n) for n in ("seed", "class_names", "train_size", "num_workers")
+                getattr(trainer.datamodule, n)
+                for n in ("seed", "class_names", "train_size", "num_workers")
             ]
             trainer.datamodule.seed = 5
             trainer.datamodule.global_batch_size_of_mine = 6

@@ -26,9 +26,17 @@ def is_running(pid: int) -> bool:
         return file.read().rpartition(")")[2].split()[0] != "Z"
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells who sent a signal")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="only Linux tells who sent a signal"
+)
 def test_a_worker_ends_with_its_rank_alone():
-    loader = DataLoader(Pids(), num_workers=1, batch_size=1, worker_init_fn=BeginWorker(None), persistent_workers=True)
+    loader = DataLoader(
+        Pids(),
+        num_workers=1,
+        batch_size=1,
+        worker_init_fn=BeginWorker(None),
+        persistent_workers=True,
+    )
     batches = iter(loader)
     pid = int(next(batches))
     for name in ("TERM", "INT", "HUP", "USR1", "QUIT", "TERM"):

@@ -1,4 +1,7 @@
-"""Break one rank of an examination in a given way. Imported by the ranks, which are forks of one server."""
+"""Break one rank of an examination in a given way.
+
+Imported by the ranks, which are forks of one server.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,25 @@ from typing import Any
 
 from benchmarks.parity import harness
 
-PRELOAD = ["armature.worker", "armature.doctor.rank", "armature.doctor.training", "armature.strategies.ddp"]
-DEADLINES = {"meeting": 20.0, "collective": 4.0, "steps": 12.0}  # only a fault's own is waited for to its end
+PRELOAD = [
+    "armature.worker",
+    "armature.doctor.rank",
+    "armature.doctor.training",
+    "armature.strategies.ddp",
+]
+DEADLINES = {
+    "meeting": 20.0,
+    "collective": 4.0,
+    "steps": 12.0,
+}  # only a fault's own is waited for to its end
 
 
-def examined(cfg: Any, *, ranks: int = 2, fault: str = "", absent: int | None = None, **options: Any) -> list[Any]:
-    """Run an examination's ranks with a fault in the last one. Return the findings of the rank that reports.
+def examined(
+    cfg: Any, *, ranks: int = 2, fault: str = "", absent: int | None = None, **options: Any
+) -> list[Any]:
+    """Run an examination's ranks with a fault in the last one.
+
+    Return the findings of the rank that reports.
 
     Args:
         absent: a rank that is never started.
@@ -29,9 +45,19 @@ def examined(cfg: Any, *, ranks: int = 2, fault: str = "", absent: int | None = 
         port = probe.getsockname()[1]
     results = context.Queue()
     deadlines = DEADLINES | options.get("deadlines", {})
-    arguments = (cfg, ranks, fault, options.get("port", port), options.get("address", "127.0.0.1"), deadlines, results)
+    arguments = (
+        cfg,
+        ranks,
+        fault,
+        options.get("port", port),
+        options.get("address", "127.0.0.1"),
+        deadlines,
+        results,
+    )
     processes = [
-        context.Process(target=_rank, args=(rank, *arguments), daemon=True) for rank in range(ranks) if rank != absent
+        context.Process(target=_rank, args=(rank, *arguments), daemon=True)
+        for rank in range(ranks)
+        if rank != absent
     ]
     for process in processes:
         process.start()
@@ -46,12 +72,24 @@ def examined(cfg: Any, *, ranks: int = 2, fault: str = "", absent: int | None = 
 
 
 def _rank(
-    rank: int, cfg: Any, ranks: int, fault: str, port: int, address: str, deadlines: dict[str, float], results: Any
+    rank: int,
+    cfg: Any,
+    ranks: int,
+    fault: str,
+    port: int,
+    address: str,
+    deadlines: dict[str, float],
+    results: Any,
 ) -> None:
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), GROUP_RANK="0",
-        MASTER_ADDR=address, MASTER_PORT=str(port),
-    )  # fmt: skip
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(ranks),
+        GROUP_RANK="0",
+        MASTER_ADDR=address,
+        MASTER_PORT=str(port),
+    )
     import warnings
 
     import torch
@@ -93,7 +131,9 @@ def skips_a_collective() -> None:
 
     usual = Watch.on_train_batch_start
 
-    def on_train_batch_start(self: Any, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self: Any, trainer: Any, module: Any, batch: Any, batch_idx: int
+    ) -> None:
         usual(self, trainer, module, batch, batch_idx)
         if batch_idx == 1:
             trainer.strategy.model.require_backward_grad_sync = False
@@ -147,7 +187,9 @@ def other_data() -> None:
 
     usual = Watch.on_train_batch_start
 
-    def on_train_batch_start(self: Any, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self: Any, trainer: Any, module: Any, batch: Any, batch_idx: int
+    ) -> None:
         for tensor in batch.values() if isinstance(batch, dict) else batch:
             tensor.copy_(tensor.flip(0))
         usual(self, trainer, module, batch, batch_idx)
@@ -164,7 +206,9 @@ def nan_in_a_layer() -> None:
     def on_train_start(self: Any, trainer: Any, module: Any) -> None:
         usual(self, trainer, module)
         layer = next(part for name, part in module.named_modules() if name.endswith(".1.attention"))
-        layer.register_forward_hook(lambda layer, inputs, output: output * float("nan"), prepend=True)
+        layer.register_forward_hook(
+            lambda layer, inputs, output: output * float("nan"), prepend=True
+        )
 
     Watch.on_train_start = on_train_start
 

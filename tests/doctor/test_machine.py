@@ -76,7 +76,9 @@ def test_a_check_that_raises_is_a_failure_and_the_others_count():
     assert found[1].what == "The check broken could not look: /proc cannot be read."
 
 
-@pytest.mark.parametrize("typed", ["--deadline=nan", "--deadline=inf", "--deadline=-1", "--step-seconds=x"])
+@pytest.mark.parametrize(
+    "typed", ["--deadline=nan", "--deadline=inf", "--deadline=-1", "--step-seconds=x"]
+)
 def test_a_deadline_that_is_no_time_is_refused(typed, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["doctor.py", typed])
     with pytest.raises(SystemExit) as ended:
@@ -87,7 +89,10 @@ def test_a_deadline_that_is_no_time_is_refused(typed, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("typed", "said"),
-    [("trainer.devcies=2", "Did you mean 'trainer.devices'?"), ("--deadline=nan", "type a number of seconds")],
+    [
+        ("trainer.devcies=2", "Did you mean 'trainer.devices'?"),
+        ("--deadline=nan", "type a number of seconds"),
+    ],
 )
 def test_a_command_that_is_refused_is_json_too_on_the_first_rank(typed, said, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["doctor.py", "--json", typed])
@@ -120,7 +125,9 @@ def test_a_build_without_cuda_and_hidden_gpus_are_named(run, monkeypatch):
     assert found[1].what == "trainer.devices=4, but CUDA_VISIBLE_DEVICES=0,1 shows 2 GPUs."
     monkeypatch.setattr(environment.hardware, "gpu_count", lambda: 1)
     bound = list(environment.gpus(run, {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8"}))[1]
-    assert bound.remedy.startswith("Each task must see all GPUs of its node: remove --gpus-per-task")
+    assert bound.remedy.startswith(
+        "Each task must see all GPUs of its node: remove --gpus-per-task"
+    )
 
 
 def test_a_driver_that_is_too_old_is_named(run, monkeypatch):
@@ -132,11 +139,15 @@ def test_a_driver_that_is_too_old_is_named(run, monkeypatch):
 
 
 def test_limits_that_are_too_small_are_named(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(environment.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 64 * 2**20})())
+    monkeypatch.setattr(
+        environment.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 64 * 2**20})()
+    )
     assert "64 MiB free" in only(environment.shared_memory(run, tmp_path)).what
     assert only(environment.open_files(run, 1024)).remedy.startswith("Type ulimit -n 65536")
     few = only(environment.memory(run, {"the machine": 2**40, "Slurm (--mem)": 2**32}))
-    assert few.what.startswith("Slurm (--mem) allows 4.0 GiB; 4 ranks with 2 loader workers each need")
+    assert few.what.startswith(
+        "Slurm (--mem) allows 4.0 GiB; 4 ranks with 2 loader workers each need"
+    )
     assert only(environment.threads(run, {}, cpus=2)).level == "warning"
     many = only(environment.threads(run, {"OMP_NUM_THREADS": "16"}, cpus=16))
     assert many.remedy == "Type export OMP_NUM_THREADS=4."
@@ -153,7 +164,10 @@ def test_limits_of_the_groups_around_this_one_count(tmp_path):
     environ = {"SLURM_MEM_PER_CPU": "100", "SLURM_CPUS_ON_NODE": "4"}
     limits = environment.memory_limits(tmp_path, own, environ)
     assert limits.pop("the machine") > 2**30
-    assert limits == {"the container's or job's cgroup": 2**30, "Slurm (--mem-per-cpu)": 400 * 2**20}
+    assert limits == {
+        "the container's or job's cgroup": 2**30,
+        "Slurm (--mem-per-cpu)": 400 * 2**20,
+    }
     assert environment.cpu_quota(tmp_path, own) == 1.5
     assert environment.cpu_quota(tmp_path / "none", own) == float("inf")
 
@@ -173,16 +187,24 @@ def test_a_leftover_build_lock_is_named(run, tmp_path):
 # ------------------------------------------------------------ launch
 def test_variables_of_a_job_that_has_ended_are_named():
     environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1000"}
-    assert only(launch.leftovers(environ)).what.startswith("SLURM_JOB_ID=7: this job should have ended already")
-    assert not list(launch.leftovers({**environ, "SLURM_JOB_END_TIME": str(int(time.time()) + 3600)}))
+    assert only(launch.leftovers(environ)).what.startswith(
+        "SLURM_JOB_ID=7: this job should have ended already"
+    )
+    assert not list(
+        launch.leftovers({**environ, "SLURM_JOB_END_TIME": str(int(time.time()) + 3600)})
+    )
 
 
 def test_variables_of_another_job_are_named():
     found = only(launch.leftovers({"RANK": "0", "WORLD_SIZE": "8"}))
     assert "takes itself for rank 0" in found.what
     assert found.remedy.endswith("type unset RANK WORLD_SIZE")
-    assert not list(launch.leftovers({"RANK": "0", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "none"}))
-    assert only(launch.leftovers({"ARMATURE_STORE": "/tmp/x"})).remedy == "Type unset ARMATURE_STORE"
+    assert not list(
+        launch.leftovers({"RANK": "0", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "none"})
+    )
+    assert (
+        only(launch.leftovers({"ARMATURE_STORE": "/tmp/x"})).remedy == "Type unset ARMATURE_STORE"
+    )
 
 
 def test_ranks_that_disagree_with_devices_are_named(run):
@@ -193,7 +215,9 @@ def test_ranks_that_disagree_with_devices_are_named(run):
 
 
 @pytest.mark.parametrize(("rank", "local"), [("abc", "0"), ("", "0"), ("4", "0"), ("1", "1")])
-def test_one_rank_of_each_machine_reports_what_ends_the_examination(run, tmp_path, monkeypatch, rank, local):
+def test_one_rank_of_each_machine_reports_what_ends_the_examination(
+    run, tmp_path, monkeypatch, rank, local
+):
     for key, value in {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": "6"}.items():
         monkeypatch.setenv(key, value)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))  # not this machine's
@@ -213,9 +237,12 @@ def test_one_rank_of_each_machine_reports_what_ends_the_examination(run, tmp_pat
 )
 def test_tasks_of_slurm_that_disagree_with_devices_are_named(run, tasks, words):
     environ = {
-        "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_NUM_NODES": "2",
         "SLURM_STEP_TASKS_PER_NODE": tasks,
-    }  # fmt: skip
+    }
     assert words in only(launch.slurm_tasks(run, environ)).what
 
 
@@ -237,12 +264,16 @@ def test_a_machine_without_any_network_is_named(run, monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert not list(launch.loopback(run, {}))
     monkeypatch.setattr(launch.psutil, "net_if_addrs", dict)
-    assert "is down: the ranks of a machine connect through it" in only(launch.loopback(run, {})).what
+    assert (
+        "is down: the ranks of a machine connect through it" in only(launch.loopback(run, {})).what
+    )
     assert not list(launch.loopback(run, {"RANK": "0"}))
 
 
 def test_an_address_that_does_not_resolve_is_named():
-    assert only(launch.port_findings("no-such-host.invalid", 1)).what.startswith("MASTER_ADDR=no-such-host.invalid")
+    assert only(launch.port_findings("no-such-host.invalid", 1)).what.startswith(
+        "MASTER_ADDR=no-such-host.invalid"
+    )
     assert "cannot resolve" in only(launch.answer_findings("no-such-host.invalid", 1, rank=3)).what
 
 
@@ -260,30 +291,47 @@ def test_a_port_that_is_taken_is_named_with_who_took_it():
     assert found.what.startswith(f"MASTER_PORT={port} is taken")
     assert f"process {os.getpid()}" in found.what
     assert "export MASTER_PORT=" in found.remedy
-    assert "rank 0 has not started there" in only(launch.answer_findings("127.0.0.1", port, rank=1)).what
+    assert (
+        "rank 0 has not started there"
+        in only(launch.answer_findings("127.0.0.1", port, rank=1)).what
+    )
 
 
 def test_machines_of_the_same_name_are_told_apart():
     places = {0: ("a", "1", 0), 1: ("a", "2", 1), 3: ("b", "3", 2)}
-    present = {rank: dict(zip(("host", "machine", "node"), place, strict=True)) for rank, place in places.items()}
+    present = {
+        rank: dict(zip(("host", "machine", "node"), place, strict=True))
+        for rank, place in places.items()
+    }
     assert session.host_names(present, ranks=4) == ["a (node 0)", "a (node 1)", "", "b"]
 
 
 def test_what_must_be_equal_on_all_ranks_is_named_with_its_ranks():
-    everyones = [{"torch": "2.13.0" if rank < 4 else "2.12.1", "Python": "3.11"} for rank in range(8)]
+    everyones = [
+        {"torch": "2.13.0" if rank < 4 else "2.12.1", "Python": "3.11"} for rank in range(8)
+    ]
     found = only(session.differences(everyones, name=name))
-    assert found.what == "torch differs between the ranks: 2.13.0 on rank 0 on node0, 2.12.1 on rank 4 on node1."
+    assert (
+        found.what
+        == "torch differs between the ranks: 2.13.0 on rank 0 on node0, 2.12.1 on rank 4 on node1."
+    )
 
 
 # ------------------------------------------------------------ communication
 def test_a_rank_at_half_speed_is_named():
     found = only(communication.rank_findings([10.0, 9.5, 5.0, 10.2], name=name))
-    assert found.what == "rank 2 on node0 computes at 50% of the others' speed; every step waits for it."
+    assert (
+        found.what
+        == "rank 2 on node0 computes at 50% of the others' speed; every step waits for it."
+    )
     assert only(communication.rank_findings([10.0, 9.0, 8.0, 10.0], name=name)).level == "ok"
 
 
 def test_a_rank_of_half_the_speed_is_measured_as_slow(monkeypatch):
-    """Each product is made twice. A machine that is busy with other things may disturb a few of the trials."""
+    """Each product is made twice.
+
+    A machine that is busy with other things may disturb a few of the trials.
+    """
     usual, product, found = communication.compute_rate, torch.mm, []
     for _ in range(5):
         monkeypatch.setattr(torch, "mm", product)
@@ -308,7 +356,10 @@ def judged(measured, hosts=("a", "a", "b", "b"), within=3e10, between=3e10):
 def test_a_slow_link_a_slow_rank_and_a_slow_kind_of_link_are_named():
     assert [each.level for each in judged(links())] == ["ok", "ok"]
     link = judged(links(slow=lambda pair: pair == (0, 2)))
-    assert "The link between rank 0 on node0 and rank 2 on node0 has 20% of the others' bandwidth" in link[1].what
+    assert (
+        "The link between rank 0 on node0 and rank 2 on node0 has 20% of the others' bandwidth"
+        in link[1].what
+    )
     rank = judged(links(slow=lambda pair: 3 in pair), hosts=("a", "b", "c", "d"))
     assert only(rank).what == "All links of rank 3 on node0 have 20% of the others' bandwidth."
     kind = judged(links(), between=4e11)
@@ -318,13 +369,18 @@ def test_a_slow_link_a_slow_rank_and_a_slow_kind_of_link_are_named():
 def test_an_axis_is_compared_with_its_links_and_a_slow_group_is_named():
     def found(groups, **expected):
         measured = [AxisGroup("tensor", ranks, 1e-5, rate) for ranks, rate in groups.items()]
-        return list(communication.axis_findings(measured, hosts=["a"] * 4 + ["b"] * 4, expected=expected))
+        return list(
+            communication.axis_findings(measured, hosts=["a"] * 4 + ["b"] * 4, expected=expected)
+        )
 
     within = {(0, 1): 3e11, (2, 3): 3e11, (4, 5): 3e11, (6, 7): 1e11}
     slow = only(found(within, within=4.5e11))
     assert slow.what == "axis tensor: ranks 6, 7 all-reduce at 33% of the other groups' speed."
     assert only(found(dict.fromkeys(within, 3e11), within=4.5e11)).level == "ok"
-    assert only(found(within)).what == "axis tensor, within a machine: 2 ranks all-reduce at 300 GB/s, 10 µs."
+    assert (
+        only(found(within)).what
+        == "axis tensor, within a machine: 2 ranks all-reduce at 300 GB/s, 10 µs."
+    )
     across = only(found({(0, 4): 5e9, (1, 5): 5e9}, within=4.5e11, between=5e10))
     assert across.what.endswith(
         "between machines: 2 ranks all-reduce at 5 GB/s, 10 µs; the hardware's links give 50 GB/s."
@@ -334,7 +390,10 @@ def test_an_axis_is_compared_with_its_links_and_a_slow_group_is_named():
 
 @pytest.mark.parametrize(
     ("gpu", "links"),
-    [("NVIDIA H100 80GB HBM3", {"within": 450e9, "between": 50e9}), ("NVIDIA H100 PCIe", {"within": 0, "between": 0})],
+    [
+        ("NVIDIA H100 80GB HBM3", {"within": 450e9, "between": 50e9}),
+        ("NVIDIA H100 PCIe", {"within": 0, "between": 0}),
+    ],
 )
 def test_a_card_without_nvlink_is_not_judged_by_the_links_of_its_namesake(monkeypatch, gpu, links):
     monkeypatch.setattr(devices.hardware, "gpu_count", lambda: 8)
@@ -350,7 +409,9 @@ def test_clocks_that_differ_are_named():
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_every_pair_of_ranks_meets_once(ranks):
     rounds = communication.pairs(ranks)
-    assert all(len({rank for pair in matches for rank in pair}) == 2 * len(matches) for matches in rounds)
+    assert all(
+        len({rank for pair in matches for rank in pair}) == 2 * len(matches) for matches in rounds
+    )
     assert sorted(pair for matches in rounds for pair in matches) == [
         (a, b) for a in range(ranks) for b in range(a + 1, ranks)
     ]
@@ -369,11 +430,16 @@ def test_a_fingerprint_sees_one_bit_and_an_exchange():
 
 def test_the_first_parameter_that_differs_is_named_with_its_ranks():
     prints = [
-        {"a": ((), "1"), "b": ((), "1" if rank != 2 else "2"), "c": ((rank % 2,), str(rank % 2))} for rank in range(4)
+        {"a": ((), "1"), "b": ((), "1" if rank != 2 else "2"), "c": ((rank % 2,), str(rank % 2))}
+        for rank in range(4)
     ]
     found = only(replicas.difference("gradient", prints, name=name))
     assert found.what == "The gradient of b differs between replicas: ranks 0, 1, 3 from rank 2."
-    assert not list(replicas.difference("gradient", [{"c": ((rank,), str(rank))} for rank in range(2)], name=name))
+    assert not list(
+        replicas.difference(
+            "gradient", [{"c": ((rank,), str(rank))} for rank in range(2)], name=name
+        )
+    )
 
 
 def test_different_data_on_equal_ranks_and_the_same_data_on_others_are_named():
@@ -389,7 +455,10 @@ def test_samples_that_two_ranks_draw_and_samples_that_none_draws_are_named():
     import numpy as np
 
     assert only(order.coverage([np.array([0, 2]), np.array([1, 3])], size=4)).level == "ok"
-    assert "both train on sample 2" in only(order.coverage([np.array([0, 2]), np.array([2, 3])], size=4)).what
+    assert (
+        "both train on sample 2"
+        in only(order.coverage([np.array([0, 2]), np.array([2, 3])], size=4)).what
+    )
     assert "draw 3" in only(order.coverage([np.array([0, 2]), np.array([1])], size=4)).what
 
 
@@ -422,14 +491,21 @@ def test_an_object_store_is_written_to(monkeypatch):
     upath = pytest.importorskip("upath")
     assert only(run_directory.store("memory://doctor/runs")).level == "ok"
     assert not list(upath.UPath("memory://doctor/runs").iterdir())
-    monkeypatch.setattr(run_directory.resume, "to_path", lambda path: (_ for _ in ()).throw(KeyError("no credentials")))
+    monkeypatch.setattr(
+        run_directory.resume,
+        "to_path",
+        lambda path: (_ for _ in ()).throw(KeyError("no credentials")),
+    )
     assert (
         "memory://doctor: it cannot be written (KeyError: 'no credentials')"
         in only(run_directory.store("memory://doctor")).what
     )
     monkeypatch.setattr(run_directory.resume, "to_path", lambda path: time.sleep(0.5) or path)
     monkeypatch.setattr(run_directory, "STORE_SECONDS", 0.05)
-    assert "no file could be written within 0.05 s" in only(run_directory.store("memory://doctor")).what
+    assert (
+        "no file could be written within 0.05 s"
+        in only(run_directory.store("memory://doctor")).what
+    )
 
 
 def test_a_rename_that_is_not_atomic_is_named(tmp_path, monkeypatch):
@@ -437,13 +513,21 @@ def test_a_rename_that_is_not_atomic_is_named(tmp_path, monkeypatch):
         final.write_bytes(new.read_bytes())
 
     monkeypatch.setattr(run_directory.os, "replace", copies)
-    assert "a killed save could leave a damaged checkpoint" in only(run_directory.folder(tmp_path, key="run.root")).what
+    assert (
+        "a killed save could leave a damaged checkpoint"
+        in only(run_directory.folder(tmp_path, key="run.root")).what
+    )
 
 
 def test_room_for_the_checkpoints_is_counted(run):
-    levels = [only(run_directory.room(run, free=free, trained=10**6)).level for free in (10**7, 2 * 10**7, 10**8)]
+    levels = [
+        only(run_directory.room(run, free=free, trained=10**6)).level
+        for free in (10**7, 2 * 10**7, 10**8)
+    ]
     assert levels == ["failure", "warning", "ok"]
-    whole = only(run_directory.room(run, free=10**7, trained=1000, frozen_bytes=10**8))  # adapters, with include_base
+    whole = only(
+        run_directory.room(run, free=10**7, trained=1000, frozen_bytes=10**8)
+    )  # adapters, with include_base
     assert whole.level == "failure"
     assert "1,000 trained parameters with AdamW's state, and 95.4 MiB of others" in whole.what
     assert only(run_directory.room(run, free=10**7, trained=1000)).level == "ok"
@@ -451,7 +535,9 @@ def test_room_for_the_checkpoints_is_counted(run):
     assert run_directory.kept_checkpoints(run) == 14
 
 
-@pytest.mark.parametrize(("batches", "said"), [(8, "4 steps ran;"), (4, "2 steps ran;"), (2, "1 step ran;")])
+@pytest.mark.parametrize(
+    ("batches", "said"), [(8, "4 steps ran;"), (4, "2 steps ran;"), (2, "1 step ran;")]
+)
 def test_the_steps_of_a_short_run_are_counted(batches, said):
     loop = SimpleNamespace(epoch_loop=SimpleNamespace(data_wait=None))
     trainer: Any = SimpleNamespace(accumulate_grad_batches=2, global_step=0, fit_loop=loop)

@@ -34,9 +34,12 @@ def test_a_slow_rank_and_an_unsynchronized_parameter_are_named(cfg):
     deadlines = {"meeting": 60.0, "steps": 60.0, "collective": 20.0}
     found = examined(cfg, fault="a_tenth_of_the_speed+parameter_left_out", deadlines=deadlines)
     slow = [each.what for each in found if each.level == "warning"]
-    assert any(re.search(rf"rank 1 on {HOST} computes at \d+% of the others' speed", each) for each in slow), slow
+    assert any(
+        re.search(rf"rank 1 on {HOST} computes at \d+% of the others' speed", each) for each in slow
+    ), slow
     assert re.fullmatch(
-        r"The gradient of model\.blocks\.1\.\S+ differs between replicas: rank 0 from rank 1\.", failures(found)[0].what
+        r"The gradient of model\.blocks\.1\.\S+ differs between replicas: rank 0 from rank 1\.",
+        failures(found)[0].what,
     )
 
 
@@ -74,8 +77,14 @@ def test_a_port_that_is_taken_ends_the_examination(cfg):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"address": "192.0.2.1"}, "MASTER_ADDR=192.0.2.1 (192.0.2.1) is no address of"),  # of no machine: RFC 5737
-        ({"fault": "wrong_address"}, "MASTER_ADDR=no-such-host.invalid: this machine cannot resolve the name."),
+        (
+            {"address": "192.0.2.1"},
+            "MASTER_ADDR=192.0.2.1 (192.0.2.1) is no address of",
+        ),  # of no machine: RFC 5737
+        (
+            {"fault": "wrong_address"},
+            "MASTER_ADDR=no-such-host.invalid: this machine cannot resolve the name.",
+        ),
     ],
 )
 def test_a_wrong_address_is_named(cfg, options, words):
@@ -88,7 +97,10 @@ def test_other_data_on_equal_ranks_and_another_torch_are_named(tensor_cfg):
     found = failures(examined(tensor_cfg, fault="other_data+another_torch", deadlines=deadlines))
     said = " ".join(each.what for each in found)
     assert "rank 0 and rank 1 must train on the same samples" in said, found
-    assert re.search(rf"torch differs between the ranks: \S+ on rank 0 on {HOST}, 2.12.1 on rank 1 on {HOST}", said)
+    assert re.search(
+        rf"torch differs between the ranks: \S+ on rank 0 on {HOST}, 2.12.1 on rank 1 on {HOST}",
+        said,
+    )
 
 
 def test_a_layer_with_nan_is_named_with_its_rank(cfg):

@@ -1,4 +1,7 @@
-"""A few cells of the fault matrix that together meet each kind of fault; `make faults` runs all of them."""
+"""A few cells of the fault matrix that together meet each kind of fault.
+
+`make faults` runs all of them.
+"""
 
 import sys
 
@@ -61,7 +64,10 @@ def test_what_a_crash_leaves_is_found(copy):
     run, _ = copy
     (run.checkpoints / "step=000099.part").mkdir()
     flip_byte(run.checkpoints / f"step={STEPS:06d}", stock=False)
-    assert [found.partition(":")[0] for found in run.half_checkpoints()] == ["step=000099.part", f"step={STEPS:06d}"]
+    assert [found.partition(":")[0] for found in run.half_checkpoints()] == [
+        "step=000099.part",
+        f"step={STEPS:06d}",
+    ]
 
 
 def test_a_process_that_is_left_is_found(copy):

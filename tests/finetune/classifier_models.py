@@ -14,10 +14,19 @@ from typing import Any
 
 from tests.finetune.transformers_models import TINY
 
-ENCODER = {**TINY, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": 0}
+ENCODER = {
+    **TINY,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "pad_token_id": 0,
+}
 KINDS: dict[str, dict[str, Any]] = {
     "bert": ENCODER,
-    "roberta": {**ENCODER, "max_position_embeddings": 66, "pad_token_id": 1},  # positions begin after the padding's
+    "roberta": {
+        **ENCODER,
+        "max_position_embeddings": 66,
+        "pad_token_id": 1,
+    },  # positions begin after the padding's
     "llama": TINY,  # no padding token; its plan shards matrices
     "qwen3": {**TINY, "tie_word_embeddings": True, "head_dim": 16},
 }
@@ -54,12 +63,18 @@ def logits(root: Path) -> dict[str, float]:
     ids[0, 7:], ids[1, 20:] = -100, -100
     for kind in KINDS:
         with torch.device("meta"):
-            model = SequenceClassifier(pretrained=str(root / kind), context=CONTEXT, classes=CLASSES)
+            model = SequenceClassifier(
+                pretrained=str(root / kind), context=CONTEXT, classes=CLASSES
+            )
         initialization.materialize(model, device=torch.device("cpu"))
         huggingface.read(model, huggingface.imported_names(model))
-        theirs = AutoModelForSequenceClassification.from_pretrained(root / kind, dtype=torch.float32).eval()
+        theirs = AutoModelForSequenceClassification.from_pretrained(
+            root / kind, dtype=torch.float32
+        ).eval()
         with torch.no_grad():
-            alone = torch.cat([theirs(row[row >= 0][None]).logits for row in ids])  # each without padding
+            alone = torch.cat(
+                [theirs(row[row >= 0][None]).logits for row in ids]
+            )  # each without padding
             found[kind] = float((model.eval()(ids) - alone).abs().max())
     return found
 
@@ -72,11 +87,19 @@ def fit(root: Path, kind: str, layouts: list[str], out: Path, *, adapter: bool) 
     harness.PRELOAD.append(f"transformers.models.{model}.modeling_{model}")
     head = "score" if model in ("llama", "qwen3") else "classifier"
     chosen = replace(
-        harness.LAYOUTS["single"], model="armature.models.huggingface.model.SequenceClassifier", steps=4,
-        global_batch=8, optimizer_args={"lr": 1e-3, "eps": 1e-6},
+        harness.LAYOUTS["single"],
+        model="armature.models.huggingface.model.SequenceClassifier",
+        steps=4,
+        global_batch=8,
+        optimizer_args={"lr": 1e-3, "eps": 1e-6},
         adapter={"rank": 4, "alpha": 8.0, "train": [f"inner.{head}"]} if adapter else None,
-        model_args={"pretrained": str(root / kind), "context": CONTEXT, "vocab_size": 320, "classes": CLASSES},
-    )  # fmt: skip
+        model_args={
+            "pretrained": str(root / kind),
+            "context": CONTEXT,
+            "vocab_size": 320,
+            "classes": CLASSES,
+        },
+    )
     compare.fit(chosen, layouts, out)
 
 
@@ -88,8 +111,12 @@ def exported(folder: Path, texts: list[str]) -> list[dict[str, Any]]:
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer, found = Tokenizer.from_file(str(folder / "tokenizer.json")), []
     for text in texts:
-        probability, index = model(torch.tensor([tokenizer.encode(text).ids])).logits.softmax(-1).max(-1)
-        found.append({"class": model.config.id2label[int(index)], "probability": float(probability)})
+        probability, index = (
+            model(torch.tensor([tokenizer.encode(text).ids])).logits.softmax(-1).max(-1)
+        )
+        found.append(
+            {"class": model.config.id2label[int(index)], "probability": float(probability)}
+        )
     return found
 
 

@@ -1,4 +1,6 @@
-"""Run scripts in .venv-extras, the environment that has transformers, peft, timm and bitsandbytes."""
+"""Run scripts in .venv-extras, the environment that has transformers, peft, timm and
+bitsandbytes.
+"""
 
 import subprocess
 from pathlib import Path
@@ -21,7 +23,11 @@ def command(*words: str | Path, code: int = 0) -> str:
     """Run a script of ours, or of tests, there, and return what it printed."""
     environment = running.environment(PYTHONPATH=f"{running.ROOT / 'src'}:{running.ROOT}")
     result = subprocess.run(
-        [str(PYTHON), *map(str, words)], capture_output=True, text=True, timeout=390, env=environment
+        [str(PYTHON), *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=390,
+        env=environment,
     )
     assert result.returncode == code, result.stdout[-2000:] + result.stderr[-3000:]
     return result.stdout + result.stderr

@@ -1,4 +1,6 @@
-"""Tiny Hugging Face folders, written without transformers: of zeros, without torch, or of random numbers."""
+"""Tiny Hugging Face folders, written without transformers: of zeros, without torch, or of random
+numbers.
+"""
 
 import json
 import struct
@@ -9,10 +11,19 @@ from armature.finetune import architecture, check, folder
 from armature.models.decoder import names
 
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 4096, "hidden_size": 16,
-    "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "rope_theta": 10000.0, "tie_word_embeddings": False,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 4096,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 2048,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
 
 
 def write_shard(file: Path, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -26,12 +37,19 @@ def write_shard(file: Path, shapes: dict[str, tuple[int, ...]]) -> None:
 
 
 def write_model(path: Path, **changes: Any) -> Path:
-    """Write config.json and two shards with their index. `changes` of config.json; None removes a key."""
+    """Write config.json and two shards with their index.
+
+    `changes` of config.json; None removes a key.
+    """
     path.mkdir(parents=True, exist_ok=True)
     config = {key: value for key, value in {**CONFIG, **changes}.items() if value is not None}
     (path / folder.CONFIG).write_text(json.dumps(config))
-    sound = CONFIG | {key: value for key, value in changes.items() if isinstance(value, int) and key in CONFIG}
-    named = check.tensors(architecture.arguments_of(config if architecture.is_mixture(config) else sound, name="tiny"))
+    sound = CONFIG | {
+        key: value for key, value in changes.items() if isinstance(value, int) and key in CONFIG
+    }
+    named = check.tensors(
+        architecture.arguments_of(config if architecture.is_mixture(config) else sound, name="tiny")
+    )
     listed = {}
     for number, part in enumerate((list(named)[::2], list(named)[1::2]), start=1):
         file = f"model-{number:05d}-of-00002.safetensors"
@@ -42,7 +60,9 @@ def write_model(path: Path, **changes: Any) -> Path:
 
 
 def write_random_model(path: Path, **changes: Any) -> Path:
-    """Write config.json with these changes, and random weights in one file, norms as well; large ones, which matter."""
+    """Write config.json with these changes, and random weights in one file, norms as well; large
+    ones, which matter.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -51,7 +71,8 @@ def write_random_model(path: Path, **changes: Any) -> Path:
     (path / folder.CONFIG).write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(1)
     tensors = {
-        str(names.theirs(name)): float(len(shape) == 1) + 0.2 * torch.randn(shape, generator=generator)
+        str(names.theirs(name)): float(len(shape) == 1)
+        + 0.2 * torch.randn(shape, generator=generator)
         for name, shape in names.shapes(architecture.arguments(config, name="random")).items()
     }
     save_file(tensors, path / folder.WEIGHTS, metadata={"format": "pt"})
@@ -60,4 +81,6 @@ def write_random_model(path: Path, **changes: Any) -> Path:
 
 def write_tokenizer(path: Path, tokens: int) -> None:
     vocabulary = {f"t{i}": i for i in range(tokens)}
-    (path / folder.TOKENIZER).write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": []}))
+    (path / folder.TOKENIZER).write_text(
+        json.dumps({"model": {"vocab": vocabulary}, "added_tokens": []})
+    )

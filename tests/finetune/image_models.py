@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 VIT = {"img_size": 8, "patch_size": 2, "embed_dim": 32, "depth": 3, "num_heads": 2}
-KINDS: dict[str, tuple[str, dict[str, Any], int]] = {  # timm's name, its arguments, the image's side
+KINDS: dict[
+    str, tuple[str, dict[str, Any], int]
+] = {  # timm's name, its arguments, the image's side
     "vit": ("vit_tiny_patch16_224", VIT, 8),
     "resnet": ("test_resnet", {}, 32),  # with running statistics
     "convnext": ("test_convnext", {}, 32),
@@ -38,14 +40,21 @@ def make(root: Path) -> None:
         folder = root / kind
         folder.mkdir()
         save_file(
-            {name: value.contiguous() for name, value in model.state_dict().items()}, folder / "model.safetensors"
+            {name: value.contiguous() for name, value in model.state_dict().items()},
+            folder / "model.safetensors",
         )
         made = {
-            "input_size": [1, side, side], "fixed_input_size": kind == "vit", "mean": [0.5], "std": [0.5],
-            "classifier": model.pretrained_cfg["classifier"], "num_classes": CLASSES,
-        }  # fmt: skip
+            "input_size": [1, side, side],
+            "fixed_input_size": kind == "vit",
+            "mean": [0.5],
+            "std": [0.5],
+            "classifier": model.pretrained_cfg["classifier"],
+            "num_classes": CLASSES,
+        }
         config = {"architecture": architecture, "num_classes": CLASSES, "pretrained_cfg": made}
-        (folder / "config.json").write_text(json.dumps(config | {"model_args": {**args, "in_chans": 1}}))
+        (folder / "config.json").write_text(
+            json.dumps(config | {"model_args": {**args, "in_chans": 1}})
+        )
 
 
 def logits(root: Path) -> dict[str, float]:
@@ -76,10 +85,18 @@ def fit(root: Path, kind: str, layouts: list[str], out: Path) -> None:
     from tests.finetune import layouts as compare
 
     chosen = replace(
-        harness.LAYOUTS["single"], model="armature.models.timm.model.ImageClassifier", steps=4, global_batch=8,
+        harness.LAYOUTS["single"],
+        model="armature.models.timm.model.ImageClassifier",
+        steps=4,
+        global_batch=8,
         optimizer_args={"lr": 1e-3, "eps": 1e-6},
-        model_args={"pretrained": str(root / kind), "image_size": KINDS[kind][2], "channels": 1, "classes": 5},
-    )  # fmt: skip
+        model_args={
+            "pretrained": str(root / kind),
+            "image_size": KINDS[kind][2],
+            "channels": 1,
+            "classes": 5,
+        },
+    )
     compare.fit(chosen, layouts, out)
 
 

@@ -1,4 +1,6 @@
-"""Train a model under several layouts in the environment that has transformers, and compare each with one process."""
+"""Train a model under several layouts in the environment that has transformers, and compare each
+with one process.
+"""
 
 import json
 from collections.abc import Sequence
@@ -8,7 +10,8 @@ from typing import Any
 
 
 def fit(chosen: Any, layouts: Sequence[str], out: Path) -> None:
-    """Write the losses of one process, and each layout's largest differences from it, after each layout.
+    """Write the losses of one process, and each layout's largest differences from it, after each
+    layout.
 
     Args:
         chosen: a `harness.Job` of one process.
@@ -20,7 +23,9 @@ def fit(chosen: Any, layouts: Sequence[str], out: Path) -> None:
     found: dict[str, Any] = {"single": single.losses}
     for name in layouts:
         layout = harness.LAYOUTS[name]
-        run = harness.fit(replace(chosen, strategy=layout.strategy, options=layout.options, ranks=layout.ranks))
+        run = harness.fit(
+            replace(chosen, strategy=layout.strategy, options=layout.options, ranks=layout.ranks)
+        )
         found[name] = harness.difference(run, single)
         out.write_text(json.dumps(found, indent=1))
 
@@ -32,4 +37,6 @@ def assert_equal(out: Path, layouts: Sequence[str]) -> None:
     assert [*found] == ["single", *layouts]
     for name in layouts:
         assert max(found[name]["loss"], found[name]["weights"]) <= 1e-5, found
-        assert found[name]["grad_norm"] <= 1e-4, found  # Gemma 2 caps its logits: 2e-5 with a tensor axis
+        assert found[name]["grad_norm"] <= 1e-4, (
+            found
+        )  # Gemma 2 caps its logits: 2e-5 with a tensor axis

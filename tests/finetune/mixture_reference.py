@@ -12,15 +12,30 @@ from safetensors.torch import save_file
 from torch import nn
 
 CONFIG = {
-    "vocab_size": 160, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 24, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2,
-    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 64, "tie_word_embeddings": False, "use_sliding_window": False,
-}  # fmt: skip
+    "vocab_size": 160,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+}
 
 
 def ids() -> torch.Tensor:
-    return torch.randint(0, CONFIG["vocab_size"], (2, 24), generator=torch.Generator().manual_seed(3))
+    return torch.randint(
+        0, CONFIG["vocab_size"], (2, 24), generator=torch.Generator().manual_seed(3)
+    )
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """Reads a small and a big folder, sharded over all ranks, and adds adapters.
 
-Prints the peak of anonymous memory for the big one, as a multiple of a rank's share of its parameters. Mapped files do
+Prints the peak of anonymous memory for the big one, as a multiple of a rank's share of its
+parameters. Mapped files do
 not count: the kernel drops them when memory is short. Started by forks.
 """
 
@@ -22,7 +23,11 @@ from tests.parallel.building import decoder_on_meta, parallelize
 
 
 def anonymous_bytes() -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("RssAnon")
+    )
     return int(line.split()[1]) << 10
 
 

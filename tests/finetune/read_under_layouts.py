@@ -1,4 +1,6 @@
-"""Every family's folder, read under every layout of so many ranks: rank 0 writes the logits. Started by forks.
+"""Every family's folder, read under every layout of so many ranks: rank 0 writes the logits.
+
+Started by forks.
 
 read_under_layouts.py FOLDERS OUT LAYOUT…    a layout is axis=size,…
 """
@@ -41,7 +43,10 @@ def main() -> None:
         dist.init_process_group("gloo")
     found = {}
     for layout in layouts:
-        axes = {axis: int(size) for axis, size in (each.split("=") for each in layout.split(",") if each)}
+        axes = {
+            axis: int(size)
+            for axis, size in (each.split("=") for each in layout.split(",") if each)
+        }
         for name in FAMILIES:
             found[f"{name} {layout}"] = logits_of(Path(folders) / name, axes)
     if not several or dist.get_rank() == 0:

@@ -1,4 +1,6 @@
-"""Small random models of transformers, and their logits. Runs in the environment .venv-extras, in a process of its own.
+"""Small random models of transformers, and their logits.
+
+Runs in the environment .venv-extras, in a process of its own.
 
 reference.py make FOLDER        a folder for each family, and FOLDER/logits.safetensors
 reference.py logits FOLDER OUT  what transformers computes with the model in FOLDER
@@ -12,16 +14,33 @@ import torch
 from torch import nn
 
 TINY = {
-    "vocab_size": 288, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "rms_norm_eps": 1e-5,
+    "vocab_size": 288,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "rms_norm_eps": 1e-5,
     # with the usual 0.02 such small models attend evenly, and wrong positions go unseen
     "initializer_range": 0.2,
-}  # fmt: skip
+}
 STRETCHED = {"factor": 4.0, "original_max_position_embeddings": 16}
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **STRETCHED}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    **STRETCHED,
+}
 FAMILIES = {
     "llama": ("llama", {"rope_parameters": LLAMA3}),
-    "smollm2": ("llama", {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
+    "smollm2": (
+        "llama",
+        {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+    ),
     "mistral": ("mistral", {"sliding_window": 8, "head_dim": 16}),
     "qwen2": (
         "qwen2",
@@ -81,6 +100,9 @@ if __name__ == "__main__":
     what, folder, *out = sys.argv[1:]
     if what == "make":
         make(Path(folder))
-        save_file({name: logits(Path(folder) / name) for name in FAMILIES}, Path(folder) / "logits.safetensors")
+        save_file(
+            {name: logits(Path(folder) / name) for name in FAMILIES},
+            Path(folder) / "logits.safetensors",
+        )
     else:
         save_file({"logits": logits(Path(folder))}, out[0])

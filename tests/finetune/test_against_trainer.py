@@ -1,4 +1,6 @@
-"""Runs of the command line, loss by loss, against transformers' Trainer on the same batches; with adapters, peft's."""
+"""Runs of the command line, loss by loss, against transformers' Trainer on the same batches; with
+adapters, peft's.
+"""
 
 import json
 import sys
@@ -26,31 +28,49 @@ NEAR = 1e-5
 JOBS = {  # experiment, model, packed rows, more overrides
     "adapters, llama": ("finetune_lora", "llama", False),
     "adapters, qwen3, packed": ("finetune_lora", "qwen3", True),
-    "norms apart, qwen3": ("finetune_lora", "qwen3", False, "task.adapter.dora=true", "run.name=dora"),
+    "norms apart, qwen3": (
+        "finetune_lora",
+        "qwen3",
+        False,
+        "task.adapter.dora=true",
+        "run.name=dora",
+    ),
     "all weights, llama, packed": ("finetune", "llama", True),
     "all weights, qwen3": ("finetune", "qwen3", False),
 }
 SIZES = {
-    "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "max_position_embeddings": 64,
-}  # fmt: skip
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
 MODELS = {
     "llama": {},
-    "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True},
+    "qwen3": {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "tie_word_embeddings": True,
+    },
 }
 RATES = {"finetune_lora": 1e-2, "finetune": 1e-3}
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The run directory of each job, with losses.json: what the Trainer made of the same batches, in one process."""
+    """The run directory of each job, with losses.json: what the Trainer made of the same batches,
+    in one process.
+    """
     extras.require()
     root = tmp_path_factory.mktemp("trainer")
     for name, changes in MODELS.items():
         write_random_model(root / name, **SIZES, **changes)
         chat_parts.folder(root / name)
     chats = [
-        {"prompt": "how are " * (i % 4 + 1) + str(i), "completion": "I am fine " * (i % 5 + 1)} for i in range(200)
+        {"prompt": "how are " * (i % 4 + 1) + str(i), "completion": "I am fine " * (i % 5 + 1)}
+        for i in range(200)
     ]
     chat_parts.write(root / "chats.jsonl", chats)
     found = {name: train(root, *job) for name, job in JOBS.items()}
@@ -59,20 +79,38 @@ def runs(tmp_path_factory):
     return found
 
 
-def train(root: Path, experiment: str, model: str, packed: bool, *more: str, ranks: int = 1) -> Path:
+def train(
+    root: Path, experiment: str, model: str, packed: bool, *more: str, ranks: int = 1
+) -> Path:
     """Train, and return the run directory."""
     own = dict(word.split("=", 1) for word in more)
     name = own.get("run.name", f"{experiment}-{model}")
     words = [
-        f"experiment={experiment}", f"model.pretrained={root / model}", f"data.path={root / 'chats.jsonl'}",
-        f"data.source.packing={str(packed).lower()}", "data.source.val_fraction=0", "data.context=64",
-        f"data.global_batch_size={ROWS}", f"data.micro_batch_size={MICRO}", f"data.source.cache_dir={root / 'cache'}",
-        f"optimizer.lr={RATES[experiment]}", "optimizer.eps=1e-6", "scheduler=constant",
-        "scheduler.warmup=0", f"trainer.max_steps={STEPS}",
-        "trainer.max_epochs=null", "trainer.test_at_end=false", "trainer.accelerator=cpu", "trainer.precision=32-true",
-        "trainer.gradient_clip_val=1.0", f"run.root={root}", f"run.name={name}", "logger=none",
-        *([] if "strategy" in own else ["strategy=single"]), *more,
-    ]  # fmt: skip
+        f"experiment={experiment}",
+        f"model.pretrained={root / model}",
+        f"data.path={root / 'chats.jsonl'}",
+        f"data.source.packing={str(packed).lower()}",
+        "data.source.val_fraction=0",
+        "data.context=64",
+        f"data.global_batch_size={ROWS}",
+        f"data.micro_batch_size={MICRO}",
+        f"data.source.cache_dir={root / 'cache'}",
+        f"optimizer.lr={RATES[experiment]}",
+        "optimizer.eps=1e-6",
+        "scheduler=constant",
+        "scheduler.warmup=0",
+        f"trainer.max_steps={STEPS}",
+        "trainer.max_epochs=null",
+        "trainer.test_at_end=false",
+        "trainer.accelerator=cpu",
+        "trainer.precision=32-true",
+        "trainer.gradient_clip_val=1.0",
+        f"run.root={root}",
+        f"run.name={name}",
+        "logger=none",
+        *([] if "strategy" in own else ["strategy=single"]),
+        *more,
+    ]
     command = [sys.executable, str(running.ROOT / "train.py"), *words]
     result = running.run(command, cwd=root, env=running.environment(), ranks=ranks)
     assert result.returncode == 0, result.stderr[-4000:]
@@ -81,25 +119,43 @@ def train(root: Path, experiment: str, model: str, packed: bool, *more: str, ran
 
 
 def write_job(run: Path, *, packed: bool) -> Path:
-    """Write the batches that the run was trained on and the adapters that it started from, for the reference."""
+    """Write the batches that the run was trained on and the adapters that it started from, for the
+    reference.
+    """
     cfg = run_dir.read(run)
     data = data_adapter.build(cfg)
     data.prepare_data()
     data.setup("fit")
-    batches = [batch for _, batch in zip(range(STEPS * ROWS // MICRO), data.train_dataloader(), strict=False)]
+    batches = [
+        batch
+        for _, batch in zip(range(STEPS * ROWS // MICRO), data.train_dataloader(), strict=False)
+    ]
     joined = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
     assert ("documents" in joined) == packed
     counts = (joined["targets"] != -100).sum(dim=1).view(-1, MICRO).sum(dim=1)
-    assert (counts.view(STEPS, -1).diff() != 0).any(), "each micro-batch has as many targets: normalization is unseen"
+    assert (counts.view(STEPS, -1).diff() != 0).any(), (
+        "each micro-batch has as many targets: normalization is unseen"
+    )
     save_file(joined, run / "batches.safetensors")
     job = {
-        "base": cfg.model.pretrained, "batches": str(run / "batches.safetensors"), "micro_batch": MICRO,
-        "accumulate": ROWS // MICRO, "lr": cfg.optimizer.lr, "eps": cfg.optimizer.eps, "clip": 1.0, "lora": None,
-        "start": str(run / "start.safetensors"), "out": str(run / "losses.json"),
-    }  # fmt: skip
+        "base": cfg.model.pretrained,
+        "batches": str(run / "batches.safetensors"),
+        "micro_batch": MICRO,
+        "accumulate": ROWS // MICRO,
+        "lr": cfg.optimizer.lr,
+        "eps": cfg.optimizer.eps,
+        "clip": 1.0,
+        "lora": None,
+        "start": str(run / "start.safetensors"),
+        "out": str(run / "losses.json"),
+    }
     if "adapter" in cfg.task:
         save_file(first_adapters(cfg), job["start"])
-        lora = {"r": cfg.task.adapter.rank, "lora_alpha": cfg.task.adapter.alpha, "target_modules": "all-linear"}
+        lora = {
+            "r": cfg.task.adapter.rank,
+            "lora_alpha": cfg.task.adapter.alpha,
+            "target_modules": "all-linear",
+        }
         lora["use_dora"] = cfg.task.adapter.dora
         job["lora"] = lora
     file = run / "job.json"
@@ -108,24 +164,36 @@ def write_job(run: Path, *, packed: bool) -> Path:
 
 
 def first_adapters(cfg) -> dict[str, torch.Tensor]:
-    """Return the matrices that a run's adapters start from, under peft's names. Its norms start as those of W."""
+    """Return the matrices that a run's adapters start from, under peft's names.
+
+    Its norms start as those of W.
+    """
     task = loading.build_task(cfg)
     task.configure_model()
     model = task.get_submodule("model")
     initialization.materialize(model, device=torch.device("cpu"))
-    names = {name for name, _ in model.named_parameters() if is_adapter(name) and not name.endswith("magnitude")}
+    names = {
+        name
+        for name, _ in model.named_parameters()
+        if is_adapter(name) and not name.endswith("magnitude")
+    }
     initialization.initialize_by_name(model, seed=cfg.seed, names=names, prefix="model.")
     found = {}
     for name in names:
         owner, _, part = name.rpartition(".")
         module = str(theirs(f"{owner}.weight")).removesuffix(".weight")
-        found[f"base_model.model.{module}.{part}.weight"] = model.get_parameter(name).detach().clone()
+        found[f"base_model.model.{module}.{part}.weight"] = (
+            model.get_parameter(name).detach().clone()
+        )
     return found
 
 
 @pytest.mark.parametrize("name", JOBS)
 def test_each_step_has_the_loss_of_transformers_trainer(runs, name):
-    losses, expected = running.losses(runs[name]), json.loads((runs[name] / "losses.json").read_text())
+    losses, expected = (
+        running.losses(runs[name]),
+        json.loads((runs[name] / "losses.json").read_text()),
+    )
     assert len(losses) == STEPS
     assert losses[0] - losses[-1] > 0.1, losses
     assert losses == pytest.approx(expected, abs=NEAR, rel=0)
@@ -138,7 +206,9 @@ def test_norms_that_were_learned_come_out_for_peft_and_back(runs):
         words = [sys.executable, str(scripts / "convert.py"), str(run), str(target), *more]
         result = running.run(words, cwd=run.parent, env=running.environment())
         assert result.returncode == 0, result.stderr[-3000:]
-    extras.command(BESIDE / "transformers_models.py", "peft", run.parent / "qwen3", adapter, merged, far)
+    extras.command(
+        BESIDE / "transformers_models.py", "peft", run.parent / "qwen3", adapter, merged, far
+    )
     assert json.loads(far.read_text()) <= 2e-5
     ids = torch.arange(40)[None]
     with torch.no_grad():
@@ -168,7 +238,9 @@ def test_packed_conversations_have_these_losses_under_every_layout(runs, layout)
 
 
 def test_zero_3_that_resumes_has_these_losses_too(request, runs):
-    """Weights from a folder, adapters and DeepSpeed, whose partitions are saved and read again halfway."""
+    """Weights from a folder, adapters and DeepSpeed, whose partitions are saved and read again
+    halfway.
+    """
     if not request.config.getoption("--all-models", default=False):
         pytest.skip("takes a minute; runs with --all-models (make huggingface-check)")
     root = runs["adapters, llama"].parent

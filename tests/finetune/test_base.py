@@ -1,4 +1,6 @@
-"""Checkpoints of adapters: what is in them, and that their base model is found again, or missed by name."""
+"""Checkpoints of adapters: what is in them, and that their base model is found again, or missed by
+name.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,13 @@ from tests.finetune.folders import write_model
 
 ADAPTER = {"rank": 4, "alpha": 8.0}
 SIZES = {
-    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
     "num_key_value_heads": 2,
-}  # fmt: skip
+}
 
 
 def write_base(path: Path, *, seed: int = 0, **changes: Any) -> Path:
@@ -45,7 +51,10 @@ def write_base(path: Path, *, seed: int = 0, **changes: Any) -> Path:
     generator = torch.Generator().manual_seed(seed)
     write_model(path, **{**SIZES, **changes})
     for file in sorted(path.glob("*.safetensors")):
-        tensors = {name: 0.2 * torch.randn(value.shape, generator=generator) for name, value in load_file(file).items()}
+        tensors = {
+            name: 0.2 * torch.randn(value.shape, generator=generator)
+            for name, value in load_file(file).items()
+        }
         save_file(tensors, file, metadata={"format": "pt"})
     return path
 
@@ -66,7 +75,11 @@ def test_a_copy_in_other_files_is_the_same_model(model, tmp_path):
     copy = tmp_path / "copy"
     copy.mkdir()
     (copy / folder.CONFIG).write_bytes((model / folder.CONFIG).read_bytes())
-    tensors = {name: value for file in model.glob("*.safetensors") for name, value in load_file(file).items()}
+    tensors = {
+        name: value
+        for file in model.glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
     save_file(dict(sorted(tensors.items())), copy / folder.WEIGHTS, metadata={"format": "pt"})
     assert base.record(copy) | {"folder": ""} == base.record(model) | {"folder": ""}
 
@@ -79,7 +92,9 @@ def test_another_fine_tune_of_the_same_form_is_another_model(model, tmp_path):
 
 @pytest.mark.parametrize("place", [0, 5000, 24500])
 def test_a_change_within_a_sample_of_one_tensor_is_seen(tmp_path, place):
-    path = write_base(tmp_path / "base", vocab_size=200)  # the embedding has 25,600 bytes: not all are sampled
+    path = write_base(
+        tmp_path / "base", vocab_size=200
+    )  # the embedding has 25,600 bytes: not all are sampled
     before = base.record(path)
     tensor = folder.weights(path).tensors["model.embed_tokens.weight"]
     with (path / tensor.file).open("r+b") as file:
@@ -98,18 +113,27 @@ def test_what_is_not_the_base_model_is_named(model, tmp_path):
     checkpoint, needed = tmp_path / "run" / "checkpoints" / "step=000002", base.record(model)
     (tmp_path / "run").mkdir()
     folder.keep(model, tmp_path / "run")
-    (tmp_path / "run" / "config.yaml").write_text("".join(f"{group}: {{a: 1}}\n" for group in config.NEEDED))
+    (tmp_path / "run" / "config.yaml").write_text(
+        "".join(f"{group}: {{a: 1}}\n" for group in config.NEEDED)
+    )
     assert base.found(str(model), needed, checkpoint) == model
 
     told = says(tmp_path / "gone", needed, checkpoint)
     assert f"model.pretrained={tmp_path / 'gone'}: no such folder." in told
     assert f"Its base model was {model}. Type model.pretrained=FOLDER" in told
 
-    assert "its weights have other values" in says(write_base(tmp_path / "a", seed=1), needed, checkpoint)
+    assert "its weights have other values" in says(
+        write_base(tmp_path / "a", seed=1), needed, checkpoint
+    )
     told = says(write_base(tmp_path / "b", rope_theta=1e6), needed, checkpoint)
     assert "its config.json differs in rope_theta" in told
-    assert f"Its weights are the same: type cp {tmp_path}/run/pretrained/config.json {tmp_path}/b/" in told
-    assert "differs in num_hidden_layers" in says(write_base(tmp_path / "c", num_hidden_layers=2), needed, checkpoint)
+    assert (
+        f"Its weights are the same: type cp {tmp_path}/run/pretrained/config.json {tmp_path}/b/"
+        in told
+    )
+    assert "differs in num_hidden_layers" in says(
+        write_base(tmp_path / "c", num_hidden_layers=2), needed, checkpoint
+    )
     renamed = write_base(tmp_path / "d")
     file, *_ = sorted(renamed.glob("*.safetensors"))
     save_file({name: value.double() for name, value in load_file(file).items()}, file)
@@ -124,9 +148,19 @@ def saved_names(checkpoint: Path) -> set[str]:
 
 
 CHAIN = [
-    "single", "ddp 2", "fsdp 2", "hsdp 2×2", "tensor 2, sequence parallel", "pipeline 2, 1f1b", "fsdp 2 × tensor 2",
-    "pipeline 2, zero bubble", "2×2×2", "deepspeed 2 at 2", "deepspeed 3 at 2", "single",
-]  # fmt: skip
+    "single",
+    "ddp 2",
+    "fsdp 2",
+    "hsdp 2×2",
+    "tensor 2, sequence parallel",
+    "pipeline 2, 1f1b",
+    "fsdp 2 × tensor 2",
+    "pipeline 2, zero bubble",
+    "2×2×2",
+    "deepspeed 2 at 2",
+    "deepspeed 3 at 2",
+    "single",
+]
 
 
 @pytest.mark.slow
@@ -150,7 +184,9 @@ def test_every_layout_writes_what_is_trained_and_every_other_resumes_it(model, t
         others = {name for name in names - trained if not name.startswith(of_optimizer)}
         assert others == {f".extra.ema.{name}" for name in trained if averaged}, layout
         assert directory.read_manifest(here)["base"] == base.record(model), layout  # pyright: ignore[reportOptionalSubscript]
-    far = difference(run, replace(whole, losses=whole.losses[-1:], grad_norms=whole.grad_norms[-1:]))
+    far = difference(
+        run, replace(whole, losses=whole.losses[-1:], grad_norms=whole.grad_norms[-1:])
+    )
     assert far["weights"] <= 1e-5, far
 
 
@@ -159,7 +195,9 @@ class Frozen(L.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.trained, self.frozen, self.unfrozen = (nn.Parameter(torch.ones(2) * i) for i in (1, 2, 3))
+        self.trained, self.frozen, self.unfrozen = (
+            nn.Parameter(torch.ones(2) * i) for i in (1, 2, 3)
+        )
         self.frozen.requires_grad_(False)
         self.unfrozen.requires_grad_(False)
         self.adapter = Lora()
@@ -188,7 +226,10 @@ def test_a_base_weight_that_was_trained_for_a_while_is_saved():
 def test_an_optimizer_without_state_may_have_changed_all_that_it_has():
     module, strategy = Frozen(), SingleDevice()
     strategy._lightning_module = module
-    strategy.frozen_base, strategy.base = {"frozen", "unfrozen"}, {"folder": "base", "fingerprint": "", "values": ""}
+    strategy.frozen_base, strategy.base = (
+        {"frozen", "unfrozen"},
+        {"folder": "base", "fingerprint": "", "values": ""},
+    )
     strategy.optimizers = [torch.optim.SGD([module.trained, module.unfrozen])]
     assert strategy.unchanged_base() == {"frozen"}
 
@@ -196,9 +237,12 @@ def test_an_optimizer_without_state_may_have_changed_all_that_it_has():
 def test_norms_and_averages_are_of_what_is_trained():
     module = Frozen()
     access: Any = SimpleNamespace(
-        weights=lambda: dict(module.named_parameters()), names_of_all_ranks=lambda names: sorted({*names}),
-        can_read_weights=True, can_read_gradients=True, register_extra_state=lambda *args: None,
-    )  # fmt: skip
+        weights=lambda: dict(module.named_parameters()),
+        names_of_all_ranks=lambda names: sorted({*names}),
+        can_read_weights=True,
+        can_read_gradients=True,
+        register_extra_state=lambda *args: None,
+    )
     assert [*trained_weights(access, module)] == ["trained"]
     norms = Norms(1, by_part=True, update_ratio=False)
     norms.begin(access, module)
@@ -215,10 +259,12 @@ def run_config(path: Path, **changes: Any) -> Any:
     node = {"_target_": check.DECODER, "_partial_": True, "pretrained": str(path), "context": 64}
     keys = {
         "model": node,
-        "task": {"adapter": {"_target_": check.LORA, **ADAPTER}}, "data": {},
+        "task": {"adapter": {"_target_": check.LORA, **ADAPTER}},
+        "data": {},
         "checkpoint": {"include_base": False, "root": None},
-        "run": {"root": str(path.parent), "name": "run", "dir": str(path.parent / "run")}, "resume": "auto",
-    }  # fmt: skip
+        "run": {"root": str(path.parent), "name": "run", "dir": str(path.parent / "run")},
+        "resume": "auto",
+    }
     return OmegaConf.create({**keys, **changes})
 
 
@@ -226,7 +272,9 @@ def write_checkpoint(path: Path, entries: dict[str, Any]) -> Path:
     path.mkdir(parents=True)
     for name in (directory.META, directory.TENSOR_INDEX):
         (path / name).write_bytes(b"x")
-    directory.write_manifest(path, directory.describe(path, [directory.META, directory.TENSOR_INDEX]), entries)
+    directory.write_manifest(
+        path, directory.describe(path, [directory.META, directory.TENSOR_INDEX]), entries
+    )
     return path
 
 
@@ -237,18 +285,24 @@ def test_what_checkpoints_leave_out_follows_from_where_the_weights_come_from(mod
     assert check.left_out(run_config(model, checkpoint={"include_base": True}), None) is None
     whole = write_checkpoint(tmp_path / "run" / "checkpoints" / "step=000001", {"step": 1})
     assert check.left_out(cfg, whole) is None
-    adapters = write_checkpoint(tmp_path / "run" / "checkpoints" / "step=000002", {"base": base.record(model)})
+    adapters = write_checkpoint(
+        tmp_path / "run" / "checkpoints" / "step=000002", {"base": base.record(model)}
+    )
     assert check.left_out(cfg, adapters) == base.record(model)
     with pytest.raises(ConfigError, match="other values"):
         check.left_out(run_config(write_base(tmp_path / "other", seed=1)), adapters)
 
 
 def test_a_resume_needs_the_base_model_of_its_checkpoint(model, tmp_path):
-    checkpoint = write_checkpoint(tmp_path / "run" / "checkpoints" / "step=000002", {"base": base.record(model)})
+    checkpoint = write_checkpoint(
+        tmp_path / "run" / "checkpoints" / "step=000002", {"base": base.record(model)}
+    )
     folder.keep(model, tmp_path / "run")
     assert check.fill(run_config(model)).model.width == 32
     moved = model.rename(tmp_path / "moved")
-    with pytest.raises(ConfigError, match=f"no such folder.*\n{checkpoint} holds only what was trained"):
+    with pytest.raises(
+        ConfigError, match=f"no such folder.*\n{checkpoint} holds only what was trained"
+    ):
         check.fill(run_config(model))  # not the run's copy, which has no weights
     assert check.fill(run_config(moved)).model.pretrained == str(moved)
     elsewhere = {"root": str(tmp_path / "runs"), "name": "b"}
@@ -271,31 +325,46 @@ def built(layout: dict[str, Any], world_size: int, model: Path, **adapter: Any) 
 
 def test_adapters_that_do_not_fit_the_model_are_named_before_launch(model):
     assert built({}, 1, model) == ""
-    assert "no Linear matches query. There are: blocks.*.attention.q" in built({}, 1, model, targets=["query"])
+    assert "no Linear matches query. There are: blocks.*.attention.q" in built(
+        {}, 1, model, targets=["query"]
+    )
     assert "no parameter matches wte. There are: embed.weight" in built({}, 1, model, train=["wte"])
     assert "task.adapter trains nothing" in built({}, 1, model, targets=[])
-    assert "task.adapter.rank=1000: no adapted Linear has a rank above " in built({}, 1, model, rank=1000)
+    assert "task.adapter.rank=1000: no adapted Linear has a rank above " in built(
+        {}, 1, model, rank=1000
+    )
     assert built({"pipe": 2, "schedule": "1f1b"}, 2, model) == ""
     first = ["blocks.0.*", "blocks.1.*"]
     told = built({"pipe": 2, "schedule": "1f1b"}, 2, model, targets=first)
-    assert "strategy.pipe=2: rank 1 of the pipeline holds blocks 2, 3, and task.adapter trains nothing there" in told
+    assert (
+        "strategy.pipe=2: rank 1 of the pipeline holds blocks 2, 3, and task.adapter trains "
+        "nothing there" in told
+    )
     assert built({"pipe": 2, "schedule": "1f1b"}, 2, model, targets=first, train=["head"]) == ""
-    assert built({"pipe": 2, "schedule": "zero_bubble"}, 2, model, targets=first) == ""  # its ranks hold 0, 3 and 1, 2
-    assert "rank 1" in built({"pipe": 2, "schedule": "zero_bubble"}, 2, model, targets=["blocks.0.*"])
+    assert (
+        built({"pipe": 2, "schedule": "zero_bubble"}, 2, model, targets=first) == ""
+    )  # its ranks hold 0, 3 and 1, 2
+    assert "rank 1" in built(
+        {"pipe": 2, "schedule": "zero_bubble"}, 2, model, targets=["blocks.0.*"]
+    )
 
 
 @pytest.mark.parametrize(
     ("override", "says"),
     [
         ("rank=0", "must be a positive whole number"), ("alpha=-1", "must be positive and finite"),
-        ("dropout=1.0", "of at least 0 and below 1"), ("targets=q", "must be a list of names or patterns, as in [q,v]"),
+        ("dropout=1.0", "of at least 0 and below 1"), ("targets=q", "must be a list of names or "
+                                                                    "patterns, as in [q,v]"),
         ("train=[1]", "must be a list"),
     ],
 )  # fmt: skip
 def test_values_of_an_adapter_are_checked_before_torch_is_loaded(override, says):
     key, _, value = override.partition("=")
     plain = {
-        "task": {"_target_": "armature.tasks.base.Task", "adapter": {key: OmegaConf.from_dotlist([f"x={value}"]).x}}
+        "task": {
+            "_target_": "armature.tasks.base.Task",
+            "adapter": {key: OmegaConf.from_dotlist([f"x={value}"]).x},
+        }
     }
     [problem] = values._ranges(plain, values.OWN_RANGES)
     assert problem.startswith(f"task.adapter.{key}=")

@@ -1,4 +1,6 @@
-"""Classifiers of texts that transformers computes: logits, layouts, a run in and out of a folder, what is refused."""
+"""Classifiers of texts that transformers computes: logits, layouts, a run in and out of a folder,
+what is refused.
+"""
 
 import csv
 import json
@@ -64,15 +66,32 @@ def texts(tmp_path_factory):
     return path
 
 
-def train(root: Path, base: Path, texts: Path, *more: str, code: int = 0, classes: int | None = 3) -> str:
+def train(
+    root: Path, base: Path, texts: Path, *more: str, code: int = 0, classes: int | None = 3
+) -> str:
     return command(
-        running.ROOT / "train.py", "experiment=finetune_classifier", f"model.pretrained={base}",
-        *([f"model.classes={classes}"] if classes else []), f"data.path={texts}", "data.context=32",
-        "data.global_batch_size=8", "data.micro_batch_size=4",
-        "trainer.accelerator=cpu", "trainer.precision=32-true", "trainer.max_epochs=null", "optimizer.lr=1e-3",
-        "trainer.log_every_n_steps=1", "trainer.val_every_n_steps=null", "scheduler=constant", "scheduler.warmup=0",
-        f"run.root={root}", "logger=none", "launch.max_restarts=0", *more, code=code,
-    )  # fmt: skip
+        running.ROOT / "train.py",
+        "experiment=finetune_classifier",
+        f"model.pretrained={base}",
+        *([f"model.classes={classes}"] if classes else []),
+        f"data.path={texts}",
+        "data.context=32",
+        "data.global_batch_size=8",
+        "data.micro_batch_size=4",
+        "trainer.accelerator=cpu",
+        "trainer.precision=32-true",
+        "trainer.max_epochs=null",
+        "optimizer.lr=1e-3",
+        "trainer.log_every_n_steps=1",
+        "trainer.val_every_n_steps=null",
+        "scheduler=constant",
+        "scheduler.warmup=0",
+        f"run.root={root}",
+        "logger=none",
+        "launch.max_restarts=0",
+        *more,
+        code=code,
+    )
 
 
 def test_a_run_resumes_is_evaluated_predicts_and_comes_back_out(folders, texts, tmp_path):
@@ -84,7 +103,9 @@ def test_a_run_resumes_is_evaluated_predicts_and_comes_back_out(folders, texts, 
     assert "begin at random" in said
     train(tmp_path, base, texts, "run.name=run", *layout, "trainer.max_steps=5")
     base.unlink()
-    assert "is not there any more" in train(tmp_path, base, texts, "run.name=run", *layout, "trainer.max_steps=16")
+    assert "is not there any more" in train(
+        tmp_path, base, texts, "run.name=run", *layout, "trainer.max_steps=16"
+    )
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")  # bit for bit
     scripts, run = running.ROOT / "scripts", tmp_path / "run"
     shown = command(scripts / "evaluate.py", run, "--split", "test", "--accelerator", "cpu")
@@ -102,7 +123,13 @@ def test_a_run_resumes_is_evaluated_predicts_and_comes_back_out(folders, texts, 
     assert [row["text"] for row in rows] == [*WORDS.values()][1:]
     assert {row["class"] for row in rows} <= {*WORDS}
     assert "its logits are the run's" in command(scripts / "convert.py", run, tmp_path / "out")
-    command(SCRIPT, "exported", tmp_path / "out", tmp_path / "theirs.json", *(row["text"] for row in rows))
+    command(
+        SCRIPT,
+        "exported",
+        tmp_path / "out",
+        tmp_path / "theirs.json",
+        *(row["text"] for row in rows),
+    )
     for theirs, ours in zip(json.loads((tmp_path / "theirs.json").read_text()), rows, strict=True):
         assert theirs["class"] == ours["class"]
         assert theirs["probability"] == pytest.approx(float(ours["probability"]), abs=1e-5)
@@ -110,7 +137,15 @@ def test_a_run_resumes_is_evaluated_predicts_and_comes_back_out(folders, texts, 
 
 def test_what_does_not_fit_is_said_before_any_process_starts(folders, texts, tmp_path):
     def said(base: str, *more: str) -> str:
-        return train(tmp_path, folders / base, texts, "run.name=refused", "trainer.max_steps=1", *more, code=2)
+        return train(
+            tmp_path,
+            folders / base,
+            texts,
+            "run.name=refused",
+            "trainer.max_steps=1",
+            *more,
+            code=2,
+        )
 
     several = ["strategy=ddp", "trainer.devices=2"]
     found = said("bert", "model.classes=5", *several)
@@ -121,11 +156,22 @@ def test_what_does_not_fit_is_said_before_any_process_starts(folders, texts, tmp
     found = said("bert", "strategy=tensor", "trainer.devices=2")
     assert "transformers has no plan for it. Type strategy=fsdp" in found
     found = said("bert-words", "task.adapter={_target_: armature.finetune.lora.Lora, rank: 4}")
-    assert "begin at random, and would stay so. Type task.adapter.train=[bert.pooler.dense,classifier]" in found
+    assert (
+        "begin at random, and would stay so. Type task.adapter.train=[bert.pooler.dense,classifier]"
+        in found
+    )
     assert "there is no key 'model.classes' here, but model=example, model=text_classifier" in said(
         "bert", "model=huggingface"
     )
-    found = train(tmp_path, folders / "llama", texts, "run.name=refused", "model=huggingface", code=2, classes=None)
+    found = train(
+        tmp_path,
+        folders / "llama",
+        texts,
+        "run.name=refused",
+        "model=huggingface",
+        code=2,
+        classes=None,
+    )
     assert "trains on labeled texts, but model=CausalLM takes tokens" in found
     assert not (tmp_path / "refused").exists()
     config = folder.config(folders / "bert")
@@ -148,6 +194,11 @@ def test_adapters_and_a_new_head_are_kept_alone_and_resume(folders, texts, tmp_p
     assert "parameters are trained" in said
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     shown = command(
-        running.ROOT / "scripts" / "evaluate.py", tmp_path / "run", "--split", "val", "--accelerator", "cpu"
+        running.ROOT / "scripts" / "evaluate.py",
+        tmp_path / "run",
+        "--split",
+        "val",
+        "--accelerator",
+        "cpu",
     )
     assert "val/accuracy" in shown

@@ -1,4 +1,6 @@
-"""A decoder that was trained from scratch, exported: transformers continues a text as scripts/generate.py does."""
+"""A decoder that was trained from scratch, exported: transformers continues a text as
+scripts/generate.py does.
+"""
 
 import subprocess
 
@@ -23,11 +25,27 @@ print(tokenizer.decode(ids[0], skip_special_tokens=True))
 
 def test_transformers_continues_a_text_as_the_run_does(corpus, tmp_path):
     extras.require()
-    running.train("run.name=run", "data.context=64", "trainer.max_steps=60", cwd=tmp_path, corpus=corpus)
+    running.train(
+        "run.name=run", "data.context=64", "trainer.max_steps=60", cwd=tmp_path, corpus=corpus
+    )
     run, out = tmp_path / "outputs" / "run", tmp_path / "out"
-    assert "its logits are the run's" in running.script("convert.py", str(run), str(out), cwd=tmp_path).stdout
-    words = ["--prompt", PROMPT, "--temperature", "0", "--tokens", str(TOKENS), "--accelerator", "cpu"]
-    found = [running.script("generate.py", str(path), *words, cwd=tmp_path).stdout for path in (run, out)]
+    assert (
+        "its logits are the run's"
+        in running.script("convert.py", str(run), str(out), cwd=tmp_path).stdout
+    )
+    words = [
+        "--prompt",
+        PROMPT,
+        "--temperature",
+        "0",
+        "--tokens",
+        str(TOKENS),
+        "--accelerator",
+        "cpu",
+    ]
+    found = [
+        running.script("generate.py", str(path), *words, cwd=tmp_path).stdout for path in (run, out)
+    ]
     command = [str(extras.PYTHON), "-c", CONTINUE, str(out), PROMPT, str(TOKENS)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr[-3000:]

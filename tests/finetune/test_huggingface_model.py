@@ -1,4 +1,6 @@
-"""model=huggingface, as far as it can be tested without transformers, which lies in another environment."""
+"""model=huggingface, as far as it can be tested without transformers, which lies in another
+environment.
+"""
 
 import importlib
 import importlib.metadata
@@ -40,7 +42,13 @@ def installed(monkeypatch):
 
 
 def config(path, **model):
-    node = {"_target_": others.CAUSAL, "pretrained": str(path), "context": 64, "vocab_size": None, **model}
+    node = {
+        "_target_": others.CAUSAL,
+        "pretrained": str(path),
+        "context": 64,
+        "vocab_size": None,
+        **model,
+    }
     run = {"root": str(path.parent / "outputs"), "name": None}
     return OmegaConf.create({"model": node, "data": {}, "run": run, "resume": "auto"})
 
@@ -55,13 +63,16 @@ def refused(path) -> str:
 def test_the_folder_sets_the_vocabulary(tmp_path, installed):
     path = write_model(tmp_path / "model", model_type="gpt_neox")
     assert check.fill(config(path)).model.vocab_size == 4096
-    inner = write_model(tmp_path / "inner", model_type="gemma3", vocab_size=None, text_config={"vocab_size": 7})
+    inner = write_model(
+        tmp_path / "inner", model_type="gemma3", vocab_size=None, text_config={"vocab_size": 7}
+    )
     assert check.fill(config(inner)).model.vocab_size == 7
     assert check.named_by(config(path)) == str(path)
 
 
 @pytest.mark.parametrize(
-    ("version", "says"), [(None, "which is not installed"), ("4.57.1", "5.20 or newer, and this is 4.57.1")]
+    ("version", "says"),
+    [(None, "which is not installed"), ("4.57.1", "5.20 or newer, and this is 4.57.1")],
 )
 def test_transformers_that_is_missing_or_too_old_is_named(tmp_path, installed, version, says):
     installed(version)
@@ -71,7 +82,9 @@ def test_transformers_that_is_missing_or_too_old_is_named(tmp_path, installed, v
 
 
 def test_folders_that_cannot_be_read_are_refused(tmp_path, installed):
-    assert "its weights are quantized" in refused(write_model(tmp_path / "a", quantization_config={"bits": 4}))
+    assert "its weights are quantized" in refused(
+        write_model(tmp_path / "a", quantization_config={"bits": 4})
+    )
     assert "lacks model_type" in refused(write_model(tmp_path / "b", model_type=None))
     pickled = write_model(tmp_path / "c")
     for file in (*pickled.glob("*.safetensors"), pickled / folder.INDEX):
@@ -85,7 +98,9 @@ def test_folders_that_cannot_be_read_are_refused(tmp_path, installed):
 @pytest.mark.parametrize("kernel", ["flash_attention_2", "flash_attention_3"])
 @pytest.mark.parametrize("place", ["attention", "config.json"])
 def test_packing_is_refused_for_kernels_that_mix_conversations(tmp_path, place, kernel):
-    path = write_model(tmp_path / "model", attn_implementation=kernel if place == "config.json" else None)
+    path = write_model(
+        tmp_path / "model", attn_implementation=kernel if place == "config.json" else None
+    )
     cfg = config(path, attention=kernel if place == "attention" else None)
     cfg.data = {"source": {"packing": True}}
     [problem] = built.problems(cfg)
@@ -107,7 +122,9 @@ class Attentive(nn.ModuleList):
 
     def forward(self, input_ids, use_cache=False, position_ids=None, past_key_values=None):
         if not use_cache:
-            importlib.import_module("transformers").masking_utils.find_packed_sequence_indices(position_ids)
+            importlib.import_module("transformers").masking_utils.find_packed_sequence_indices(
+                position_ids
+            )
         return SimpleNamespace(logits=position_ids)
 
 
@@ -127,7 +144,9 @@ def causal_lm(inner):
         ([], ["full_attention", "linear_attention"], "it has layers of linear_attention"),
     ],
 )
-def test_packing_is_refused_for_layers_that_read_across_conversations(tmp_path, monkeypatch, parts, kinds, says):
+def test_packing_is_refused_for_layers_that_read_across_conversations(
+    tmp_path, monkeypatch, parts, kinds, says
+):
     masks = ModuleType("transformers.masking_utils")
     masks.find_packed_sequence_indices = lambda ids: ids
     package = ModuleType("transformers")
@@ -138,7 +157,9 @@ def test_packing_is_refused_for_layers_that_read_across_conversations(tmp_path, 
     cfg.data = {"source": {"packing": True}}
     found = built._packing_problems(causal_lm(Attentive(*parts, kinds=kinds)), cfg)
     assert len(found) == (says is not None)
-    assert all(says in problem and "Type data.source.packing=false." in problem for problem in found), found
+    assert all(
+        says in problem and "Type data.source.packing=false." in problem for problem in found
+    ), found
     if not parts:  # a convolution that reads sounds reads no tokens
         with_tower = causal_lm(Attentive(kinds=kinds, tower=[nn.Conv1d(4, 4, 3)]))
         assert built._packing_problems(with_tower, cfg) == found
@@ -146,16 +167,32 @@ def test_packing_is_refused_for_layers_that_read_across_conversations(tmp_path, 
 
 @pytest.mark.parametrize("strategy", ["pipeline", "3d"])
 def test_pipelines_are_refused_by_name(tmp_path, strategy):
-    overrides = ["model=huggingface", "model.pretrained=x", f"strategy={strategy}", "trainer.devices=8"]
-    cfg = checks.decide(cli.compose([*overrides, "trainer.accelerator=cpu", "data.global_batch_size=32"]))
+    overrides = [
+        "model=huggingface",
+        "model.pretrained=x",
+        f"strategy={strategy}",
+        "trainer.devices=8",
+    ]
+    cfg = checks.decide(
+        cli.compose([*overrides, "trainer.accelerator=cpu", "data.global_batch_size=32"])
+    )
     found = parallelism.problems(checks.plain(cfg), Layout.of(cfg))
-    assert any("model=CausalLM does not work with this strategy (pipeline)" in problem for problem in found), found
+    assert any(
+        "model=CausalLM does not work with this strategy (pipeline)" in problem for problem in found
+    ), found
 
 
 @pytest.mark.parametrize("strategy", ["fsdp_tensor", "deepspeed"])
 def test_other_strategies_are_not(strategy):
-    overrides = ["model=huggingface", "model.pretrained=x", f"strategy={strategy}", "trainer.devices=8"]
-    cfg = checks.decide(cli.compose([*overrides, "trainer.accelerator=cpu", "data.global_batch_size=32"]))
+    overrides = [
+        "model=huggingface",
+        "model.pretrained=x",
+        f"strategy={strategy}",
+        "trainer.devices=8",
+    ]
+    cfg = checks.decide(
+        cli.compose([*overrides, "trainer.accelerator=cpu", "data.global_batch_size=32"])
+    )
     assert parallelism.problems(checks.plain(cfg), Layout.of(cfg)) == []
 
 
@@ -166,11 +203,16 @@ def test_no_memory_is_not_blamed_on_the_folder(tmp_path, monkeypatch, place, err
         raise error("of the machine")
 
     fake = SimpleNamespace(
-        PreTrainedConfig=SimpleNamespace(get_config_dict=lambda *_, **__: ({"model_type": "x"}, {})),
-        CONFIG_MAPPING=["x"], MODEL_FOR_CAUSAL_LM_MAPPING=[SimpleNamespace],
-        AutoConfig=SimpleNamespace(from_pretrained=fail if place == "config" else lambda *_, **__: SimpleNamespace()),
+        PreTrainedConfig=SimpleNamespace(
+            get_config_dict=lambda *_, **__: ({"model_type": "x"}, {})
+        ),
+        CONFIG_MAPPING=["x"],
+        MODEL_FOR_CAUSAL_LM_MAPPING=[SimpleNamespace],
+        AutoConfig=SimpleNamespace(
+            from_pretrained=fail if place == "config" else lambda *_, **__: SimpleNamespace()
+        ),
         AutoModelForCausalLM=SimpleNamespace(from_config=fail),
-    )  # fmt: skip
+    )
     monkeypatch.setattr(model, "_transformers", lambda: fake)
     with pytest.raises(error, match="of the machine"):
         model.CausalLM(pretrained=str(tmp_path), vocab_size=4, context=4, attention=None)
@@ -212,14 +254,21 @@ def test_the_plan_is_transformers_own():
     plan = plan_of(Transformer(router="replicate"), prefix="inner")
     assert plan.blocks == "inner.layers"
     assert plan.tensor == {
-        "inner.head": "logits", "inner.embed": "vocabulary", "inner.layers.0.q": "column", "inner.layers.1.q": "column",
-        "inner.layers.0.o": "row", "inner.layers.1.o": "row",
-    }  # fmt: skip
+        "inner.head": "logits",
+        "inner.embed": "vocabulary",
+        "inner.layers.0.q": "column",
+        "inner.layers.1.q": "column",
+        "inner.layers.0.o": "row",
+        "inner.layers.1.o": "row",
+    }
 
 
 def test_outputs_that_are_gathered_inside_are_no_logits():
     found = styles(q="colwise_gather_output", o="rowwise_split_input")
-    assert (found["inner.layers.0.q"], found["inner.layers.1.o"]) == ("column_gathered", "row_of_whole")
+    assert (found["inner.layers.0.q"], found["inner.layers.1.o"]) == (
+        "column_gathered",
+        "row_of_whole",
+    )
 
 
 class Scaled(nn.Embedding):
@@ -236,7 +285,10 @@ def test_an_embedding_that_a_shard_computes_otherwise_stays_whole(options):
 
 def test_styles_that_are_not_here_are_refused_by_name_and_only_for_a_tensor_axis():
     plan = plan_of(Transformer(router="moe_tp_experts"), prefix="inner")
-    assert "shards layers.*.router as moe_tp_experts, which cannot be done here. Type strategy=fsdp" in plan.no_tensor
+    assert (
+        "shards layers.*.router as moe_tp_experts, which cannot be done here. Type strategy=fsdp"
+        in plan.no_tensor
+    )
     assert (plan.blocks, plan.tensor) == ("inner.layers", {})
     model = Transformer()
     model.tp_plan = {}
@@ -267,12 +319,21 @@ def test_what_an_axis_does_not_divide_is_found_on_the_model_itself():
     sizes = {"pipe": 1, "replicate": 1, "shard": 1, "context": 1, "tensor": 2}
     assert plan_check.problems(lambda: wrapped(Transformer()), static, sizes) == []
     found = plan_check.problems(lambda: wrapped(Transformer()), static, {**sizes, "tensor": 4})
-    assert any("strategy.tensor=4 does not divide the model's kv_heads=2" in problem for problem in found)
+    assert any(
+        "strategy.tensor=4 does not divide the model's kv_heads=2" in problem for problem in found
+    )
     assert any("dim 0 of inner.head.weight (10, 8)" in problem for problem in found)
-    [problem] = plan_check.problems(lambda: wrapped(Transformer(router="grouped_gemm")), static, sizes)
-    assert problem.startswith("strategy.tensor=2: Transformer: transformers shards layers.*.router as grouped_gemm")
+    [problem] = plan_check.problems(
+        lambda: wrapped(Transformer(router="grouped_gemm")), static, sizes
+    )
+    assert problem.startswith(
+        "strategy.tensor=2: Transformer: transformers shards layers.*.router as grouped_gemm"
+    )
     assert (
-        plan_check.problems(lambda: wrapped(Transformer(router="grouped_gemm")), static, {**sizes, "tensor": 1}) == []
+        plan_check.problems(
+            lambda: wrapped(Transformer(router="grouped_gemm")), static, {**sizes, "tensor": 1}
+        )
+        == []
     )
 
 
@@ -300,12 +361,18 @@ def test_tied_parameters_whose_values_differ_in_the_files_are_refused(tmp_path):
         save_file({name: torch.zeros(3, 2) for name in names} | values, tmp_path / folder.WEIGHTS)
         found = built._tied_problems(causal_lm(inner), tmp_path, folder.weights(tmp_path), names)
         assert len(found) == problems
-        assert all("Set tie_word_embeddings to false in config.json." in problem for problem in found)
+        assert all(
+            "Set tie_word_embeddings to false in config.json." in problem for problem in found
+        )
         alone = dict.fromkeys(names, "embed.weight")
-        assert built._tied_problems(causal_lm(inner), tmp_path, folder.weights(tmp_path), alone) == []
+        assert (
+            built._tied_problems(causal_lm(inner), tmp_path, folder.weights(tmp_path), alone) == []
+        )
 
 
-@pytest.mark.parametrize(("kind", "names"), [("mamba", ("dt_proj", "out_proj", "x_proj")), ("llama", ())])
+@pytest.mark.parametrize(
+    ("kind", "names"), [("mamba", ("dt_proj", "out_proj", "x_proj")), ("llama", ())]
+)
 def test_state_space_models_name_what_they_read_past_their_linears(kind, names):
     inner = Attentive()
     inner.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(model_type=kind))
@@ -324,19 +391,27 @@ def test_state_space_models_name_what_they_read_past_their_linears(kind, names):
         (["b", "a"], None, False, False),
     ],
 )
-def test_a_head_that_numbers_the_classes_otherwise_is_refused(tmp_path, names, classes, new_head, is_refused):
+def test_a_head_that_numbers_the_classes_otherwise_is_refused(
+    tmp_path, names, classes, new_head, is_refused
+):
     labels = {str(i): name for i, name in enumerate(names)}
-    path = write_model(tmp_path / "model", id2label=labels, architectures=["LlamaForSequenceClassification"])
+    path = write_model(
+        tmp_path / "model", id2label=labels, architectures=["LlamaForSequenceClassification"]
+    )
     cfg = config(path, _target_=others.CLASSIFIER, new_head=new_head)
     found = check.class_problems(cfg, SimpleNamespace(classes=classes))
     assert len(found) == is_refused
-    assert all(f"{', '.join(names)} (id2label" in each and "model.new_head=true" in each for each in found), found
+    assert all(
+        f"{', '.join(names)} (id2label" in each and "model.new_head=true" in each for each in found
+    ), found
     cfg.model._target_ = others.CAUSAL
     assert check.class_problems(cfg, SimpleNamespace(classes=classes)) == []
 
 
 class Counting(nn.Module):
-    """A model without a cache of keys and values, whose logits at a position depend on all tokens up to it."""
+    """A model without a cache of keys and values, whose logits at a position depend on all tokens
+    up to it.
+    """
 
     def forward(self, input_ids, use_cache=False):
         assert not use_cache
@@ -357,8 +432,12 @@ def test_a_model_without_keys_and_values_reads_the_whole_text_for_each_token():
 
 
 @pytest.mark.parametrize("kinds", [["linear_attention", "full_attention"], ["full_attention"]])
-def test_a_model_of_several_kinds_of_layers_is_given_the_positions_after_a_cache(monkeypatch, kinds):
-    monkeypatch.setattr(model, "_transformers", lambda: SimpleNamespace(DynamicCache=lambda config: None))
+def test_a_model_of_several_kinds_of_layers_is_given_the_positions_after_a_cache(
+    monkeypatch, kinds
+):
+    monkeypatch.setattr(
+        model, "_transformers", lambda: SimpleNamespace(DynamicCache=lambda config: None)
+    )
     own, ids = causal_lm(Attentive(kinds=kinds)), torch.zeros(1, 2, dtype=torch.long)
     cache = own.make_cache()
     given = [own(ids, cache=cache) for _ in range(2)]

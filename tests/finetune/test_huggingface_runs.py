@@ -1,4 +1,6 @@
-"""model=huggingface in the environment that has transformers: logits, layouts, and a run in and out of a folder."""
+"""model=huggingface in the environment that has transformers: logits, layouts, and a run in and out
+of a folder.
+"""
 
 import json
 from pathlib import Path
@@ -19,7 +21,15 @@ from tests.finetune.transformers_models import DAMAGED, KINDS, RECURRENT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 SCRIPT = Path(__file__).with_name("transformers_models.py")
-EVERY = ["ddp 2", "fsdp 2", "hsdp 2×2", "tensor 2", "fsdp 2 × tensor 2", "deepspeed 2 at 2", "deepspeed 3 at 2"]
+EVERY = [
+    "ddp 2",
+    "fsdp 2",
+    "hsdp 2×2",
+    "tensor 2",
+    "fsdp 2 × tensor 2",
+    "deepspeed 2 at 2",
+    "deepspeed 3 at 2",
+]
 SAMPLE = {"gpt_neox": ["fsdp 2 × tensor 2"]}
 WITHOUT_TENSOR = ("gpt2",)  # transformers has no plan for it
 
@@ -47,7 +57,9 @@ def test_a_damaged_config_is_one_message_with_the_folders_name(tmp_path):
     assert len(said) == 2 * len(DAMAGED)
     for problems, changes in zip(said, [*DAMAGED, *DAMAGED], strict=True):
         [problem] = problems
-        assert problem.startswith(f"model.pretrained={tmp_path}: transformers cannot build the model"), changes
+        assert problem.startswith(
+            f"model.pretrained={tmp_path}: transformers cannot build the model"
+        ), changes
         assert "Correct that entry, or download the folder again." in problem
     assert "Field 'hidden_size' expected int, got str (value: '64')" in said[0][0]
 
@@ -68,12 +80,26 @@ def test_layouts_train_as_one_process_does(folders, request, kind, adapter):
 def train(root: Path, *more: str, code: int = 0) -> str:
     path = write(root / "chats.jsonl", CHATS)
     words = [
-        running.ROOT / "train.py", "experiment=finetune", "model=huggingface", f"model.pretrained={root / 'base'}",
-        f"data.path={path}", "data.context=64", "data.global_batch_size=4", "data.micro_batch_size=2",
-        f"data.source.cache_dir={root / 'cache'}", "trainer.accelerator=cpu", "trainer.precision=32-true",
-        "trainer.max_epochs=null", "trainer.log_every_n_steps=1", "trainer.val_every_n_steps=null",
-        "optimizer.lr=1e-3", f"run.root={root}", "logger=none", "launch.max_restarts=0", "trainer.test_at_end=false",
-    ]  # fmt: skip
+        running.ROOT / "train.py",
+        "experiment=finetune",
+        "model=huggingface",
+        f"model.pretrained={root / 'base'}",
+        f"data.path={path}",
+        "data.context=64",
+        "data.global_batch_size=4",
+        "data.micro_batch_size=2",
+        f"data.source.cache_dir={root / 'cache'}",
+        "trainer.accelerator=cpu",
+        "trainer.precision=32-true",
+        "trainer.max_epochs=null",
+        "trainer.log_every_n_steps=1",
+        "trainer.val_every_n_steps=null",
+        "optimizer.lr=1e-3",
+        f"run.root={root}",
+        "logger=none",
+        "launch.max_restarts=0",
+        "trainer.test_at_end=false",
+    ]
     return command(*words, *more, code=code)
 
 
@@ -96,10 +122,16 @@ def test_a_run_resumes_without_its_folder_and_comes_back_out(folders, tmp_path):
     convert = running.ROOT / "scripts" / "convert.py"
     assert "its logits are the run's" in command(convert, tmp_path / "run", tmp_path / "out")
     ours, theirs = (
-        {name: value for file in path.glob("*.safetensors") for name, value in load_file(file).items()}
+        {
+            name: value
+            for file in path.glob("*.safetensors")
+            for name, value in load_file(file).items()
+        }
         for path in (tmp_path / "out", folders / "gpt_neox")
     )
-    assert {name: value.shape for name, value in ours.items()} == {name: value.shape for name, value in theirs.items()}
+    assert {name: value.shape for name, value in ours.items()} == {
+        name: value.shape for name, value in theirs.items()
+    }
     assert "embed_out.weight" in ours
     generate = [running.ROOT / "scripts" / "generate.py", tmp_path / "run", "--accelerator", "cpu"]
     command(*generate, "--chat", "--prompt", "how are 3", "--prompt", "how", "--tokens", "5")
@@ -111,10 +143,19 @@ def test_adapters_are_kept_alone_resume_generate_and_come_back_out(folders, tmp_
     for file in (folders / "olmo2").iterdir():
         (base / file.name).symlink_to(file)
     write_tokenizer(base)
-    more = ["task=lora", "task.preview_tokens=0", "task.adapter.rank=4", "scheduler=constant", "optimizer.lr=1e-2"]
+    more = [
+        "task=lora",
+        "task.preview_tokens=0",
+        "task.adapter.rank=4",
+        "scheduler=constant",
+        "optimizer.lr=1e-2",
+    ]
     train(tmp_path, "run.name=whole", *more, "trainer.max_steps=4")
     train(tmp_path, "run.name=run", *more, "trainer.max_steps=2")
-    saved = [read_metadata(path).state_dict_metadata for path in (tmp_path / "run" / "checkpoints").glob("step=*")]
+    saved = [
+        read_metadata(path).state_dict_metadata
+        for path in (tmp_path / "run" / "checkpoints").glob("step=*")
+    ]
     weights = [name for name in saved[0] if name.startswith("model.")]
     assert len(weights) == 2 * 3 * 7
     assert all(is_adapter(name) for name in weights)
@@ -125,8 +166,20 @@ def test_adapters_are_kept_alone_resume_generate_and_come_back_out(folders, tmp_
     assert "parameters are trained" in train(tmp_path, "run.name=run", *more, "trainer.max_steps=4")
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")  # bit for bit
     scripts, run = running.ROOT / "scripts", tmp_path / "run"
-    command(scripts / "generate.py", run, "--accelerator", "cpu", "--chat", "--prompt", "how", "--tokens", "5")
-    assert "21 adapters of rank 4" in command(scripts / "convert.py", run, tmp_path / "adapter", "--adapter")
+    command(
+        scripts / "generate.py",
+        run,
+        "--accelerator",
+        "cpu",
+        "--chat",
+        "--prompt",
+        "how",
+        "--tokens",
+        "5",
+    )
+    assert "21 adapters of rank 4" in command(
+        scripts / "convert.py", run, tmp_path / "adapter", "--adapter"
+    )
     assert "its logits are the run's" in command(scripts / "convert.py", run, tmp_path / "out")
     command(SCRIPT, "peft", moved, tmp_path / "adapter", tmp_path / "out", tmp_path / "far.json")
     assert json.loads((tmp_path / "far.json").read_text()) <= 2e-5
@@ -140,7 +193,9 @@ def test_adapters_are_kept_alone_resume_generate_and_come_back_out(folders, tmp_
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "gpt2", "mamba"])
 def test_folders_generate_as_transformers_does(folders, request, tmp_path, kind):
-    """GPT-NeoX has other names in its files, GPT-2 a table of positions, Mamba no keys and values."""
+    """GPT-NeoX has other names in its files, GPT-2 a table of positions, Mamba no keys and
+    values.
+    """
     if not request.config.getoption("--all-models", default=False):
         pytest.skip("runs with --all-models (make huggingface-check)")
     write_tokenizer(folders / kind)
@@ -164,10 +219,15 @@ def test_what_does_not_fit_is_said_before_any_process_starts(folders, tmp_path):
     said = train(tmp_path, "strategy=ddp", "trainer.devices=2", *few, code=2)
     assert "LlamaForCausalLM has no such tensors" in said
     assert "lm_head.weight is (320, 64), not (320, 128)" in said
-    (base / folder.CONFIG).write_text(json.dumps(config | {"model_type": "mine", "auto_map": {"AutoModel": "x.Y"}}))
-    assert "has no model_type=mine. Install a newer version: code in a folder is never run" in train(
-        tmp_path, *few, code=2
+    (base / folder.CONFIG).write_text(
+        json.dumps(config | {"model_type": "mine", "auto_map": {"AutoModel": "x.Y"}})
+    )
+    assert (
+        "has no model_type=mine. Install a newer version: code in a folder is never run"
+        in train(tmp_path, *few, code=2)
     )
     (base / folder.CONFIG).write_text(json.dumps(config | {"model_type": "vit"}))
-    assert "transformers has no causal language model of model_type=vit" in train(tmp_path, *few, code=2)
+    assert "transformers has no causal language model of model_type=vit" in train(
+        tmp_path, *few, code=2
+    )
     assert not (tmp_path / "refused").exists()

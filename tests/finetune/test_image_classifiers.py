@@ -1,4 +1,6 @@
-"""Classifiers of images that timm computes, without torchvision: logits, layouts, a run, and what is refused."""
+"""Classifiers of images that timm computes, without torchvision: logits, layouts, a run, and what
+is refused.
+"""
 
 import csv
 import json
@@ -38,7 +40,11 @@ def test_logits_are_timms_own(folders):
 def test_layouts_train_as_one_process_does(folders, request, kind):
     layouts = SAMPLE.get(kind, [])
     if request.config.getoption("--all-models", default=False):
-        layouts = [name for name in EVERY if "tensor" not in name and (kind != "resnet" or "deepspeed" not in name)]
+        layouts = [
+            name
+            for name in EVERY
+            if "tensor" not in name and (kind != "resnet" or "deepspeed" not in name)
+        ]
     if not layouts:
         pytest.skip("runs with --all-models (make huggingface-check)")
     out = folders / f"{kind}.json"
@@ -48,12 +54,25 @@ def test_layouts_train_as_one_process_does(folders, request, kind):
 
 def train(root: Path, base: Path, *more: str, code: int = 0) -> str:
     return command(
-        running.ROOT / "train.py", "experiment=finetune_image", f"model.pretrained={base}", "model.classes=10",
-        "data=digits", "trainer.accelerator=cpu", "trainer.precision=32-true", "trainer.max_epochs=null",
-        "trainer.val_every_n_steps=null", "scheduler.warmup=0", "scheduler.final=1.0",
-        "trainer.log_every_n_steps=1", "optimizer.lr=2e-3", f"run.root={root}", "logger=none",
-        "launch.max_restarts=0", *more, code=code,
-    )  # fmt: skip
+        running.ROOT / "train.py",
+        "experiment=finetune_image",
+        f"model.pretrained={base}",
+        "model.classes=10",
+        "data=digits",
+        "trainer.accelerator=cpu",
+        "trainer.precision=32-true",
+        "trainer.max_epochs=null",
+        "trainer.val_every_n_steps=null",
+        "scheduler.warmup=0",
+        "scheduler.final=1.0",
+        "trainer.log_every_n_steps=1",
+        "optimizer.lr=2e-3",
+        f"run.root={root}",
+        "logger=none",
+        "launch.max_restarts=0",
+        *more,
+        code=code,
+    )
 
 
 def test_a_run_on_digits_resumes_bit_for_bit_without_its_folder(folders, tmp_path):
@@ -64,7 +83,9 @@ def test_a_run_on_digits_resumes_bit_for_bit_without_its_folder(folders, tmp_pat
     assert "head.weight, head.bias begin at random" in said
     train(tmp_path, base, "run.name=run", *layout, "trainer.max_steps=5")
     base.unlink()
-    assert "is not there any more" in train(tmp_path, base, "run.name=run", *layout, "trainer.max_steps=8")
+    assert "is not there any more" in train(
+        tmp_path, base, "run.name=run", *layout, "trainer.max_steps=8"
+    )
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     scripts, run = running.ROOT / "scripts", tmp_path / "run"
     shown = command(scripts / "evaluate.py", run, "--split", "test", "--accelerator", "cpu")
@@ -83,7 +104,9 @@ def test_class_folders_of_images_keep_their_numbers(folders, tmp_path):
     for i, name in enumerate(("cat", "dog")):
         (tmp_path / "photos" / name).mkdir(parents=True)
         for k in range(12):
-            images.new("RGB", (12, 12), (200 * i, 10 * k, 0)).save(tmp_path / "photos" / name / f"{k}.png")
+            images.new("RGB", (12, 12), (200 * i, 10 * k, 0)).save(
+                tmp_path / "photos" / name / f"{k}.png"
+            )
     # the folder's model takes one channel, and photos have three
     photos = ["data=image_folder", f"data.path={tmp_path / 'photos'}", "trainer.max_steps=1"]
     said = train(tmp_path, folders / "vit", *photos, code=2)
@@ -102,7 +125,9 @@ def test_what_does_not_fit_is_said_before_any_process_starts(folders, tmp_path):
     said = train(tmp_path, folders / "vit", *few, "model.new_head=false", code=2)
     assert "model.classes=10, but the head of" in said
     assert "tells 7 classes apart" in said
-    assert "the data need at least 10" in train(tmp_path, folders / "vit", *few, "model.classes=3", code=2)
+    assert "the data need at least 10" in train(
+        tmp_path, folders / "vit", *few, "model.classes=3", code=2
+    )
     base = tmp_path / "base"
     base.mkdir()
     (base / folder.WEIGHTS).symlink_to(folders / "vit" / folder.WEIGHTS)
@@ -113,8 +138,13 @@ def test_what_does_not_fit_is_said_before_any_process_starts(folders, tmp_path):
             {"architecture": None, "model_type": "vit"},
             "it has no architecture, the name of a model of timm, but model_",
         ),
-        ({"model_args": {**config["model_args"], "depth": 2}}, "ImageClassifier has no such tensors"),
+        (
+            {"model_args": {**config["model_args"], "depth": 2}},
+            "ImageClassifier has no such tensors",
+        ),
     ):
         (base / folder.CONFIG).write_text(json.dumps({**config, **changes}))
-        assert words.replace("ImageClassifier", "VisionTransformer") in train(tmp_path, base, *few, code=2)
+        assert words.replace("ImageClassifier", "VisionTransformer") in train(
+            tmp_path, base, *few, code=2
+        )
     assert not (tmp_path / "refused").exists()

@@ -1,4 +1,6 @@
-"""Folders of Hugging Face in and out: the same logits as transformers, the same tensors, under every layout."""
+"""Folders of Hugging Face in and out: the same logits as transformers, the same tensors, under
+every layout.
+"""
 
 import json
 import shutil
@@ -44,19 +46,29 @@ def test_both_dialects_of_the_configuration_are_one_model(folders, expected, nam
     assert check.weight_problems(folders / name, found) == []
     with torch.device("meta"):
         model = Decoder(**found, context=8)
-    assert {name: tuple(param.shape) for name, param in model.named_parameters()} == names.shapes(found)
+    assert {name: tuple(param.shape) for name, param in model.named_parameters()} == names.shapes(
+        found
+    )
 
 
-@pytest.mark.parametrize(("ranks", "layouts"), [(1, [""]), (2, ["shard=2", "tensor=2"]), (4, ["shard=2,tensor=2"])])
-def test_logits_are_transformers_own_under_every_layout(folders, expected, tmp_path, ranks, layouts):
+@pytest.mark.parametrize(
+    ("ranks", "layouts"), [(1, [""]), (2, ["shard=2", "tensor=2"]), (4, ["shard=2,tensor=2"])]
+)
+def test_logits_are_transformers_own_under_every_layout(
+    folders, expected, tmp_path, ranks, layouts
+):
     out = tmp_path / "logits.safetensors"
     script = Path(__file__).with_name("read_under_layouts.py")
     command = [sys.executable, str(script), str(folders), str(out), *layouts]
-    result = forked.shared().run(command, cwd=running.ROOT, env=running.environment(), timeout=200, ranks=ranks)
+    result = forked.shared().run(
+        command, cwd=running.ROOT, env=running.environment(), timeout=200, ranks=ranks
+    )
     assert result.returncode == 0, result.stderr[-4000:]
     found = load_file(out)
     assert len(found) == len(layouts) * len(FAMILIES)
-    far = {key: float((logits - expected[key.split()[0]]).abs().max()) for key, logits in found.items()}
+    far = {
+        key: float((logits - expected[key.split()[0]]).abs().max()) for key, logits in found.items()
+    }
     assert max(far.values()) <= NEAR, far
 
 
@@ -103,20 +115,43 @@ def write_tokenizer(path: Path) -> None:
 
 
 TRAIN = (
-    "experiment=finetune", "data=text", "data.context=32", "data.global_batch_size=4", "data.micro_batch_size=2",
-    "data.eval_batch_size=4", "data.source.vocab_size=288", "optimizer.lr=1e-4", "optimizer.eps=1e-6",
-    "trainer.accelerator=cpu", "trainer.precision=32-true", "trainer.max_epochs=null", "trainer.log_every_n_steps=1",
-    "trainer.limit_val_batches=1", "trainer.test_at_end=false", "launch.max_restarts=0", "logger=none",
-)  # fmt: skip
+    "experiment=finetune",
+    "data=text",
+    "data.context=32",
+    "data.global_batch_size=4",
+    "data.micro_batch_size=2",
+    "data.eval_batch_size=4",
+    "data.source.vocab_size=288",
+    "optimizer.lr=1e-4",
+    "optimizer.eps=1e-6",
+    "trainer.accelerator=cpu",
+    "trainer.precision=32-true",
+    "trainer.max_epochs=null",
+    "trainer.log_every_n_steps=1",
+    "trainer.limit_val_batches=1",
+    "trainer.test_at_end=false",
+    "launch.max_restarts=0",
+    "logger=none",
+)
 
 
 def train(path: Path, corpus: Path, cwd: Path, *more: str, ranks: int = 1):
-    words = [sys.executable, str(running.ROOT / "train.py"), *TRAIN, f"data.path={corpus}", f"model.pretrained={path}",
-             f"data.source.tokenizer={path}/tokenizer.json", f"data.source.cache_dir={cwd}/cache", *more]  # fmt: skip
+    words = [
+        sys.executable,
+        str(running.ROOT / "train.py"),
+        *TRAIN,
+        f"data.path={corpus}",
+        f"model.pretrained={path}",
+        f"data.source.tokenizer={path}/tokenizer.json",
+        f"data.source.cache_dir={cwd}/cache",
+        *more,
+    ]
     return running.run(words, cwd=cwd, env=running.environment(), ranks=ranks)
 
 
-def test_a_run_starts_from_the_folder_resumes_without_it_and_comes_back_out(folders, corpus, tmp_path):
+def test_a_run_starts_from_the_folder_resumes_without_it_and_comes_back_out(
+    folders, corpus, tmp_path
+):
     """And transformers computes the run's logits from what comes out."""
     base = tmp_path / "base"
     shutil.copytree(folders / "qwen3", base)
@@ -128,7 +163,9 @@ def test_a_run_starts_from_the_folder_resumes_without_it_and_comes_back_out(fold
         ("fsdp", 2, ["strategy=fsdp", "trainer.devices=2"]),
         ("tensor", 2, ["strategy=tensor", "trainer.devices=2"]),
     ):
-        result = train(base, corpus, tmp_path, "trainer.max_steps=2", f"run.name={run}", *more, ranks=ranks)
+        result = train(
+            base, corpus, tmp_path, "trainer.max_steps=2", f"run.name={run}", *more, ranks=ranks
+        )
         assert result.returncode == 0, result.stderr[-4000:]
         losses[run] = [float(row["train/loss"]) for row in running.rows(tmp_path / "outputs" / run)]
     assert losses["fsdp"] == pytest.approx(losses["single"], abs=1e-5)
@@ -144,9 +181,18 @@ def test_a_run_starts_from_the_folder_resumes_without_it_and_comes_back_out(fold
     assert result.returncode == 0, result.stderr[-4000:]
     assert "its logits are the run's" in result.stdout
     assert (out / folder.CHAT_TEMPLATE).read_text() == "{{ messages }}"
-    assert (out / folder.TOKENIZER).read_bytes() == (tmp_path / "moved" / folder.TOKENIZER).read_bytes()
+    assert (out / folder.TOKENIZER).read_bytes() == (
+        tmp_path / "moved" / folder.TOKENIZER
+    ).read_bytes()
     named = f"model.pretrained={tmp_path / 'moved'}"
-    words = [sys.executable, str(running.ROOT / "scripts/generate.py"), "outputs/single", "--tokens", "1", named]
+    words = [
+        sys.executable,
+        str(running.ROOT / "scripts/generate.py"),
+        "outputs/single",
+        "--tokens",
+        "1",
+        named,
+    ]
     result = running.run(words, cwd=tmp_path, env=running.environment())
     assert "holds all weights of the model, so none is read from that folder" in result.stderr
     extras.command(REFERENCE, "logits", out, tmp_path / "theirs.safetensors")
@@ -177,12 +223,22 @@ def test_an_exported_folder_is_bit_equal_to_the_one_it_came_from(folders, tmp_pa
     task = {"_target_": "armature.tasks.language_modeling.LanguageModeling"}
     optimizer = {"_target_": "armature.optim.adamw.adamw", "_partial_": True}
     cfg = OmegaConf.create(
-        {"model": factories, "task": task, "optimizer": optimizer, "scheduler": None, "run": {"dir": str(run)}}
+        {
+            "model": factories,
+            "task": task,
+            "optimizer": optimizer,
+            "scheduler": None,
+            "run": {"dir": str(run)},
+        }
     )
     line = export.export(cfg, checkpoint, tmp_path / "out", shard_bytes=200_000)
     assert "its logits are the run's" in line
     found, there = (
-        {key: value for file in sorted(path.glob("*.safetensors")) for key, value in load_file(file).items()}
+        {
+            key: value
+            for file in sorted(path.glob("*.safetensors"))
+            for key, value in load_file(file).items()
+        }
         for path in (tmp_path / "out", source)
     )
     assert found.keys() == there.keys()
@@ -197,9 +253,16 @@ def test_an_exported_folder_is_bit_equal_to_the_one_it_came_from(folders, tmp_pa
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_reading_takes_no_more_memory_than_a_ranks_share(tmp_path, ranks):
     path = write_model(
-        tmp_path / "big", vocab_size=60_000, hidden_size=512, intermediate_size=1536, num_hidden_layers=4
+        tmp_path / "big",
+        vocab_size=60_000,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=4,
     )
-    small, script = write_model(tmp_path / "small"), Path(__file__).with_name("read_in_little_memory.py")
+    small, script = (
+        write_model(tmp_path / "small"),
+        Path(__file__).with_name("read_in_little_memory.py"),
+    )
     result = running.run(
         [sys.executable, str(script), str(small), str(path)],
         cwd=running.ROOT,

@@ -22,10 +22,20 @@ from tests.data import chat_parts
 from tests.finetune.folders import write_model, write_random_model
 
 DEFAULTS = {  # what peft writes of LoRA besides: none of it changes the result
-    "auto_mapping": None, "bias": "none", "eva_config": None, "init_lora_weights": "gaussian", "kasa_config": None,
-    "layers_to_transform": [0, 1], "loftq_config": {}, "megatron_core": "megatron.core", "peft_version": "0.21.2",
-    "qalora_group_size": 16, "rank_pattern": {}, "setting_of_tomorrow": False, "use_bdlora": None,
-}  # fmt: skip
+    "auto_mapping": None,
+    "bias": "none",
+    "eva_config": None,
+    "init_lora_weights": "gaussian",
+    "kasa_config": None,
+    "layers_to_transform": [0, 1],
+    "loftq_config": {},
+    "megatron_core": "megatron.core",
+    "peft_version": "0.21.2",
+    "qalora_group_size": 16,
+    "rank_pattern": {},
+    "setting_of_tomorrow": False,
+    "use_bdlora": None,
+}
 IDS = torch.arange(12)[None]
 
 
@@ -39,7 +49,12 @@ def write_base(path: Path, **changes) -> Decoder:
 def write_adapter(path: Path, model: Decoder, **changes) -> None:
     """Adapt queries and values of the model, and write the adapter."""
     path.mkdir()
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": str(path.parent / "base")}
+    config = {
+        "peft_type": "LORA",
+        "r": 4,
+        "lora_alpha": 8,
+        "base_model_name_or_path": str(path.parent / "base"),
+    }
     config |= changes
     (path / peft.CONFIG).write_text(json.dumps(config))
     scale = 8 / (math.sqrt(4) if config.get("use_rslora") else 4)
@@ -52,7 +67,10 @@ def write_adapter(path: Path, model: Decoder, **changes) -> None:
             torch.nn.init.normal_(adapted.lora_B)
             setattr(block.attention, part, adapted)
             prefix = f"base_model.model.model.layers.{i}.self_attn.{part}_proj"
-            tensors |= {f"{prefix}.{name}.weight": getattr(adapted, name).detach() for name in ("lora_A", "lora_B")}
+            tensors |= {
+                f"{prefix}.{name}.weight": getattr(adapted, name).detach()
+                for name in ("lora_A", "lora_B")
+            }
             if isinstance(adapted, DoraLinear):
                 torch.nn.init.normal_(adapted.lora_magnitude)
                 norms = row_norms(linear.weight) + adapted.lora_magnitude
@@ -88,16 +106,24 @@ def test_an_adapter_is_merged_into_a_folder(tmp_path, changes, dtype):
     with torch.no_grad():
         expected = inference.load(tmp_path / "adapter").model(IDS)
         near = 1e-5 if dtype == torch.float32 else 0.05
-        torch.testing.assert_close(loaded.model(IDS), expected, atol=near * float(expected.abs().max()), rtol=0.0)
+        torch.testing.assert_close(
+            loaded.model(IDS), expected, atol=near * float(expected.abs().max()), rtol=0.0
+        )
 
 
-def test_a_model_that_the_decoder_does_not_compute_is_merged_and_takes_nothing_else_from_the_adapter(tmp_path):
+def test_a_model_that_the_decoder_does_not_compute_is_merged_and_takes_nothing_else_from_the_adapter(
+    tmp_path,
+):
     write_adapter(tmp_path / "adapter", write_base(tmp_path / "base"))
     config = json.loads((tmp_path / "base" / folder.CONFIG).read_text())
-    (tmp_path / "base" / folder.CONFIG).write_text(json.dumps({**config, "rope_scaling": {"rope_type": "longrope"}}))
+    (tmp_path / "base" / folder.CONFIG).write_text(
+        json.dumps({**config, "rope_scaling": {"rope_type": "longrope"}})
+    )
     (tmp_path / "adapter" / folder.CONFIG).write_text('{"quantization_config": {}}')
     (tmp_path / "base" / folder.CHAT_TEMPLATE).write_text("the base's")
-    (tmp_path / "adapter" / folder.TOKENIZER_CONFIG).write_text('{"chat_template": "the adapter\'s"}')
+    (tmp_path / "adapter" / folder.TOKENIZER_CONFIG).write_text(
+        '{"chat_template": "the adapter\'s"}'
+    )
     said = merge.merge(tmp_path / "adapter", tmp_path / "merged")
     assert said.endswith("its logits were not compared: the decoder does not compute it")
     assert "longrope" in (tmp_path / "merged" / folder.CONFIG).read_text()
@@ -107,7 +133,9 @@ def test_a_model_that_the_decoder_does_not_compute_is_merged_and_takes_nothing_e
 def test_a_merged_folder_whose_logits_differ_is_not_written(tmp_path, monkeypatch):
     write_adapter(tmp_path / "adapter", write_base(tmp_path / "base"))
     monkeypatch.setattr(merge.peft, "add_to", lambda model, path: None)
-    with pytest.raises(ConfigError, match=r"its logits differ from those of .*, so it was not written"):
+    with pytest.raises(
+        ConfigError, match=r"its logits differ from those of .*, so it was not written"
+    ):
         merge.merge(tmp_path / "adapter", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 
@@ -126,7 +154,9 @@ def test_options_that_do_not_fit_an_adapter_are_refused(tmp_path, monkeypatch, c
     words = [word.replace("BASE", str(tmp_path / "base")) for word in words]
     assert says in in_process.run(script, [*ends, *words], monkeypatch, capsys)
     ends[1] += ".safetensors"
-    assert "an adapter is added to its model in a new folder" in in_process.run(script, ends, monkeypatch, capsys)
+    assert "an adapter is added to its model in a new folder" in in_process.run(
+        script, ends, monkeypatch, capsys
+    )
 
 
 def test_a_written_adapter_is_read_back_and_compared(tmp_path):
@@ -134,7 +164,11 @@ def test_a_written_adapter_is_read_back_and_compared(tmp_path):
     file, own = tmp_path / "adapter" / peft.WEIGHTS, Lora(rank=4, alpha=8.0)
     expected = load_file(file)
     assert peft.compare(tmp_path / "adapter", expected, own)
-    for other in (Lora(rank=4, alpha=9.0), Lora(rank=4, alpha=8.0, rslora=True), Lora(rank=8, alpha=16.0)):
+    for other in (
+        Lora(rank=4, alpha=9.0),
+        Lora(rank=4, alpha=8.0, rslora=True),
+        Lora(rank=8, alpha=16.0),
+    ):
         with pytest.raises(ConfigError, match="what was written is not what the run holds"):
             peft.compare(tmp_path / "adapter", expected, other)
     name = next(iter(expected))
@@ -150,7 +184,9 @@ def test_text_ends_where_the_folder_says(tmp_path):
     write_base(tmp_path / "base", eos_token_id=[3, 5])
     assert inference.load(tmp_path / "base").ends == [3, 5]
     for ends in ([3, 64], "x"):
-        (tmp_path / "base" / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+        (tmp_path / "base" / "generation_config.json").write_text(
+            json.dumps({"eos_token_id": ends})
+        )
         with pytest.raises(ConfigError, match="must be the id of one of the model's 64 tokens"):
             inference.load(tmp_path / "base")
 
@@ -162,16 +198,24 @@ def test_an_adapters_text_ends_where_its_base_says_and_where_its_own_turns_end(t
 
 
 def test_an_exported_adapter_keeps_the_end_of_its_base(tmp_path):
-    kept, run, adapter = write_model(tmp_path / "kept", eos_token_id=2), tmp_path / "run", tmp_path / "adapter"
+    kept, run, adapter = (
+        write_model(tmp_path / "kept", eos_token_id=2),
+        tmp_path / "run",
+        tmp_path / "adapter",
+    )
     chat_parts.folder(run)
     adapter.mkdir()
     export.write_tokenizer(kept, run, adapter)
     end = chat_parts.small_tokenizer().token_to_id("<|im_end|>")
-    assert json.loads((adapter / "generation_config.json").read_text()) == {"eos_token_id": [2, end]}
+    assert json.loads((adapter / "generation_config.json").read_text()) == {
+        "eos_token_id": [2, end]
+    }
     assert not (adapter / folder.CONFIG).exists()
 
 
-@pytest.mark.parametrize(("target", "word"), [(others.CLASSIFIER, None), (others.CAUSAL, "CAUSAL_LM")])
+@pytest.mark.parametrize(
+    ("target", "word"), [(others.CLASSIFIER, None), (others.CAUSAL, "CAUSAL_LM")]
+)
 def test_peft_is_told_what_the_model_does(target, word):
     assert peft.task_type(OmegaConf.create({"model": {"_target_": target}})) == word
 
@@ -191,7 +235,11 @@ def test_a_long_context_takes_no_table_of_all_its_positions(tmp_path):
         ({"arrow_config": {"top_k": 2}, "kasa_config": {"beta": 1}}, "arrow_config=.*kasa_config="),
         ({"setting_of_tomorrow": 1}, "setting_of_tomorrow=1"),
         ({"modules_to_save": ["lm_head"], "peft_type": "IA3"}, "modules_to_save.*peft_type=IA3"),
-        ({"r": 8}, r"do not belong together: model.layers.0.self_attn.q_proj.weight is \(16, 16\).*of rank 8"),
+        (
+            {"r": 8},
+            r"do not belong together: model.layers.0.self_attn.q_proj.weight is \(16, 16\).*of "
+            r"rank 8",
+        ),
         ({"base_model_name_or_path": "/gone"}, "base model /gone is not there. Type --base FOLDER"),
         ({"base_model_name_or_path": None}, "names no base model. Type --base FOLDER"),
     ],
@@ -221,7 +269,11 @@ def test_an_exported_adapter_knows_the_model_that_it_was_trained_on(tmp_path, ca
 
     write_base(tmp_path / "tuned")
     weights = tmp_path / "tuned" / folder.WEIGHTS
-    save_file({name: value + 0.1 for name, value in load_file(weights).items()}, weights, metadata={"format": "pt"})
+    save_file(
+        {name: value + 0.1 for name, value in load_file(weights).items()},
+        weights,
+        metadata={"format": "pt"},
+    )
     inference.load(tmp_path / "adapter", base=str(tmp_path / "tuned"))
     assert "as those of another fine-tune" in caplog.text
     config = tmp_path / "tuned" / folder.CONFIG
@@ -254,7 +306,9 @@ def test_a_classifier_is_no_model_that_continues_texts(tmp_path, monkeypatch):
     config |= {"model_type": "bert", "architectures": ["BertForSequenceClassification"]}
     (tmp_path / "base" / folder.CONFIG).write_text(json.dumps(config))
     monkeypatch.setattr(others, "require_transformers", lambda what: None)
-    with pytest.raises(ConfigError, match="architectures=BertForSequenceClassification: no model that"):
+    with pytest.raises(
+        ConfigError, match="architectures=BertForSequenceClassification: no model that"
+    ):
         inference.load(tmp_path / "base")
 
 
@@ -268,8 +322,12 @@ def test_a_base_for_what_is_no_adapter_is_refused(tmp_path):
     ("says", "table", "longest"),
     [({}, None, inference.LONGEST), ({"max_position_embeddings": 64}, None, 64), ({}, 48, 48)],
 )
-def test_a_model_of_transformers_generates_as_far_as_it_says(tmp_path, monkeypatch, says, table, longest):
-    model = SimpleNamespace(inner=SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: None)))
+def test_a_model_of_transformers_generates_as_far_as_it_says(
+    tmp_path, monkeypatch, says, table, longest
+):
+    model = SimpleNamespace(
+        inner=SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: None))
+    )
     monkeypatch.setattr(inference.others, "arguments", lambda *_, **__: {})
     monkeypatch.setattr(inference.built, "build", lambda node: model)
     monkeypatch.setattr(inference.built, "weight_problems", lambda _: [])

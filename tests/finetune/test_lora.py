@@ -1,4 +1,6 @@
-"""Adapters: what is trained, what stays as it was, and that every layout trains them as one process does."""
+"""Adapters: what is trained, what stays as it was, and that every layout trains them as one process
+does.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def test_only_adapters_of_the_blocks_are_trained_and_weights_keep_their_names():
     model = adapted()
     assert all(is_adapter(name) and name.startswith("blocks.") for name in trained(model))
     assert len(trained(model)) == 2 * 7 * DECODER["layers"]
-    assert set(Decoder(**DECODER).state_dict()) == {name for name in model.state_dict() if not is_adapter(name)}
+    assert set(Decoder(**DECODER).state_dict()) == {
+        name for name in model.state_dict() if not is_adapter(name)
+    }
     assert len(trained(adapted(dora=True))) == 3 * 7 * DECODER["layers"]
 
 
@@ -58,7 +62,9 @@ def test_what_is_read_past_its_linear_gets_no_adapter_and_stays_whole(quantize):
     Lora(**ADAPTER, quantize=quantize).add_to(model)
     assert trained(model) == {"blocks.0.in_proj.lora_A", "blocks.0.in_proj.lora_B"}
     assert type(model.get_submodule("blocks.0.out_proj")) is nn.Linear
-    with pytest.raises(ConfigError, match=r"the weights of blocks\.\*\.out_proj are read past their Linears"):
+    with pytest.raises(
+        ConfigError, match=r"the weights of blocks\.\*\.out_proj are read past their Linears"
+    ):
         Lora(**ADAPTER, targets=["*_proj"]).add_to(Mixers())
 
 
@@ -66,7 +72,9 @@ def test_blocks_without_linears_are_named():
     def model(block: nn.Module) -> nn.Module:
         return nn.ModuleDict({"blocks": nn.ModuleList([block]), "head": nn.Linear(4, 8)})
 
-    with pytest.raises(ConfigError, match=r"their matrices are of Conv1d.*name one of those outside .*: head\."):
+    with pytest.raises(
+        ConfigError, match=r"their matrices are of Conv1d.*name one of those outside .*: head\."
+    ):
         Lora(**ADAPTER).add_to(model(nn.Conv1d(4, 4, 1)))
     for found in (model(nn.LayerNorm(4)), model(nn.Embedding(4, 4))):
         Lora(**ADAPTER).add_to(found)
@@ -106,11 +114,15 @@ def test_merged_weights_compute_what_the_adapters_did(rslora, dora):
         merged = merge(copy.deepcopy(model))
         assert not any(isinstance(module, LoraLinear) for module in merged.modules())
         torch.testing.assert_close(merged(tokens), before, atol=1e-4, rtol=1e-4)
-    assert model.get_submodule("blocks.0.attention.q").scale == (4.0 if rslora else 2.0)  # 8 / sqrt(4), 8 / 4
+    assert model.get_submodule("blocks.0.attention.q").scale == (
+        4.0 if rslora else 2.0
+    )  # 8 / sqrt(4), 8 / 4
 
 
 def test_norms_of_rows_are_learned_apart_from_their_direction():
-    """A step of B changes no row's norm, a step of the magnitudes no row's direction; a bias is left alone."""
+    """A step of B changes no row's norm, a step of the magnitudes no row's direction; a bias is
+    left alone.
+    """
     torch.manual_seed(0)
     base = nn.Linear(8, 6)
     model = nn.Sequential()
@@ -122,11 +134,15 @@ def test_norms_of_rows_are_learned_apart_from_their_direction():
     turned = copy.deepcopy(adapter)
     with torch.no_grad():
         adapter.lora_magnitude.add_(0.5)
-        assert torch.allclose(merge(nn.ModuleDict({"q": turned})).q.weight.norm(dim=1), weight.norm(dim=1))
+        assert torch.allclose(
+            merge(nn.ModuleDict({"q": turned})).q.weight.norm(dim=1), weight.norm(dim=1)
+        )
         whole = weight + adapter.scale * adapter.lora_B @ adapter.lora_A
         whole *= ((weight.norm(dim=1) + 0.5) / whole.norm(dim=1))[:, None]
         torch.testing.assert_close(adapter(x), nn.functional.linear(x, whole, base.bias))
-    adapter(x).sum().backward()  # the norms that divide are constants: d W'/d B = factor · scale · A
+    adapter(
+        x
+    ).sum().backward()  # the norms that divide are constants: d W'/d B = factor · scale · A
     factor = adapter._factor().detach()
     expected = adapter.scale * (factor[:, None] * (x @ adapter.lora_A.detach().T).sum(0))
     torch.testing.assert_close(adapter.lora_B.grad, expected)
@@ -137,10 +153,13 @@ def test_targets_and_parts_to_train_are_chosen_by_pattern():
     names = trained(model)
     assert "embed.weight" in names
     assert "blocks.3.ffn_norm.weight" in names
-    assert "blocks.2.attention.q.weight" in trained(adapted(targets=["up"], train=["attention"]))  # a module's weights
+    assert "blocks.2.attention.q.weight" in trained(
+        adapted(targets=["up"], train=["attention"])
+    )  # a module's weights
     assert {name.rpartition(".lora")[0] for name in names if is_adapter(name)} == {
-        *(f"blocks.{i}.attention.q" for i in range(4)), *(f"blocks.1.ffn.{part}" for part in ("gate", "up", "down"))
-    }  # fmt: skip
+        *(f"blocks.{i}.attention.q" for i in range(4)),
+        *(f"blocks.1.ffn.{part}" for part in ("gate", "up", "down")),
+    }
 
 
 @pytest.mark.parametrize(
@@ -201,7 +220,9 @@ def test_an_adapted_model_can_be_copied_and_pickled():
     model = adapted()
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert trained(other) == trained(model)
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
+        )
 
 
 def test_a_model_without_blocks_gets_adapters_on_all_its_linears():
@@ -215,8 +236,13 @@ def test_a_model_without_blocks_gets_adapters_on_all_its_linears():
 
 
 def test_adapters_that_hold_nan_are_refused_by_name(tmp_path):
-    found = {"x.lora_A.weight": torch.ones(1, 2), "x.lora_B.weight": torch.tensor([[float("nan")], [0.0]])}
-    with pytest.raises(ConfigError, match=r"adapters hold NaN: x.lora_B.weight. Name an earlier checkpoint"):
+    found = {
+        "x.lora_A.weight": torch.ones(1, 2),
+        "x.lora_B.weight": torch.tensor([[float("nan")], [0.0]]),
+    }
+    with pytest.raises(
+        ConfigError, match=r"adapters hold NaN: x.lora_B.weight. Name an earlier checkpoint"
+    ):
         peft.compare(tmp_path / "adapter", found, Lora(**ADAPTER))
 
 
@@ -226,11 +252,19 @@ LAYOUTS_TRIED = [
 ]  # fmt: skip
 
 
-DORA_TRIED = ["ddp 2", "fsdp 2", "tensor 2, sequence parallel", "pipeline 2, 1f1b", "fsdp 2 × tensor 2"]
+DORA_TRIED = [
+    "ddp 2",
+    "fsdp 2",
+    "tensor 2, sequence parallel",
+    "pipeline 2, 1f1b",
+    "fsdp 2 × tensor 2",
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "dora"), [*((n, False) for n in LAYOUTS_TRIED), *((n, True) for n in DORA_TRIED)])
+@pytest.mark.parametrize(
+    ("name", "dora"), [*((n, False) for n in LAYOUTS_TRIED), *((n, True) for n in DORA_TRIED)]
+)
 def test_layouts_train_adapters_as_one_process_does(name, dora):
     chosen = {**ADAPTER, "dora": dora}
     single = fit_once(replace(LAYOUTS["single"], adapter=chosen, steps=6))
@@ -239,4 +273,6 @@ def test_layouts_train_adapters_as_one_process_does(name, dora):
     assert max(far.values()) <= 1e-5, far
     if name == "ddp 2" and not dora:
         start = fit(replace(LAYOUTS["single"], adapter=ADAPTER, steps=0)).weights
-        assert {n for n, value in run.weights.items() if (value != start[n]).any()} == set(filter(is_adapter, start))
+        assert {n for n, value in run.weights.items() if (value != start[n]).any()} == set(
+            filter(is_adapter, start)
+        )

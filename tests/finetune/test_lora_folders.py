@@ -1,4 +1,6 @@
-"""Adapters of a model from Hugging Face, trained by the command line, and what peft and transformers make of them."""
+"""Adapters of a model from Hugging Face, trained by the command line, and what peft and
+transformers make of them.
+"""
 
 import json
 import subprocess
@@ -41,7 +43,9 @@ save_file({name: value.clone() for name, value in found.items()}, out)
 
 
 def command(*words: str | Path) -> str:
-    result = running.run([sys.executable, *map(str, words)], cwd=running.ROOT, env=running.environment())
+    result = running.run(
+        [sys.executable, *map(str, words)], cwd=running.ROOT, env=running.environment()
+    )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
     return result.stdout
 
@@ -55,18 +59,34 @@ def trained(tmp_path_factory):
     folder(root / "base")
     path = write(root / "chats.jsonl", CHATS)
     words = [
-        running.ROOT / "train.py", "experiment=finetune_lora", f"model.pretrained={root / 'base'}", f"data.path={path}",
-        "data.context=64", "data.global_batch_size=4", f"data.source.cache_dir={root / 'cache'}", "trainer.max_steps=6",
-        "trainer.accelerator=cpu", "trainer.precision=32-true", "task.adapter.rank=4", "optimizer.lr=1e-2",
-        f"run.root={root}", "run.name=run", "logger=none", "strategy=fsdp", "trainer.devices=2",
-    ]  # fmt: skip
+        running.ROOT / "train.py",
+        "experiment=finetune_lora",
+        f"model.pretrained={root / 'base'}",
+        f"data.path={path}",
+        "data.context=64",
+        "data.global_batch_size=4",
+        f"data.source.cache_dir={root / 'cache'}",
+        "trainer.max_steps=6",
+        "trainer.accelerator=cpu",
+        "trainer.precision=32-true",
+        "task.adapter.rank=4",
+        "optimizer.lr=1e-2",
+        f"run.root={root}",
+        "run.name=run",
+        "logger=none",
+        "strategy=fsdp",
+        "trainer.devices=2",
+    ]
     command(*words)
     (root / "base").rename(root / "moved")
     convert = running.ROOT / "scripts" / "convert.py"
     assert "14 adapters of rank 4" in command(convert, root / "run", root / "adapter", "--adapter")
     merge = [convert, root / "run", root / "merged"]
     result = subprocess.run([sys.executable, *map(str, merge)], capture_output=True, text=True)
-    assert (result.returncode, f"Its base model was {root / 'base'}. Type" in result.stderr) == (2, True)
+    assert (result.returncode, f"Its base model was {root / 'base'}. Type" in result.stderr) == (
+        2,
+        True,
+    )
     assert "its logits are the run's" in command(*merge, moved(root))
     return root
 
@@ -121,7 +141,9 @@ def test_the_run_its_adapter_and_the_merged_folder_answer_alike(trained):
     assert found[0].count("-" * 40) == 3
     assert "<|im_" not in found[0]
     result = running.run(
-        [sys.executable, str(generate), str(trained / "adapter")], cwd=trained, env=running.environment()
+        [sys.executable, str(generate), str(trained / "adapter")],
+        cwd=trained,
+        env=running.environment(),
     )
     assert result.returncode == 2
     assert "Type --base FOLDER" in result.stderr
@@ -135,6 +157,8 @@ def test_a_file_holds_the_base_model_too(trained):
 
 def test_options_that_do_not_fit_are_refused(trained):
     convert = [sys.executable, str(running.ROOT / "scripts" / "convert.py"), str(trained / "run")]
-    result = subprocess.run([*convert, str(trained / "a.safetensors"), "--adapter"], capture_output=True, text=True)
+    result = subprocess.run(
+        [*convert, str(trained / "a.safetensors"), "--adapter"], capture_output=True, text=True
+    )
     assert result.returncode == 2
     assert "--adapter would change nothing here" in result.stderr

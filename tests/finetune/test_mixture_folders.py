@@ -1,4 +1,6 @@
-"""Qwen3-MoE folders in and out: transformers' logits, the same tensors, also with experts on ranks of their own."""
+"""Qwen3-MoE folders in and out: transformers' logits, the same tensors, also with experts on ranks
+of their own.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,10 @@ def test_logits_are_transformers_own(made: Path) -> None:
     args = architecture.mixture_arguments(folder.config(made / "folder"), name="folder")
     assert check.weight_problems(made / "folder", args) == []
     with torch.no_grad():
-        assert far(read_decoder(made / "folder", context=48)(ids()), made / "logits.safetensors") <= NEAR
+        assert (
+            far(read_decoder(made / "folder", context=48)(ids()), made / "logits.safetensors")
+            <= NEAR
+        )
 
 
 def _logits_of_rank(path: str, axes: dict[str, int], expert: int) -> list[Any]:
@@ -57,7 +62,13 @@ def _logits_of_rank(path: str, axes: dict[str, int], expert: int) -> list[Any]:
     names = huggingface.imported_names(model)
     device_mesh = mesh.build(sizes, device_type="cpu")
     apply.parallelize(
-        model, PLAN, device_mesh, options(expert=expert), device=torch.device("cpu"), prefix="model.", imported=names
+        model,
+        PLAN,
+        device_mesh,
+        options(expert=expert),
+        device=torch.device("cpu"),
+        prefix="model.",
+        imported=names,
     )
     huggingface.read(model, names)
     with torch.no_grad():
@@ -66,7 +77,9 @@ def _logits_of_rank(path: str, axes: dict[str, int], expert: int) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("axes", "expert"), [({"shard": 2}, 1), ({"shard": 4}, 2), ({"shard": 2, "tensor": 2}, 4)])
+@pytest.mark.parametrize(
+    ("axes", "expert"), [({"shard": 2}, 1), ({"shard": 4}, 2), ({"shard": 2, "tensor": 2}, 4)]
+)
 def test_each_rank_reads_its_experts(made: Path, axes: dict[str, int], expert: int) -> None:
     ranks = axes["shard"] * axes.get("tensor", 1)
     for logits in on_ranks(_logits_of_rank, str(made / "folder"), axes, expert, ranks=ranks):
@@ -74,7 +87,9 @@ def test_each_rank_reads_its_experts(made: Path, axes: dict[str, int], expert: i
 
 
 @pytest.mark.slow
-def test_an_exported_folder_is_bit_equal_to_the_one_it_came_from(made: Path, tmp_path: Path) -> None:
+def test_an_exported_folder_is_bit_equal_to_the_one_it_came_from(
+    made: Path, tmp_path: Path
+) -> None:
     source, run = made / "folder", tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     model = read_decoder(source, context=48)
@@ -90,7 +105,10 @@ def test_an_exported_folder_is_bit_equal_to_the_one_it_came_from(made: Path, tmp
     assert written.keys() == read.keys()
     assert all(torch.equal(written[name], value) for name, value in read.items())
     extras.command(REFERENCE, "logits", tmp_path / "out", tmp_path / "logits.safetensors")
-    assert far(load_file(made / "logits.safetensors")["logits"], tmp_path / "logits.safetensors") == 0.0
+    assert (
+        far(load_file(made / "logits.safetensors")["logits"], tmp_path / "logits.safetensors")
+        == 0.0
+    )
 
 
 def configuration(args: dict[str, Any], run: Path) -> Any:
@@ -105,13 +123,20 @@ def configuration(args: dict[str, Any], run: Path) -> Any:
 
 
 def all_tensors(path: Path) -> dict[str, torch.Tensor]:
-    return {name: value for file in path.glob("*.safetensors") for name, value in load_file(file).items()}
+    return {
+        name: value
+        for file in path.glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "qwen3"}, "model_type=qwen3 is no mixture of experts .* Type model=pretrained"),
+        (
+            {"model_type": "qwen3"},
+            "model_type=qwen3 is no mixture of experts .* Type model=pretrained",
+        ),
         ({"mlp_only_layers": [0]}, "mlp_only_layers=.0. is not in the mixture"),
         ({"num_experts": None}, "it lacks num_experts"),
     ],
@@ -123,12 +148,18 @@ def test_what_the_mixture_does_not_have_is_refused(changes: dict, message: str) 
 
 
 def test_a_decoder_does_not_read_a_mixture() -> None:
-    with pytest.raises(ConfigError, match=r"is a mixture of experts\. Type model=pretrained_mixture"):
+    with pytest.raises(
+        ConfigError, match=r"is a mixture of experts\. Type model=pretrained_mixture"
+    ):
         architecture.arguments(QWEN, name="folder")
 
 
-@pytest.mark.parametrize(("key", "value"), [("balance_rate", 1e-3), ("score", "sigmoid"), ("shared_hidden", 8)])
-def test_what_qwen3_moe_does_not_compute_is_not_exported(key: str, value: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "value"), [("balance_rate", 1e-3), ("score", "sigmoid"), ("shared_hidden", 8)]
+)
+def test_what_qwen3_moe_does_not_compute_is_not_exported(
+    key: str, value: Any, tmp_path: Path
+) -> None:
     args = architecture.mixture_arguments(QWEN, name="folder") | {"context": 48, key: value}
     with pytest.raises(ConfigError, match=f"model.{key}={value} .only .*Qwen3-MoE"):
         export.form_of(configuration(args, tmp_path))

@@ -23,7 +23,14 @@ LINEAR = {"type": "linear", "factor": 2.0}
 
 
 def config(path: Path, data: dict | None = None, **sizes):
-    node = {"_target_": check.DECODER, "pretrained": str(path), "context": 64, "width": None, "tied": None, **sizes}
+    node = {
+        "_target_": check.DECODER,
+        "pretrained": str(path),
+        "context": 64,
+        "width": None,
+        "tied": None,
+        **sizes,
+    }
     run = {"root": str(path.parent / "outputs"), "name": None}
     return OmegaConf.create({"model": node, "data": data or {}, "run": run, "resume": "auto"})
 
@@ -37,7 +44,9 @@ def refused(path: Path, data: dict | None = None, **sizes) -> list[str]:
 @pytest.mark.parametrize("theta", [{}, {"rope_theta": 10_000.0}])
 def test_both_dialects_of_a_rope_may_be_there_if_they_agree(tmp_path, theta):
     path = write_model(
-        tmp_path / "model", rope_scaling=LINEAR, rope_parameters={"rope_type": "linear", "factor": 2.0, **theta}
+        tmp_path / "model",
+        rope_scaling=LINEAR,
+        rope_parameters={"rope_type": "linear", "factor": 2.0, **theta},
     )
     assert check.fill(config(path)).model.rope_scaling == {"kind": "linear", "factor": 2.0}
 
@@ -47,17 +56,25 @@ LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_f
 
 @pytest.mark.parametrize("rope", [LLAMA3, {"rope_type": "yarn", "factor": 4.0}])
 def test_the_context_before_it_was_stretched_is_read_as_transformers_does(rope):
-    beside, inside = {"original_max_position_embeddings": 8}, {"original_max_position_embeddings": 16}
+    beside, inside = (
+        {"original_max_position_embeddings": 8},
+        {"original_max_position_embeddings": 16},
+    )
     for expected, changes in (
         (16, {"rope_scaling": rope | inside}),
         (8, {"rope_scaling": rope, **beside}),
         (8, {"rope_scaling": rope | inside, **beside}),
         (2048, {"rope_scaling": rope}),
     ):
-        assert architecture.arguments(CONFIG | changes, name="x")["rope_scaling"]["original_context"] == expected
+        assert (
+            architecture.arguments(CONFIG | changes, name="x")["rope_scaling"]["original_context"]
+            == expected
+        )
 
 
-@pytest.mark.parametrize(("rope", "longest"), [(LLAMA3, 2048), ({"type": "yarn", "factor": 4.0}, 6000)])
+@pytest.mark.parametrize(
+    ("rope", "longest"), [(LLAMA3, 2048), ({"type": "yarn", "factor": 4.0}, 6000)]
+)
 def test_a_stretched_context_is_longer_but_llama3s_is_already_so(rope, longest):
     original = {"original_max_position_embeddings": 1500}
     for changes in ({"rope_scaling": rope | original}, {"rope_scaling": rope, **original}):
@@ -67,7 +84,10 @@ def test_a_stretched_context_is_longer_but_llama3s_is_already_so(rope, longest):
 def with_head(path: Path) -> Path:
     """Write a folder that ties its head, and has it in a file besides. Return that file."""
     write_model(path, tie_word_embeddings=True)
-    file, shape = path / "model-00003-of-00003.safetensors", (CONFIG["vocab_size"], CONFIG["hidden_size"])
+    file, shape = (
+        path / "model-00003-of-00003.safetensors",
+        (CONFIG["vocab_size"], CONFIG["hidden_size"]),
+    )
     write_shard(file, {"lm_head.weight": shape})
     index = json.loads((path / folder.INDEX).read_text())
     index["weight_map"]["lm_head.weight"] = file.name
@@ -82,7 +102,10 @@ def test_a_tied_head_whose_values_differ_in_the_files_is_refused(tmp_path, monke
     assert check.fill(config(path)).model.tied is True
     file.write_bytes(file.read_bytes()[:-1] + b"1")
     [problem] = refused(path)
-    assert "config.json ties model.embed_tokens.weight to lm_head.weight (tie_word_embeddings), but" in problem
+    assert (
+        "config.json ties model.embed_tokens.weight to lm_head.weight (tie_word_embeddings), but"
+        in problem
+    )
     assert problem.endswith("to false in config.json, or type model.tied=false where you train.")
     assert check.fill(config(path, tied=False)).model.tied is False
     untied = json.loads((path / folder.CONFIG).read_text()) | {"tie_word_embeddings": False}
@@ -101,7 +124,13 @@ def test_a_tied_head_whose_values_differ_in_the_files_is_refused(tmp_path, monke
     ],
 )
 def test_windows_are_those_of_the_architecture(kind, changes, windows):
-    config = {**CONFIG, "model_type": kind, "use_sliding_window": True, "max_window_layers": 1, **changes}
+    config = {
+        **CONFIG,
+        "model_type": kind,
+        "use_sliding_window": True,
+        "max_window_layers": 1,
+        **changes,
+    }
     assert architecture.arguments(config, name="x")["windows"] == windows
 
 
@@ -118,7 +147,9 @@ def test_a_folder_below_home_is_named_in_full_and_its_tokenizer_compared(tmp_pat
     assert filled.model.pretrained == filled.data.source.tokenizer == str(path)
     for name in ("~/other", "~/other/tokenizer.json"):
         cfg.data.source.tokenizer = name
-        with pytest.raises(ConfigError, match=r"gives other ids than model\.pretrained was trained with"):
+        with pytest.raises(
+            ConfigError, match=r"gives other ids than model\.pretrained was trained with"
+        ):
             check.fill(cfg)
 
 
@@ -149,30 +180,51 @@ def test_a_tied_head_may_be_trained_apart_and_no_other_way_round(model, tmp_path
 
 
 def test_a_context_beyond_the_folders_is_refused(model):
-    assert "made for at most 2048 positions: type data.context=2048" in refused(model, context=2049)[0]
+    assert (
+        "made for at most 2048 positions: type data.context=2048" in refused(model, context=2049)[0]
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma2"}, "model_type=gemma2 is no architecture of the decoder, which has llama, mistral"),
+        (
+            {"model_type": "gemma2"},
+            "model_type=gemma2 is no architecture of the decoder, which has llama, mistral",
+        ),
         ({"architectures": ["LlamaForSequenceClassification"]}, "is no causal language model"),
-        ({"auto_map": {"AutoModelForCausalLM": "code.Model"}}, "code of its own, which is never run"),
+        (
+            {"auto_map": {"AutoModelForCausalLM": "code.Model"}},
+            "code of its own, which is never run",
+        ),
         ({"quantization_config": {"bits": 4}}, "its weights are quantized"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu is not in the decoder"),
         ({"attention_bias": True}, "attention_bias=True is not in the decoder"),
         ({"rms_norm_eps": None, "hidden_size": None}, "it lacks hidden_size, rms_norm_eps"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type=longrope is not in the decoder"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 1.0}}, "rope_type=yarn with mscale"),
-        ({"rope_scaling": {"type": "linear", "factor": "8"}}, "rope_type=linear with factor='8': no numbers above 0"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 1.0}},
+            "rope_type=yarn with mscale",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": "8"}},
+            "rope_type=linear with factor='8': no numbers above 0",
+        ),
         ({"rope_theta": "x"}, "rope_theta='x' is no number above 0"),
         (
             {"rope_scaling": LINEAR, "rope_parameters": {"rope_type": "linear", "factor": 4.0}},
-            "rope_scaling={'type': 'linear', 'factor': 2.0} and rope_parameters={'rope_type': 'linear', 'factor': 4.0} "
+            "rope_scaling={'type': 'linear', 'factor': 2.0} and rope_parameters={'rope_type': "
+            "'linear', 'factor': 4.0} "
             "disagree. Remove the one",
         ),
-        ({"rope_scaling": LINEAR, "rope_parameters": {"rope_theta": 7.0}}, "disagree. Remove the one"),
-        ({"max_position_embeddings": "2048", "hidden_size": 2.5}, "hidden_size=2.5, max_position_embeddings='2048'"),
+        (
+            {"rope_scaling": LINEAR, "rope_parameters": {"rope_theta": 7.0}},
+            "disagree. Remove the one",
+        ),
+        (
+            {"max_position_embeddings": "2048", "hidden_size": 2.5},
+            "hidden_size=2.5, max_position_embeddings='2048'",
+        ),
         ({"max_window_layers": "x"}, "max_window_layers='x': no size"),
         ({"architectures": "LlamaModel"}, "architectures=LlamaModel is no causal language model"),
     ],
@@ -187,7 +239,9 @@ def test_everything_wrong_with_a_folder_is_one_message(model):
     write_tokenizer(model, 4097)
     found = refused(model, width=32)
     assert len(found) == 3
-    for problem, words in zip(found, ["model.width=32", "largest token is 4096", "truncated"], strict=True):
+    for problem, words in zip(
+        found, ["model.width=32", "largest token is 4096", "truncated"], strict=True
+    ):
         assert words in problem
 
 
@@ -202,18 +256,26 @@ def test_a_damaged_tokenizer_is_named(model, text):
 def test_files_that_cannot_be_opened_are_named(model, tmp_path):
     (model / SHARD).unlink()
     (model / SHARD).symlink_to(SHARD)
-    assert f"{model / SHARD}: it cannot be read (Too many levels of symbolic links)" in refused(model)[0]
+    assert (
+        f"{model / SHARD}: it cannot be read (Too many levels of symbolic links)"
+        in refused(model)[0]
+    )
     (model / folder.INDEX).write_text('{"weight_map": {"a": 1}}')
     assert "no index of weights (1 is no name of a file)" in refused(model)[0]
     assert "no such folder" in refused(tmp_path / ("x" * 300))[0]
     (model / folder.CHAT_TEMPLATE).write_bytes("{{ messages }}".encode("utf-16"))
-    with pytest.raises(ConfigError, match=r"chat_template.jinja: it cannot be read \('utf-8' codec"):
+    with pytest.raises(
+        ConfigError, match=r"chat_template.jinja: it cannot be read \('utf-8' codec"
+    ):
         folder.chat_template(model)
 
 
 def test_names_and_shapes_of_the_weights_are_those_of_config_json(model):
     index = json.loads((model / folder.INDEX).read_text())["weight_map"]
-    write_shard(model / SHARD, {"model.layers.0.mlp.experts.weight": (4, 4), "model.embed_tokens.weight": (9, 16)})
+    write_shard(
+        model / SHARD,
+        {"model.layers.0.mlp.experts.weight": (4, 4), "model.embed_tokens.weight": (9, 16)},
+    )
     lost = {name for name, file in index.items() if file == SHARD} - {"model.embed_tokens.weight"}
     index = {name: file for name, file in index.items() if name not in lost}
     index |= {"model.layers.0.mlp.experts.weight": SHARD}
@@ -227,7 +289,9 @@ def test_names_and_shapes_of_the_weights_are_those_of_config_json(model):
 def test_more_layers_than_tensors_are_refused_at_once(model):
     settings = json.loads((model / folder.CONFIG).read_text())
     (model / folder.CONFIG).write_text(json.dumps(settings | {"num_hidden_layers": 10**12}))
-    assert "asks for 1000000000000 layers, and its files hold 21 tensors in all" in refused(model)[0]
+    assert (
+        "asks for 1000000000000 layers, and its files hold 21 tensors in all" in refused(model)[0]
+    )
 
 
 def test_another_tokenizer_than_the_folders_is_refused(model, tmp_path):
@@ -236,7 +300,10 @@ def test_another_tokenizer_than_the_folders_is_refused(model, tmp_path):
     other.mkdir()
     write_tokenizer(other, 41)
     source = {"path": "x", "tokenizer": None}
-    assert f"Type data.source.tokenizer={model}/tokenizer.json" in refused(model, {"source": source})[0]
+    assert (
+        f"Type data.source.tokenizer={model}/tokenizer.json"
+        in refused(model, {"source": source})[0]
+    )
     source["tokenizer"] = f"{other}/tokenizer.json"
     assert "gives other ids" in refused(model, {"source": source})[0]
     chat = {"tokenizer": None, "template": None}
@@ -248,13 +315,23 @@ def test_another_tokenizer_than_the_folders_is_refused(model, tmp_path):
 @pytest.mark.parametrize("name", [folder.TOKENIZER_CONFIG, folder.ADDED_TOKENS])
 def test_a_tokenizer_that_lacks_tokens_of_its_other_files_is_refused(model, name):
     write_tokenizer(model, 40)
-    tokenizer = json.loads((model / folder.TOKENIZER).read_text()) | {"added_tokens": [{"id": 40, "content": "<s>"}]}
+    tokenizer = json.loads((model / folder.TOKENIZER).read_text()) | {
+        "added_tokens": [{"id": 40, "content": "<s>"}]
+    }
     (model / folder.TOKENIZER).write_text(json.dumps(tokenizer))
-    added = {"<s>": 40} if name == folder.ADDED_TOKENS else {"added_tokens_decoder": {"40": {"content": "<s>"}}}
+    added = (
+        {"<s>": 40}
+        if name == folder.ADDED_TOKENS
+        else {"added_tokens_decoder": {"40": {"content": "<s>"}}}
+    )
     (model / name).write_text(json.dumps(added))
     check.fill(config(model))
     more = {"<|im_end|>": 41} if name == folder.ADDED_TOKENS else {"41": {"content": "<|im_end|>"}}
-    added |= more if name == folder.ADDED_TOKENS else {"added_tokens_decoder": added["added_tokens_decoder"] | more}
+    added |= (
+        more
+        if name == folder.ADDED_TOKENS
+        else {"added_tokens_decoder": added["added_tokens_decoder"] | more}
+    )
     (model / name).write_text(json.dumps(added))
     [problem] = refused(model)
     assert f"tokenizer.json lacks tokens that {name} adds: <|im_end|>." in problem
@@ -271,7 +348,9 @@ def test_a_run_that_resumes_needs_the_folder_no_more(model, monkeypatch):
     model.rename(model.with_name("moved"))
     with pytest.raises(ConfigError, match="no such folder"):
         check.fill(cfg)
-    monkeypatch.setattr(check.resume, "last_checkpoint", lambda *args: run / "checkpoints" / "step=000001")
+    monkeypatch.setattr(
+        check.resume, "last_checkpoint", lambda *args: run / "checkpoints" / "step=000001"
+    )
     filled = check.fill(cfg)
     assert filled.model.pretrained == str(run / folder.KEPT)
     assert filled.data.source.tokenizer == str(run / folder.KEPT / folder.TOKENIZER)
@@ -280,19 +359,53 @@ def test_a_run_that_resumes_needs_the_folder_no_more(model, monkeypatch):
 
 
 def test_a_decoder_of_ones_own_gets_a_configuration_that_means_the_same():
-    sizes = {"vocab_size": 64, "width": 32, "layers": 3, "heads": 4, "kv_heads": 2, "ffn_hidden": 64, "norm_eps": 1e-5}
+    sizes = {
+        "vocab_size": 64,
+        "width": 32,
+        "layers": 3,
+        "heads": 4,
+        "kv_heads": 2,
+        "ffn_hidden": 64,
+        "norm_eps": 1e-5,
+    }
     for changes in (
         {},
-        {"rope_scaling": {"factor": 4.0, "low_frequency": 1.0, "high_frequency": 4.0, "original_context": 16}},
+        {
+            "rope_scaling": {
+                "factor": 4.0,
+                "low_frequency": 1.0,
+                "high_frequency": 4.0,
+                "original_context": 16,
+            }
+        },
         {"windows": 8, "head_dim": 16},
-        {"attention_bias": True, "windows": [None, 8, 8], "rope_scaling": {"kind": "linear", "factor": 2.0}},
+        {
+            "attention_bias": True,
+            "windows": [None, 8, 8],
+            "rope_scaling": {"kind": "linear", "factor": 2.0},
+        },
         {"qk_norm": "weighted", "tied": True},
     ):
-        defaults = {"windows": None, "attention_bias": False, "qk_norm": False, "tied": False, "head_dim": None}
-        args = {**sizes, **defaults, "context": 64, "rope_theta": 1e4, "rope_scaling": None, **changes}
+        defaults = {
+            "windows": None,
+            "attention_bias": False,
+            "qk_norm": False,
+            "tied": False,
+            "head_dim": None,
+        }
+        args = {
+            **sizes,
+            **defaults,
+            "context": 64,
+            "rope_theta": 1e4,
+            "rope_scaling": None,
+            **changes,
+        }
         back = architecture.arguments(architecture.config_of(args, dtype="float32"), name="mine")
         for key, value in back.items():
-            wanted = {"head_dim": args["head_dim"] or 8, "windows": back["windows"]}.get(key, args[key])
+            wanted = {"head_dim": args["head_dim"] or 8, "windows": back["windows"]}.get(
+                key, args[key]
+            )
             if key == "rope_scaling" and wanted is not None:
                 wanted = {"kind": "llama3", **wanted}
             assert value == wanted, key

@@ -14,7 +14,8 @@ SHARDS = {"model-00001-of-00002.safetensors": ["a"], "model-00002-of-00002.safet
 
 def write_shard(file: Path, names: list[str]) -> None:
     entries = {
-        name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [24 * i, 24 * i + 24]} for i, name in enumerate(names)
+        name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [24 * i, 24 * i + 24]}
+        for i, name in enumerate(names)
     }
     header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
     file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(24 * len(names)))
@@ -33,7 +34,9 @@ def model(tmp_path):
 def test_headers_name_every_tensor(model):
     found = folder.weights(model)
     assert not found.problems
-    assert found.tensors["b"] == folder.SavedTensor("model-00002-of-00002.safetensors", "F32", (2, 3))
+    assert found.tensors["b"] == folder.SavedTensor(
+        "model-00002-of-00002.safetensors", "F32", (2, 3)
+    )
     assert found.files == sorted(SHARDS)
 
 
@@ -54,7 +57,9 @@ def test_all_damage_is_named_at_once(model):
     assert "model-00003-of-00002.safetensors: no index names" in extra
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff" * 20, struct.pack("<Q", 4) + b"[1]]", struct.pack("<Q", 2) + b"{}x"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff" * 20, struct.pack("<Q", 4) + b"[1]]", struct.pack("<Q", 2) + b"{}x"]
+)
 def test_a_file_that_is_no_safetensors_is_named(model, content):
     name = next(iter(SHARDS))
     (model / name).write_bytes(content)
@@ -70,7 +75,9 @@ def test_a_pipe_in_place_of_weights_is_named_and_not_read(model):
 
 def test_an_index_that_lists_something_else_is_named(model):
     first, second = SHARDS
-    (model / folder.INDEX).write_text(json.dumps({"weight_map": {"a": first, "b": first, "c": second}}))
+    (model / folder.INDEX).write_text(
+        json.dumps({"weight_map": {"a": first, "b": first, "c": second}})
+    )
     assert "do not hold what it lists: b, c" in " ".join(folder.weights(model).problems)
 
 
@@ -118,10 +125,17 @@ def test_a_chat_template_is_found_in_either_place(tmp_path):
 
 @pytest.mark.parametrize("listed", [False, True])
 def test_an_older_map_of_special_tokens_counts_unless_all_added_tokens_are_listed(tmp_path, listed):
-    settings = {"eos_token": "</s>", "bos_token": "<s>", **({"added_tokens_decoder": {}} if listed else {})}
+    settings = {
+        "eos_token": "</s>",
+        "bos_token": "<s>",
+        **({"added_tokens_decoder": {}} if listed else {}),
+    }
     (tmp_path / folder.TOKENIZER_CONFIG).write_text(json.dumps(settings))
     (tmp_path / folder.SPECIAL_TOKENS).write_text(json.dumps({"eos_token": {"content": "<|eot|>"}}))
-    assert folder.special_tokens(tmp_path) == {"bos_token": "<s>", "eos_token": "</s>" if listed else "<|eot|>"}
+    assert folder.special_tokens(tmp_path) == {
+        "bos_token": "<s>",
+        "eos_token": "</s>" if listed else "<|eot|>",
+    }
 
 
 def test_ends_of_generation_come_from_its_own_file_first(model):
@@ -132,7 +146,11 @@ def test_ends_of_generation_come_from_its_own_file_first(model):
 
 def test_ids_of_tokens_include_added_ones(tmp_path):
     file = tmp_path / folder.TOKENIZER
-    file.write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 7}}, "added_tokens": [{"id": 9, "content": "<s>"}]}))
+    file.write_text(
+        json.dumps(
+            {"model": {"vocab": {"a": 0, "b": 7}}, "added_tokens": [{"id": 9, "content": "<s>"}]}
+        )
+    )
     assert folder.token_ids(file) == {"a": 0, "b": 7, "<s>": 9}
 
 

@@ -1,4 +1,6 @@
-"""Frozen weights of 4 bits: bitsandbytes' codes, the dense layer's gradients, and every layout as one process."""
+"""Frozen weights of 4 bits: bitsandbytes' codes, the dense layer's gradients, and every layout as
+one process.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def test_slices_of_rows_and_columns_are_slices_of_the_whole():
     whole, largest = nf4.quantize(weight), weight.abs().amax(1, keepdim=True)
     for i, part in enumerate(zip(*(nf4.quantize(rows) for rows in weight.chunk(4)), strict=True)):
         assert torch.equal(torch.cat(part), whole[i])
-    codes, scales, row = zip(*(nf4.quantize(part, largest=largest) for part in weight.chunk(4, dim=1)), strict=True)
+    codes, scales, row = zip(
+        *(nf4.quantize(part, largest=largest) for part in weight.chunk(4, dim=1)), strict=True
+    )
     assert torch.equal(torch.cat(codes, dim=1), whole[0])
     assert torch.equal(torch.cat(scales, dim=1), whole[1])
     assert all(torch.equal(each, whole[2]) for each in row)
@@ -173,14 +177,18 @@ def test_merged_weights_compute_what_4_bits_and_adapters_did():
     with torch.no_grad():
         before = model(tokens)
         merged = merge(copy.deepcopy(model))
-        assert not any(isinstance(module, nf4.Nf4Linear | LoraLinear) for module in merged.modules())
+        assert not any(
+            isinstance(module, nf4.Nf4Linear | LoraLinear) for module in merged.modules()
+        )
         torch.testing.assert_close(merged(tokens), before, atol=1e-3, rtol=1e-4)
 
 
 def test_a_model_of_4_bits_can_be_copied_and_pickled():
     model = adapted()
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
+        )
 
 
 @pytest.mark.parametrize(
@@ -204,13 +212,20 @@ def test_the_seeds_weights_are_quantized_as_they_are():
         models.append(model)
     dense, quantized = models
     for name, linear in nf4.in_4_bits(quantized).items():
-        assert torch.equal(linear.dense(), nf4.rounded(dense.get_parameter(f"{name}.weight").detach()))
+        assert torch.equal(
+            linear.dense(), nf4.rounded(dense.get_parameter(f"{name}.weight").detach())
+        )
     assert torch.equal(dense.get_parameter("embed.weight"), quantized.get_parameter("embed.weight"))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    config = {"vocab_size": 96, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
+    config = {
+        "vocab_size": 96,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_attention_heads": 4,
+    }
     return write_random_model(tmp_path_factory.mktemp("base"), **config, num_key_value_heads=2)
 
 
@@ -228,17 +243,31 @@ def test_a_folder_is_quantized_while_it_is_read(folder, monkeypatch):
         models.append(model)
     dense, quantized = models
     for name, linear in nf4.in_4_bits(quantized).items():
-        assert torch.equal(linear.dense(), nf4.rounded(dense.get_parameter(f"{name}.weight").detach()))
+        assert torch.equal(
+            linear.dense(), nf4.rounded(dense.get_parameter(f"{name}.weight").detach())
+        )
 
 
-LAYOUTS_TRIED = ["ddp 2", "fsdp 2", "tensor 2", "tensor 2, sequence parallel", "hsdp 2×2", "fsdp 2 × tensor 2"]
+LAYOUTS_TRIED = [
+    "ddp 2",
+    "fsdp 2",
+    "tensor 2",
+    "tensor 2, sequence parallel",
+    "hsdp 2×2",
+    "fsdp 2 × tensor 2",
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS_TRIED)
 def test_layouts_train_on_4_bits_as_one_process_does(name, folder):
     own = {"adapter": ADAPTER, "steps": 4, "model_args": {**SIZES, "pretrained": str(folder)}}
-    single, run = fit_once(replace(LAYOUTS["single"], **own)), fit_once(replace(LAYOUTS[name], **own))
+    single, run = (
+        fit_once(replace(LAYOUTS["single"], **own)),
+        fit_once(replace(LAYOUTS[name], **own)),
+    )
     far = difference(run, single)
     assert max(far.values()) <= 1e-5, far
-    assert all((run.weights[n] == single.weights[n]).all() for n in single.weights if n.endswith(nf4.PARTS))
+    assert all(
+        (run.weights[n] == single.weights[n]).all() for n in single.weights if n.endswith(nf4.PARTS)
+    )

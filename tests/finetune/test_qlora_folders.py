@@ -1,4 +1,6 @@
-"""A run on weights of 4 bits by the command line: resumed, evaluated, asked, and written as folders."""
+"""A run on weights of 4 bits by the command line: resumed, evaluated, asked, and written as
+folders.
+"""
 
 import sys
 from pathlib import Path
@@ -16,13 +18,17 @@ from tests.finetune.folders import write_random_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 ALSO = [
-    "callbacks=[ema,monitors]", "callbacks.monitors.norms_every_n_steps=1", "strategy.activation_checkpointing=every",
-]  # fmt: skip
+    "callbacks=[ema,monitors]",
+    "callbacks.monitors.norms_every_n_steps=1",
+    "strategy.activation_checkpointing=every",
+]
 SCRIPTS = running.ROOT / "scripts"
 
 
 def command(*words: str | Path, refused: bool = False) -> str:
-    result = running.run([sys.executable, *map(str, words)], cwd=running.ROOT, env=running.environment())
+    result = running.run(
+        [sys.executable, *map(str, words)], cwd=running.ROOT, env=running.environment()
+    )
     assert result.returncode == (2 if refused else 0), result.stdout[-2000:] + result.stderr[-3000:]
     return result.stderr if refused else result.stdout
 
@@ -30,7 +36,12 @@ def command(*words: str | Path, refused: bool = False) -> str:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     path = tmp_path_factory.mktemp("qlora")
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 320, "max_position_embeddings": 64}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "vocab_size": 320,
+        "max_position_embeddings": 64,
+    }
     write_random_model(path / "base", **sizes)
     folder(path / "base")
     write(path / "chats.jsonl", CHATS)
@@ -39,12 +50,25 @@ def root(tmp_path_factory):
 
 def words(root: Path, name: str, *more: str) -> list[str | Path]:
     return [
-        running.ROOT / "train.py", "experiment=finetune_qlora", f"model.pretrained={root / 'base'}",
-        f"data.path={root / 'chats.jsonl'}", "data.context=64", "data.global_batch_size=4",
-        f"data.source.cache_dir={root / 'cache'}", "trainer.max_steps=6", "trainer.accelerator=cpu",
-        "trainer.precision=bf16-mixed", "task.adapter.rank=4", "optimizer.lr=1e-2", f"run.root={root}",
-        f"run.name={name}", "logger=none", "checkpoint.every_n_steps=3", "checkpoint.keep_last=3", *more,
-    ]  # fmt: skip
+        running.ROOT / "train.py",
+        "experiment=finetune_qlora",
+        f"model.pretrained={root / 'base'}",
+        f"data.path={root / 'chats.jsonl'}",
+        "data.context=64",
+        "data.global_batch_size=4",
+        f"data.source.cache_dir={root / 'cache'}",
+        "trainer.max_steps=6",
+        "trainer.accelerator=cpu",
+        "trainer.precision=bf16-mixed",
+        "task.adapter.rank=4",
+        "optimizer.lr=1e-2",
+        f"run.root={root}",
+        f"run.name={name}",
+        "logger=none",
+        "checkpoint.every_n_steps=3",
+        "checkpoint.keep_last=3",
+        *more,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +81,9 @@ def test_a_run_of_4_bits_resumes_bit_for_bit(root, run):
     command(*words(root, "again", *ALSO, f"resume={run / 'checkpoints/step=000003'}"))
     last = [root / name / "checkpoints/step=000006" for name in ("run", "again")]
     straight, resumed = (convert.weights_of(checkpoint) for checkpoint in last)
-    assert not [name for name in straight if name.endswith(nf4.PARTS)]  # they are in the folder of the base model
+    assert not [
+        name for name in straight if name.endswith(nf4.PARTS)
+    ]  # they are in the folder of the base model
     straight, resumed = (loading.load(checkpoint).state_dict() for checkpoint in last)
     assert straight.keys() == resumed.keys()
     assert [name for name in straight if name.endswith(nf4.PARTS)]
@@ -70,13 +96,17 @@ def test_4_bits_are_not_exchanged_for_16_on_the_way(root, run):
 
 
 def test_a_run_of_4_bits_is_evaluated_and_answers(run):
-    assert "val/loss" in command(SCRIPTS / "evaluate.py", run, "--split", "val", "--accelerator", "cpu")
+    assert "val/loss" in command(
+        SCRIPTS / "evaluate.py", run, "--split", "val", "--accelerator", "cpu"
+    )
     asked = ["--chat", "--prompt", "how are 3", "--tokens", "6", "--accelerator", "cpu"]
     assert "<|im_" not in command(SCRIPTS / "generate.py", run, *asked)
 
 
 def test_folders_hold_the_quantized_weights_with_the_adapters_added(root, run):
-    assert "14 adapters of rank 4" in command(SCRIPTS / "convert.py", run, root / "adapter", "--adapter")
+    assert "14 adapters of rank 4" in command(
+        SCRIPTS / "convert.py", run, root / "adapter", "--adapter"
+    )
     said = command(SCRIPTS / "convert.py", run, root / "merged", "--dtype", "bfloat16")
     assert "its logits are the run's" in said
     merged, base = (load_file(root / each / "model.safetensors") for each in ("merged", "base"))

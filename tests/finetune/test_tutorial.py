@@ -1,4 +1,6 @@
-"""The tutorial's parts: the conversations about the standard library, and the table of what was learned."""
+"""The tutorial's parts: the conversations about the standard library, and the table of what was
+learned.
+"""
 
 import json
 
@@ -40,7 +42,10 @@ def test_conversations_ask_for_name_arguments_and_purpose_without_showing_the_do
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        (("none/a.jsonl",), "none/a.jsonl: name a file that ends in .jsonl, in a folder that exists"),
+        (
+            ("none/a.jsonl",),
+            "none/a.jsonl: name a file that ends in .jsonl, in a folder that exists",
+        ),
         (("a.txt",), "a.txt: name a file that ends in .jsonl"),
         (("a.jsonl", "--most", "-1"), "--most -1: must be at least 1"),
     ],
@@ -65,7 +70,9 @@ def test_files_that_are_held_out_are_left_out_and_few_conversations_are_the_same
         assert said == f"{target}: 4 conversations of 6\n"
         lines.append(target.read_text())
     assert lines[0] == lines[1]
-    assert [sorted(json.loads(line)) for line in lines[0].splitlines()] == [["completion", "prompt"]] * 4
+    assert [sorted(json.loads(line)) for line in lines[0].splitlines()] == [
+        ["completion", "prompt"]
+    ] * 4
 
 
 def test_a_table_shows_one_run_or_the_mean_and_the_spread_of_several():

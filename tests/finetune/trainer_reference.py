@@ -1,10 +1,12 @@
-"""The training of transformers' Trainer, and of peft. Runs in the environment .venv-extras, in a process of its own.
+"""The training of transformers' Trainer, and of peft.
+
+Runs in the environment .venv-extras, in a process of its own.
 
 trainer_reference.py JOB …   train as each JOB (JSON) says, and write its "out": the loss of each optimizer step
 
-A JOB has base, batches (safetensors: inputs, targets and, if packed, documents of all micro-batches, in order),
-micro_batch, accumulate, lr, eps, clip, lora (arguments of peft's LoraConfig, or null), start (safetensors of A and B)
-and out.
+A JOB has base, batches (safetensors: inputs, targets and, if packed, documents of all
+micro-batches, in order), micro_batch, accumulate, lr, eps, clip, lora (arguments of peft's
+LoraConfig, or null), start (safetensors of A and B) and out.
 """
 
 import json
@@ -20,7 +22,9 @@ def rows(batches: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     for i, (inputs, targets) in enumerate(zip(batches["inputs"], batches["targets"], strict=True)):
         ids = torch.cat([inputs, targets[-1:].clamp(min=0)])
         row = {"input_ids": ids, "labels": torch.cat([torch.tensor([-100]), targets])}
-        if "documents" in batches:  # positions that begin anew are how transformers knows packed rows
+        if (
+            "documents" in batches
+        ):  # positions that begin anew are how transformers knows packed rows
             documents = batches["documents"][i]
             documents = torch.cat([documents, documents[-1:]])
             positions = torch.arange(len(ids))
@@ -59,11 +63,21 @@ def train(job: dict) -> list[float]:
 
     data = rows(load_file(job["batches"]))
     arguments = TrainingArguments(
-        output_dir=str(Path(job["out"]).with_suffix(".trainer")), per_device_train_batch_size=job["micro_batch"],
-        gradient_accumulation_steps=job["accumulate"], num_train_epochs=1, learning_rate=job["lr"],
-        adam_epsilon=job["eps"], weight_decay=0.0, max_grad_norm=job["clip"], lr_scheduler_type="constant",
-        save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True, logging_strategy="no",
-    )  # fmt: skip
+        output_dir=str(Path(job["out"]).with_suffix(".trainer")),
+        per_device_train_batch_size=job["micro_batch"],
+        gradient_accumulation_steps=job["accumulate"],
+        num_train_epochs=1,
+        learning_rate=job["lr"],
+        adam_epsilon=job["eps"],
+        weight_decay=0.0,
+        max_grad_norm=job["clip"],
+        lr_scheduler_type="constant",
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        logging_strategy="no",
+    )
     trainer = Recording(model, arguments, train_dataset=data, data_collator=default_data_collator)
     trainer.train()
     losses = torch.tensor(trainer.losses).view(-1, job["accumulate"])

@@ -1,10 +1,13 @@
-"""Small random models of transformers that `model=huggingface` trains. Runs in the environment .venv-extras.
+"""Small random models of transformers that `model=huggingface` trains.
+
+Runs in the environment .venv-extras.
 
 transformers_models.py make FOLDER            a folder for each kind of `KINDS`
 transformers_models.py logits FOLDER OUT      the largest difference of logits to transformers' own, for each kind
 transformers_models.py peft BASE ADAPTER MERGED OUT   how far the adapter that peft loads is from the merged folder
 transformers_models.py generate FOLDER OUT ENDING PATH…   what generate.py prints of ENDING, a copy with shorter
-                                              answers, and of each path, and what transformers makes of FOLDER
+                                              answers, and of each path, and what transformers makes
+                                              of FOLDER
 transformers_models.py damaged FOLDER OUT     what is said of config.json of `DAMAGED`
 transformers_models.py fit FOLDER KIND OUT [--adapter] LAYOUT…    how far each layout's training is from one process's
 """
@@ -20,10 +23,17 @@ from pathlib import Path
 from typing import Any
 
 TINY = {
-    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2, "bos_token_id": 1,
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
     "eos_token_id": 2,
-}  # fmt: skip
+}
 GPT2 = {  # without its dropout, of which each rank draws another
     "n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 64, "n_inner": 160,
     "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
@@ -33,23 +43,51 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3": {**TINY, "tie_word_embeddings": True, "head_dim": 16},
     "gpt_neox": {**TINY, "rotary_pct": 0.5},  # the files call its head embed_out
     "olmo2": TINY,  # norms over all heads: outputs are gathered; a padding row
-    "gemma2": {**TINY, "head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},  # tied, scaled embedding
+    "gemma2": {
+        **TINY,
+        "head_dim": 16,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 16,
+    },  # tied, scaled embedding
     "phi": {**TINY, "partial_rotary_factor": 0.5},  # biases, of the head too
-    "gpt2": {"vocab_size": 320, "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2, **GPT2},  # no Linears
+    "gpt2": {
+        "vocab_size": 320,
+        "initializer_range": 0.2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **GPT2,
+    },  # no Linears
 }
-RECURRENT = {  # layers that keep states: no keys and values at all, or beside attention, whose positions must be given
-    "mamba": {"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8, "initializer_range": 0.2},
+# layers that keep states: no keys and values at all, or beside attention, whose positions must be
+# given
+RECURRENT = {
+    "mamba": {
+        "vocab_size": 320,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "state_size": 8,
+        "initializer_range": 0.2,
+    },
     "bamba": {
-        **TINY, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8,
+        **TINY,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 8,
         "attn_layer_indices": [1],
     },
-}  # fmt: skip
+}
 CONTEXT = 48
 END = "<|im_end|>"  # of a turn in the template beside the models
 DAMAGED: list[dict[str, Any]] = [
-    {"hidden_size": "64"}, {"num_attention_heads": 3}, {"layer_types": ["odd"] * 3}, {"num_hidden_layers": "3"},
-    {"hidden_act": "odd"}, {"rope_scaling": {"rope_type": "odd", "factor": 2.0}}, {"vocab_size": -1},
-]  # fmt: skip
+    {"hidden_size": "64"},
+    {"num_attention_heads": 3},
+    {"layer_types": ["odd"] * 3},
+    {"num_hidden_layers": "3"},
+    {"hidden_act": "odd"},
+    {"rope_scaling": {"rope_type": "odd", "factor": 2.0}},
+    {"vocab_size": -1},
+]
 
 
 def make(root: Path) -> None:
@@ -85,8 +123,12 @@ def logits(root: Path) -> dict[str, float]:
             expected = theirs(ids).logits
             found[kind] = float((model.eval()(ids) - expected).abs().max())
             cache = model.make_cache(positions=CONTEXT)
-            parts = [17, *[1] * 31] if kind in RECURRENT else [17, 1, 1, 9, 1, 19]  # states continue by one token
-            pieces = torch.cat([model(piece, cache=cache) for piece in ids.split(parts, dim=1)], dim=1)
+            parts = (
+                [17, *[1] * 31] if kind in RECURRENT else [17, 1, 1, 9, 1, 19]
+            )  # states continue by one token
+            pieces = torch.cat(
+                [model(piece, cache=cache) for piece in ids.split(parts, dim=1)], dim=1
+            )
             found[f"{kind} with a cache"] = float((pieces - expected).abs().max())
             cache = model.make_cache(positions=CONTEXT)
             cache.newest_only = True
@@ -108,12 +150,16 @@ def packing_problems(model: Any) -> list[str]:
 
     from armature.finetune import built, others
 
-    cfg = OmegaConf.create({"model": {"_target_": others.CAUSAL}, "data": {"source": {"packing": True}}})
+    cfg = OmegaConf.create(
+        {"model": {"_target_": others.CAUSAL}, "data": {"source": {"packing": True}}}
+    )
     return built._packing_problems(model.to("meta"), cfg)
 
 
 def damaged(root: Path) -> list[list[str]]:
-    """Return the problems of a Llama and of a classifier whose config.json has each of `DAMAGED`."""
+    """Return the problems of a Llama and of a classifier whose config.json has each of
+    `DAMAGED`.
+    """
     from omegaconf import OmegaConf
 
     from armature.errors import ConfigError
@@ -121,9 +167,13 @@ def damaged(root: Path) -> list[list[str]]:
 
     found = []
     for target, sizes in ((others.CAUSAL, {}), (others.CLASSIFIER, {"classes": 2})):
-        node = OmegaConf.create({"_target_": target, "_partial_": True, "pretrained": str(root), "context": 8, **sizes})
+        node = OmegaConf.create(
+            {"_target_": target, "_partial_": True, "pretrained": str(root), "context": 8, **sizes}
+        )
         for changes in DAMAGED:
-            (root / "config.json").write_text(json.dumps({"model_type": "llama", **TINY, **changes}))
+            (root / "config.json").write_text(
+                json.dumps({"model_type": "llama", **TINY, **changes})
+            )
             try:
                 built.build(node)
                 found.append([])
@@ -138,7 +188,10 @@ def with_peft(base: Path, adapter: Path, merged: Path) -> float:
     from transformers import AutoModelForCausalLM
 
     ids = torch.randint(0, 320, (2, CONTEXT), generator=torch.Generator().manual_seed(3))
-    ours, plain = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in (merged, base))
+    ours, plain = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        for path in (merged, base)
+    )
     with torch.no_grad():
         before = plain(ids).logits
         theirs = PeftModel.from_pretrained(plain, str(adapter)).eval()(ids).logits
@@ -150,39 +203,67 @@ PROMPTS, NEW = ["how are you", "I am fine thank"], 12
 
 
 def answer(path: Path, prompt: str, *, chat: bool) -> tuple[Any, Any, Any]:
-    """Return the tokenizer of a folder, and what transformers generates from it: all ids, and the new ones."""
+    """Return the tokenizer of a folder, and what transformers generates from it: all ids, and the
+    new ones.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     asked = [{"role": "user", "content": prompt}]
-    text = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False) if chat else prompt
+    text = (
+        tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+        if chat
+        else prompt
+    )
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
-    [whole] = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
+    [whole] = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False
+    )
     return tokenizer, whole, whole[ids.shape[1] :]
 
 
 def generated(typed: Path, reference: Path) -> list[tuple[str, str]]:
-    """Return what generate.py prints of texts, then of chats, from a path, and what transformers makes of a folder."""
+    """Return what generate.py prints of texts, then of chats, from a path, and what transformers
+    makes of a folder.
+    """
     pairs = []
     for chat in (False, True):
         expected = []
         for prompt in PROMPTS:
             tokenizer, whole, new = answer(reference, prompt, chat=chat)
-            shown = tokenizer.decode(new, clean_up_tokenization_spaces=False).partition(END)[0].strip()
-            text = tokenizer.decode(whole, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            shown = (
+                tokenizer.decode(new, clean_up_tokenization_spaces=False).partition(END)[0].strip()
+            )
+            text = tokenizer.decode(
+                whole, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
             expected.append(shown if chat else text)
         words = [word for prompt in PROMPTS for word in ("--prompt", prompt)] + ["--chat"] * chat
-        sys.argv = ["", str(typed), *words, "--accelerator", "cpu", "--temperature", "0", "--tokens", str(NEW)]
+        sys.argv = [
+            "",
+            str(typed),
+            *words,
+            "--accelerator",
+            "cpu",
+            "--temperature",
+            "0",
+            "--tokens",
+            str(NEW),
+        ]
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "generate.py"), run_name="__main__")
+            runpy.run_path(
+                str(Path(__file__).parents[2] / "scripts" / "generate.py"), run_name="__main__"
+            )
         pairs.append((printed.getvalue(), "".join(f"{text}\n{'-' * 40}\n" for text in expected)))
     return pairs
 
 
 def end_early(path: Path) -> None:
-    """Exchange two rows of the head, so that the answer to the first prompt ends within its new tokens."""
+    """Exchange two rows of the head, so that the answer to the first prompt ends within its new
+    tokens.
+    """
     from safetensors.torch import load_file, save_file
 
     tokenizer, _, new = answer(path, PROMPTS[0], chat=True)
@@ -201,10 +282,14 @@ def fit(root: Path, kind: str, layouts: list[str], out: Path, *, adapter: bool) 
 
     harness.PRELOAD.append(f"transformers.models.{kind}.modeling_{kind}")
     chosen = replace(
-        harness.LAYOUTS["single"], model="armature.models.huggingface.model.CausalLM", steps=4, global_batch=8,
+        harness.LAYOUTS["single"],
+        model="armature.models.huggingface.model.CausalLM",
+        steps=4,
+        global_batch=8,
         model_args={"pretrained": str(root / kind), "context": 32, "vocab_size": 320},
-        adapter={"rank": 4, "alpha": 8.0} if adapter else None, optimizer_args={"lr": 1e-3, "eps": 1e-6},
-    )  # fmt: skip
+        adapter={"rank": 4, "alpha": 8.0} if adapter else None,
+        optimizer_args={"lr": 1e-3, "eps": 1e-6},
+    )
     compare.fit(chosen, layouts, out)
 
 

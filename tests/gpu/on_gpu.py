@@ -1,4 +1,6 @@
-"""Where the tests of a GPU run, what they share, and a callback that watches for waits of the host."""
+"""Where the tests of a GPU run, what they share, and a callback that watches for waits of the
+host.
+"""
 
 import os
 from typing import Any

@@ -19,7 +19,10 @@ CASES = {  # overrides, and how far a loss may be from the reference's
     "bf16-mixed": (["trainer.precision=bf16-mixed"], 2e-2),
     "bf16-true": (["trainer.precision=bf16-true"], 5e-2),
     "compiled": (["trainer.precision=bf16-mixed", "strategy.compile=block"], 2e-2),
-    "recomputed": (["trainer.precision=bf16-mixed", "strategy.activation_checkpointing=selective"], 2e-2),
+    "recomputed": (
+        ["trainer.precision=bf16-mixed", "strategy.activation_checkpointing=selective"],
+        2e-2,
+    ),
 }
 
 
@@ -28,7 +31,12 @@ def test_one_process_trains_as_a_cpu_does_in_fp32(reference, tmp_path, case):
     losses, source = reference
     overrides, tolerance = CASES[case]
     running.train(
-        "run.name=other", *COMMON, f"trainer.accelerator={ACCELERATOR}", *overrides, cwd=tmp_path, corpus=source
+        "run.name=other",
+        *COMMON,
+        f"trainer.accelerator={ACCELERATOR}",
+        *overrides,
+        cwd=tmp_path,
+        corpus=source,
     )
     assert running.losses(tmp_path / "outputs" / "other") == pytest.approx(losses, rel=tolerance)
     assert running.summary(tmp_path / "outputs" / "other")["peak_memory_bytes"] > 0
@@ -39,9 +47,15 @@ def test_one_process_trains_as_a_cpu_does_in_fp32(reference, tmp_path, case):
 def test_two_devices_train_as_one_cpu_does(reference, tmp_path, strategy):
     losses, source = reference
     running.train(
-        "run.name=two", *COMMON, f"trainer.accelerator={ACCELERATOR}", f"strategy={strategy}", "trainer.devices=2",
-        "trainer.precision=bf16-mixed", cwd=tmp_path, corpus=source,
-    )  # fmt: skip
+        "run.name=two",
+        *COMMON,
+        f"trainer.accelerator={ACCELERATOR}",
+        f"strategy={strategy}",
+        "trainer.devices=2",
+        "trainer.precision=bf16-mixed",
+        cwd=tmp_path,
+        corpus=source,
+    )
     assert running.losses(tmp_path / "outputs" / "two") == pytest.approx(losses, rel=2e-2)
 
 
@@ -55,7 +69,9 @@ WITHIN = (
 
 @pytest.fixture(scope="module")
 def within_documents(tmp_path_factory):
-    """Losses on a CPU, through a dense mask, where attention keeps within documents; and where they were made."""
+    """Losses on a CPU, through a dense mask, where attention keeps within documents; and where they
+    were made.
+    """
     folder = tmp_path_factory.mktemp("within")
     source = running.write_corpus(folder / "corpus", files=40)
     running.train("run.name=cpu", *COMMON, *WITHIN, cwd=folder, corpus=source)
@@ -64,22 +80,34 @@ def within_documents(tmp_path_factory):
 
 @pytest.mark.parametrize("compiled", ["none", "block"])
 @pytest.mark.parametrize("recomputation", ["none", "selective"])
-def test_attention_that_skips_blocks_trains_as_the_dense_mask(within_documents, tmp_path, compiled, recomputation):
+def test_attention_that_skips_blocks_trains_as_the_dense_mask(
+    within_documents, tmp_path, compiled, recomputation
+):
     losses, source = within_documents
     running.train(
-        "run.name=flex", *COMMON, *WITHIN, f"trainer.accelerator={ACCELERATOR}", "trainer.precision=bf16-mixed",
-        f"strategy.compile={compiled}", f"strategy.activation_checkpointing={recomputation}", cwd=tmp_path,
+        "run.name=flex",
+        *COMMON,
+        *WITHIN,
+        f"trainer.accelerator={ACCELERATOR}",
+        "trainer.precision=bf16-mixed",
+        f"strategy.compile={compiled}",
+        f"strategy.activation_checkpointing={recomputation}",
+        cwd=tmp_path,
         corpus=source,
-    )  # fmt: skip
+    )
     assert running.losses(tmp_path / "outputs" / "flex") == pytest.approx(losses, rel=2e-2)
 
 
 def test_a_checkpoint_goes_on_on_a_cpu(reference, tmp_path):
     losses, source = reference
     running.train(
-        "run.name=moved", *COMMON, f"trainer.accelerator={ACCELERATOR}", "trainer.max_steps=3", cwd=tmp_path,
+        "run.name=moved",
+        *COMMON,
+        f"trainer.accelerator={ACCELERATOR}",
+        "trainer.max_steps=3",
+        cwd=tmp_path,
         corpus=source,
-    )  # fmt: skip
+    )
     running.train("run.name=moved", *COMMON, cwd=tmp_path, corpus=source)
     found = running.losses(tmp_path / "outputs" / "moved")
     assert len(found) == len(losses)
@@ -90,8 +118,16 @@ def test_measured_columns_stand_beside_predicted_ones(tmp_path):
     """What `make test-gpu` writes into docs/simulator.md."""
     if ACCELERATOR == "gpu" and not measured_gpu.SIMULATOR.exists():
         pytest.skip("predictions need torch's CPU build: make .venv-simulate/.installed")
-    words = ["model=gpt_nano", "model.layers=2", "data=synthetic", "data.context=32", "data.global_batch_size=8"]
-    peak, rate = measured_gpu.measure([*words, f"trainer.accelerator={ACCELERATOR}", "strategy=single"])
+    words = [
+        "model=gpt_nano",
+        "model.layers=2",
+        "data=synthetic",
+        "data.context=32",
+        "data.global_batch_size=8",
+    ]
+    peak, rate = measured_gpu.measure(
+        [*words, f"trainer.accelerator={ACCELERATOR}", "strategy=single"]
+    )
     assert peak > 1 << 20
     assert rate > 0
     predicted = measured_gpu.predict(
@@ -106,10 +142,24 @@ def test_the_benchmark_runs_compiled_in_bf16(reference, tmp_path):
     _, source = reference
     file = tmp_path / "r.json"
     command = [
-        sys.executable, "-m", "benchmarks", "--training", *running.TINY,
-        f"data.path={source}", f"trainer.accelerator={ACCELERATOR}", "trainer.precision=bf16-mixed",
-        "strategy.compile=block", "--only", "ours", "--rounds", "1", "--seconds", "0.05", "--out", str(file),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "benchmarks",
+        "--training",
+        *running.TINY,
+        f"data.path={source}",
+        f"trainer.accelerator={ACCELERATOR}",
+        "trainer.precision=bf16-mixed",
+        "strategy.compile=block",
+        "--only",
+        "ours",
+        "--rounds",
+        "1",
+        "--seconds",
+        "0.05",
+        "--out",
+        str(file),
+    ]
     path = os.pathsep.join(filter(None, [str(running.ROOT), os.environ.get("PYTHONPATH")]))
     environment = running.environment(PYTHONPATH=path)
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)

@@ -23,17 +23,33 @@ CASES = {  # overrides, and how far a loss may be from the reference's
     "fp16": (["trainer.precision=16-mixed"], 2e-2),
     "fp16, fsdp": (["trainer.precision=16-mixed", "strategy=fsdp"], 2e-2),
     "fsdp, offloaded": ([FP32, "strategy=fsdp", "strategy.cpu_offload=true"], 1e-3),
-    "fsdp, compiled": (["trainer.precision=bf16-mixed", "strategy=fsdp", "strategy.compile=block"], 2e-2),
-    "CUDA graphs": (["trainer.precision=bf16-mixed", "strategy.compile=model",
-                     "strategy.compile_mode=reduce-overhead"], 2e-2),
-    "bf16 gradients": (["trainer.precision=bf16-mixed", "strategy=fsdp", "data.micro_batch_size=2"], 2e-2),
-    "average of weights, monitors": ([FP32, "callbacks=[ema,monitors]", "callbacks.monitors.norms_every_n_steps=1"],
-                                     1e-3),
-}  # fmt: skip
+    "fsdp, compiled": (
+        ["trainer.precision=bf16-mixed", "strategy=fsdp", "strategy.compile=block"],
+        2e-2,
+    ),
+    "CUDA graphs": (
+        [
+            "trainer.precision=bf16-mixed",
+            "strategy.compile=model",
+            "strategy.compile_mode=reduce-overhead",
+        ],
+        2e-2,
+    ),
+    "bf16 gradients": (
+        ["trainer.precision=bf16-mixed", "strategy=fsdp", "data.micro_batch_size=2"],
+        2e-2,
+    ),
+    "average of weights, monitors": (
+        [FP32, "callbacks=[ema,monitors]", "callbacks.monitors.norms_every_n_steps=1"],
+        1e-3,
+    ),
+}
 
 
 def command(*words: str | Path, code: int = 0) -> str:
-    result = running.run([sys.executable, *map(str, words)], cwd=running.ROOT, env=running.environment())
+    result = running.run(
+        [sys.executable, *map(str, words)], cwd=running.ROOT, env=running.environment()
+    )
     said = result.stdout + result.stderr
     assert result.returncode == code, said[-5000:]
     return said
@@ -42,7 +58,9 @@ def command(*words: str | Path, code: int = 0) -> str:
 OF_GPUS = ("fp16", "fp16, fsdp", "fsdp, offloaded")  # refused on a CPU
 
 
-@pytest.mark.parametrize("case", [pytest.param(name, marks=[needs_cuda] * (name in OF_GPUS)) for name in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[needs_cuda] * (name in OF_GPUS)) for name in CASES]
+)
 def test_losses_are_those_of_a_cpu(reference, tmp_path, case):
     losses, source = reference
     overrides, tolerance = CASES[case]
@@ -54,20 +72,36 @@ def test_losses_are_those_of_a_cpu(reference, tmp_path, case):
 @pytest.mark.parametrize("strategy", ["deepspeed_zero1", "deepspeed", "deepspeed_zero3"])
 def test_losses_under_deepspeed_are_those_of_a_cpu(adamw, reference, tmp_path, strategy):
     running.train(
-        "run.name=other", *COMMON, ON, FP32, f"strategy={strategy}", "optimizer=adamw", cwd=tmp_path,
+        "run.name=other",
+        *COMMON,
+        ON,
+        FP32,
+        f"strategy={strategy}",
+        "optimizer=adamw",
+        cwd=tmp_path,
         corpus=reference[1],
-    )  # fmt: skip
+    )
     assert running.losses(tmp_path / "outputs" / "other") == pytest.approx(adamw, rel=1e-3)
 
 
 @needs_cuda
-@pytest.mark.parametrize(("compiled", "precision"), [("none", "bf16-true"), ("block", "bf16-mixed")])
+@pytest.mark.parametrize(
+    ("compiled", "precision"), [("none", "bf16-true"), ("block", "bf16-mixed")]
+)
 def test_float8_trains_as_bf16_does(tmp_path, reference, compiled, precision):
     if (hardware.compute_capability() or (0, 0)) < (8, 9):
         pytest.skip("float8 needs a GPU of compute capability 8.9")
-    words = [*COMMON, ON, *SIXTEENS, f"trainer.precision={precision}", f"strategy.compile={compiled}"]
+    words = [
+        *COMMON,
+        ON,
+        *SIXTEENS,
+        f"trainer.precision={precision}",
+        f"strategy.compile={compiled}",
+    ]
     for name, on in {"float8": "true", "bf16": "false"}.items():
-        running.train(f"run.name={name}", *words, f"strategy.float8={on}", cwd=tmp_path, corpus=reference[1])
+        running.train(
+            f"run.name={name}", *words, f"strategy.float8={on}", cwd=tmp_path, corpus=reference[1]
+        )
     ours, plain = (running.losses(tmp_path / "outputs" / name) for name in ("float8", "bf16"))
     assert ours == pytest.approx(plain, rel=5e-2)
     assert ours != plain
@@ -77,11 +111,17 @@ def test_float8_trains_as_bf16_does(tmp_path, reference, compiled, precision):
 @pytest.mark.parametrize("background", ["true", "false"])
 def test_a_resumed_run_is_the_same_bit_for_bit(reference, tmp_path, strategy, background):
     words = [
-        *COMMON, ON, f"strategy={strategy}", f"checkpoint.background={background}", "trainer.deterministic=true",
+        *COMMON,
+        ON,
+        f"strategy={strategy}",
+        f"checkpoint.background={background}",
+        "trainer.deterministic=true",
         "checkpoint.every_n_steps=2",
-    ]  # fmt: skip
+    ]
     running.train("run.name=whole", *words, cwd=tmp_path, corpus=reference[1])
-    running.train("run.name=parts", *words, "trainer.max_steps=3", cwd=tmp_path, corpus=reference[1])
+    running.train(
+        "run.name=parts", *words, "trainer.max_steps=3", cwd=tmp_path, corpus=reference[1]
+    )
     running.train("run.name=parts", *words, cwd=tmp_path, corpus=reference[1])
     whole, parts = (running.rows(tmp_path / "outputs" / name) for name in ("whole", "parts"))
     assert [row["train/loss"] for row in whole] == [row["train/loss"] for row in parts]
@@ -90,13 +130,23 @@ def test_a_resumed_run_is_the_same_bit_for_bit(reference, tmp_path, strategy, ba
 
 @needs_cuda
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
-@pytest.mark.parametrize("more", [(), ("data.micro_batch_size=2",), ("optimizer=adamw", "strategy.compile=block")])
+@pytest.mark.parametrize(
+    "more", [(), ("data.micro_batch_size=2",), ("optimizer=adamw", "strategy.compile=block")]
+)
 def test_the_host_never_waits_within_a_step(reference, tmp_path, strategy, more):
     words = [
-        *COMMON[:1], "trainer.log_every_n_steps=100", "trainer.max_steps=10", "trainer.val_every_n_steps=10", ON,
-        f"strategy={strategy}", "trainer.precision=bf16-mixed", PACKAGES,
-        "+callbacks.no_wait={_target_:tests.gpu.on_gpu.NoWait}", "launch.max_restarts=0", *more,
-    ]  # fmt: skip
+        *COMMON[:1],
+        "trainer.log_every_n_steps=100",
+        "trainer.max_steps=10",
+        "trainer.val_every_n_steps=10",
+        ON,
+        f"strategy={strategy}",
+        "trainer.precision=bf16-mixed",
+        PACKAGES,
+        "+callbacks.no_wait={_target_:tests.gpu.on_gpu.NoWait}",
+        "launch.max_restarts=0",
+        *more,
+    ]
     running.train("run.name=run", *words, cwd=tmp_path, corpus=reference[1])
 
 
@@ -104,7 +154,15 @@ def test_the_host_never_waits_within_a_step(reference, tmp_path, strategy, more)
 def test_a_micro_batch_that_does_not_fit_is_made_smaller(reference, tmp_path):
     small = "+callbacks.small={_target_:tests.gpu.on_gpu.SmallGpu,gib:0.5}"
     sizes = ["data.context=512", "data.global_batch_size=64", "model.width=128", "model.heads=4"]
-    words = [*COMMON, ON, FP32, "trainer.max_steps=2", "trainer.val_every_n_steps=null", *sizes, PACKAGES]
+    words = [
+        *COMMON,
+        ON,
+        FP32,
+        "trainer.max_steps=2",
+        "trainer.val_every_n_steps=null",
+        *sizes,
+        PACKAGES,
+    ]
     source = running.write_corpus(tmp_path / "larger", files=400)
     done = running.train("run.name=auto", *words, small, cwd=tmp_path, corpus=source)
     assert "micro-batch" in done.stdout + done.stderr
@@ -116,8 +174,22 @@ def test_a_micro_batch_that_does_not_fit_is_made_smaller(reference, tmp_path):
 @needs_cuda
 def test_what_does_not_fit_at_all_is_said_with_what_to_type(reference, tmp_path):
     small = "+callbacks.small={_target_:tests.gpu.on_gpu.SmallGpu,gib:0.05}"
-    sizes = ["data.context=512", "data.global_batch_size=4", "data.micro_batch_size=4", "model.width=512"]
-    words = [*COMMON, ON, FP32, "trainer.max_steps=2", *sizes, PACKAGES, "launch.max_restarts=0", small]
+    sizes = [
+        "data.context=512",
+        "data.global_batch_size=4",
+        "data.micro_batch_size=4",
+        "model.width=512",
+    ]
+    words = [
+        *COMMON,
+        ON,
+        FP32,
+        "trainer.max_steps=2",
+        *sizes,
+        PACKAGES,
+        "launch.max_restarts=0",
+        small,
+    ]
     source = running.write_corpus(tmp_path / "larger", files=100)
     done = running.train("run.name=run", *words, cwd=tmp_path, corpus=source, check=False)
     said = done.stdout + done.stderr
@@ -129,9 +201,15 @@ def test_what_does_not_fit_at_all_is_said_with_what_to_type(reference, tmp_path)
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_a_step_that_is_not_finite_is_left_out_as_on_a_cpu(tmp_path, policy):
     words = [
-        f"hydra.searchpath=[file://{CONFIGS}]", *BASE[2:], "model=breaking", "data=numbered", "model.samples=[29]",
-        f"trainer.on_nan={policy}", "checkpoint.every_n_steps=2", "model.dropout=0",
-    ]  # fmt: skip
+        f"hydra.searchpath=[file://{CONFIGS}]",
+        *BASE[2:],
+        "model=breaking",
+        "data=numbered",
+        "model.samples=[29]",
+        f"trainer.on_nan={policy}",
+        "checkpoint.every_n_steps=2",
+        "model.dropout=0",
+    ]
     words = [word for word in words if word not in ("model=dropout_mlp", "data=recorded")]
     found = []
     for name, accelerator in {"cpu": "cpu", "other": ACCELERATOR}.items():
@@ -139,19 +217,31 @@ def test_a_step_that_is_not_finite_is_left_out_as_on_a_cpu(tmp_path, policy):
         line = [*train, f"trainer.accelerator={accelerator}", "trainer.matmul_precision=highest"]
         done = running.run(line, cwd=tmp_path, env=running.environment())
         assert done.returncode == 0, done.stderr[-4000:]
-        found.append([float(row["train/loss"]) for row in running.rows(tmp_path / "outputs" / name)])
+        found.append(
+            [float(row["train/loss"]) for row in running.rows(tmp_path / "outputs" / name)]
+        )
     assert found[1] == pytest.approx(found[0], rel=1e-4, nan_ok=True)
 
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory):
     root = tmp_path_factory.mktemp("pretrained")
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 320, "max_position_embeddings": 64}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "vocab_size": 320,
+        "max_position_embeddings": 64,
+    }
     write_random_model(root / "base", **sizes)
     folder(root / "base")
-    answers = [{"prompt": f"how are {i}", "completion": "I am fine " * (i % 5 + 1)} for i in range(90)]
+    answers = [
+        {"prompt": f"how are {i}", "completion": "I am fine " * (i % 5 + 1)} for i in range(90)
+    ]
     write(root / "chats.jsonl", answers)
-    pairs = [{"prompt": f"how are {i}", "chosen": "I am fine", "rejected": "world " * (i % 3 + 1)} for i in range(90)]
+    pairs = [
+        {"prompt": f"how are {i}", "chosen": "I am fine", "rejected": "world " * (i % 3 + 1)}
+        for i in range(90)
+    ]
     write(root / "pairs.jsonl", pairs)
     return root
 
@@ -159,7 +249,10 @@ def pretrained(tmp_path_factory):
 FINETUNED = {  # overrides, and how far a loss may be from a CPU's
     "whole": (["experiment=finetune", FP32], 1e-3),
     "adapters": (["experiment=finetune_lora", FP32], 1e-3),
-    "adapters, fsdp, bf16": (["experiment=finetune_lora", "trainer.precision=bf16-mixed", "strategy=fsdp"], 3e-2),
+    "adapters, fsdp, bf16": (
+        ["experiment=finetune_lora", "trainer.precision=bf16-mixed", "strategy=fsdp"],
+        3e-2,
+    ),
     "4 bits": (["experiment=finetune_qlora", FP32], 1e-3),
     "4 bits, bf16": (["experiment=finetune_qlora", "trainer.precision=bf16-mixed"], 3e-2),
     "preferences": (["experiment=dpo", FP32], 1e-3),
@@ -171,11 +264,21 @@ def test_fine_tuning_gives_a_cpus_losses_and_answers(pretrained, tmp_path, case)
     overrides, tolerance = FINETUNED[case]
     data = pretrained / ("pairs.jsonl" if "dpo" in overrides[0] else "chats.jsonl")
     words = [
-        running.ROOT / "train.py", f"model.pretrained={pretrained / 'base'}", f"data.path={data}", "data.context=64",
-        "data.global_batch_size=4", f"data.source.cache_dir={tmp_path / 'cache'}", "trainer.max_steps=6",
-        "scheduler=constant", "optimizer.lr=1e-3", f"run.root={tmp_path}", "logger=none", "trainer.log_every_n_steps=1",
-        "trainer.matmul_precision=highest", *overrides,
-    ]  # fmt: skip
+        running.ROOT / "train.py",
+        f"model.pretrained={pretrained / 'base'}",
+        f"data.path={data}",
+        "data.context=64",
+        "data.global_batch_size=4",
+        f"data.source.cache_dir={tmp_path / 'cache'}",
+        "trainer.max_steps=6",
+        "scheduler=constant",
+        "optimizer.lr=1e-3",
+        f"run.root={tmp_path}",
+        "logger=none",
+        "trainer.log_every_n_steps=1",
+        "trainer.matmul_precision=highest",
+        *overrides,
+    ]
     command(*words, "run.name=cpu", "trainer.accelerator=cpu", FP32, "strategy=single")
     command(*words, "run.name=other", ON)
     ours, cpu = (running.losses(tmp_path / name) for name in ("other", "cpu"))
@@ -191,16 +294,26 @@ def test_a_run_is_evaluated_predicted_and_asked_on_both_devices(reference, tmp_p
         words = ["--accelerator", accelerator]
         evaluated = command(SCRIPTS / "evaluate.py", run, "--split", "val", *words)
         asked = ["--prompt", "line 3 of", "--tokens", "12", "--temperature", "0", *words]
-        said[accelerator] = (evaluated.count("val/loss") > 0, command(SCRIPTS / "generate.py", run, *asked))
+        said[accelerator] = (
+            evaluated.count("val/loss") > 0,
+            command(SCRIPTS / "generate.py", run, *asked),
+        )
     assert len(set(said.values())) == 1
 
 
 def test_images_are_learned(tmp_path):
     words = [
-        running.ROOT / "train.py", "experiment=digits", "trainer.max_steps=12", "trainer.max_epochs=null",
-        f"run.root={tmp_path}", "logger=none", "trainer.log_every_n_steps=1", FP32, "trainer.test_at_end=false",
+        running.ROOT / "train.py",
+        "experiment=digits",
+        "trainer.max_steps=12",
+        "trainer.max_epochs=null",
+        f"run.root={tmp_path}",
+        "logger=none",
+        "trainer.log_every_n_steps=1",
+        FP32,
+        "trainer.test_at_end=false",
         "trainer.matmul_precision=highest",
-    ]  # fmt: skip
+    ]
     for name, accelerator in {"cpu": "cpu", "other": ACCELERATOR}.items():
         command(*words, f"run.name={name}", f"trainer.accelerator={accelerator}")
     ours, cpu = (running.losses(tmp_path / name) for name in ("other", "cpu"))
@@ -237,9 +350,19 @@ def test_the_doctor_and_the_planner_know_this_machine(reference, tmp_path):
     line = [sys.executable, str(SCRIPTS / "doctor.py"), *words]
     done = running.run(line, cwd=tmp_path, env=running.environment())
     findings = json.loads(done.stdout)["findings"]
-    wrong = [each for each in findings if each["level"] == "failure" and "not installed" not in each["what"]]
+    wrong = [
+        each
+        for each in findings
+        if each["level"] == "failure" and "not installed" not in each["what"]
+    ]
     assert not wrong
     assert any(f"{GPUS} GPU" in each["what"] for each in findings)
-    plan = command(SCRIPTS / "plan.py", "model=gpt2_124m", "data=synthetic", "hardware=this", "trainer.devices=1",
-                   "--quick")  # fmt: skip
+    plan = command(
+        SCRIPTS / "plan.py",
+        "model=gpt2_124m",
+        "data=synthetic",
+        "hardware=this",
+        "trainer.devices=1",
+        "--quick",
+    )
     assert "single" in plan

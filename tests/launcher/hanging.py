@@ -15,7 +15,9 @@ class Sleeps(Callback):
 
 
 class UsesWeights(Callback):
-    """Uses a weight on rank 0 only, after some steps: the first may take longer than a hang's time."""
+    """Uses a weight on rank 0 only, after some steps: the first may take longer than a hang's
+    time.
+    """
 
     def on_train_batch_start(self, trainer, pl_module, *args):
         if trainer.is_global_zero and trainer.global_step == 2:

@@ -20,7 +20,9 @@ from armature.launcher import environment, streams, supervise
 )
 def test_a_stray_variable_is_named(name, read, monkeypatch):
     monkeypatch.setenv(name, "soon")
-    with pytest.raises(ConfigError, match=f"{name}=soon: must be a number; a launcher sets it. Type unset {name}"):
+    with pytest.raises(
+        ConfigError, match=f"{name}=soon: must be a number; a launcher sets it. Type unset {name}"
+    ):
         read()
 
 
@@ -61,13 +63,18 @@ def test_a_full_disk_is_reported_once(monkeypatch, capsys):
         for _ in range(3):
             print("step")
             sys.stdout.flush()
-    assert capsys.readouterr().err == "The output cannot be written (No space left on device): it is incomplete.\n"
+    assert (
+        capsys.readouterr().err
+        == "The output cannot be written (No space left on device): it is incomplete.\n"
+    )
 
 
 def test_a_level_of_torchs_that_is_none_is_named_before_torch_is_imported(monkeypatch):
     for level in ("abc", ""):
         monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", level)
-        assert f"TORCH_DISTRIBUTED_DEBUG={level}: must be OFF, INFO, DETAIL" in str(environment.debug_problem())
+        assert f"TORCH_DISTRIBUTED_DEBUG={level}: must be OFF, INFO, DETAIL" in str(
+            environment.debug_problem()
+        )
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "detail")
     assert environment.debug_problem() is None
 
@@ -95,7 +102,10 @@ def test_a_name_that_nobody_knows_is_named(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "node-0.invalid")
     monkeypatch.setattr(environment.socket, "getaddrinfo", look_up)
     monkeypatch.setattr(environment, "NAME_SECONDS", 0)
-    with pytest.raises(ConfigError, match=r"MASTER_ADDR=node-0\.invalid: this machine cannot resolve .* hostname -I"):
+    with pytest.raises(
+        ConfigError,
+        match=r"MASTER_ADDR=node-0\.invalid: this machine cannot resolve .* hostname -I",
+    ):
         environment.wait_for_main_address()
 
 
@@ -107,5 +117,8 @@ def test_all_ranks_have_one_order_of_sets_unless_the_user_has_chosen(typed, monk
     variables = supervise.process_variables(2, None)
     assert variables["PYTHONHASHSEED"] == (typed or "0")
     command = [sys.executable, "-c", "print(list({str(i) for i in range(100)}))"]
-    one, other = (subprocess.run(command, env=os.environ | variables, stdout=subprocess.PIPE).stdout for _ in range(2))
+    one, other = (
+        subprocess.run(command, env=os.environ | variables, stdout=subprocess.PIPE).stdout
+        for _ in range(2)
+    )
     assert (one == other) == (typed != "random")

@@ -1,4 +1,7 @@
-"""The report about a hang names who waits where and who never came; `auto` finds a hang by the slowest step."""
+"""The report about a hang names who waits where and who never came.
+
+`auto` finds a hang by the slowest step.
+"""
 
 import math
 import os
@@ -12,7 +15,9 @@ from armature.launcher.watch import AUTO_SECONDS, Rank, RankWatcher
 from armature.training import blocked, heartbeat
 
 
-def call(number, *, name="all_reduce", done=True, group="0", description="default_pg", sizes=((4096,),)):
+def call(
+    number, *, name="all_reduce", done=True, group="0", description="default_pg", sizes=((4096,),)
+):
     return {"group": group, "description": description, "number": number, "name": name, "sizes": sizes, "done": done,
             "pairwise": False}  # fmt: skip
 
@@ -22,33 +27,52 @@ def record(*collectives, stack=("task.py:12 training_step", "loops.py:9 advance"
 
 
 def test_a_rank_that_never_came_is_named_with_where_it_is():
-    records = {0: record(call(1), call(2, done=False)), 1: record(call(1)), 2: record(call(1), call(2, done=False))}
+    records = {
+        0: record(call(1), call(2, done=False)),
+        1: record(call(1)),
+        2: record(call(1), call(2, done=False)),
+    }
     told = (
-        "ranks 0, 2 wait in all_reduce of 4096, collective 2 of all ranks; rank 1 never came (rank 1 is at task.py:12"
+        "ranks 0, 2 wait in all_reduce of 4096, collective 2 of all ranks; rank 1 never came "
+        "(rank 1 is at task.py:12"
     )
     assert hang.verdict(records, ranks=range(3)).startswith(told)
     text = hang.report(records, ranks=range(3), seconds=300)
-    assert "rank 1: train after step 7; its last finished one is all_reduce of 4096, 1 of all ranks" in text
+    assert (
+        "rank 1: train after step 7; its last finished one is all_reduce of 4096, 1 of all ranks"
+        in text
+    )
     assert "    task.py:12 training_step" in text
 
 
 def test_a_sharded_weight_that_only_some_ranks_use_is_named_with_what_to_type():
     use = {"sharded": "mine.py:12 training_step"}
-    records = {0: record(call(2, done=False)) | use, 1: record(call(1), call(2, name="broadcast", done=False))}
-    told = "Rank 0 computes with a sharded weight at mine.py:12 training_step, which gathers it from all ranks. If"
+    records = {
+        0: record(call(2, done=False)) | use,
+        1: record(call(1), call(2, name="broadcast", done=False)),
+    }
+    told = (
+        "Rank 0 computes with a sharded weight at mine.py:12 training_step, which gathers it "
+        "from all ranks. If"
+    )
     assert told in hang.verdict(records, ranks=range(2))
     assert "sharded" not in hang.verdict({0: records[0], 1: records[0]}, ranks=range(2))
 
 
 def test_a_value_that_only_some_ranks_log_is_named_with_what_to_type():
     records = {0: record(call(1, done=False)) | {"logging": "mine.py:7 training_step"}, 1: record()}
-    told = "Rank 0 waits in self.log at mine.py:7 training_step, which reduces the value over all ranks at once"
+    told = (
+        "Rank 0 waits in self.log at mine.py:7 training_step, which reduces the value over all "
+        "ranks at once"
+    )
     assert told in hang.verdict(records, ranks=range(2))
     assert "self.log" not in hang.verdict({0: records[0], 1: records[0]}, ranks=range(2))
 
 
 def test_the_line_that_logs_is_that_of_user_code():
-    lightning = os.path.join("x", blocked.PACKAGES.strip(os.sep), "lightning", "pytorch", "core", "module.py")
+    lightning = os.path.join(
+        "x", blocked.PACKAGES.strip(os.sep), "lightning", "pytorch", "core", "module.py"
+    )
     frames = [FrameSummary("c10d.py", 1, "all_reduce"), FrameSummary(lightning, 2, "log"),
               FrameSummary(lightning, 3, "log_dict"), FrameSummary("mine.py", 4, "training_step"),
               FrameSummary(lightning, 5, "optimizer_step")]  # fmt: skip
@@ -57,15 +81,30 @@ def test_the_line_that_logs_is_that_of_user_code():
 
 
 def test_a_step_that_only_some_ranks_make_is_named_with_what_to_type():
-    records = {0: record(call(1, done=False)) | {"stepping": "mine.py:7 optimizer_step"}, 1: record()}
+    records = {
+        0: record(call(1, done=False)) | {"stepping": "mine.py:7 optimizer_step"},
+        1: record(),
+    }
     verdict = hang.verdict(records, ranks=range(2))
-    assert "Rank 0 makes the optimizer's step at mine.py:7 optimizer_step. If others leave it out" in verdict
+    assert (
+        "Rank 0 makes the optimizer's step at mine.py:7 optimizer_step. If others leave it out"
+        in verdict
+    )
     assert "trainer.on_nan=skip" in verdict
-    ours, module = str(Path(blocked.__file__).parents[1] / "strategies" / "gradients.py"), "/home/me/mine.py"
-    frames = [FrameSummary(ours, 1, "_after_closure"), FrameSummary(ours, 2, "optimizer_step"),
-              FrameSummary(module, 3, "optimizer_step"), FrameSummary(module, 4, "<module>")]  # fmt: skip
+    ours, module = (
+        str(Path(blocked.__file__).parents[1] / "strategies" / "gradients.py"),
+        "/home/me/mine.py",
+    )
+    frames = [
+        FrameSummary(ours, 1, "_after_closure"),
+        FrameSummary(ours, 2, "optimizer_step"),
+        FrameSummary(module, 3, "optimizer_step"),
+        FrameSummary(module, 4, "<module>"),
+    ]
     assert blocked.own_step(frames) == "/home/me/mine.py:3 optimizer_step"
-    assert blocked.own_step([FrameSummary(f"/venv/{blocked.CLOSURE}", 5, "closure"), *frames]) is None
+    assert (
+        blocked.own_step([FrameSummary(f"/venv/{blocked.CLOSURE}", 5, "closure"), *frames]) is None
+    )
     assert blocked.own_step(frames[:2]) is None
 
 
@@ -73,15 +112,26 @@ def test_a_step_that_only_some_ranks_make_is_named_with_what_to_type():
     ("inner", "expected"),
     [
         (["site-packages/torch/distributed/tensor/_api.py"], "/home/me/mine.py:1 step"),
-        (["armature/parallel/dtensors.py", "site-packages/torch/_tensor.py"], "/home/me/mine.py:1 step"),
-        (["site-packages/torch/distributed/tensor/_api.py", "armature/parallel/gradients.py"], None),
+        (
+            ["armature/parallel/dtensors.py", "site-packages/torch/_tensor.py"],
+            "/home/me/mine.py:1 step",
+        ),
+        (
+            ["site-packages/torch/distributed/tensor/_api.py", "armature/parallel/gradients.py"],
+            None,
+        ),
         (["site-packages/torch/distributed/fsdp/_fully_shard.py"], None),
     ],
 )
 def test_the_line_that_uses_a_sharded_weight_is_that_of_user_code(inner, expected):
     source = Path(blocked.__file__).parents[2]
-    files = [str(source / name) if name.startswith("armature") else f"/venv/{name}" for name in inner]
-    frames = [FrameSummary(file, 1, "step") for file in [*files, "/home/me/mine.py", "/venv/site-packages/l.py"]]
+    files = [
+        str(source / name) if name.startswith("armature") else f"/venv/{name}" for name in inner
+    ]
+    frames = [
+        FrameSummary(file, 1, "step")
+        for file in [*files, "/home/me/mine.py", "/venv/site-packages/l.py"]
+    ]
     assert blocked.sharded_use(frames) == expected
 
 
@@ -92,28 +142,40 @@ def test_a_rank_that_does_not_answer_is_named():
 
 
 def test_different_calls_are_named():
-    records = {0: record(call(3, done=False)), 1: record(call(3, name="broadcast", sizes=((8,),), done=False))}
+    records = {
+        0: record(call(3, done=False)),
+        1: record(call(3, name="broadcast", sizes=((8,),), done=False)),
+    }
     assert hang.verdict(records, ranks=range(2)) == (
-        "The ranks made different calls as collective 3 of all ranks: rank 0 all_reduce of 4096, rank 1 broadcast of 8."
+        "The ranks made different calls as collective 3 of all ranks: rank 0 all_reduce of 4096, "
+        "rank 1 broadcast of 8."
     )
 
 
 def test_ranks_outside_of_a_group_are_not_waited_for():
     own = {"group": "7", "description": "mesh_tensor"}
     records = {0: record(call(3, done=False, **own)), 1: record(call(2, **own)), 2: record(call(1))}
-    told = "rank 0 waits in all_reduce of 4096, collective 3 of group mesh_tensor (7); rank 1 never came"
+    told = (
+        "rank 0 waits in all_reduce of 4096, collective 3 of group mesh_tensor (7); rank 1 "
+        "never came"
+    )
     assert hang.verdict(records, ranks=range(3)).startswith(told)
 
 
 def test_ranks_that_all_came_are_no_cause():
     records = {rank: record(call(3, done=False)) for rank in range(2)}
-    assert hang.verdict(records, ranks=range(2)).endswith("all ranks came, so the network or a device hangs.")
+    assert hang.verdict(records, ranks=range(2)).endswith(
+        "all ranks came, so the network or a device hangs."
+    )
     assert hang.verdict({0: record(call(3))}, ranks=range(2)) == ""
 
 
 def test_ranks_that_wait_in_unrecorded_calls_are_named_by_their_stacks():
     inside = "/site-packages/torch/distributed/pipelining/schedules.py:683 _wait_batch_p2p"
-    records = {0: record(stack=[inside, "pipeline.py:224 train"]), 1: record(stack=["block.py:9 forward"])}
+    records = {
+        0: record(stack=[inside, "pipeline.py:224 train"]),
+        1: record(stack=["block.py:9 forward"]),
+    }
     told = "rank 0 waits for another rank in schedules.py:683 _wait_batch_p2p; rank 1 does not"
     assert hang.verdict(records, ranks=range(2)) == f"{told} (rank 1 is at block.py:9 forward)."
 
@@ -168,7 +230,9 @@ def test_a_heart_tells_the_slowest_step_and_rests(monkeypatch, tmp_path):
         now += seconds
         beats.on_train_batch_end(trainer, None, None, None, index)
 
-    for index, seconds in enumerate([50.0, 50.0, 2.0, 3.0, 1.0, 1.0]):  # two batches are a step; the first compiles
+    for index, seconds in enumerate(
+        [50.0, 50.0, 2.0, 3.0, 1.0, 1.0]
+    ):  # two batches are a step; the first compiles
         batch(index, seconds)
     assert float(file.read_text()) == 5.0
     beats.on_validation_start()

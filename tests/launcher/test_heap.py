@@ -9,7 +9,11 @@ from armature.launcher import heap
 from tests import running
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
-USERS = {"MALLOC_ARENA_MAX": "2", "GLIBC_TUNABLES": "glibc.malloc.check=0", "LD_PRELOAD": "libm.so.6"}
+USERS = {
+    "MALLOC_ARENA_MAX": "2",
+    "GLIBC_TUNABLES": "glibc.malloc.check=0",
+    "LD_PRELOAD": "libm.so.6",
+}
 
 ALLOCATE = """
 import resource
@@ -49,15 +53,21 @@ def unset(monkeypatch):
 
 
 def faults(accelerator: str = "cpu", **environ: str) -> tuple[str, int]:
-    """Return what keep_freed_memory returned in a new process, and the page faults of 5 × 32 MiB after it."""
+    """Return what keep_freed_memory returned in a new process, and the page faults of 5 × 32 MiB
+    after it.
+    """
     code = ALLOCATE.format(accelerator=accelerator)
     environ = running.environment(PYTHONPATH=str(running.ROOT / "src"), **environ)
-    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
+    )
     kept, count = done.stdout.split()
     return kept, int(count)
 
 
-@pytest.mark.parametrize("environ", [{}, {"GLIBC_TUNABLES": heap.HUGE_PAGES}], ids=["alone", "as a rank"])
+@pytest.mark.parametrize(
+    "environ", [{}, {"GLIBC_TUNABLES": heap.HUGE_PAGES}], ids=["alone", "as a rank"]
+)
 def test_memory_in_use_again_causes_no_page_fault(unset, environ):
     kept, count = faults(**environ)
     assert kept == "True"
@@ -105,8 +115,16 @@ def test_an_older_glibc_gets_the_highest_threshold_that_it_accepts(unset, monkey
 def test_a_step_of_training_causes_no_page_faults(unset, corpus, tmp_path):
     (tmp_path / "counting.py").write_text(COUNT_FAULTS)
     running.train(
-        "+callbacks.count._target_=counting.Count", "launch.allowed_packages=[armature,torch.optim,counting]",
-        "model.width=128", "data.context=128", "trainer.max_steps=12", "trainer.val_every_n_steps=null",
-        "trainer.test_at_end=false", "run.name=a", cwd=tmp_path, corpus=corpus, PYTHONPATH=str(tmp_path),
-    )  # fmt: skip
+        "+callbacks.count._target_=counting.Count",
+        "launch.allowed_packages=[armature,torch.optim,counting]",
+        "model.width=128",
+        "data.context=128",
+        "trainer.max_steps=12",
+        "trainer.val_every_n_steps=null",
+        "trainer.test_at_end=false",
+        "run.name=a",
+        cwd=tmp_path,
+        corpus=corpus,
+        PYTHONPATH=str(tmp_path),
+    )
     assert float((tmp_path / "faults").read_text()) <= 50  # with glibc's default heap: 528

@@ -16,10 +16,17 @@ from tests import running
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(ValueError("mine"), 1), (ConfigError("mine"), 2), (RunFailed("mine", 138), 138), (KeyboardInterrupt(), 1)],
+    [
+        (ValueError("mine"), 1),
+        (ConfigError("mine"), 2),
+        (RunFailed("mine", 138), 138),
+        (KeyboardInterrupt(), 1),
+    ],
 )
 @pytest.mark.parametrize("backend", ["cpu:gloo,cuda:nccl", "gloo"])
-def test_a_failed_rank_does_not_wait_for_others_to_leave_their_group(monkeypatch, error, code, backend):
+def test_a_failed_rank_does_not_wait_for_others_to_leave_their_group(
+    monkeypatch, error, code, backend
+):
     def fail(*_):
         raise error
 
@@ -37,10 +44,16 @@ def test_a_failed_rank_does_not_wait_for_others_to_leave_their_group(monkeypatch
 
 
 def test_the_error_is_shown_before_the_process_ends():
-    code = "from armature.launcher.rank import leave_at_exit; import atexit; atexit.register(print, 'others, too'); "
+    code = (
+        "from armature.launcher.rank import leave_at_exit; import atexit; "
+        "atexit.register(print, 'others, too'); "
+    )
     code += "leave_at_exit(7); raise ValueError('mine')"
     ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=running.environment(PYTHONPATH="src")
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=running.environment(PYTHONPATH="src"),
     )
     assert ended.returncode == 7
     assert "ValueError: mine" in ended.stderr
@@ -52,6 +65,7 @@ def test_ctrl_c_during_the_imports_of_a_command_prints_no_traceback(tmp_path):
     env = running.environment() | {"PYTHONPATH": str(tmp_path)}
     ended = subprocess.run(
         [sys.executable, str(running.ROOT / "train.py")], env=env, capture_output=True, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job of a shell ignores it
+        # a background job of a shell ignores it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")

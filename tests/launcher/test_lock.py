@@ -82,7 +82,10 @@ def test_an_error_releases_the_lock_and_removes_an_empty_directory(run_dir):
 def test_a_living_process_of_this_machine_is_named_at_once(run_dir):
     write(run_dir)
     begun = time.monotonic()
-    with pytest.raises(ConfigError, match=rf"in use by process {os.getpid()} on .* since 20.*another run.name.*kill"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"in use by process {os.getpid()} on .* since 20.*another run.name.*kill",
+    ):
         acquire(run_dir)
     assert time.monotonic() - begun < 1
     assert [path.name for path in run_dir.iterdir()] == [lock.NAME]
@@ -92,7 +95,9 @@ def test_a_living_process_of_this_machine_is_named_at_once(run_dir):
 def test_a_dead_process_of_this_machine_is_replaced_at_once(run_dir, how, caplog):
     zombie = subprocess.Popen([sys.executable, "-c", ""])
     if how == "zombie":
-        running.wait_for(lambda: lock._start_time(zombie.pid) is None, seconds=10, what="the zombie")
+        running.wait_for(
+            lambda: lock._start_time(zombie.pid) is None, seconds=10, what="the zombie"
+        )
         write(run_dir, pid=zombie.pid, started="1")
     else:
         write(run_dir, **({"pid": dead()} if how == "dead" else {"started": "1"}))
@@ -153,7 +158,9 @@ def test_a_touching_process_of_another_machine_is_respected(run_dir, fast, text)
     thread = threading.Thread(target=touch)
     thread.start()
     try:
-        with pytest.raises(ConfigError, match="ssh elsewhere kill" if text is None else "in use by another process"):
+        with pytest.raises(
+            ConfigError, match="ssh elsewhere kill" if text is None else "in use by another process"
+        ):
             acquire(run_dir)
     finally:
         done.set()
@@ -176,7 +183,9 @@ def test_one_of_several_wins(run_dir, stale):
         write(run_dir, pid=dead())
     context = multiprocessing.get_context("fork")
     start, results = context.Barrier(8), context.Queue()
-    processes = [context.Process(target=race, args=(str(run_dir), start, results)) for _ in range(8)]
+    processes = [
+        context.Process(target=race, args=(str(run_dir), start, results)) for _ in range(8)
+    ]
     for process in processes:
         process.start()
     winners = [pid for pid in (results.get(timeout=30) for _ in processes) if pid is not None]
@@ -242,7 +251,10 @@ def test_a_store_that_cannot_be_reached_is_named(run_dir, monkeypatch):
 
     monkeypatch.setattr(type(upath.UPath("memory://x")), "read_text", away)
     with (
-        pytest.raises(ConfigError, match=r"checkpoint.root=memory://x: .*Unable to locate credentials.*Type another"),
+        pytest.raises(
+            ConfigError,
+            match=r"checkpoint.root=memory://x: .*Unable to locate credentials.*Type another",
+        ),
         lock.hold(config(run_dir, root="memory://x")),
     ):
         pass
@@ -273,7 +285,9 @@ def test_a_deleted_run_directory_is_restored_while_the_run_trains(run_dir, fast,
     with lock.hold(config(run_dir)):
         (run_dir / "config.yaml").write_text("seed: 1\n")
         time.sleep(0.3)
-        shutil.rmtree(run_dir.rename(run_dir.with_name("deleted")))  # at once: the lock is refreshed meanwhile
+        shutil.rmtree(
+            run_dir.rename(run_dir.with_name("deleted"))
+        )  # at once: the lock is refreshed meanwhile
         running.wait_for((run_dir / lock.NAME).exists, seconds=10, what="the lock")
         assert (run_dir / "config.yaml").read_text() == "seed: 1\n"
         assert (run_dir / "logs").is_dir()
@@ -298,7 +312,9 @@ with lock.hold(OmegaConf.create({"run": {"dir": sys.argv[1]}, "checkpoint": {"ro
 def test_a_process_that_lost_its_lock_ends(run_dir):
     environment = {**os.environ, "PYTHONPATH": str(running.ROOT / "src")}
     command = [sys.executable, "-c", HOLDER, str(run_dir)]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     write(run_dir)
@@ -310,10 +326,16 @@ def test_a_process_that_lost_its_lock_ends(run_dir):
 @pytest.mark.slow
 @pytest.mark.usefixtures("cache")
 def test_the_same_command_typed_twice_trains_once(corpus, tmp_path):
-    args = ["run.name=mine", "trainer.max_steps=2000", "trainer.val_every_n_steps=2000"]  # no checkpoint until then
+    args = [
+        "run.name=mine",
+        "trainer.max_steps=2000",
+        "trainer.val_every_n_steps=2000",
+    ]  # no checkpoint until then
     first = running.start(*args, cwd=tmp_path, corpus=corpus)
     try:
-        running.wait_for((tmp_path / "outputs/mine/metrics.csv").exists, seconds=120, what="the first row")
+        running.wait_for(
+            (tmp_path / "outputs/mine/metrics.csv").exists, seconds=120, what="the first row"
+        )
         second = running.train(*args, cwd=tmp_path, corpus=corpus, check=False)
         assert second.returncode == 2
         assert f"is in use by process {first.pid}" in second.stderr
@@ -322,7 +344,9 @@ def test_the_same_command_typed_twice_trains_once(corpus, tmp_path):
     finally:
         first.kill()
         first.communicate()
-    third = running.train("run.name=mine", "trainer.max_steps=3", "resume=auto", cwd=tmp_path, corpus=corpus)
+    third = running.train(
+        "run.name=mine", "trainer.max_steps=3", "resume=auto", cwd=tmp_path, corpus=corpus
+    )
     assert f"is taken over from process {first.pid}" in third.stderr
     assert [row["step"] for row in running.rows(tmp_path / "outputs/mine")][-1] == "3"
     assert not (tmp_path / "outputs/mine/.lock").exists()

@@ -12,7 +12,9 @@ from tests.lightning_habits.regression import Manual, Regressor
 
 
 class LogsByData(Regressor):
-    """A loss of some samples is logged if the batch has such samples, which is so on some ranks only."""
+    """A loss of some samples is logged if the batch has such samples, which is so on some ranks
+    only.
+    """
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -31,7 +33,14 @@ class LogsNamesByData(Regressor):
         kinds = x[:, :3].argmax(1)
         for kind in dict.fromkeys(kinds.tolist()):
             own = x[kinds == kind]
-            self.log(f"kind/{kind}", own.mean(), batch_size=len(own), on_step=False, on_epoch=True, sync_dist=True)
+            self.log(
+                f"kind/{kind}",
+                own.mean(),
+                batch_size=len(own),
+                on_step=False,
+                on_epoch=True,
+                sync_dist=True,
+            )
         return super().training_step(batch, batch_idx)
 
 
@@ -140,7 +149,9 @@ class SchedulesByOwnValue(Regressor):
 
 
 class StepsByAccuracy(GAN):
-    """The discriminator makes no step while it is too good, which each rank decides by its own samples."""
+    """The discriminator makes no step while it is too good, which each rank decides by its own
+    samples.
+    """
 
     def training_step(self, batch, batch_idx):
         imgs, _ = batch
@@ -187,7 +198,9 @@ class LocalBufferInside(Regressor):
 
 
 class DrawsNet(Regressor):
-    """Each rank draws one of two networks of the same shape for each batch (ensembles, co-teaching, supernets)."""
+    """Each rank draws one of two networks of the same shape for each batch (ensembles, co-teaching,
+    supernets).
+    """
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,6 @@
-"""What modules ask of their Trainer, loggers, summaries and hyperparameters, and averages by packages."""
+"""What modules ask of their Trainer, loggers, summaries and hyperparameters, and averages by
+packages.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class SetsUpData(Regressor):
         optimizer = self.sgd()
         self.trainer.fit_loop.setup_data()
         steps = len(self.trainer.train_dataloader)
-        schedule = lr_scheduler.OneCycleLR(optimizer, 0.1, steps_per_epoch=steps, epochs=self.trainer.max_epochs)
+        schedule = lr_scheduler.OneCycleLR(
+            optimizer, 0.1, steps_per_epoch=steps, epochs=self.trainer.max_epochs
+        )
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
@@ -45,7 +49,11 @@ class Summarized(Regressor):
     def __init__(self):
         super().__init__()
         self.net = nn.Sequential(
-            nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.0), torch.jit.script(nn.Tanh()), nn.Linear(16, 1)
+            nn.Linear(8, 16),
+            nn.BatchNorm1d(16),
+            nn.Dropout(0.0),
+            torch.jit.script(nn.Tanh()),
+            nn.Linear(16, 1),
         )
         self.example_input_array = torch.ones(4, 8)
 
@@ -55,7 +63,9 @@ class ScriptedWeights(Regressor):
 
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 16), torch.jit.script(nn.Linear(16, 16)), nn.Tanh(), nn.Linear(16, 1))
+        self.net = nn.Sequential(
+            nn.Linear(8, 16), torch.jit.script(nn.Linear(16, 16)), nn.Tanh(), nn.Linear(16, 1)
+        )
 
 
 class ExampleOfDict(Regressor):
@@ -101,7 +111,10 @@ class ReadsRates(Regressor):
     def configure_optimizers(self):
         optimizer = self.sgd()
         schedule = lr_scheduler.CosineAnnealingLR(optimizer, T_max=5)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "frequency": 2}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step", "frequency": 2},
+        }
 
 
 class Sum(Metric):
@@ -155,7 +168,13 @@ class NestedMetrics(Regressor):
         self.log("dict_a", self.collection["a"], on_step=True, on_epoch=False)
         self.log("dict_b", self.collection["b"], on_epoch=True)
         self.log("nested", self.nested["a"][0]["b"], on_step=False, on_epoch=True)
-        self.log("nested_1", self.nested["a"][1], on_step=False, on_epoch=True, metric_attribute="nested.a.1")
+        self.log(
+            "nested_1",
+            self.nested["a"][1],
+            on_step=False,
+            on_epoch=True,
+            metric_attribute="nested.a.1",
+        )
         return super().training_step(batch, batch_idx)
 
     def on_train_epoch_end(self):
@@ -258,7 +277,10 @@ class TorchEMA:
 
     def load_state_dict(self, state):
         self.decay, self.updates = state["decay"], state["updates"]
-        self.shadows = [x.to(p.device, copy=True) for x, p in zip(state["shadows"], self.parameters, strict=True)]
+        self.shadows = [
+            x.to(p.device, copy=True)
+            for x, p in zip(state["shadows"], self.parameters, strict=True)
+        ]
 
     def to(self, device):
         self.shadows = [shadow.to(device) for shadow in self.shadows]
@@ -311,7 +333,9 @@ class AddsLoader(Regressor):
     """Validation on a loader of one's own, at the end of an epoch."""
 
     def on_train_epoch_end(self):
-        loader = torch.utils.data.DataLoader(self.trainer.datamodule.val, batch_size=4, shuffle=True)
+        loader = torch.utils.data.DataLoader(
+            self.trainer.datamodule.val, batch_size=4, shuffle=True
+        )
         self.eval()
         with torch.no_grad():
             losses = [F.mse_loss(self(x.to(self.device)), y.to(self.device)) for x, y in loader]
@@ -320,7 +344,9 @@ class AddsLoader(Regressor):
 
 
 class HasOurNames(Regressor):
-    """Names that mean something in our own modules: here a name of an architecture and a plot of samples."""
+    """Names that mean something in our own modules: here a name of an architecture and a plot of
+    samples.
+    """
 
     model = "mlp"
 

@@ -10,7 +10,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import ChainDataset, ConcatDataset, DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import (
+    ChainDataset,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    get_worker_info,
+)
 from torch.utils.data.dataset import StackDataset, random_split
 
 from tests.lightning_habits import data, plain
@@ -30,7 +37,14 @@ class FromFields(Regressor):
 
     def shared_step(self, batch, stage):
         loss = F.mse_loss(self(batch.x), batch.y)
-        self.log(f"{stage}/loss", loss, on_step=False, on_epoch=True, batch_size=len(batch.x), sync_dist=True)
+        self.log(
+            f"{stage}/loss",
+            loss,
+            on_step=False,
+            on_epoch=True,
+            batch_size=len(batch.x),
+            sync_dist=True,
+        )
         return loss
 
 
@@ -61,9 +75,13 @@ class TypedTuples(plain.Vectors):
 
 def mixed(samples: list[Any]) -> dict[str, Any]:
     return {
-        "x": [x for x, _ in samples], "deep": ({"y": torch.stack([y for _, y in samples])}, None), "none": None,
-        "names": ["a"] * len(samples), "empty": [], "count": len(samples),
-    }  # fmt: skip
+        "x": [x for x, _ in samples],
+        "deep": ({"y": torch.stack([y for _, y in samples])}, None),
+        "none": None,
+        "names": ["a"] * len(samples),
+        "empty": [],
+        "count": len(samples),
+    }
 
 
 class Collated(plain.Vectors):
@@ -136,7 +154,11 @@ class FromArrays(Regressor):
 
 class ArrayData(plain.Vectors):
     def setup(self, stage=None):
-        self.train, self.val, self.test = Arrays(range(48)), Arrays(range(100, 116)), Arrays(range(200, 216))
+        self.train, self.val, self.test = (
+            Arrays(range(48)),
+            Arrays(range(100, 116)),
+            Arrays(range(200, 216)),
+        )
 
 
 class Joined(plain.Vectors):
@@ -204,9 +226,14 @@ class AugmentedByWorkers(Augmented):
 
     def train_dataloader(self):
         return DataLoader(
-            self.train, batch_size=8, shuffle=True, num_workers=2, persistent_workers=True, prefetch_factor=4,
+            self.train,
+            batch_size=8,
+            shuffle=True,
+            num_workers=2,
+            persistent_workers=True,
+            prefetch_factor=4,
             worker_init_fn=seed_worker,
-        )  # fmt: skip
+        )
 
 
 def seed_worker(worker_id: int) -> None:
@@ -252,7 +279,10 @@ class NamedValidations(plain.Vectors):
     """A dict of loaders for validation."""
 
     def val_dataloader(self):
-        return {"near": DataLoader(self.val, batch_size=8), "far": DataLoader(self.test, batch_size=8)}
+        return {
+            "near": DataLoader(self.val, batch_size=8),
+            "far": DataLoader(self.test, batch_size=8),
+        }
 
 
 class CombinedValidation(plain.Vectors):
@@ -267,13 +297,18 @@ class PairedValidation(plain.Vectors):
     """A CombinedLoader whose batches are pairs of batches."""
 
     def val_dataloader(self):
-        loaders = {"a": DataLoader(self.val, batch_size=8), "b": DataLoader(self.test, batch_size=8)}
+        loaders = {
+            "a": DataLoader(self.val, batch_size=8),
+            "b": DataLoader(self.test, batch_size=8),
+        }
         return CombinedLoader(loaders, "max_size_cycle")
 
 
 class ReadsPairs(Regressor):
     def validation_step(self, batch, batch_idx):
-        loss = sum(super(ReadsPairs, self).validation_step(part, batch_idx) for part in batch.values())
+        loss = sum(
+            super(ReadsPairs, self).validation_step(part, batch_idx) for part in batch.values()
+        )
         self.log("pair", loss, sync_dist=True)
 
 
@@ -348,7 +383,9 @@ class LastIsSmall(plain.Vectors):
 
 
 class ModuleTransfers(Regressor):
-    """The module's own hooks: noise after the transfer from torch's generator, as kornia's augmentation."""
+    """The module's own hooks: noise after the transfer from torch's generator, as kornia's
+    augmentation.
+    """
 
     def on_before_batch_transfer(self, batch, dataloader_idx):
         x, y = batch

@@ -34,7 +34,9 @@ class Weighted(Vectors):
 
 
 class ByEpoch(Regressor):
-    """Sets a loss weight, a frozen part's mode, the rate, and attributes of the data module and its dataset."""
+    """Sets a loss weight, a frozen part's mode, the rate, and attributes of the data module and its
+    dataset.
+    """
 
     def __init__(self):
         super().__init__()
@@ -84,7 +86,9 @@ class TeacherAtStart(Regressor):
 
 
 class Bank(Regressor):
-    """Reads the whole training data at each validation, for a class statistic or nearest neighbors."""
+    """Reads the whole training data at each validation, for a class statistic or nearest
+    neighbors.
+    """
 
     def on_validation_epoch_end(self):
         loader = self.trainer.datamodule.train_dataloader()
@@ -105,7 +109,9 @@ class DrawsPerEpoch(Regressor):
 
 
 class BeginsForValidation(Regressor):
-    """Sets when training and an epoch begin what the validation reads, and draws there and in it."""
+    """Sets when training and an epoch begin what the validation reads, and draws there and in
+    it.
+    """
 
     def on_train_start(self):
         self.scale = 2.0

@@ -1,4 +1,6 @@
-"""Modules of several fields, as their authors bring them: audio, molecules, translation, language, pruning."""
+"""Modules of several fields, as their authors bring them: audio, molecules, translation, language,
+pruning.
+"""
 
 from __future__ import annotations
 
@@ -58,14 +60,18 @@ class SignalToNoise(Metric):
 
 
 class Enhancer(L.LightningModule):
-    """A mask over spectrograms; losses in time and of several resolutions; padded batches with their lengths."""
+    """A mask over spectrograms; losses in time and of several resolutions; padded batches with
+    their lengths.
+    """
 
     def __init__(self, sizes=(16, 32)):
         super().__init__()
         self.sizes = sizes
         for size in sizes:
             self.register_buffer(f"window_{size}", torch.hann_window(size), persistent=False)
-        self.net = nn.Sequential(nn.Conv1d(9, 16, 3, padding=1), nn.PReLU(), nn.Conv1d(16, 9, 3, padding=1))
+        self.net = nn.Sequential(
+            nn.Conv1d(9, 16, 3, padding=1), nn.PReLU(), nn.Conv1d(16, 9, 3, padding=1)
+        )
         self.metrics = nn.ModuleDict({"snr": SignalToNoise()})
 
     def spectrogram(self, audio, size):
@@ -75,7 +81,9 @@ class Enhancer(L.LightningModule):
     def forward(self, audio):
         spectrum = self.spectrogram(audio, 16)
         mask = torch.sigmoid(self.net(spectrum.abs()))
-        return torch.istft(spectrum * mask, 16, hop_length=4, window=self.window_16, length=audio.shape[1])
+        return torch.istft(
+            spectrum * mask, 16, hop_length=4, window=self.window_16, length=audio.shape[1]
+        )
 
     def shared_step(self, batch):
         target, lengths = batch["audio"], batch["lengths"]
@@ -91,7 +99,14 @@ class Enhancer(L.LightningModule):
 
     def training_step(self, batch, batch_idx):
         loss, _, _ = self.shared_step(batch)
-        self.log("train_loss", loss, batch_size=len(batch["lengths"]), on_step=False, on_epoch=True, sync_dist=True)
+        self.log(
+            "train_loss",
+            loss,
+            batch_size=len(batch["lengths"]),
+            on_step=False,
+            on_epoch=True,
+            sync_dist=True,
+        )
         return {"loss": loss}
 
     def validation_step(self, batch, batch_idx):
@@ -105,7 +120,10 @@ class Enhancer(L.LightningModule):
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, betas=(0.8, 0.99))
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", patience=0)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_snr"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "monitor": "val_snr"},
+        }
 
 
 # ---------------------------------------------------------------- batches
@@ -114,7 +132,9 @@ def utterance(index: int) -> tuple[torch.Tensor, int]:
 
 
 def packed(samples) -> tuple[PackedSequence, torch.Tensor]:
-    return pack_sequence([x for x, _ in samples], enforce_sorted=False), torch.tensor([y for _, y in samples])
+    return pack_sequence([x for x, _ in samples], enforce_sorted=False), torch.tensor(
+        [y for _, y in samples]
+    )
 
 
 class PackedBatches(batches.Collated):
@@ -134,7 +154,9 @@ class ReadsPacked(L.LightningModule):
         x, y = batch
         _, hidden = self.lstm(x)
         loss = F.cross_entropy(self.head(hidden.transpose(0, 1).flatten(1)), y)
-        self.log(f"{stage}/loss", loss, on_step=False, on_epoch=True, batch_size=len(y), sync_dist=True)
+        self.log(
+            f"{stage}/loss", loss, on_step=False, on_epoch=True, batch_size=len(y), sync_dist=True
+        )
         return loss
 
     def training_step(self, batch, batch_idx):
@@ -152,8 +174,15 @@ def blocks(samples) -> dict:
     joined = data.join(samples)
     graph = joined["graph"]
     size = len(graph["x"])
-    adjacency = torch.sparse_coo_tensor(graph["edges"].T, torch.ones(len(graph["edges"])), (size, size)).coalesce()
-    return {"adjacency": adjacency, "x": graph["x"], "owner": graph["owner"], "y": joined["target"]["y"]}
+    adjacency = torch.sparse_coo_tensor(
+        graph["edges"].T, torch.ones(len(graph["edges"])), (size, size)
+    ).coalesce()
+    return {
+        "adjacency": adjacency,
+        "x": graph["x"],
+        "owner": graph["owner"],
+        "y": joined["target"]["y"],
+    }
 
 
 class SparseBatches(batches.Collated):
@@ -174,7 +203,9 @@ class SparseGraphNet(L.LightningModule):
         graphs = len(batch["y"])
         pooled = torch.zeros(graphs, 8, device=h.device).index_add(0, batch["owner"], h)
         loss = F.mse_loss(self.head(pooled).squeeze(1), batch["y"])
-        self.log(f"{stage}/loss", loss, on_step=False, on_epoch=True, batch_size=graphs, sync_dist=True)
+        self.log(
+            f"{stage}/loss", loss, on_step=False, on_epoch=True, batch_size=graphs, sync_dist=True
+        )
         return loss
 
     training_step = lambda self, batch, batch_idx: self.shared_step(batch, "train")  # noqa: E731
@@ -232,7 +263,9 @@ class MaskedLanguageModel(L.LightningModule):
 
 # ---------------------------------------------------------------- translation
 class Translator(L.LightningModule):
-    """Teacher forcing in training, a greedy search in validation, whose texts are scored and shown."""
+    """Teacher forcing in training, a greedy search in validation, whose texts are scored and
+    shown.
+    """
 
     def __init__(self, until_end: bool = False):
         super().__init__()
@@ -252,7 +285,9 @@ class Translator(L.LightningModule):
     def training_step(self, batch, batch_idx):
         ids = batch["input_ids"]
         source, target = ids[:, :6], ids[:, 6:]
-        loss = F.cross_entropy(self(source, target[:, :-1]).flatten(0, 1), target[:, 1:].flatten(), label_smoothing=0.1)
+        loss = F.cross_entropy(
+            self(source, target[:, :-1]).flatten(0, 1), target[:, 1:].flatten(), label_smoothing=0.1
+        )
         self.log("train/loss", loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=True)
         return loss
 
@@ -273,7 +308,13 @@ class Translator(L.LightningModule):
         expected = [" ".join(map(str, row)) for row in ids[:, 6:].tolist()]
         self.words(texts, expected)
         self.log("val/wer", self.words, on_epoch=True)
-        self.log("val/cer", self.characters(texts, expected), on_epoch=True, sync_dist=True, batch_size=len(ids))
+        self.log(
+            "val/cer",
+            self.characters(texts, expected),
+            on_epoch=True,
+            sync_dist=True,
+            batch_size=len(ids),
+        )
         if batch_idx == 0:
             self.examples.append((texts[0], expected[0]))
 
@@ -288,7 +329,10 @@ class Translator(L.LightningModule):
         rate = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: 0.02 * min(max(step, 1) ** -0.5, max(step, 1) * 4**-1.5)
         )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rate, "interval": "step", "frequency": 1}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": rate, "interval": "step", "frequency": 1},
+        }
 
 
 # ---------------------------------------------------------------- molecules
@@ -312,7 +356,9 @@ class ForceField(Regressor):
     def validation_step(self, batch, batch_idx):
         x, y = batch
         energy, forces = self.energy_and_forces(x, create_graph=False)
-        self.log_dict({"val/loss": F.mse_loss(energy, y), "val/forces": forces.abs().mean()}, sync_dist=True)
+        self.log_dict(
+            {"val/loss": F.mse_loss(energy, y), "val/forces": forces.abs().mean()}, sync_dist=True
+        )
 
 
 class Forces(ForceField):
@@ -338,7 +384,9 @@ class AdaptsToTest(Regressor):
 
 
 class Pruned(Regressor):
-    """Half of the first layer's weights are switched off from the start, by torch.nn.utils.prune."""
+    """Half of the first layer's weights are switched off from the start, by
+    torch.nn.utils.prune.
+    """
 
     def __init__(self):
         super().__init__()

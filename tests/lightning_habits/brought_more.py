@@ -1,4 +1,6 @@
-"""More of them: self-supervision, retrieval, robustness, quantization, optimizers that wrap others."""
+"""More of them: self-supervision, retrieval, robustness, quantization, optimizers that wrap
+others.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from tests.lightning_habits.regression import Regressor
 
 
 class SwAV(L.LightningModule):
-    """Prototypes that are normalized in place, are frozen at first, and meet a queue from the second epoch on."""
+    """Prototypes that are normalized in place, are frozen at first, and meet a queue from the
+    second epoch on.
+    """
 
     def __init__(self):
         super().__init__()
@@ -44,7 +48,10 @@ class SwAV(L.LightningModule):
         p = [self.prototypes(x) for x in z]
         everything = [self.all_gather(x.detach()).reshape(-1, 6) for x in p]
         size = len(one)
-        targets = [self.sinkhorn(x)[self.global_rank * size : (self.global_rank + 1) * size] for x in everything]
+        targets = [
+            self.sinkhorn(x)[self.global_rank * size : (self.global_rank + 1) * size]
+            for x in everything
+        ]
         loss = -(targets[0] * F.log_softmax(p[1] / 0.1, 1)).sum(1).mean()
         loss = loss - (targets[1] * F.log_softmax(p[0] / 0.1, 1)).sum(1).mean()
         if self.queue is not None:
@@ -73,7 +80,9 @@ class SwAVWithQueue(SwAV):
 
 
 class Miner(L.LightningModule):
-    """Triplets of the batch: if there are none, the loss is a zero that hangs on nothing, or on everything."""
+    """Triplets of the batch: if there are none, the loss is a zero that hangs on nothing, or on
+    everything.
+    """
 
     def __init__(self, hangs: bool = True):
         super().__init__()
@@ -105,7 +114,9 @@ class ArcFace(L.LightningModule):
 
     def __init__(self):
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.PReLU(), nn.Linear(16, 8))
+        self.body = nn.Sequential(
+            nn.Linear(8, 16), nn.BatchNorm1d(16), nn.PReLU(), nn.Linear(16, 8)
+        )
         self.weight = nn.Parameter(torch.empty(4, 8))
         nn.init.xavier_uniform_(self.weight)
 
@@ -129,7 +140,9 @@ class ArcFace(L.LightningModule):
 
 
 class PGD(Regressor):
-    """Adversarial training: inputs move along the sign of the gradient, in eval mode, before the step."""
+    """Adversarial training: inputs move along the sign of the gradient, in eval mode, before the
+    step.
+    """
 
     def attack(self, x, y):
         moved = x.detach().clone()
@@ -175,7 +188,9 @@ class MonteCarlo(Regressor):
 
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 1))
+        self.net = nn.Sequential(
+            nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 1)
+        )
 
     def on_validation_model_eval(self):
         super().on_validation_model_eval()
@@ -186,7 +201,10 @@ class MonteCarlo(Regressor):
     def validation_step(self, batch, batch_idx):
         x, y = batch
         drawn = torch.stack([self(x) for _ in range(4)])
-        self.log_dict({"val/loss": F.mse_loss(drawn.mean(0), y), "val/spread": drawn.std(0).mean()}, sync_dist=True)
+        self.log_dict(
+            {"val/loss": F.mse_loss(drawn.mean(0), y), "val/spread": drawn.std(0).mean()},
+            sync_dist=True,
+        )
 
 
 class StaysInTraining(Regressor):
@@ -204,7 +222,9 @@ class StaysInTraining(Regressor):
 
 
 class Quantized(Regressor):
-    """Quantization-aware training: observers whose ranges follow the data, off after the first epoch."""
+    """Quantization-aware training: observers whose ranges follow the data, off after the first
+    epoch.
+    """
 
     def __init__(self):
         super().__init__()
@@ -288,13 +308,23 @@ class AsksTrainer(Regressor):
         assert len(self.trainer.num_val_batches) == 1
         with self.trainer.profiler.profile("mine"):
             loss = super().training_step(batch, batch_idx)
-        self.log("seen", float(self.trainer.fit_loop.epoch_progress.current.completed), on_step=True)
+        self.log(
+            "seen", float(self.trainer.fit_loop.epoch_progress.current.completed), on_step=True
+        )
         self.log("batches", float(self.trainer.fit_loop.total_batch_idx), on_step=True)
-        self.log("ready", float(self.trainer.fit_loop.epoch_loop.batch_progress.current.ready), on_step=True)
+        self.log(
+            "ready",
+            float(self.trainer.fit_loop.epoch_loop.batch_progress.current.ready),
+            on_step=True,
+        )
         return loss
 
     def validation_step(self, batch, batch_idx):
         for name in self.NAMES:
             getattr(self.trainer, name)
-        assert self.trainer.validating or self.trainer.sanity_checking or self.trainer.state.fn == "fit"
+        assert (
+            self.trainer.validating
+            or self.trainer.sanity_checking
+            or self.trainer.state.fn == "fit"
+        )
         return super().validation_step(batch, batch_idx)

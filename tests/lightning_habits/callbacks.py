@@ -40,7 +40,9 @@ class Unfreeze(BaseFinetuning):
 
     def finetune_function(self, pl_module, epoch, optimizer):
         if epoch == self._unfreeze_at_epoch:
-            self.unfreeze_and_add_param_group(modules=pl_module.backbone, optimizer=optimizer, train_bn=True)
+            self.unfreeze_and_add_param_group(
+                modules=pl_module.backbone, optimizer=optimizer, train_bn=True
+            )
 
 
 class Counts(Callback):
@@ -69,21 +71,29 @@ class Counts(Callback):
 
 
 class OwnEMA(Callback):
-    """A moving average as many write it: a deep copy in on_fit_start, kept by on_save_checkpoint of the callback."""
+    """A moving average as many write it: a deep copy in on_fit_start, kept by on_save_checkpoint of
+    the callback.
+    """
 
     def __init__(self, decay: float = 0.9):
         self.decay, self.average = decay, None
 
     def on_fit_start(self, trainer, pl_module):
         if self.average is None:
-            self.average = {name: value.detach().clone() for name, value in pl_module.state_dict().items()}
+            self.average = {
+                name: value.detach().clone() for name, value in pl_module.state_dict().items()
+            }
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         for name, value in pl_module.state_dict().items():
-            self.average[name] = self.average[name].to(value.device)  # a checkpoint's tensors are on the CPU
+            self.average[name] = self.average[name].to(
+                value.device
+            )  # a checkpoint's tensors are on the CPU
             self.average[name].mul_(self.decay).add_(value, alpha=1 - self.decay)
         total = sum(value.float().sum() for value in self.average.values())
-        pl_module.log("average", total if not hasattr(total, "full_tensor") else total.full_tensor())
+        pl_module.log(
+            "average", total if not hasattr(total, "full_tensor") else total.full_tensor()
+        )
 
     def on_save_checkpoint(self, trainer, pl_module, checkpoint):
         checkpoint["my_average"] = self.average
@@ -116,7 +126,9 @@ class Probe(Callback):
             was = pl_module.training
             pl_module.eval()
             with torch.no_grad():
-                value = pl_module(torch.linspace(-1, 1, 16, device=pl_module.device).reshape(2, 8)).mean()
+                value = pl_module(
+                    torch.linspace(-1, 1, 16, device=pl_module.device).reshape(2, 8)
+                ).mean()
             pl_module.train(was)
             pl_module.log("probe", value, rank_zero_only=False, sync_dist=True)
 
@@ -126,7 +138,9 @@ class CopiesModule(Callback):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         twin = copy.deepcopy(pl_module.net)
-        assert sum(p.numel() for p in twin.parameters()) == sum(p.numel() for p in pl_module.net.parameters())
+        assert sum(p.numel() for p in twin.parameters()) == sum(
+            p.numel() for p in pl_module.net.parameters()
+        )
 
 
 class OnlineEvaluator(Callback):
@@ -168,7 +182,9 @@ class AttachesProbe(Callback):
                 pl_module.probe = nn.Linear(8, 1)
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        assert pl_module.probe.weight.grad is None or torch.isfinite(pl_module.probe.weight.grad).all()
+        assert (
+            pl_module.probe.weight.grad is None or torch.isfinite(pl_module.probe.weight.grad).all()
+        )
 
 
 class TrainsProbe(Regressor):
@@ -189,7 +205,9 @@ class LogsAll(Callback):
         pl_module.log("from_callback/val", float(torch.rand(3).mean() * 0 + 1))
         torch.rand(5)
 
-    def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0):
+    def on_validation_batch_end(
+        self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0
+    ):
         if batch_idx == 0:
             self.outputs = outputs
 
@@ -228,7 +246,9 @@ class Weighted(Regressor):
 
 
 class GradientAccumulator(Callback):
-    """Adds noise to gradients after each backward, and clips weights after each step: by callbacks alone."""
+    """Adds noise to gradients after each backward, and clips weights after each step: by callbacks
+    alone.
+    """
 
     def on_after_backward(self, trainer, pl_module):
         for p in pl_module.parameters():
@@ -242,7 +262,9 @@ class GradientAccumulator(Callback):
 
 
 class CountsSaved(ModelCheckpoint):
-    """Logs how many checkpoints are kept; by steps, with a metric of the validation that follows."""
+    """Logs how many checkpoints are kept; by steps, with a metric of the validation that
+    follows.
+    """
 
     def __init__(self) -> None:
         super().__init__(monitor="val/loss", every_n_train_steps=2, save_top_k=-1)
@@ -261,7 +283,9 @@ def throughput() -> Callback:
 class OfSeveralLoaders(Callback):
     """Lightning 1's signature, in which the loader's number has no default."""
 
-    def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx):
+    def on_validation_batch_end(
+        self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx
+    ):
         pl_module.seen = dataloader_idx
 
 

@@ -14,7 +14,10 @@ def pytest_addoption(parser):
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
-    modules = [f"tests.lightning_habits.{file.stem}" for file in sorted(Path(__file__).parent.glob("[!_]*.py"))]
+    modules = [
+        f"tests.lightning_habits.{file.stem}"
+        for file in sorted(Path(__file__).parent.glob("[!_]*.py"))
+    ]
     imports = [module for module in modules if not module.endswith(("conftest", "test_habits"))]
     with Forks(tmp_path_factory.mktemp("habits"), imports) as forks:
         yield Runs(forks)

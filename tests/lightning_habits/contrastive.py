@@ -19,16 +19,22 @@ class MoCo(L.LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.encoder_q, self.encoder_k = encoder(), encoder()
-        for param_q, param_k in zip(self.encoder_q.parameters(), self.encoder_k.parameters(), strict=True):
+        for param_q, param_k in zip(
+            self.encoder_q.parameters(), self.encoder_k.parameters(), strict=True
+        ):
             param_k.data.copy_(param_q.data)
             param_k.requires_grad = False
-        self.register_buffer("queue", F.normalize(torch.sin(torch.arange(8.0 * queue)).reshape(8, queue), dim=0))
+        self.register_buffer(
+            "queue", F.normalize(torch.sin(torch.arange(8.0 * queue)).reshape(8, queue), dim=0)
+        )
         self.register_buffer("queue_ptr", torch.zeros(1, dtype=torch.long))
 
     @torch.no_grad()
     def _momentum_update_key_encoder(self):
         m = self.hparams.momentum
-        for param_q, param_k in zip(self.encoder_q.parameters(), self.encoder_k.parameters(), strict=True):
+        for param_q, param_k in zip(
+            self.encoder_q.parameters(), self.encoder_k.parameters(), strict=True
+        ):
             param_k.data = param_k.data * m + param_q.data * (1.0 - m)
 
     @torch.no_grad()
@@ -49,7 +55,9 @@ class MoCo(L.LightningModule):
         positive = torch.einsum("nc,nc->n", q, k).unsqueeze(-1)
         negative = torch.einsum("nc,ck->nk", q, self.queue.clone().detach())
         logits = torch.cat([positive, negative], dim=1) / self.hparams.temperature
-        loss = F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long, device=self.device))
+        loss = F.cross_entropy(
+            logits, torch.zeros(len(logits), dtype=torch.long, device=self.device)
+        )
         self._dequeue_and_enqueue(k)
         self.log("train/acc1", (logits.argmax(1) == 0).float().mean(), sync_dist=True)
         return loss
@@ -66,7 +74,9 @@ class MoCo(L.LightningModule):
 class MoCoInPlace(MoCo):
     @torch.no_grad()
     def _momentum_update_key_encoder(self):
-        for param_q, param_k in zip(self.encoder_q.parameters(), self.encoder_k.parameters(), strict=True):
+        for param_q, param_k in zip(
+            self.encoder_q.parameters(), self.encoder_k.parameters(), strict=True
+        ):
             param_k.mul_(self.hparams.momentum).add_(param_q, alpha=1.0 - self.hparams.momentum)
 
 
@@ -76,7 +86,9 @@ class MoCoCopy(MoCo):
     @torch.no_grad()
     def _momentum_update_key_encoder(self):
         m = self.hparams.momentum
-        for param_q, param_k in zip(self.encoder_q.parameters(), self.encoder_k.parameters(), strict=True):
+        for param_q, param_k in zip(
+            self.encoder_q.parameters(), self.encoder_k.parameters(), strict=True
+        ):
             param_k.data.mul_(m).add_(param_q.data, alpha=1 - m)
 
 
@@ -95,7 +107,9 @@ class SimCLR(L.LightningModule):
             z = self.all_gather(z, sync_grads=True).flatten(0, 1)
         z = torch.cat([z[:, 0], z[:, 1]])
         similarity = z @ z.T / self.temperature
-        similarity = similarity.masked_fill(torch.eye(len(z), dtype=torch.bool, device=z.device), -1e9)
+        similarity = similarity.masked_fill(
+            torch.eye(len(z), dtype=torch.bool, device=z.device), -1e9
+        )
         target = torch.arange(len(z), device=z.device).roll(len(z) // 2)
         loss = F.cross_entropy(similarity, target)
         self.log("nt_xent", loss, prog_bar=True, sync_dist=True)
@@ -103,7 +117,9 @@ class SimCLR(L.LightningModule):
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
-        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=self.trainer.max_epochs)]
+        return [optimizer], [
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=self.trainer.max_epochs)
+        ]
 
 
 class BYOL(L.LightningModule):
@@ -115,7 +131,9 @@ class BYOL(L.LightningModule):
         self.online = encoder()
         self.target = copy.deepcopy(self.online)
         self.target.requires_grad_(False)
-        self.predictor = nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8))
+        self.predictor = nn.Sequential(
+            nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8)
+        )
 
     def training_step(self, batch, batch_idx):
         (a, b), _ = batch
@@ -130,7 +148,9 @@ class BYOL(L.LightningModule):
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         with torch.no_grad():
-            for online, target in zip(self.online.parameters(), self.target.parameters(), strict=True):
+            for online, target in zip(
+                self.online.parameters(), self.target.parameters(), strict=True
+            ):
                 target.lerp_(online, 1 - self.tau)
 
     def configure_optimizers(self):

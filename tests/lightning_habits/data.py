@@ -59,7 +59,11 @@ def sequence(index: int) -> tuple[Tensor, int]:
 def tokens(index: int) -> dict[str, Tensor]:
     start = int(torch.randint(0, 16, (1,), generator=generator(index)))
     ids = (start + 3 * torch.arange(12)) % 16
-    return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones(12, dtype=torch.long)}
+    return {
+        "input_ids": ids,
+        "labels": ids.clone(),
+        "attention_mask": torch.ones(12, dtype=torch.long),
+    }
 
 
 def ragged(index: int) -> tuple[Tensor, int]:
@@ -77,16 +81,26 @@ def graph(index: int) -> dict[str, Any]:
 def pack(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor, Tensor]:
     """collate_fn: sequences padded to the longest of the batch, lengths, labels."""
     lengths = torch.tensor([len(x) for x, _ in samples])
-    return pad_sequence([x for x, _ in samples], batch_first=True), lengths, torch.tensor([y for _, y in samples])
+    return (
+        pad_sequence([x for x, _ in samples], batch_first=True),
+        lengths,
+        torch.tensor([y for _, y in samples]),
+    )
 
 
 def join(samples: list[dict[str, Any]]) -> dict[str, Any]:
     """collate_fn: one big graph, in a nested dict whose tensors have unequal first dimensions."""
     sizes = [len(sample["x"]) for sample in samples]
     offsets = [sum(sizes[:i]) for i in range(len(sizes))]
-    edges = torch.cat([sample["edges"] + offset for sample, offset in zip(samples, offsets, strict=True)], dim=1)
+    edges = torch.cat(
+        [sample["edges"] + offset for sample, offset in zip(samples, offsets, strict=True)], dim=1
+    )
     owner = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(sizes))
-    graph = {"x": torch.cat([sample["x"] for sample in samples]), "edges": edges.T.contiguous(), "owner": owner}
+    graph = {
+        "x": torch.cat([sample["x"] for sample in samples]),
+        "edges": edges.T.contiguous(),
+        "owner": owner,
+    }
     return {
         "graph": graph,
         "target": {"y": torch.cat([sample["y"] for sample in samples])},
@@ -108,7 +122,9 @@ class Samples(Dataset):
 class Batched(Samples):
     """Serves whole batches, which is how a data module of ours collates."""
 
-    def __init__(self, sample: Callable[[int], Any], indices: range, collate: Callable[[list[Any]], Any]) -> None:
+    def __init__(
+        self, sample: Callable[[int], Any], indices: range, collate: Callable[[list[Any]], Any]
+    ) -> None:
         super().__init__(sample, indices)
         self.collate = collate
 
@@ -117,12 +133,24 @@ class Batched(Samples):
 
 
 KINDS: dict[str, Callable[[int], Any]] = {
-    "vectors": vector, "regression": regression, "images": image, "masks": mask, "views": views,
-    "sequences": sequence, "tokens": tokens, "ragged": ragged, "graphs": graph, "objects": regression,
-}  # fmt: skip
+    "vectors": vector,
+    "regression": regression,
+    "images": image,
+    "masks": mask,
+    "views": views,
+    "sequences": sequence,
+    "tokens": tokens,
+    "ragged": ragged,
+    "graphs": graph,
+    "objects": regression,
+}
 
 COLLATED = {"ragged": pack, "graphs": join, "objects": lambda samples: pairs(samples)}
-RANGES = {"train": range(TRAIN), "val": range(100, 100 + HELD_OUT), "test": range(200, 200 + HELD_OUT)}
+RANGES = {
+    "train": range(TRAIN),
+    "val": range(100, 100 + HELD_OUT),
+    "test": range(200, 200 + HELD_OUT),
+}
 
 
 class SampleData(DataModule):
@@ -171,4 +199,8 @@ class Pairs:
 
 
 def pairs(samples: list[tuple[Tensor, Tensor]]) -> Pairs:
-    return Pairs(torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples]), ["a"] * len(samples))
+    return Pairs(
+        torch.stack([x for x, _ in samples]),
+        torch.stack([y for _, y in samples]),
+        ["a"] * len(samples),
+    )

@@ -53,7 +53,9 @@ class GAN(L.LightningModule):
 
         self.toggle_optimizer(optimizer_d)
         real_loss = self.adversarial_loss(self.discriminate(imgs), valid)
-        fake_loss = self.adversarial_loss(self.discriminate(self(z).detach()), torch.zeros_like(valid))
+        fake_loss = self.adversarial_loss(
+            self.discriminate(self(z).detach()), torch.zeros_like(valid)
+        )
         d_loss = (real_loss + fake_loss) / 2
         self.log("d_loss", d_loss, prog_bar=True, sync_dist=True)
         self.manual_backward(d_loss)
@@ -69,13 +71,18 @@ class GAN(L.LightningModule):
 
 
 class UntoggledGAN(GAN):
-    """As in Lightning's page on manual optimization: the generator's step leaves gradients in the discriminator."""
+    """As in Lightning's page on manual optimization: the generator's step leaves gradients in the
+    discriminator.
+    """
 
     def training_step(self, batch, batch_idx):
         g_opt, d_opt = self.optimizers()
         X, _ = batch
         g_X = self(self.noise(X))
-        ones, zeros = torch.ones(len(X), 1, device=self.device), torch.zeros(len(X), 1, device=self.device)
+        ones, zeros = (
+            torch.ones(len(X), 1, device=self.device),
+            torch.zeros(len(X), 1, device=self.device),
+        )
         errD_real = self.adversarial_loss(self.discriminate(X), ones)
         errD_fake = self.adversarial_loss(self.discriminate(g_X.detach()), zeros)
         errD = errD_real + errD_fake
@@ -95,7 +102,9 @@ class UntoggledGAN(GAN):
 
 
 class ScheduledGAN(GAN):
-    """One schedule per optimizer, stepped per batch and per epoch by hand; losses over the epoch."""
+    """One schedule per optimizer, stepped per batch and per epoch by hand; losses over the
+    epoch.
+    """
 
     def training_step(self, batch, batch_idx):
         super().training_step(batch)
@@ -171,7 +180,14 @@ class InnerCritic(GAN):
 class VAE(L.LightningModule):
     """log_dict and save_hyperparameters; noise only when asked for."""
 
-    def __init__(self, hidden: int = 16, latent: int = 4, beta: float = 0.1, lr: float = 1e-3, noise: bool = False):
+    def __init__(
+        self,
+        hidden: int = 16,
+        latent: int = 4,
+        beta: float = 0.1,
+        lr: float = 1e-3,
+        noise: bool = False,
+    ):
         super().__init__()
         self.save_hyperparameters()
         self.encoder = nn.Sequential(nn.Flatten(), nn.Linear(64, hidden), nn.ReLU())

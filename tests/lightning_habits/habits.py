@@ -1,27 +1,69 @@
 """The list of habits. `python -m tests.lightning_habits.habits` prints it."""
 
-from tests.lightning_habits.cells import ALL, CALLBACKS, FIND_UNUSED, NO_CLIP, SINGLE, STOCK, callback, regression
+from tests.lightning_habits.cells import (
+    ALL,
+    CALLBACKS,
+    FIND_UNUSED,
+    NO_CLIP,
+    SINGLE,
+    STOCK,
+    callback,
+    regression,
+)
 from tests.lightning_habits.further import FURTHER
 from tests.lightning_habits.more import MORE
 from tests.lightning_habits.newest import NEWEST
 from tests.lightning_habits.runs import Habit
 
-AFTER_BATCHNORM = ("running_mean", "val/loss", "val/acc", "val/acc_best")  # biases before BatchNorm, under Adam
+AFTER_BATCHNORM = (
+    "running_mean",
+    "val/loss",
+    "val/acc",
+    "val/acc_best",
+)  # biases before BatchNorm, under Adam
 NEEDS_WHOLE = {"Adafactor": {"fsdp2": "needs the whole model on every rank"}}
 
 ADVERSARIAL = [
     Habit(name="gan", task="generative.GAN", data="images", overrides=(NO_CLIP,), sample=ALL),
     Habit(name="gan_clip_default", task="generative.GAN", data="images"),
-    Habit(name="gan_untoggled", task="generative.UntoggledGAN", data="images", overrides=(NO_CLIP,)),
-    Habit(name="gan_schedules", task="generative.ScheduledGAN", data="images", overrides=(NO_CLIP,), sample=SINGLE),
+    Habit(
+        name="gan_untoggled", task="generative.UntoggledGAN", data="images", overrides=(NO_CLIP,)
+    ),
+    Habit(
+        name="gan_schedules",
+        task="generative.ScheduledGAN",
+        data="images",
+        overrides=(NO_CLIP,),
+        sample=SINGLE,
+    ),
     Habit(name="wgan", task="generative.WGAN", data="images", overrides=(NO_CLIP,)),
-    Habit(name="wgan_inner", task="generative.InnerCritic", data="images", overrides=(NO_CLIP,), apart=("c_loss",)),
+    Habit(
+        name="wgan_inner",
+        task="generative.InnerCritic",
+        data="images",
+        overrides=(NO_CLIP,),
+        apart=("c_loss",),
+    ),
     Habit(name="vae", task="generative.VAE", data="images", overrides=("+task.beta=0.5",)),
-    Habit(name="vae_noise", task="generative.VAE", data="images", overrides=("+task.noise=true",), random=True),
-    Habit(name="autoencoder", task="generative.LitAutoEncoder", data="images", apart=("train_loss",)),
+    Habit(
+        name="vae_noise",
+        task="generative.VAE",
+        data="images",
+        overrides=("+task.noise=true",),
+        random=True,
+    ),
+    Habit(
+        name="autoencoder", task="generative.LitAutoEncoder", data="images", apart=("train_loss",)
+    ),
 ]
 VISION = [
-    Habit(name="lht", task="vision.MNISTLitModule", data="images", apart=AFTER_BATCHNORM, sample=SINGLE),
+    Habit(
+        name="lht",
+        task="vision.MNISTLitModule",
+        data="images",
+        apart=AFTER_BATCHNORM,
+        sample=SINGLE,
+    ),
     Habit(name="lht_hparams", task="vision.SavedFactories", data="images", apart=AFTER_BATCHNORM),
     Habit(name="unet", task="vision.UNet", data="masks", sample=("single", "fsdp2")),
     Habit(name="metric_collection", task="vision.MetricsNet", data="images"),
@@ -57,8 +99,15 @@ SEQUENCES = [
     Habit(name="lstm_packed", task="sequences.PackedLSTM", data="ragged", sample=("ddp2",)),
     Habit(name="graphs", task="sequences.GraphNet", data="graphs", sample=SINGLE),
     Habit(name="llama", task="sequences.LlamaModule", data="tokens", sample=("fsdp2",)),
-    Habit(name="llama_late", task="sequences.LateLlama", data="tokens", apart=("train_ppl",)),  # a mean of exp
-    Habit(name="transformers_llama", task="sequences.TransformersLlama", data="tokens", needs="transformers"),
+    Habit(
+        name="llama_late", task="sequences.LateLlama", data="tokens", apart=("train_ppl",)
+    ),  # a mean of exp
+    Habit(
+        name="transformers_llama",
+        task="sequences.TransformersLlama",
+        data="tokens",
+        needs="transformers",
+    ),
 ]
 REGRESSION = [
     regression("regressor", sample=SINGLE),
@@ -71,18 +120,31 @@ REGRESSION = [
     regression("lambda", "regression.Lambda"),
     regression("own_warmup", "regression.OwnWarmup", sample=SINGLE),
     regression("skipped_updates", "regression.SkippedUpdates"),
-    regression("accumulates_by_hooks", "regression.AccumulatesByHooks", stop=8, sample=("single", "fsdp2")),
+    regression(
+        "accumulates_by_hooks", "regression.AccumulatesByHooks", stop=8, sample=("single", "fsdp2")
+    ),
     regression("two_schedules", "regression.TwoSchedules"),
     # its estimates of the curvature amplify rounding
-    regression("lbfgs", "regression.LBFGS", random=True, refused={"fsdp2": "needs the whole model on every rank"}),
+    regression(
+        "lbfgs",
+        "regression.LBFGS",
+        random=True,
+        refused={"fsdp2": "needs the whole model on every rank"},
+    ),
     regression("grad_norms", "regression.GradNorms"),
     regression("total_norm", "regression.TotalNorm"),
     regression("skips_steps", "regression.SkipsSteps", layouts=SINGLE),
-    regression("reductions", "regression.Reductions", apart=("mine_local",), sample=("single", "ddp2")),
+    regression(
+        "reductions", "regression.Reductions", apart=("mine_local",), sample=("single", "ddp2")
+    ),
     regression("logs_doubles", "regression.LogsDoubles", sample=SINGLE),
     regression("collects_outputs", "regression.CollectsOutputs"),
     regression("collects_train_outputs", "regression.CollectsTrainOutputs", sample=("ddp2",)),
-    regression("two_loaders", "regression.TwoLoaders", "data._target_=tests.lightning_habits.data.TwoLoaders"),
+    regression(
+        "two_loaders",
+        "regression.TwoLoaders",
+        "data._target_=tests.lightning_habits.data.TwoLoaders",
+    ),
     regression("initialized_in_setup", "regression.InitializedInSetup", sample=SINGLE),
     regression("built_in_setup", "regression.BuiltInSetup"),
     regression("train_only", "regression.TrainOnly"),
@@ -92,7 +154,9 @@ REGRESSION = [
     regression("tied", "regression.Tied", refused={"fsdp2": "are one weight in two models"}),
     regression("draws", "regression.Draws", random=True, sample=SINGLE),
     regression("teacher_copy", "regression.TeacherCopy"),
-    regression("gradient_penalty", "regression.Penalty", refused={"fsdp2": "gradient of a gradient"}),
+    regression(
+        "gradient_penalty", "regression.Penalty", refused={"fsdp2": "gradient of a gradient"}
+    ),
     regression("manual", "regression.Manual", NO_CLIP, sample=SINGLE),
     regression("manual_clip_default", "regression.Manual"),
     regression("manual_accumulation", "regression.ManualAccumulation", NO_CLIP, sample=SINGLE),
@@ -101,15 +165,26 @@ REGRESSION = [
     regression("two_optimizers", "regression.TwoOptimizers", NO_CLIP),
     regression("validation_inside", "regression.Regressor", "trainer.val_every_n_steps=4"),
     regression(
-        "value_clip", "regression.Regressor", "trainer.gradient_clip_algorithm=value", "trainer.gradient_clip_val=0.05"
+        "value_clip",
+        "regression.Regressor",
+        "trainer.gradient_clip_algorithm=value",
+        "trainer.gradient_clip_val=0.05",
     ),
 ]
 STATE = [
     regression(
-        "rich_hparams", "state.RichHparams", "+task.sizes=[16,8]", "+task.nested={a:{b:[1,2]},c:x}", sample=SINGLE
+        "rich_hparams",
+        "state.RichHparams",
+        "+task.sizes=[16,8]",
+        "+task.nested={a:{b:[1,2]},c:x}",
+        sample=SINGLE,
     ),
     regression(
-        "list_hparams", "state.ListHparams", "+task.sizes=[16,8]", "+task.options={deep:[1,{x:2}]}", sample=SINGLE
+        "list_hparams",
+        "state.ListHparams",
+        "+task.sizes=[16,8]",
+        "+task.options={deep:[1,{x:2}]}",
+        sample=SINGLE,
     ),
     regression("numpy_state", "state.NumpyState", sample=SINGLE),
     regression("extra_buffers", "state.ExtraState"),
@@ -117,7 +192,9 @@ STATE = [
     regression("renames", "state.Renames", sample=("fsdp2",)),
     regression("reads_on_save", "state.Halves"),
     regression("saves_itself", "state.SavesItself", layouts=("single", "ddp2"), sample=SINGLE),
-    regression("saves_net", "state.SavesNet", refused={"fsdp2": "is sharded over ranks"}, sample=("fsdp2",)),
+    regression(
+        "saves_net", "state.SavesNet", refused={"fsdp2": "is sharded over ranks"}, sample=("fsdp2",)
+    ),
     regression("saves_whole", "state.SavesWhole", sample=("fsdp2",)),
     regression("saves_checkpoint", "state.SavesCheckpoint", sample=SINGLE),
     regression("saves_weights_only", "state.SavesWeightsOnly"),
@@ -142,7 +219,11 @@ CALLED = [
         callback(f"{STOCK}.EarlyStopping", monitor="train/loss", patience=1, mode="max"),
         "trainer.max_epochs=4",
     ),
-    regression("lr_monitor", "regression.OneCycle", callback(f"{STOCK}.LearningRateMonitor", log_momentum="true")),
+    regression(
+        "lr_monitor",
+        "regression.OneCycle",
+        callback(f"{STOCK}.LearningRateMonitor", log_momentum="true"),
+    ),
     regression(
         "model_checkpoint",
         "regression.Regressor",
@@ -157,7 +238,12 @@ CALLED = [
     regression(
         "swa",
         "regression.Regressor",
-        callback(f"{STOCK}.StochasticWeightAveraging", swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=2),
+        callback(
+            f"{STOCK}.StochasticWeightAveraging",
+            swa_lrs=0.01,
+            swa_epoch_start=1,
+            annealing_epochs=2,
+        ),
         refused={"fsdp2": "copies the whole model"},
         sample=SINGLE,
     ),
@@ -174,7 +260,9 @@ CALLED = [
         data="masks",
         overrides=(callback("armature.callbacks.ema.EMA", decay=0.9),),
     ),
-    regression("finetuning", "callbacks.Finetuned", callback(f"{CALLBACKS}.Unfreeze"), sample=SINGLE),
+    regression(
+        "finetuning", "callbacks.Finetuned", callback(f"{CALLBACKS}.Unfreeze"), sample=SINGLE
+    ),
     regression(
         "backbone_finetuning",
         "callbacks.Finetuned",
@@ -217,7 +305,12 @@ CALLED = [
         callback(f"{STOCK}.GradientAccumulationScheduler", scheduling="{0:1,1:2}"),
         refused=dict.fromkeys(ALL, "does not work here"),
     ),
-    regression("rich_progress_bar", "regression.Regressor", callback(f"{STOCK}.RichProgressBar"), sample=("ddp2",)),
+    regression(
+        "rich_progress_bar",
+        "regression.Regressor",
+        callback(f"{STOCK}.RichProgressBar"),
+        sample=("ddp2",),
+    ),
     regression("reads_on_rank_0", "regression.ReadsOnRank0"),
     regression("flushes_metric", "regression.FlushesMetric"),
     regression("tqdm_progress_bar", "regression.Regressor", callback(f"{STOCK}.TQDMProgressBar")),
@@ -241,7 +334,9 @@ CALLED = [
         callback(f"{STOCK}.BatchSizeFinder"),
         refused=dict.fromkeys(ALL, "does not work here"),
     ),
-    regression("model_summary", "regression.Regressor", callback(f"{STOCK}.ModelSummary", max_depth=2)),
+    regression(
+        "model_summary", "regression.Regressor", callback(f"{STOCK}.ModelSummary", max_depth=2)
+    ),
 ]
 DATA = [
     regression("plain", data="plain.Vectors"),
@@ -264,9 +359,13 @@ DATA = [
     ),
     regression("plain_distributed", data="plain.Distributed"),
     regression(
-        "plain_curriculum", data="plain.Curriculum", refused=dict.fromkeys(ALL, "set it in on_train_epoch_start")
+        "plain_curriculum",
+        data="plain.Curriculum",
+        refused=dict.fromkeys(ALL, "set it in on_train_epoch_start"),
     ),
-    regression("plain_whole_batches", data="plain.OneByOne", refused=dict.fromkeys(ALL, "batch_size=None")),
+    regression(
+        "plain_whole_batches", data="plain.OneByOne", refused=dict.fromkeys(ALL, "batch_size=None")
+    ),
 ]
 PARAMETERS = [
     regression("l1", "regression.L1"),
@@ -292,7 +391,10 @@ TRAINER = [
     regression("skips_the_rest", "regression.SkipsTheRest"),
     regression("own_callbacks", "regression.OwnCallbacks"),
     regression(
-        "own_loaders", "regression.OwnLoaders", refused=dict.fromkeys(ALL, "methods of its own for data"), sample=SINGLE
+        "own_loaders",
+        "regression.OwnLoaders",
+        refused=dict.fromkeys(ALL, "methods of its own for data"),
+        sample=SINGLE,
     ),
     regression("collisions", "regression.Collisions", apart=("samples_module",)),
     regression("sometimes_logs", "regression.SometimesLogs", sample=SINGLE),
@@ -301,25 +403,51 @@ TRAINER = [
     regression("objects", "regression.Objects", data="objects"),
     regression("bf16", "regression.Regressor", "trainer.precision=bf16-mixed", random=True),
     regression(
-        "float64", "regression.Regressor", "trainer.precision=64-true", sample=SINGLE,
+        "float64",
+        "regression.Regressor",
+        "trainer.precision=64-true",
+        sample=SINGLE,
         refused={"fsdp2": "64-true does not work with this strategy"},
     ),
-    regression("ends_inside_an_epoch", "regression.OneCycle", "trainer.max_epochs=null", "trainer.max_steps=15"),
+    regression(
+        "ends_inside_an_epoch",
+        "regression.OneCycle",
+        "trainer.max_epochs=null",
+        "trainer.max_steps=15",
+    ),
     Habit(name="auroc", task="vision.ListStates", data="images", apart=("train/mean_step",)),
     regression(
-        "manual_micro_batches", "regression.Manual", NO_CLIP, "data.micro_batch_size=2",
-        refused=dict.fromkeys(ALL, "optimizes manually"), sample=SINGLE,
+        "manual_micro_batches",
+        "regression.Manual",
+        NO_CLIP,
+        "data.micro_batch_size=2",
+        refused=dict.fromkeys(ALL, "optimizes manually"),
+        sample=SINGLE,
     ),
     regression("sam", "regression.SAM", NO_CLIP),
-]  # fmt: skip
+]
 OPTIMIZERS = [
     *(
-        regression(name.lower(), "regression.Zoo", f"+task.kind={name}", refused=NEEDS_WHOLE.get(name, {}))
-        for name in ("Adagrad", "Adadelta", "NAdam", "RAdam", "Rprop", "ASGD", "Adamax", "Adafactor")
+        regression(
+            name.lower(), "regression.Zoo", f"+task.kind={name}", refused=NEEDS_WHOLE.get(name, {})
+        )
+        for name in (
+            "Adagrad",
+            "Adadelta",
+            "NAdam",
+            "RAdam",
+            "Rprop",
+            "ASGD",
+            "Adamax",
+            "Adafactor",
+        )
     ),
     *(
         regression(
-            f"schedule_{name.lower()}", "regression.Zoo", "+task.kind=SGD", f"+task.schedule={name}",
+            f"schedule_{name.lower()}",
+            "regression.Zoo",
+            "+task.kind=SGD",
+            f"+task.schedule={name}",
             f"+task.options={{{options}}}",
         )
         for name, options in {
@@ -332,12 +460,21 @@ OPTIMIZERS = [
     regression("object_lambda", "regression.ObjectLambda"),
     regression("lookahead", "regression.Lookahead"),
     regression("named_groups", "regression.Named"),
-]  # fmt: skip
+]
 IDIOMS = [
     regression("loader_length", "idioms.LoaderLength"),
-    regression("loader_length_accumulated", "idioms.LoaderLength", "data.micro_batch_size=2", sample=("ddp2",)),
+    regression(
+        "loader_length_accumulated",
+        "idioms.LoaderLength",
+        "data.micro_batch_size=2",
+        sample=("ddp2",),
+    ),
     regression("clips_itself", "idioms.ClipsItself"),
-    regression("not_yet", "idioms.NotYet", refused=dict.fromkeys(ALL, "take their shape from the first batch")),
+    regression(
+        "not_yet",
+        "idioms.NotYet",
+        refused=dict.fromkeys(ALL, "take their shape from the first batch"),
+    ),
 ]
 HABITS = [
     *IDIOMS,

@@ -12,7 +12,9 @@ class LoaderLength(Regressor):
     def configure_optimizers(self):
         optimizer = self.sgd()
         steps = len(self.trainer.datamodule.train_dataloader())
-        schedule = lr_scheduler.OneCycleLR(optimizer, 0.1, steps_per_epoch=steps, epochs=self.trainer.max_epochs)
+        schedule = lr_scheduler.OneCycleLR(
+            optimizer, 0.1, steps_per_epoch=steps, epochs=self.trainer.max_epochs
+        )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 

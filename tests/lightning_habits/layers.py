@@ -1,4 +1,6 @@
-"""Weights and layers in the forms that torch has for them: parametrizations, hooks, sparse and shared ones."""
+"""Weights and layers in the forms that torch has for them: parametrizations, hooks, sparse and
+shared ones.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -18,13 +20,17 @@ class OldWeightNorm(Regressor):
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self.net = nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 16)), nn.Tanh(), nn.Linear(16, 1))
+            self.net = nn.Sequential(
+                nn.utils.weight_norm(nn.Linear(8, 16)), nn.Tanh(), nn.Linear(16, 1)
+            )
 
 
 class NewWeightNorm(Regressor):
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 16)), nn.Tanh(), nn.Linear(16, 1))
+        self.net = nn.Sequential(
+            parametrizations.weight_norm(nn.Linear(8, 16)), nn.Tanh(), nn.Linear(16, 1)
+        )
 
 
 class Symmetric(nn.Module):
@@ -143,7 +149,9 @@ class GrowingBuffer(Regressor):
 
 
 class GrowingBufferLoads(GrowingBuffer):
-    """The same with the usual remedy: the buffer takes the checkpoint's shape before it is loaded."""
+    """The same with the usual remedy: the buffer takes the checkpoint's shape before it is
+    loaded.
+    """
 
     def on_load_checkpoint(self, checkpoint):
         self.memory = torch.zeros_like(checkpoint["state_dict"]["memory"])
@@ -202,7 +210,9 @@ class SparseAutomatically(Sparse):
 
 
 class Factorized(Regressor):
-    """Sparse embeddings of users and items alone, trained by SparseAdam, as in matrix factorization."""
+    """Sparse embeddings of users and items alone, trained by SparseAdam, as in matrix
+    factorization.
+    """
 
     def __init__(self):
         super().__init__()
@@ -211,7 +221,9 @@ class Factorized(Regressor):
 
     def forward(self, x):
         bits = (x > 0).long() * torch.tensor([1, 2, 4, 0, 1, 2, 4, 0], device=x.device)
-        return (self.users(bits[:, :4].sum(1)) * self.items(bits[:, 4:].sum(1))).sum(1, keepdim=True)
+        return (self.users(bits[:, :4].sum(1)) * self.items(bits[:, 4:].sum(1))).sum(
+            1, keepdim=True
+        )
 
     def configure_optimizers(self):
         return torch.optim.SparseAdam(self.parameters(), lr=0.01)
@@ -266,7 +278,9 @@ class SwapsWeights(Regressor):
 
     def __init__(self):
         super().__init__()
-        self.average = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).requires_grad_(False)
+        self.average = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).requires_grad_(
+            False
+        )
         self.average.load_state_dict(self.net.state_dict())
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
@@ -290,7 +304,9 @@ class SwapsWeights(Regressor):
 
 
 class HiddenTeacher(Regressor):
-    """A teacher that is hidden from Lightning in a list: in no state dict, made the same by each start."""
+    """A teacher that is hidden from Lightning in a list: in no state dict, made the same by each
+    start.
+    """
 
     def __init__(self):
         super().__init__()
@@ -337,7 +353,9 @@ class Transformer(Regressor):
         self.query = nn.Parameter(torch.zeros(1, 1, 8))
 
     def forward(self, x):
-        tokens = torch.cat([self.query.expand(len(x), 1, 8), x.unsqueeze(1), x.flip(1).unsqueeze(1)], dim=1)
+        tokens = torch.cat(
+            [self.query.expand(len(x), 1, 8), x.unsqueeze(1), x.flip(1).unsqueeze(1)], dim=1
+        )
         mask = nn.Transformer.generate_square_subsequent_mask(3, device=x.device)
         return self.net(self.encoder(tokens, mask=mask.T)[:, 0])
 
@@ -354,7 +372,9 @@ class ChannelsLast(Regressor):
         self.mix = nn.Linear(8, 8)
 
     def forward(self, x):
-        image = torch.outer(torch.ones(2, device=x.device), torch.ones(4, device=x.device)).expand(len(x), 1, 2, 4)
+        image = torch.outer(torch.ones(2, device=x.device), torch.ones(4, device=x.device)).expand(
+            len(x), 1, 2, 4
+        )
         image = (image * x.view(len(x), 1, 2, 4)).contiguous(memory_format=torch.channels_last)
         return self.net(self.mix(F.avg_pool2d(self.conv(image), 1, 2).flatten(1)))
 
@@ -380,7 +400,12 @@ class Routed(Regressor):
 
     def forward(self, x):
         weights = self.gate(x).softmax(-1)
-        return self.net(sum(w.unsqueeze(1) * expert(x) for w, expert in zip(weights.T, self.experts, strict=True)))
+        return self.net(
+            sum(
+                w.unsqueeze(1) * expert(x)
+                for w, expert in zip(weights.T, self.experts, strict=True)
+            )
+        )
 
 
 class ExtraStateNet(nn.Linear):
@@ -413,7 +438,9 @@ class BatchNorms(Regressor):
     def __init__(self):
         super().__init__()
         self.norms = nn.Sequential(
-            nn.BatchNorm1d(8, affine=False, momentum=None), nn.Linear(8, 8), nn.LayerNorm(8, bias=False)
+            nn.BatchNorm1d(8, affine=False, momentum=None),
+            nn.Linear(8, 8),
+            nn.LayerNorm(8, bias=False),
         )
 
     def forward(self, x):

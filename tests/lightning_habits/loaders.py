@@ -93,7 +93,9 @@ class ListsOfIndices(Vectors):
     """A batch sampler that is a list of lists, as torch takes any iterable."""
 
     def train_dataloader(self):
-        batches = torch.randperm(48, generator=torch.Generator().manual_seed(3)).reshape(6, 8).tolist()
+        batches = (
+            torch.randperm(48, generator=torch.Generator().manual_seed(3)).reshape(6, 8).tolist()
+        )
         return DataLoader(self.train, batch_sampler=batches)
 
 
@@ -114,7 +116,9 @@ def rank_and_size():
 
 
 class WeightedDistributed(Sampler):
-    """The usual answer to "a weighted sampler for DDP": no subclass of torch's, it asks for its rank itself."""
+    """The usual answer to "a weighted sampler for DDP": no subclass of torch's, it asks for its
+    rank itself.
+    """
 
     def __init__(self, weights):
         self.rank, self.ranks = rank_and_size()
@@ -128,13 +132,17 @@ class WeightedDistributed(Sampler):
 
     def __iter__(self):
         generator = torch.Generator().manual_seed(self.epoch)
-        drawn = torch.multinomial(self.weights, len(self.weights), True, generator=generator).tolist()
+        drawn = torch.multinomial(
+            self.weights, len(self.weights), True, generator=generator
+        ).tolist()
         return iter(drawn[self.rank :: self.ranks])
 
 
 class OwnDistributedSampler(Vectors):
     def train_dataloader(self):
-        return DataLoader(self.train, batch_size=8, sampler=WeightedDistributed(torch.linspace(0.1, 1, 48)))
+        return DataLoader(
+            self.train, batch_size=8, sampler=WeightedDistributed(torch.linspace(0.1, 1, 48))
+        )
 
 
 class SplitByNode(IterableDataset):
@@ -160,12 +168,17 @@ class ShardHeldOut(Vectors):
 
     def val_dataloader(self):
         rank, ranks = rank_and_size()
-        return [DataLoader(self.val, batch_size=8), DataLoader(Subset(self.val, range(rank, 16, ranks)), batch_size=8)]
+        return [
+            DataLoader(self.val, batch_size=8),
+            DataLoader(Subset(self.val, range(rank, 16, ranks)), batch_size=8),
+        ]
 
 
 class ShardTest(Vectors):
     def test_dataloader(self):
-        return DataLoader(self.test, batch_size=8, sampler=WeightedDistributed(torch.linspace(0.1, 1, 16)))
+        return DataLoader(
+            self.test, batch_size=8, sampler=WeightedDistributed(torch.linspace(0.1, 1, 16))
+        )
 
 
 class ShuffledByRank(Vectors):
@@ -203,7 +216,9 @@ class ShuffledStream(Vectors):
 
 
 class Episodes(Sampler):
-    """Few-shot learning: batches of classes and of their samples, drawn from NumPy's global numbers."""
+    """Few-shot learning: batches of classes and of their samples, drawn from NumPy's global
+    numbers.
+    """
 
     def __len__(self):
         return 6

@@ -9,7 +9,9 @@ from tests.lightning_habits.regression import Manual, Regressor
 
 
 class Frequencies(Manual):
-    """The head is stepped with every batch, the body with every third, each with a schedule of its own."""
+    """The head is stepped with every batch, the body with every third, each with a schedule of its
+    own.
+    """
 
     def training_step(self, batch, batch_idx):
         body, head = self.optimizers()
@@ -100,7 +102,9 @@ class BackwardTwice(Manual):
 
 
 class PlainOptimizers(Manual):
-    """`optimizers(use_pl_optimizer=False)` and loss.backward(): steps that Lightning does not see."""
+    """`optimizers(use_pl_optimizer=False)` and loss.backward(): steps that Lightning does not
+    see.
+    """
 
     def training_step(self, batch, batch_idx):
         opt = self.optimizers(use_pl_optimizer=False)
@@ -252,7 +256,9 @@ class StepsAtTheEnd(Manual):
 
 
 class Actor(Manual):
-    """Actor and critic: each is trained through the other, with frozen copies that follow slowly."""
+    """Actor and critic: each is trained through the other, with frozen copies that follow
+    slowly.
+    """
 
     def __init__(self):
         super().__init__()

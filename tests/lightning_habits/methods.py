@@ -1,4 +1,6 @@
-"""Methods of papers, small: distillation, contrastive pairs, codebooks, target networks, inner loops."""
+"""Methods of papers, small: distillation, contrastive pairs, codebooks, target networks, inner
+loops.
+"""
 
 import copy
 import math
@@ -14,7 +16,9 @@ from tests.lightning_habits.regression import Regressor
 
 
 class DINO(L.LightningModule):
-    """Student and teacher over several crops; a center that is reduced by torch.distributed; schedules by hand."""
+    """Student and teacher over several crops; a center that is reduced by torch.distributed;
+    schedules by hand.
+    """
 
     def __init__(self, momentum: float = 0.9):
         super().__init__()
@@ -50,7 +54,9 @@ class DINO(L.LightningModule):
             wanted = self.teacher(torch.cat(list(crops)))
             targets = ((wanted - self.center) / 0.5).softmax(-1).chunk(2)
         pairs = [(0, 1), (1, 0)]
-        loss = sum(-(targets[i] * (out[j] / 0.3).log_softmax(-1)).sum(-1).mean() for i, j in pairs) / 2
+        loss = (
+            sum(-(targets[i] * (out[j] / 0.3).log_softmax(-1)).sum(-1).mean() for i, j in pairs) / 2
+        )
         self.update_center(wanted)
         self.log("dino", loss, on_step=True, on_epoch=True, sync_dist=True)
         return loss
@@ -64,14 +70,19 @@ class DINO(L.LightningModule):
     def on_train_batch_end(self, outputs, batch, batch_idx):
         m = self.hparams.momentum
         with torch.no_grad():
-            for q, k in zip(self.student[0].parameters(), self.teacher[0].parameters(), strict=True):
+            for q, k in zip(
+                self.student[0].parameters(), self.teacher[0].parameters(), strict=True
+            ):
                 k.data.mul_(m).add_((1 - m) * q.detach().data)
 
     def configure_optimizers(self):
         decayed = [p for p in self.student.parameters() if p.ndim > 1]
         others = [p for p in self.student.parameters() if p.ndim <= 1]
         return torch.optim.SGD(
-            [{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=0.05, momentum=0.9, weight_decay=0.01
+            [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
+            lr=0.05,
+            momentum=0.9,
+            weight_decay=0.01,
         )
 
 
@@ -135,7 +146,11 @@ class VQVAE(L.LightningModule):
             sums = self.trainer.strategy.reduce(hot.T @ z, reduce_op="sum")
             self.counts.mul_(0.9).add_(counts, alpha=0.1)
             means = sums / counts.clamp(min=1).unsqueeze(1)
-            self.codebook.copy_(torch.where(counts.unsqueeze(1) > 0, 0.9 * self.codebook + 0.1 * means, self.codebook))
+            self.codebook.copy_(
+                torch.where(
+                    counts.unsqueeze(1) > 0, 0.9 * self.codebook + 0.1 * means, self.codebook
+                )
+            )
         self.log("vq", loss, sync_dist=True)
         self.log("used", (self.counts > 0.5).float().sum())
         return loss
@@ -172,13 +187,18 @@ class Diffusion(L.LightningModule):
         super().__init__()
         betas = torch.linspace(1e-3, 0.2, steps)
         self.register_buffer("alphas", (1 - betas).cumprod(0), persistent=False)
-        self.time, self.net = nn.Embedding(steps, 16), nn.Sequential(nn.Linear(80, 16), nn.SiLU(), nn.Linear(16, 64))
+        self.time, self.net = (
+            nn.Embedding(steps, 16),
+            nn.Sequential(nn.Linear(80, 16), nn.SiLU(), nn.Linear(16, 64)),
+        )
 
     def loss(self, x):
         t = torch.randint(0, len(self.alphas), (len(x),), device=self.device)
         noise = torch.randn_like(x)
         a = self.alphas[t].unsqueeze(1)
-        return F.mse_loss(self.net(torch.cat([a.sqrt() * x + (1 - a).sqrt() * noise, self.time(t)], dim=1)), noise)
+        return F.mse_loss(
+            self.net(torch.cat([a.sqrt() * x + (1 - a).sqrt() * noise, self.time(t)], dim=1)), noise
+        )
 
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch[0].flatten(1))
@@ -216,7 +236,9 @@ class PerSample(Regressor):
         params = {name: p.detach() for name, p in self.net.named_parameters()}
 
         def loss(params, x, y):
-            return F.mse_loss(torch.func.functional_call(self.net, params, (x.unsqueeze(0),)), y.unsqueeze(0))
+            return F.mse_loss(
+                torch.func.functional_call(self.net, params, (x.unsqueeze(0),)), y.unsqueeze(0)
+            )
 
         grads = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(params, x, y)
         norms = sum(g.flatten(1).square().sum(1) for g in grads.values()).sqrt()
@@ -232,7 +254,9 @@ class Physics(Regressor):
         x = x.clone().requires_grad_(True)
         u = self(x)
         first = torch.autograd.grad(u, x, torch.ones_like(u), create_graph=True)[0]
-        second = torch.autograd.grad(first[:, 0], x, torch.ones_like(first[:, 0]), create_graph=True)[0][:, 0]
+        second = torch.autograd.grad(
+            first[:, 0], x, torch.ones_like(first[:, 0]), create_graph=True
+        )[0][:, 0]
         loss = F.mse_loss(u, y) + 0.1 * (second + u[:, 0]).square().mean()
         self.log("physics", loss, sync_dist=True)
         return loss
@@ -273,11 +297,15 @@ class Distilled(Regressor):
         return super().training_step(batch, batch_idx) + 0.5 * F.mse_loss(self(x), self.teacher(x))
 
     def configure_optimizers(self):
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+        return torch.optim.SGD(
+            [p for p in self.parameters() if p.requires_grad], lr=0.05, momentum=0.9
+        )
 
 
 class Centers(L.LightningModule):
-    """A loss with weights of its own and an optimizer of their own, both in one list of groups; accuracy by hand."""
+    """A loss with weights of its own and an optimizer of their own, both in one list of groups;
+    accuracy by hand.
+    """
 
     def __init__(self):
         super().__init__()
@@ -307,7 +335,10 @@ class Centers(L.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(
-            [{"params": self.net.parameters(), "lr": 0.05}, {"params": [self.centers], "lr": 0.1, "momentum": 0.5}]
+            [
+                {"params": self.net.parameters(), "lr": 0.05},
+                {"params": [self.centers], "lr": 0.1, "momentum": 0.5},
+            ]
         )
 
 
@@ -323,14 +354,22 @@ class Detector(L.LightningModule):
         h = self.body(torch.stack(images))
         boxes = torch.stack([target["boxes"].mean(0) for target in targets])
         labels = torch.stack([target["labels"][0] for target in targets])
-        return {"box": F.smooth_l1_loss(self.boxes(h), boxes), "class": F.cross_entropy(self.classes(h), labels)}
+        return {
+            "box": F.smooth_l1_loss(self.boxes(h), boxes),
+            "class": F.cross_entropy(self.classes(h), labels),
+        }
 
     def training_step(self, batch, batch_idx):
         losses = self.losses(*batch)
         self.log_dict(
-            {f"train_{name}": value for name, value in losses.items()}, batch_size=len(batch[0]), sync_dist=True
+            {f"train_{name}": value for name, value in losses.items()},
+            batch_size=len(batch[0]),
+            sync_dist=True,
         )
-        return {"loss": sum(losses.values()), **{name: value.detach() for name, value in losses.items()}}
+        return {
+            "loss": sum(losses.values()),
+            **{name: value.detach() for name, value in losses.items()},
+        }
 
     def validation_step(self, batch, batch_idx):
         losses = self.losses(*batch)
@@ -341,7 +380,9 @@ class Detector(L.LightningModule):
 
 
 class Recurrent(L.LightningModule):
-    """Truncated backpropagation: one batch, several steps of the optimizer over parts of the sequence."""
+    """Truncated backpropagation: one batch, several steps of the optimizer over parts of the
+    sequence.
+    """
 
     def __init__(self):
         super().__init__()

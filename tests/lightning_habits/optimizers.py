@@ -12,7 +12,9 @@ from tests.lightning_habits.regression import Manual, Regressor
 
 
 class Sharpness(Optimizer):
-    """SAM as its widely copied file has it: steps another optimizer, which shares its groups, and needs a closure."""
+    """SAM as its widely copied file has it: steps another optimizer, which shares its groups, and
+    needs a closure.
+    """
 
     def __init__(self, params, base, rho=0.05, **kwargs):
         super().__init__(params, {"rho": rho, **kwargs})
@@ -45,7 +47,9 @@ class Sharpness(Optimizer):
         assert closure is not None, "Sharpness Aware Minimization requires closure"
 
     def _norm(self):
-        return torch.stack([p.grad.norm() for g in self.param_groups for p in g["params"] if p.grad is not None]).norm()
+        return torch.stack(
+            [p.grad.norm() for g in self.param_groups for p in g["params"] if p.grad is not None]
+        ).norm()
 
     def load_state_dict(self, state_dict):
         super().load_state_dict(state_dict)
@@ -67,11 +71,17 @@ class StepsAnother(Manual):
 
 
 class Delegating(Optimizer):
-    """timm's Lookahead: its `state_dict` is that of the optimizer that it wraps, with the slow weights."""
+    """timm's Lookahead: its `state_dict` is that of the optimizer that it wraps, with the slow
+    weights.
+    """
 
     def __init__(self, base, alpha=0.5, k=3):
         self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
-        self._base_optimizer, self.param_groups, self.defaults = base, base.param_groups, base.defaults
+        self._base_optimizer, self.param_groups, self.defaults = (
+            base,
+            base.param_groups,
+            base.defaults,
+        )
         self.state, self.alpha, self.k = {}, alpha, k
         for group in base.param_groups:
             group["lookahead_step"] = 0
@@ -103,7 +113,9 @@ class Delegates(Regressor):
 
 
 class Lists(Optimizer):
-    """Shampoo's and SOAP's form: lists and dicts of tensors in the entries, which grow while it trains."""
+    """Shampoo's and SOAP's form: lists and dicts of tensors in the entries, which grow while it
+    trains.
+    """
 
     def __init__(self, params, lr=1e-2):
         super().__init__(params, {"lr": lr})
@@ -121,7 +133,11 @@ class Lists(Optimizer):
                 entry = self.state[p]
                 if not entry:
                     entry.update(
-                        {"GG": [torch.zeros_like(p), None], "by.name": {"m": torch.zeros_like(p)}, "empty": []}
+                        {
+                            "GG": [torch.zeros_like(p), None],
+                            "by.name": {"m": torch.zeros_like(p)},
+                            "empty": [],
+                        }
                     )
                     entry.update({"history": np.zeros(2), 0: 0.0, "pair": (torch.zeros_like(p), 1)})
                 entry["GG"][0].mul_(0.9).add_(p.grad.square())
@@ -170,7 +186,9 @@ class NumpyRate(Regressor):
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2 * np.sqrt(2.0))
-        schedule = lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 * (1 + np.cos(np.pi * step / 20)))
+        schedule = lr_scheduler.LambdaLR(
+            optimizer, lambda step: 0.5 * (1 + np.cos(np.pi * step / 20))
+        )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
@@ -220,7 +238,10 @@ class AveragesAfterSteps(Regressor):
 
     def training_step(self, batch, batch_idx):
         x, _ = batch
-        return super().training_step(batch, batch_idx) + 0.1 * (self.net(x) - self.average(x).detach()).square().mean()
+        return (
+            super().training_step(batch, batch_idx)
+            + 0.1 * (self.net(x) - self.average(x).detach()).square().mean()
+        )
 
 
 class StepsLooseTensor(Regressor):
@@ -235,7 +256,9 @@ class StepsLooseTensor(Regressor):
 
 
 class SchedulesDecay(Regressor):
-    """DINO's and MAE's weight decay schedule: the group keeps its first value from the first batch on."""
+    """DINO's and MAE's weight decay schedule: the group keeps its first value from the first batch
+    on.
+    """
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1)
@@ -251,7 +274,11 @@ class NamesGroups(Regressor):
 
     def configure_optimizers(self):
         groups = [
-            {"params": [*layer.parameters()], "names": [name for name, _ in layer.named_parameters()], "lr": lr}
+            {
+                "params": [*layer.parameters()],
+                "names": [name for name, _ in layer.named_parameters()],
+                "lr": lr,
+            }
             for layer, lr in ((self.net[0], 0.05), (self.net[2], 0.01))
         ]
         optimizer = torch.optim.SGD(groups, momentum=0.9)
@@ -271,11 +298,16 @@ class FreezesBackbone(Regressor):
             for layer, lr in ((self.net[0], 0.01), (self.net[2], 0.05))
         ]
         optimizer = torch.optim.SGD(groups, momentum=0.9)
-        return [optimizer], [{"scheduler": lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]
+        return [optimizer], [
+            {"scheduler": lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}
+        ]
 
 
 class SizesSteps(Optimizer):
-    """Computes the size of its steps: COCOB's groups have no rate, transformers' Adafactor's may have None."""
+    """Computes the size of its steps.
+
+    COCOB's groups have no rate, transformers' Adafactor's may have None.
+    """
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -300,7 +332,10 @@ class HasNoRate(Regressor):
 
 
 class SetsRateAtStart(Regressor):
-    """A rate and a group for the start of training, set by hand. The rate is raised by hand, too."""
+    """A rate and a group for the start of training, set by hand.
+
+    The rate is raised by hand, too.
+    """
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.net[2].parameters(), lr=0.05, momentum=0.9)
@@ -325,11 +360,15 @@ class BeginsOptimizerAnew(Regressor):
 
 
 class ReplacesHead(Regressor):
-    """The head is drawn anew for the second epoch and the optimizer with it, as in class-incremental learning."""
+    """The head is drawn anew for the second epoch and the optimizer with it, as in
+    class-incremental learning.
+    """
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
-        return [optimizer], [{"scheduler": lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}]
+        return [optimizer], [
+            {"scheduler": lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}
+        ]
 
     def on_train_epoch_start(self):
         if self.current_epoch == 1:

@@ -79,7 +79,9 @@ class ModelEma(nn.Module):
 
     @torch.no_grad()
     def update(self, model):
-        for ema, value in zip(self.module.state_dict().values(), model.state_dict().values(), strict=True):
+        for ema, value in zip(
+            self.module.state_dict().values(), model.state_dict().values(), strict=True
+        ):
             ema.copy_(self.decay * ema + (1 - self.decay) * value)
 
 
@@ -125,18 +127,26 @@ class EMAOptimizer(torch.optim.Optimizer):
         return getattr(self.optimizer, name)
 
     def state_dict(self):
-        return {"opt": self.optimizer.state_dict(), "ema": self.ema_params, "current_step": self.current_step}
+        return {
+            "opt": self.optimizer.state_dict(),
+            "ema": self.ema_params,
+            "current_step": self.current_step,
+        }
 
     def load_state_dict(self, state_dict):
         self.optimizer.load_state_dict(state_dict["opt"])
         own = self.all_parameters()
-        self.ema_params = tuple(value.to(p.device, copy=True) for value, p in zip(state_dict["ema"], own, strict=True))
+        self.ema_params = tuple(
+            value.to(p.device, copy=True) for value, p in zip(state_dict["ema"], own, strict=True)
+        )
         self.current_step = state_dict["current_step"]
 
 
 class NemoEMA(Callback):
     def on_fit_start(self, trainer, pl_module):
-        trainer.optimizers = [o if isinstance(o, EMAOptimizer) else EMAOptimizer(o) for o in trainer.optimizers]
+        trainer.optimizers = [
+            o if isinstance(o, EMAOptimizer) else EMAOptimizer(o) for o in trainer.optimizers
+        ]
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         total = sum(value.sum() for value in trainer.optimizers[0].ema_params)
@@ -166,13 +176,18 @@ class StepHooks(Regressor):
 
 
 class TensorRate(Regressor):
-    """A learning rate that is a tensor, weights that are maximized, one group with a bare parameter."""
+    """A learning rate that is a tensor, weights that are maximized, one group with a bare
+    parameter.
+    """
 
     def training_step(self, batch, batch_idx):
         return -super().training_step(batch, batch_idx)
 
     def configure_optimizers(self):
-        groups = [{"params": self.net[0].parameters(), "lr": torch.tensor(0.02)}, {"params": self.net[2].weight}]
+        groups = [
+            {"params": self.net[0].parameters(), "lr": torch.tensor(0.02)},
+            {"params": self.net[2].weight},
+        ]
         optimizer = torch.optim.Adam(groups, lr=torch.tensor(0.01), maximize=True, foreach=False)
         schedule = lr_scheduler.ExponentialLR(optimizer, 0.9)
         return [optimizer], [{"scheduler": schedule, "interval": "step", "frequency": 2}]
@@ -221,7 +236,9 @@ class Muons(Regressor):
 
 
 class Prodigy(torch.optim.Optimizer):
-    """The core of Prodigy and D-Adaptation: a rate estimated over all weights, by sums that become numbers."""
+    """The core of Prodigy and D-Adaptation: a rate estimated over all weights, by sums that become
+    numbers.
+    """
 
     def __init__(self, params, lr=1.0, d0=1e-2):
         super().__init__(params, {"lr": lr, "d": d0, "numerator": 0.0, "k": 0})
@@ -256,7 +273,9 @@ class Prodigies(Regressor):
 
 
 class SlowWeights(torch.optim.Optimizer):
-    """torch_optimizer's Lookahead: counts steps itself, and saves slow weights beside torch's entries."""
+    """torch_optimizer's Lookahead: counts steps itself, and saves slow weights beside torch's
+    entries.
+    """
 
     def __init__(self, optimizer, k=4, alpha=0.5):
         self.optimizer, self.k, self.alpha, self.counter = optimizer, k, alpha, 0
@@ -284,7 +303,9 @@ class SlowWeights(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict):
         groups = zip(state_dict["slow"], self.slow, strict=True)
-        self.slow = [[x.to(old) for x, old in zip(new, known, strict=True)] for new, known in groups]
+        self.slow = [
+            [x.to(old) for x, old in zip(new, known, strict=True)] for new, known in groups
+        ]
         self.counter = state_dict["counter"]
         self.optimizer.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
         self.param_groups = self.optimizer.param_groups
@@ -296,7 +317,9 @@ class LooksAhead(Regressor):
 
 
 class ManifoldParameter(nn.Parameter):
-    """geoopt's form: a parameter of a class of its own, with an attribute that the optimizer asks for."""
+    """geoopt's form: a parameter of a class of its own, with an attribute that the optimizer asks
+    for.
+    """
 
     radius: float
 
@@ -339,9 +362,17 @@ class Tagged(Regressor):
         self.net[2].bias.is_last = True
 
     def configure_optimizers(self):
-        decay = [p for p in self.parameters() if not hasattr(p, "_no_weight_decay") and not hasattr(p, "_optim")]
+        decay = [
+            p
+            for p in self.parameters()
+            if not hasattr(p, "_no_weight_decay") and not hasattr(p, "_optim")
+        ]
         groups = [{"params": decay, "weight_decay": 0.1}]
-        groups += [{"params": [p], "weight_decay": 0.0} for p in self.parameters() if hasattr(p, "_no_weight_decay")]
+        groups += [
+            {"params": [p], "weight_decay": 0.0}
+            for p in self.parameters()
+            if hasattr(p, "_no_weight_decay")
+        ]
         groups += [{"params": [p], **p._optim} for p in self.parameters() if hasattr(p, "_optim")]
         return torch.optim.AdamW(groups, lr=0.02)
 
@@ -352,7 +383,9 @@ class Tagged(Regressor):
 
 
 class StepsInBackward(L.LightningModule):
-    """GaLore's and LOMO's per-layer updates: an optimizer per weight steps inside of the backward pass."""
+    """GaLore's and LOMO's per-layer updates: an optimizer per weight steps inside of the backward
+    pass.
+    """
 
     def __init__(self):
         super().__init__()

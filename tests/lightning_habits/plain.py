@@ -1,4 +1,6 @@
-"""LightningDataModules as in Lightning's documents: batch sizes of their own, loaders of their own."""
+"""LightningDataModules as in Lightning's documents: batch sizes of their own, loaders of their
+own.
+"""
 
 import lightning as L
 import torch
@@ -31,11 +33,18 @@ class Vectors(L.LightningDataModule):
 
     def setup(self, stage=None):
         everything = data.Samples(self.sample, range(64))
-        self.train, self.val = random_split(everything, [48, 16], generator=torch.Generator().manual_seed(42))
+        self.train, self.val = random_split(
+            everything, [48, 16], generator=torch.Generator().manual_seed(42)
+        )
         self.test = data.Samples(self.sample, range(200, 216))
 
     def train_dataloader(self):
-        return DataLoader(self.train, batch_size=self.batch_size, num_workers=self.hparams.num_workers, shuffle=True)
+        return DataLoader(
+            self.train,
+            batch_size=self.batch_size,
+            num_workers=self.hparams.num_workers,
+            shuffle=True,
+        )
 
     def val_dataloader(self):
         return DataLoader(self.val, batch_size=self.batch_size)
@@ -63,7 +72,9 @@ class Tensors(Vectors):
 
     def setup(self, stage=None):
         samples = [data.regression(i) for i in range(48)]
-        self.train = TensorDataset(torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples]))
+        self.train = TensorDataset(
+            torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
+        )
 
     val_dataloader = None
     test_dataloader = None
@@ -75,7 +86,9 @@ class Ragged(Vectors):
     sample = staticmethod(data.ragged)
 
     def train_dataloader(self):
-        return DataLoader(self.train, batch_size=8, shuffle=True, collate_fn=data.pack, num_workers=2)
+        return DataLoader(
+            self.train, batch_size=8, shuffle=True, collate_fn=data.pack, num_workers=2
+        )
 
     def val_dataloader(self):
         return DataLoader(self.val, batch_size=8, collate_fn=data.pack)
@@ -165,7 +178,9 @@ class WithState(Vectors):
 
 
 class TemplateData(L.LightningDataModule):
-    """lightning-hydra-template's MNISTDataModule: divides its batch by the number of processes itself."""
+    """lightning-hydra-template's MNISTDataModule: divides its batch by the number of processes
+    itself.
+    """
 
     def __init__(self, batch_size: int = 8, num_workers: int = 0, pin_memory: bool = False):
         super().__init__()
@@ -181,14 +196,19 @@ class TemplateData(L.LightningDataModule):
         if not self.data_train and not self.data_val and not self.data_test:
             everything = data.Samples(data.regression, range(80))
             self.data_train, self.data_val, self.data_test = random_split(
-                dataset=everything, lengths=[48, 16, 16], generator=torch.Generator().manual_seed(42)
+                dataset=everything,
+                lengths=[48, 16, 16],
+                generator=torch.Generator().manual_seed(42),
             )
 
     def loader(self, dataset, shuffle):
         return DataLoader(
-            dataset=dataset, batch_size=self.batch_size_per_device, num_workers=self.hparams.num_workers,
-            pin_memory=self.hparams.pin_memory, shuffle=shuffle,
-        )  # fmt: skip
+            dataset=dataset,
+            batch_size=self.batch_size_per_device,
+            num_workers=self.hparams.num_workers,
+            pin_memory=self.hparams.pin_memory,
+            shuffle=shuffle,
+        )
 
     def train_dataloader(self):
         return self.loader(self.data_train, True)
@@ -201,7 +221,9 @@ class TemplateData(L.LightningDataModule):
 
 
 class Combined(Vectors):
-    """Two training loaders at once, as in semi-supervised learning: a batch is a dict of batches."""
+    """Two training loaders at once, as in semi-supervised learning: a batch is a dict of
+    batches.
+    """
 
     def train_dataloader(self):
         return {
@@ -215,7 +237,10 @@ class Distributed(Vectors):
 
     def train_dataloader(self):
         sampler = torch.utils.data.DistributedSampler(
-            self.train, num_replicas=self.trainer.world_size, rank=self.trainer.global_rank, shuffle=True
+            self.train,
+            num_replicas=self.trainer.world_size,
+            rank=self.trainer.global_rank,
+            shuffle=True,
         )
         return DataLoader(self.train, batch_size=8, sampler=sampler)
 
@@ -225,7 +250,9 @@ class Curriculum(Vectors):
 
     def train_dataloader(self):
         epoch = self.trainer.current_epoch
-        return DataLoader(data.Samples(self.sample, range(24 * epoch, 24 * epoch + 48)), batch_size=8)
+        return DataLoader(
+            data.Samples(self.sample, range(24 * epoch, 24 * epoch + 48)), batch_size=8
+        )
 
 
 class OneByOne(Vectors):

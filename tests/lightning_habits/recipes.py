@@ -1,4 +1,6 @@
-"""Further recipes: of Lightning's examples, of its collection of models (bolts), and of users of the template."""
+"""Further recipes: of Lightning's examples, of its collection of models (bolts), and of users of
+the template.
+"""
 
 import copy
 import math
@@ -36,14 +38,19 @@ class LogsAtStart(Regressor):
 
 
 class Confusion(L.LightningModule):
-    """A confusion matrix over an epoch, and class weights in a buffer that checkpoints leave out."""
+    """A confusion matrix over an epoch, and class weights in a buffer that checkpoints leave
+    out.
+    """
 
     def __init__(self):
         super().__init__()
         self.net = encoder()
         self.head = nn.Linear(8, 4)
         self.register_buffer("weights", torch.tensor([1.0, 2.0, 1.0, 0.5]), persistent=False)
-        self.train_matrix, self.val_matrix = MulticlassConfusionMatrix(4), MulticlassConfusionMatrix(4)
+        self.train_matrix, self.val_matrix = (
+            MulticlassConfusionMatrix(4),
+            MulticlassConfusionMatrix(4),
+        )
 
     def forward(self, x):
         return self.head(self.net(x))
@@ -66,7 +73,9 @@ class Confusion(L.LightningModule):
 
     def on_validation_epoch_end(self):
         matrix = self.val_matrix.compute().float()
-        self.log_dict({f"val/recall_{i}": matrix[i, i] / matrix[i].sum().clamp(min=1) for i in range(4)})
+        self.log_dict(
+            {f"val/recall_{i}": matrix[i, i] / matrix[i].sum().clamp(min=1) for i in range(4)}
+        )
         self.val_matrix.reset()
 
     def configure_optimizers(self):
@@ -75,7 +84,9 @@ class Confusion(L.LightningModule):
 
 # ---------------------------------------------------------------- self-supervision
 class ByolByCallback(L.LightningModule):
-    """bolts' BYOL: a callback moves the target network after each batch, with a momentum that follows a cosine."""
+    """bolts' BYOL: a callback moves the target network after each batch, with a momentum that
+    follows a cosine.
+    """
 
     def __init__(self):
         super().__init__()
@@ -88,7 +99,9 @@ class ByolByCallback(L.LightningModule):
         with torch.no_grad():
             targets = self.target_network(a), self.target_network(b)
         found = self.predictor(self.online_network(b)), self.predictor(self.online_network(a))
-        losses = [-F.cosine_similarity(x, y, dim=-1).mean() for x, y in zip(found, targets, strict=True)]
+        losses = [
+            -F.cosine_similarity(x, y, dim=-1).mean() for x, y in zip(found, targets, strict=True)
+        ]
         self.log_dict({"1_2_loss": losses[0], "2_1_loss": losses[1]}, sync_dist=True)
         return sum(losses)
 
@@ -103,10 +116,16 @@ class MovesTarget(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         online, target = pl_module.online_network, pl_module.target_network
-        for (_, online_p), (_, target_p) in zip(online.named_parameters(), target.named_parameters(), strict=True):
-            target_p.data = self.current_tau * target_p.data + (1 - self.current_tau) * online_p.data
+        for (_, online_p), (_, target_p) in zip(
+            online.named_parameters(), target.named_parameters(), strict=True
+        ):
+            target_p.data = (
+                self.current_tau * target_p.data + (1 - self.current_tau) * online_p.data
+            )
         steps = len(trainer.train_dataloader) * trainer.max_epochs
-        self.current_tau = 1 - (1 - self.initial_tau) * (math.cos(math.pi * pl_module.global_step / steps) + 1) / 2
+        self.current_tau = (
+            1 - (1 - self.initial_tau) * (math.cos(math.pi * pl_module.global_step / steps) + 1) / 2
+        )
 
     def state_dict(self):
         return {"tau": self.current_tau}
@@ -116,20 +135,29 @@ class MovesTarget(Callback):
 
 
 class MemoryBank(L.LightningModule):
-    """A bank of features that a momentum average fills, indexed by the label; written by what all ranks have seen."""
+    """A bank of features that a momentum average fills, indexed by the label; written by what all
+    ranks have seen.
+    """
 
     def __init__(self):
         super().__init__()
         self.net = encoder()
-        self.register_buffer("bank", F.normalize(torch.cos(torch.arange(32.0)).reshape(4, 8), dim=1))
+        self.register_buffer(
+            "bank", F.normalize(torch.cos(torch.arange(32.0)).reshape(4, 8), dim=1)
+        )
 
     def training_step(self, batch, batch_idx):
         (a, _), y = batch
         z = F.normalize(self.net(a), dim=1)
         loss = F.cross_entropy(z @ self.bank.clone().t() / 0.5, y)
-        features, labels = self.all_gather(z.detach()).reshape(-1, 8), self.all_gather(y).reshape(-1)
+        features, labels = (
+            self.all_gather(z.detach()).reshape(-1, 8),
+            self.all_gather(y).reshape(-1),
+        )
         for label in range(4):
-            mean = torch.where((labels == label)[:, None], features, 0.0).sum(0) / (labels == label).sum().clamp(min=1)
+            mean = torch.where((labels == label)[:, None], features, 0.0).sum(0) / (
+                labels == label
+            ).sum().clamp(min=1)
             self.bank[label] = F.normalize(0.9 * self.bank[label] + 0.1 * mean, dim=0)
         self.log("bank", loss, sync_dist=True)
         return loss
@@ -140,7 +168,9 @@ class MemoryBank(L.LightningModule):
 
 # ---------------------------------------------------------------- optimization
 class PPO(Manual):
-    """Several passes over parts of a batch with clipped ratios to the policy of before, clipped gradients by hand."""
+    """Several passes over parts of a batch with clipped ratios to the policy of before, clipped
+    gradients by hand.
+    """
 
     def __init__(self):
         super().__init__()
@@ -180,13 +210,17 @@ class ManualClipsByTorch(Manual):
 
 
 class MultiTask(L.LightningModule):
-    """Heads in a ModuleDict, losses weighed by learned uncertainties; one task is missing in every third batch."""
+    """Heads in a ModuleDict, losses weighed by learned uncertainties; one task is missing in every
+    third batch.
+    """
 
     def __init__(self):
         super().__init__()
         self.trunk = nn.Sequential(nn.Linear(8, 16), nn.Tanh())
         self.heads = nn.ModuleDict({"sine": nn.Linear(16, 1), "sign": nn.Linear(16, 2)})
-        self.log_vars = nn.ParameterDict({"sine": nn.Parameter(torch.zeros(())), "sign": nn.Parameter(torch.zeros(()))})
+        self.log_vars = nn.ParameterDict(
+            {"sine": nn.Parameter(torch.zeros(())), "sign": nn.Parameter(torch.zeros(()))}
+        )
 
     def losses(self, batch):
         x, y = batch
@@ -207,7 +241,9 @@ class MultiTask(L.LightningModule):
         return {"loss": total, "tasks": 2}
 
     def validation_step(self, batch, batch_idx):
-        self.log_dict({f"val/{task}": loss for task, loss in self.losses(batch).items()}, sync_dist=True)
+        self.log_dict(
+            {f"val/{task}": loss for task, loss in self.losses(batch).items()}, sync_dist=True
+        )
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
@@ -267,14 +303,19 @@ class OnPretrained(Regressor):
         return self.net(torch.cat([x, features], dim=1))
 
     def configure_optimizers(self):
-        return torch.optim.SGD(filter(lambda p: p.requires_grad, self.parameters()), lr=0.05, momentum=0.9)
+        return torch.optim.SGD(
+            filter(lambda p: p.requires_grad, self.parameters()), lr=0.05, momentum=0.9
+        )
 
 
 class WithAdapter(nn.Module):
     def __init__(self, base: nn.Linear):
         super().__init__()
         self.base = base.requires_grad_(False)
-        self.down, self.up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+        self.down, self.up = (
+            nn.Linear(base.in_features, 2, bias=False),
+            nn.Linear(2, base.out_features, bias=False),
+        )
         nn.init.zeros_(self.up.weight)
 
     def forward(self, x):
@@ -298,7 +339,9 @@ class LateParameterHook(Regressor):
 
 
 class MasksRows(Regressor):
-    """Trains some rows of a weight alone, by a hook with a mask of its shape, which is removed in the last epoch."""
+    """Trains some rows of a weight alone, by a hook with a mask of its shape, which is removed in
+    the last epoch.
+    """
 
     def __init__(self):
         super().__init__()
@@ -333,7 +376,9 @@ class KeepsBest(Callback):
         score = float(trainer.callback_metrics["val/loss"])
         if score < self.best:
             self.best = score
-            self.weights = {name: value.detach().clone() for name, value in pl_module.state_dict().items()}
+            self.weights = {
+                name: value.detach().clone() for name, value in pl_module.state_dict().items()
+            }
 
     def on_train_end(self, trainer, pl_module):
         pl_module.load_state_dict(self.weights)
@@ -346,7 +391,9 @@ class KeepsBest(Callback):
 
 
 class RangeTest(Callback):
-    """Raises the rate for five steps, notes the losses, then begins with the rate of the steepest fall."""
+    """Raises the rate for five steps, notes the losses, then begins with the rate of the steepest
+    fall.
+    """
 
     def __init__(self, steps: int = 5):
         self.steps, self.losses, self.chosen = steps, [], None

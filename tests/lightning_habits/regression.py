@@ -64,7 +64,13 @@ class FrequentPlateau(Regressor):
     def configure_optimizers(self):
         optimizer = self.sgd()
         schedule = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, mode="max")
-        config = {"scheduler": schedule, "monitor": "train/loss", "interval": "epoch", "frequency": 2, "strict": True}
+        config = {
+            "scheduler": schedule,
+            "monitor": "train/loss",
+            "interval": "epoch",
+            "frequency": 2,
+            "strict": True,
+        }
         return {"optimizer": optimizer, "lr_scheduler": config}
 
 
@@ -96,7 +102,9 @@ class CosineEpochs(Regressor):
 
     def configure_optimizers(self):
         optimizer = self.sgd()
-        return [optimizer], [lr_scheduler.CosineAnnealingLR(optimizer, T_max=self.trainer.max_epochs)]
+        return [optimizer], [
+            lr_scheduler.CosineAnnealingLR(optimizer, T_max=self.trainer.max_epochs)
+        ]
 
 
 class Sequential(Regressor):
@@ -105,7 +113,9 @@ class Sequential(Regressor):
     def configure_optimizers(self):
         optimizer = self.sgd()
         warmup = lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=1)
-        cosine = lr_scheduler.CosineAnnealingLR(optimizer, T_max=max(1, self.trainer.max_epochs - 1))
+        cosine = lr_scheduler.CosineAnnealingLR(
+            optimizer, T_max=max(1, self.trainer.max_epochs - 1)
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             schedule = lr_scheduler.SequentialLR(optimizer, [warmup, cosine], milestones=[1])
@@ -131,7 +141,9 @@ class OwnWarmup(Regressor):
 
 
 class SkippedUpdates(Regressor):
-    """Updates only every second batch, within automatic optimization: the recipe of Lightning's page."""
+    """Updates only every second batch, within automatic optimization: the recipe of Lightning's
+    page.
+    """
 
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
         if batch_idx % 2 == 0:
@@ -238,8 +250,12 @@ class Reductions(Regressor):
         loss = super().training_step(batch, batch_idx)
         x, _ = batch
         self.log("largest", x.max(), reduce_fx="max", on_step=False, on_epoch=True, sync_dist=True)
-        self.log("smallest", x.min(), reduce_fx=torch.min, on_step=False, on_epoch=True, sync_dist=True)
-        self.log("count", float(len(x)), reduce_fx="sum", on_step=False, on_epoch=True, sync_dist=True)
+        self.log(
+            "smallest", x.min(), reduce_fx=torch.min, on_step=False, on_epoch=True, sync_dist=True
+        )
+        self.log(
+            "count", float(len(x)), reduce_fx="sum", on_step=False, on_epoch=True, sync_dist=True
+        )
         self.log("mine", loss, on_step=True, on_epoch=True, sync_dist=True)
         self.log("mine_local", loss)
         return {"loss": loss, "extra": x.detach()}
@@ -249,7 +265,9 @@ class Reductions(Regressor):
 
 
 class LogsDoubles(Regressor):
-    """Values in float64, of steps, epochs and the validation before, one of them logged in an epoch's first step."""
+    """Values in float64, of steps, epochs and the validation before, one of them logged in an
+    epoch's first step.
+    """
 
     def on_train_epoch_start(self):
         self.log("start", torch.tensor(self.current_epoch + 1.0, dtype=torch.float64) / 3)
@@ -257,10 +275,19 @@ class LogsDoubles(Regressor):
     def training_step(self, batch, batch_idx):
         value = batch[0].double().mean() / 3
         self.log("double", value, on_step=True, on_epoch=True, sync_dist=True)
-        self.log("doubles", batch[0].double().sum() / 3, on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
+        self.log(
+            "doubles",
+            batch[0].double().sum() / 3,
+            on_step=False,
+            on_epoch=True,
+            reduce_fx="sum",
+            sync_dist=True,
+        )
         if batch_idx == 0:
             self.log("first", value, on_step=True, on_epoch=True, sync_dist=True, prog_bar=True)
-        validated = self.trainer.callback_metrics.get("val/double", torch.tensor(0.1, dtype=torch.float64))
+        validated = self.trainer.callback_metrics.get(
+            "val/double", torch.tensor(0.1, dtype=torch.float64)
+        )
         self.log("validated", validated + 1 / 3)
         return super().training_step(batch, batch_idx)
 
@@ -285,7 +312,9 @@ class CollectsOutputs(Regressor):
 
 
 class CollectsTrainOutputs(Regressor):
-    """The same for training: a list of the epoch so far, which is no state of a checkpoint unless it is saved."""
+    """The same for training: a list of the epoch so far, which is no state of a checkpoint unless
+    it is saved.
+    """
 
     def __init__(self):
         super().__init__()
@@ -297,7 +326,9 @@ class CollectsTrainOutputs(Regressor):
         return loss
 
     def on_train_epoch_end(self):
-        losses = [loss.to(self.device) for loss in self.losses]  # those of a checkpoint are on the CPU
+        losses = [
+            loss.to(self.device) for loss in self.losses
+        ]  # those of a checkpoint are on the CPU
         self.log("epoch_mean", torch.stack(losses).mean(), sync_dist=True)
         self.losses.clear()
 
@@ -312,7 +343,9 @@ class TwoLoaders(Regressor):
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
         x, y = batch
         self.log("val/loss", F.mse_loss(self(x), y), sync_dist=True)
-        self.log(f"own/{dataloader_idx}", F.l1_loss(self(x), y), add_dataloader_idx=False, sync_dist=True)
+        self.log(
+            f"own/{dataloader_idx}", F.l1_loss(self(x), y), add_dataloader_idx=False, sync_dist=True
+        )
 
 
 class InitializedInSetup(Regressor):
@@ -321,7 +354,9 @@ class InitializedInSetup(Regressor):
     def setup(self, stage):
         if stage == "fit":
             for name, param in self.net.named_parameters():
-                values = torch.sin(torch.arange(float(param.numel())) + len(name)).reshape(param.shape)
+                values = torch.sin(torch.arange(float(param.numel())) + len(name)).reshape(
+                    param.shape
+                )
                 with torch.no_grad():
                     param.copy_(0.3 * values)
 
@@ -405,8 +440,13 @@ class Draws(Regressor):
             x, y = batch
             mix = torch.rand((), device=x.device) * 0.2
             order = torch.randperm(len(x), device=x.device)
-            noise = torch.tensor(np.random.normal(scale=0.01, size=x.shape), dtype=x.dtype, device=x.device)
-            batch = (F.dropout((1 - mix) * x + mix * x[order] + noise, 0.1), (1 - mix) * y + mix * y[order])
+            noise = torch.tensor(
+                np.random.normal(scale=0.01, size=x.shape), dtype=x.dtype, device=x.device
+            )
+            batch = (
+                F.dropout((1 - mix) * x + mix * x[order] + noise, 0.1),
+                (1 - mix) * y + mix * y[order],
+            )
         return super().shared_step(batch, stage)
 
 
@@ -419,7 +459,9 @@ class TeacherCopy(Regressor):
 
     def on_before_zero_grad(self, optimizer):
         with torch.no_grad():
-            for student, teacher in zip(self.net.parameters(), self.teacher.parameters(), strict=True):
+            for student, teacher in zip(
+                self.net.parameters(), self.teacher.parameters(), strict=True
+            ):
                 teacher.mul_(0.9).add_(student, alpha=0.1)
 
     def training_step(self, batch, batch_idx):
@@ -495,7 +537,9 @@ class ManualClosure(Manual):
 
     def configure_optimizers(self):
         optimizer = self.sgd()
-        return [optimizer], [lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", patience=0, factor=0.5)]
+        return [optimizer], [
+            lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", patience=0, factor=0.5)
+        ]
 
 
 class SometimesSteps(Manual):
@@ -530,7 +574,8 @@ class TwoOptimizers(Manual):
         )
 
 
-# ---------------------------------------------------------------- parameters in ways that sharding must bear
+# ---------------------------------------------------------------- parameters in ways that sharding
+# must bear
 class L1(Regressor):
     """A penalty over all parameters in the loss."""
 
@@ -651,7 +696,8 @@ class MultiHead(Regressor):
         return self.net(x + h.flatten(1))
 
 
-# ---------------------------------------------------------------- the Trainer, asked for this and that
+# ---------------------------------------------------------------- the Trainer, asked for this and
+# that
 class Annealing(Regressor):
     """Weights of the loss by global_step, current_epoch and the Trainer's counts of batches."""
 
@@ -752,7 +798,9 @@ class Seeds(Regressor):
 class Zoo(Regressor):
     """Any optimizer and schedule of torch by its name."""
 
-    def __init__(self, kind: str, lr: float = 0.01, schedule: str | None = None, options: dict | None = None):
+    def __init__(
+        self, kind: str, lr: float = 0.01, schedule: str | None = None, options: dict | None = None
+    ):
         super().__init__()
         self.save_hyperparameters()
 
@@ -776,18 +824,25 @@ class Doubling:
 
 
 class Cyclic(Regressor):
-    """Schedules whose state is more than numbers: CyclicLR with a function, then a LambdaLR with an object."""
+    """Schedules whose state is more than numbers.
+
+    CyclicLR with a function, then a LambdaLR with an object.
+    """
 
     def configure_optimizers(self):
         optimizer = self.sgd()
-        cyclic = lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=3, scale_fn=lambda x: 0.9**x)
+        cyclic = lr_scheduler.CyclicLR(
+            optimizer, 0.01, 0.1, step_size_up=3, scale_fn=lambda x: 0.9**x
+        )
         return [optimizer], [{"scheduler": cyclic, "interval": "step"}]
 
 
 class ObjectLambda(Regressor):
     def configure_optimizers(self):
         optimizer = self.sgd()
-        return [optimizer], [{"scheduler": lr_scheduler.LambdaLR(optimizer, Doubling()), "interval": "step"}]
+        return [optimizer], [
+            {"scheduler": lr_scheduler.LambdaLR(optimizer, Doubling()), "interval": "step"}
+        ]
 
 
 class OwnOptimizer(torch.optim.Optimizer):
@@ -824,17 +879,24 @@ class Lookahead(Regressor):
 
 
 class Named(Regressor):
-    """named_parameters, an optimizer with amsgrad, and two groups by hand with rates of their own."""
+    """named_parameters, an optimizer with amsgrad, and two groups by hand with rates of their
+    own.
+    """
 
     def configure_optimizers(self):
         biases = [p for n, p in self.named_parameters() if n.endswith("bias")]
         rest = [p for n, p in self.named_parameters() if not n.endswith("bias")]
-        groups = [{"params": rest, "lr": 1e-2, "name": "weights"}, {"params": biases, "lr": 3e-2, "name": "biases"}]
+        groups = [
+            {"params": rest, "lr": 1e-2, "name": "weights"},
+            {"params": biases, "lr": 3e-2, "name": "biases"},
+        ]
         return torch.optim.AdamW(groups, amsgrad=True, weight_decay=0.01)
 
 
 class SAM(Manual):
-    """Sharpness-aware minimization: two backward passes per step, weights moved and restored in between."""
+    """Sharpness-aware minimization: two backward passes per step, weights moved and restored in
+    between.
+    """
 
     def training_step(self, batch, batch_idx):
         opt, old = self.optimizers(), []
@@ -871,5 +933,12 @@ class Objects(Regressor):
 
     def shared_step(self, batch, stage):
         loss = F.mse_loss(self(batch.x), batch.y)
-        self.log(f"{stage}/loss", loss, on_step=False, on_epoch=True, batch_size=len(batch.names), sync_dist=True)
+        self.log(
+            f"{stage}/loss",
+            loss,
+            on_step=False,
+            on_epoch=True,
+            batch_size=len(batch.names),
+            sync_dist=True,
+        )
         return loss

@@ -20,7 +20,9 @@ def mean_over_ranks(value):
 
 # ---------------------------------------------------------------- weights that are set by hand
 class ActNorm(nn.Module):
-    """Glow's normalization: the first batch decides shift and scale, which are trained from there on."""
+    """Glow's normalization: the first batch decides shift and scale, which are trained from there
+    on.
+    """
 
     def __init__(self, width: int, everywhere: bool):
         super().__init__()
@@ -57,7 +59,9 @@ class GlowInside(Regressor):
 
     def __init__(self, everywhere: bool = True):
         super().__init__()
-        self.net = nn.Sequential(ActNorm(8, everywhere), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.net = nn.Sequential(
+            ActNorm(8, everywhere), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)
+        )
 
 
 class Langevin(Regressor):
@@ -125,7 +129,9 @@ class KMeansAtStart(Regressor):
 
 # ---------------------------------------------------------------- codebooks
 class Codebook(L.LightningModule):
-    """A codebook that moves by averages of this rank's samples; unused codes restart at random samples."""
+    """A codebook that moves by averages of this rank's samples; unused codes restart at random
+    samples.
+    """
 
     def __init__(self, codes: int = 16, weight: bool = False):
         super().__init__()
@@ -143,7 +149,9 @@ class Codebook(L.LightningModule):
         z = self.encoder(x)
         index = torch.cdist(z.detach(), self.codebook.detach()).argmin(1)
         quantized = self.codebook[index]
-        loss = F.mse_loss(self.decoder(z + (quantized - z).detach()), x) + 0.25 * F.mse_loss(z, quantized.detach())
+        loss = F.mse_loss(self.decoder(z + (quantized - z).detach()), x) + 0.25 * F.mse_loss(
+            z, quantized.detach()
+        )
         with torch.no_grad():
             hot = F.one_hot(index, len(self.counts)).float()
             self.counts.mul_(0.8).add_(hot.sum(0), alpha=0.2)
@@ -225,7 +233,9 @@ class Ensemble(Regressor):
         super().__init__()
         members = [nn.Linear(8, 1) for _ in range(4)]
         params, _ = torch.func.stack_module_state(members)
-        self.weight, self.bias = (nn.Parameter(params[name].detach()) for name in ("weight", "bias"))
+        self.weight, self.bias = (
+            nn.Parameter(params[name].detach()) for name in ("weight", "bias")
+        )
         self.base = [nn.Linear(8, 1, device="meta")]
 
     def forward(self, x):

@@ -14,11 +14,22 @@ from tests.lightning_habits.gradients import FILE
 CONFIGS = Path(__file__).parent / "configs"
 PACKAGES = "armature,torch.nn,torch.optim,torchmetrics,lightning.pytorch,tests,builtins"
 BASE = (
-    "--config-dir", str(CONFIGS), "task=habit", "model=own", "optimizer=sgd", "scheduler=constant",
-    "trainer.max_steps=null", "trainer.max_epochs=3", "trainer.accelerator=cpu", "trainer.precision=32-true",
-    "trainer.test_at_end=false", "trainer.log_every_n_steps=3", "logger=none", f"launch.allowed_packages=[{PACKAGES}]",
+    "--config-dir",
+    str(CONFIGS),
+    "task=habit",
+    "model=own",
+    "optimizer=sgd",
+    "scheduler=constant",
+    "trainer.max_steps=null",
+    "trainer.max_epochs=3",
+    "trainer.accelerator=cpu",
+    "trainer.precision=32-true",
+    "trainer.test_at_end=false",
+    "trainer.log_every_n_steps=3",
+    "logger=none",
+    f"launch.allowed_packages=[{PACKAGES}]",
     "launch.max_restarts=0",
-)  # fmt: skip
+)
 LAYOUTS: Mapping[str, tuple[int, tuple[str, ...]]] = {
     "single": (1, ("strategy=single",)),
     "ddp2": (2, ("strategy=ddp", "trainer.devices=2")),
@@ -42,9 +53,11 @@ class Habit:
         refused: layout → words of the message that refuses it before launch.
         layouts: those that are tried.
         random: draws random numbers while training, so layouts cannot agree with one another.
-        apart: columns of metrics.csv, and ends of names of weights, that layouts may differ in. What is logged without
-            sync_dist is rank 0's value; what follows a bias before BatchNorm, which Adam moves by noise, is noise too.
-        clock: beginnings of columns of metrics.csv that hold times or loads, which no two runs share.
+        apart: columns of metrics.csv, and ends of names of weights, that layouts may differ in.
+            What is logged without sync_dist is rank 0's value; what follows a bias before
+            BatchNorm, which Adam moves by noise, is noise too.
+        clock: beginnings of columns of metrics.csv that hold times or loads, which no two runs
+            share.
         stop: completed batches at which the run is stopped.
         sample: whether `make test` runs it, and under which layouts.
         needs: a package of .venv-extras, without which the habit is skipped.
@@ -79,7 +92,9 @@ class Runs:
         self.straights: dict[tuple[str, str], Path | Ended] = {}
 
     def straight(self, habit: Habit, layout: str, *overrides: str) -> Path | Ended:
-        """Return the directory of the run that nothing stopped, or how it ended if it was refused."""
+        """Return the directory of the run that nothing stopped, or how it ended if it was
+        refused.
+        """
         key = (f"{habit.name}{''.join(overrides)}", layout)
         if key not in self.straights:
             run_dir = self.forks.cwd / "outputs" / f"{habit.name}-{layout}-{len(self.straights)}"
@@ -90,7 +105,9 @@ class Runs:
         return self.straights[key]
 
     def without_gradient(self, habit: Habit) -> dict[str, Any]:
-        """Return by name which elements of parameters have no gradient in exact arithmetic: from a run in float64."""
+        """Return by name which elements of parameters have no gradient in exact arithmetic: from a
+        run in float64.
+        """
         import torch
 
         callback = "+callbacks.without_gradient={_target_:tests.lightning_habits.gradients.WithoutGradient}"
@@ -98,19 +115,45 @@ class Runs:
         return torch.load(run / FILE) if isinstance(run, Path) else {}
 
     def resumed(self, habit: Habit, layout: str) -> Path:
-        """Return the directory of a run that was stopped inside an epoch and started again by the same command."""
-        return self._twice(habit, layout, signal=signal.SIGTERM, step=habit.stop, code=128 + signal.SIGTERM)
+        """Return the directory of a run that was stopped inside an epoch and started again by the
+        same command.
+        """
+        return self._twice(
+            habit, layout, signal=signal.SIGTERM, step=habit.stop, code=128 + signal.SIGTERM
+        )
 
     def resumed_from_validation(self, habit: Habit, layout: str) -> Path:
-        """Return the directory of a run that was killed and started again from the save at a validation before."""
-        return self._twice(habit, layout, *VALIDATES_AND_SAVES, signal=signal.SIGKILL, step=STEP_OF_KILL, code=-9)
+        """Return the directory of a run that was killed and started again from the save at a
+        validation before.
+        """
+        return self._twice(
+            habit, layout, *VALIDATES_AND_SAVES, signal=signal.SIGKILL, step=STEP_OF_KILL, code=-9
+        )
 
-    def resumed_owing_validation(self, habit: Habit, layout: str, *overrides: str, step: int) -> Path:
-        """Return the directory of a run that was stopped between a step and its validation, and started again."""
-        return self._twice(habit, layout, *overrides, signal=signal.SIGTERM, step=step, code=128 + signal.SIGTERM)
+    def resumed_owing_validation(
+        self, habit: Habit, layout: str, *overrides: str, step: int
+    ) -> Path:
+        """Return the directory of a run that was stopped between a step and its validation, and
+        started again.
+        """
+        return self._twice(
+            habit, layout, *overrides, signal=signal.SIGTERM, step=step, code=128 + signal.SIGTERM
+        )
 
-    def _twice(self, habit: Habit, layout: str, *overrides: str, signal: signal.Signals, step: int, code: int) -> Path:
-        run_dir = self.forks.cwd / "outputs" / f"{habit.name}-{layout}-{signal.name}-{step}-{len(overrides)}"
+    def _twice(
+        self,
+        habit: Habit,
+        layout: str,
+        *overrides: str,
+        signal: signal.Signals,
+        step: int,
+        code: int,
+    ) -> Path:
+        run_dir = (
+            self.forks.cwd
+            / "outputs"
+            / f"{habit.name}-{layout}-{signal.name}-{step}-{len(overrides)}"
+        )
         stop = f"+callbacks.stop_at={{_target_:armature.callbacks.stop_at.StopAt,signals:{{{signal.name}:{step}}}}}"
         stopped = self._go(habit, layout, run_dir, *overrides, stop)
         assert stopped.codes[0] == code, f"not stopped at step {step}: {_tail(stopped)}"
@@ -121,7 +164,13 @@ class Runs:
 
     def _go(self, habit: Habit, layout: str, run_dir: Path, *overrides: str) -> Ended:
         ranks, strategy = LAYOUTS[layout]
-        command = (*habit.command(), *strategy, *habit.also.get(layout, ()), f"run.name={run_dir.name}", *overrides)
+        command = (
+            *habit.command(),
+            *strategy,
+            *habit.also.get(layout, ()),
+            f"run.name={run_dir.name}",
+            *overrides,
+        )
         return self.forks.train(*command, ranks=ranks, expect=None, seconds=SECONDS)
 
 
@@ -150,13 +199,23 @@ def assert_equal(straight: Path, resumed: Path) -> None:
 
 
 def differences(
-    run_dir: Path, single: Path, *, apart: tuple[str, ...], without_gradient: dict[str, Any], bound: float = 1e-5
+    run_dir: Path,
+    single: Path,
+    *,
+    apart: tuple[str, ...],
+    without_gradient: dict[str, Any],
+    bound: float = 1e-5,
 ) -> list[str]:
-    """Return what differs by more than `bound` (gradient norm: ten times that) from the run of one process."""
+    """Return what differs by more than `bound` (gradient norm: ten times that) from the run of one
+    process.
+    """
     found = []
     rows, others = (_rows(path / "metrics.csv") for path in (run_dir, single))
     if [row["step"] for row in rows] != [row["step"] for row in others]:
-        return [f"steps {[row['step'] for row in rows]}, in one process {[row['step'] for row in others]}"]
+        return [
+            f"steps {[row['step'] for row in rows]}, in one process "
+            f"{[row['step'] for row in others]}"
+        ]
     for column in others[0]:
         worst = max(
             (_relative(row.get(column, ""), other[column]), row["step"])
@@ -188,7 +247,9 @@ def weights_of(run_dir: Path) -> dict[str, Any]:
     assert path is not None
     saved = storage.read_metadata(path).state_dict_metadata
     tensors = checkpoint.load_tensors(path, saved, saved)
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith(checkpoint.RESERVED)}
+    return {
+        name: tensor for name, tensor in tensors.items() if not name.startswith(checkpoint.RESERVED)
+    }
 
 
 def _rows(file: Path) -> list[dict[str, str]]:

@@ -55,23 +55,38 @@ class PackedLSTM(LSTMClassifier):
 
     def validation_step(self, batch, batch_idx):
         x, lengths, y = batch
-        self.log("val_loss", F.cross_entropy(self.logits(x, lengths), y), batch_size=len(y), sync_dist=True)
+        self.log(
+            "val_loss",
+            F.cross_entropy(self.logits(x, lengths), y),
+            batch_size=len(y),
+            sync_dist=True,
+        )
 
 
 class GraphNet(L.LightningModule):
-    """One big graph per batch: a nested dict of unequal first dimensions, with strings beside the tensors."""
+    """One big graph per batch: a nested dict of unequal first dimensions, with strings beside the
+    tensors.
+    """
 
     def __init__(self):
         super().__init__()
-        self.message, self.update, self.readout = nn.Linear(8, 12), nn.Linear(16, 12), nn.Linear(12, 1)
+        self.message, self.update, self.readout = (
+            nn.Linear(8, 12),
+            nn.Linear(16, 12),
+            nn.Linear(12, 1),
+        )
 
     def forward(self, graph):
         x, (source, target) = graph["x"], graph["edges"].T
         messages = torch.relu(self.message(torch.cat([x[source], x[target]], dim=1)))
-        total = torch.zeros(len(x), 12, device=x.device, dtype=x.dtype).index_add(0, target, messages)
+        total = torch.zeros(len(x), 12, device=x.device, dtype=x.dtype).index_add(
+            0, target, messages
+        )
         nodes = torch.relu(self.update(torch.cat([x, total], dim=1)))
         graphs = int(graph["owner"].max()) + 1
-        sums = torch.zeros(graphs, 12, device=x.device, dtype=x.dtype).index_add(0, graph["owner"], nodes)
+        sums = torch.zeros(graphs, 12, device=x.device, dtype=x.dtype).index_add(
+            0, graph["owner"], nodes
+        )
         return self.readout(sums / graph["owner"].bincount(minlength=graphs)[:, None])[:, 0]
 
     def training_step(self, batch, batch_idx):
@@ -97,25 +112,37 @@ class Block(nn.Module):
         self.heads = heads
         self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
         self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.gate, self.up = nn.Linear(width, 2 * width, bias=False), nn.Linear(width, 2 * width, bias=False)
+        self.gate, self.up = (
+            nn.Linear(width, 2 * width, bias=False),
+            nn.Linear(width, 2 * width, bias=False),
+        )
         self.down = nn.Linear(2 * width, width, bias=False)
 
     def forward(self, x, cos, sin):
         b, t, w = x.shape
         h = self.norm1(x)
-        q, k, v = (f(h).view(b, t, self.heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
-        q, k = (
-            z * cos + torch.cat([-z[..., z.shape[-1] // 2 :], z[..., : z.shape[-1] // 2]], -1) * sin for z in (q, k)
+        q, k, v = (
+            f(h).view(b, t, self.heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v)
         )
-        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, w))
+        q, k = (
+            z * cos + torch.cat([-z[..., z.shape[-1] // 2 :], z[..., : z.shape[-1] // 2]], -1) * sin
+            for z in (q, k)
+        )
+        x = x + self.o(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, w)
+        )
         h = self.norm2(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
 
 class TinyLlama(nn.Module):
-    """The form of transformers' LlamaForCausalLM: tied weights, rotary buffers that no checkpoint holds, an Output."""
+    """The form of transformers' LlamaForCausalLM: tied weights, rotary buffers that no checkpoint
+    holds, an Output.
+    """
 
-    def __init__(self, vocab: int = 16, width: int = 16, layers: int = 2, heads: int = 2, tied: bool = True):
+    def __init__(
+        self, vocab: int = 16, width: int = 16, layers: int = 2, heads: int = 2, tied: bool = True
+    ):
         super().__init__()
         self.embed_tokens = nn.Embedding(vocab, width)
         self.layers = nn.ModuleList(Block(width, heads) for _ in range(layers))
@@ -128,16 +155,19 @@ class TinyLlama(nn.Module):
         self.register_buffer("inv_freq", inv_freq, persistent=False)
 
     def forward(self, input_ids, labels=None, attention_mask=None):
-        angles = torch.outer(torch.arange(input_ids.shape[1], device=input_ids.device).float(), self.inv_freq).repeat(
-            1, 2
-        )
+        angles = torch.outer(
+            torch.arange(input_ids.shape[1], device=input_ids.device).float(), self.inv_freq
+        ).repeat(1, 2)
         x = self.embed_tokens(input_ids)
         for layer in self.layers:
             x = layer(x, angles.cos().to(x.dtype), angles.sin().to(x.dtype))
         logits = self.lm_head(self.norm(x))
         if labels is None:
             return Output(logits=logits)
-        return Output(loss=F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), logits=logits)
+        return Output(
+            loss=F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()),
+            logits=logits,
+        )
 
 
 def decay_groups(module: nn.Module) -> list[dict]:
@@ -145,12 +175,20 @@ def decay_groups(module: nn.Module) -> list[dict]:
     no_decay = ["bias", "norm"]
     named = list(module.named_parameters())
     return [
-        {"params": [p for n, p in named if not any(word in n for word in no_decay)], "weight_decay": 0.1},
-        {"params": [p for n, p in named if any(word in n for word in no_decay)], "weight_decay": 0.0},
+        {
+            "params": [p for n, p in named if not any(word in n for word in no_decay)],
+            "weight_decay": 0.1,
+        },
+        {
+            "params": [p for n, p in named if any(word in n for word in no_decay)],
+            "weight_decay": 0.0,
+        },
     ]
 
 
-EXTRA_PACKAGES = glob.glob(str(Path(__file__).parents[2] / ".venv-extras/lib/python3*/site-packages"))
+EXTRA_PACKAGES = glob.glob(
+    str(Path(__file__).parents[2] / ".venv-extras/lib/python3*/site-packages")
+)
 
 
 class LlamaModule(L.LightningModule):
@@ -173,7 +211,9 @@ class LlamaModule(L.LightningModule):
         self.log("val_ppl", torch.exp(outputs["loss"]), sync_dist=True)
 
     def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(decay_groups(self.model), lr=self.hparams.learning_rate, eps=1e-6)
+        optimizer = torch.optim.AdamW(
+            decay_groups(self.model), lr=self.hparams.learning_rate, eps=1e-6
+        )
         total, warmup = self.trainer.estimated_stepping_batches, self.hparams.warmup_steps
 
         def rate(step):
@@ -202,15 +242,24 @@ class LateLlama(LlamaModule):
 
 
 class TransformersLlama(LlamaModule):
-    """transformers' own, from the environment of alternatives: in ours it would slow down every start."""
+    """transformers' own, from the environment of alternatives: in ours it would slow down every
+    start.
+    """
 
     def build(self):
         sys.path += EXTRA_PACKAGES
         from transformers import LlamaConfig, LlamaForCausalLM
 
         config = LlamaConfig(
-            vocab_size=16, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, max_position_embeddings=16, tie_word_embeddings=True, use_cache=False,
-        )  # fmt: skip
+            vocab_size=16,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=16,
+            tie_word_embeddings=True,
+            use_cache=False,
+        )
         torch.manual_seed(0)
         return LlamaForCausalLM(config)

@@ -1,4 +1,6 @@
-"""What users keep in checkpoints: hyperparameters of all kinds, NumPy, edits of the state dict, files of their own."""
+"""What users keep in checkpoints: hyperparameters of all kinds, NumPy, edits of the state dict,
+files of their own.
+"""
 
 import enum
 from dataclasses import dataclass
@@ -26,19 +28,30 @@ class Settings:
 class RichHparams(Regressor):
     """Lists, paths, an enum, a dataclass, NumPy and torch values as hyperparameters."""
 
-    def __init__(self, sizes: list[int] | None = None, folder: str = ".", nested: dict | None = None):
+    def __init__(
+        self, sizes: list[int] | None = None, folder: str = ".", nested: dict | None = None
+    ):
         super().__init__()
         path, color, settings = Path(folder), Color.RED, Settings()
         scale, dtype = np.float64(0.5), torch.float32
         self.save_hyperparameters(
-            {"sizes": sizes, "path": path, "color": color, "settings": settings, "scale": scale, "nested": nested}
+            {
+                "sizes": sizes,
+                "path": path,
+                "color": color,
+                "settings": settings,
+                "scale": scale,
+                "nested": nested,
+            }
         )
         self.save_hyperparameters({"dtype": str(dtype), "mean": np.arange(3.0)})
         self.hparams.lr = 0.05
 
 
 class ListHparams(Regressor):
-    """A plain save_hyperparameters() over what the configuration gave: lists and dicts of OmegaConf."""
+    """A plain save_hyperparameters() over what the configuration gave: lists and dicts of
+    OmegaConf.
+    """
 
     def __init__(self, sizes=None, betas=(0.9, 0.99), lr: float = 0.05, options=None):
         super().__init__(lr=lr)
@@ -59,16 +72,31 @@ class NumpyState(Regressor):
         gathered = self.all_gather(x.mean(0)).reshape(-1, 8).mean(0)
         self.mean += (gathered.cpu().numpy() - self.mean) / self.count
         self.seen.append(int(self.count))
-        loss = super().training_step((x - torch.tensor(self.mean, dtype=x.dtype, device=x.device), y), batch_idx)
+        loss = super().training_step(
+            (x - torch.tensor(self.mean, dtype=x.dtype, device=x.device), y), batch_idx
+        )
         self.log("count", float(self.count))
         return loss
 
     def on_save_checkpoint(self, checkpoint):
-        checkpoint["mean"], checkpoint["count"], checkpoint["seen"] = self.mean, self.count, self.seen
-        checkpoint["best"] = {"score": np.float32(0.5), "path": Path("x"), "kind": Color.RED, "keys": {1, 2}}
+        checkpoint["mean"], checkpoint["count"], checkpoint["seen"] = (
+            self.mean,
+            self.count,
+            self.seen,
+        )
+        checkpoint["best"] = {
+            "score": np.float32(0.5),
+            "path": Path("x"),
+            "kind": Color.RED,
+            "keys": {1, 2},
+        }
 
     def on_load_checkpoint(self, checkpoint):
-        self.mean, self.count, self.seen = checkpoint["mean"], checkpoint["count"], checkpoint["seen"]
+        self.mean, self.count, self.seen = (
+            checkpoint["mean"],
+            checkpoint["count"],
+            checkpoint["seen"],
+        )
 
 
 class ExtraState(Regressor):
@@ -113,7 +141,9 @@ class DropsOnSave(Regressor):
 
 
 class Renames(Regressor):
-    """Weights are renamed in on_load_checkpoint: none here has the old name, and all must stay as they are."""
+    """Weights are renamed in on_load_checkpoint: none here has the old name, and all must stay as
+    they are.
+    """
 
     def on_load_checkpoint(self, checkpoint):
         state = checkpoint["state_dict"]
@@ -143,7 +173,9 @@ class SavesNet(Regressor):
     """torch.save of the network's state on each rank, as of a best model."""
 
     def on_validation_epoch_end(self):
-        torch.save(self.net.state_dict(), Path(self.trainer.default_root_dir) / f"net{self.global_rank}.pt")
+        torch.save(
+            self.net.state_dict(), Path(self.trainer.default_root_dir) / f"net{self.global_rank}.pt"
+        )
 
 
 class SavesWhole(Regressor):
@@ -174,7 +206,10 @@ class SavesWeightsOnly(Regressor):
 
 
 class OwnStateDict(Regressor):
-    """A frozen part is left out by an override of state_dict, with strict_loading off: Lightning's recipe for LoRA."""
+    """A frozen part is left out by an override of state_dict, with strict_loading off.
+
+    Lightning's recipe for LoRA.
+    """
 
     def __init__(self):
         super().__init__()
@@ -284,7 +319,9 @@ class CountsIterator(Regressor):
     def training_step(self, batch, batch_idx):
         self.taken += 1
         (x,) = next(self.iterator)
-        return super().training_step(batch, batch_idx) + 0.1 * self(x.to(self.device)).square().mean()
+        return (
+            super().training_step(batch, batch_idx) + 0.1 * self(x.to(self.device)).square().mean()
+        )
 
     def on_save_checkpoint(self, checkpoint):
         checkpoint["taken"] = self.taken

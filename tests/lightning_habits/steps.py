@@ -40,11 +40,15 @@ class Orthogonal(Regressor):
 
 
 class PenaltyFirst(Regressor):
-    """A penalty by sums and rows of the weights, before the forward; every third loss is it alone."""
+    """A penalty by sums and rows of the weights, before the forward; every third loss is it
+    alone.
+    """
 
     def training_step(self, batch, batch_idx):
         penalty = (
-            sum(p.sum() for p in self.parameters()) + self.net[0].weight[0].sum() + (2 * self.net[2].weight).mean()
+            sum(p.sum() for p in self.parameters())
+            + self.net[0].weight[0].sum()
+            + (2 * self.net[2].weight).mean()
         )
         penalty = 0.1 * penalty.square()
         self.log("train/penalty", penalty)
@@ -61,8 +65,13 @@ class Anchored(Regressor):
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
-        first = {name: getattr(self, f"first_{name.replace('.', '_')}") for name, _ in self.named_parameters()}
-        return loss + 0.1 * sum((p - first[name]).square().sum() for name, p in self.named_parameters())
+        first = {
+            name: getattr(self, f"first_{name.replace('.', '_')}")
+            for name, _ in self.named_parameters()
+        }
+        return loss + 0.1 * sum(
+            (p - first[name]).square().sum() for name, p in self.named_parameters()
+        )
 
 
 class CallsForward(Regressor):
@@ -123,7 +132,11 @@ class Child(L.LightningModule):
 
     def training_step(self, batch, batch_idx):
         x, y = batch
-        scale = 1 + 0.1 * self.current_epoch + 0.01 * self.global_step / self.trainer.estimated_stepping_batches
+        scale = (
+            1
+            + 0.1 * self.current_epoch
+            + 0.01 * self.global_step / self.trainer.estimated_stepping_batches
+        )
         loss = scale * F.mse_loss(self(x), y)
         self.log("child/loss", loss, sync_dist=True)
         return loss
@@ -142,7 +155,9 @@ class Parent(L.LightningModule):
             object.__setattr__(child, "log", self.log)
 
     def training_step(self, batch, batch_idx):
-        return self.first.training_step(batch, batch_idx) + self.second.training_step(batch, batch_idx)
+        return self.first.training_step(batch, batch_idx) + self.second.training_step(
+            batch, batch_idx
+        )
 
     def validation_step(self, batch, batch_idx):
         x, y = batch
@@ -178,20 +193,34 @@ class Sharded(Regressor):
 
 
 class FineSchedules(Regressor):
-    """Three schedules of one optimizer, with names, intervals, frequencies and monitors of their own."""
+    """Three schedules of one optimizer, with names, intervals, frequencies and monitors of their
+    own.
+    """
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(
-            [{"params": self.net[0].parameters()}, {"params": self.net[2].parameters(), "lr": 0.02}], lr=0.05,
+            [
+                {"params": self.net[0].parameters()},
+                {"params": self.net[2].parameters(), "lr": 0.02},
+            ],
+            lr=0.05,
             momentum=0.8,
-        )  # fmt: skip
+        )
         warmup = lr_scheduler.LambdaLR(optimizer, [lambda s: 1 / (1 + 0.02 * s), lambda s: 0.99**s])
         plateau = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, mode="max", factor=0.7)
-        step = lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, factor=0.9, min_lr=[1e-3, 1e-4])
+        step = lr_scheduler.ReduceLROnPlateau(
+            optimizer, patience=1, factor=0.9, min_lr=[1e-3, 1e-4]
+        )
         return [optimizer], [
             {"scheduler": warmup, "interval": "step", "frequency": 2, "name": "warm"},
             {"scheduler": plateau, "interval": "epoch", "monitor": "val/loss", "strict": True},
-            {"scheduler": step, "interval": "step", "frequency": 3, "monitor": "train/mse", "reduce_on_plateau": True},
+            {
+                "scheduler": step,
+                "interval": "step",
+                "frequency": 3,
+                "monitor": "train/mse",
+                "reduce_on_plateau": True,
+            },
         ]
 
     def training_step(self, batch, batch_idx):
@@ -207,7 +236,9 @@ class OldSpectral(Regressor):
     def __init__(self):
         super().__init__()
         self.net = nn.Sequential(
-            nn.utils.spectral_norm(nn.Linear(8, 16)), nn.Tanh(), nn.utils.spectral_norm(nn.Linear(16, 1))
+            nn.utils.spectral_norm(nn.Linear(8, 16)),
+            nn.Tanh(),
+            nn.utils.spectral_norm(nn.Linear(16, 1)),
         )
 
     def training_step(self, batch, batch_idx):
@@ -242,9 +273,18 @@ class TokenMeans(Regressor):
         if not keep.any():
             keep[0] = True
         error = (self(x) - y).square()[:, 0]
-        self.log("kept", error[keep].mean(), batch_size=int(keep.sum()), on_epoch=True, on_step=False, sync_dist=True)
+        self.log(
+            "kept",
+            error[keep].mean(),
+            batch_size=int(keep.sum()),
+            on_epoch=True,
+            on_step=False,
+            sync_dist=True,
+        )
         self.log("most", error.max(), reduce_fx="max", on_epoch=True, on_step=False, sync_dist=True)
-        self.log("sum", error.sum(), reduce_fx=torch.sum, on_epoch=True, on_step=False, sync_dist=True)
+        self.log(
+            "sum", error.sum(), reduce_fx=torch.sum, on_epoch=True, on_step=False, sync_dist=True
+        )
         return error.mean()
 
 
@@ -280,7 +320,9 @@ class SeedsValidation(Regressor):
 
     def training_step(self, batch, batch_idx):
         x, y = batch
-        return super().training_step((x + 0.1 * torch.randn_like(x) + 0.01 * float(np.random.randn()), y), batch_idx)
+        return super().training_step(
+            (x + 0.1 * torch.randn_like(x) + 0.01 * float(np.random.randn()), y), batch_idx
+        )
 
     def validation_step(self, batch, batch_idx):
         x, y = batch

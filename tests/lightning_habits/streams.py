@@ -1,4 +1,6 @@
-"""Data that depend on what was served or learned before: stateful samplers, streams that count, replay."""
+"""Data that depend on what was served or learned before: stateful samplers, streams that count,
+replay.
+"""
 
 import numpy as np
 import torch
@@ -104,7 +106,10 @@ class Replay(Vectors):
         return DataLoader(self.train, batch_size=8, shuffle=True)
 
     def state_dict(self):
-        return {"x": torch.stack([x for x, _ in self.train.items]), "y": torch.stack([y for _, y in self.train.items])}
+        return {
+            "x": torch.stack([x for x, _ in self.train.items]),
+            "y": torch.stack([y for _, y in self.train.items]),
+        }
 
     def load_state_dict(self, state):
         self.train.items = list(zip(state["x"], state["y"], strict=True))
@@ -147,7 +152,11 @@ class HardExamples(Vectors):
         self.weights = torch.ones(48, dtype=torch.double)
 
     def train_dataloader(self):
-        return DataLoader(self.train, batch_size=8, sampler=torch.utils.data.WeightedRandomSampler(self.weights, 48))
+        return DataLoader(
+            self.train,
+            batch_size=8,
+            sampler=torch.utils.data.WeightedRandomSampler(self.weights, 48),
+        )
 
     def state_dict(self):
         return {"weights": self.weights}
@@ -166,7 +175,9 @@ class SetsWeightsInside(Regressor):
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         if batch_idx == 2:
-            self.trainer.datamodule.weights.copy_(torch.linspace(0.1, 1 + self.trainer.global_step, 48))
+            self.trainer.datamodule.weights.copy_(
+                torch.linspace(0.1, 1 + self.trainer.global_step, 48)
+            )
 
 
 class SetsOwnWeights(Regressor):
@@ -180,14 +191,20 @@ class UnevenHardExamples(HardExamples):
     """Steps that take samples of two epochs."""
 
     def train_dataloader(self):
-        return DataLoader(self.train, batch_size=8, sampler=torch.utils.data.WeightedRandomSampler(self.weights, 44))
+        return DataLoader(
+            self.train,
+            batch_size=8,
+            sampler=torch.utils.data.WeightedRandomSampler(self.weights, 44),
+        )
 
 
 class SetsSamplerWeights(Regressor):
     """The same through the Trainer's loader."""
 
     def on_train_epoch_start(self):
-        self.trainer.train_dataloader.sampler.weights = torch.linspace(0.1, 1 + self.current_epoch, 48).double()
+        self.trainer.train_dataloader.sampler.weights = torch.linspace(
+            0.1, 1 + self.current_epoch, 48
+        ).double()
 
 
 class LoaderAttributes(Regressor):

@@ -11,7 +11,14 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
 from torch.optim import lr_scheduler
-from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection, MetricTracker, MinMaxMetric, RunningMean
+from torchmetrics import (
+    MeanMetric,
+    MeanSquaredError,
+    MetricCollection,
+    MetricTracker,
+    MinMaxMetric,
+    RunningMean,
+)
 from torchmetrics.regression import MeanAbsoluteError, R2Score
 
 from tests.lightning_habits.regression import Regressor
@@ -35,7 +42,10 @@ class WarmupCosine(lr_scheduler.LRScheduler):
 class OwnSchedule(Regressor):
     def configure_optimizers(self):
         optimizer = self.sgd()
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": WarmupCosine(optimizer), "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": WarmupCosine(optimizer), "interval": "step"},
+        }
 
 
 class TimmSchedule:
@@ -70,17 +80,27 @@ class Timm(Regressor):
 class ChainedSchedules(Regressor):
     def configure_optimizers(self):
         optimizer = self.sgd()
-        parts = [lr_scheduler.ConstantLR(optimizer, 0.3, total_iters=3), lr_scheduler.ExponentialLR(optimizer, 0.9)]
-        return [optimizer], [{"scheduler": lr_scheduler.ChainedScheduler(parts), "interval": "step", "frequency": 2}]
+        parts = [
+            lr_scheduler.ConstantLR(optimizer, 0.3, total_iters=3),
+            lr_scheduler.ExponentialLR(optimizer, 0.9),
+        ]
+        return [optimizer], [
+            {"scheduler": lr_scheduler.ChainedScheduler(parts), "interval": "step", "frequency": 2}
+        ]
 
 
 class TwoLambdas(Regressor):
     """A function per group."""
 
     def configure_optimizers(self):
-        groups = [{"params": self.net[0].parameters()}, {"params": self.net[2].parameters(), "lr": 0.01}]
+        groups = [
+            {"params": self.net[0].parameters()},
+            {"params": self.net[2].parameters(), "lr": 0.01},
+        ]
         optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
-        schedule = lr_scheduler.LambdaLR(optimizer, [lambda epoch: 0.9**epoch, lambda epoch: 1 / (1 + epoch)])
+        schedule = lr_scheduler.LambdaLR(
+            optimizer, [lambda epoch: 0.9**epoch, lambda epoch: 1 / (1 + epoch)]
+        )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
@@ -129,7 +149,9 @@ class OwnClipping(Regressor):
 
 
 class OwnClippingByValue(Regressor):
-    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+    def configure_gradient_clipping(
+        self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
+    ):
         torch.nn.utils.clip_grad_value_(self.parameters(), 0.02)
 
 
@@ -201,11 +223,15 @@ class LogsEverywhere(Regressor):
 
 
 class Collections(Regressor):
-    """A MetricCollection with compute groups, a metric per target in a ModuleList, MinMaxMetric, a running mean."""
+    """A MetricCollection with compute groups, a metric per target in a ModuleList, MinMaxMetric, a
+    running mean.
+    """
 
     def __init__(self):
         super().__init__()
-        self.collection = MetricCollection([MeanSquaredError(), MeanAbsoluteError(), R2Score()], prefix="train/")
+        self.collection = MetricCollection(
+            [MeanSquaredError(), MeanAbsoluteError(), R2Score()], prefix="train/"
+        )
         self.listed = nn.ModuleList([MeanMetric(), MeanMetric()])
         self.extremes = MinMaxMetric(MeanSquaredError())
         self.running = RunningMean(window=4)
@@ -302,7 +328,10 @@ class Printer(Regressor):
         assert self.trainer.progress_bar_metrics["val_epoch"] == self.trainer.current_epoch
 
     def on_train_end(self):
-        assert self.trainer.checkpoint_callback is None or self.trainer.checkpoint_callback.best_model_path is not None
+        assert (
+            self.trainer.checkpoint_callback is None
+            or self.trainer.checkpoint_callback.best_model_path is not None
+        )
         assert self.trainer.early_stopping_callback is None
         assert self.trainer.log_dir is not None
 
@@ -361,7 +390,9 @@ class TwoModels(L.LightningModule):
 
 
 class LateModel(L.LightningModule):
-    """configure_model of Lightning's page, with a ModuleList and hyperparameters from a Namespace."""
+    """configure_model of Lightning's page, with a ModuleList and hyperparameters from a
+    Namespace.
+    """
 
     def __init__(self, depth: int = 2):
         super().__init__()
@@ -381,7 +412,15 @@ class LateModel(L.LightningModule):
     def training_step(self, batch, batch_idx):
         x, y = batch
         loss = F.mse_loss(self(x), y)
-        self.log("train_mse", loss, prog_bar=True, logger=True, on_step=True, on_epoch=True, sync_dist=True)
+        self.log(
+            "train_mse",
+            loss,
+            prog_bar=True,
+            logger=True,
+            on_step=True,
+            on_epoch=True,
+            sync_dist=True,
+        )
         return loss
 
     def configure_optimizers(self):
@@ -418,7 +457,10 @@ class ChecksSetup(Regressor):
 
 
 class EvalInTraining(Regressor):
-    """Runs a part in eval mode from on_train_start on; Lightning keeps the modes of parts after validation."""
+    """Runs a part in eval mode from on_train_start on.
+
+    Lightning keeps the modes of parts after validation.
+    """
 
     def __init__(self):
         super().__init__()
@@ -434,7 +476,9 @@ class EvalInTraining(Regressor):
 
 
 class Stateful(Regressor):
-    """A running value that decides the loss, in a plain attribute; kept by hooks of the checkpoint."""
+    """A running value that decides the loss, in a plain attribute; kept by hooks of the
+    checkpoint.
+    """
 
     def __init__(self):
         super().__init__()

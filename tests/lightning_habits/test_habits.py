@@ -1,4 +1,5 @@
-"""Modules, callbacks and data modules as users of Lightning write them: exact under every layout and after a resume.
+"""Modules, callbacks and data modules as users of Lightning write them: exact under every layout
+and after a resume.
 
 Without --all-habits (`make habits`) a sample of them runs.
 """
@@ -14,13 +15,29 @@ from tests.lightning_habits.sequences import EXTRA_PACKAGES
 pytestmark = [pytest.mark.slow]
 NAMES = [habit.name for habit in HABITS]
 # the sample of those that are resumed from a save at a validation
-SAVED_AT_VALIDATION = ("swaps_average", "unet", "tracked", "lht", "gan", "numpy_state", "one_cycle", "swa")
+SAVED_AT_VALIDATION = (
+    "swaps_average",
+    "unet",
+    "tracked",
+    "lht",
+    "gan",
+    "numpy_state",
+    "one_cycle",
+    "swa",
+)
 # a stop between a step and its validation: step → what makes the validation due there
 OWED = {8: VALIDATES_AND_SAVES, 6: ()}  # inside an epoch, and at its end
-OWES_VALIDATION = ("plateau_step", "checkpoint_counted", "swaps_average", "throughput", "begins_for_validation")
+OWES_VALIDATION = (
+    "plateau_step",
+    "checkpoint_counted",
+    "swaps_average",
+    "throughput",
+    "begins_for_validation",
+)
 ENDS_BEFORE = ("one_epoch", "stops_by_data")  # the stop
 NOT_SAVED_AT_VALIDATION = {
-    "early_stopping_train": "monitors what is logged when an epoch ends, so it cannot validate within one",
+    "early_stopping_train": "monitors what is logged when an epoch ends, so it cannot validate "
+    "within one",
     "checkpoint_by_steps": "the same",
     "stateful": "expects its own stop",
     "accumulated_skips": "ends before the kill",
@@ -33,7 +50,11 @@ def pytest_generate_tests(metafunc):
     if "habit" not in metafunc.fixturenames:
         return
     everything = metafunc.config.getoption("--all-habits")
-    cells = [(habit, layout) for habit in HABITS for layout in (habit.layouts if everything else habit.sample)]
+    cells = [
+        (habit, layout)
+        for habit in HABITS
+        for layout in (habit.layouts if everything else habit.sample)
+    ]
     if metafunc.function is test_a_resume_from_the_save_at_a_validation_is_exact:
         chosen = [habit for habit in HABITS if everything or habit.name in SAVED_AT_VALIDATION]
         chosen = [habit for habit in chosen if habit.name not in NOT_SAVED_AT_VALIDATION]
@@ -44,20 +65,28 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize(("habit", "layout", "step"), params)
         return
     elif metafunc.function is test_layouts_agree_with_one_process:
-        cells = [(habit, layout) for habit, layout in cells if layout != "single" and not habit.random]
+        cells = [
+            (habit, layout) for habit, layout in cells if layout != "single" and not habit.random
+        ]
     params = [pytest.param(habit, layout, id=f"{habit.name}-{layout}") for habit, layout in cells]
     metafunc.parametrize(("habit", "layout"), params)
 
 
 def _owing(everything: bool) -> list[tuple[Habit, str]]:
     chosen = [habit for habit in HABITS if everything or habit.name in OWES_VALIDATION]
-    chosen = [habit for habit in chosen if habit.name not in {*NOT_SAVED_AT_VALIDATION, *ENDS_BEFORE}]
+    chosen = [
+        habit for habit in chosen if habit.name not in {*NOT_SAVED_AT_VALIDATION, *ENDS_BEFORE}
+    ]
     return [(habit, "single") for habit in chosen if "single" in habit.layouts]
 
 
 def straight(runs, habit: Habit, layout: str, *overrides: str) -> Path:
-    """Return the directory of a run without a stop; end the test if the habit is refused as expected."""
-    if habit.needs is not None and not any((Path(folder) / habit.needs).exists() for folder in EXTRA_PACKAGES):
+    """Return the directory of a run without a stop; end the test if the habit is refused as
+    expected.
+    """
+    if habit.needs is not None and not any(
+        (Path(folder) / habit.needs).exists() for folder in EXTRA_PACKAGES
+    ):
         pytest.skip(f"{habit.needs} is not in .venv-extras: make habits installs it")
     expected, run = habit.refused.get(layout), runs.straight(habit, layout, *overrides)
     if isinstance(run, Path):
@@ -88,7 +117,9 @@ def test_layouts_agree_with_one_process(runs, habit, layout):
     run, single = straight(runs, habit, layout), straight(runs, habit, "single")
     found = differences(run, single, apart=habit.apart, without_gradient={})
     if found:
-        found = differences(run, single, apart=habit.apart, without_gradient=runs.without_gradient(habit))
+        found = differences(
+            run, single, apart=habit.apart, without_gradient=runs.without_gradient(habit)
+        )
     assert not found, found
 
 

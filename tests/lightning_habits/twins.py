@@ -11,7 +11,9 @@ from tests.lightning_habits import data
 
 
 class OtherName(pl.LightningModule):
-    """Keywords for hyperparameters, a schedule as long as `len(datamodule)` says, and a callback of its own."""
+    """Keywords for hyperparameters, a schedule as long as `len(datamodule)` says, and a callback of
+    its own.
+    """
 
     def __init__(self, width: int = 16, **kwargs):
         super().__init__()
@@ -35,7 +37,9 @@ class OtherName(pl.LightningModule):
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=3 * self.steps)
+        schedule = torch.optim.lr_scheduler.LinearLR(
+            optimizer, 1.0, 0.1, total_iters=3 * self.steps
+        )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
@@ -95,6 +99,10 @@ class PlainNorms(pl.LightningModule):
         decayed, rest = [], []
         for part in self.net.modules():
             for name, p in part.named_parameters(recurse=False):
-                (rest if type(part) in (nn.BatchNorm1d, nn.BatchNorm2d) or name == "bias" else decayed).append(p)
+                (
+                    rest
+                    if type(part) in (nn.BatchNorm1d, nn.BatchNorm2d) or name == "bias"
+                    else decayed
+                ).append(p)
         groups = [{"params": decayed, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0}]
         return torch.optim.SGD(groups, lr=0.1, momentum=0.9)

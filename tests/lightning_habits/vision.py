@@ -6,7 +6,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import MaxMetric, MeanMetric, MetricCollection
-from torchmetrics.classification import BinaryAUROC, BinaryJaccardIndex, MulticlassAccuracy, MulticlassF1Score
+from torchmetrics.classification import (
+    BinaryAUROC,
+    BinaryJaccardIndex,
+    MulticlassAccuracy,
+    MulticlassF1Score,
+)
 from torchmetrics.classification.accuracy import Accuracy
 
 
@@ -27,7 +32,9 @@ class SimpleNet(nn.Module):
 class MNISTLitModule(L.LightningModule):
     """lightning-hydra-template's module: seven torchmetrics objects, ReduceLROnPlateau."""
 
-    def __init__(self, model=SimpleNet, optimizer=None, scheduler=None, compile: bool = False) -> None:
+    def __init__(
+        self, model=SimpleNet, optimizer=None, scheduler=None, compile: bool = False
+    ) -> None:
         super().__init__()
         self.save_hyperparameters(logger=False, ignore=["model", "optimizer", "scheduler"])
         self.net = SimpleNet()
@@ -86,10 +93,17 @@ class MNISTLitModule(L.LightningModule):
 
     def configure_optimizers(self):
         optimizer = torch.optim.Adam(params=self.trainer.model.parameters(), lr=1e-2)
-        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="min", factor=0.1, patience=0)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, mode="min", factor=0.1, patience=0
+        )
         return {
             "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "monitor": "val/loss", "interval": "epoch", "frequency": 1},
+            "lr_scheduler": {
+                "scheduler": scheduler,
+                "monitor": "val/loss",
+                "interval": "epoch",
+                "frequency": 1,
+            },
         }
 
 
@@ -120,7 +134,9 @@ class UNet(L.LightningModule):
         self.last = nn.Sequential(self.block(2 * width, width), nn.Conv2d(width, 1, 1))
 
     def block(self, inputs, outputs):
-        return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU())
+        return nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()
+        )
 
     def forward(self, x):
         skip = self.down(x)
@@ -150,7 +166,9 @@ class UNet(L.LightningModule):
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
         total = self.trainer.estimated_stepping_batches
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=self.hparams.lr, total_steps=total)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=self.hparams.lr, total_steps=total
+        )
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
@@ -160,8 +178,13 @@ class MetricsNet(L.LightningModule):
     def __init__(self):
         super().__init__()
         self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 4))
-        metrics = MetricCollection({"acc": MulticlassAccuracy(4, average="micro"), "f1": MulticlassF1Score(4)})
-        self.train_metrics, self.valid_metrics = metrics.clone(prefix="train_"), metrics.clone(prefix="val_")
+        metrics = MetricCollection(
+            {"acc": MulticlassAccuracy(4, average="micro"), "f1": MulticlassF1Score(4)}
+        )
+        self.train_metrics, self.valid_metrics = (
+            metrics.clone(prefix="train_"),
+            metrics.clone(prefix="val_"),
+        )
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -185,7 +208,9 @@ class MetricsNet(L.LightningModule):
 
 
 class ComputedByHand(MetricsNet):
-    """Updates in the step, computes and resets in on_train_epoch_end, as torchmetrics' page has it."""
+    """Updates in the step, computes and resets in on_train_epoch_end, as torchmetrics' page has
+    it.
+    """
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -210,14 +235,18 @@ class ViT(L.LightningModule):
         if self.model is not None:
             return
         width, depth = self.hparams.width, self.hparams.depth
-        self.model = nn.ModuleDict({
-            "patch": nn.Conv2d(1, width, 4, 4),
-            "blocks": nn.ModuleList(
-                nn.TransformerEncoderLayer(width, 2, 2 * width, dropout=0.0, batch_first=True, norm_first=True)
-                for _ in range(depth)
-            ),
-            "head": nn.Linear(width, 4),
-        })  # fmt: skip
+        self.model = nn.ModuleDict(
+            {
+                "patch": nn.Conv2d(1, width, 4, 4),
+                "blocks": nn.ModuleList(
+                    nn.TransformerEncoderLayer(
+                        width, 2, 2 * width, dropout=0.0, batch_first=True, norm_first=True
+                    )
+                    for _ in range(depth)
+                ),
+                "head": nn.Linear(width, 4),
+            }
+        )
         self.pos = nn.Parameter(torch.zeros(1, 4, width))
 
     def forward(self, x):
@@ -240,7 +269,9 @@ class ViT(L.LightningModule):
         x, y = batch
         self.log("val/acc", (self(x).argmax(1) == y).float().mean(), sync_dist=True)
 
-    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+    def configure_gradient_clipping(
+        self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
+    ):
         self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
 
     def lr_scheduler_step(self, scheduler, metric):
@@ -249,7 +280,10 @@ class ViT(L.LightningModule):
     def configure_optimizers(self):
         blocks = list(self.model["blocks"])
         groups = [
-            {"params": [self.pos, *self.model["patch"].parameters()], "lr": self.hparams.lr * self.hparams.decay**3}
+            {
+                "params": [self.pos, *self.model["patch"].parameters()],
+                "lr": self.hparams.lr * self.hparams.decay**3,
+            }
         ]
         for i, block in enumerate(blocks):
             scale = self.hparams.decay ** (len(blocks) - i)
@@ -258,7 +292,9 @@ class ViT(L.LightningModule):
         optimizer = torch.optim.AdamW(groups, weight_decay=0.05)
         warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=4)
         cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=14)
-        schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], milestones=[4])
+        schedule = torch.optim.lr_scheduler.SequentialLR(
+            optimizer, [warmup, cosine], milestones=[4]
+        )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
@@ -274,7 +310,10 @@ class Checkpointed(MetricsNet):
 
 
 class Normed(L.LightningModule):
-    """Spectral norm, whose power iteration is a buffer, and weight norm; GroupNorm and an embedding of positions."""
+    """Spectral norm, whose power iteration is a buffer, and weight norm.
+
+    GroupNorm and an embedding of positions.
+    """
 
     def __init__(self):
         super().__init__()
@@ -300,7 +339,9 @@ class Normed(L.LightningModule):
 
 
 class ListStates(L.LightningModule):
-    """Metrics whose state is a list of all predictions, logged as objects; a ModuleDict of metrics per split."""
+    """Metrics whose state is a list of all predictions, logged as objects; a ModuleDict of metrics
+    per split.
+    """
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,6 @@
-"""Kinds of weights, averages and optimizers of one's own, and parts of weights that are set by hand."""
+"""Kinds of weights, averages and optimizers of one's own, and parts of weights that are set by
+hand.
+"""
 
 import copy
 import functools
@@ -15,10 +17,14 @@ class RecomputesSelectively(Regressor):
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(3)
+        )
 
     def forward(self, x):
-        keeps = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+        keeps = functools.partial(
+            create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default]
+        )
         for block in self.blocks:
             x = x + checkpoint(block, x, use_reentrant=False, context_fn=keeps)
         return self.net(x)
@@ -37,7 +43,9 @@ class MixedTypes(Regressor):
 
 
 class OddParameters(Regressor):
-    """Weights that are no matrices of floats: integers, an empty one, a number, one that is not contiguous."""
+    """Weights that are no matrices of floats: integers, an empty one, a number, one that is not
+    contiguous.
+    """
 
     def __init__(self):
         super().__init__()
@@ -75,7 +83,9 @@ class MaterializedInSetup(Materialized):
 
 
 class ShadowBuffers(Regressor):
-    """Latent diffusion's averages: a buffer for each weight, swapped in for validation and back after it."""
+    """Latent diffusion's averages: a buffer for each weight, swapped in for validation and back
+    after it.
+    """
 
     def __init__(self):
         super().__init__()
@@ -163,7 +173,9 @@ class SchedulesFree(Regressor):
 
 
 class SwapsAverage(Regressor):
-    """An average of the weights is a submodule, and takes their place while the module validates."""
+    """An average of the weights is a submodule, and takes their place while the module
+    validates.
+    """
 
     def __init__(self):
         super().__init__()
@@ -194,10 +206,13 @@ class LoadsAtStart(Regressor):
 
     def on_fit_start(self):
         generator = torch.Generator().manual_seed(3)
-        self.net[0].load_state_dict({"weight": 0.3 * torch.randn(16, 8, generator=generator), "bias": torch.zeros(16)})
+        self.net[0].load_state_dict(
+            {"weight": 0.3 * torch.randn(16, 8, generator=generator), "bias": torch.zeros(16)}
+        )
 
 
-# ---------------------------------------------------------------- parts of weights that are set by hand
+# ---------------------------------------------------------------- parts of weights that are set by
+# hand
 class SetsRows(Regressor):
     """Rows of a weight are kept at a value: those of padding, or of units that are switched off."""
 
@@ -274,7 +289,8 @@ class ClampsAfterForward(Regressor):
         return loss
 
 
-# ---------------------------------------------------------------- weights that are kept elsewhere, or share memory
+# ---------------------------------------------------------------- weights that are kept elsewhere,
+# or share memory
 def l1(weight, scale=0.1):
     return scale * weight.abs().sum()
 

@@ -38,8 +38,12 @@ def test_a_failure_of_any_method_is_reported_once_and_the_run_continues(name, ca
     for _ in range(MOST_FAILURES + 2):
         assert getattr(logger, name)({"a": 1}) is None
     assert logger.calls == [name] * MOST_FAILURES
-    assert caplog.text.count(f"Away failed in {name} (no answer to {name}). The run continues; ") == 1
-    assert caplog.text.count(f"Away failed {MOST_FAILURES} times in a row and is not used again") == 1
+    assert (
+        caplog.text.count(f"Away failed in {name} (no answer to {name}). The run continues; ") == 1
+    )
+    assert (
+        caplog.text.count(f"Away failed {MOST_FAILURES} times in a row and is not used again") == 1
+    )
 
 
 def test_a_service_that_comes_back_is_used_again(caplog):
@@ -88,10 +92,15 @@ def test_a_secret_is_masked_where_a_service_cannot_be_opened(monkeypatch):
 def test_a_service_that_cannot_be_opened_ends_the_first_start_and_no_resume(caplog):
     others = SimpleNamespace(experiment=None)
     trainer: Any = SimpleNamespace(loggers=[Unreachable(), others])
-    with pytest.raises(ConfigError, match=r"logger: Unreachable could not be opened \(no route to host\). Correct"):
+    with pytest.raises(
+        ConfigError, match=r"logger: Unreachable could not be opened \(no route to host\). Correct"
+    ):
         loggers.open_services(trainer, resumes=False)
     loggers.open_services(trainer, resumes=True)
     first, second = trainer.loggers
     first.experiment.add_image("a", None)
     assert second is others
-    assert "Unreachable could not be opened (no route to host). The run resumes without it" in caplog.text
+    assert (
+        "Unreachable could not be opened (no route to host). The run resumes without it"
+        in caplog.text
+    )

@@ -13,8 +13,18 @@ from armature.checkpoint import plain
 from armature.loggers import mask_secrets
 from armature.validation import values
 
-GIVEN = {"lr": 0.1, "api_token": "hunter22", "service": {"password": "hunter22", "url": "host/s3cr3tvalue"}, "pin": ""}
-MASKED = {"lr": 0.1, "api_token": "***", "service": {"password": "***", "url": "host/***"}, "pin": ""}
+GIVEN = {
+    "lr": 0.1,
+    "api_token": "hunter22",
+    "service": {"password": "hunter22", "url": "host/s3cr3tvalue"},
+    "pin": "",
+}
+MASKED = {
+    "lr": 0.1,
+    "api_token": "***",
+    "service": {"password": "***", "url": "host/***"},
+    "pin": "",
+}
 PLAIN = {"cls_token": "<cls>", "token": "${oc.env:TOKEN}", "token_count": "7"}
 
 
@@ -23,14 +33,18 @@ def _secret_variable(monkeypatch):
     """A variable that is secret by the key that refers to it."""
     monkeypatch.setattr(errors, "_hidden", set())
     monkeypatch.setitem(os.environ, "PLAIN_NAME", "s3cr3tvalue")
-    values.hide_secrets(OmegaConf.create({"logger": {"password": "${oc.env:PLAIN_NAME}"}, "name": "${oc.env:HOME}"}))
+    values.hide_secrets(
+        OmegaConf.create({"logger": {"password": "${oc.env:PLAIN_NAME}"}, "name": "${oc.env:HOME}"})
+    )
     plain._warn_of_masked.cache_clear()
     plain._warn_of_stored.cache_clear()
 
 
 def test_hyperparameters_in_checkpoints_are_masked_and_a_user_s_own_state_is_not(caplog):
     with caplog.at_level(logging.WARNING):
-        saved = plain.plain_checkpoint({"hyper_parameters": GIVEN | PLAIN, "mine": {"hf_token": "hunter22"}})
+        saved = plain.plain_checkpoint(
+            {"hyper_parameters": GIVEN | PLAIN, "mine": {"hf_token": "hunter22"}}
+        )
     assert saved == {"hyper_parameters": MASKED | PLAIN, "mine": {"hf_token": "hunter22"}}
     assert "'api_token' is secret by its name: checkpoints hold *** in its place" in caplog.text
     assert "'mine.hf_token' is secret by its name, and is stored as it is" in caplog.text

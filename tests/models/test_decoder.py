@@ -38,7 +38,8 @@ def published(name: str) -> Decoder:
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("llama3_1b", 1_235_814_400), ("llama3_8b", 8_030_261_248), ("gpt2_124m", 123_587_328)]
+    ("name", "count"),
+    [("llama3_1b", 1_235_814_400), ("llama3_8b", 8_030_261_248), ("gpt2_124m", 123_587_328)],
 )
 def test_published_sizes_have_the_published_number_of_parameters(name, count):
     assert sum(param.numel() for param in published(name).parameters()) == count
@@ -48,10 +49,16 @@ def test_attention_equals_the_naive_formula():
     attention = small().blocks["0"].attention
     x = torch.randn(2, 9, 32)
     rotary = small().rotary(device="cpu")
-    q, k, v = (p(x).view(2, 9, -1, 8).transpose(1, 2) for p in (attention.q, attention.k, attention.v))
+    q, k, v = (
+        p(x).view(2, 9, -1, 8).transpose(1, 2) for p in (attention.q, attention.k, attention.v)
+    )
     q, k = rotate(q, rotary), rotate(k, rotary).repeat_interleave(2, dim=1)
-    scores = (q @ k.transpose(-1, -2) / math.sqrt(8)).masked_fill(~torch.ones(9, 9, dtype=torch.bool).tril(), -math.inf)
-    naive = attention.o((scores.softmax(-1) @ v.repeat_interleave(2, dim=1)).transpose(1, 2).reshape(2, 9, 32))
+    scores = (q @ k.transpose(-1, -2) / math.sqrt(8)).masked_fill(
+        ~torch.ones(9, 9, dtype=torch.bool).tril(), -math.inf
+    )
+    naive = attention.o(
+        (scores.softmax(-1) @ v.repeat_interleave(2, dim=1)).transpose(1, 2).reshape(2, 9, 32)
+    )
     torch.testing.assert_close(attention(x, rotary), naive)
 
 
@@ -59,7 +66,8 @@ def test_rotary_depends_on_relative_positions_only():
     rotary = small().rotary(device="cpu")
     q, k = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 1, 8)
     scores = [
-        (rotate(q, rotary[i:]) * rotate(k, rotary[j:])).sum().item() for i, j in ((5, 2), (10, 7), (25, 22), (6, 2))
+        (rotate(q, rotary[i:]) * rotate(k, rotary[j:])).sum().item()
+        for i, j in ((5, 2), (10, 7), (25, 22), (6, 2))
     ]
     assert scores[0] == pytest.approx(scores[1], abs=1e-5) == pytest.approx(scores[2], abs=1e-5)
     assert scores[0] != pytest.approx(scores[3], abs=1e-3)
@@ -68,20 +76,27 @@ def test_rotary_depends_on_relative_positions_only():
 @pytest.mark.parametrize("theta", [1e4, 5e5, 1e6])
 def test_rope_frequencies_are_rounded_as_in_the_programs_that_trained_the_models(theta):
     found, _ = rope.frequencies(128, theta=theta, scaling=None, device="cpu")
-    expected = 1.0 / theta ** (torch.arange(0, 128, 2, dtype=torch.float32) / 128)  # Llama's and transformers'
+    expected = 1.0 / theta ** (
+        torch.arange(0, 128, 2, dtype=torch.float32) / 128
+    )  # Llama's and transformers'
     assert torch.equal(found, expected)
 
 
 def test_rope_scaling_keeps_fast_frequencies_and_divides_slow_ones():
     scaling = {"factor": 8.0, "low_frequency": 1.0, "high_frequency": 4.0, "original_context": 16}
     plain, stretched = (
-        small(width=64, rope_scaling=s, rope_theta=1e4).rotary(device="cpu")[1].atan2(torch.ones(()))[1]
+        small(width=64, rope_scaling=s, rope_theta=1e4)
+        .rotary(device="cpu")[1]
+        .atan2(torch.ones(()))[1]
         for s in (None, scaling)
     )
     assert stretched[-1] < plain[-1]
     angle = [
         m.rotary(device="cpu")[1, 1].asin()
-        for m in (small(context=64), small(context=64, rope_scaling={**scaling, "original_context": 100}))
+        for m in (
+            small(context=64),
+            small(context=64, rope_scaling={**scaling, "original_context": 100}),
+        )
     ]
     assert angle[1][0] == angle[0][0]
     assert angle[1][-1] == pytest.approx(float(angle[0][-1]) / 8)
@@ -116,7 +131,9 @@ def test_a_plain_head_of_ones_own_makes_no_logits_and_one_with_a_bias_keeps_it(m
         assert model(inputs, targets).item() == pytest.approx(expected, rel=1e-6)
     model.head = nn.Linear(weight.shape[1], weight.shape[0])
     nn.init.normal_(model.head.bias)
-    assert model(inputs, targets).item() == pytest.approx(model.loss(model(inputs), targets).item(), rel=1e-6)
+    assert model(inputs, targets).item() == pytest.approx(
+        model.loss(model(inputs), targets).item(), rel=1e-6
+    )
 
 
 class Peak(TorchDispatchMode):
@@ -143,7 +160,10 @@ class Peak(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_chunked_loss_needs_less_than_a_fifth_of_the_plain_ones_memory(dtype):
     torch.manual_seed(0)
-    x, weight = torch.randn(4096, 64, requires_grad=True), (0.1 * torch.randn(32_000, 64)).requires_grad_()
+    x, weight = (
+        torch.randn(4096, 64, requires_grad=True),
+        (0.1 * torch.randn(32_000, 64)).requires_grad_(),
+    )
     targets = torch.randint(0, 32_000, (4096,))
     targets[::5] = -100
     peaks, losses, gradients = [], [], []
@@ -166,7 +186,9 @@ def test_chunked_loss_needs_less_than_a_fifth_of_the_plain_ones_memory(dtype):
 
 
 def test_chunked_loss_of_many_chunks_and_of_none():
-    model = Decoder(vocab_size=2**20 + 3, context=8, width=4, layers=1, heads=2)  # two rows per chunk
+    model = Decoder(
+        vocab_size=2**20 + 3, context=8, width=4, layers=1, heads=2
+    )  # two rows per chunk
     inputs = torch.arange(6).view(1, 6)
     targets = torch.tensor([[2**20, 4, -100, 7, 2**19, 1]])
     with torch.no_grad():
@@ -178,8 +200,12 @@ def test_chunked_loss_computes_no_gradients_if_none_are_needed(monkeypatch):
     model, (inputs, targets) = small(), tokens()
     asked = []
     softmax = torch.softmax
-    monkeypatch.setattr(torch, "softmax", lambda *args, **options: asked.append(1) or softmax(*args, **options))
-    monkeypatch.setattr(torch.Tensor, "scatter_add_", lambda *args: pytest.fail("gradients were made"))
+    monkeypatch.setattr(
+        torch, "softmax", lambda *args, **options: asked.append(1) or softmax(*args, **options)
+    )
+    monkeypatch.setattr(
+        torch.Tensor, "scatter_add_", lambda *args: pytest.fail("gradients were made")
+    )
     with torch.no_grad():
         model(inputs, targets)
     assert asked
@@ -293,12 +319,16 @@ def test_initial_weights_are_a_function_of_name_shape_and_generator():
     model = small()
     one, two, other = (torch.empty(32, 32) for _ in range(3))
     for param, seed in ((one, 1), (two, 1), (other, 2)):
-        model.initialize_parameter("blocks.1.attention.q.weight", param, torch.Generator().manual_seed(seed))
+        model.initialize_parameter(
+            "blocks.1.attention.q.weight", param, torch.Generator().manual_seed(seed)
+        )
     assert torch.equal(one, two)
     assert not torch.equal(one, other)
     for name, param in model.named_parameters():
         with torch.no_grad():
-            model.initialize_parameter(name, param.fill_(math.nan), torch.Generator().manual_seed(0))
+            model.initialize_parameter(
+                name, param.fill_(math.nan), torch.Generator().manual_seed(0)
+            )
         assert param.isfinite().all(), name
     assert model.norm.weight.eq(1).all()
 
@@ -318,27 +348,44 @@ def test_trains_in_bf16(autocast):
         loss = model(*tokens())
     loss.backward()
     assert loss.dtype == torch.float32
-    assert all(param.grad is not None and param.grad.dtype == param.dtype for param in model.parameters())
+    assert all(
+        param.grad is not None and param.grad.dtype == param.dtype for param in model.parameters()
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"heads": 5, "kv_heads": 5}, r"model.heads=5 does not divide model.width=32: model.heads=4 does"),
+        (
+            {"heads": 5, "kv_heads": 5},
+            r"model.heads=5 does not divide model.width=32: model.heads=4 does",
+        ),
         ({"kv_heads": 3}, r"model.kv_heads=3 does not divide model.heads=4: model.kv_heads=2 does"),
         ({"heads": 32, "kv_heads": 32}, r"odd width, 1"),
-        ({"document_token": 97}, r"model.document_token=97 is not one of the model.vocab_size=97 tokens"),
-        ({"document_token": -1}, r"model.document_token must be the id of a token, or null. Got -1"),
+        (
+            {"document_token": 97},
+            r"model.document_token=97 is not one of the model.vocab_size=97 tokens",
+        ),
+        (
+            {"document_token": -1},
+            r"model.document_token must be the id of a token, or null. Got -1",
+        ),
         ({"layers": 0}, r"model.layers must be a whole number of at least 1. Got 0"),
         ({"dropout": 1.0}, r"model.dropout must be at least 0 and below 1. Got 1.0"),
         ({"rope_scaling": {"factor": 2.0}}, r"model.rope_scaling needs exactly the keys"),
-        ({"rope_scaling": {"kind": "dynamic"}}, r"model.rope_scaling needs a kind \(llama3, yarn, linear\)"),
+        (
+            {"rope_scaling": {"kind": "dynamic"}},
+            r"model.rope_scaling needs a kind \(llama3, yarn, linear\)",
+        ),
         (
             {"rope_scaling": {"kind": "linear", "factor": 0}},
             r"rope_scaling.factor must be a number above 0. Got 0",
         ),
         ({"windows": [4]}, r"model.windows has 1 entries, but model.layers=2"),
-        ({"windows": 0}, r"model.windows must be whole numbers of at least 1, or null for all positions. Got 0"),
+        (
+            {"windows": 0},
+            r"model.windows must be whole numbers of at least 1, or null for all positions. Got 0",
+        ),
         ({"head_dim": 7}, r"model.head_dim=7 must be even"),
         ({"qk_norm": "yes"}, r"model.qk_norm must be false, true or weighted. Got 'yes'"),
     ],
@@ -376,7 +423,9 @@ def test_a_subclass_that_replaces_the_loss_trains_on_it():
 def test_a_loss_that_wraps_the_decoders_own_is_not_taken_for_it():
     model, (inputs, targets) = small(), tokens()
     expected = 2 * model(inputs, targets)
-    model.loss = functools.wraps(Decoder.loss)(lambda outputs, targets: 2 * Decoder.loss(outputs, targets))
+    model.loss = functools.wraps(Decoder.loss)(
+        lambda outputs, targets: 2 * Decoder.loss(outputs, targets)
+    )
     torch.testing.assert_close(model(inputs, targets), expected)
 
 

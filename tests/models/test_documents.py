@@ -14,17 +14,31 @@ from armature.models.decoder.model import Decoder
 from armature.parallel import blocks
 
 # torch's tracing reads .grad of tensors that are not leaves
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-SIZES = {"vocab_size": 97, "context": 300, "width": 32, "layers": 2, "heads": 2, "kv_heads": 1, "document_token": 0}
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
+SIZES = {
+    "vocab_size": 97,
+    "context": 300,
+    "width": 32,
+    "layers": 2,
+    "heads": 2,
+    "kv_heads": 1,
+    "document_token": 0,
+}
 
 
 @pytest.fixture
 def flex(monkeypatch):
-    """Take the path of GPUs, with torch's reference formula for the kernels. torch has no backward for it on CPUs."""
+    """Take the path of GPUs, with torch's reference formula for the kernels. torch has no backward
+    for it on CPUs.
+    """
     monkeypatch.setattr(documents, "skips_blocks", lambda device, head_dim: True)
     monkeypatch.setattr(documents, "compiled", lambda: torch_flex.flex_attention)
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *args: None)
-    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # otherwise it compiles itself
+    monkeypatch.setattr(
+        torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True
+    )  # otherwise it compiles itself
 
 
 def decoder(**changes) -> Decoder:
@@ -40,23 +54,35 @@ def packed(rows: int = 2, length: int = 300, every: float = 60) -> torch.Tensor:
 
 @settings(max_examples=40)
 @given(
-    length=st.integers(1, 500), every=st.sampled_from([1, 2, 30, 150, 1000]), seed=st.integers(0, 2**20),
+    length=st.integers(1, 500),
+    every=st.sampled_from([1, 2, 30, 150, 1000]),
+    seed=st.integers(0, 2**20),
     window=st.sampled_from([None, None, 1, 100, 128, 129, 300]),
-)  # fmt: skip
+)
 def test_blocks_equal_those_that_torch_finds_in_the_dense_mask(length, every, seed, window):
     torch.manual_seed(seed)
     document = (packed(2, length - 1, every) == 0).cumsum(1, dtype=torch.int32)
     ours = documents.block_mask(document, window=window)
     dense = documents.dense_mask(document, document, window=window)
-    theirs = torch_flex.create_block_mask(lambda b, h, i, j: dense[b, 0, i, j], 2, None, length, length, device="cpu")
+    theirs = torch_flex.create_block_mask(
+        lambda b, h, i, j: dense[b, 0, i, j], 2, None, length, length, device="cpu"
+    )
     assert ours.seq_lengths == theirs.seq_lengths
-    for found, expected in zip(ours.as_tuple(flatten=False)[1:9], theirs.as_tuple(flatten=False)[1:9], strict=True):
+    for found, expected in zip(
+        ours.as_tuple(flatten=False)[1:9], theirs.as_tuple(flatten=False)[1:9], strict=True
+    ):
         torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize(
     ("length", "changes"),
-    [(7, {}), (128, {}), (300, {}), (300, {"windows": 40}), (300, {"windows": [150, None], "document_token": None})],
+    [
+        (7, {}),
+        (128, {}),
+        (300, {}),
+        (300, {"windows": 40}),
+        (300, {"windows": [150, None], "document_token": None}),
+    ],
 )
 def test_losses_and_gradients_equal_those_of_the_dense_mask(flex, monkeypatch, length, changes):
     ids = packed(length=length)
@@ -79,7 +105,9 @@ def test_generation_uses_its_cache(flex):
 @pytest.mark.slow
 def test_other_documents_recompile_nothing(flex, monkeypatch, tmp_path):
     make = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, *, mode: make(function, backend="aot_eager"))
+    monkeypatch.setattr(
+        torch, "compile", lambda function, *, mode: make(function, backend="aot_eager")
+    )
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
     model, counters = decoder(), torch._dynamo.utils.counters["stats"]
@@ -93,7 +121,11 @@ def test_other_documents_recompile_nothing(flex, monkeypatch, tmp_path):
 
 
 def test_selective_recomputation_keeps_attention(flex, monkeypatch):
-    inner, calls, ids = sys.modules["torch._higher_order_ops.flex_attention"], [], packed(length=20, every=5)
+    inner, calls, ids = (
+        sys.modules["torch._higher_order_ops.flex_attention"],
+        [],
+        packed(length=20, every=5),
+    )
     formula = inner.math_attention
     monkeypatch.setattr(inner, "math_attention", lambda *args: (calls.append(1), formula(*args))[1])
     for mode, computed in (("none", 2), ("every", 4), ("selective", 2)):

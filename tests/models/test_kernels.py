@@ -52,7 +52,9 @@ print(sorted(kernels), sum(name == "bmm" for name, _ in full.names), casts, grou
 @pytest.mark.slow
 def test_fp32_with_grouped_heads_holds_no_scores_and_autocast_casts_a_norms_output_once():
     env = environment(PYTHONPATH=str(ROOT / "src"))
-    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, env=env)
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, env=env
+    )
     efficient = "_scaled_dot_product_efficient_attention"
     expected = f"['{efficient}', '{efficient}_backward'] 0 2 [True, False, False, False]\n"
     assert run.stdout == expected, run.stdout + run.stderr

@@ -1,4 +1,6 @@
-"""The mixture equals every expert on every token, weighted by the choice, and its bias levels the load."""
+"""The mixture equals every expert on every token, weighted by the choice, and its bias levels the
+load.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,19 @@ from armature.validation import signatures
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "model"
 SIZES = {
-    "vocab_size": 96, "context": 16, "width": 32, "layers": 3, "heads": 4, "kv_heads": 2, "ffn_hidden": 64,
-    "experts": 8, "active": 2, "expert_hidden": 24, "shared_hidden": 16, "dense_layers": 1,
-}  # fmt: skip
+    "vocab_size": 96,
+    "context": 16,
+    "width": 32,
+    "layers": 3,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn_hidden": 64,
+    "experts": 8,
+    "active": 2,
+    "expert_hidden": 24,
+    "shared_hidden": 16,
+    "dense_layers": 1,
+}
 OPTIONS = {"experts": 8, "active": 2, "hidden": 24, "normalized": True, "balance_rate": 1e-3}
 
 
@@ -59,7 +71,9 @@ def naive(m: Mixture, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"score": "softmax"}, {"normalized": False}, {"shared_hidden": None}, {"active": 8}], ids=str
+    "changes",
+    [{}, {"score": "softmax"}, {"normalized": False}, {"shared_hidden": None}, {"active": 8}],
+    ids=str,
 )
 def test_mixture_equals_all_experts_on_all_tokens(changes: dict) -> None:
     m, x = mixture(**changes), torch.randn(3, 16, 32, generator=torch.Generator().manual_seed(1))
@@ -69,7 +83,13 @@ def test_mixture_equals_all_experts_on_all_tokens(changes: dict) -> None:
         inputs = x.clone().requires_grad_()
         output = forward(inputs)
         (output * torch.linspace(-1, 1, 32)).sum().backward()
-        found.append([output.detach(), inputs.grad, *(p.grad.clone() for p in m.parameters() if p.grad is not None)])
+        found.append(
+            [
+                output.detach(),
+                inputs.grad,
+                *(p.grad.clone() for p in m.parameters() if p.grad is not None),
+            ]
+        )
     assert len(found[0]) == len(found[1]) == 2 + len([*m.parameters()])
     for own, expected in zip(*found, strict=True):
         assert float((own - expected).abs().max() / expected.abs().max()) <= 1e-6
@@ -86,7 +106,9 @@ def test_a_pass_gives_the_same_bits_again() -> None:
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 5, 2], [0, 0, 0, 0], [10, 0, 0, 0]], ids=str)
-def test_grouped_product_equals_the_loop(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouped_product_equals_the_loop(
+    counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(sum(counts), 16, generator=generator, requires_grad=True)
     weight = torch.randn(4, 24, 16, generator=generator, requires_grad=True)
@@ -94,7 +116,9 @@ def test_grouped_product_equals_the_loop(counts: list[int], monkeypatch: pytest.
     assert takes_groups(x)
     found = []
     for grouped in (True, False):
-        monkeypatch.setattr("armature.models.mixture.experts.takes_groups", lambda x, grouped=grouped: grouped)
+        monkeypatch.setattr(
+            "armature.models.mixture.experts.takes_groups", lambda x, grouped=grouped: grouped
+        )
         x.grad = weight.grad = None
         y = grouped_product(x, weight, end)
         y.square().sum().backward()
@@ -146,15 +170,21 @@ def test_only_training_counts_tokens() -> None:
 def test_tokens_are_counted_once_however_often_a_block_is_computed_again(mode: str) -> None:
     model, ids = decoder(), torch.arange(32).view(2, 16)
     blocks.checkpoint_activations(model.blocks.values(), mode=mode)
-    params = [param for name, param in model.named_parameters() if name.endswith("attention.q.weight")]
+    params = [
+        param for name, param in model.named_parameters() if name.endswith("attention.q.weight")
+    ]
     loss = model(ids, ids)
-    for param in params if mode != "selective" else ():  # as zero bubble's backward of weights; the other cannot
+    for param in (
+        params if mode != "selective" else ()
+    ):  # as zero bubble's backward of weights; the other cannot
         torch.autograd.grad(loss, param, retain_graph=True)
     loss.backward()
     assert model.take_load(device=torch.device("cpu")).sum(1).tolist() == [0, 64, 64]
     with torch.no_grad():
         model.eval()(ids)
-    assert model.take_load(device=torch.device("cpu")).sum() == 0, "a validation counts what was computed again"
+    assert model.take_load(device=torch.device("cpu")).sum() == 0, (
+        "a validation counts what was computed again"
+    )
 
 
 def test_only_the_last_passes_of_a_context_are_counted() -> None:
@@ -236,7 +266,8 @@ def test_generation_with_a_cache_equals_generation_without() -> None:
 def test_flops_count_a_tokens_own_experts() -> None:
     ids = torch.zeros(1, 16, dtype=torch.int64)
     few, all_, more = (
-        decoder(active=active, experts=experts).flops_per_sample(ids) for active, experts in ((2, 8), (8, 8), (2, 16))
+        decoder(active=active, experts=experts).flops_per_sample(ids)
+        for active, experts in ((2, 8), (8, 8), (2, 16))
     )
     assert all_ - few == 6 * 16 * 2 * 6 * 3 * 24 * 32  # positions, blocks, experts, matrices
     assert more - few == 6 * 16 * 2 * 8 * 32  # the router's
@@ -244,12 +275,16 @@ def test_flops_count_a_tokens_own_experts() -> None:
 
 def test_experts_matrices_are_hidden_and_in_a_group_of_their_own() -> None:
     model = decoder()
-    groups = [{id(p) for p in group["params"]} for group in parameter_groups(model) if group["hidden"]]
+    groups = [
+        {id(p) for p in group["params"]} for group in parameter_groups(model) if group["hidden"]
+    ]
     stacks = {id(p) for name, p in model.named_parameters() if ".experts." in name}
     assert stacks in groups
     assert len(groups) == 2
     every = [{**group, "params": None} for group in parameter_groups(model)]
-    merged = optimizers.merge_groups([[{**group, "names": [str(i)]} for i, group in enumerate(every)]])
+    merged = optimizers.merge_groups(
+        [[{**group, "names": [str(i)]} for i, group in enumerate(every)]]
+    )
     assert len(merged) == 4  # a file for Lightning has as many as the optimizer
 
 
@@ -263,9 +298,18 @@ def test_names_and_shapes_are_those_of_the_model() -> None:
     ("changes", "message"),
     [
         ({"active": 9}, "model.active=9 is more than model.experts=8"),
-        ({"active": 1}, "model.active=1 with model.normalized=true.*[Tt]ype model.normalized=false"),
-        ({"expert_hidden": 20}, "model.expert_hidden=20 must be a multiple of 8.*type model.expert_hidden="),
-        ({"dense_layers": 3}, "model.dense_layers=3 leaves none of the model.layers=3 blocks a mixture"),
+        (
+            {"active": 1},
+            "model.active=1 with model.normalized=true.*[Tt]ype model.normalized=false",
+        ),
+        (
+            {"expert_hidden": 20},
+            "model.expert_hidden=20 must be a multiple of 8.*type model.expert_hidden=",
+        ),
+        (
+            {"dense_layers": 3},
+            "model.dense_layers=3 leaves none of the model.layers=3 blocks a mixture",
+        ),
         ({"dense_layers": -1}, "model.dense_layers must be a whole number of at least 0"),
         ({"score": "tanh"}, "model.score must be one of sigmoid, softmax"),
         ({"balance_rate": -1}, "model.balance_rate must be at least 0 and below 1"),
@@ -280,9 +324,12 @@ def test_impossible_sizes_are_refused(changes: dict, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "count", "active"), [("qwen3_30b_a3b", 30_532_122_624, 3.35e9), ("mixture_16b", 15_617_996_800, 2.573e9)]
+    ("name", "count", "active"),
+    [("qwen3_30b_a3b", 30_532_122_624, 3.35e9), ("mixture_16b", 15_617_996_800, 2.573e9)],
 )
-def test_published_sizes_have_the_published_number_of_parameters(name: str, count: int, active: float) -> None:
+def test_published_sizes_have_the_published_number_of_parameters(
+    name: str, count: int, active: float
+) -> None:
     config = OmegaConf.load(CONFIGS / f"{name}.yaml")
     args: dict = {key: value for key, value in config.items() if str(key)[0] != "_"}  # pyright: ignore[reportAssignmentType]
     with torch.device("meta"):

@@ -1,4 +1,6 @@
-"""The loss of each target, without all the logits: values and gradients equal those of plain cross-entropy."""
+"""The loss of each target, without all the logits: values and gradients equal those of plain
+cross-entropy.
+"""
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from armature.models.loss import IGNORED, VocabularyShard, token_losses
 
 def small(**changes) -> Decoder:
     torch.manual_seed(0)
-    model = Decoder(**{"vocab_size": 97, "context": 16, "width": 32, "layers": 2, "heads": 4, **changes})
+    model = Decoder(
+        **{"vocab_size": 97, "context": 16, "width": 32, "layers": 2, "heads": 4, **changes}
+    )
     for param in model.parameters():
         nn.init.normal_(param, 0.0, 0.2)
     return model
@@ -27,7 +31,9 @@ def batch(vocab_size: int = 97) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("rows", [None, 7])
-def test_each_targets_loss_and_its_gradients_are_those_of_plain_cross_entropy(monkeypatch, tied, rows):
+def test_each_targets_loss_and_its_gradients_are_those_of_plain_cross_entropy(
+    monkeypatch, tied, rows
+):
     model, (inputs, targets) = small(tied=tied), batch()
     if rows is not None:  # several chunks, the last one incomplete
         monkeypatch.setitem(loss.CHUNK_LOGITS, "cpu", rows * 97)
@@ -35,7 +41,11 @@ def test_each_targets_loss_and_its_gradients_are_those_of_plain_cross_entropy(mo
     losses, gradients = [], []
     for plain in (False, True):
         model.zero_grad()
-        found = token_losses(model(inputs), targets) if plain else model(inputs, targets, per_token=True)
+        found = (
+            token_losses(model(inputs), targets)
+            if plain
+            else model(inputs, targets, per_token=True)
+        )
         (found * weights).sum().backward()
         losses.append(found.detach())
         gradients.append({name: param.grad.clone() for name, param in model.named_parameters()})
@@ -63,11 +73,15 @@ def test_a_head_of_ones_own_gives_the_same():
     plain = nn.Linear(32, 97, bias=False)
     plain.weight = model.head.weight
     model.head = plain
-    torch.testing.assert_close(model(inputs, targets, per_token=True), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        model(inputs, targets, per_token=True), expected, rtol=1e-5, atol=1e-6
+    )
     model.head = nn.Linear(32, 97)
     logits = model(inputs).transpose(1, 2)
     expected = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
-    torch.testing.assert_close(model(inputs, targets, per_token=True), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        model(inputs, targets, per_token=True), expected, rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -92,7 +106,9 @@ def test_sums_are_in_fp32_where_new_tensors_have_16_bits(bf16_by_default):
     x, weight = (torch.randn(64, 16) * 2).float(), torch.randn(97, 16).float()
     targets = torch.randint(0, 97, (64,))
     expected = F.cross_entropy(F.linear(x, weight), targets, reduction="none")
-    each, mean = (loss.chunked_loss(x, weight, targets, per_token=per_token) for per_token in (True, False))
+    each, mean = (
+        loss.chunked_loss(x, weight, targets, per_token=per_token) for per_token in (True, False)
+    )
     assert (each.dtype, mean.dtype) == (torch.float32, torch.float32)
     torch.testing.assert_close(each, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(mean, expected.mean(), rtol=1e-6, atol=1e-6)
@@ -104,7 +120,9 @@ def test_a_target_that_is_no_word_is_not_learned_as_another(wrong, per_token):
     x, weight, targets = torch.randn(8, 16), torch.randn(97, 16), torch.arange(8)
     targets[2], targets[5] = IGNORED, 96
     part = VocabularyShard(start=0, size=97, all_max=lambda _: None, all_sum=lambda _: None)
-    sharded, whole = (loss.chunked_loss(x, weight, targets, each, per_token=per_token) for each in (part, None))
+    sharded, whole = (
+        loss.chunked_loss(x, weight, targets, each, per_token=per_token) for each in (part, None)
+    )
     torch.testing.assert_close(sharded, whole)
     targets[3] = wrong
     with pytest.raises((RuntimeError, IndexError), match="out of bounds"):

@@ -5,7 +5,15 @@ import torch
 
 from armature.models.vit.model import VisionTransformer
 
-SMALL = {"image_size": 8, "patch_size": 2, "channels": 1, "classes": 10, "width": 32, "layers": 2, "heads": 4}
+SMALL = {
+    "image_size": 8,
+    "patch_size": 2,
+    "channels": 1,
+    "classes": 10,
+    "width": 32,
+    "layers": 2,
+    "heads": 4,
+}
 
 
 def small(**changes) -> VisionTransformer:
@@ -38,7 +46,9 @@ def test_stages_without_ends_compose_to_the_whole():
 
 def test_position_of_a_patch_matters():
     model, image = small(), torch.randn(1, 1, 8, 8)
-    model.initialize_parameter("embed.position", model.embed.position.data, torch.Generator().manual_seed(0))
+    model.initialize_parameter(
+        "embed.position", model.embed.position.data, torch.Generator().manual_seed(0)
+    )
     assert not torch.allclose(model(image), model(image.flip(-1)))
 
 
@@ -48,7 +58,9 @@ def test_every_parameter_is_initialized_by_name():
     model.to_empty(device="cpu")
     with torch.no_grad():
         for name, param in model.named_parameters():
-            model.initialize_parameter(name, param.fill_(math.nan), torch.Generator().manual_seed(0))
+            model.initialize_parameter(
+                name, param.fill_(math.nan), torch.Generator().manual_seed(0)
+            )
     assert all(param.isfinite().all() for param in model.parameters())
     assert model.head.bias.eq(0).all()
     assert model.norm.weight.eq(1).all()
@@ -58,7 +70,10 @@ def test_every_parameter_is_initialized_by_name():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"patch_size": 3}, r"model.patch_size=3 does not divide model.image_size=8: model.patch_size=2 does"),
+        (
+            {"patch_size": 3},
+            r"model.patch_size=3 does not divide model.image_size=8: model.patch_size=2 does",
+        ),
         ({"heads": 5}, r"model.heads=5 does not divide model.width=32: model.heads=4 does"),
         ({"classes": 0}, r"model.classes must be a whole number of at least 1. Got 0"),
     ],

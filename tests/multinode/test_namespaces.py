@@ -1,4 +1,6 @@
-"""scripts/multinode/run.sh over two network namespaces: machines with addresses of their own, joined by a cable."""
+"""scripts/multinode/run.sh over two network namespaces: machines with addresses of their own,
+joined by a cable.
+"""
 
 import contextlib
 import os
@@ -28,9 +30,25 @@ def hosts():
 def test_two_machines_train_stop_together_and_go_on(hosts, tmp_path):
     corpus = running.write_corpus(tmp_path / "corpus")
     head = f"{hosts[0].address}:29511"
-    overrides = [*running.TINY, f"data.path={corpus}", f"run.root={tmp_path}", "run.name=run", "strategy=ddp"]
-    environment = {"NODES": "2", "DEVICES": "1", "HEAD": head, "ARMATURE_CACHE": str(tmp_path / "cache")}
-    endless = [*overrides, "trainer.max_steps=100000", "trainer.val_every_n_steps=50000", "scheduler=constant"]
+    overrides = [
+        *running.TINY,
+        f"data.path={corpus}",
+        f"run.root={tmp_path}",
+        "run.name=run",
+        "strategy=ddp",
+    ]
+    environment = {
+        "NODES": "2",
+        "DEVICES": "1",
+        "HEAD": head,
+        "ARMATURE_CACHE": str(tmp_path / "cache"),
+    }
+    endless = [
+        *overrides,
+        "trainer.max_steps=100000",
+        "trainer.val_every_n_steps=50000",
+        "scheduler=constant",
+    ]
     machines = [host.start(*endless, **environment) for host in hosts]
     try:
         metrics = tmp_path / "run" / "metrics.csv"
@@ -41,11 +59,19 @@ def test_two_machines_train_stop_together_and_go_on(hosts, tmp_path):
         assert any("SIGTERM at step" in output for output in outputs), outputs
         steps = running.summary(tmp_path / "run")["global_step"]
 
-        goal = [*overrides, f"trainer.max_steps={steps + 3}", "trainer.val_every_n_steps=50000", "scheduler=constant"]
+        goal = [
+            *overrides,
+            f"trainer.max_steps={steps + 3}",
+            "trainer.val_every_n_steps=50000",
+            "scheduler=constant",
+        ]
         machines = [host.start(*goal, **environment) for host in hosts]
         outputs = [machine.communicate(timeout=120)[0] for machine in machines]
         assert [machine.returncode for machine in machines] == [0, 0], outputs
-        assert any("2 cpu ranks (gloo) on 2 machines" in output and "resuming from" in output for output in outputs)
+        assert any(
+            "2 cpu ranks (gloo) on 2 machines" in output and "resuming from" in output
+            for output in outputs
+        )
     finally:
         for machine in machines:
             with contextlib.suppress(ProcessLookupError):

@@ -16,7 +16,9 @@ def names(model: nn.Module) -> list[set[str]]:
 
 def test_norms_biases_and_positions_are_not_decayed():
     decoder = Decoder(vocab_size=9, context=8, width=8, layers=1, heads=2)
-    vit = VisionTransformer(image_size=4, patch_size=2, channels=1, classes=3, width=8, layers=1, heads=2)
+    vit = VisionTransformer(
+        image_size=4, patch_size=2, channels=1, classes=3, width=8, layers=1, heads=2
+    )
     for model in (decoder, vit):
         hidden, matrices, vectors = names(model)
         assert all(name.startswith("blocks.") and name.endswith("weight") for name in hidden)
@@ -42,8 +44,14 @@ def test_a_tied_weight_is_optimized_once():
 @pytest.mark.parametrize(("make", "factor"), [(adamw, 1 / 4), (Muon, 1 / 2)])
 def test_a_wider_models_hidden_matrices_get_a_lower_rate_and_the_same_decay(make, factor):
     model = Decoder(vocab_size=9, context=8, width=32, layers=1, heads=2)
-    hidden, matrices, vectors = make(parameter_groups(model), lr=0.01, weight_decay=0.1, base_width=8).param_groups
-    assert (hidden["lr"], matrices["lr"], vectors["lr"]) == (pytest.approx(0.01 * factor), 0.01, 0.01)
+    hidden, matrices, vectors = make(
+        parameter_groups(model), lr=0.01, weight_decay=0.1, base_width=8
+    ).param_groups
+    assert (hidden["lr"], matrices["lr"], vectors["lr"]) == (
+        pytest.approx(0.01 * factor),
+        0.01,
+        0.01,
+    )
     assert hidden["lr"] * hidden["weight_decay"] == pytest.approx(0.01 * 0.1)
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
     same = make(parameter_groups(model), lr=0.01, base_width=32).param_groups
@@ -54,7 +62,10 @@ def test_a_wider_models_hidden_matrices_get_a_lower_rate_and_the_same_decay(make
 
 @pytest.mark.parametrize("make", [adamw, Muon])
 def test_updates_of_a_wider_model_change_its_activations_as_much(make):
-    """The largest singular value of an update bounds the change of a hidden layer's output. It does not grow."""
+    """The largest singular value of an update bounds the change of a hidden layer's output.
+
+    It does not grow.
+    """
 
     def largest(width: int, base_width: int | None) -> float:
         torch.manual_seed(0)
@@ -64,7 +75,9 @@ def test_updates_of_a_wider_model_change_its_activations_as_much(make):
         optimizer = make(parameter_groups(model), lr=0.01, weight_decay=0.0, base_width=base_width)
         for param in model.parameters():
             one, other = torch.randn(len(param), 1), torch.randn(param.numel() // len(param), 1)
-            noise = torch.randn_like(param) if make is Muon else 0.0  # AdamW's worst case is a gradient of rank one
+            noise = (
+                torch.randn_like(param) if make is Muon else 0.0
+            )  # AdamW's worst case is a gradient of rank one
             param.grad = (one @ other.T).view_as(param) + noise
         optimizer.step()
         return float(torch.linalg.matrix_norm(weight.detach() - before, ord=2))
@@ -76,5 +89,7 @@ def test_updates_of_a_wider_model_change_its_activations_as_much(make):
 def test_a_model_without_a_width_cannot_use_a_transferred_rate():
     model = nn.Module()
     model.blocks = nn.ModuleDict({"0": nn.Linear(4, 4)})
-    with pytest.raises(ValueError, match=r"optimizer.base_width=8 needs .* or type optimizer.base_width=null"):
+    with pytest.raises(
+        ValueError, match=r"optimizer.base_width=8 needs .* or type optimizer.base_width=null"
+    ):
         adamw(parameter_groups(model), base_width=8)

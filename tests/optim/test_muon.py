@@ -45,12 +45,17 @@ def test_state_is_plain_and_resumes_exactly():
     def run(steps: range, params, optimizer):
         for step in steps:
             for i, param in enumerate(params):
-                param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(10 * step + i))
+                param.grad = torch.randn(
+                    param.shape, generator=torch.Generator().manual_seed(10 * step + i)
+                )
             optimizer.step()
 
     def make(values):
         params = [torch.nn.Parameter(value.clone()) for value in values]
-        return params, Muon([{"params": [params[0]], "hidden": True}, {"params": [params[1]], "hidden": False}], lr=0.1)
+        return params, Muon(
+            [{"params": [params[0]], "hidden": True}, {"params": [params[1]], "hidden": False}],
+            lr=0.1,
+        )
 
     start = [torch.ones(8, 8), torch.ones(8)]
     params, optimizer = make(start)
@@ -103,22 +108,38 @@ def test_precision_decides_the_type_of_the_iteration():
 
 
 def train(layout: str) -> list[list]:
-    """Return the weights after three steps, and the number of matrices that this rank orthogonalized per step.
+    """Return the weights after three steps, and the number of matrices that this rank
+    orthogonalized per step.
 
-    Every rank sees the same batch, which is large enough for gradients of full rank. The iteration multiplies the
-    smallest singular values by hundreds, and rounding errors with them, so gradients are computed in float64.
+    Every rank sees the same batch, which is large enough for gradients of full rank. The iteration
+    multiplies the smallest singular values by hundreds, and rounding errors with them, so gradients
+    are computed in float64.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     torch.manual_seed(0)
-    sizes = (16, 24), (24, 24), (24, 24), (24, 24), (24, 13)  # more matrices of one shape than ranks, and no multiple
+    sizes = (
+        (16, 24),
+        (24, 24),
+        (24, 24),
+        (24, 24),
+        (24, 13),
+    )  # more matrices of one shape than ranks, and no multiple
     layers = [torch.nn.Linear(*size, bias=size[0] == 16) for size in sizes]
-    model = torch.nn.Sequential(*(module for layer in layers for module in (layer, torch.nn.GELU()))).double()
+    model = torch.nn.Sequential(
+        *(module for layer in layers for module in (layer, torch.nn.GELU()))
+    ).double()
     if layout == "fsdp × tensor":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
-        plan = {str(i): ColwiseParallel() if i % 4 == 0 else RowwiseParallel() for i in range(0, 8, 2)}
+        plan = {
+            str(i): ColwiseParallel() if i % 4 == 0 else RowwiseParallel() for i in range(0, 8, 2)
+        }
         parallelize_module(model, mesh["tensor"], plan)
         fully_shard(model, mesh=mesh["shard"])
     elif layout == "tensor":
@@ -127,20 +148,33 @@ def train(layout: str) -> list[list]:
     elif layout == "fsdp":
         fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
     elif layout == "hsdp":
-        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+        fully_shard(
+            model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        )
     hidden = [layer.weight for layer in layers]
-    optimizer = Muon([{"params": hidden, "hidden": True}, {"params": [model[0].bias], "hidden": False}], lr=0.1)
+    optimizer = Muon(
+        [{"params": hidden, "hidden": True}, {"params": [model[0].bias], "hidden": False}], lr=0.1
+    )
     counted = []
     if layout != "alone":
-        optimizer.matrix_work = DistributedMatrices(torch.distributed.group.WORLD if layout == "ddp" else None)
+        optimizer.matrix_work = DistributedMatrices(
+            torch.distributed.group.WORLD if layout == "ddp" else None
+        )
         work = muon.orthogonalize
-        muon.orthogonalize = lambda matrix, **kwargs: counted.append(matrix.shape) or work(matrix, **kwargs)
+        muon.orthogonalize = lambda matrix, **kwargs: (
+            counted.append(matrix.shape) or work(matrix, **kwargs)
+        )
     for step in range(3):
-        inputs = torch.randn(64, 16, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        inputs = torch.randn(
+            64, 16, generator=torch.Generator().manual_seed(step), dtype=torch.float64
+        )
         optimizer.zero_grad()
         model(inputs).square().mean().backward()
         optimizer.step()
-    weights = [getattr(param, "full_tensor", lambda param=param: param)().tolist() for param in model.parameters()]
+    weights = [
+        getattr(param, "full_tensor", lambda param=param: param)().tolist()
+        for param in model.parameters()
+    ]
     return [*weights, len(counted) // 3]
 
 
@@ -148,20 +182,29 @@ def train(layout: str) -> list[list]:
 @pytest.mark.parametrize(
     ("layout", "ranks", "most"),
     [
-        ("ddp", 2, 4), ("ddp", 4, 3), ("fsdp", 2, 4), ("fsdp", 4, 3), ("hsdp", 4, 4), ("tensor", 2, 5),
+        ("ddp", 2, 4),
+        ("ddp", 4, 3),
+        ("fsdp", 2, 4),
+        ("fsdp", 4, 3),
+        ("hsdp", 4, 4),
+        ("tensor", 2, 5),
         ("fsdp × tensor", 4, 5),
     ],
-)  # fmt: skip
+)
 def test_shared_work_takes_the_same_steps_as_one_process(layout, ranks, most):
     expected = train("alone")
     for *weights, count in on_ranks(train, layout, ranks=ranks):
-        assert count <= most, "a rank should orthogonalize only its share of the five matrices per step"
+        assert count <= most, (
+            "a rank should orthogonalize only its share of the five matrices per step"
+        )
         for got, alone in zip(weights, expected, strict=False):
             torch.testing.assert_close(torch.tensor(got), torch.tensor(alone), rtol=1e-5, atol=1e-6)
 
 
 def exchanges(layout: str, room: int | None = None) -> tuple[list[str], bool]:
-    """Return the collectives that share the work on six matrices, and whether each result is that of one process."""
+    """Return the collectives that share the work on six matrices, and whether each result is that
+    of one process.
+    """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -172,11 +215,15 @@ def exchanges(layout: str, room: int | None = None) -> tuple[list[str], bool]:
         distributed_matrices.MAX_ROUND_ELEMENTS = distributed_matrices.MAX_SHARD_ELEMENTS = room
     generator = torch.Generator().manual_seed(0)
     shapes = [(24, 16), (16, 24), (24, 24), (13, 24), (24, 24), (3, 24)]
-    whole = [torch.randn(shape, generator=generator) for shape in shapes[:1] if layout.startswith("one")]
+    whole = [
+        torch.randn(shape, generator=generator) for shape in shapes[:1] if layout.startswith("one")
+    ]
     whole = whole or [torch.randn(shape, generator=generator) for shape in shapes]
     if layout.endswith("sharded"):
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        matrices = [distribute_tensor(matrix, mesh, [Shard(i % 2)]) for i, matrix in enumerate(whole)]
+        matrices = [
+            distribute_tensor(matrix, mesh, [Shard(i % 2)]) for i, matrix in enumerate(whole)
+        ]
         work = DistributedMatrices()
     else:
         matrices, work = whole, DistributedMatrices(dist.group.WORLD)
@@ -186,7 +233,10 @@ def exchanges(layout: str, room: int | None = None) -> tuple[list[str], bool]:
             mapped = work.map([matrices[i] for i in indices], muon.orthogonalize)
             results |= zip(indices, mapped, strict=True)
     full = [getattr(results[i], "full_tensor", lambda i=i: results[i])() for i in range(len(whole))]
-    equal = all(torch.equal(result, muon.orthogonalize(matrix)) for result, matrix in zip(full, whole, strict=True))
+    equal = all(
+        torch.equal(result, muon.orthogonalize(matrix))
+        for result, matrix in zip(full, whole, strict=True)
+    )
     return [each["kind"] for each in counter.collectives], equal
 
 
@@ -205,17 +255,27 @@ def test_all_matrices_of_a_step_travel_together_up_to_a_size(ranks):
         assert together == (["all_gather"], True)
         assert sharded == (["all_to_all"] * 2, True)
         assert one == (["broadcast" if ranks == 3 else "all_gather"], True)
-        assert len(replicated_rounds[0]) == ranks + 1, "three rounds; with three ranks, one of two broadcasts"
+        assert len(replicated_rounds[0]) == ranks + 1, (
+            "three rounds; with three ranks, one of two broadcasts"
+        )
         assert len(sharded_rounds[0]) == (4 if ranks == 3 else 6)
-        assert one_sharded == (["all_to_all"] * 2, True), "the other ranks have no matrix of their own"
+        assert one_sharded == (["all_to_all"] * 2, True), (
+            "the other ranks have no matrix of their own"
+        )
         assert replicated_rounds[1]
         assert sharded_rounds[1]
 
 
 def test_stacks_that_are_left_to_adamw_are_named(caplog):
-    stack, position = torch.nn.Parameter(torch.ones(4, 2, 3)), torch.nn.Parameter(torch.ones(1, 2, 3))
+    stack, position = (
+        torch.nn.Parameter(torch.ones(4, 2, 3)),
+        torch.nn.Parameter(torch.ones(1, 2, 3)),
+    )
     Muon([{"params": [position], "hidden": False}, {"params": [stack], "hidden": True}])
     assert not caplog.records
     Muon([{"params": [stack, position], "hidden": False}])
-    assert "Muon leaves 1 three-dimensional parameters to AdamW, such as one of (4, 2, 3)" in caplog.text
+    assert (
+        "Muon leaves 1 three-dimensional parameters to AdamW, such as one of (4, 2, 3)"
+        in caplog.text
+    )
     assert "`stacked = True`" in caplog.text

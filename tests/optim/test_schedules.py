@@ -54,7 +54,9 @@ def test_state_is_the_step_and_resumes_under_other_groups_and_rates():
     resumed_optimizer, resumed = make(2.0, groups=2)
     resumed.load_state_dict(schedule.state_dict())
     assert set(schedule.state_dict()) == {"last_epoch", "_step_count"}
-    assert [group["lr"] for group in resumed_optimizer.param_groups] == [2 * optimizer.param_groups[0]["lr"]] * 2
+    assert [group["lr"] for group in resumed_optimizer.param_groups] == [
+        2 * optimizer.param_groups[0]["lr"]
+    ] * 2
 
 
 def test_a_group_that_is_added_later_keeps_its_share_of_the_rate():
@@ -77,13 +79,19 @@ def test_a_group_that_is_added_later_keeps_its_share_of_the_rate():
     resumed_optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], **added})
     resumed.load_state_dict(schedule.state_dict())
     assert [group["lr"] for group in resumed_optimizer.param_groups] == pytest.approx([0.4, 0.04])
-    assert steps(resumed_optimizer, resumed, 2) == steps(optimizer, schedule, 2) == pytest.approx([0.2, 0.02])
+    assert (
+        steps(resumed_optimizer, resumed, 2)
+        == steps(optimizer, schedule, 2)
+        == pytest.approx([0.2, 0.02])
+    )
 
 
 def test_a_group_that_is_added_in_the_warm_up_never_gets_more_than_its_own_rate():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     schedule = schedules.linear(optimizer, 100, warmup=50)
-    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})  # with the peak as its rate
+    optimizer.add_param_group(
+        {"params": [torch.nn.Parameter(torch.zeros(1))]}
+    )  # with the peak as its rate
     seen = []
     for _ in range(60):
         optimizer.step()
@@ -93,11 +101,16 @@ def test_a_group_that_is_added_in_the_warm_up_never_gets_more_than_its_own_rate(
 
 
 def test_warm_up_and_decay_longer_than_the_run_are_refused():
-    with pytest.raises(ValueError, match=r"scheduler.warmup=60 and scheduler.decay=0.5 .* 100 steps"):
+    with pytest.raises(
+        ValueError, match=r"scheduler.warmup=60 and scheduler.decay=0.5 .* 100 steps"
+    ):
         rates("wsd", warmup=60, decay=0.5)
 
 
 @pytest.mark.parametrize("warmup", [-1, 1.5])
 def test_a_length_that_is_neither_steps_nor_a_share_is_refused(warmup):
-    with pytest.raises(ValueError, match=r"scheduler.warmup=.* must be a whole number of optimizer steps, or a share"):
+    with pytest.raises(
+        ValueError,
+        match=r"scheduler.warmup=.* must be a whole number of optimizer steps, or a share",
+    ):
         rates("cosine", warmup=warmup)

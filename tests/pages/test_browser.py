@@ -1,4 +1,6 @@
-"""The pages in headless Chromium: at a phone's and a desk's width, light and dark, without a request or overflow."""
+"""The pages in headless Chromium: at a phone's and a desk's width, light and dark, without a
+request or overflow.
+"""
 
 import functools
 import http.server
@@ -14,11 +16,19 @@ from armature.sweeps import report as sweep_report
 from armature.sweeps.trials import Sweep, Trial
 from tests.pages.run_files import HOSTILE, write
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
-    "--disable-sync", "--no-first-run", "--hide-scrollbars",
-)  # fmt: skip
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+    "--hide-scrollbars",
+)
 WIDTHS = {"phone": 390, "desk": 1280}
 pytestmark = [
     pytest.mark.slow,
@@ -60,7 +70,8 @@ def server(pages):
             asked.append(self.path)
 
     measure = (
-        "<iframe id=f style='border:0;height:900px'></iframe><script>const[p,w]=location.search.slice(1).split('&');"
+        "<iframe id=f "
+        "style='border:0;height:900px'></iframe><script>const[p,w]=location.search.slice(1).split('&');"
         "f.style.width=w+'px';f.onload=()=>{const d=f.contentDocument,e=d.documentElement;"
         "document.title=[e.scrollWidth,d.querySelectorAll('svg').length,d.scripts.length,"
         "Math.max(...[...d.images].map(i=>i.naturalWidth),0),getComputedStyle(d.body).backgroundColor].join('|')};"
@@ -84,7 +95,9 @@ def test_a_page_fits_its_window_and_asks_for_nothing(page, width, theme, server,
     asked.clear()
     flags = ["--dump-dom", "--virtual-time-budget=4000"]
     flags += (
-        ["--blink-settings=preferredColorScheme=0"] if theme == "dark" else ["--blink-settings=preferredColorScheme=1"]
+        ["--blink-settings=preferredColorScheme=0"]
+        if theme == "dark"
+        else ["--blink-settings=preferredColorScheme=1"]
     )
     dom = browse(f"{address}/measure.html?{page}.html&{width}", tmp_path / "profile", *flags)
     found = re.search(r"<title>([^<]*)</title>", dom)
@@ -95,4 +108,8 @@ def test_a_page_fits_its_window_and_asks_for_nothing(page, width, theme, server,
     assert int(scripts) == 0
     assert int(image) == (8 if page == "report" else 0)
     assert ground == {"light": "rgb(255, 255, 255)", "dark": "rgb(13, 17, 23)"}[theme]
-    assert {path.partition("?")[0] for path in asked} <= {"/measure.html", f"/{page}.html", "/favicon.ico"}
+    assert {path.partition("?")[0] for path in asked} <= {
+        "/measure.html",
+        f"/{page}.html",
+        "/favicon.ico",
+    }

@@ -17,7 +17,9 @@ def parsed(drawn: chart.Chart, theme: str = "light") -> ET.Element:
 
 def points(root: ET.Element) -> list[list[tuple[float, float]]]:
     found = [line.attrib["points"].split() for line in root.iter(f"{NS}polyline")]
-    return [[(float(x), float(y)) for x, y in (point.split(",") for point in line)] for line in found]
+    return [
+        [(float(x), float(y)) for x, y in (point.split(",") for point in line)] for line in found
+    ]
 
 
 def test_a_line_goes_from_one_corner_of_the_plot_to_the_other():
@@ -29,7 +31,9 @@ def test_a_line_goes_from_one_corner_of_the_plot_to_the_other():
 
 
 def test_a_logarithmic_axis_spaces_powers_evenly_and_leaves_out_what_it_cannot_show():
-    drawn = chart.Chart(title="x", lines=[chart.Line(xs=range(5), ys=[1.0, 10.0, 100.0, 0.0, -1.0])], log=True)
+    drawn = chart.Chart(
+        title="x", lines=[chart.Line(xs=range(5), ys=[1.0, 10.0, 100.0, 0.0, -1.0])], log=True
+    )
     (line,) = points(parsed(drawn))
     assert len(line) == 3
     assert line[0][1] - line[1][1] == pytest.approx(line[1][1] - line[2][1], abs=0.11)
@@ -42,7 +46,9 @@ def test_values_that_are_not_finite_interrupt_a_line():
     assert len([*root.iter(f"{NS}circle")]) == 1  # a value between two gaps
 
 
-@pytest.mark.parametrize("ys", [[], [math.nan], [0.0, 0.0], [5.0], [1e-320, 1e300], [-1e308, 1e308]])
+@pytest.mark.parametrize(
+    "ys", [[], [math.nan], [0.0, 0.0], [5.0], [1e-320, 1e300], [-1e308, 1e308]]
+)
 @pytest.mark.parametrize("log", [False, True])
 def test_any_values_make_a_valid_chart(ys, log):
     lines = [chart.Line(xs=range(len(ys)), ys=ys)]
@@ -55,7 +61,9 @@ def test_any_values_make_a_valid_chart(ys, log):
 def test_texts_are_escaped():
     hostile = "<script>&\"'"
     lines = [chart.Line(xs=[0], ys=[1], label=hostile), chart.Line(xs=[0], ys=[2], label="b")]
-    drawn = chart.Chart(title=hostile, lines=lines, marks=[(0, hostile)], note=hostile, x_label=hostile)
+    drawn = chart.Chart(
+        title=hostile, lines=lines, marks=[(0, hostile)], note=hostile, x_label=hostile
+    )
     assert "<script" not in chart.render(drawn)
     texts = [text.text for text in parsed(drawn).iter(f"{NS}text")]
     assert texts.count(hostile) == 5
@@ -92,7 +100,8 @@ def test_a_file_has_the_colors_of_its_theme_and_follows_the_reader_in_auto():
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0, "0"), (0.25, "0.25"), (1500, "1500"), (20_000, "20k"), (2e6, "2M"), (3e-4, "0.0003")]
+    ("value", "text"),
+    [(0, "0"), (0.25, "0.25"), (1500, "1500"), (20_000, "20k"), (2e6, "2M"), (3e-4, "0.0003")],
 )
 def test_numbers_are_short(value, text):
     assert chart.number(value) == text

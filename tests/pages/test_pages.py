@@ -1,4 +1,6 @@
-"""report.html and compare.html: what they show, and that nothing of a run becomes markup or a request."""
+"""report.html and compare.html: what they show, and that nothing of a run becomes markup or a
+request.
+"""
 
 import json
 import re
@@ -11,10 +13,37 @@ from armature.pages import compare, history, report
 from tests.pages.run_files import HOSTILE, write
 
 ALLOWED = {
-    "html", "head", "meta", "title", "style", "body", "main", "h1", "h2", "p", "span", "div", "b", "svg", "text",
-    "line", "polyline", "circle", "input", "label", "table", "tr", "th", "td", "code", "pre", "details", "summary",
-    "figure", "img",
-}  # fmt: skip
+    "html",
+    "head",
+    "meta",
+    "title",
+    "style",
+    "body",
+    "main",
+    "h1",
+    "h2",
+    "p",
+    "span",
+    "div",
+    "b",
+    "svg",
+    "text",
+    "line",
+    "polyline",
+    "circle",
+    "input",
+    "label",
+    "table",
+    "tr",
+    "th",
+    "td",
+    "code",
+    "pre",
+    "details",
+    "summary",
+    "figure",
+    "img",
+}
 
 
 class Elements(HTMLParser):
@@ -37,7 +66,9 @@ def assert_harmless(page: str) -> None:
         assert tag in ALLOWED, tag
         assert not [name for name in attributes if name.startswith("on")]
         for name in ("src", "href", "xlink:href", "srcset", "action", "data"):
-            assert attributes.get(name, "data:image/png;base64,").startswith("data:image/png;base64,")
+            assert attributes.get(name, "data:image/png;base64,").startswith(
+                "data:image/png;base64,"
+            )
     assert "url(" not in page
     assert "@import" not in page
     assert "default-src 'none'" in page
@@ -49,11 +80,34 @@ def bold(page: str) -> list[str]:
 
 def test_the_page_of_a_run_has_all_parts(tmp_path):
     page = report.make(write(tmp_path / "mine"))
-    for part in ("Learning", "Learning rate and speed", "Memory", "Samples over time", "Starts", "Configuration"):
+    for part in (
+        "Learning",
+        "Learning rate and speed",
+        "Memory",
+        "Samples over time",
+        "Starts",
+        "Configuration",
+    ):
         assert f"<h2>{part}</h2>" in page
-    for title in ("loss", "val/accuracy", "train/grad_norm", "lr", "tokens per second", "peak memory per rank, GiB"):
+    for title in (
+        "loss",
+        "val/accuracy",
+        "train/grad_norm",
+        "lr",
+        "tokens per second",
+        "peak memory per rank, GiB",
+    ):
         assert f'aria-label="{title}"' in page, title
-    for text in ("120 of 120", "33,826", "rank 1", "restart", "abc123", "2.13.0", "7, not 1", "log scale"):
+    for text in (
+        "120 of 120",
+        "33,826",
+        "rank 1",
+        "restart",
+        "abc123",
+        "2.13.0",
+        "7, not 1",
+        "log scale",
+    ):
         assert text in page, text
     assert page.count("data:image/png") == 2
     assert_harmless(page)
@@ -64,7 +118,9 @@ def test_the_load_of_experts_is_drawn(tmp_path):
     assert "<h2>Experts</h2>" not in report.make(path)
     rows = (path / "metrics.csv").read_text().splitlines()
     loads = ["experts/load_max,experts/load_min", *("1.5,0.25" for _ in rows[1:])]
-    (path / "metrics.csv").write_text("\n".join(f"{row},{load}" for row, load in zip(rows, loads, strict=True)) + "\n")
+    (path / "metrics.csv").write_text(
+        "\n".join(f"{row},{load}" for row, load in zip(rows, loads, strict=True)) + "\n"
+    )
     summary = json.loads((path / "summary.json").read_text()) | {
         "expert_load": {"1": [1.5, 0.25, 1.25, 1.0], "2": [1.0] * 4}
     }
@@ -114,7 +170,11 @@ def test_the_defaults_are_those_that_hydra_composes():
     composed = dict(history.flat(OmegaConf.to_container(cli.compose([]), resolve=False)))
     ours = history.defaults()
     assert len(ours) > 100
-    missing = {key: value for key, value in composed.items() if key not in ours and value not in (None, {}, [])}
+    missing = {
+        key: value
+        for key, value in composed.items()
+        if key not in ours and value not in (None, {}, [])
+    }
     assert not missing
     assert not history.changed({key: composed[key] for key in ours if key in composed}, ours)
 
@@ -123,21 +183,27 @@ def test_hostile_names_and_samples_stay_text(tmp_path):
     config = f"data: {{path: {json.dumps(HOSTILE)}}}\ntask: {{_target_: {json.dumps(HOSTILE)}}}\n"
     path = write(tmp_path / "x", name=HOSTILE, config=config, text=HOSTILE, classes=(HOSTILE, "1"))
     table = (path / "metrics.csv").read_text()
-    (path / "metrics.csv").write_text(table.replace("train/grad_norm", "train/<script>alert(3)</script>"))
+    (path / "metrics.csv").write_text(
+        table.replace("train/grad_norm", "train/<script>alert(3)</script>")
+    )
     other = write(tmp_path / "y", offset=0.5)
     for page in (report.make(path), compare.make([history.read(path), history.read(other)])):
         assert_harmless(page)
         assert HOSTILE in " ".join(Elements(page).texts)
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "metrics.csv", "timings.csv", "report.jsonl", "summary.json"])
+@pytest.mark.parametrize(
+    "name", ["config.yaml", "metrics.csv", "timings.csv", "report.jsonl", "summary.json"]
+)
 @pytest.mark.parametrize("damage", ["none", "empty", "bytes", "other"])
 def test_a_damaged_file_costs_its_part_of_the_page_only(tmp_path, name, damage):
     path = write(tmp_path / "mine")
     if damage == "none":
         (path / name).unlink()
     else:
-        other = b'{"event": "images", "step": 1, "images": [1, {"pixels": "?"}]}\n[[[\nstep\n1\n-1\n"'
+        other = (
+            b'{"event": "images", "step": 1, "images": [1, {"pixels": "?"}]}\n[[[\nstep\n1\n-1\n"'
+        )
         (path / name).write_bytes({"empty": b"", "bytes": b"\xff\x00{: [", "other": other}[damage])
     page = report.make(path)
     assert_harmless(page)
@@ -149,7 +215,9 @@ def test_a_damaged_file_costs_its_part_of_the_page_only(tmp_path, name, damage):
 def test_what_is_no_number_spoils_no_other_number(tmp_path):
     path = write(tmp_path / "mine")
     (path / "metrics.csv").write_text("step,val/loss\n1,0.5\n2,nan\n")
-    (path / "config.yaml").write_text("run: {name: mine}\ncheckpoint: {monitor: val/loss, mode: min}\n")
+    (path / "config.yaml").write_text(
+        "run: {name: mine}\ncheckpoint: {monitor: val/loss, mode: min}\n"
+    )
     (path / "summary.json").write_text('{"global_step": "x", "tokens_per_second": "fast"}')
     page = report.make(path)
     assert "best val/loss" in page
@@ -167,7 +235,10 @@ def test_the_row_that_is_not_written_yet_is_shown_once(tmp_path):
     path = write(tmp_path / "mine")
     run = history.read(path, newest={"step": 121, "train/loss": 9.0})
     assert run.curve("train/loss")[1][-1] == 9.0
-    assert len(history.read(path, newest={"step": 120, "train/loss": 9.0}).curve("train/loss")[0]) == 120
+    assert (
+        len(history.read(path, newest={"step": 120, "train/loss": 9.0}).curve("train/loss")[0])
+        == 120
+    )
 
 
 def test_a_page_stays_small_however_long_the_run(tmp_path):
@@ -176,7 +247,10 @@ def test_a_page_stays_small_however_long_the_run(tmp_path):
 
 
 def test_the_best_of_each_metric_is_bold_and_differences_are_listed(tmp_path):
-    runs = [history.read(write(tmp_path / name, name=name, offset=i / 4)) for i, name in enumerate(("a", "b"))]
+    runs = [
+        history.read(write(tmp_path / name, name=name, offset=i / 4))
+        for i, name in enumerate(("a", "b"))
+    ]
     changed = write(tmp_path / "c", name="c", config="trainer: {precision: 32-true}\n", steps=60)
     runs.append(history.read(changed))
     page = compare.make(runs)
@@ -186,14 +260,20 @@ def test_the_best_of_each_metric_is_bold_and_differences_are_listed(tmp_path):
     assert compare.best("val/accuracy", [0.5, 0.9, 0.9], runs) == {1, 2}
     assert compare.best("optimizer steps", [1.0, 2.0, 3.0], runs) == set()
     assert compare.best("train/loss", [1.0, None, float("nan")], runs) == set()
-    assert compare.differences(runs) == {"trainer.precision": [compare.MISSING, compare.MISSING, "32-true"]}
+    assert compare.differences(runs) == {
+        "trainer.precision": [compare.MISSING, compare.MISSING, "32-true"]
+    }
     text = compare.text(runs)
     assert re.search(r"^val/loss +[\d.]+\* ", text, re.MULTILINE)
 
 
 def test_values_that_differ_after_the_fifth_digit_are_shown_whole(tmp_path):
     runs = [
-        history.read(write(tmp_path / name, name=name, config=f"data: {{a: {value}, b: {value}, c: {value}}}\n"))
+        history.read(
+            write(
+                tmp_path / name, name=name, config=f"data: {{a: {value}, b: {value}, c: {value}}}\n"
+            )
+        )
         for name, value in (("a", 0.123456), ("b", 0.123459))
     ]
     runs[1].config.update({"data.b": 0.5, "data.c": 0.123456})
@@ -204,24 +284,37 @@ def test_values_that_differ_after_the_fifth_digit_are_shown_whole(tmp_path):
 @pytest.mark.parametrize(
     ("name", "aim"),
     [
-        ("val/brier_score", "min"), ("val/fid_score", "min"), ("val/error2", "min"), ("val_loss", "min"),
-        ("val/f1", "max"), ("val/MulticlassAccuracy", "max"), ("tokens per second", "max"), ("val/score", None),
-        ("val/precision@10", "max"), ("val/terror", None), ("seconds of the newest start", "min"),
+        ("val/brier_score", "min"),
+        ("val/fid_score", "min"),
+        ("val/error2", "min"),
+        ("val_loss", "min"),
+        ("val/f1", "max"),
+        ("val/MulticlassAccuracy", "max"),
+        ("tokens per second", "max"),
+        ("val/score", None),
+        ("val/precision@10", "max"),
+        ("val/terror", None),
+        ("seconds of the newest start", "min"),
     ],
-)  # fmt: skip
+)
 def test_what_is_better_follows_from_the_words_of_a_name(name, aim):
     assert compare.goal(name, []) == aim
 
 
 def test_runs_of_one_name_are_called_by_their_paths(tmp_path):
-    runs = compare.named_apart([history.read(write(tmp_path / name, name="same")) for name in ("a", "b")])
+    runs = compare.named_apart(
+        [history.read(write(tmp_path / name, name="same")) for name in ("a", "b")]
+    )
     assert [run.name for run in runs] == [str(tmp_path / "a"), str(tmp_path / "b")]
 
 
 def test_values_under_a_modules_own_names_are_shown(tmp_path):
     """`val_loss` is what Lightning's own documentation logs."""
     path = write(tmp_path / "mine", config="")
-    for file, old, new in (("metrics.csv", "val/loss,val/accuracy", "val_loss,score"), ("config.yaml", "val/", "val_")):
+    for file, old, new in (
+        ("metrics.csv", "val/loss,val/accuracy", "val_loss,score"),
+        ("config.yaml", "val/", "val_"),
+    ):
         (path / file).write_text((path / file).read_text().replace(old, new))
     runs = [history.read(path), history.read(write(tmp_path / "other", name="other"))]
     page = report.make(path)

@@ -36,14 +36,20 @@ def test_curves_of_runs_go_to_the_file_that_was_named(run, tmp_path):
 
 
 def test_a_file_for_each_theme_and_one_beside_the_run_by_default(run, tmp_path):
-    assert run(plot, "a", "--out", "x.svg", "--theme", "both")[1].split() == ["x-light.svg", "x-dark.svg"]
+    assert run(plot, "a", "--out", "x.svg", "--theme", "both")[1].split() == [
+        "x-light.svg",
+        "x-dark.svg",
+    ]
     assert run(plot, "a", "--metric", "val/loss", "--x", "tokens")[1].split() == ["a/val-loss.svg"]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["a", "--metric", "val/los"], "--metric val/los: a has no such values. It has epoch, samples"),
+        (
+            ["a", "--metric", "val/los"],
+            "--metric val/los: a has no such values. It has epoch, samples",
+        ),
         (["a", "--x", "hours"], "--x hours: a has no such values"),
         (["a", "--metric", "data_wait", "--x", "tokens"], "Type --x step"),
         (["none"], "none: not a run directory. Type outputs/<run.name>"),

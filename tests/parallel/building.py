@@ -21,21 +21,42 @@ def decoder_on_meta(**arguments: Any) -> Decoder:
 
 def options(**changes: Any) -> apply.Options:
     defaults = {
-        "seed": 0, "schedule": "1f1b", "microbatches": 1, "stages": None, "sequence_parallel": True,
-        "activation_checkpointing": "none", "compile": "none", "reshard_after_forward": True, "param_dtype": None,
-        "reduce_dtype": None, "cpu_offload": False, "prefetch": 1, "min_num_params": 0,
-    }  # fmt: skip
+        "seed": 0,
+        "schedule": "1f1b",
+        "microbatches": 1,
+        "stages": None,
+        "sequence_parallel": True,
+        "activation_checkpointing": "none",
+        "compile": "none",
+        "reshard_after_forward": True,
+        "param_dtype": None,
+        "reduce_dtype": None,
+        "cpu_offload": False,
+        "prefetch": 1,
+        "min_num_params": 0,
+    }
     return apply.Options(**defaults | changes)
 
 
 def parallelize(
-    model: Decoder, *, axes: dict[str, int], prefix: str = "model.", imported: Collection[str] = (), plan: Plan = PLAN,
+    model: Decoder,
+    *,
+    axes: dict[str, int],
+    prefix: str = "model.",
+    imported: Collection[str] = (),
+    plan: Plan = PLAN,
     **changes: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Parallelize a decoder on CPUs, over the axes given and with `options(**changes)`."""
     sizes = dict.fromkeys(mesh.AXES, 1) | axes
     positions = Positions(mesh.context_group(sizes)) if sizes["context"] > 1 else None
     apply.parallelize(
-        model, plan, mesh.build(sizes, device_type="cpu"), options(**changes), device=torch.device("cpu"),
-        prefix=prefix, imported=imported, positions=positions,
-    )  # fmt: skip
+        model,
+        plan,
+        mesh.build(sizes, device_type="cpu"),
+        options(**changes),
+        device=torch.device("cpu"),
+        prefix=prefix,
+        imported=imported,
+        positions=positions,
+    )

@@ -1,4 +1,6 @@
-"""What a mesh keeps and sends of activations: never all logits, no gathered positions, 16 bits under autocast."""
+"""What a mesh keeps and sends of activations: never all logits, no gathered positions, 16 bits
+under autocast.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.parity.harness import LAYOUTS, Job, _fit, mesh, on_ranks
 from tests.parallel.building import decoder_on_meta, parallelize
 
-MODEL = {"vocab_size": 96, "context": 16, "width": 32, "layers": 3, "heads": 4, "kv_heads": 2, "ffn_hidden": 64}
+MODEL = {
+    "vocab_size": 96,
+    "context": 16,
+    "width": 32,
+    "layers": 3,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn_hidden": 64,
+}
 FUNCTIONAL = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
 
 
 class Collectives(TorchDispatchMode):
-    """Records (name, dtype) of the tensor axis's collectives on activations (B, T, D), and what holds their results."""
+    """Records (name, dtype) of the tensor axis's collectives on activations (B, T, D), and what
+    holds their results.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,8 +53,12 @@ class Collectives(TorchDispatchMode):
         return result
 
 
-def step(mode: str, precision: torch.dtype | None) -> tuple[list[tuple[str, torch.dtype]], int, int, float]:
-    """Return a step's collectives, how many of them are the forward's, the gathered bytes kept, and the loss."""
+def step(
+    mode: str, precision: torch.dtype | None
+) -> tuple[list[tuple[str, torch.dtype]], int, int, float]:
+    """Return a step's collectives, how many of them are the forward's, the gathered bytes kept, and
+    the loss.
+    """
     norm = F.rms_norm
 
     def as_on_a_gpu(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -66,7 +82,9 @@ def step(mode: str, precision: torch.dtype | None) -> tuple[list[tuple[str, torc
 def test_a_tensor_axis_sends_16_bits_although_cuda_computes_norms_in_fp32() -> None:
     sent, forward, _, _ = on_ranks(step, "none", torch.bfloat16, ranks=2)[0]
     gathers = [dtype for name, dtype in sent[:forward] if name == "all_gather_into_tensor"]
-    assert gathers == [torch.bfloat16] * 7  # into attention and feed-forward of three blocks, and into the head
+    assert (
+        gathers == [torch.bfloat16] * 7
+    )  # into attention and feed-forward of three blocks, and into the head
     # of the embedding's rows, which autocast leaves alone, forward and backward
     assert Counter(dtype for _, dtype in sent)[torch.float32] == 2, sent
 
@@ -77,12 +95,16 @@ def test_selective_recomputation_keeps_no_gathered_positions() -> None:
     plain, plain_forward, _, plain_loss = on_ranks(step, "none", None, ranks=2)[0]
     assert (kept, loss) == (0, plain_loss)
     assert sent[:forward] == plain[:plain_forward]
-    extra = Counter(name for name, _ in sent[forward:]) - Counter(name for name, _ in plain[plain_forward:])
+    extra = Counter(name for name, _ in sent[forward:]) - Counter(
+        name for name, _ in plain[plain_forward:]
+    )
     assert extra == {"all_gather_into_tensor": 6}
 
 
 def fit_without_logits(job: Job) -> list[int]:
-    """Return the sizes of what ranks have gathered to compute with, in elements, after a fit that makes no logits."""
+    """Return the sizes of what ranks have gathered to compute with, in elements, after a fit that
+    makes no logits.
+    """
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -102,9 +124,13 @@ def fit_without_logits(job: Job) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
-def test_sharded_training_and_validation_make_no_logits_and_gather_the_head_once(tied: bool) -> None:
+def test_sharded_training_and_validation_make_no_logits_and_gather_the_head_once(
+    tied: bool,
+) -> None:
     job = replace(mesh(2, shard=2), steps=2, accumulate=1, validate=True)
-    gathered = on_ranks(fit_without_logits, replace(job, model_args={**MODEL, "tied": tied}), ranks=2)[0]
+    gathered = on_ranks(
+        fit_without_logits, replace(job, model_args={**MODEL, "tied": tied}), ranks=2
+    )[0]
     ends = 96 * 32 + 32  # embedding, head and norm, which are one unit if they are tied
     batches = 2 + 24 // 2 // 4 + 0  # of training and validation
     assert Counter(gathered)[ends] == batches, Counter(gathered)

@@ -32,7 +32,9 @@ class CallsItself(nn.BatchNorm2d):
 
     def _normalized(self, input: Tensor) -> Tensor:
         mean, variance = self.running_mean, self.running_var
-        return nn.functional.batch_norm(input, mean, variance, self.weight, self.bias, self.training, 0.2, self.eps)
+        return nn.functional.batch_norm(
+            input, mean, variance, self.weight, self.bias, self.training, 0.2, self.eps
+        )
 
 
 class CallsTorchs(nn.BatchNorm1d):
@@ -62,7 +64,12 @@ class Called(nn.Module):
         return self.norm(x=input, style=2.0)
 
 
-SHAPES = {nn.BatchNorm1d: (24, 6), nn.BatchNorm2d: (24, 6, 5, 4), nn.BatchNorm3d: (24, 6, 3, 2, 2), Own: (24, 6, 5, 4)}
+SHAPES = {
+    nn.BatchNorm1d: (24, 6),
+    nn.BatchNorm2d: (24, 6, 5, 4),
+    nn.BatchNorm3d: (24, 6, 3, 2, 2),
+    Own: (24, 6, 5, 4),
+}
 SHAPES |= {nn.InstanceNorm1d: (24, 6, 5), nn.InstanceNorm2d: (24, 6, 5, 4), Called: (24, 6, 5, 4)}
 SHAPES |= {CallsItself: (24, 6, 5, 4), CallsTorchs: (24, 6)}
 CASES = {
@@ -81,14 +88,28 @@ CASES = {
     "own call of torch's forward": (CallsTorchs, {}, 0.0, (12, 12)),
     "instances": (nn.InstanceNorm2d, {"track_running_stats": True, "affine": True}, 3.0, (12, 12)),
     "instances, unequal": (nn.InstanceNorm1d, {"track_running_stats": True}, 0.0, (23, 1)),
-    "instances, a rank without samples": (nn.InstanceNorm2d, {"track_running_stats": True}, 3.0, (24, 0)),
-    "instances, own arguments": (Called, {"track_running_stats": True, "affine": True}, 3.0, (12, 12)),
+    "instances, a rank without samples": (
+        nn.InstanceNorm2d,
+        {"track_running_stats": True},
+        3.0,
+        (24, 0),
+    ),
+    "instances, own arguments": (
+        Called,
+        {"track_running_stats": True, "affine": True},
+        3.0,
+        (12, 12),
+    ),
 }
 PENALIZED = ("1d", "2d", "unequal", "affine=False", "own call of torch's forward")
 
 
-def outcome(case: str, parts: tuple[int, ...], rank: int, *, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Run three batches forward and backward on one rank's part of each, and the last one in evaluation."""
+def outcome(
+    case: str, parts: tuple[int, ...], rank: int, *, dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
+    """Run three batches forward and backward on one rank's part of each, and the last one in
+    evaluation.
+    """
     cls, arguments, mean, _ = CASES[case]
     generator = torch.Generator().manual_seed(1)
     module = cls(6, **arguments)
@@ -136,7 +157,9 @@ def _on_rank(case: str) -> dict[str, Any]:
 
 
 def _all_on_rank() -> bytes:
-    twice = {case: penalized(case, CASES[case][3], torch.distributed.get_rank()) for case in PENALIZED}
+    twice = {
+        case: penalized(case, CASES[case][3], torch.distributed.get_rank()) for case in PENALIZED
+    }
     return pickle.dumps(
         ({case: _on_rank(case) for case in CASES}, twice)
     )  # tensors would be shared memory of an ended process
@@ -149,21 +172,31 @@ def test_two_ranks_compute_what_one_process_does() -> None:
         alone = outcome(case, (sum(parts),), 0, dtype=torch.float64)
         ranks = [of_rank[case] for of_rank, _ in both]
         joined = {
-            key: [torch.cat(pair) for pair in zip(ranks[0][key], ranks[1][key], strict=True)] for key in ("y", "dx")
+            key: [torch.cat(pair) for pair in zip(ranks[0][key], ranks[1][key], strict=True)]
+            for key in ("y", "dx")
         }
         joined["eval"] = torch.cat([ranks[0]["eval"], ranks[1]["eval"]])
-        joined["gradients"] = [a + b for a, b in zip(ranks[0]["gradients"], ranks[1]["gradients"], strict=True)]
+        joined["gradients"] = [
+            a + b for a, b in zip(ranks[0]["gradients"], ranks[1]["gradients"], strict=True)
+        ]
         for key, value in joined.items():
-            atol = 5e-4 if key == "eval" and mean > 100 else 1e-5  # torch's own evaluation rounds the mean
+            atol = (
+                5e-4 if key == "eval" and mean > 100 else 1e-5
+            )  # torch's own evaluation rounds the mean
             torch.testing.assert_close(
                 value, alone[key], atol=atol, rtol=1e-5, check_dtype=False,
                 msg=lambda text, at=(case, key): f"{at}: {text}",
             )  # fmt: skip
         for of_rank in ranks:
-            torch.testing.assert_close(of_rank["running"], alone["running"], atol=1e-8, rtol=1e-6, check_dtype=False)
+            torch.testing.assert_close(
+                of_rank["running"], alone["running"], atol=1e-8, rtol=1e-6, check_dtype=False
+            )
     for case in PENALIZED:
         parts = CASES[case][3]
-        alone, ((x0, *first), (x1, *second)) = penalized(case, (sum(parts),), 0), (twice[case] for _, twice in both)
+        alone, ((x0, *first), (x1, *second)) = (
+            penalized(case, (sum(parts),), 0),
+            (twice[case] for _, twice in both),
+        )
         found = [torch.cat([x0, x1]), *(a + b for a, b in zip(first, second, strict=True))]
         torch.testing.assert_close(found, alone, msg=lambda text, at=case: f"{at}: {text}")
 
@@ -202,7 +235,9 @@ def test_copies_stay_synchronized_and_pickles_are_torchs_own(pickler) -> None:
     assert vars(twin[0])[batchnorm.GROUP].group is GROUP
     assert twin[0].weight is not model[0].weight
     text = pickler.dumps(model)
-    assert (b"armature.parallel" in text) == (pickler is cloudpickle)  # which finds a method's function by its module
+    assert (b"armature.parallel" in text) == (
+        pickler is cloudpickle
+    )  # which finds a method's function by its module
     plain = pickle.loads(text)
     assert [type(module) for module in plain] == [nn.BatchNorm2d, Own, nn.InstanceNorm2d]
     torch.testing.assert_close(plain.state_dict(), model.state_dict())

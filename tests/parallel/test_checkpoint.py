@@ -29,10 +29,15 @@ class Holder(nn.Module):
         initialize_by_name(self, seed=0, names=materialize(self, device=torch.device("cpu")))
 
 
-def stepped(module: nn.Module, *, steps: int = 1, make: Any = torch.optim.AdamW) -> torch.optim.Optimizer:
+def stepped(
+    module: nn.Module, *, steps: int = 1, make: Any = torch.optim.AdamW
+) -> torch.optim.Optimizer:
     matrices = [p for p in module.parameters() if p.ndim > 1]
     vectors = [p for p in module.parameters() if p.ndim == 1]
-    optimizer = make([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], lr=1e-2)
+    optimizer = make(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        lr=1e-2,
+    )
     for _ in range(steps):
         for param in module.parameters():
             param.grad = torch.ones_like(param)
@@ -42,8 +47,12 @@ def stepped(module: nn.Module, *, steps: int = 1, make: Any = torch.optim.AdamW)
 
 def save(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
     names = checkpoint.parameter_names(module)
-    tensors = checkpoint.module_state(module) | optimizer_states.by_weight(optimizer, names, index=0)
-    groups = [optimizer_states.param_groups(optimizer, optimizer_states.group_names(optimizer, names))]
+    tensors = checkpoint.module_state(module) | optimizer_states.by_weight(
+        optimizer, names, index=0
+    )
+    groups = [
+        optimizer_states.param_groups(optimizer, optimizer_states.group_names(optimizer, names))
+    ]
     CheckpointWriter().save(path, tensors, {"global_step": 1, "param_groups": groups}, **options)
 
 
@@ -66,7 +75,10 @@ def test_weights_state_and_groups_come_back_whatever_the_order_of_groups(saved: 
     before = stepped(reference)
     module = Holder()
     groups = [
-        {"params": [p for p in reversed(list(module.parameters())) if p.ndim == 1], "weight_decay": 0.5},
+        {
+            "params": [p for p in reversed(list(module.parameters())) if p.ndim == 1],
+            "weight_decay": 0.5,
+        },
         {"params": [p for p in module.parameters() if p.ndim > 1], "weight_decay": 0.5},
     ]
     optimizer = torch.optim.AdamW(groups, lr=5.0)
@@ -84,16 +96,22 @@ def test_another_models_checkpoint_is_refused_by_name(saved: Path) -> None:
         load(saved, Holder(layers=3), [])
     with pytest.raises(ValueError, match=r"Not in the model: model\.blocks\.1\.attention"):
         load(saved, Holder(layers=1), [])
-    with pytest.raises(ValueError, match=r"model\.embed\.weight is \(32, 16\) there and \(48, 16\) here"):
+    with pytest.raises(
+        ValueError, match=r"model\.embed\.weight is \(32, 16\) there and \(48, 16\) here"
+    ):
         load(saved, Holder(vocab_size=48), [])
 
 
 def test_another_optimizers_state_is_refused(saved: Path) -> None:
     module = Holder()
     sgd = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    with pytest.raises(ValueError, match="saved with another optimizer: its state holds exp_avg, exp_avg_sq, step"):
+    with pytest.raises(
+        ValueError, match="saved with another optimizer: its state holds exp_avg, exp_avg_sq, step"
+    ):
         load(saved, module, [sgd])
-    with pytest.raises(ValueError, match=r"its state holds exp_avg, exp_avg_sq, step, this one's nothing\."):
+    with pytest.raises(
+        ValueError, match=r"its state holds exp_avg, exp_avg_sq, step, this one's nothing\."
+    ):
         load(saved, module, [torch.optim.SGD(module.parameters(), lr=0.1)])
 
 
@@ -101,7 +119,9 @@ def full_disk(*args: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_failed_save_leaves_the_older_checkpoint_and_no_complete_looking_one(saved: Path, monkeypatch) -> None:
+def test_a_failed_save_leaves_the_older_checkpoint_and_no_complete_looking_one(
+    saved: Path, monkeypatch
+) -> None:
     module = Holder()
     monkeypatch.setattr(directory, "write_manifest", full_disk)
     with pytest.raises(OSError, match="No space left"):
@@ -115,7 +135,11 @@ def test_the_manifest_is_written_last_and_names_every_file(tmp_path: Path, monke
 
     def watched(part: Path, files: dict, entries: dict) -> None:
         seen.append(
-            (part.name, (tmp_path / "step=1").exists(), sorted(p.name for p in part.iterdir()) == sorted(files))
+            (
+                part.name,
+                (tmp_path / "step=1").exists(),
+                sorted(p.name for p in part.iterdir()) == sorted(files),
+            )
         )
         write(part, files, entries)
 
@@ -186,7 +210,9 @@ def _saves_in_background(folder: str) -> list[float]:
         writer.save(Path(folder) / f"step={step}", {"weight": weight}, {"global_step": step})
         weight.fill_(-1.0)  # training continues at once
     writer.finish()
-    saved = [checkpoint.load_full_state_dict(Path(folder) / f"step={step}")["weight"] for step in (1, 2)]
+    saved = [
+        checkpoint.load_full_state_dict(Path(folder) / f"step={step}")["weight"] for step in (1, 2)
+    ]
     return [*(float(value.mean()) for value in saved), len(saved_paths)]
 
 
@@ -195,7 +221,9 @@ def test_what_is_saved_in_the_background_is_the_moment_of_the_save(tmp_path: Pat
     assert on_ranks(_saves_in_background, str(tmp_path), ranks=2) == [[1.0, 2.0, 2], [1.0, 2.0, 0]]
 
 
-def test_an_error_in_the_background_is_raised_when_the_save_is_waited_for(tmp_path: Path, monkeypatch) -> None:
+def test_an_error_in_the_background_is_raised_when_the_save_is_waited_for(
+    tmp_path: Path, monkeypatch
+) -> None:
     monkeypatch.setattr(directory, "write_manifest", full_disk)
     writer = CheckpointWriter(background=True)
     writer.save(tmp_path / "step=1", {"weight": torch.ones(2)}, {})

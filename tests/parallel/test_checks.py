@@ -29,13 +29,27 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero3": (2, {"_target_": "armature.strategies.deepspeed.DeepSpeed", "stage": 3}),
 }
 MESH = {
-    "_target_": "armature.strategies.mesh.MeshStrategy", "pipe": 1, "replicate": 1, "shard": 1,
-    "context": 1, "tensor": 1, "schedule": "1f1b", "microbatches": 4, "stages": None, "sequence_parallel": True,
-}  # fmt: skip
+    "_target_": "armature.strategies.mesh.MeshStrategy",
+    "pipe": 1,
+    "replicate": 1,
+    "shard": 1,
+    "context": 1,
+    "tensor": 1,
+    "schedule": "1f1b",
+    "microbatches": 4,
+    "stages": None,
+    "sequence_parallel": True,
+}
 MODEL = {
-    "_target_": "mine.Model", "vocab_size": 96, "context": 16, "width": 32, "layers": 4, "heads": 4, "kv_heads": 2,
+    "_target_": "mine.Model",
+    "vocab_size": 96,
+    "context": 16,
+    "width": 32,
+    "layers": 4,
+    "heads": 4,
+    "kv_heads": 2,
     "ffn_hidden": 64,
-}  # fmt: skip
+}
 
 
 def found(
@@ -65,7 +79,9 @@ def found(
         "callbacks": {},
     } | cfg
     try:
-        return checks.problems(whole, Layout.resolve(whole["strategy"], world_size=world_size, plan=plan))
+        return checks.problems(
+            whole, Layout.resolve(whole["strategy"], world_size=world_size, plan=plan)
+        )
     except ConfigError as error:
         return error.problems
 
@@ -116,26 +132,52 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
         ),
         (
             {"tensor": 4},
-            {"world_size": 4, "model": {"kv_heads": 4}, "data": {"context": 14, "micro_batch_size": 8}},
+            {
+                "world_size": 4,
+                "model": {"kv_heads": 4},
+                "data": {"context": 14, "micro_batch_size": 8},
+            },
             "strategy.tensor=4 does not divide data.context=14, .* or data.context=16",
         ),
         ({"tensor": 2}, {"plan": None}, "has no plan"),
         ({"context": 2}, {"plan": None}, "strategy.context=2: mine.Model has no plan"),
-        ({"context": 2}, {"plan": replace(PLAN, context={})}, "plan of mine.Model names no attention in `context`"),
+        (
+            {"context": 2},
+            {"plan": replace(PLAN, context={})},
+            "plan of mine.Model names no attention in `context`",
+        ),
         (
             {"context": 4, "tensor": 2},
             {"world_size": 8},
-            "strategy.context=4 × strategy.tensor=2 does not divide model.heads=4: .* Type strategy.context=2",
+            "strategy.context=4 × strategy.tensor=2 does not divide model.heads=4: .* Type "
+            "strategy.context=2",
         ),
-        ({"context": 3}, {"world_size": 3}, "strategy.context=3 does not divide model.heads=4: .* strategy.context=2"),
-        ({"context": 2}, {"data": {"context": 15, "micro_batch_size": 8}}, "data.context=15. Type data.context=16"),
-        ({"context": 2}, {"model": {"context": 15}}, "positions of model.context=15. Type model.context=16"),
+        (
+            {"context": 3},
+            {"world_size": 3},
+            "strategy.context=3 does not divide model.heads=4: .* strategy.context=2",
+        ),
+        (
+            {"context": 2},
+            {"data": {"context": 15, "micro_batch_size": 8}},
+            "data.context=15. Type data.context=16",
+        ),
+        (
+            {"context": 2},
+            {"model": {"context": 15}},
+            "positions of model.context=15. Type model.context=16",
+        ),
         (
             {"context": 2, "tensor": 2},
             {"world_size": 4, "data": {"context": 18, "micro_batch_size": 8}},
-            "strategy.context=2 × strategy.tensor=2 does not divide the positions of data.context=18. Type .*=20",
+            "strategy.context=2 × strategy.tensor=2 does not divide the positions of "
+            "data.context=18. Type .*=20",
         ),
-        ({"context": 2}, {"data": {"multiple": 1, "micro_batch_size": 8}}, "data.multiple=1. Type data.multiple=2"),
+        (
+            {"context": 2},
+            {"data": {"multiple": 1, "micro_batch_size": 8}},
+            "data.multiple=1. Type data.multiple=2",
+        ),
         (
             {"pipe": 2, "context": 2, "schedule": "zero_bubble", "reshard_after_forward": True},
             {"world_size": 4},
@@ -145,27 +187,54 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
         ({"pipe": 2}, {"model": {"layers": 1}}, "makes 2 stages, but model.layers=1"),
         ({"pipe": 2, "schedule": "zero_bubble"}, {"model": {"layers": 3}}, "Type strategy.pipe=1"),
         ({"pipe": 2, "microbatches": 1}, {}, "too few .* Type strategy.microbatches=2"),
-        ({"pipe": 2, "schedule": "interleaved_1f1b", "microbatches": 3}, {"micro_batch_size": 9}, "microbatches=4"),
+        (
+            {"pipe": 2, "schedule": "interleaved_1f1b", "microbatches": 3},
+            {"micro_batch_size": 9},
+            "microbatches=4",
+        ),
         ({"pipe": 2}, {"micro_batch_size": 6}, "data.micro_batch_size=6 is not a multiple"),
         (
             {"pipe": 2, "microbatches": 10**20},
-            {"micro_batch_size": "auto", "data": {"micro_batch_size": "auto", "global_batch_size": 8}},
+            {
+                "micro_batch_size": "auto",
+                "data": {"micro_batch_size": "auto", "global_batch_size": 8},
+            },
             "is more than the 8 samples .* Type strategy.microbatches=8",
         ),
-        ({"pipe": 2, "stages": [3, 2]}, {}, "must be 2 numbers from 1 that add up to model.layers=4"),
+        (
+            {"pipe": 2, "stages": [3, 2]},
+            {},
+            "must be 2 numbers from 1 that add up to model.layers=4",
+        ),
         ({"pipe": 2, "schedule": "fifo"}, {}, "Type one of gpipe"),
         ({"pipe": 2}, {"model": {"tied": True}}, "Type model.tied=false"),
-        ({"pipe": 2}, {"model": {"document_token": 0}}, "Type model.document_token=null, or strategy=fsdp"),
-        ({"pipe": 2, "schedule": "zero_bubble", "compile": "block"}, {}, "Type strategy.compile=none"),
+        (
+            {"pipe": 2},
+            {"model": {"document_token": 0}},
+            "Type model.document_token=null, or strategy=fsdp",
+        ),
+        (
+            {"pipe": 2, "schedule": "zero_bubble", "compile": "block"},
+            {},
+            "Type strategy.compile=none",
+        ),
         (
             {"pipe": 2, "shard": 2, "schedule": "zero_bubble", "reshard_after_forward": True},
             {"world_size": 4},
             "Type strategy.reshard_after_forward=false, or strategy.schedule=1f1b",
         ),
         ({"shard": 2, "cpu_offload": True}, {"trainer": {"accelerator": "cpu"}}, "no GPU"),
-        ({"shard": 2}, {"trainer": {"precision": "64-true"}}, "Type trainer.precision=32-true, or strategy=ddp"),
+        (
+            {"shard": 2},
+            {"trainer": {"precision": "64-true"}},
+            "Type trainer.precision=32-true, or strategy=ddp",
+        ),
         ({"shard": 2, "compile_mode": "fastest"}, {}, "must be one of default"),
-        ({"shard": 2, "compile_mode": "reduce-overhead"}, {}, "nothing is compiled. Type strategy.compile=model"),
+        (
+            {"shard": 2, "compile_mode": "reduce-overhead"},
+            {},
+            "nothing is compiled. Type strategy.compile=model",
+        ),
         (
             {"shard": 2, "compile": "block", "compile_mode": "reduce-overhead"},
             {},
@@ -173,7 +242,11 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
         ),
         ({"shard": 2, "float8": "always"}, {}, "must be false, true, or emulate"),
         ({"shard": 2, "float8": "emulate"}, {"plan": None}, "has no plan, which names the blocks"),
-        ({"shard": 2, "float8": True}, {"trainer": {"accelerator": "cpu"}}, "cpu has no float8 products"),
+        (
+            {"shard": 2, "float8": True},
+            {"trainer": {"accelerator": "cpu"}},
+            "cpu has no float8 products",
+        ),
         (
             {"shard": 2, "float8": True},
             {"trainer": {"accelerator": "gpu", "precision": "bf16-mixed"}},
@@ -181,7 +254,11 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
         ),
         ({"shard": 2, "float8": True}, {}, "Type trainer.precision=bf16-mixed"),
         ({"shard": 3}, {}, "does not make up the 2 processes"),
-        ({"_target_": "armature.strategies.single.SingleDevice"}, {}, "strategy=single is one process"),
+        (
+            {"_target_": "armature.strategies.single.SingleDevice"},
+            {},
+            "strategy=single is one process",
+        ),
         (
             {"_target_": "armature.strategies.ddp.DDP"},
             {"trainer": {"precision": "16-mixed", "accelerator": "cpu"}},
@@ -189,7 +266,9 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
         ),
     ],
 )
-def test_what_cannot_work_is_said_before_launch(strategy: dict, arguments: dict, message: str) -> None:
+def test_what_cannot_work_is_said_before_launch(
+    strategy: dict, arguments: dict, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         raise ValueError("\n".join(found(strategy, **arguments)))
 
@@ -200,42 +279,74 @@ EXPERTS = replace(PLAN, experts="blocks.*.experts", expert_count="experts")
 @pytest.mark.parametrize(
     ("strategy", "arguments", "message"),
     [
-        ({"shard": 2, "expert": 2}, {"plan": PLAN}, "strategy.expert=2: Model has no experts. Type strategy.expert=1"),
         (
-            {"shard": 4, "expert": 3}, {"world_size": 4, "model": {"experts": 9}},
-            r"strategy.expert=3 does not divide the 4 ranks that it is made of \(strategy.shard=4, .*expert=2",
+            {"shard": 2, "expert": 2},
+            {"plan": PLAN},
+            "strategy.expert=2: Model has no experts. Type strategy.expert=1",
         ),
         (
-            {"shard": 4, "expert": 4}, {"world_size": 4, "model": {"experts": 6}},
-            "strategy.expert=4 does not divide model.experts=6. Type strategy.expert=3, or model.experts=8",
+            {"shard": 4, "expert": 3},
+            {"world_size": 4, "model": {"experts": 9}},
+            r"strategy.expert=3 does not divide the 4 ranks that it is made of \(strategy.shard=4, "
+            r".*expert=2",
         ),
         (
-            {"tensor": 2, "sequence_parallel": False}, {"model": {"experts": 8}},
-            "strategy.tensor=2 with strategy.sequence_parallel=False: .* Type strategy.sequence_parallel=true",
+            {"shard": 4, "expert": 4},
+            {"world_size": 4, "model": {"experts": 6}},
+            "strategy.expert=4 does not divide model.experts=6. Type strategy.expert=3, or "
+            "model.experts=8",
         ),
         (
-            {"tensor": 2, "sequence_parallel": "auto"}, {"model": {"experts": 8}, "trainer": {"accelerator": "cpu"}},
+            {"tensor": 2, "sequence_parallel": False},
+            {"model": {"experts": 8}},
+            "strategy.tensor=2 with strategy.sequence_parallel=False: .* Type "
+            "strategy.sequence_parallel=true",
+        ),
+        (
+            {"tensor": 2, "sequence_parallel": "auto"},
+            {"model": {"experts": 8}, "trainer": {"accelerator": "cpu"}},
             "Type strategy.sequence_parallel=true",
         ),
-        ({"shard": 2, "expert": 2, "cpu_offload": True}, {"model": {"experts": 8}}, "Type strategy.cpu_offload=false"),
-        ({"shard": 2, "expert": 2, "compile": "block"}, {"model": {"experts": 8}}, "Type strategy.compile=none"),
-        ({"shard": 2, "float8": "emulate"}, {"model": {"experts": 8}}, "experts are none. Type strategy.float8=false"),
+        (
+            {"shard": 2, "expert": 2, "cpu_offload": True},
+            {"model": {"experts": 8}},
+            "Type strategy.cpu_offload=false",
+        ),
+        (
+            {"shard": 2, "expert": 2, "compile": "block"},
+            {"model": {"experts": 8}},
+            "Type strategy.compile=none",
+        ),
+        (
+            {"shard": 2, "float8": "emulate"},
+            {"model": {"experts": 8}},
+            "experts are none. Type strategy.float8=false",
+        ),
         (
             {"shard": 6, "expert": 2},
             {"model": {"experts": 8, "width": 16, "expert_hidden": 12}, "world_size": 6},
             "which do not divide model.width=16. Type model.experts=12",
         ),
-        ({"shard": 2, "expert": 0}, {"model": {"experts": 8}}, "strategy.expert=0: must be a whole number"),
         (
-            {"tensor": 2, "cpu_offload": True}, {"model": {"experts": 8}},
-            "cpu_offload=true with strategy.tensor=2 has not been tried .* Type strategy.cpu_offload=false",
+            {"shard": 2, "expert": 0},
+            {"model": {"experts": 8}},
+            "strategy.expert=0: must be a whole number",
         ),
         (
-            {"shard": 2, "expert": 2, "reduce_dtype": "float16"}, {"model": {"experts": 8}},
-            "reduce_dtype=float16 with strategy.expert=2 would reduce .* Type strategy.reduce_dtype=float32",
+            {"tensor": 2, "cpu_offload": True},
+            {"model": {"experts": 8}},
+            "cpu_offload=true with strategy.tensor=2 has not been tried .* Type "
+            "strategy.cpu_offload=false",
         ),
         (
-            {"shard": 2, "expert": 2, "reduce_dtype": "float64"}, {"model": {"experts": 8}},
+            {"shard": 2, "expert": 2, "reduce_dtype": "float16"},
+            {"model": {"experts": 8}},
+            "reduce_dtype=float16 with strategy.expert=2 would reduce .* Type "
+            "strategy.reduce_dtype=float32",
+        ),
+        (
+            {"shard": 2, "expert": 2, "reduce_dtype": "float64"},
+            {"model": {"experts": 8}},
             "reduce_dtype=float64 with strategy.expert=2 would reduce gradients in float64",
         ),
         (
@@ -244,7 +355,8 @@ EXPERTS = replace(PLAN, experts="blocks.*.experts", expert_count="experts")
             "strategy.param_dtype=float16 with strategy.expert=2 would reduce gradients in float16",
         ),
         (
-            {"shard": 2, "expert": 2}, {"model": {"experts": 8}, "trainer": {"precision": "16-true"}},
+            {"shard": 2, "expert": 2},
+            {"model": {"experts": 8}, "trainer": {"precision": "16-true"}},
             "trainer.precision=16-true with strategy.expert=2 would reduce gradients in float16",
         ),
         (
@@ -253,12 +365,16 @@ EXPERTS = replace(PLAN, experts="blocks.*.experts", expert_count="experts")
             "strategy.schedule=zero_bubble with strategy.reshard_after_forward=true",
         ),
         (
-            {"_target_": "lightning.pytorch.strategies.DDPStrategy"}, {"model": {"experts": 8}},
-            "only armature's own strategies level the load .* model._target_=mine.Model. Type strategy=ddp",
+            {"_target_": "lightning.pytorch.strategies.DDPStrategy"},
+            {"model": {"experts": 8}},
+            "only armature's own strategies level the load .* model._target_=mine.Model. Type "
+            "strategy=ddp",
         ),
     ],
-)  # fmt: skip
-def test_what_experts_cannot_do_is_said_before_launch(strategy: dict, arguments: dict, message: str) -> None:
+)
+def test_what_experts_cannot_do_is_said_before_launch(
+    strategy: dict, arguments: dict, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         raise ValueError("\n".join(found(strategy, **{"plan": EXPERTS, **arguments})))
 
@@ -271,7 +387,9 @@ def test_what_experts_cannot_do_is_said_before_launch(strategy: dict, arguments:
         ({"pipe": 2, "shard": 2, "expert": 2, "compile": "block"}, 4, "cpu"),
     ],
 )
-def test_an_expert_axis_is_made_of_ranks_of_other_axes(strategy: dict, world_size: int, accelerator: str) -> None:
+def test_an_expert_axis_is_made_of_ranks_of_other_axes(
+    strategy: dict, world_size: int, accelerator: str
+) -> None:
     arguments = {"model": {"experts": 8}, "trainer": {"accelerator": accelerator}, "plan": EXPERTS}
     assert found(strategy, world_size=world_size, **arguments) == []
 
@@ -279,7 +397,9 @@ def test_an_expert_axis_is_made_of_ranks_of_other_axes(strategy: dict, world_siz
 def test_zero_bubble_cannot_recompute_selectively() -> None:
     asked = {"pipe": 2, "schedule": "zero_bubble", "activation_checkpointing": "selective"}
     (message,) = found(asked)
-    assert message.endswith("Type strategy.activation_checkpointing=every, or strategy.schedule=1f1b.")
+    assert message.endswith(
+        "Type strategy.activation_checkpointing=every, or strategy.schedule=1f1b."
+    )
     assert found(asked | {"activation_checkpointing": "every"}) == []
 
 
@@ -290,30 +410,41 @@ def test_a_module_that_builds_its_own_model_may_have_experts() -> None:
     assert "strategy.expert=2: Model has no experts" in message
 
 
-def test_float8_is_refused_without_torchao_and_on_older_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float8_is_refused_without_torchao_and_on_older_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     arguments = {"trainer": {"precision": "bf16-mixed"}}
     for capability, problems in (((9, 0), 0), ((8, 9), 0), ((8, 0), 1)):
         monkeypatch.setattr(checks.hardware, "compute_capability", lambda found=capability: found)
         messages = found({"shard": 2, "float8": True, "compile": "block"}, **arguments)
         assert len(messages) == problems
-        assert all("this one has 8.0. Type strategy.float8=false" in message for message in messages)
+        assert all(
+            "this one has 8.0. Type strategy.float8=false" in message for message in messages
+        )
     monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
     assert "Type pip install torchao" in found({"shard": 2, "float8": "emulate"})[0]
 
 
-@pytest.mark.parametrize("strategy", [{"_target_": "armature.strategies.single.SingleDevice"}, LAYOUTS["ddp"][1]])
+@pytest.mark.parametrize(
+    "strategy", [{"_target_": "armature.strategies.single.SingleDevice"}, LAYOUTS["ddp"][1]]
+)
 def test_cuda_graphs_are_for_weights_that_stay_in_place(strategy: dict[str, Any]) -> None:
     ranks = 1 if strategy["_target_"].endswith("SingleDevice") else 2
     graphs = strategy | {"compile_mode": "reduce-overhead"}
     assert found(graphs | {"compile": "model"}, world_size=ranks) == []
     [problem] = found(graphs | {"compile": "block"}, world_size=ranks)
-    assert "Type strategy.compile=model, or strategy.compile_mode=max-autotune-no-cudagraphs." in problem
+    assert (
+        "Type strategy.compile=model, or strategy.compile_mode=max-autotune-no-cudagraphs."
+        in problem
+    )
 
 
 def test_cuda_graphs_are_for_steps_of_one_micro_batch() -> None:
     checks.check_graphs("reduce-overhead", 1)
     checks.check_graphs("max-autotune-no-cudagraphs", 2)
-    with pytest.raises(ConfigError, match="compile_mode=reduce-overhead with 2 micro-batches per step"):
+    with pytest.raises(
+        ConfigError, match="compile_mode=reduce-overhead with 2 micro-batches per step"
+    ):
         checks.check_graphs("reduce-overhead", 2)
 
 
@@ -336,10 +467,18 @@ def test_each_strategy_file_names_what_the_checks_know(file: Path) -> None:
     config.register()
     with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS.parent)):
         cfg = compose("train", overrides=[f"strategy={file.stem}"])
-    assert Layout.resolve({"_target_": cfg.strategy["_target_"], "shard": "auto"}, world_size=2).kind != "other"
+    assert (
+        Layout.resolve({"_target_": cfg.strategy["_target_"], "shard": "auto"}, world_size=2).kind
+        != "other"
+    )
 
 
 def test_checks_need_no_torch() -> None:
     modules = "armature.layout, armature.validation.parallelism, armature.models.decoder.plan"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": "src"}, cwd=Path(__file__).parents[2])
+    subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        env={"PYTHONPATH": "src"},
+        cwd=Path(__file__).parents[2],
+    )

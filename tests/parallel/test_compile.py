@@ -1,4 +1,6 @@
-"""Blocks are compiled once for training and once for evaluation, and the next run reuses the compiled code."""
+"""Blocks are compiled once for training and once for evaluation, and the next run reuses the
+compiled code.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from benchmarks.parity.harness import LAYOUTS, Job, _fit, mesh, on_ranks
 from tests import running
 
 # torch's own tracing reads .grad of tensors that are not leaves, and causes this warning
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
 SMALL = {"vocab_size": 97, "context": 16, "width": 32, "layers": 6, "heads": 4}
 
 
@@ -104,7 +108,9 @@ def test_generation_compiles_nothing(count) -> None:
 
 @pytest.mark.parametrize("checkpointing", ["none", "every"])
 @pytest.mark.parametrize("twin_of", [copy.deepcopy, pickled], ids=["copy", "pickle"])
-def test_a_twin_computes_with_its_own_weights_by_the_same_graph(count, twin_of, checkpointing: str) -> None:
+def test_a_twin_computes_with_its_own_weights_by_the_same_graph(
+    count, twin_of, checkpointing: str
+) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     blocks.checkpoint_activations(model, mode=checkpointing)
     blocks.compile_forward(model)
@@ -130,7 +136,9 @@ def compiled_in_a_fit(job: Job) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "job", [Job("SingleDevice"), Job("DDP", ranks=2), mesh(2, shard=2)], ids=lambda job: job.strategy
+    "job",
+    [Job("SingleDevice"), Job("DDP", ranks=2), mesh(2, shard=2)],
+    ids=lambda job: job.strategy,
 )
 def test_a_fit_compiles_twice_however_long_it_is(job: Job) -> None:
     job = replace(job, options={**job.options, "compile": "block"}, validate=True)
@@ -144,7 +152,9 @@ def test_a_pipeline_stage_compiles_once_for_all_its_blocks() -> None:
     assert on_ranks(compiled_in_a_fit, job, ranks=job.ranks) == [1, 1]
 
 
-def test_compiled_code_is_kept_beside_corpora_unless_the_user_names_a_folder(tmp_path, monkeypatch) -> None:
+def test_compiled_code_is_kept_beside_corpora_unless_the_user_names_a_folder(
+    tmp_path, monkeypatch
+) -> None:
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path))
@@ -157,7 +167,12 @@ def test_compiled_code_is_kept_beside_corpora_unless_the_user_names_a_folder(tmp
 @pytest.mark.slow
 def test_the_next_run_compiles_nothing_again(tmp_path: Path) -> None:
     def train(name: str) -> None:  # the example has few kernels
-        script = [sys.executable, str(running.ROOT / "train.py"), "experiment=example", "trainer.max_epochs=1"]
+        script = [
+            sys.executable,
+            str(running.ROOT / "train.py"),
+            "experiment=example",
+            "trainer.max_epochs=1",
+        ]
         env = running.environment(ARMATURE_CACHE=str(tmp_path / "cache"))
         words = [*script, "strategy.compile=block", f"run.name={name}"]
         result = running.run(words, cwd=tmp_path, env=env, fork=False)
@@ -168,7 +183,9 @@ def test_the_next_run_compiles_nothing_again(tmp_path: Path) -> None:
     assert any(path.suffix == ".so" for path in kept)
     train("warm")
     assert sorted((tmp_path / "cache" / "inductor").rglob("*")) == kept
-    assert running.losses(tmp_path / "outputs" / "warm") == running.losses(tmp_path / "outputs" / "cold")
+    assert running.losses(tmp_path / "outputs" / "warm") == running.losses(
+        tmp_path / "outputs" / "cold"
+    )
 
 
 @pytest.mark.slow

@@ -26,7 +26,17 @@ from armature.parallel.mesh import AXES
 from armature.planner import activations
 from armature.planner.setup import Setup
 from benchmarks.parity.context import LAYOUTS
-from benchmarks.parity.harness import DECODER, Job, alone, difference, fit, fit_once, mesh, on_ranks, repeats
+from benchmarks.parity.harness import (
+    DECODER,
+    Job,
+    alone,
+    difference,
+    fit,
+    fit_once,
+    mesh,
+    on_ranks,
+    repeats,
+)
 from tests.parallel.building import decoder_on_meta, parallelize
 
 TOLERANCE = 1e-5
@@ -63,7 +73,10 @@ def test_a_context_axis_trains_as_one_process_does(name: str) -> None:
     "changes",
     [
         {"precision": "bf16-mixed", "model_args": {**DECODER, "qk_norm": True}},
-        {"precision": "bf16-mixed", "options": {"context": 2, "activation_checkpointing": "selective"}},
+        {
+            "precision": "bf16-mixed",
+            "options": {"context": 2, "activation_checkpointing": "selective"},
+        },
         {"precision": "bf16-true"},
     ],
     ids=["mixed", "mixed, recomputed", "true"],
@@ -76,7 +89,9 @@ def test_bf16_equals_one_process_within_its_rounding(changes: dict[str, Any]) ->
 def test_adapters_and_biases_and_weighted_norms_of_heads_train_as_in_one_process() -> None:
     sizes = {"head_dim": 12, "attention_bias": True, "qk_norm": "weighted"}
     adapter = {"rank": 2, "targets": ["*attention.[qkvo]"], "train": ["*norm*"]}
-    assert_same(replace(LAYOUTS["fsdp 2 × context 2"], model_args={**DECODER, **sizes}, adapter=adapter))
+    assert_same(
+        replace(LAYOUTS["fsdp 2 × context 2"], model_args={**DECODER, **sizes}, adapter=adapter)
+    )
 
 
 @pytest.mark.slow
@@ -86,7 +101,9 @@ def test_the_moving_average_is_that_of_one_process() -> None:
 
 @pytest.mark.slow
 def test_muon_trains_as_in_one_process() -> None:
-    job = replace(LAYOUTS["context 2 × tensor 2"], optimizer="armature.optim.muon.Muon", optimizer_args={})
+    job = replace(
+        LAYOUTS["context 2 × tensor 2"], optimizer="armature.optim.muon.Muon", optimizer_args={}
+    )
     assert_same(job)
 
 
@@ -101,7 +118,9 @@ def test_muon_trains_as_in_one_process() -> None:
     ],
     ids=["context to ddp", "fsdp to context and tensor", "tensor to pipeline"],
 )
-def test_a_checkpoint_resumes_under_another_layout(saved: Job, resumed: Job, tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_under_another_layout(
+    saved: Job, resumed: Job, tmp_path: Path
+) -> None:
     folder = str(tmp_path / "step=6")
     fit(replace(saved, steps=6, save=folder))
     assert_same(replace(resumed, resume=folder))
@@ -161,14 +180,18 @@ def raised(length: int) -> str:
 
 @pytest.mark.slow
 def test_a_batch_that_does_not_divide_is_named() -> None:
-    message = "strategy.context=2 does not divide the 15 positions (dim 1) of a batch of shape (2, 15)"
+    message = (
+        "strategy.context=2 does not divide the 15 positions (dim 1) of a batch of shape (2, 15)"
+    )
     assert all(message in found for found in on_ranks(raised, 15, ranks=2))
 
 
 def drawn() -> tuple[list[float], float]:
     model = decoder_on_meta(**{**DECODER, "dropout": 0.5, "layers": 1})
     seen: list[float] = []
-    model.blocks["0"].register_forward_hook(lambda _, args, out: seen.append(float((out == args[0]).sum())))
+    model.blocks["0"].register_forward_hook(
+        lambda _, args, out: seen.append(float((out == args[0]).sum()))
+    )
     parallelize(model, axes={"context": 2})
     randomness.begin(seed=0, stream=0)
     model(torch.zeros(2, 16, dtype=torch.long), torch.zeros(2, 16, dtype=torch.long))
@@ -197,7 +220,10 @@ def kept_bytes(context: int) -> int:
         kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
-    rotary_C2K, x_BTD = model.rotary(device="cpu"), torch.randn(1, 1024 // context, 64, requires_grad=True)
+    rotary_C2K, x_BTD = (
+        model.rotary(device="cpu"),
+        torch.randn(1, 1024 // context, 64, requires_grad=True),
+    )
     with saved_tensors_hooks(pack, lambda x: x):
         y_BTD = x_BTD
         for block in model.blocks.values():
@@ -207,8 +233,14 @@ def kept_bytes(context: int) -> int:
 
 
 LONG = {
-    "vocab_size": 96, "context": 1024, "width": 64, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_hidden": 128,
-}  # fmt: skip
+    "vocab_size": 96,
+    "context": 1024,
+    "width": 64,
+    "layers": 4,
+    "heads": 4,
+    "kv_heads": 2,
+    "ffn_hidden": 128,
+}
 
 
 @pytest.mark.slow

@@ -1,4 +1,7 @@
-"""Mixtures train as in one process. `python -m benchmarks.parity --only mixture` runs all layouts."""
+"""Mixtures train as in one process.
+
+`python -m benchmarks.parity --only mixture` runs all layouts.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +55,12 @@ def test_mixture_trains_as_in_one_process(name: str) -> None:
     job = MIXTURES[name]
     run, axes = assert_same(job), job.options
     if not axes.get("pipe"):
-        spread = job.ranks // axes.get("replicate", 1) if axes else 1  # expert × rest: ranks of all other axes
-        assert run.facts["expert_elements"] * spread == fit_once(alone(job)).facts["expert_elements"]
+        spread = (
+            job.ranks // axes.get("replicate", 1) if axes else 1
+        )  # expert × rest: ranks of all other axes
+        assert (
+            run.facts["expert_elements"] * spread == fit_once(alone(job)).facts["expert_elements"]
+        )
 
 
 @pytest.mark.slow
@@ -66,7 +73,9 @@ def test_mixture_trains_as_in_one_process(name: str) -> None:
     ],
     ids=["fsdp to tensor", "expert to context", "ZeRO-3 to expert"],
 )
-def test_a_checkpoint_of_one_expert_layout_resumes_under_another(saved: Job, resumed: Job, tmp_path: Path) -> None:
+def test_a_checkpoint_of_one_expert_layout_resumes_under_another(
+    saved: Job, resumed: Job, tmp_path: Path
+) -> None:
     folder = str(tmp_path / "step=6")
     fit(replace(saved, steps=6, save=folder))
     assert_same(replace(resumed, resume=folder))
@@ -85,11 +94,15 @@ def test_adapters_train_as_in_one_process_and_frozen_routers_keep_their_biases()
     assert max(difference(run, reference).values()) <= TOLERANCE
     assert run.facts["load"] == reference.facts["load"]
     assert max(run.facts["load"][-1]) > 1
-    assert not any(value.any() for name, value in run.weights.items() if name.endswith("mixture.bias"))
+    assert not any(
+        value.any() for name, value in run.weights.items() if name.endswith("mixture.bias")
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mixture, fsdp 4, expert 2", "mixture, fsdp 2 × tensor 2, expert 2"])
+@pytest.mark.parametrize(
+    "name", ["mixture, fsdp 4, expert 2", "mixture, fsdp 2 × tensor 2, expert 2"]
+)
 def test_muon_orthogonalizes_experts_that_are_spread_over_ranks(name: str) -> None:
     job = replace(MIXTURES[name], optimizer="armature.optim.muon.Muon", optimizer_args={}, steps=6)
     assert_same(job)
@@ -97,7 +110,9 @@ def test_muon_orthogonalizes_experts_that_are_spread_over_ranks(name: str) -> No
 
 @pytest.mark.slow
 def test_fused_adamw_steps_experts_on_a_mesh_of_their_own() -> None:
-    job = replace(MIXTURES["mixture, fsdp 2, expert 2"], optimizer="armature.optim.adamw.adamw", steps=4)
+    job = replace(
+        MIXTURES["mixture, fsdp 2, expert 2"], optimizer="armature.optim.adamw.adamw", steps=4
+    )
     assert_same(job)
 
 
@@ -109,7 +124,9 @@ def test_six_experts_on_four_ranks_are_cut_within() -> None:
 
 @pytest.mark.slow
 def test_bf16_equals_one_process_within_its_ties() -> None:
-    assert_same(replace(MIXTURES["mixture, fsdp 2, expert 2"], precision="bf16-mixed"), tolerance=5e-2)
+    assert_same(
+        replace(MIXTURES["mixture, fsdp 2, expert 2"], precision="bf16-mixed"), tolerance=5e-2
+    )
 
 
 @pytest.mark.slow
@@ -148,7 +165,9 @@ def test_a_rank_holds_its_share_of_the_experts() -> None:
 
 
 def _skips_nan(job: Job) -> Run:
-    """Run a job whose third step is NaN on the last rank's experts alone, under `trainer.on_nan=skip`."""
+    """Run a job whose third step is NaN on the last rank's experts alone, under
+    `trainer.on_nan=skip`.
+    """
     from armature.strategies.base import StrategyMixin
     from benchmarks.parity.harness import _fit
 
@@ -168,9 +187,15 @@ def _skips_nan(job: Job) -> Run:
 
 @pytest.mark.slow
 def test_a_step_that_is_not_finite_on_one_ranks_experts_is_left_out_on_all() -> None:
-    jobs = (replace(MIXTURES[f"mixture, {name}"], steps=4) for name in ("fsdp 2, expert 2", "ddp 2"))
+    jobs = (
+        replace(MIXTURES[f"mixture, {name}"], steps=4) for name in ("fsdp 2, expert 2", "ddp 2")
+    )
     run, reference = (on_ranks(_skips_nan, job, ranks=2)[0] for job in jobs)
-    assert np.isnan(run.grad_norms).tolist() == np.isnan(reference.grad_norms).tolist() == [False, False, True, False]
+    assert (
+        np.isnan(run.grad_norms).tolist()
+        == np.isnan(reference.grad_norms).tolist()
+        == [False, False, True, False]
+    )
     for name, value in reference.weights.items():
         assert np.allclose(run.weights[name], value, rtol=0, atol=TOLERANCE), name
         assert np.isfinite(value).all()
@@ -192,7 +217,9 @@ def _gradient_of_one_a_rank(rest: int, force: bool) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rest", "force", "expected"), [(1, False, 0.25), (2, True, 0.5)])
-def test_torch_divides_gradients_by_the_factor_once(rest: int, force: bool, expected: float) -> None:
+def test_torch_divides_gradients_by_the_factor_once(
+    rest: int, force: bool, expected: float
+) -> None:
     assert on_ranks(_gradient_of_one_a_rank, rest, force, ranks=2) == [expected] * 2
 
 

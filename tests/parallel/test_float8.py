@@ -1,4 +1,6 @@
-"""Matrix products in emulated float8: the same as on a GPU, within its rounding, under every supported strategy."""
+"""Matrix products in emulated float8: the same as on a GPU, within its rounding, under every
+supported strategy.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,23 @@ def test_only_linears_with_multiples_of_16_multiply_in_float8() -> None:
     model = Decoder(vocab_size=96, context=16, width=32, layers=1, heads=2, ffn_hidden=40)
     names = [name for name, _ in model.named_parameters()]
     blocks.convert_to_float8(model.blocks.values(), float8="emulate")
-    found = {name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"}
+    found = {
+        name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"
+    }
     assert found == {f"blocks.0.attention.{name}" for name in "qkvo"}
     assert [name for name, _ in model.named_parameters()] == names
     loss = model(torch.zeros(2, 16, dtype=torch.long), torch.ones(2, 16, dtype=torch.long))
     loss.backward()
-    assert all(param.grad is not None and param.dtype == torch.float32 for param in model.parameters())
+    assert all(
+        param.grad is not None and param.dtype == torch.float32 for param in model.parameters()
+    )
 
 
 @pytest.fixture(scope="module")
 def references() -> dict[bool, object]:
-    return {on: fit(Job("SingleDevice", {"float8": "emulate"} if on else {})) for on in (True, False)}
+    return {
+        on: fit(Job("SingleDevice", {"float8": "emulate"} if on else {})) for on in (True, False)
+    }
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""Weights in files of other programs, and checkpoints whose files hold something else: each is told as what it is."""
+"""Weights in files of other programs, and checkpoints whose files hold something else: each is told
+as what it is.
+"""
 
 import io
 import json
@@ -24,8 +26,14 @@ FILES = {
     "half": (None, r"it is damaged, or not what torch.save writes"),
     "a list": ([1, 2], r"it holds a list, but no state_dict with tensors"),
     "a tensor": (torch.ones(2), r"it holds a Tensor, but no state_dict with tensors"),
-    "the weights alone": (WEIGHTS, r"keys model.weight, but .* They are the weights themselves: .*torch.save\("),
-    "no weights": ({"state_dict": {}}, r"it has the keys state_dict, but no state_dict with tensors"),
+    "the weights alone": (
+        WEIGHTS,
+        r"keys model.weight, but .* They are the weights themselves: .*torch.save\(",
+    ),
+    "no weights": (
+        {"state_dict": {}},
+        r"it has the keys state_dict, but no state_dict with tensors",
+    ),
 }
 
 
@@ -63,7 +71,10 @@ def test_a_pickle_of_another_program_is_refused_without_a_warning(tmp_path):
 def test_files_of_weights_that_no_checkpoint_can_hold_leave_nothing_behind(tmp_path):
     save_file({}, tmp_path / "x.safetensors")
     torch.save({"state_dict": {"a": torch.ones(2).to_sparse()}}, tmp_path / "x.ckpt")
-    for name, message in (("x.safetensors", r"it holds no tensors"), ("x.ckpt", r"a is a sparse tensor.*to_dense")):
+    for name, message in (
+        ("x.safetensors", r"it holds no tensors"),
+        ("x.ckpt", r"a is a sparse tensor.*to_dense"),
+    ):
         with pytest.raises(ConfigError, match=message):
             convert.from_file(tmp_path / name, tmp_path / "made" / "step=000000")
         assert not (tmp_path / "made").exists()
@@ -107,13 +118,17 @@ def test_an_index_of_tensors_that_is_none_is_named(saved, content, message):
 def test_tensors_that_are_none_are_named(saved):
     for file in saved.glob("*.distcp"):
         exchange(file, b"5" * file.stat().st_size)
-    with pytest.raises(ConfigError, match=r"step=000001: its tensors cannot be read. Restore it from a copy"):
+    with pytest.raises(
+        ConfigError, match=r"step=000001: its tensors cannot be read. Restore it from a copy"
+    ):
         storage.read_tensors(saved, {"model.weight": torch.zeros(2)}, alone=True)
 
 
 def test_a_resume_says_what_the_run_lacks(saved):
     (saved / directory.META).unlink()
-    cfg = SimpleNamespace(resume=str(saved.parents[1]), checkpoint=SimpleNamespace(root=None, trust=False))
+    cfg = SimpleNamespace(
+        resume=str(saved.parents[1]), checkpoint=SimpleNamespace(root=None, trust=False)
+    )
     [problem] = resume.problems(cfg)
     assert "no complete checkpoint" in problem
     assert f"{saved}: meta.pt is missing." in problem

@@ -1,4 +1,6 @@
-"""Files are described while they are written, by threads that leave the cores to training until the save is awaited."""
+"""Files are described while they are written, by threads that leave the cores to training until the
+save is awaited.
+"""
 
 import hashlib
 import os
@@ -23,13 +25,17 @@ LINUX = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="Linux's schedu
 def saved(path: Path, **options: Any) -> Path:
     writer = CheckpointWriter(**options)
     writer.save(
-        path, {"large": torch.randn(3 << 20), "small": torch.ones(2), "none": torch.ones(0)}, {"global_step": 1}
+        path,
+        {"large": torch.randn(3 << 20), "small": torch.ones(2), "none": torch.ones(0)},
+        {"global_step": 1},
     )
     writer.finish()
     return path
 
 
-@pytest.mark.parametrize("options", [{}, {"background": True}, {"background": True, "idle": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"background": True}, {"background": True, "idle": True}], ids=str
+)
 def test_nothing_is_read_back_but_the_small_file(tmp_path: Path, monkeypatch, options) -> None:
     read: list[str] = []
     original = files.sha256
@@ -41,17 +47,26 @@ def test_nothing_is_read_back_but_the_small_file(tmp_path: Path, monkeypatch, op
     assert described.keys() == {directory.META, directory.TENSOR_INDEX, "__0_0.distcp"}
 
 
-@pytest.mark.parametrize("sizes", [[], [1], [hashing.SMALL - 1, hashing.SMALL], [5, 2 * hashing.PIECE + 3, 7]], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [[], [1], [hashing.SMALL - 1, hashing.SMALL], [5, 2 * hashing.PIECE + 3, 7]], ids=str
+)
 @pytest.mark.parametrize("idle", [False, True])
-def test_a_file_is_what_was_written_and_so_is_its_checksum(tmp_path: Path, sizes: list[int], idle: bool) -> None:
-    system, pieces = HashingFileSystem(FileSystem(), SaveThreads(idle=idle)), [os.urandom(size) for size in sizes]
+def test_a_file_is_what_was_written_and_so_is_its_checksum(
+    tmp_path: Path, sizes: list[int], idle: bool
+) -> None:
+    system, pieces = (
+        HashingFileSystem(FileSystem(), SaveThreads(idle=idle)),
+        [os.urandom(size) for size in sizes],
+    )
     with system.create_stream(tmp_path / "a.tmp", "wb") as stream:
         assert [stream.write(memoryview(piece)) for piece in pieces] == sizes
         assert stream.tell() == sum(sizes)
     system.rename(tmp_path / "a.tmp", tmp_path / "a")
     whole = b"".join(pieces)
     assert (tmp_path / "a").read_bytes() == whole
-    assert system.written == {"a": {"bytes": len(whole), "sha256": hashlib.sha256(whole).hexdigest()}}
+    assert system.written == {
+        "a": {"bytes": len(whole), "sha256": hashlib.sha256(whole).hexdigest()}
+    }
 
 
 @LINUX
@@ -92,7 +107,9 @@ def test_the_disk_does_not_wait_for_the_checksum_of_each_piece() -> None:
 @LINUX
 @pytest.mark.parametrize("waits", ["finish", "wait"])
 def test_a_save_that_is_awaited_goes_on_at_once(tmp_path: Path, monkeypatch, waits: str) -> None:
-    """The first piece is written on an idle core, where this one asks to wait; the others are not."""
+    """The first piece is written on an idle core, where this one asks to wait; the others are
+    not.
+    """
     begun, awaited, policies = threading.Event(), threading.Event(), []
     hurry = SaveThreads.hurry
 
@@ -118,7 +135,9 @@ def test_a_save_that_is_awaited_goes_on_at_once(tmp_path: Path, monkeypatch, wai
     assert directory.problem(tmp_path / "step=1") is None
 
 
-@pytest.mark.parametrize("options", [{}, {"background": True}, {"background": True, "idle": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"background": True}, {"background": True, "idle": True}], ids=str
+)
 def test_an_error_of_writing_is_that_of_the_save(tmp_path: Path, monkeypatch, options) -> None:
     def full(stream: hashing._HashingStream, piece: memoryview) -> None:
         raise OSError(28, "No space left on device")
@@ -149,14 +168,22 @@ def test_only_the_files_with_a_checksum_go_without_crc32(tmp_path: Path) -> None
     assert others == [True]
 
 
-def test_a_gpus_tensors_are_copied_into_the_same_pinned_memory_at_each_save(tmp_path: Path, monkeypatch) -> None:
+def test_a_gpus_tensors_are_copied_into_the_same_pinned_memory_at_each_save(
+    tmp_path: Path, monkeypatch
+) -> None:
     pinned: list[int] = []
     monkeypatch.setattr(checkpoint_writer, "_are_on_gpu", lambda tensors: True)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self.data_ptr()) or self)
+    monkeypatch.setattr(
+        torch.Tensor, "pin_memory", lambda self: pinned.append(self.data_ptr()) or self
+    )
     writer = CheckpointWriter(background=True)
     for step, size in ((1, 5), (2, 5), (3, 7)):
         weight = torch.full((size,), float(step))
-        writer.save(tmp_path / f"step={step}", {"weight": weight, "step": torch.tensor(step), "count": step}, {})
+        writer.save(
+            tmp_path / f"step={step}",
+            {"weight": weight, "step": torch.tensor(step), "count": step},
+            {},
+        )
         weight.fill_(-1.0)  # training continues at once
     writer.finish()
     saved = [state.load_full_state_dict(tmp_path / f"step={step}") for step in (1, 2, 3)]

@@ -25,7 +25,9 @@ def replace(module):
 
 KEPT = {
     ".ema.shadows[1]": lambda m: setattr(m, "ema", SimpleNamespace(shadows=[0, m[0].bias])),
-    ".optimizer.param_groups[0]['params'][1]": lambda m: setattr(m, "optimizer", torch.optim.SGD(m[0].parameters())),
+    ".optimizer.param_groups[0]['params'][1]": lambda m: setattr(
+        m, "optimizer", torch.optim.SGD(m[0].parameters())
+    ),
     ".groups['head'][0]": lambda m: setattr(m, "groups", {"head": (m[0].bias,)}),
     ".sums (a key)": lambda m: setattr(m, "sums", {m[0].bias: 0.0}),
     ".penalty(…)": lambda m: setattr(m, "penalty", partial(torch.mul, m[0].bias)),
@@ -56,7 +58,10 @@ def test_what_a_model_has_itself_is_not_left_behind(module):
     module.keeps_itself, module.first = [module], module[0].weight.detach()
     replaced = replace(module)
     assert len(replaced) == 6
-    assert left_behind.find({"self": module, "callback": SimpleNamespace(module=module)}, replaced) == {}
+    assert (
+        left_behind.find({"self": module, "callback": SimpleNamespace(module=module)}, replaced)
+        == {}
+    )
 
 
 def test_a_large_object_is_searched_for_a_moment_only(module, monkeypatch):

@@ -14,7 +14,9 @@ MODEL = {"vocab_size": 8192, "context": 128, "width": 512, "layers": 16, "heads"
 
 
 def build(model_args: dict[str, Any], shard: int) -> tuple[int, int, int]:
-    """Return the bytes of the model, of its largest parameter, and by which building raised this rank's peak."""
+    """Return the bytes of the model, of its largest parameter, and by which building raised this
+    rank's peak.
+    """
     import torch
 
     from armature.models.decoder.plan import PLAN
@@ -29,7 +31,9 @@ def build(model_args: dict[str, Any], shard: int) -> tuple[int, int, int]:
     whole = sum(p.numel() for p in model.parameters()) * 4
     largest = max(p.numel() for p in model.parameters()) * 4
     before = peak()
-    apply.parallelize(model, PLAN, device_mesh, options(), device=torch.device("cpu"), prefix="model.")
+    apply.parallelize(
+        model, PLAN, device_mesh, options(), device=torch.device("cpu"), prefix="model."
+    )
     return whole, largest, peak() - before
 
 

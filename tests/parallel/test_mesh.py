@@ -23,7 +23,9 @@ def test_auto_takes_the_processes_that_are_left() -> None:
         (sizes(shard=0), 1, "strategy.shard=0: an axis has at least one rank"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused_with_a_remedy(axes: dict, world: int, message: str) -> None:
+def test_sizes_that_do_not_fit_are_refused_with_a_remedy(
+    axes: dict, world: int, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         resolve(axes, world_size=world)
 

@@ -1,4 +1,6 @@
-"""Machines that do not share the folder of checkpoints are refused, and no such checkpoint is called complete."""
+"""Machines that do not share the folder of checkpoints are refused, and no such checkpoint is
+called complete.
+"""
 
 from pathlib import Path
 
@@ -27,7 +29,9 @@ def two_machines(monkeypatch):
 
 
 @pytest.mark.parametrize("root", [None, "mine"])
-def test_another_disk_under_the_same_path_is_refused_by_name(tmp_path, monkeypatch, two_machines, root):
+def test_another_disk_under_the_same_path_is_refused_by_name(
+    tmp_path, monkeypatch, two_machines, root
+):
     cfg = config(tmp_path, root and str(tmp_path / root))
 
     def on_rank_1(work):  # whose disk does not have the file
@@ -38,7 +42,9 @@ def test_another_disk_under_the_same_path_is_refused_by_name(tmp_path, monkeypat
     monkeypatch.setattr(process_group, "on_all_ranks", on_rank_1)
     monkeypatch.setattr(process_group, "on_rank_0", lambda work: work())
     key = "checkpoint.root" if root else "run.root"
-    with pytest.raises(ConfigError, match=rf"{key}={tmp_path}.* on rank 1 \(.*\) is another folder .* Type a {key}"):
+    with pytest.raises(
+        ConfigError, match=rf"{key}={tmp_path}.* on rank 1 \(.*\) is another folder .* Type a {key}"
+    ):
         one_folder.require(cfg)
 
 
@@ -61,11 +67,16 @@ def test_a_checkpoint_without_another_machines_file_is_not_published(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process_group, "on_all_ranks", lambda work, group=None: everyones)
         patch.setattr(process_group, "on_rank_0", lambda work, group=None: work())
-        with pytest.raises(OSError, match=r"__1_0\.distcp is missing, as rank 0 sees it. All machines must share"):
+        with pytest.raises(
+            OSError, match=r"__1_0\.distcp is missing, as rank 0 sees it. All machines must share"
+        ):
             storage.complete(part, tmp_path / "step=000002", {}, written={})
     assert list(directory.checkpoints_in(tmp_path)) == [1]
 
 
 def test_a_machine_that_sees_no_manifest_does_not_call_the_files_intact(tmp_path):
     (tmp_path / "step=000001").mkdir()
-    assert directory.checksum_problem(tmp_path / "step=000001", share=(1, 2)) == "it holds no readable manifest.json"
+    assert (
+        directory.checksum_problem(tmp_path / "step=000001", share=(1, 2))
+        == "it holds no readable manifest.json"
+    )

@@ -1,4 +1,6 @@
-"""A LightningModule as anybody writes one: built in its constructor, with a loss of its own that knows no -100."""
+"""A LightningModule as anybody writes one: built in its constructor, with a loss of its own that
+knows no -100.
+"""
 
 from __future__ import annotations
 
@@ -56,10 +58,17 @@ def trained(strategy: str, options: dict[str, Any]) -> dict[str, float]:
 
     L.seed_everything(0, verbose=False)
     trainer = L.Trainer(
-        accelerator="cpu", devices=process_group.ranks(), max_epochs=2, logger=False,
-        strategy=import_object(STRATEGIES[strategy])(**options), use_distributed_sampler=False, num_sanity_val_steps=0,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=process_group.ranks(),
+        max_epochs=2,
+        logger=False,
+        strategy=import_object(STRATEGIES[strategy])(**options),
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
     trainer.fit(Plain(), datamodule=Data(global_batch_size=16, eval_batch_size=8))
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 

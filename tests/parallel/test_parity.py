@@ -1,4 +1,7 @@
-"""Every layout trains as one process does: losses, gradient norms, final weights, resumes. `make parity` runs all."""
+"""Every layout trains as one process does: losses, gradient norms, final weights, resumes.
+
+`make parity` runs all.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,15 @@ import pytest
 from benchmarks.parity.harness import LAYOUTS, Job, Run, difference, fit, fit_once, mesh
 
 TOLERANCE = 1e-5
-VIT = {"image_size": 8, "patch_size": 2, "channels": 1, "classes": 10, "width": 32, "layers": 4, "heads": 4}
+VIT = {
+    "image_size": 8,
+    "patch_size": 2,
+    "channels": 1,
+    "classes": 10,
+    "width": 32,
+    "layers": 4,
+    "heads": 4,
+}
 CONV = {"image_size": 8, "channels": 1, "classes": 10, "width": 8}
 ENCODER = {"vocab_size": 96, "context": 16, "width": 32, "depth": 4}
 DEEPSPEED = "deepspeed 3 at 2"
@@ -24,7 +35,9 @@ def assert_same(job: Job, *, tolerance: float = TOLERANCE) -> Run:
 
 
 def _reference(job: Job) -> Run:
-    return fit_once(replace(job, strategy="SingleDevice", options={}, ranks=1, resume=None, save=None))
+    return fit_once(
+        replace(job, strategy="SingleDevice", options={}, ranks=1, resume=None, save=None)
+    )
 
 
 @pytest.mark.slow
@@ -34,7 +47,9 @@ def test_layout_trains_as_one_process_does(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fsdp 2, ZeRO-2", "tensor 2, sequence parallel", "pipeline 2, zero bubble"])
+@pytest.mark.parametrize(
+    "name", ["fsdp 2, ZeRO-2", "tensor 2, sequence parallel", "pipeline 2, zero bubble"]
+)
 def test_validation_loss_equals_one_process(name: str) -> None:
     job = replace(LAYOUTS[name], validate=True)
     run = assert_same(job)
@@ -42,21 +57,31 @@ def test_validation_loss_equals_one_process(name: str) -> None:
 
 
 IGNORING = [
-    "single, micro-batch 4", "ddp 2", "fsdp 2", "fsdp 2 × tensor 2", "pipeline 2, 1f1b", "fsdp 2 × pipeline 2",
-    "deepspeed 2 at 2", "deepspeed 3 at 2",
-]  # fmt: skip
+    "single, micro-batch 4",
+    "ddp 2",
+    "fsdp 2",
+    "fsdp 2 × tensor 2",
+    "pipeline 2, 1f1b",
+    "fsdp 2 × pipeline 2",
+    "deepspeed 2 at 2",
+    "deepspeed 3 at 2",
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", IGNORING)
 def test_each_target_has_the_same_weight_if_micro_batches_have_unequal_numbers(name: str) -> None:
     job = replace(LAYOUTS[name], ignore=True)
-    far = difference(fit(job), _reference(replace(job, accumulate=1)))  # the mean over all targets per step
+    far = difference(
+        fit(job), _reference(replace(job, accumulate=1))
+    )  # the mean over all targets per step
     assert max(far.values()) <= TOLERANCE, far
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("clip", [{"clip": None}, {"clip": 1e-3, "clip_algorithm": "value"}], ids=["none", "value"])
+@pytest.mark.parametrize(
+    "clip", [{"clip": None}, {"clip": 1e-3, "clip_algorithm": "value"}], ids=["none", "value"]
+)
 def test_targets_have_the_same_weight_under_any_clipping(clip: dict) -> None:
     job = replace(mesh(2, shard=2), ignore=True, **clip)
     far = difference(fit(job), _reference(replace(job, accumulate=1)))
@@ -64,17 +89,28 @@ def test_targets_have_the_same_weight_under_any_clipping(clip: dict) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"shard": 2}, {"tensor": 2}, {"tensor": 2, "sequence_parallel": False}])
+@pytest.mark.parametrize(
+    "options", [{"shard": 2}, {"tensor": 2}, {"tensor": 2, "sequence_parallel": False}]
+)
 def test_tied_embeddings_stay_tied(options: dict) -> None:
     job = mesh(2, **options)
     assert_same(replace(job, model_args={**job.model_args, "tied": True}))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"tensor": 2}, {"shard": 2, "tensor": 2, "sequence_parallel": False}, {"pipe": 2}])
-def test_biases_weighted_norms_of_heads_and_windows_train_as_one_process_does(options: dict) -> None:
+@pytest.mark.parametrize(
+    "options", [{"tensor": 2}, {"shard": 2, "tensor": 2, "sequence_parallel": False}, {"pipe": 2}]
+)
+def test_biases_weighted_norms_of_heads_and_windows_train_as_one_process_does(
+    options: dict,
+) -> None:
     job = mesh(4 if "shard" in options else 2, **options)
-    sizes = {"head_dim": 12, "attention_bias": True, "qk_norm": "weighted", "windows": [5, None, 3, None]}
+    sizes = {
+        "head_dim": 12,
+        "attention_bias": True,
+        "qk_norm": "weighted",
+        "windows": [5, None, 3, None],
+    }
     assert_same(replace(job, model_args={**job.model_args, **sizes}))
 
 
@@ -88,7 +124,11 @@ def test_attention_within_documents_trains_as_one_process_does(options: dict) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"shard": 2}, {"tensor": 2}, {"pipe": 2}])
 def test_vision_transformer_trains_under_every_axis(options: dict) -> None:
-    assert_same(replace(mesh(2, **options), model="armature.models.vit.model.VisionTransformer", model_args=VIT))
+    assert_same(
+        replace(
+            mesh(2, **options), model="armature.models.vit.model.VisionTransformer", model_args=VIT
+        )
+    )
 
 
 @pytest.mark.slow
@@ -106,11 +146,20 @@ def test_a_model_without_a_plan_trains_and_its_batchnorm_sees_all_ranks(job: Job
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "job",
-    [Job("DDP", ranks=2), mesh(2, shard=2), mesh(2, tensor=2), mesh(2, pipe=2), LAYOUTS["2×2×2"], LAYOUTS[DEEPSPEED]],
+    [
+        Job("DDP", ranks=2),
+        mesh(2, shard=2),
+        mesh(2, tensor=2),
+        mesh(2, pipe=2),
+        LAYOUTS["2×2×2"],
+        LAYOUTS[DEEPSPEED],
+    ],
     ids=["ddp", "fsdp", "tensor", "pipeline", "3d", "deepspeed"],
 )
 def test_a_users_model_with_a_plan_of_ten_lines_trains_under_every_strategy(job: Job) -> None:
-    assert_same(replace(job, model="tests.parallel.users.encoder.model.Encoder", model_args=ENCODER))
+    assert_same(
+        replace(job, model="tests.parallel.users.encoder.model.Encoder", model_args=ENCODER)
+    )
 
 
 @pytest.mark.slow
@@ -130,12 +179,16 @@ def test_activation_checkpointing_changes_nothing(mode: str | int, options: dict
 
 @pytest.mark.slow
 def test_compiled_blocks_change_nothing() -> None:
-    assert_same(mesh(2, shard=2, compile="block", activation_checkpointing="every", min_num_params=10_000))
+    assert_same(
+        mesh(2, shard=2, compile="block", activation_checkpointing="every", min_num_params=10_000)
+    )
 
 
 @pytest.mark.slow
 def test_muon_trains_as_one_process_does_when_matrices_are_sharded() -> None:
-    job = replace(LAYOUTS["fsdp 2 × tensor 2"], optimizer="armature.optim.muon.Muon", optimizer_args={})
+    job = replace(
+        LAYOUTS["fsdp 2 × tensor 2"], optimizer="armature.optim.muon.Muon", optimizer_args={}
+    )
     assert_same(job)
 
 
@@ -169,15 +222,21 @@ RESUMES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("saved", "resumed"), RESUMES)
-def test_a_checkpoint_of_one_layout_resumes_under_another(saved: str, resumed: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_one_layout_resumes_under_another(
+    saved: str, resumed: str, tmp_path: Path
+) -> None:
     folder = str(tmp_path / "step=6")
     fit(replace(LAYOUTS[saved], steps=6, save=folder))
     assert_same(replace(LAYOUTS[resumed], resume=folder))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("saved", "resumed"), [("single", "fsdp 2, ZeRO-2"), ("tensor 2", "pipeline 2, 1f1b")])
-def test_averaged_weights_are_saved_and_resumed_under_any_layout(saved: str, resumed: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("saved", "resumed"), [("single", "fsdp 2, ZeRO-2"), ("tensor 2", "pipeline 2, 1f1b")]
+)
+def test_averaged_weights_are_saved_and_resumed_under_any_layout(
+    saved: str, resumed: str, tmp_path: Path
+) -> None:
     folder = str(tmp_path / "step=6")
     fit(replace(LAYOUTS[saved], steps=6, ema=0.9, save=folder))
     job = replace(LAYOUTS[resumed], ema=0.9, validate=True, resume=folder)

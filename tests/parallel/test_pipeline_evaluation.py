@@ -1,4 +1,6 @@
-"""Evaluation through a pipeline: its order of work, and outputs equal to those of the whole model; its loss."""
+"""Evaluation through a pipeline: its order of work, and outputs equal to those of the whole model;
+its loss.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from tests.parallel.building import decoder_on_meta, parallelize
 
 @pytest.mark.parametrize(("schedule", "ranks"), [*product(SCHEDULES, (2, 3, 4))])
 @pytest.mark.parametrize("micro_batches", [1, 3, 4, 7])
-def test_a_rank_has_one_unit_of_work_per_slot_and_stages_follow_each_other(schedule, ranks, micro_batches):
+def test_a_rank_has_one_unit_of_work_per_slot_and_stages_follow_each_other(
+    schedule, ranks, micro_batches
+):
     count = ranks * SCHEDULES[schedule].stages_per_rank
     slots = {
         (stage, i): evaluation_slot(stage, i, ranks=ranks, schedule=schedule)
@@ -32,7 +36,9 @@ def test_a_rank_has_one_unit_of_work_per_slot_and_stages_follow_each_other(sched
         ]
         assert len({*own}) == len(own)
         if schedule != "zero_bubble" and micro_batches % ranks == 0:
-            assert max(own) - min(own) == len(own) - 1, "the rank would be idle between its units of work"
+            assert max(own) - min(own) == len(own) - 1, (
+                "the rank would be idle between its units of work"
+            )
 
 
 def outputs(model, batches: list[int]) -> list[torch.Tensor]:
@@ -56,7 +62,12 @@ def evaluate(ranks: int, batches: list[int]) -> dict[str, float]:
     for schedule in SCHEDULES:
         model = build()
         parallelize(
-            model, axes={"pipe": ranks}, prefix="", schedule=schedule, microbatches=3, reshard_after_forward=False
+            model,
+            axes={"pipe": ranks},
+            prefix="",
+            schedule=schedule,
+            microbatches=3,
+            reshard_after_forward=False,
         )
         got = outputs(model, batches)
         far[schedule] = max(float((a - b).abs().max()) for a, b in zip(got, expected, strict=True))
@@ -71,20 +82,28 @@ def test_every_schedule_evaluates_as_the_whole_model_does():
 
 
 def unequal_batches() -> tuple[float, list[float]]:
-    """Return how far outputs and losses are from the whole model's, where data ranks' batches differ in shape."""
+    """Return how far outputs and losses are from the whole model's, where data ranks' batches
+    differ in shape.
+    """
     from armature.parallel import initialization
 
     whole, model = decoder_on_meta(**DECODER), decoder_on_meta(**DECODER)
     names = initialization.materialize(whole, device=torch.device("cpu"))
     initialization.initialize_by_name(whole, seed=0, names=names)
-    parallelize(model, axes={"pipe": 2, "shard": 2}, prefix="", microbatches=4, reshard_after_forward=False)
+    parallelize(
+        model, axes={"pipe": 2, "shard": 2}, prefix="", microbatches=4, reshard_after_forward=False
+    )
     tokens = torch.randint(0, 96, (9, 16), generator=torch.Generator().manual_seed(0))
     data_rank, far = int(os.environ["RANK"]) % 2, []
     own = tokens.split([5, 4])[data_rank]
     with torch.no_grad():
         outputs = float((model.eval()(own) - whole.eval()(own)).abs().max())
     model.train()
-    for lengths in ((16, 16), (16, 12), (12, 16)):  # known on both, new on one, known by the other one only
+    for lengths in (
+        (16, 16),
+        (16, 12),
+        (12, 16),
+    ):  # known on both, new on one, known by the other one only
         x = tokens[:4, : lengths[data_rank]]
         loss = model(x, x.roll(-1, 1))
         loss.backward()
@@ -100,7 +119,9 @@ def test_data_ranks_with_batches_of_other_shapes_meet():
 
 
 def chunked_losses() -> dict[str, int]:
-    """Return how often a training step computed its loss without holding all the logits on this rank, by schedule."""
+    """Return how often a training step computed its loss without holding all the logits on this
+    rank, by schedule.
+    """
     from armature.models.decoder import loss
 
     found, compute, counted = {}, loss.chunked_loss, []
@@ -108,7 +129,14 @@ def chunked_losses() -> dict[str, int]:
     tokens = torch.randint(0, DECODER["vocab_size"], (4, DECODER["context"]))
     for schedule in ("1f1b", "interleaved_1f1b"):
         model = decoder_on_meta(**DECODER)
-        parallelize(model, axes={"pipe": 2}, prefix="", schedule=schedule, microbatches=2, reshard_after_forward=False)
+        parallelize(
+            model,
+            axes={"pipe": 2},
+            prefix="",
+            schedule=schedule,
+            microbatches=2,
+            reshard_after_forward=False,
+        )
         model(tokens, tokens).backward()
         counted.clear()  # of the pass in which torch finds shapes
         model(tokens, tokens).backward()

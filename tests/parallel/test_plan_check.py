@@ -16,7 +16,9 @@ def test_a_plan_that_fits_has_no_problem() -> None:
 
 
 def test_a_pattern_that_matches_nothing_is_named() -> None:
-    (problem,) = plan_check.problems(make, replace(PLAN, tensor={**PLAN.tensor, "blocks.*.mlp": "column"}), SIZES)
+    (problem,) = plan_check.problems(
+        make, replace(PLAN, tensor={**PLAN.tensor, "blocks.*.mlp": "column"}), SIZES
+    )
     assert "'blocks.*.mlp' matches no module of Decoder" in problem
 
 

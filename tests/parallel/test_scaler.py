@@ -1,4 +1,6 @@
-"""fp16 with a loss scaler: an overflow on one rank skips the step on all; every layout trains as one process does."""
+"""fp16 with a loss scaler: an overflow on one rank skips the step on all; every layout trains as
+one process does.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,14 @@ def assert_same(run: Run, steps: int = 6) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
-    ["fsdp 2", "hsdp 2×2", "tensor 2, sequence parallel", "pipeline 2, 1f1b", "pipeline 2, zero bubble", "2×2×2"],
+    [
+        "fsdp 2",
+        "hsdp 2×2",
+        "tensor 2, sequence parallel",
+        "pipeline 2, 1f1b",
+        "pipeline 2, zero bubble",
+        "2×2×2",
+    ],
 )
 def test_fp16_trains_as_one_process_does_and_skips_the_same_steps(layout: str) -> None:
     assert alone().facts["scaler"]["scale"] == 2.0**16 / 2**3  # every second of six steps overflows
@@ -107,7 +116,9 @@ def step_with_an_infinity_on_rank_1(fused: bool) -> tuple[bool, list[float], flo
     rank, ranks = dist.get_rank(), dist.get_world_size()
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([weight], fused=fused)
-    scaler = SharedScaler.replacing(torch.amp.GradScaler("cpu"), device=torch.device("cpu"), ranks=ranks)
+    scaler = SharedScaler.replacing(
+        torch.amp.GradScaler("cpu"), device=torch.device("cpu"), ranks=ranks
+    )
     scaler.scale(weight.sum()).backward()
     assert weight.grad is not None
     if rank == 1:
@@ -120,7 +131,10 @@ def step_with_an_infinity_on_rank_1(fused: bool) -> tuple[bool, list[float], flo
 @pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True])
 def test_all_ranks_skip_the_step_if_one_rank_finds_an_infinity(fused: bool) -> None:
-    assert on_ranks(step_with_an_infinity_on_rank_1, fused, ranks=2) == [(True, [1.0, 1.0], 2.0**15)] * 2
+    assert (
+        on_ranks(step_with_an_infinity_on_rank_1, fused, ranks=2)
+        == [(True, [1.0, 1.0], 2.0**15)] * 2
+    )
 
 
 class Halving(L.LightningModule):
@@ -160,9 +174,16 @@ class Skipping(Halving):
 
 def fit_four_batches(module: L.LightningModule) -> Trainer:
     trainer = Trainer(
-        accelerator="cpu", devices=1, strategy=SingleDevice(), plugins=[MixedPrecision("16-mixed", device="cpu")],
-        max_steps=4, logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=1,
+        strategy=SingleDevice(),
+        plugins=[MixedPrecision("16-mixed", device="cpu")],
+        max_steps=4,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
     trainer.fit(module, DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2))
     return trainer
 
@@ -183,7 +204,9 @@ def test_a_skipped_step_moves_no_schedule_and_counts_as_a_batch() -> None:
 
 
 class Clipping(L.LightningModule):
-    """Two optimizers, whose gradients are clipped by hand before either makes its step, and dropped in batch 1."""
+    """Two optimizers, whose gradients are clipped by hand before either makes its step, and dropped
+    in batch 1.
+    """
 
     def __init__(self, *, fused: bool) -> None:
         super().__init__()

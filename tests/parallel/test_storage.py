@@ -34,7 +34,9 @@ def saved(tmp_path: Path) -> Path:
     """Two complete checkpoints, of steps 1 and 2; the later one is given."""
     for step in (1, 2):
         tensors = {"weight": torch.full((64,), float(step)), "count": step}
-        CheckpointWriter().save(tmp_path / f"step=00000{step}", tensors, {"global_step": step}, entries={"step": step})
+        CheckpointWriter().save(
+            tmp_path / f"step=00000{step}", tensors, {"global_step": step}, entries={"step": step}
+        )
     return tmp_path / "step=000002"
 
 
@@ -91,7 +93,9 @@ def empty_manifest(path: Path) -> str:
 
 
 def name_a_file_elsewhere(path: Path) -> str:
-    rewrite_manifest(path, {"meta.pt": {}, ".metadata": {}, "/dev/zero": {"bytes": 0, "sha256": "a"}})
+    rewrite_manifest(
+        path, {"meta.pt": {}, ".metadata": {}, "/dev/zero": {"bytes": 0, "sha256": "a"}}
+    )
     manifest = directory.read_manifest(path) or {}
     sound = directory.describe(path, ["meta.pt", ".metadata"])
     rewrite_manifest(path, manifest["files"] | sound)
@@ -100,7 +104,10 @@ def name_a_file_elsewhere(path: Path) -> str:
 
 def name_a_pipe(path: Path) -> str:
     os.mkfifo(path / "pipe")
-    rewrite_manifest(path, directory.describe(path, ["meta.pt", ".metadata"]) | {"pipe": {"bytes": 0, "sha256": "a"}})
+    rewrite_manifest(
+        path,
+        directory.describe(path, ["meta.pt", ".metadata"]) | {"pipe": {"bytes": 0, "sha256": "a"}},
+    )
     return "pipe is not a regular file"
 
 
@@ -120,7 +127,9 @@ def test_a_damaged_checkpoint_is_named_and_skipped(saved: Path, damage, caplog) 
 
 
 def test_all_ranks_take_rank_0s_word_for_what_is_a_file(tmp_path: Path, monkeypatch) -> None:
-    """On a network file system one rank may not see a new file yet, and would wait in another collective."""
+    """On a network file system one rank may not see a new file yet, and would wait in another
+    collective.
+    """
     of_rank_0 = lambda value: True if isinstance(value, bool) else value  # noqa: E731
     monkeypatch.setattr(storage.process_group, "broadcast_object", of_rank_0)
     assert storage.first_intact([tmp_path / "unseen.ckpt"]) == tmp_path / "unseen.ckpt"
@@ -146,7 +155,9 @@ def test_the_pointer_comes_first_then_the_newest(saved: Path) -> None:
 
 def test_what_a_crash_leaves_is_cleared_and_never_picked_up(saved: Path) -> None:
     shutil.copytree(saved, saved.with_name("step=000003.part"))
-    saved.rename(saved.with_name("step=000002.old"))  # killed between the two renames of a replacement
+    saved.rename(
+        saved.with_name("step=000002.old")
+    )  # killed between the two renames of a replacement
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         gone.wait()
     (saved.parent / f".last.{socket.gethostname()}.{gone.pid}.part").write_text("step=0000")
@@ -222,7 +233,10 @@ def test_code_in_a_value_does_not_run(saved: Path) -> None:
 def test_a_ckpt_of_lightnings_gives_its_weights(tmp_path: Path) -> None:
     torch.save({"state_dict": {"model.weight": torch.ones(2)}, "epoch": 3}, tmp_path / "a.ckpt")
     assert convert.from_file(tmp_path / "a.ckpt", tmp_path / "step=000000") == ["model.weight"]
-    assert checkpoint.load_full_state_dict(tmp_path / "step=000000")["model.weight"].tolist() == [1, 1]
+    assert checkpoint.load_full_state_dict(tmp_path / "step=000000")["model.weight"].tolist() == [
+        1,
+        1,
+    ]
     assert checkpoint.is_weights_only(tmp_path / "step=000000")
 
 

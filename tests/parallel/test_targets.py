@@ -1,4 +1,6 @@
-"""Weights of micro-batches with different numbers of targets; tests/parallel/test_parity.py compares layouts."""
+"""Weights of micro-batches with different numbers of targets; tests/parallel/test_parity.py
+compares layouts.
+"""
 
 import lightning as L
 import pytest
@@ -27,12 +29,16 @@ def batches() -> list[dict[str, torch.Tensor]]:
 
 class Linear(nn.Linear):
     def forward(self, inputs, targets):
-        total = nn.functional.cross_entropy(super().forward(inputs), targets, ignore_index=-100, reduction="sum")
+        total = nn.functional.cross_entropy(
+            super().forward(inputs), targets, ignore_index=-100, reduction="sum"
+        )
         return total / (targets != -100).sum().clamp(min=1)
 
 
 class ClipsByItself(Task):
-    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+    def configure_gradient_clipping(
+        self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
+    ):
         nn.utils.clip_grad_norm_(self.parameters(), 0.3)
 
 
@@ -51,7 +57,11 @@ class Named(Task):
 
 
 def trained(
-    task: type[Task], data: list[dict[str, torch.Tensor]], *, accumulate: int, callbacks: list[L.Callback] | None = None
+    task: type[Task],
+    data: list[dict[str, torch.Tensor]],
+    *,
+    accumulate: int,
+    callbacks: list[L.Callback] | None = None,
 ) -> torch.Tensor:
     def model() -> nn.Module:
         torch.manual_seed(0)
@@ -59,10 +69,17 @@ def trained(
 
     made = task(model, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.5))
     trainer = L.Trainer(
-        accelerator="cpu", strategy=SingleDevice(), accumulate_grad_batches=accumulate, max_epochs=1, logger=False,
+        accelerator="cpu",
+        strategy=SingleDevice(),
+        accumulate_grad_batches=accumulate,
+        max_epochs=1,
+        logger=False,
         callbacks=callbacks,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, limit_val_batches=0,
-    )  # fmt: skip
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        limit_val_batches=0,
+    )
     loader = DataLoader(data, batch_size=None)
     trainer.fit(made, loader, loader)
     assert made.model is not None
@@ -71,16 +88,23 @@ def trained(
 
 def together(data: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
     """Return one batch per step instead of four micro-batches."""
-    return [{key: torch.cat([b[key] for b in data[i : i + 4]]) for key in data[i]} for i in range(0, len(data), 4)]
+    return [
+        {key: torch.cat([b[key] for b in data[i : i + 4]]) for key in data[i]}
+        for i in range(0, len(data), 4)
+    ]
 
 
 @pytest.mark.parametrize("task", [Task, ClipsByItself, Named])
 def test_accumulation_is_the_mean_over_all_targets(task):
-    torch.testing.assert_close(trained(task, batches(), accumulate=4), trained(task, together(batches()), accumulate=1))
+    torch.testing.assert_close(
+        trained(task, batches(), accumulate=4), trained(task, together(batches()), accumulate=1)
+    )
 
 
 def test_clipping_in_the_task_changes_the_result():
-    one, other = (trained(task, together(batches()), accumulate=1) for task in (Task, ClipsByItself))
+    one, other = (
+        trained(task, together(batches()), accumulate=1) for task in (Task, ClipsByItself)
+    )
     assert not torch.allclose(one, other, atol=1e-3)
 
 
@@ -93,18 +117,25 @@ def test_a_hook_before_the_optimizer_step_sees_the_whole_steps_gradients(monkeyp
 
 
 def test_a_task_can_declare_that_its_loss_is_not_a_mean_over_targets():
-    alone, plain = trained(Unweighed, batches(), accumulate=4), trained(Task, together(batches()), accumulate=1)
+    alone, plain = (
+        trained(Unweighed, batches(), accumulate=4),
+        trained(Task, together(batches()), accumulate=1),
+    )
     assert not torch.allclose(alone, plain, atol=1e-2)
 
 
 def test_an_epoch_may_end_with_fewer_micro_batches():
     whole = [*together(batches())[:2], *together(batches())[2:3]]
     whole[2] = {key: value[:8] for key, value in whole[2].items()}  # two of four micro-batches
-    torch.testing.assert_close(trained(Task, batches()[:10], accumulate=4), trained(Task, whole, accumulate=1))
+    torch.testing.assert_close(
+        trained(Task, batches()[:10], accumulate=4), trained(Task, whole, accumulate=1)
+    )
 
 
 @pytest.mark.parametrize(
-    "batch", [torch.zeros(3), {"inputs": torch.zeros(3)}, {"targets": torch.zeros(3)}], ids=["tensor", "none", "float"]
+    "batch",
+    [torch.zeros(3), {"inputs": torch.zeros(3)}, {"targets": torch.zeros(3)}],
+    ids=["tensor", "none", "float"],
 )
 def test_batches_without_class_targets_are_not_weighted(batch):
     weights, loss = TargetWeights(), torch.tensor(2.0)

@@ -24,10 +24,19 @@ class Stack(nn.Module):
 @pytest.mark.parametrize(
     ("blocks", "at_least", "sizes"),
     [
-        (4, 0, [1, 1, 1, 1]), (4, 100, [1, 1, 1, 1]), (4, 101, [2, 2]), (5, 200, [2, 3]), (3, 200, [3]), (2, 150, [2]),
-        (11, 200, [2, 2, 2, 2, 3]), (11, 300, [3, 3, 5]), (7, 709, [7]), (7, 710, []), (1, 100, [1]),
+        (4, 0, [1, 1, 1, 1]),
+        (4, 100, [1, 1, 1, 1]),
+        (4, 101, [2, 2]),
+        (5, 200, [2, 3]),
+        (3, 200, [3]),
+        (2, 150, [2]),
+        (11, 200, [2, 2, 2, 2, 3]),
+        (11, 300, [3, 3, 5]),
+        (7, 709, [7]),
+        (7, 710, []),
+        (1, 100, [1]),
     ],
-)  # fmt: skip
+)
 def test_consecutive_blocks_share_a_unit(blocks: int, at_least: int, sizes: list[int]) -> None:
     model = Stack(blocks)
     units = apply.sharding_units(model, Plan(), min_num_params=at_least)
@@ -37,14 +46,17 @@ def test_consecutive_blocks_share_a_unit(blocks: int, at_least: int, sizes: list
 
 
 def evaluated_twice(min_num_params: int, tied: bool) -> tuple[bool, bool, list[float]]:
-    """Return whether all weights are resharded after training and after evaluation, and the losses of two evaluations.
+    """Return whether all weights are resharded after training and after evaluation, and the losses
+    of two evaluations.
 
     The weights are halved after each evaluation.
     """
     from torch.distributed.tensor import DTensor
 
     model = decoder_on_meta(**DECODER, tied=tied)
-    parallelize(model, axes={"shard": torch.distributed.get_world_size()}, min_num_params=min_num_params)
+    parallelize(
+        model, axes={"shard": torch.distributed.get_world_size()}, min_num_params=min_num_params
+    )
     tokens = torch.arange(16)[None] % DECODER["vocab_size"]
 
     def all_shards() -> bool:
@@ -65,7 +77,9 @@ def evaluated_twice(min_num_params: int, tied: bool) -> tuple[bool, bool, list[f
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("min_num_params", [10_000, 8_000_000])
-def test_weights_that_change_after_an_evaluation_are_gathered_again(min_num_params: int, tied: bool) -> None:
+def test_weights_that_change_after_an_evaluation_are_gathered_again(
+    min_num_params: int, tied: bool
+) -> None:
     first, second = (on_ranks(evaluated_twice, size, tied, ranks=2) for size in (0, min_num_params))
     for after_training, after_evaluation, losses in second:
         assert after_training
@@ -80,6 +94,8 @@ def test_buffers_of_offloaded_weights_are_on_the_device_that_computes(built_on: 
         module = nn.Sequential(nn.Linear(2, 2), nn.Module())
     module[1].register_buffer("count", torch.zeros(2, device="cpu"))
     # "meta" in place of a GPU
-    initialization.materialize(module, device=torch.device("cpu"), buffers_device=torch.device("meta"))
+    initialization.materialize(
+        module, device=torch.device("cpu"), buffers_device=torch.device("meta")
+    )
     assert {param.device.type for param in module.parameters()} == {"cpu"}
     assert {buffer.device.type for buffer in module.buffers()} == {"meta"}

@@ -28,17 +28,24 @@ def stack() -> nn.Sequential:
 
 
 def loss(model: nn.Sequential, x: torch.Tensor, saved: list[torch.Tensor]) -> torch.Tensor:
-    """By a slice, a weight, a weight computed from another, operators with the weight on either side and in place.
+    """By a slice, a weight, a weight computed from another, operators with the weight on either
+    side and in place.
 
     Last by copies of the weights, once a forward has gathered the weights and not the copies.
     """
     first, last = model[0].weight, model[2].weight
     out = model[2](model[:2](x)) + nn.functional.linear(x, first).mean(1, keepdim=True)
-    sums = (last - x[:, :1]).sum(1, keepdim=True) + (x @ first.mean(0))[:, None] - (1 - x[:, :1]) * last.sum()
+    sums = (
+        (last - x[:, :1]).sum(1, keepdim=True)
+        + (x @ first.mean(0))[:, None]
+        - (1 - x[:, :1]) * last.sum()
+    )
     total = (out + sums).square().mean()
     total += 0.1 * last.abs().sum()
     total = total.add_(first.square().sum(), alpha=0.1) + model(x).square().mean()
-    return total + sum(((p - 2 * s) ** 2).sum() for p, s in zip(model.parameters(), saved, strict=True))
+    return total + sum(
+        ((p - 2 * s) ** 2).sum() for p, s in zip(model.parameters(), saved, strict=True)
+    )
 
 
 def computed() -> dict[str, Any]:
@@ -50,10 +57,15 @@ def computed() -> dict[str, Any]:
     if ranks > 1:
         sizes = dict.fromkeys(mesh.AXES, 1) | {"shard": ranks}
         device_mesh = mesh.build(sizes, device_type="cpu")
-        apply.parallelize(model, None, device_mesh, options(), device=torch.device("cpu"), prefix="")
+        apply.parallelize(
+            model, None, device_mesh, options(), device=torch.device("cpu"), prefix=""
+        )
     with dtensors.gathers():
         if ranks > 1:
-            for change in (lambda w: w.add_(torch.ones(5, 3)), lambda w: w.__setitem__(0, torch.ones(3))):
+            for change in (
+                lambda w: w.add_(torch.ones(5, 3)),
+                lambda w: w.__setitem__(0, torch.ones(3)),
+            ):
                 with torch.no_grad(), pytest.raises(RuntimeError, match=dtensors.MIXED):
                     change(model[0].weight)
         value = loss(model, x.chunk(ranks)[rank], [p.detach().clone() for p in model.parameters()])
@@ -94,15 +106,28 @@ def difference_of_a_copied_decoder() -> float:
 
 
 def facts_of_a_copied_mixture(reshard: bool) -> tuple[float, int, bool]:
-    """Return how far a copy's outputs are, how many units it has, and whether a weight of a router is its own."""
+    """Return how far a copy's outputs are, how many units it has, and whether a weight of a router
+    is its own.
+    """
     with torch.device("meta"):
         model = MixtureDecoder(
-            vocab_size=96, context=16, width=32, layers=2, heads=4, experts=4, active=2, expert_hidden=32
+            vocab_size=96,
+            context=16,
+            width=32,
+            layers=2,
+            heads=4,
+            experts=4,
+            active=2,
+            expert_hidden=32,
         )
     parallelize(
-        model, axes={"shard": 2}, plan=mixture.PLAN, min_num_params=10**9, param_dtype=torch.bfloat16,
+        model,
+        axes={"shard": 2},
+        plan=mixture.PLAN,
+        min_num_params=10**9,
+        param_dtype=torch.bfloat16,
         reshard_after_forward=reshard,
-    )  # fmt: skip
+    )
     ids = torch.arange(2 * 16).view(2, 16)
     model(ids, ids)  # without resharding, weights stay gathered
     copied = copy.deepcopy(copy.deepcopy(model))
@@ -138,12 +163,15 @@ def read() -> dict[str, Any]:
     if (ranks := process_group.ranks()) > 1:
         dtensors.support_user_code()
         device_mesh = mesh.build(dict.fromkeys(mesh.AXES, 1) | {"shard": ranks}, device_type="cpu")
-        apply.parallelize(model, None, device_mesh, options(), device=torch.device("cpu"), prefix="")
+        apply.parallelize(
+            model, None, device_mesh, options(), device=torch.device("cpu"), prefix=""
+        )
     weight = model[0].weight.detach()
     results = epoch_metrics.Results(training=True)
     results.log("training_step", "mean", weight.mean(), on_step=True, on_epoch=False)
     return {
-        "logged": type(results["training_step.mean"]._forward_cache) is torch.Tensor,  # rank 0 alone reads it
+        "logged": type(results["training_step.mean"]._forward_cache)
+        is torch.Tensor,  # rank 0 alone reads it
         "mean": weight.mean().item(),
         "largest": float(weight.abs().max()),
         "norm": torch.linalg.vector_norm(weight).item(),
@@ -158,14 +186,20 @@ def test_a_number_that_is_read_is_that_of_the_whole_weight() -> None:
     alone = read()
     for found in on_ranks(read, ranks=2):
         for key, value in alone.items():
-            assert found[key] == pytest.approx(value, rel=1e-6) if key != "rows" else found[key] == value
+            assert (
+                found[key] == pytest.approx(value, rel=1e-6)
+                if key != "rows"
+                else found[key] == value
+            )
 
 
 def kept_parts() -> list[Any]:
     from armature.parallel import mesh, process_group
 
     dtensors.support_user_code(watch_parts=True)
-    device_mesh = mesh.build(dict.fromkeys(mesh.AXES, 1) | {"shard": process_group.ranks()}, device_type="cpu")
+    device_mesh = mesh.build(
+        dict.fromkeys(mesh.AXES, 1) | {"shard": process_group.ranks()}, device_type="cpu"
+    )
     model = stack()
     apply.parallelize(model, None, device_mesh, options(), device=torch.device("cpu"), prefix="")
     dtensors._MOST_BYTES = 1  # the weight is larger
@@ -188,12 +222,16 @@ def test_gathered_parts_are_not_kept_and_a_change_of_one_is_remembered() -> None
 
 
 def full_weights() -> Any:
-    """Return the pickle's error, whether an attribute with a sharded weight is compared, and the whole weights."""
+    """Return the pickle's error, whether an attribute with a sharded weight is compared, and the
+    whole weights.
+    """
     from armature.parallel import mesh, process_group
 
     copies.refuse_pickles()
     model = stack()
-    device_mesh = mesh.build(dict.fromkeys(mesh.AXES, 1) | {"shard": process_group.ranks()}, device_type="cpu")
+    device_mesh = mesh.build(
+        dict.fromkeys(mesh.AXES, 1) | {"shard": process_group.ranks()}, device_type="cpu"
+    )
     apply.parallelize(model, None, device_mesh, options(), device=torch.device("cpu"), prefix="")
     weights = copy.deepcopy(model.state_dict())
     with pytest.raises(ConfigError, match=r"armature\.full_state_dict") as refused:

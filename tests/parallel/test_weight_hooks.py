@@ -1,4 +1,6 @@
-"""Hooks that `weight.register_hook` has added: called once for each gradient, wherever a weight is built."""
+"""Hooks that `weight.register_hook` has added: called once for each gradient, wherever a weight is
+built.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from benchmarks.parity.harness import on_ranks
 
 
 def gradients(case: str) -> Any:
-    """Return the mean of a sharded weight's gradient over that of a plain one, or of the steps, or facts of a copy."""
+    """Return the mean of a sharded weight's gradient over that of a plain one, or of the steps, or
+    facts of a copy.
+    """
     import copy
 
     import torch
@@ -65,7 +69,9 @@ def gradients(case: str) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "expected"), [("tied", [1.0] * 3), ("inner", [1.0] * 3), ("copied", [0, 1.0])])
+@pytest.mark.parametrize(
+    ("case", "expected"), [("tied", [1.0] * 3), ("inner", [1.0] * 3), ("copied", [0, 1.0])]
+)
 def test_a_hook_is_called_once_for_a_gathered_weight(case: str, expected: list[float]) -> None:
     for found in on_ranks(gradients, case, ranks=2):
         assert found == pytest.approx(expected)
@@ -91,4 +97,6 @@ def test_attributes_of_weights_are_carried_to_those_that_take_their_place():
     before = [*model.named_parameters()]
     model[0].bias = nn.Parameter(torch.zeros(2))
     dtensors.carry_attributes(before, model)
-    assert [name for name, param in model.named_parameters() if hasattr(param, "_no_weight_decay")] == ["0.bias"]
+    assert [
+        name for name, param in model.named_parameters() if hasattr(param, "_no_weight_decay")
+    ] == ["0.bias"]

@@ -15,10 +15,19 @@ from armature.layout import Layout
 from armature.planner import auto, devices, memory, setup
 from armature.validation import checks
 
-DATA = ["data=tokens", "data.path=x", "data.source.vocab_size=128256", "data.context=8192", "data.global_batch_size=8"]
+DATA = [
+    "data=tokens",
+    "data.path=x",
+    "data.source.vocab_size=128256",
+    "data.context=8192",
+    "data.global_batch_size=8",
+]
 LLAMA_1B = ["model=llama3_1b", "optimizer=adamw", *DATA]
 LLAMA_7B = ["model=llama2_7b", "optimizer=adamw", *DATA, "data.context=4096"]
-LLAMA_8B, LLAMA_70B = (["experiment=llama3_8b", "data.path=x"], ["experiment=llama3_70b", "data.path=x"])
+LLAMA_8B, LLAMA_70B = (
+    ["experiment=llama3_8b", "data.path=x"],
+    ["experiment=llama3_70b", "data.path=x"],
+)
 GPT2 = ["experiment=gpt2_124m", "data.path=x"]
 
 
@@ -36,7 +45,9 @@ def run(overrides: list[str], hardware: str, gpus: int) -> tuple[DictConfig, int
     on, nodes = min(gpus, device.devices_per_machine), -(-gpus // device.devices_per_machine)
     counts = [f"trainer.devices={on}", f"trainer.num_nodes={nodes}"]
     precision = "32-true" if device.accelerator == "cpu" else "bf16-mixed"
-    cfg = compose("train", [*overrides, *counts, "trainer.accelerator=cpu", f"trainer.precision={precision}"])
+    cfg = compose(
+        "train", [*overrides, *counts, "trainer.accelerator=cpu", f"trainer.precision={precision}"]
+    )
     cfg = checks.decide(cfg)
     cfg.trainer.accelerator = device.accelerator
     return cfg, device.memory_bytes
@@ -59,7 +70,12 @@ ADAPTED = [*LLAMA_8B, "task=lora", "data.global_batch_size=1"]
     ("overrides", "hardware", "gpus", "layout"),
     [
         (ADAPTED, "h100_80gb", 1, "single every"),
-        ([*ADAPTED, "task.adapter.quantize=nf4", "strategy.compile=none"], "a100_40gb", 1, "single every"),
+        (
+            [*ADAPTED, "task.adapter.quantize=nf4", "strategy.compile=none"],
+            "a100_40gb",
+            1,
+            "single every",
+        ),
         (GPT2, "h100_80gb", 1, "single none"),
         (GPT2, "h100_80gb", 8, "ddp none"),
         # ddp would need 37.5 of 39.4 GiB, less room than the formulas are exact: fsdp
@@ -81,17 +97,28 @@ def test_auto_takes_the_simplest_strategy_that_fits(overrides, hardware, gpus, l
 
 
 @pytest.mark.parametrize(
-    ("overrides", "gpus", "enough"), [(LLAMA_7B, 1, "2 such devices"), (LLAMA_70B, 8, "32 such devices")]
+    ("overrides", "gpus", "enough"),
+    [(LLAMA_7B, 1, "2 such devices"), (LLAMA_70B, 8, "32 such devices")],
 )
 def test_a_state_that_no_strategy_fits_is_refused_with_what_would(overrides, gpus, enough) -> None:
-    with pytest.raises(ConfigError, match=rf"weights, gradients and optimizer state .* {enough} hold it under"):
+    with pytest.raises(
+        ConfigError, match=rf"weights, gradients and optimizer state .* {enough} hold it under"
+    ):
         chosen(overrides, "h100_80gb", gpus)
 
 
 def test_a_blocked_layout_hides_no_refusal() -> None:
     """The tensor axis is not possible for either; fsdp is, and does not fit."""
     for overrides, gib in (
-        (["model=qwen3_30b_a3b", "optimizer=adamw", "data=synthetic", "data.global_batch_size=16"], 20),
+        (
+            [
+                "model=qwen3_30b_a3b",
+                "optimizer=adamw",
+                "data=synthetic",
+                "data.global_batch_size=16",
+            ],
+            20,
+        ),
         ([*LLAMA_70B, "data.global_batch_size=16", "strategy.compile=block"], 60),
     ):
         cfg, _ = run(overrides, "h100_80gb", 16)
@@ -114,7 +141,10 @@ def test_unknown_memory_keeps_the_rule() -> None:
 
 def test_another_strategy_is_left_alone() -> None:
     cfg, memory_bytes = run([*LLAMA_8B, "strategy=ddp"], "h100_80gb", 8)
-    assert auto.decide(cfg, memory_bytes=memory_bytes, problems=checks.layout_problems) == (cfg, None)
+    assert auto.decide(cfg, memory_bytes=memory_bytes, problems=checks.layout_problems) == (
+        cfg,
+        None,
+    )
 
 
 def test_the_choice_takes_milliseconds() -> None:
@@ -136,9 +166,13 @@ def test_a_sample_is_as_long_as_the_data_say() -> None:
 
 
 def test_what_is_not_known_is_not_refused() -> None:
-    """An optimizer of unknown state, a compiled model that cannot be sharded, and options that only ddp has."""
+    """An optimizer of unknown state, a compiled model that cannot be sharded, and options that only
+    ddp has.
+    """
     eight_bit = [*LLAMA_7B, "optimizer._target_=bitsandbytes.optim.AdamW8bit"]
-    assert chosen(eight_bit, "h100_80gb", 1)[1].endswith("since the memory of this optimizer is unknown.")
+    assert chosen(eight_bit, "h100_80gb", 1)[1].endswith(
+        "since the memory of this optimizer is unknown."
+    )
     found, line = chosen([*LLAMA_8B, "strategy.compile=model"], "h100_80gb", 8)
     assert found.startswith("ddp")
     assert "compile=model" in line
@@ -148,7 +182,10 @@ def test_what_is_not_known_is_not_refused() -> None:
 
 def test_a_users_file_named_cost_ends_nothing(tmp_path, monkeypatch, caplog) -> None:
     (tmp_path / "prices").mkdir()
-    for name, text in {"model.py": "class Net:\n    pass\n", "cost.py": "raise OSError('no prices today')\n"}.items():
+    for name, text in {
+        "model.py": "class Net:\n    pass\n",
+        "cost.py": "raise OSError('no prices today')\n",
+    }.items():
         (tmp_path / "prices" / name).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     cfg, _ = run(GPT2, "h100_80gb", 1)
@@ -163,7 +200,9 @@ def test_a_peak_beyond_the_device_is_said_before_the_launch() -> None:
     assert found is not None
     assert "a rank needs" in found[0]
     assert "its device has 79.1 GiB (predicted, in GiB: parameters 29.9" in found[0]
-    cfg, _ = run([*LLAMA_8B, "strategy=fsdp", "strategy.activation_checkpointing=every"], "h100_80gb", 8)
+    cfg, _ = run(
+        [*LLAMA_8B, "strategy=fsdp", "strategy.activation_checkpointing=every"], "h100_80gb", 8
+    )
     assert auto.warning(cfg, Layout.of(cfg), memory_bytes=memory_bytes) is None
 
 
@@ -183,7 +222,8 @@ def test_a_micro_batch_of_auto_begins_with_what_fits() -> None:
     assert found is not None
     size, line = found
     assert line.startswith(
-        f"data.micro_batch_size=auto: {size} of the 8 samples that a rank has per step, which needs "
+        f"data.micro_batch_size=auto: {size} of the 8 samples that a rank has per step, which "
+        "needs "
     )
     peaks = []
     for micro in (size, 2 * size):
@@ -194,7 +234,9 @@ def test_a_micro_batch_of_auto_begins_with_what_fits() -> None:
     assert auto.micro_batch_size(cfg, Layout.of(cfg), memory_bytes=memory_bytes) is None  # typed
     cfg.data.micro_batch_size = "auto"
     assert auto.micro_batch_size(cfg, Layout.of(cfg), memory_bytes=None) is None
-    assert auto.micro_batch_size(cfg, Layout.of(cfg), memory_bytes=100 * memory_bytes) is None  # the whole share fits
+    assert (
+        auto.micro_batch_size(cfg, Layout.of(cfg), memory_bytes=100 * memory_bytes) is None
+    )  # the whole share fits
 
 
 @pytest.mark.parametrize("typed", ["task.adapter.targets=[q]", "task.adapter.train=[embed]"])
@@ -209,11 +251,19 @@ def test_other_adapters_have_no_formula(typed: str) -> None:
     ("overrides", "remedy"),
     [
         (LLAMA_7B, "strategy=fsdp; strategy=deepspeed_zero3_offload keeps"),
-        ([*LLAMA_7B, "optimizer=muon"], "strategy=fsdp; optimizer=adamw strategy=deepspeed_zero3_offload keeps"),
-        (["model=llama3_8b", *DATA], "strategy=fsdp; optimizer=adamw strategy=deepspeed_zero3_offload keeps"),
+        (
+            [*LLAMA_7B, "optimizer=muon"],
+            "strategy=fsdp; optimizer=adamw strategy=deepspeed_zero3_offload keeps",
+        ),
+        (
+            ["model=llama3_8b", *DATA],
+            "strategy=fsdp; optimizer=adamw strategy=deepspeed_zero3_offload keeps",
+        ),
     ],
 )
-def test_what_the_optimizers_step_alone_exceeds_is_refused_with_a_remedy_that_works(overrides, remedy) -> None:
+def test_what_the_optimizers_step_alone_exceeds_is_refused_with_a_remedy_that_works(
+    overrides, remedy
+) -> None:
     """Muon's state of 7B takes 76.3 GiB, and its step 2.4 GiB more, beside the context."""
     with pytest.raises(ConfigError, match=f"in the optimizer's step, .* {remedy}"):
         chosen(overrides, "h100_80gb", 1)
@@ -224,7 +274,9 @@ def test_state_beyond_the_device_is_said_of_compiled_runs_too() -> None:
     found = auto.warning(cfg, Layout.of(cfg), memory_bytes=memory_bytes)
     assert found is not None
     assert "Memory will probably run out" in found[0]
-    assert auto.warning(cfg, Layout.of(cfg), memory_bytes=140 * 2**30) is None  # activations alone may be fewer
+    assert (
+        auto.warning(cfg, Layout.of(cfg), memory_bytes=140 * 2**30) is None
+    )  # activations alone may be fewer
 
 
 def test_averages_and_buckets_take_part() -> None:

@@ -15,7 +15,11 @@ FILES = sorted(file.stem for file in devices.FOLDER.glob("*.yaml"))
 def test_every_file_is_complete_and_in_plausible_units(name: str) -> None:
     device = devices.named(name)
     assert 2**33 < device.memory_bytes < 2**40
-    assert device.network_bytes_per_second < device.link_bytes_per_second < device.memory_bytes_per_second
+    assert (
+        device.network_bytes_per_second
+        < device.link_bytes_per_second
+        < device.memory_bytes_per_second
+    )
     rates = dict(device.peak_flops)
     assert rates.pop("float64") <= rates["float32"] == min(rates.values())
     assert (device.capability is None) == (device.accelerator == "cpu")
@@ -31,15 +35,24 @@ def test_rates_agree_with_those_that_mfu_is_measured_by(name: str) -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"hardware=h100_80: .* Did you mean hardware=h100_80gb\? Known: a100_40gb"):
+    with pytest.raises(
+        ConfigError,
+        match=r"hardware=h100_80: .* Did you mean hardware=h100_80gb\? Known: a100_40gb",
+    ):
         devices.named("h100_80")
 
 
 @pytest.mark.parametrize(
     ("driver_name", "memory_gib", "peak"),
-    [("NVIDIA A100-SXM4-40GB", 39.4, 312e12), ("NVIDIA H100 80GB HBM3", 79.2, 989.4e12), ("Tesla T4", 14.6, 65e12)],
+    [
+        ("NVIDIA A100-SXM4-40GB", 39.4, 312e12),
+        ("NVIDIA H100 80GB HBM3", 79.2, 989.4e12),
+        ("Tesla T4", 14.6, 65e12),
+    ],
 )
-def test_this_finds_the_file_of_the_gpu(driver_name: str, memory_gib: float, peak: float, monkeypatch) -> None:
+def test_this_finds_the_file_of_the_gpu(
+    driver_name: str, memory_gib: float, peak: float, monkeypatch
+) -> None:
     monkeypatch.setattr(hardware, "gpu_count", lambda: 4)
     monkeypatch.setattr(hardware, "gpu_name", lambda: driver_name)
     monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: int(memory_gib * 2**30))
@@ -80,7 +93,9 @@ def test_ram_is_a_containers_limit_where_it_has_one(monkeypatch) -> None:
     real = Path.read_text
     monkeypatch.setattr(Path, "exists", lambda self: str(self) == "/sys/fs/cgroup/memory.max")
     monkeypatch.setattr(
-        Path, "read_text", lambda self, *a, **k: "1048576\n" if "cgroup" in str(self) else real(self, *a, **k)
+        Path,
+        "read_text",
+        lambda self, *a, **k: "1048576\n" if "cgroup" in str(self) else real(self, *a, **k),
     )
     assert hardware.ram_bytes() == 2**20
 
@@ -93,7 +108,8 @@ def test_a_copied_file_without_what_the_simulator_needs_is_refused(tmp_path, mon
     (tmp_path / "mine.yaml").write_text("\n".join(lines))
     monkeypatch.setattr(devices, "FOLDER", tmp_path)
     with pytest.raises(
-        ConfigError, match=r"hardware=mine: .*mine.yaml: .*missing.* has processors: 132, capability: \[9, 0\]"
+        ConfigError,
+        match=r"hardware=mine: .*mine.yaml: .*missing.* has processors: 132, capability: \[9, 0\]",
     ):
         devices.named("mine")
     (tmp_path / "mine.yaml").write_text("\n".join([*lines, "capability: [7, 5]", "processors: 40"]))
@@ -118,12 +134,16 @@ def test_a_copied_file_without_what_the_simulator_needs_is_refused(tmp_path, mon
         ("\x00", "mine.yaml cannot be read"),
     ],
 )
-def test_a_file_of_the_users_own_is_refused_by_key_and_value(line, answer, tmp_path, monkeypatch) -> None:
+def test_a_file_of_the_users_own_is_refused_by_key_and_value(
+    line, answer, tmp_path, monkeypatch
+) -> None:
     example = (devices.FOLDER / "h100_80gb.yaml").read_text()
     (tmp_path / "h100_80gb.yaml").write_text(example)
     kept = "" if line.startswith("\x00") else example
     if line.startswith("peak_tflops"):
-        kept = "\n".join(each for each in kept.splitlines() if not each.startswith(("  ", "peak_tflops")))
+        kept = "\n".join(
+            each for each in kept.splitlines() if not each.startswith(("  ", "peak_tflops"))
+        )
     (tmp_path / "mine.yaml").write_text(f"{kept}\n{line}\n")  # the last of two equal keys counts
     monkeypatch.setattr(devices, "FOLDER", tmp_path)
     with pytest.raises(ConfigError, match=answer):
@@ -137,7 +157,9 @@ def test_a_file_that_holds_no_keys_is_refused(tmp_path, monkeypatch) -> None:
         devices.named("mine")
 
 
-@pytest.mark.parametrize("typed", ["+hardware=h200", "hardwre=h200", "hardware.memory_gib=3", "~hardware=h200"])
+@pytest.mark.parametrize(
+    "typed", ["+hardware=h200", "hardwre=h200", "hardware.memory_gib=3", "~hardware=h200"]
+)
 def test_a_word_that_is_nearly_hardware_is_refused(typed) -> None:
     with pytest.raises(ConfigError, match=r"there is no such key here. Type hardware="):
         devices.take_name([typed])

@@ -51,7 +51,10 @@ def test_a_decoders_cost_is_what_the_model_has(name: str) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"head_dim": 96, "attention_bias": True}, {"qk_norm": "weighted", "windows": [512] * 8 + [None] * 8}],
+    [
+        {"head_dim": 96, "attention_bias": True},
+        {"qk_norm": "weighted", "windows": [512] * 8 + [None] * 8},
+    ],
 )
 def test_a_decoders_cost_counts_its_options(changes: dict[str, Any]) -> None:
     args = {**arguments("llama3_1b"), **changes}
@@ -63,14 +66,24 @@ def test_a_decoders_cost_counts_its_options(changes: dict[str, Any]) -> None:
 
 
 def test_a_vision_transformers_cost_is_what_the_model_has() -> None:
-    args = {"image_size": 16, "patch_size": 2, "channels": 3, "classes": 10, "width": 64, "layers": 4, "heads": 4}
+    args = {
+        "image_size": 16,
+        "patch_size": 2,
+        "channels": 3,
+        "classes": 10,
+        "width": 64,
+        "layers": 4,
+        "heads": 4,
+    }
     with torch.device("meta"):
         model = VisionTransformer(**args)
     assert vit_cost(args).parameters == sum(param.numel() for param in model.parameters())
 
 
 def test_70b_in_bf16_is_140_gb_of_weights_alone() -> None:
-    state = memory.peak(Setup(cost=cost_of("llama3_70b"), kind="single", precision="bf16-true")).bytes_by_kind
+    state = memory.peak(
+        Setup(cost=cost_of("llama3_70b"), kind="single", precision="bf16-true")
+    ).bytes_by_kind
     assert state["parameters"] == pytest.approx(140e9, rel=0.01)
 
 
@@ -81,7 +94,8 @@ def test_7b_with_adamw_does_not_fit_one_gpu_under_ddp_and_does_under_fsdp_on_eig
     assert memory.peak(Setup(cost=cost, **mesh(shard=8))).total_bytes < H100.memory_bytes
 
 
-# overrides of the setup → GiB of the peak, simulated on 2026-11-22 (torch 2.13; the loss in chunks under each layout)
+# overrides of the setup → GiB of the peak, simulated on 2026-11-22 (torch 2.13; the loss in chunks
+# under each layout)
 SINGLE_8B = {"name": "llama3_8b", "kind": "single"}
 SIMULATED = [
     ({**SINGLE_8B, "layers": 2}, 26.04),
@@ -91,34 +105,102 @@ SIMULATED = [
     ({**SINGLE_8B, "layers": 2, "recompute": "every"}, 22.85),
     ({**SINGLE_8B, "layers": 4, "recompute": "every"}, 29.30),
     ({"name": "llama3_8b", "layers": 8, **mesh(shard=8)}, 24.33),
-    ({"name": "llama3_8b", "layers": 8, "accumulate": 8, "recompute": "every", **mesh(shard=8)}, 12.38),
+    (
+        {"name": "llama3_8b", "layers": 8, "accumulate": 8, "recompute": "every", **mesh(shard=8)},
+        12.38,
+    ),
     ({"name": "llama3_1b", "kind": "single"}, 33.35),
     ({"name": "llama3_1b", **mesh(shard=2)}, 24.96),
     ({"name": "llama2_7b", "layers": 4, "micro": 2, **mesh(shard=2)}, 15.92),
     ({"name": "gpt2_124m", "kind": "single", "micro": 8, "accumulate": 2}, 6.75),
     ({"name": "gpt2_124m", "kind": "single", "micro": 8, "matrix_state": 4}, 5.97),
     ({"name": "gpt2_124m", "micro": 8, **mesh(shard=8)}, 4.95),
-    ({"name": "llama3_8b", "layers": 8, "context": 16_384, "matrix_state": 4, **mesh(shard=2, context=4)}, 16.47),
+    (
+        {
+            "name": "llama3_8b",
+            "layers": 8,
+            "context": 16_384,
+            "matrix_state": 4,
+            **mesh(shard=2, context=4),
+        },
+        16.47,
+    ),
 ]
 
 
-PIPELINE_8B = {"name": "llama3_8b", "layers": 4, "context": 2048, "reshard": False}  # the rank that needs most
+PIPELINE_8B = {
+    "name": "llama3_8b",
+    "layers": 4,
+    "context": 2048,
+    "reshard": False,
+}  # the rank that needs most
 SIMULATED += [  # on 2026-11-23
     ({**PIPELINE_8B, "micro": 4, "accumulate": 2, **mesh(pipe=2)}, 24.50),
     ({**PIPELINE_8B, "micro": 4, "accumulate": 2, "schedule": "gpipe", **mesh(pipe=2)}, 31.93),
-    ({**PIPELINE_8B, "micro": 4, "accumulate": 2, "schedule": "interleaved_1f1b", "precision": "32-true",
-      **mesh(pipe=2)}, 24.56),
+    (
+        {
+            **PIPELINE_8B,
+            "micro": 4,
+            "accumulate": 2,
+            "schedule": "interleaved_1f1b",
+            "precision": "32-true",
+            **mesh(pipe=2),
+        },
+        24.56,
+    ),
     ({**PIPELINE_8B, "micro": 8, "microbatches": 8, **mesh(pipe=4)}, 19.73),
-    ({"name": "llama3_8b", "layers": 4, "context": 2048, "micro": 4, "recompute": "every", **mesh(tensor=8)}, 5.54),
-    ({**SINGLE_8B, "layers": 4, "context": 2048, "accumulate": 2, "kind": "ddp", "world_size": 8, "averaged": True,
-      "separate_buckets": True}, 51.12),
-    ({"name": "llama3_8b", "layers": 4, "context": 2048, "accumulate": 2, "averaged": True, **mesh(shard=8)}, 12.58),
-    ({"name": "llama3_1b", "context": 1024, "precision": "16-mixed", "param_dtype": "float32", **mesh(shard=8)}, 9.34),
-]  # fmt: skip
+    (
+        {
+            "name": "llama3_8b",
+            "layers": 4,
+            "context": 2048,
+            "micro": 4,
+            "recompute": "every",
+            **mesh(tensor=8),
+        },
+        5.54,
+    ),
+    (
+        {
+            **SINGLE_8B,
+            "layers": 4,
+            "context": 2048,
+            "accumulate": 2,
+            "kind": "ddp",
+            "world_size": 8,
+            "averaged": True,
+            "separate_buckets": True,
+        },
+        51.12,
+    ),
+    (
+        {
+            "name": "llama3_8b",
+            "layers": 4,
+            "context": 2048,
+            "accumulate": 2,
+            "averaged": True,
+            **mesh(shard=8),
+        },
+        12.58,
+    ),
+    (
+        {
+            "name": "llama3_1b",
+            "context": 1024,
+            "precision": "16-mixed",
+            "param_dtype": "float32",
+            **mesh(shard=8),
+        },
+        9.34,
+    ),
+]
 
 
 @pytest.mark.parametrize(("setup", "simulated_gib"), SIMULATED)
-def test_the_formulas_are_within_a_tenth_of_the_simulator(setup: dict[str, Any], simulated_gib: float) -> None:
+def test_the_formulas_are_within_a_tenth_of_the_simulator(
+    setup: dict[str, Any], simulated_gib: float
+) -> None:
     setup = dict(setup)
     changes = {key: setup.pop(key) for key in ("layers", "context") if key in setup}
     found = memory.peak(Setup(cost=cost_of(setup.pop("name"), **changes), **setup))
@@ -127,10 +209,15 @@ def test_the_formulas_are_within_a_tenth_of_the_simulator(setup: dict[str, Any],
 
 def test_a_mesh_gathers_fp16_with_fp16_unless_it_is_told_another_type() -> None:
     setup = Setup(cost=cost_of("llama3_1b", context=1024), precision="16-mixed", **mesh(shard=8))
-    assert memory.peak(setup).allocated_bytes == memory.peak(setup.with_(precision="bf16-mixed")).allocated_bytes
+    assert (
+        memory.peak(setup).allocated_bytes
+        == memory.peak(setup.with_(precision="bf16-mixed")).allocated_bytes
+    )
     wide = setup.with_(param_dtype="float32")
     simulated = 0.100
-    assert seconds.step_seconds(wide, devices.named("v100")).communication == pytest.approx(simulated, rel=0.1)
+    assert seconds.step_seconds(wide, devices.named("v100")).communication == pytest.approx(
+        simulated, rel=0.1
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,7 +235,9 @@ def test_a_mesh_gathers_fp16_with_fp16_unless_it_is_told_another_type() -> None:
     ],
 )
 def test_gradients_are_reduced_in_the_type_that_fsdp_takes(options, gathered, reduced) -> None:
-    setup = Setup(cost=cost_of("llama3_1b", context=1024), reshard=False, **options, **mesh(shard=8))
+    setup = Setup(
+        cost=cost_of("llama3_1b", context=1024), reshard=False, **options, **mesh(shard=8)
+    )
     assert (setup.gathered_bytes, setup.reduced_bytes) == (gathered, reduced)
     size = (gathered + reduced) * setup.cost.parameters * 7 / 8
     found = seconds.step_seconds(setup, H100).communication
@@ -160,12 +249,17 @@ def test_the_formulas_of_an_expert_axis_are_near_the_simulator() -> None:
     cost = mixture_cost(arguments("qwen3_30b_a3b"))
     setup = Setup(cost=cost, accumulate=8, recompute="every", expert=8, **mesh(shard=8))
     assert memory.peak(setup).allocated_bytes / GIB == pytest.approx(61.44, rel=0.1)
-    for recompute, simulated_gib in (("selective", 73.97), ("none", 87.61)):  # one micro-batch per step
+    for recompute, simulated_gib in (
+        ("selective", 73.97),
+        ("none", 87.61),
+    ):  # one micro-batch per step
         changed = setup.with_(accumulate=1, recompute=recompute)
         assert memory.peak(changed).allocated_bytes / GIB == pytest.approx(simulated_gib, rel=0.05)
     found = seconds.step_seconds(setup, H100)
     assert found.communication == pytest.approx(0.979, rel=0.1)
-    assert found.compute == pytest.approx(5.383, rel=0.2)  # all experts' weights are read for each micro-batch
+    assert found.compute == pytest.approx(
+        5.383, rel=0.2
+    )  # all experts' weights are read for each micro-batch
 
 
 LORA, NF4 = {"adapters": Adapters(rank=16)}, {"adapters": Adapters(rank=16, in_4_bits=True)}
@@ -185,7 +279,9 @@ SIMULATED_ADAPTERS = [  # of llama3_8b, on the same day
 
 
 @pytest.mark.parametrize(("setup", "simulated_gib"), SIMULATED_ADAPTERS)
-def test_the_formulas_of_adapters_are_within_a_tenth_of_the_simulator(setup: dict[str, Any], simulated_gib) -> None:
+def test_the_formulas_of_adapters_are_within_a_tenth_of_the_simulator(
+    setup: dict[str, Any], simulated_gib
+) -> None:
     setup = dict(setup)
     changes = {key: setup.pop(key) for key in ("layers", "context") if key in setup}
     found = memory.peak(Setup(cost=cost_of("llama3_8b", **changes), **setup))
@@ -193,15 +289,33 @@ def test_the_formulas_of_adapters_are_within_a_tenth_of_the_simulator(setup: dic
 
 
 @pytest.mark.parametrize(("adapters", "measured_gib"), [(LORA, 33.9), (NF4, 11.3)])
-def test_adapters_of_8b_took_up_to_a_gib_more_on_an_h100(adapters: dict[str, Any], measured_gib: float) -> None:
-    """docs/gpus.md: all blocks recomputed, in eager mode, 2,048 tokens, four micro-batches of one sample."""
-    setup = Setup(cost=cost_of("llama3_8b", context=2048), recompute="every", kind="single", accumulate=4, **adapters)
+def test_adapters_of_8b_took_up_to_a_gib_more_on_an_h100(
+    adapters: dict[str, Any], measured_gib: float
+) -> None:
+    """docs/gpus.md: all blocks recomputed, in eager mode, 2,048 tokens, four micro-batches of one
+    sample.
+    """
+    setup = Setup(
+        cost=cost_of("llama3_8b", context=2048),
+        recompute="every",
+        kind="single",
+        accumulate=4,
+        **adapters,
+    )
     assert 0 <= measured_gib - memory.peak(setup).allocated_bytes / GIB < 1
 
 
 def test_a_pipelines_gradients_of_adapters_are_theirs_alone() -> None:
-    """Those of the whole stage, which FSDP keeps unsharded in fp32, would be 16 GB here, and the head's another 3."""
-    setup = Setup(cost=cost_of("llama3_8b", context=2048), micro=4, reshard=False, **mesh(pipe=2, shard=2), **LORA)
+    """Those of the whole stage, which FSDP keeps unsharded in fp32, would be 16 GB here, and the
+    head's another 3.
+    """
+    setup = Setup(
+        cost=cost_of("llama3_8b", context=2048),
+        micro=4,
+        reshard=False,
+        **mesh(pipe=2, shard=2),
+        **LORA,
+    )
     assert memory.peak(setup).bytes_by_kind["temporary"] < 2 * GIB
 
 
@@ -213,9 +327,18 @@ def test_a_pipeline_with_a_context_axis_holds_all_logits() -> None:
 
 def test_a_pipelines_gradients_of_experts_are_those_of_a_rank() -> None:
     cost = mixture_cost(arguments("qwen3_30b_a3b"))
-    setup = Setup(cost=cost, micro=8, microbatches=8, reshard=False, recompute="every", **mesh(pipe=2, shard=8))
+    setup = Setup(
+        cost=cost,
+        micro=8,
+        microbatches=8,
+        reshard=False,
+        recompute="every",
+        **mesh(pipe=2, shard=8),
+    )
     apart = memory.peak(setup.with_(expert=8)).bytes_by_kind["temporary"]
-    saved = 4 * setup.blocks_by_rank[0] * cost.experts * 7 / 8  # of fp32, without the experts of other ranks
+    saved = (
+        4 * setup.blocks_by_rank[0] * cost.experts * 7 / 8
+    )  # of fp32, without the experts of other ranks
     assert memory.peak(setup).bytes_by_kind["temporary"] - apart > 0.9 * saved
 
 
@@ -226,8 +349,12 @@ def test_matrices_of_4_bits_have_the_bytes_of_their_parts() -> None:
         Lora(rank=16, quantize="nf4").add_to(model)
     setup = Setup(cost=decoder_cost(args), kind="single", **NF4)
     linears = nf4.in_4_bits(model).values()
-    assert setup.matrix_bytes == sum(linear.get_parameter(part).nbytes for linear in linears for part in nf4.PARTS)
-    assert setup.adapted == sum(param.numel() for param in model.parameters() if param.requires_grad)
+    assert setup.matrix_bytes == sum(
+        linear.get_parameter(part).nbytes for linear in linears for part in nf4.PARTS
+    )
+    assert setup.adapted == sum(
+        param.numel() for param in model.parameters() if param.requires_grad
+    )
     state = memory.peak(setup).state_bytes
     trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
     assert state == sum(param.nbytes for param in model.parameters()) + 12 * trained
@@ -235,7 +362,9 @@ def test_matrices_of_4_bits_have_the_bytes_of_their_parts() -> None:
 
 @pytest.mark.parametrize(
     ("setup", "gib"),
-    [  # of llama3_8b with 4 layers and 2,048 tokens: gathers and scattered sums, simulated on 2026-11-23
+    # of llama3_8b with 4 layers and 2,048 tokens: gathers and scattered sums, simulated on
+    # 2026-11-23
+    [
         ({"micro": 4, **mesh(tensor=8)}, 2.375),
         ({"micro": 4, "recompute": "selective", **mesh(tensor=8)}, 2.875),
         ({"micro": 4, "recompute": "every", **mesh(tensor=8)}, 3.125),
@@ -244,13 +373,20 @@ def test_matrices_of_4_bits_have_the_bytes_of_their_parts() -> None:
     ],
 )
 def test_a_tensor_axis_sends_what_the_simulator_counts(setup: dict[str, Any], gib: float) -> None:
-    found = seconds.step_seconds(Setup(cost=cost_of("llama3_8b", layers=4, context=2048), **setup), H100)
-    assert found.communication == pytest.approx(gib * GIB * 7 / 8 / H100.link_rate(ranks=8, here=8), rel=0.01)
+    found = seconds.step_seconds(
+        Setup(cost=cost_of("llama3_8b", layers=4, context=2048), **setup), H100
+    )
+    assert found.communication == pytest.approx(
+        gib * GIB * 7 / 8 / H100.link_rate(ranks=8, here=8), rel=0.01
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "micro", "recompute", "axes", "gib"),
-    [("llama3_8b", 12, "selective", {"tensor": 8}, 243), ("llama3_70b", 16, "every", {"tensor": 8}, 1768)],
+    [
+        ("llama3_8b", 12, "selective", {"tensor": 8}, 243),
+        ("llama3_70b", 16, "every", {"tensor": 8}, 1768),
+    ],
 )
 def test_recomputation_repeats_gathers_and_not_all_sums(name, micro, recompute, axes, gib) -> None:
     setup = Setup(cost=cost_of(name), micro=micro, recompute=recompute, **mesh(**axes))
@@ -266,18 +402,26 @@ def test_weights_of_the_last_unit_are_gathered_once() -> None:
 
 def test_a_pipelines_ends_send_in_one_direction() -> None:
     """llama3_8b with 4 layers in fp32 between two stages, simulated on 2026-11-23: 0.25 GiB."""
-    setup = Setup(cost=cost_of("llama3_8b", layers=4, context=2048), micro=8, reshard=False, **mesh(pipe=2))
+    setup = Setup(
+        cost=cost_of("llama3_8b", layers=4, context=2048), micro=8, reshard=False, **mesh(pipe=2)
+    )
     found = seconds.step_seconds(setup, H100)
-    assert found.communication == pytest.approx(0.25 * GIB / H100.link_rate(ranks=2, here=2), rel=0.01)
+    assert found.communication == pytest.approx(
+        0.25 * GIB / H100.link_rate(ranks=2, here=2), rel=0.01
+    )
     middle = seconds.step_seconds(setup.with_(**mesh(pipe=4)), H100)
     assert middle.communication == pytest.approx(2 * found.communication, rel=0.01)
-    assert found.exposed == pytest.approx((found.compute + found.communication) / (1 - found.bubble_share))
+    assert found.exposed == pytest.approx(
+        (found.compute + found.communication) / (1 - found.bubble_share)
+    )
 
 
 def test_double_precision_has_a_rate_of_its_own() -> None:
     setup = Setup(cost=cost_of("llama3_1b"), kind="single", precision="64-true")
     assert seconds.peak_flops(setup, H100) == H100.peak_flops["float64"]
-    assert Roofline(device=H100, rank=0, tf32=True).peak(torch.float64) == H100.peak_flops["float64"]
+    assert (
+        Roofline(device=H100, rank=0, tf32=True).peak(torch.float64) == H100.peak_flops["float64"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -290,9 +434,13 @@ def test_double_precision_has_a_rate_of_its_own() -> None:
         ("llama3_70b", 16, "every", {"shard": 32, "tensor": 8}, 597),
     ],
 )
-def test_published_throughput_lies_in_the_predicted_range(name, micro, recompute, axes, published) -> None:
+def test_published_throughput_lies_in_the_predicted_range(
+    name, micro, recompute, axes, published
+) -> None:
     setup = Setup(cost=cost_of(name), micro=micro, recompute=recompute, **mesh(**axes))
-    low, high = (rate / setup.world_size for rate in seconds.step_seconds(setup, H100).units_per_second)
+    low, high = (
+        rate / setup.world_size for rate in seconds.step_seconds(setup, H100).units_per_second
+    )
     assert low <= published <= high
 
 
@@ -309,7 +457,14 @@ LLAMA_2 = {"vocab_size": 32000, "context": 4096}
         ("llama3_70b", LLAMA_2, 2, "every", {"shard": 64}, 353),
         ("llama2_7b", {}, 2, "none", {"replicate": 16, "shard": 8}, 3760),
         ("llama2_7b", LLAMA_13B, 1, "none", {"replicate": 16, "shard": 8}, 1700),
-        ("llama3_70b", {**LLAMA_2, "layers": 48, "ffn_hidden": 22016}, 8, "every", {"shard": 128}, 772),
+        (
+            "llama3_70b",
+            {**LLAMA_2, "layers": 48, "ffn_hidden": 22016},
+            8,
+            "every",
+            {"shard": 128},
+            772,
+        ),
         ("llama3_70b", LLAMA_2, 6, "every", {"shard": 128}, 380),
     ],
 )
@@ -317,26 +472,35 @@ def test_throughput_on_a100_is_up_to_a_quarter_above_the_range(
     name, changes, micro, recompute, axes, published
 ) -> None:
     setup = Setup(cost=cost_of(name, **changes), micro=micro, recompute=recompute, **mesh(**axes))
-    low, high = (rate / setup.world_size for rate in seconds.step_seconds(setup, A100).units_per_second)
+    low, high = (
+        rate / setup.world_size for rate in seconds.step_seconds(setup, A100).units_per_second
+    )
     assert low <= published <= 1.25 * high
 
 
 def test_recomputation_trades_seconds_for_memory() -> None:
-    setups = [Setup(cost=cost_of("llama3_8b"), recompute=n, **mesh(shard=8)) for n in ("none", "selective", "every")]
+    setups = [
+        Setup(cost=cost_of("llama3_8b"), recompute=n, **mesh(shard=8))
+        for n in ("none", "selective", "every")
+    ]
     peaks = [memory.peak(setup).total_bytes for setup in setups]
     times = [seconds.step_seconds(setup, H100).compute for setup in setups]
     assert peaks == sorted(peaks, reverse=True)
     assert times == sorted(times)
 
 
-@pytest.mark.parametrize(("stage", "bytes_per_parameter"), [(1, 2 + 14 / 8), (2, 2 + 14 / 8), (3, 16 / 8)])
+@pytest.mark.parametrize(
+    ("stage", "bytes_per_parameter"), [(1, 2 + 14 / 8), (2, 2 + 14 / 8), (3, 16 / 8)]
+)
 def test_zero_shards_what_its_stage_says(stage: int, bytes_per_parameter: float) -> None:
     cost = cost_of("llama3_8b")
     found = memory.peak(Setup(cost=cost, kind="deepspeed", stage=stage, world_size=8))
     assert found.state_bytes == pytest.approx(bytes_per_parameter * cost.parameters)
 
 
-@pytest.mark.parametrize(("stage", "bytes_per_parameter"), [(1, 4 + 16 / 8), (2, 4 + 16 / 8), (3, 20 / 8)])
+@pytest.mark.parametrize(
+    ("stage", "bytes_per_parameter"), [(1, 4 + 16 / 8), (2, 4 + 16 / 8), (3, 20 / 8)]
+)
 def test_zero_in_fp32_copies_weights(stage: int, bytes_per_parameter: float) -> None:
     cost = cost_of("llama3_8b")
     setup = Setup(cost=cost, kind="deepspeed", stage=stage, world_size=8, precision="32-true")
@@ -353,10 +517,16 @@ def test_zero_3_keeps_the_last_weights_from_forward_to_backward() -> None:
     cost = cost_of("llama3_1b")
     setup = Setup(cost=cost, kind="deepspeed", stage=3, world_size=8)
     weights, bucket = 2 * cost.parameters, 2 * memory.DEEPSPEED_BUCKET
-    gathered = max(memory.peak(setup.with_(micro=n)).bytes_by_kind.get("gathered", 0) for n in (1, 8))
+    gathered = max(
+        memory.peak(setup.with_(micro=n)).bytes_by_kind.get("gathered", 0) for n in (1, 8)
+    )
     assert gathered == pytest.approx(2 * memory.DEEPSPEED_KEPT + bucket, rel=0.1)
-    seconds_3, seconds_2 = (seconds.step_seconds(setup.with_(stage=stage), H100).communication for stage in (3, 2))
-    assert seconds_3 / seconds_2 == pytest.approx((3 * weights - 2 * memory.DEEPSPEED_KEPT) / (3 * weights))
+    seconds_3, seconds_2 = (
+        seconds.step_seconds(setup.with_(stage=stage), H100).communication for stage in (3, 2)
+    )
+    assert seconds_3 / seconds_2 == pytest.approx(
+        (3 * weights - 2 * memory.DEEPSPEED_KEPT) / (3 * weights)
+    )
 
 
 def test_compute_optimal_sizes_are_chinchillas() -> None:

@@ -1,4 +1,6 @@
-"""The formulas beside runs that are simulated now, so that neither can drift from the other in silence."""
+"""The formulas beside runs that are simulated now, so that neither can drift from the other in
+silence.
+"""
 
 import pytest
 
@@ -8,9 +10,20 @@ from armature.planner import memory, seconds
 from armature.planner.setup import setup_of
 from scripts import simulate as command
 
-MODEL = ["model=llama3_8b", "model.layers=2", "data=synthetic", "data.context=2048", "optimizer=adamw"]
+MODEL = [
+    "model=llama3_8b",
+    "model.layers=2",
+    "data=synthetic",
+    "data.context=2048",
+    "optimizer=adamw",
+]
 CASES = {
-    "single": ["strategy=single", "trainer.devices=1", "data.global_batch_size=2", "data.micro_batch_size=1"],
+    "single": [
+        "strategy=single",
+        "trainer.devices=1",
+        "data.global_batch_size=2",
+        "data.micro_batch_size=1",
+    ],
     # of ddp one step is simulated, whose gradients lie beside the buckets
     "ddp": ["strategy=ddp", "strategy.gradient_as_bucket_view=false", "data.global_batch_size=8"],
     "fsdp": ["strategy=fsdp", "data.global_batch_size=16", "data.micro_batch_size=1"],
@@ -20,7 +33,11 @@ CASES = {
         "strategy.activation_checkpointing=every",
         "data.global_batch_size=8",
     ],
-    "hsdp, bf16 reduced": ["strategy=hsdp", "strategy.reduce_dtype=bfloat16", "data.global_batch_size=8"],
+    "hsdp, bf16 reduced": [
+        "strategy=hsdp",
+        "strategy.reduce_dtype=bfloat16",
+        "data.global_batch_size=8",
+    ],
     "fsdp, fp16": ["strategy=fsdp", "trainer.precision=16-mixed", "data.global_batch_size=8"],
     "fsdp, fp32 reduced in fp64": [
         "strategy=fsdp",
@@ -28,21 +45,44 @@ CASES = {
         "strategy.reduce_dtype=float64",
         "data.global_batch_size=8",
     ],
-    "tensor": ["strategy=tensor", "strategy.activation_checkpointing=selective", "data.global_batch_size=2"],
-    "fsdp_tensor": ["strategy=fsdp_tensor", "strategy.tensor=4", "callbacks=[default,ema]", "data.global_batch_size=8"],
+    "tensor": [
+        "strategy=tensor",
+        "strategy.activation_checkpointing=selective",
+        "data.global_batch_size=2",
+    ],
+    "fsdp_tensor": [
+        "strategy=fsdp_tensor",
+        "strategy.tensor=4",
+        "callbacks=[default,ema]",
+        "data.global_batch_size=8",
+    ],
 }
 
 
 PIPELINES = {
-    "pipeline": ["strategy=pipeline", "trainer.devices=2", "data.global_batch_size=4", "data.micro_batch_size=4"],
-    "fsdp_pipeline": ["strategy=fsdp_pipeline", "trainer.devices=4", "strategy.pipe=2", "data.micro_batch_size=4"],
+    "pipeline": [
+        "strategy=pipeline",
+        "trainer.devices=2",
+        "data.global_batch_size=4",
+        "data.micro_batch_size=4",
+    ],
+    "fsdp_pipeline": [
+        "strategy=fsdp_pipeline",
+        "trainer.devices=4",
+        "strategy.pipe=2",
+        "data.micro_batch_size=4",
+    ],
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PIPELINES)
-def test_memory_of_the_pipelines_rank_that_needs_most_is_within_a_tenth_of_the_simulators(name: str) -> None:
-    cfg, device = command.composed([*MODEL, "data.global_batch_size=8", *PIPELINES[name], "hardware=h100_80gb"])
+def test_memory_of_the_pipelines_rank_that_needs_most_is_within_a_tenth_of_the_simulators(
+    name: str,
+) -> None:
+    cfg, device = command.composed(
+        [*MODEL, "data.global_batch_size=8", *PIPELINES[name], "hardware=h100_80gb"]
+    )
     last = cfg.trainer.devices - 1
     requests = [simulation.Request(cfg=cfg, rank=rank, device=device) for rank in (0, last)]
     cfg = cfg.copy()

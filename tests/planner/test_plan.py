@@ -39,18 +39,25 @@ def layouts(text: str) -> list[str]:
 
 
 def test_layouts_are_ranked_with_the_command_of_the_first(plan, tmp_path: Path) -> None:
-    out = plan(*RUN, "hardware=h100_80gb", "trainer.devices=8", "--quick", f"--svg={tmp_path / 'plan.svg'}")
+    out = plan(
+        *RUN, "hardware=h100_80gb", "trainer.devices=8", "--quick", f"--svg={tmp_path / 'plan.svg'}"
+    )
     found = layouts(out)
     assert len(found) >= 10
     assert found[0] == "fsdp 8"
     assert found[-1] == "ddp"
-    assert "python train.py model=llama3_8b data=synthetic optimizer=adamw strategy=fsdp strategy.activation" in out
+    assert (
+        "python train.py model=llama3_8b data=synthetic optimizer=adamw strategy=fsdp "
+        "strategy.activation" in out
+    )
     assert re.search(r"^ddp .* does not fit$", out, re.MULTILINE)
     assert "ddp on 8: strategy=fsdp instead" in out
     drawn = ElementTree.parse(tmp_path / "plan.svg").getroot()
     assert len(drawn) > 5 * len(found)
     words = [each.text for each in drawn if each.tag.endswith("}text")]
-    assert {"GiB", "tokens/s", "0", "25", "50", "75", "100", "20k", "has 79.1 GiB"} <= {*words}  # axes
+    assert {"GiB", "tokens/s", "0", "25", "50", "75", "100", "20k", "has 79.1 GiB"} <= {
+        *words
+    }  # axes
     assert "150.3" in words  # a bar longer than the axis has its number
     assert "prefers-color-scheme:dark" in (tmp_path / "plan.svg").read_text()
 
@@ -58,16 +65,25 @@ def test_layouts_are_ranked_with_the_command_of_the_first(plan, tmp_path: Path) 
 def test_an_open_number_of_gpus_is_answered_for_each(plan, monkeypatch) -> None:
     monkeypatch.setattr(ranking, "COUNTS", (1, 2, 4))
     out = plan("model=llama2_7b", "data=synthetic", "hardware=h100_80gb", "--quick")
-    counts = [int(n) for n in re.findall(r"^\S.*? {2,}(\d+) +\d+ (?:none|selective|every)", out, re.MULTILINE)]
+    counts = [
+        int(n)
+        for n in re.findall(r"^\S.*? {2,}(\d+) +\d+ (?:none|selective|every)", out, re.MULTILINE)
+    ]
     assert counts == [1, 2, 2, 2, 4, 4, 4]
     assert re.search(r"^single .* does not fit$", out, re.MULTILINE)
-    commands = re.findall(r"^  python train.py model=llama2_7b .*trainer.devices=(\d)$", out, re.MULTILINE)
+    commands = re.findall(
+        r"^  python train.py model=llama2_7b .*trainer.devices=(\d)$", out, re.MULTILINE
+    )
     assert commands == ["2", "4", "1", "1"]  # the last two train adapters
     # Muon, the default, is refused by DeepSpeed
     assert re.search(
-        r"^  single on 1: optimizer=adamw strategy=deepspeed_zero3_offload \([\d.]+ GiB\)$", out, re.MULTILINE
+        r"^  single on 1: optimizer=adamw strategy=deepspeed_zero3_offload \([\d.]+ GiB\)$",
+        out,
+        re.MULTILINE,
     )
-    assert re.search(r"^  ddp on 2, 4: strategy=fsdp instead \([\d.]+-[\d.]+ GiB\)$", out, re.MULTILINE)
+    assert re.search(
+        r"^  ddp on 2, 4: strategy=fsdp instead \([\d.]+-[\d.]+ GiB\)$", out, re.MULTILINE
+    )
 
 
 def test_gpus_without_bfloat16_are_planned_in_fp32_and_the_faster_type_is_named(plan) -> None:
@@ -80,26 +96,49 @@ def test_gpus_without_bfloat16_are_planned_in_fp32_and_the_faster_type_is_named(
 
 def test_a_batch_that_does_not_divide_is_named_once_in_the_command(plan) -> None:
     words = ("model=llama3_1b", "data=synthetic", "data.global_batch_size=64", "hardware=h100_80gb")
-    (command,) = re.findall(r"^  python train.py .*$", plan(*words, "trainer.devices=5", "--quick"), re.MULTILINE)
+    (command,) = re.findall(
+        r"^  python train.py .*$", plan(*words, "trainer.devices=5", "--quick"), re.MULTILINE
+    )
     assert re.findall(r"data.global_batch_size=\d+", command) == ["data.global_batch_size=65"]
 
 
 def test_offloaded_layouts_say_what_the_host_holds(plan) -> None:
-    out = plan("model=llama3_70b", "data=synthetic", "hardware=h100_80gb", "trainer.devices=8", "--quick")
-    assert re.search(r"^Offloaded layouts also take [\d.]+ GiB of the memory of each machine's host", out, re.MULTILINE)
+    out = plan(
+        "model=llama3_70b", "data=synthetic", "hardware=h100_80gb", "trainer.devices=8", "--quick"
+    )
+    assert re.search(
+        r"^Offloaded layouts also take [\d.]+ GiB of the memory of each machine's host",
+        out,
+        re.MULTILINE,
+    )
 
 
 def test_a_mixtures_experts_may_be_spread_over_the_gpus_of_a_machine(plan) -> None:
-    words = ("model=qwen3_30b_a3b", "data=synthetic", "optimizer=adamw", "hardware=h100_80gb", "--quick")
+    words = (
+        "model=qwen3_30b_a3b",
+        "data=synthetic",
+        "optimizer=adamw",
+        "hardware=h100_80gb",
+        "--quick",
+    )
     out = plan(*words, "trainer.devices=8")
-    assert {"fsdp 8", "fsdp 8, expert 2", "fsdp 8, expert 4", "fsdp 8, expert 8"} <= set(layouts(out))
+    assert {"fsdp 8", "fsdp 8, expert 2", "fsdp 8, expert 4", "fsdp 8, expert 8"} <= set(
+        layouts(out)
+    )
     assert re.search(r"A rank with 1\.5 × the mean needs [\d.]+ GiB in place of", out)
     out = plan(*words, "trainer.devices=8", "trainer.num_nodes=2")
     assert {"fsdp 16, expert 8", "hsdp 2 × 8, expert 8"} <= set(layouts(out))
 
 
 def test_adapters_are_named_where_full_training_does_not_fit(plan, script: ModuleType) -> None:
-    out = plan("model=llama2_7b", "data=synthetic", "optimizer=adamw", "hardware=l40s", "trainer.devices=1", "--quick")
+    out = plan(
+        "model=llama2_7b",
+        "data=synthetic",
+        "optimizer=adamw",
+        "hardware=l40s",
+        "trainer.devices=1",
+        "--quick",
+    )
     commands = re.findall(r"^  python train.py (.* task=lora .*)$", out, re.MULTILINE)
     assert len(commands) == 2
     assert "task.adapter.quantize=nf4" in commands[1]
@@ -108,14 +147,26 @@ def test_adapters_are_named_where_full_training_does_not_fit(plan, script: Modul
         assert settings.problems(cfg, device) == []
         GlobalHydra.instance().clear()
     out = plan(
-        "model=llama2_7b", "data=synthetic", "optimizer=adamw", "hardware=h100_80gb", "trainer.devices=8", "--quick"
+        "model=llama2_7b",
+        "data=synthetic",
+        "optimizer=adamw",
+        "hardware=h100_80gb",
+        "trainer.devices=8",
+        "--quick",
     )
     assert "task=lora" not in out
 
 
 @pytest.mark.slow
 def test_adapters_are_planned(plan) -> None:
-    adapted = ("model=llama3_8b", "task=lora", "data=synthetic", "optimizer=adamw", "hardware=h100_80gb", "--quick")
+    adapted = (
+        "model=llama3_8b",
+        "task=lora",
+        "data=synthetic",
+        "optimizer=adamw",
+        "hardware=h100_80gb",
+        "--quick",
+    )
     for words in ((), ("task.adapter.quantize=nf4",)):
         out = plan(*adapted, *words, "trainer.devices=8")
         assert {"ddp", "fsdp 8"} <= set(layouts(out))
@@ -127,16 +178,28 @@ def test_adapters_are_planned(plan) -> None:
 @pytest.mark.slow
 def test_for_a_model_of_wide_blocks_on_several_machines_a_tensor_axis_comes_first(plan) -> None:
     out = plan(
-        "experiment=llama3_70b", "data.path=x", "hardware=h100_80gb", "trainer.devices=8", "trainer.num_nodes=8",
+        "experiment=llama3_70b",
+        "data.path=x",
+        "hardware=h100_80gb",
+        "trainer.devices=8",
+        "trainer.num_nodes=8",
         "--quick",
-    )  # fmt: skip
+    )
     assert re.match(r"fsdp \d+ × tensor \d+", layouts(out)[0])
     assert "70,553,706,496 parameters on h100_80gb: 141.1 GB of weights in 16 bits" in out
 
 
 def test_a_budget_names_the_compute_optimal_sizes(plan) -> None:
-    words = ("model=gpt2_124m", "data=synthetic", "hardware=h100_80gb", "trainer.devices=1", "--quick")
-    assert "5.76e+23 FLOPs are best spent on 67.00 billion parameters" in plan(*words, "--budget=5.76e23")
+    words = (
+        "model=gpt2_124m",
+        "data=synthetic",
+        "hardware=h100_80gb",
+        "trainer.devices=1",
+        "--quick",
+    )
+    assert "5.76e+23 FLOPs are best spent on 67.00 billion parameters" in plan(
+        *words, "--budget=5.76e23"
+    )
     assert "--budget a lot: type a number of FLOPs" in plan(*words, "--budget=a lot")
 
 
@@ -147,22 +210,52 @@ def test_a_budget_names_the_compute_optimal_sizes(plan) -> None:
         (["hardware=h100"], "Did you mean hardware=h100_80gb?"),
         ([], "Type hardware=NAME, of a100_40gb"),
         (["model=nope"], "2 problems:\n  - hardware: a value is required."),
-        (["hardware=t4", "trainer.devices=8"], "hardware=t4 has 4. Type trainer.devices=4 trainer.num_nodes=2"),
-        (["hardware=t4", "trainer.devices=none"], "trainer.devices=none: type a whole number of at least 1"),
-        (["hardware=t4", "trainer.devices=²"], "trainer.devices=²: type a whole number of at least 1"),
-        (["hardware=t4", "trainer.num_nodes=99999999999999999"], "trainer.num_nodes=99999999999999999: type a whole"),
+        (
+            ["hardware=t4", "trainer.devices=8"],
+            "hardware=t4 has 4. Type trainer.devices=4 trainer.num_nodes=2",
+        ),
+        (
+            ["hardware=t4", "trainer.devices=none"],
+            "trainer.devices=none: type a whole number of at least 1",
+        ),
+        (
+            ["hardware=t4", "trainer.devices=²"],
+            "trainer.devices=²: type a whole number of at least 1",
+        ),
+        (
+            ["hardware=t4", "trainer.num_nodes=99999999999999999"],
+            "trainer.num_nodes=99999999999999999: type a whole",
+        ),
         (["hardware=t4", "data=null"], "data: a value is required. Type data=…"),
         (["hardware=t4", "checkpoint=null"], "checkpoint: a value is required. Type checkpoint=…"),
         (["hardware=t4", "model=[gpt_nano]"], "model: it takes one option, not a list"),
-        (["hardware=t4", "sweep=lr"], "sweep=lr: here it has no effect. Leave it out; python train.py -m sweep=lr"),
-        (["hardware=t4", "model=example", "task=example", "data=example"], "no file cost.py beside the model"),
+        (
+            ["hardware=t4", "sweep=lr"],
+            "sweep=lr: here it has no effect. Leave it out; python train.py -m sweep=lr",
+        ),
+        (
+            ["hardware=t4", "model=example", "task=example", "data=example"],
+            "no file cost.py beside the model",
+        ),
         (["hardware=t4", "strategie=fsdp"], "strategie"),
-        (["hardware=t4", "data.micro_batch_size=3"], "Type data.micro_batch_size=2 or data.micro_batch_size=4."),
-        (["hardware=t4", "optimizer.lr=abc"], "optimizer.lr=abc: must be a positive, finite number."),
-        (["hardware=t4", "strategy.activation_checkpointing=banana"], "must be none, every, selective, or n"),
-        (["hardware=t4", "strategy.activation_checkpointing=0"], "must be none, every, selective, or n"),
+        (
+            ["hardware=t4", "data.micro_batch_size=3"],
+            "Type data.micro_batch_size=2 or data.micro_batch_size=4.",
+        ),
+        (
+            ["hardware=t4", "optimizer.lr=abc"],
+            "optimizer.lr=abc: must be a positive, finite number.",
+        ),
+        (
+            ["hardware=t4", "strategy.activation_checkpointing=banana"],
+            "must be none, every, selective, or n",
+        ),
+        (
+            ["hardware=t4", "strategy.activation_checkpointing=0"],
+            "must be none, every, selective, or n",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_refused_with_what_to_type(plan, words: list[str], answer: str) -> None:
     out = plan(*(RUN if "model=example" not in words else []), *words, "--quick")
     assert "problem" in out
@@ -171,7 +264,9 @@ def test_bad_input_is_refused_with_what_to_type(plan, words: list[str], answer: 
 
 @pytest.mark.slow
 def test_a_model_that_needs_more_devices_is_told_how_many(plan) -> None:
-    out = plan("experiment=llama3_70b", "data.path=x", "hardware=rtx4090", "trainer.devices=1", "--quick")
+    out = plan(
+        "experiment=llama3_70b", "data.path=x", "hardware=rtx4090", "trainer.devices=1", "--quick"
+    )
     assert "Nothing of these fits." in out
     assert re.search(r"It fits on \d+ GPUs\.", out)
 
@@ -191,7 +286,12 @@ def test_a_model_that_needs_more_devices_is_told_how_many(plan) -> None:
         (LLAMA_70B, "h100_80gb", 64, "fsdp 32 × tensor 2 every"),
         (LLAMA_70B, "h100_80gb", 256, "fsdp 128 × tensor 2 every"),
         # fsdp 256 is faster by a twelfth, with a batch of 256 instead of 64
-        ([*LLAMA_70B, "data.global_batch_size=64"], "h100_80gb", 256, "fsdp 64 × tensor 4 selective"),
+        (
+            [*LLAMA_70B, "data.global_batch_size=64"],
+            "h100_80gb",
+            256,
+            "fsdp 64 × tensor 4 selective",
+        ),
         ([], "cpu", 1, "single none"),
         ([], "cpu", 2, "ddp none"),
     ],
@@ -221,13 +321,21 @@ def test_the_first_layout_of_a_plan(script: ModuleType, overrides, hardware, gpu
         (["--config-dir=nofolder"], "--config-dir nofolder: there is no such folder."),
     ],
 )
-def test_bad_options_are_refused_before_the_work(plan, script: ModuleType, words, answer, monkeypatch) -> None:
+def test_bad_options_are_refused_before_the_work(
+    plan, script: ModuleType, words, answer, monkeypatch
+) -> None:
     monkeypatch.setattr(script, "plan", lambda *_: pytest.fail("the work has begun"))
     assert answer in plan(*RUN, "hardware=t4", *words)
 
 
 def test_the_printed_command_can_be_pasted(script: ModuleType) -> None:
-    typed = ["data.path=/my data", "+strategy.timeout=3", "strategy=ddp", "strategy.compile=block", "hardware=t4"]
+    typed = [
+        "data.path=/my data",
+        "+strategy.timeout=3",
+        "strategy=ddp",
+        "strategy.compile=block",
+        "hardware=t4",
+    ]
     options = argparse.Namespace(config_dir="my configs")
     assert script.kept_words(options, [*typed, "trainer.devices=8", "trainer.max_steps=5"]) == (
         "--config-dir 'my configs' 'data.path=/my data' strategy.compile=block trainer.max_steps=5"
@@ -246,10 +354,20 @@ def test_configurations_of_another_folder_are_planned(plan, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_the_best_layouts_are_simulated(plan) -> None:
-    small = ("model=gpt_nano", "model.layers=2", "model.width=64", "model.heads=4", "data=synthetic", "data.context=32")
+    small = (
+        "model=gpt_nano",
+        "model.layers=2",
+        "model.width=64",
+        "model.heads=4",
+        "data=synthetic",
+        "data.context=32",
+    )
     out = plan(*small, "optimizer=adamw", "hardware=h100_80gb", "trainer.devices=4")
     assert len(layouts(out)) >= 10
-    assert len(re.findall(r"^\S.*?\* +4 +\d+ (?:none|selective|every)", out, re.MULTILINE)) == refine.MOST, out
+    assert (
+        len(re.findall(r"^\S.*?\* +4 +\d+ (?:none|selective|every)", out, re.MULTILINE))
+        == refine.MOST
+    ), out
     assert "* simulated; all others by closed formulas" in out
 
 
@@ -260,9 +378,15 @@ def test_a_tensor_axis_is_offered_where_nothing_smaller_helps() -> None:
     device = devices.named("h100_80gb")
     choice = next(layouts_of.choices(devices=8, num_nodes=1))
     each = ranking.Candidate(
-        choice=choice, devices=8, num_nodes=1, setup=setup, peak_bytes=1e12, capacity_bytes=device.memory_bytes,
-        units_per_second=(1.0, 1.0), words="",
-    )  # fmt: skip
+        choice=choice,
+        devices=8,
+        num_nodes=1,
+        setup=setup,
+        peak_bytes=1e12,
+        capacity_bytes=device.memory_bytes,
+        units_per_second=(1.0, 1.0),
+        words="",
+    )
     found = ranking.remedies(each, device)
     assert any("strategy=fsdp_tensor strategy.tensor=" in words for words in found), found
 
@@ -270,10 +394,18 @@ def test_a_tensor_axis_is_offered_where_nothing_smaller_helps() -> None:
 def test_remedies_are_what_the_run_would_not_refuse(script: ModuleType) -> None:
     """Offloading is refused with an expert axis, and offered without one."""
     GlobalHydra.instance().clear()
-    words = ["model=qwen3_30b_a3b", "data=synthetic", "optimizer=adamw", "hardware=a100_40gb", "trainer.devices=8"]
+    words = [
+        "model=qwen3_30b_a3b",
+        "data=synthetic",
+        "optimizer=adamw",
+        "hardware=a100_40gb",
+        "trainer.devices=8",
+    ]
     cfg, device = script.composed(words)
     runs, _ = ranking.rank(cfg, device, [(8, 1)], fixed=ranking.Fixed())
-    offered = {each.choice.name: " ".join(ranking.remedies(each, device)) for each in runs if not each.fits}
+    offered = {
+        each.choice.name: " ".join(ranking.remedies(each, device)) for each in runs if not each.fits
+    }
     assert "cpu_offload" in offered["fsdp 8"]
     assert "cpu_offload" not in offered["fsdp 8, expert 8"]
 
@@ -313,7 +445,9 @@ def test_every_layout_that_is_offered_passes_the_checks_before_launch(
 
 def test_a_number_of_devices_is_one_that_whole_machines_have(monkeypatch) -> None:
     device = replace(devices.named("t4"), devices_per_machine=3)
-    monkeypatch.setattr(ranking, "rank", lambda *args, **_: ([SimpleNamespace(fits=args[2] == [(3, 2)])], []))
+    monkeypatch.setattr(
+        ranking, "rank", lambda *args, **_: ([SimpleNamespace(fits=args[2] == [(3, 2)])], [])
+    )
     assert ranking.devices_needed(None, device, fixed=ranking.Fixed()) == 6  # pyright: ignore[reportArgumentType]
 
 
@@ -323,9 +457,16 @@ def test_simulated_rows_are_drawn_as_long_as_their_peak() -> None:
     widths = []
     for size, simulated in ((peak, False), (peak / 2, True)):
         each = ranking.Candidate(
-            choice=choice, devices=1, num_nodes=1, setup=setup, peak_bytes=size, capacity_bytes=2 * peak,
-            units_per_second=(1.0, 2.0), words="", simulated=simulated,
-        )  # fmt: skip
+            choice=choice,
+            devices=1,
+            num_nodes=1,
+            setup=setup,
+            peak_bytes=size,
+            capacity_bytes=2 * peak,
+            units_per_second=(1.0, 2.0),
+            words="",
+            simulated=simulated,
+        )
         drawn = picture.svg([each], title="", unit="tokens")
         rows = re.findall(r'<rect x="[\d.]+" y="62.0" width="([\d.]+)" height="14', drawn)
         widths.append(sum(map(float, rows[:-1])))  # the last is throughput

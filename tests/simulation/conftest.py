@@ -2,4 +2,8 @@
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all-layouts", action="store_true", help="check the order of communication of every layout")
+    parser.addoption(
+        "--all-layouts",
+        action="store_true",
+        help="check the order of communication of every layout",
+    )

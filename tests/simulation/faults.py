@@ -8,7 +8,9 @@ import torch.distributed as dist
 class LeaveOut(L.Callback):
     """Reduce a number on all ranks but rank 1."""
 
-    def on_before_zero_grad(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer):
+    def on_before_zero_grad(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
+    ):
         if trainer.global_rank != 1:
             dist.all_reduce(torch.zeros(3, device=pl_module.device))
 
@@ -24,7 +26,9 @@ class StopLate(L.Callback):
 class SendFirst(L.Callback):
     """Let both ranks send before they receive."""
 
-    def on_before_zero_grad(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer):
+    def on_before_zero_grad(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
+    ):
         x, other = torch.zeros(3, device=pl_module.device), 1 - trainer.global_rank
         dist.send(x, other)
         dist.recv(x, other)

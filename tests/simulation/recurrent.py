@@ -33,7 +33,9 @@ class Module(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if not isinstance(batch, rnn.PackedSequence):
             steps, lengths = batch
-            batch = rnn.pack_padded_sequence(steps, lengths.cpu(), batch_first=True, enforce_sorted=False)
+            batch = rnn.pack_padded_sequence(
+                steps, lengths.cpu(), batch_first=True, enforce_sorted=False
+            )
         found, _ = rnn.pad_packed_sequence(self.rnn(batch)[0], batch_first=True)
         ids = found[..., 0].long().flatten()
         torch.bincount(ids, minlength=5)

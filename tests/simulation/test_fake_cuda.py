@@ -54,7 +54,9 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src"
 
 @pytest.mark.slow
 def test_tensors_on_a_gpu_that_is_not_there():
-    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, env=ENVIRONMENT
+    )
     assert run.stdout == "done\n", run.stderr
 
 
@@ -62,7 +64,8 @@ def test_a_missing_compiler_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(
-        ConfigError, match=r"CXX=no-such-compiler is not there\. Type apt-get install g\+\+.*Training needs"
+        ConfigError,
+        match=r"CXX=no-such-compiler is not there\. Type apt-get install g\+\+.*Training needs",
     ):
         fake_cuda.compiled()
     monkeypatch.delenv("CXX")
@@ -78,5 +81,8 @@ def test_a_compiler_that_fails_is_quoted(tmp_path, monkeypatch):
     failing.write_text("#!/bin/sh\necho 'shim.cpp:1: error: no C++20' >&2; exit 1\n")
     failing.chmod(0o755)
     monkeypatch.setenv("CXX", str(failing))
-    with pytest.raises(ConfigError, match=r"Set CXX to another compiler. It reports:\nshim.cpp:1: error: no C\+\+20"):
+    with pytest.raises(
+        ConfigError,
+        match=r"Set CXX to another compiler. It reports:\nshim.cpp:1: error: no C\+\+20",
+    ):
         fake_cuda.compiled()

@@ -21,15 +21,38 @@ from benchmarks import measured_gpu, simulate_check
 from scripts import simulate as command
 from tests import running
 
-TINY = ["model=gpt_nano", "model.layers=2", "model.width=64", "data=synthetic", "data.context=32", "optimizer=adamw"]
+TINY = [
+    "model=gpt_nano",
+    "model.layers=2",
+    "model.width=64",
+    "data=synthetic",
+    "data.context=32",
+    "optimizer=adamw",
+]
 REPORT = Report(
-    rank=0, world_size=8, axes={"shard": 8}, hardware="h100_80gb", parameters=8_000, held={"parameters": 16_000},
-    peak=70 * 2**30, peak_by_kind={"activations": 70 * 2**30}, peak_by_phase={"forward": 70 * 2**30},
-    peak_at="forward: mm", allowance=6 * 2**30, capacity=79 * 2**30, flops={"forward": 1e15}, operators=10,
-    volumes=(Volume(axis="shard", kind="all_gather", ranks=8, calls=2, bytes=2**30, seconds=0.5),), syncs={},
-    compute_seconds={"forward": 2.0}, bubble_share=0.5, samples_per_step=10, tokens_per_sample=100,
-    model_flops=8e15, peak_flops=1e15,
-)  # fmt: skip
+    rank=0,
+    world_size=8,
+    axes={"shard": 8},
+    hardware="h100_80gb",
+    parameters=8_000,
+    held={"parameters": 16_000},
+    peak=70 * 2**30,
+    peak_by_kind={"activations": 70 * 2**30},
+    peak_by_phase={"forward": 70 * 2**30},
+    peak_at="forward: mm",
+    allowance=6 * 2**30,
+    capacity=79 * 2**30,
+    flops={"forward": 1e15},
+    operators=10,
+    volumes=(Volume(axis="shard", kind="all_gather", ranks=8, calls=2, bytes=2**30, seconds=0.5),),
+    syncs={},
+    compute_seconds={"forward": 2.0},
+    bubble_share=0.5,
+    samples_per_step=10,
+    tokens_per_sample=100,
+    model_flops=8e15,
+    peak_flops=1e15,
+)
 
 
 def requests(*overrides: str, ranks: list[int]) -> list[simulation.Request]:
@@ -67,17 +90,30 @@ def test_a_rank_of_a_run_that_no_machine_here_could_make():
 
 @pytest.mark.slow
 def test_packed_sequences_of_a_users_module_and_of_his_data():
-    own = ["task._target_=tests.simulation.recurrent.Module", "data._target_=tests.simulation.recurrent.Data"]
-    own += ["strategy=single", "launch.allowed_packages=[armature,torch,lightning,tests]", "callbacks=[ema]"]
+    own = [
+        "task._target_=tests.simulation.recurrent.Module",
+        "data._target_=tests.simulation.recurrent.Data",
+    ]
+    own += [
+        "strategy=single",
+        "launch.allowed_packages=[armature,torch,lightning,tests]",
+        "callbacks=[ema]",
+    ]
     own += ["data.global_batch_size=4", "data.micro_batch_size=4"]
     cases = ["+task.cell=LSTM"], ["+task.cell=LSTM", "+data.packed=true"], ["+task.cell=GRU"]
-    reports = simulation.simulate_all([each for case in cases for each in requests(*own, *case, ranks=[0])])
+    reports = simulation.simulate_all(
+        [each for case in cases for each in requests(*own, *case, ranks=[0])]
+    )
     for report in reports:
         assert isinstance(report, Report), report
-        assert report.flops["backward"] > 1.5 * report.flops["forward"]  # all but the gradient of the first input
+        assert (
+            report.flops["backward"] > 1.5 * report.flops["forward"]
+        )  # all but the gradient of the first input
         assert any("bincount" in note and "smallest" in note for note in report.notes)
         assert any(line.startswith("bincount") for line in report.syncs)
-        assert not any(line.startswith("repeat_interleave") for line in report.syncs)  # its size is given
+        assert not any(
+            line.startswith("repeat_interleave") for line in report.syncs
+        )  # its size is given
 
 
 @pytest.mark.slow
@@ -90,9 +126,13 @@ def test_experts_get_equally_many_tokens_unless_asked_otherwise():
         "data.micro_batch_size=8",
         "trainer.devices=4",
     ]
-    (request,) = requests(*own, "model=mixture_nano", "strategy=expert", "strategy.expert=4", ranks=[1])
+    (request,) = requests(
+        *own, "model=mixture_nano", "strategy=expert", "strategy.expert=4", ranks=[1]
+    )
     loads = [request, dataclasses.replace(request, expert_load=1.5)]
-    (fp32,) = requests(*own, "model=mixture_nano", "strategy=fsdp", "trainer.precision=32-true", ranks=[1])
+    (fp32,) = requests(
+        *own, "model=mixture_nano", "strategy=fsdp", "trainer.precision=32-true", ranks=[1]
+    )
     even, uneven, loop = simulation.simulate_all([*loads, fp32])
     assert isinstance(even, Report), even
     assert isinstance(uneven, Report), uneven
@@ -100,19 +140,29 @@ def test_experts_get_equally_many_tokens_unless_asked_otherwise():
     rows = 8 * 32 * 2  # micro-batch, positions, experts per token
     products = 2 * rows * 64 * 352 * 3 * 2  # gate, up, down in two blocks, forward
     assert uneven.flops["forward"] - even.flops["forward"] == products // 2
-    (sent,) = [volume for volume in even.volumes if volume.kind == "all_to_all" and volume.bytes > 10_000]
-    assert sent.bytes >= 2 * 2 * 2 * rows * 64 * 2  # there and back, forward and backward, two blocks, in 16 bits
+    (sent,) = [
+        volume for volume in even.volumes if volume.kind == "all_to_all" and volume.bytes > 10_000
+    ]
+    assert (
+        sent.bytes >= 2 * 2 * 2 * rows * 64 * 2
+    )  # there and back, forward and backward, two blocks, in 16 bits
     assert [line for line in even.syncs if "experts.py" in line]
     assert any("equally many" in note for note in even.notes)
     page = simulation.text([even, uneven])
     assert "rank 1, if its experts get 1.5 × the mean number of tokens: " in page
-    assert any("mixture/experts.py" in line for line in loop.syncs)  # a GPU's product of groups takes bf16 alone
+    assert any(
+        "mixture/experts.py" in line for line in loop.syncs
+    )  # a GPU's product of groups takes bf16 alone
 
 
 def test_a_grouped_products_flops_are_those_of_its_rows():
     assert torch.ops.aten._grouped_mm in meter.flop_registry
-    assert meter._grouped_flops((24, 8), (3, 8, 16)) == 2 * 24 * 8 * 16  # rows of three experts, in turn
-    assert meter._grouped_flops((16, 24), (24, 8)) == 2 * 16 * 24 * 8  # the gradient of their weights
+    assert (
+        meter._grouped_flops((24, 8), (3, 8, 16)) == 2 * 24 * 8 * 16
+    )  # rows of three experts, in turn
+    assert (
+        meter._grouped_flops((16, 24), (24, 8)) == 2 * 16 * 24 * 8
+    )  # the gradient of their weights
     assert meter._grouped_flops((3, 4, 8), (3, 8, 16)) == 3 * 2 * 4 * 8 * 16
 
 
@@ -133,7 +183,10 @@ def test_the_page_says_what_does_not_fit():
 
 def test_extrapolation_is_a_straight_line():
     larger = dataclasses.replace(
-        REPORT, peak=80 * 2**30, syncs={"x.py:3": 1}, volumes=[dataclasses.replace(REPORT.volumes[0], bytes=2**31)]
+        REPORT,
+        peak=80 * 2**30,
+        syncs={"x.py:3": 1},
+        volumes=[dataclasses.replace(REPORT.volumes[0], bytes=2**31)],
     )
     found = extrapolated(REPORT, larger, depths=(2, 4), depth=32)
     assert "type --depths 3,5" in found.notes[-1]
@@ -145,8 +198,15 @@ def test_extrapolation_is_a_straight_line():
 
 @pytest.mark.slow
 def test_the_plans_depths_lie_on_the_line_of_the_whole_model():
-    """Of two layers, none lies between two others: the line from 2 and 4 counts a missing buffer for each layer."""
-    words = ["model.layers=16", "model.width=1024", "strategy=fsdp", "strategy.activation_checkpointing=every"]
+    """Of two layers, none lies between two others: the line from 2 and 4 counts a missing buffer
+    for each layer.
+    """
+    words = [
+        "model.layers=16",
+        "model.width=1024",
+        "strategy=fsdp",
+        "strategy.activation_checkpointing=every",
+    ]
     (whole,) = requests(*words, "trainer.devices=8", "data.global_batch_size=8", ranks=[0])
     shallow = dataclasses.replace(whole, depths=refine.DEPTHS)
     predicted, exact = simulation.simulate_all([shallow, whole])
@@ -157,25 +217,41 @@ def test_the_plans_depths_lie_on_the_line_of_the_whole_model():
 def test_the_folder_is_read_once_for_all_ranks_and_depths(monkeypatch):
     filled = []
     monkeypatch.setattr(processes.pretrained, "fill", lambda cfg: filled.append(cfg) or cfg)
-    monkeypatch.setattr(processes, "_server", lambda: SimpleNamespace(run=lambda jobs: [REPORT] * len(jobs)))
+    monkeypatch.setattr(
+        processes, "_server", lambda: SimpleNamespace(run=lambda jobs: [REPORT] * len(jobs))
+    )
     cfg, device = OmegaConf.create({"model": {"layers": 32}}), devices.named("h100_80gb")
-    several = [simulation.Request(cfg=cfg, rank=rank, device=device, depths=(2, 4)) for rank in (0, 1)]
-    results = simulation.simulate_all([*several, simulation.Request(cfg=cfg, rank=2, device=device)])
+    several = [
+        simulation.Request(cfg=cfg, rank=rank, device=device, depths=(2, 4)) for rank in (0, 1)
+    ]
+    results = simulation.simulate_all(
+        [*several, simulation.Request(cfg=cfg, rank=2, device=device)]
+    )
     assert len(results) == 3
     assert filled == [cfg]
 
 
 def test_zero_holds_and_sends_what_its_paper_says():
-    one = dataclasses.replace(REPORT, held={"parameters": 32_000, "gradients": 32_000, "optimizer state": 64_000})
+    one = dataclasses.replace(
+        REPORT, held={"parameters": 32_000, "gradients": 32_000, "optimizer state": 64_000}
+    )
     held = deepspeed.held_bytes(one, stage=3, ranks=8, width=2)
     assert held == {"parameters": 2_000, "gradients": 2_000, "optimizer state": 12_000}
     assert deepspeed.held_bytes(one, stage=1, ranks=8, width=2) == {**held, "parameters": 16_000}
     assert deepspeed.held_bytes(one, stage=3, ranks=8, width=4)["optimizer state"] == 12_000
-    low = dataclasses.replace(one, held={"parameters": 16_000, "gradients": 16_000, "optimizer state": 32_000})
+    low = dataclasses.replace(
+        one, held={"parameters": 16_000, "gradients": 16_000, "optimizer state": 32_000}
+    )
     assert deepspeed.held_bytes(low, stage=3, ranks=8, width=2) == held
-    assert deepspeed.volume(100.0, stage=3, micro_batches=2) == [("all_gather", 400.0), ("reduce_scatter", 200.0)]
+    assert deepspeed.volume(100.0, stage=3, micro_batches=2) == [
+        ("all_gather", 400.0),
+        ("reduce_scatter", 200.0),
+    ]
     assert deepspeed.volume(100.0, stage=3, micro_batches=2, kept=60.0)[0] == ("all_gather", 280.0)
-    assert deepspeed.volume(100.0, stage=2, micro_batches=2) == [("all_gather", 100.0), ("all_reduce", 200.0)]
+    assert deepspeed.volume(100.0, stage=2, micro_batches=2) == [
+        ("all_gather", 100.0),
+        ("all_reduce", 200.0),
+    ]
 
 
 def test_a_group_is_as_fast_as_its_slowest_link():
@@ -184,7 +260,9 @@ def test_a_group_is_as_fast_as_its_slowest_link():
     link, network = device.link_bytes_per_second * 0.8, device.network_bytes_per_second * 0.9
     assert roofline.collective("all_gather", 8e9, range(8)) == pytest.approx(7e9 / link)
     assert roofline.collective("all_reduce", 8e9, range(0, 64, 8)) == pytest.approx(14e9 / network)
-    assert roofline.collective("all_gather", 16e9, range(16)) == pytest.approx(15e9 / min(link, 8 * network))
+    assert roofline.collective("all_gather", 16e9, range(16)) == pytest.approx(
+        15e9 / min(link, 8 * network)
+    )
     assert roofline.peak(torch.float32) == device.peak_flops["tf32"]
     assert (
         Roofline(device=devices.named("t4"), rank=0, tf32=True).peak(torch.bfloat16)
@@ -195,7 +273,10 @@ def test_a_group_is_as_fast_as_its_slowest_link():
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (["data.micro_batch_size=3"], r"data.global_batch_size=64 is not a multiple of data.micro_batch_size=3"),
+        (
+            ["data.micro_batch_size=3"],
+            r"data.global_batch_size=64 is not a multiple of data.micro_batch_size=3",
+        ),
         (
             ["trainer.devices=16"],
             r"trainer.devices=16: a machine of hardware=h100_80gb has 8. Type trainer.devices=8 tr",
@@ -212,7 +293,9 @@ def test_a_group_is_as_fast_as_its_slowest_link():
 def test_a_mistake_is_refused_before_the_simulator_starts(words, answer, monkeypatch):
     monkeypatch.setattr(processes, "_server", lambda: pytest.fail("the simulator was started"))
     typed = dict(word.removeprefix("--").split("=") for word in words if word.startswith("--"))
-    options = argparse.Namespace(order=False, ranks=typed.get("ranks"), depths=typed.get("depths"), json=False)
+    options = argparse.Namespace(
+        order=False, ranks=typed.get("ranks"), depths=typed.get("depths"), json=False
+    )
     with pytest.raises(ConfigError, match=answer):
         command.run(options, [*TINY, *(word for word in words if not word.startswith("--"))])
 
@@ -243,7 +326,13 @@ def test_utilization_is_a_share_of_the_rate_of_the_products_type(precision, kind
 
 @pytest.mark.slow
 def test_simulations_end_with_the_command_that_started_them(tmp_path):
-    words = ["model=llama3_8b", "data=synthetic", "strategy=fsdp", "trainer.devices=8", "hardware=h100_80gb"]
+    words = [
+        "model=llama3_8b",
+        "data=synthetic",
+        "strategy=fsdp",
+        "trainer.devices=8",
+        "hardware=h100_80gb",
+    ]
     script = [sys.executable, str(running.ROOT / "scripts/simulate.py"), *words]
     process = subprocess.Popen(script, cwd=tmp_path, stdout=subprocess.DEVNULL)
     simulates = "armature.simulation.serve"
@@ -256,14 +345,18 @@ def test_simulations_end_with_the_command_that_started_them(tmp_path):
     finally:
         process.kill()
         process.wait()
-    running.wait_for(lambda: not any(each.is_running() for each in members), seconds=10, what="all have ended")
+    running.wait_for(
+        lambda: not any(each.is_running() for each in members), seconds=10, what="all have ended"
+    )
 
 
 def test_an_interrupted_batch_leaves_no_answers_to_the_next(monkeypatch):
     server, ended = object.__new__(processes._Server), []
     server.process = MagicMock()
     server.process.stdout.readline.side_effect = KeyboardInterrupt
-    monkeypatch.setattr(processes, "_server", SimpleNamespace(cache_clear=lambda: ended.append("forgotten")))
+    monkeypatch.setattr(
+        processes, "_server", SimpleNamespace(cache_clear=lambda: ended.append("forgotten"))
+    )
     with pytest.raises(KeyboardInterrupt):
         server.run([{}])
     assert ended == ["forgotten"]
@@ -282,7 +375,9 @@ def test_a_gpus_measurements_stand_beside_their_predictions(tmp_path):
     assert "old" not in text
     assert text.startswith("before\n")
     assert text.endswith("after\n")
-    assert {"single", "single, every block recomputed", "single, compiled"} <= set(measured_gpu.cases(1))
+    assert {"single", "single, every block recomputed", "single, compiled"} <= set(
+        measured_gpu.cases(1)
+    )
     assert {"ddp 8", "fsdp 8", "fsdp 4 × tensor 2"} <= set(measured_gpu.cases(8))
     assert "tensor 4" in measured_gpu.cases(4)
     assert "tensor 8" not in measured_gpu.cases(8)  # gpt2_124m has 12 heads
@@ -290,18 +385,25 @@ def test_a_gpus_measurements_stand_beside_their_predictions(tmp_path):
 
 def test_deepspeed_is_held_to_the_formulas_by_a_share():
     assert simulate_check._near({"parameters": (100.0, 101.0)}) == "within 1.0% of the formulas"
-    assert simulate_check._near({"parameters": (103.0, 100.0)}) == "parameters: measured 103.0, predicted 100.0"
+    assert (
+        simulate_check._near({"parameters": (103.0, 100.0)})
+        == "parameters: measured 103.0, predicted 100.0"
+    )
 
 
 def test_a_row_that_is_not_checked_stays_in_the_table():
-    before = simulate_check.table([("ddp 2", "equal", "equal"), ("single", "equal", "wrong")], before="")
+    before = simulate_check.table(
+        [("ddp 2", "equal", "equal"), ("single", "equal", "wrong")], before=""
+    )
     after = simulate_check.table([("single", "equal", "equal")], before=before)
     rows = ["| single | equal | equal |", "| ddp 2 | equal | equal |"]
     assert after.splitlines() == [*simulate_check.HEAD, *rows]
 
 
 def test_a_mistyped_command_is_refused():
-    with pytest.raises(ConfigError, match=r"hardware=cpu: only GPUs are simulated.* Type hardware=h100_80gb or"):
+    with pytest.raises(
+        ConfigError, match=r"hardware=cpu: only GPUs are simulated.* Type hardware=h100_80gb or"
+    ):
         command.composed([*TINY, "hardware=cpu"])
     with pytest.raises(ConfigError, match=r"hardware=h10: there is no such file"):
         command.composed([*TINY, "hardware=h10"])

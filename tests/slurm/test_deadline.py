@@ -8,7 +8,10 @@ from armature.launcher import slurm
 
 BEGIN = time.mktime((2026, 3, 4, 10, 0, 0, 0, 0, -1))
 HOUR = 3600.0
-JOB = "JobId=7 JobName=x\n   JobState=RUNNING Requeue=1\n   RunTime=00:01:00 TimeLimit={limit} TimeMin=N/A\n"
+JOB = (
+    "JobId=7 JobName=x\n   JobState=RUNNING Requeue=1\n   RunTime=00:01:00 TimeLimit={limit} "
+    "TimeMin=N/A\n"
+)
 JOB += "   StartTime=2026-03-04T10:00:00 EndTime={end} Deadline=N/A\n"
 
 
@@ -27,7 +30,8 @@ def scontrol(monkeypatch, tmp_path):
         (tmp_path / "answer").write_text(JOB.format(limit=limit, end=end))
         program = tmp_path / "scontrol"
         program.write_text(
-            f'#!/bin/sh\necho asked >>{tmp_path}/asked\n[ "$SLURM_TIME_FORMAT" = standard ] || exit 1\n'
+            f'#!/bin/sh\necho asked >>{tmp_path}/asked\n[ "$SLURM_TIME_FORMAT" = standard ] || '
+            "exit 1\n"
             f'[ "$*" = "show job 7" ] && cat {tmp_path}/answer\n'
         )
         program.chmod(0o755)
@@ -58,7 +62,9 @@ def test_a_short_job_keeps_three_quarters_of_its_time(scontrol):
     assert slurm.stop_at(5) == BEGIN + 6 * 60
 
 
-@pytest.mark.parametrize(("limit", "end"), [("UNLIMITED", "2027-03-04T10:00:00"), ("01:00:00", "Unknown")])
+@pytest.mark.parametrize(
+    ("limit", "end"), [("UNLIMITED", "2027-03-04T10:00:00"), ("01:00:00", "Unknown")]
+)
 def test_without_a_limit_there_is_no_deadline(limit, end, scontrol):
     scontrol(limit, end)
     assert slurm.times()[1] is None

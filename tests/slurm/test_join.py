@@ -25,7 +25,9 @@ STEP = {
 @pytest.fixture
 def step(monkeypatch):
     """Sets Slurm's variables; what `join` adds is undone."""
-    monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "RANK"))})
+    monkeypatch.setattr(
+        os, "environ", {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "RANK"))}
+    )
 
     def set_(**changes: str) -> None:
         os.environ.update({**STEP, **changes})
@@ -34,7 +36,9 @@ def step(monkeypatch):
 
 
 def config(devices: int, nodes: int = 2):
-    return OmegaConf.create({"trainer": {"devices": devices, "num_nodes": nodes}, "launch": {"rdzv_endpoint": None}})
+    return OmegaConf.create(
+        {"trainer": {"devices": devices, "num_nodes": nodes}, "launch": {"rdzv_endpoint": None}}
+    )
 
 
 def test_a_rank_that_srun_started(step):
@@ -45,7 +49,12 @@ def test_a_rank_that_srun_started(step):
 
 
 def test_one_task_a_node_has_the_agent_beneath_it(step):
-    step(SLURM_STEP_NUM_TASKS="2", SLURM_STEP_TASKS_PER_NODE="1(x2)", SLURM_PROCID="1", SLURM_LOCALID="0")
+    step(
+        SLURM_STEP_NUM_TASKS="2",
+        SLURM_STEP_TASKS_PER_NODE="1(x2)",
+        SLURM_PROCID="1",
+        SLURM_LOCALID="0",
+    )
     cfg = config(2)
     slurm.join(cfg)
     assert "RANK" not in os.environ
@@ -53,7 +62,12 @@ def test_one_task_a_node_has_the_agent_beneath_it(step):
 
 
 def test_one_task_a_node_and_one_device_is_a_rank(step):
-    step(SLURM_STEP_NUM_TASKS="2", SLURM_STEP_TASKS_PER_NODE="1(x2)", SLURM_PROCID="1", SLURM_LOCALID="0")
+    step(
+        SLURM_STEP_NUM_TASKS="2",
+        SLURM_STEP_TASKS_PER_NODE="1(x2)",
+        SLURM_PROCID="1",
+        SLURM_LOCALID="0",
+    )
     slurm.join(config(1))
     assert os.environ["WORLD_SIZE"] == "2"
 
@@ -66,14 +80,25 @@ def test_a_restarted_job_meets_at_another_port(step):
 
 def test_agents_of_other_nodes_than_asked_for_are_refused(step):
     step(SLURM_STEP_NUM_TASKS="2", SLURM_STEP_TASKS_PER_NODE="1(x2)")
-    with pytest.raises(ConfigError, match=r"trainer.num_nodes=3.*2 nodes. Type trainer.num_nodes=2"):
+    with pytest.raises(
+        ConfigError, match=r"trainer.num_nodes=3.*2 nodes. Type trainer.num_nodes=2"
+    ):
         slurm.join(config(2, nodes=3))
 
 
 ODD = {
-    "no task": ({"SLURM_PROCID": ""}, r"SLURM_STEP_ID=0, but SLURM_PROCID without a value.* Type unset SLURM_STEP_ID"),
-    "no nodes": ({"SLURM_STEP_NODELIST": "", "SLURM_NODEID": ""}, r"but SLURM_NODEID, SLURM_STEP_NODELIST without"),
-    "words": ({"SLURM_PROCID": "x"}, r"SLURM_PROCID=x: must be a number; a launcher sets it. Type unset SLURM_PROCID"),
+    "no task": (
+        {"SLURM_PROCID": ""},
+        r"SLURM_STEP_ID=0, but SLURM_PROCID without a value.* Type unset SLURM_STEP_ID",
+    ),
+    "no nodes": (
+        {"SLURM_STEP_NODELIST": "", "SLURM_NODEID": ""},
+        r"but SLURM_NODEID, SLURM_STEP_NODELIST without",
+    ),
+    "words": (
+        {"SLURM_PROCID": "x"},
+        r"SLURM_PROCID=x: must be a number; a launcher sets it. Type unset SLURM_PROCID",
+    ),
     "tasks": ({"SLURM_STEP_NUM_TASKS": "x"}, r"SLURM_STEP_NUM_TASKS=x: must be a number"),
     "tasks of a node": (
         {"SLURM_STEP_TASKS_PER_NODE": "many"},
@@ -99,7 +124,10 @@ def test_a_time_limit_that_is_no_number_is_named(step):
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ({"SLURM_JOB_ID": "../x"}, r"SLURM_JOB_ID=../x: must be a number; Slurm sets it. Type run.name="),
+        (
+            {"SLURM_JOB_ID": "../x"},
+            r"SLURM_JOB_ID=../x: must be a number; Slurm sets it. Type run.name=",
+        ),
         ({"SLURM_ARRAY_JOB_ID": "3"}, r"SLURM_ARRAY_TASK_ID=: must be a number"),
     ],
 )
@@ -111,12 +139,16 @@ def test_a_run_is_not_named_after_a_job_that_cannot_be(ids, message, step):
 
 def test_nodes_with_different_numbers_of_tasks_are_refused(step):
     step(SLURM_STEP_TASKS_PER_NODE="3,1")
-    with pytest.raises(ConfigError, match=r"srun started 3,1 tasks.*Type --nodes=2 --ntasks-per-node=2"):
+    with pytest.raises(
+        ConfigError, match=r"srun started 3,1 tasks.*Type --nodes=2 --ntasks-per-node=2"
+    ):
         slurm.join(config(2))
 
 
 def test_a_name_that_does_not_resolve_gives_way_to_slurms_address(step, monkeypatch):
-    monkeypatch.setattr(slurm, "_scontrol", lambda *what: "NodeName=node NodeAddr=10.1.2.3 Port=6818\n")
+    monkeypatch.setattr(
+        slurm, "_scontrol", lambda *what: "NodeName=node NodeAddr=10.1.2.3 Port=6818\n"
+    )
     step(SLURM_STEP_NODELIST="node-not-in-any-dns[1-2].invalid")
     slurm.join(config(2))
     assert os.environ["MASTER_ADDR"] == "10.1.2.3"
@@ -132,8 +164,12 @@ def test_a_name_that_does_not_resolve_gives_way_to_slurms_address(step, monkeypa
         ("r[1-2]n[01-4],x", "r1n01"),
     ],
 )
-def test_in_a_container_without_slurms_programs_the_first_node_is_read_from_the_list(step, monkeypatch, nodes, first):
-    monkeypatch.setattr(slurm, "_scontrol", lambda *what: (_ for _ in ()).throw(FileNotFoundError("scontrol")))
+def test_in_a_container_without_slurms_programs_the_first_node_is_read_from_the_list(
+    step, monkeypatch, nodes, first
+):
+    monkeypatch.setattr(
+        slurm, "_scontrol", lambda *what: (_ for _ in ()).throw(FileNotFoundError("scontrol"))
+    )
     step(SLURM_STEP_NODELIST=nodes)
     slurm.join(config(2))
     assert os.environ["MASTER_ADDR"] == first
@@ -141,7 +177,9 @@ def test_in_a_container_without_slurms_programs_the_first_node_is_read_from_the_
 
 def test_a_task_of_another_component_of_a_heterogeneous_job_is_refused(step):
     step(SLURM_PROCID="5")
-    with pytest.raises(ConfigError, match=r"SLURM_PROCID=5 of SLURM_STEP_NUM_TASKS=4.*--het-group=0"):
+    with pytest.raises(
+        ConfigError, match=r"SLURM_PROCID=5 of SLURM_STEP_NUM_TASKS=4.*--het-group=0"
+    ):
         slurm.join(config(2))
 
 

@@ -1,4 +1,6 @@
-"""Which ends of a job train.sbatch answers with a requeue, with programs of Slurm's that are made up."""
+"""Which ends of a job train.sbatch answers with a requeue, with programs of Slurm's that are made
+up.
+"""
 
 import os
 import subprocess
@@ -12,7 +14,9 @@ SCRIPT = running.ROOT / "scripts" / "slurm" / "train.sbatch"
 
 @pytest.fixture
 def end(tmp_path):
-    """Runs the script once with ranks that end as told; returns whether the job was requeued, and its messages."""
+    """Runs the script once with ranks that end as told; returns whether the job was requeued, and
+    its messages.
+    """
     programs = tmp_path / "bin"
     programs.mkdir()
     answers = {
@@ -44,7 +48,9 @@ def end(tmp_path):
         }
         environment.pop("SLURM_ARRAY_TASK_ID", None)
         command = ["bash", str(script), *typed]
-        result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        result = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
         assert result.returncode == (0 if (tmp_path / "requeued").exists() else code % 200)
         return (tmp_path / "requeued").exists(), result.stderr
 
@@ -112,7 +118,11 @@ def test_a_sweep_is_requeued_if_any_trial_made_progress(end, tmp_path):
 def test_so_is_one_whose_trials_got_further_with_their_checkpoints_elsewhere(end):
     first = stopped_at(4).replace("outputs/run", "outputs/run/0")
     assert end(138, first, *SWEEP)[0]
-    assert [end(138, of_trial(stopped_at(step)), *SWEEP)[0] for step in (4, 8, 8)] == [True, True, False]
+    assert [end(138, of_trial(stopped_at(step)), *SWEEP)[0] for step in (4, 8, 8)] == [
+        True,
+        True,
+        False,
+    ]
 
 
 def test_a_sweep_without_a_name_is_not_requeued(end, tmp_path):

@@ -1,4 +1,6 @@
-"""Real jobs on a real Slurm: submitted, signaled, preempted, out of time, canceled, and going on by themselves."""
+"""Real jobs on a real Slurm: submitted, signaled, preempted, out of time, canceled, and going on by
+themselves.
+"""
 
 import contextlib
 import sys
@@ -52,7 +54,13 @@ class Submitter:
             f"run.root={self.folder / 'outputs'}",
             *overrides,
             corpus=self.corpus,
-            launcher=["sbatch", "--parsable", f"--output={self.folder}/%j.log", *options, "scripts/slurm/train.sbatch"],
+            launcher=[
+                "sbatch",
+                "--parsable",
+                f"--output={self.folder}/%j.log",
+                *options,
+                "scripts/slurm/train.sbatch",
+            ],
         )
         environment = {
             "ARMATURE_CACHE": str(self.folder / "cache"),
@@ -78,8 +86,12 @@ class Submitter:
         running.wait_for(there, seconds=120, what=f"the first rows of job {job}")
 
     def assert_went_on_to_the_end(self, job: str, *, world_size: int) -> None:
-        """Stopped once with a checkpoint, brought back, finished; every step once, in one directory."""
-        ended = self.slurm.wait_for_state(job, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", seconds=150)
+        """Stopped once with a checkpoint, brought back, finished; every step once, in one
+        directory.
+        """
+        ended = self.slurm.wait_for_state(
+            job, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", seconds=150
+        )
         log = self.log(job)
         assert ended["JobState"] == "COMPLETED", log
         assert int(ended["Restarts"]) >= 1, log
@@ -90,7 +102,9 @@ class Submitter:
             STEPS,
             world_size,
         )
-        assert [int(row["step"]) for row in running.rows(self.run_dir(job))] == list(range(1, STEPS + 1))
+        assert [int(row["step"]) for row in running.rows(self.run_dir(job))] == list(
+            range(1, STEPS + 1)
+        )
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +116,8 @@ def submit(slurm, corpus, tmp_path_factory):
 def limited(submit):
     """Submitted first, since a time limit is a minute at least: the other tests run meanwhile.
 
-    Slurm signals up to 30 s early: here 35 to 65 s after the job's start, which on busy cores takes more than 20.
+    Slurm signals up to 30 s early: here 35 to 65 s after the job's start, which on busy cores takes
+    more than 20.
     """
     return submit(["--time=2", "--signal=USR1@55"], slow_seconds=0.6)
 
@@ -135,14 +150,18 @@ def test_an_agent_on_each_node_goes_on_after_sigusr1(submit, ranks):
     submit.assert_went_on_to_the_end(job, world_size=4)
     assert "Stopped by SIGUSR1" in submit.log(job)
     submit.slurm.wait_for_state(ranks, "COMPLETED", seconds=150)
-    assert running.losses(submit.run_dir(job)) == pytest.approx(running.losses(submit.run_dir(ranks)), rel=1e-4)
+    assert running.losses(submit.run_dir(job)) == pytest.approx(
+        running.losses(submit.run_dir(ranks)), rel=1e-4
+    )
 
 
 def test_a_canceled_job_saves_and_stays_canceled(submit):
     job = submit([])
     submit.wait_for_rows(job)
     submit.slurm.run("scancel", job)
-    ended = submit.slurm.wait_for_state(job, "CANCELLED", "PENDING", "COMPLETED", "FAILED", seconds=60)
+    ended = submit.slurm.wait_for_state(
+        job, "CANCELLED", "PENDING", "COMPLETED", "FAILED", seconds=60
+    )
     assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "0"), submit.log(job)
     summary = running.summary(submit.run_dir(job))
     assert summary["stop_reason"] == "SIGTERM"
@@ -153,14 +172,19 @@ def test_a_canceled_job_saves_and_stays_canceled(submit):
 def test_a_rank_that_fails_ends_the_job(submit):
     job = submit(["--nodes=2"], "strategy=ddp", "+callbacks.fail._target_=slow.Fail")
     ended = submit.slurm.wait_for_state(job, "FAILED", "COMPLETED", seconds=90)
-    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "1:0", "0"), submit.log(job)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "1:0", "0"), (
+        submit.log(job)
+    )
     assert "the deliberate mistake" in submit.log(job)
 
 
 def test_a_mistake_is_not_requeued(submit):
     job = submit([], "trainer.num_nodes=2")
     wrong = submit(["--ntasks-per-node=2"], "trainer.devices=4")
-    failed = {name: submit.slurm.wait_for_state(name, "FAILED", "COMPLETED", seconds=60) for name in (job, wrong)}
+    failed = {
+        name: submit.slurm.wait_for_state(name, "FAILED", "COMPLETED", seconds=60)
+        for name in (job, wrong)
+    }
     assert {(job["ExitCode"], job["Restarts"]) for job in failed.values()} == {("2:0", "0")}
     assert "Type trainer.devices=2 trainer.num_nodes=1" in submit.log(wrong)
 
@@ -200,4 +224,6 @@ def test_an_array_trains_a_seed_in_each_task(submit):
         submit.slurm.wait_for_state(f"{array}_{seed}", "COMPLETED", seconds=90)
         config = (submit.run_dir(f"{array}_{seed}") / "config.yaml").read_text()
         assert f"\nseed: {seed}\n" in config
-    assert running.losses(submit.run_dir(f"{array}_3")) != running.losses(submit.run_dir(f"{array}_5"))
+    assert running.losses(submit.run_dir(f"{array}_3")) != running.losses(
+        submit.run_dir(f"{array}_5")
+    )

@@ -14,12 +14,25 @@ from tests.test_sweeps import SMALL
 def test_a_grid_runs_as_jobs_of_submitit_and_continues_by_the_same_command(slurm, tmp_path):
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     command = [
-        sys.executable, str(running.ROOT / "train.py"), "-m", *SMALL, "seed=0,1", "run.name=grid", "strategy=ddp",
-        "trainer.devices=2", "hydra/launcher=submitit_slurm", "hydra.launcher.timeout_min=5",
-    ]  # fmt: skip
+        sys.executable,
+        str(running.ROOT / "train.py"),
+        "-m",
+        *SMALL,
+        "seed=0,1",
+        "run.name=grid",
+        "strategy=ddp",
+        "trainer.devices=2",
+        "hydra/launcher=submitit_slurm",
+        "hydra.launcher.timeout_min=5",
+    ]
     for _ in range(2):
         result = subprocess.run(
-            command, cwd=tmp_path, env=slurm.environment, capture_output=True, text=True, timeout=180
+            command,
+            cwd=tmp_path,
+            env=slurm.environment,
+            capture_output=True,
+            text=True,
+            timeout=180,
         )
         assert result.returncode == 0, result.stderr[-6000:]
         assert "2 of 2 trials finished" in result.stderr
@@ -28,4 +41,6 @@ def test_a_grid_runs_as_jobs_of_submitit_and_continues_by_the_same_command(slurm
         assert {row["step"] for row in csv.DictReader(file)} == {"8"}
     for trial in ("0", "1"):
         assert running.summary(folder / trial)["world_size"] == 2
-        assert (folder / trial / "overrides.txt").read_text().count("seed=") == 1  # the second start had nothing to do
+        assert (folder / trial / "overrides.txt").read_text().count(
+            "seed="
+        ) == 1  # the second start had nothing to do

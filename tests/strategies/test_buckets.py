@@ -1,4 +1,6 @@
-"""A DDP that is made in the order of another's buckets has these from its first step on, and keeps them."""
+"""A DDP that is made in the order of another's buckets has these from its first step on, and keeps
+them.
+"""
 
 import pytest
 import torch
@@ -25,7 +27,9 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor, *, backwards: bool = False) -> torch.Tensor:
         if backwards:  # gradients become ready in another order
             return (
-                (self.head(self.scales).sum() + self.first(x).sum()) + self.middle.weight.sum() + self.middle.bias.sum()
+                (self.head(self.scales).sum() + self.first(x).sum())
+                + self.middle.weight.sum()
+                + self.middle.bias.sum()
             )
         return self.head(self.middle(self.first(x)) * self.scales).sum()
 
@@ -38,7 +42,9 @@ def group(tmp_path):
 
 
 def make(order: BucketOrder, net: nn.Module, *, static_graph: bool = False) -> OrderedDDP:
-    wrapped = OrderedDDP(net, order=order.names, static_graph=static_graph, gradient_as_bucket_view=True)
+    wrapped = OrderedDDP(
+        net, order=order.names, static_graph=static_graph, gradient_as_bucket_view=True
+    )
     order.watch(wrapped, static_graph=static_graph)
     return wrapped
 

@@ -29,7 +29,8 @@ from armature.errors import ConfigError
 from armature.strategies.single import SingleDevice
 from tests.lightning_habits.packages import SlowWeights
 
-pytestmark = [  # what Lightning says of loaders and callbacks that differ, as they do here on purpose
+# what Lightning says of loaders and callbacks that differ, as they do here on purpose
+pytestmark = [
     pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*"),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`.*"),
     pytest.mark.filterwarnings("ignore:The dirpath has changed.*"),
@@ -54,7 +55,12 @@ class Rates:
 
 class Module(L.LightningModule):
     def __init__(
-        self, width: int = 4, net: Any = None, layers: Any = None, color: Any = None, path: Any = None
+        self,
+        width: int = 4,
+        net: Any = None,
+        layers: Any = None,
+        color: Any = None,
+        path: Any = None,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -70,13 +76,26 @@ class Module(L.LightningModule):
 
 def trainer_for(folder: Path, *callbacks: L.Callback, **options: Any) -> L.Trainer:
     return L.Trainer(
-        strategy=SingleDevice(), accelerator="cpu", max_epochs=-1, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
-        callbacks=[*callbacks], default_root_dir=folder, **{"max_steps": 2, **options},
-    )  # fmt: skip
+        strategy=SingleDevice(),
+        accelerator="cpu",
+        max_epochs=-1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
+        callbacks=[*callbacks],
+        default_root_dir=folder,
+        **{"max_steps": 2, **options},
+    )
 
 
-def fit(folder: Path, module: L.LightningModule, *callbacks: L.Callback, ckpt: Path | None = None, **options: Any):
+def fit(
+    folder: Path,
+    module: L.LightningModule,
+    *callbacks: L.Callback,
+    ckpt: Path | None = None,
+    **options: Any,
+):
     torch.manual_seed(0)
     trainer = trainer_for(folder, *callbacks, **options)
     data = torch.randn(6, 3, generator=torch.Generator().manual_seed(3))
@@ -94,11 +113,17 @@ def saved_by(folder: Path, module: L.LightningModule, *callbacks: L.Callback) ->
 def test_hyperparameters_of_every_kind_are_saved_or_left_out_by_name(tmp_path, caplog):
     plain._warn_of_dropped.cache_clear()
     module = Module(
-        4, functools.partial(nn.Linear, 3), OmegaConf.create([1, {"a": 2}]), Color.RED, Path("a") / "b"
-    )  # fmt: skip
+        4,
+        functools.partial(nn.Linear, 3),
+        OmegaConf.create([1, {"a": 2}]),
+        Color.RED,
+        Path("a") / "b",
+    )
     found = storage.read_meta(saved_by(tmp_path, module))["hyper_parameters"]
     assert found == {"width": 4, "layers": [1, {"a": 2}], "color": "red", "path": "a/b"}
-    assert "'net' is a functools.partial, which no checkpoint can hold. It is left out" in caplog.text
+    assert (
+        "'net' is a functools.partial, which no checkpoint can hold. It is left out" in caplog.text
+    )
     assert caplog.text.count("left out") == 1
 
 
@@ -125,7 +150,9 @@ def test_weights_of_a_module_that_is_made_in_on_fit_start_come_back(tmp_path):
     assert torch.equal(again.teacher.weight, first.teacher.weight)
     assert not torch.equal(again.teacher.weight, first.layer.weight)
     never = LateTeacher()
-    never.teacher_is_made = False  # torch's load_state_dict would pass over the teacher's weights without a word
+    never.teacher_is_made = (
+        False  # torch's load_state_dict would pass over the teacher's weights without a word
+    )
     with pytest.raises(ConfigError, match=r"Not in the model: teacher\.bias, teacher\.weight"):
         fit(tmp_path, never, ckpt=path, max_steps=3)
     never.strict_loading = False
@@ -189,7 +216,10 @@ class MadeWhileTraining(Module):
 def test_weights_that_no_resume_can_load_are_named_when_they_are_saved_first(tmp_path):
     module = MadeWhileTraining()
     trainer = fit(tmp_path, module)
-    with pytest.warns(UserWarning, match=r"hold previous\.bias, previous\.weight, which did not exist when training"):
+    with pytest.warns(
+        UserWarning,
+        match=r"hold previous\.bias, previous\.weight, which did not exist when training",
+    ):
         trainer.save_checkpoint(tmp_path / "step=000002")
     trainer.save_checkpoint(tmp_path / "again")  # once
     module.on_load_checkpoint = lambda checkpoint: None
@@ -204,17 +234,24 @@ class SwitchesOptimizer(Module):
 
 def test_an_optimizer_that_no_resume_can_load_is_named_when_it_is_saved_first(tmp_path):
     trainer = fit(tmp_path, SwitchesOptimizer())
-    with pytest.warns(UserWarning, match=r"hold the state of .*SGD, but .* of SwitchesOptimizer returned .*Adam when"):
+    with pytest.warns(
+        UserWarning,
+        match=r"hold the state of .*SGD, but .* of SwitchesOptimizer returned .*Adam when",
+    ):
         trainer.save_checkpoint(tmp_path / "step=000002")
     trainer.save_checkpoint(tmp_path / "step=000003")  # a warning would be an error
-    with pytest.raises(ConfigError, match="was saved with another optimizer: its state holds momentum_buffer"):
+    with pytest.raises(
+        ConfigError, match="was saved with another optimizer: its state holds momentum_buffer"
+    ):
         fit(tmp_path, SwitchesOptimizer(), ckpt=tmp_path / "step=000002", max_steps=3)
 
 
 def test_initial_weights_of_a_module_that_is_none_are_left_out_with_a_warning(tmp_path):
     path, strategy = saved_by(tmp_path, LateTeacher()), SingleDevice()
     strategy.connect(LateTeacher())
-    with pytest.warns(UserWarning, match=r"teacher\.weight.* is not loaded, since the module does not have it"):
+    with pytest.warns(
+        UserWarning, match=r"teacher\.weight.* is not loaded, since the module does not have it"
+    ):
         strategy.load_initial_weights(path)
 
 
@@ -233,15 +270,26 @@ class Puts(Module):
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        (np.float64(0.5), 0.5), (np.int64(3), 3), (np.str_("a"), "a"), (np.array(["a", "b"]), ["a", "b"]),
-        (Path("x/y"), "x/y"), (Color.RED, "red"), (Rates(0.1, (1, 2)), {"first": 0.1, "others": (1, 2)}),
+        (np.float64(0.5), 0.5),
+        (np.int64(3), 3),
+        (np.str_("a"), "a"),
+        (np.array(["a", "b"]), ["a", "b"]),
+        (Path("x/y"), "x/y"),
+        (Color.RED, "red"),
+        (Rates(0.1, (1, 2)), {"first": 0.1, "others": (1, 2)}),
         (collections.defaultdict(lambda: [0], a=[1]), {"a": [1]}),
-        (collections.Counter("aab"), collections.Counter("aab")), (frozenset([1]), {1}), ({(1, 2): {3}}, {(1, 2): {3}}),
-        (torch.bfloat16, torch.bfloat16), (torch.device("cpu"), torch.device("cpu")), (2**100, 2**100), (None, None),
-        (OmegaConf.create({"a": [1], "b": "${a}"}), {"a": [1], "b": [1]}), (1 + 2j, 1 + 2j),
+        (collections.Counter("aab"), collections.Counter("aab")),
+        (frozenset([1]), {1}),
+        ({(1, 2): {3}}, {(1, 2): {3}}),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.device("cpu"), torch.device("cpu")),
+        (2**100, 2**100),
+        (None, None),
+        (OmegaConf.create({"a": [1], "b": "${a}"}), {"a": [1], "b": [1]}),
+        (1 + 2j, 1 + 2j),
     ],
     ids=lambda value: type(value).__name__,
-)  # fmt: skip
+)
 def test_a_value_comes_back_plain(value, expected):
     stream = io.BytesIO()
     torch.save(plain.plain(value), stream)
@@ -254,7 +302,10 @@ def test_hyperparameters_hold_no_secret_of_the_environment(monkeypatch):
     monkeypatch.setattr(errors, "_hidden", {"s3cr3t-token"})
     given = {"token": "s3cr3t-token", "urls": ["http://s3cr3t-token@host"], "width": 5}
     found = plain.plain_checkpoint({"hyper_parameters": given, "epoch": 1})
-    assert found == {"hyper_parameters": {"token": "***", "urls": ["http://***@host"], "width": 5}, "epoch": 1}
+    assert found == {
+        "hyper_parameters": {"token": "***", "urls": ["http://***@host"], "width": 5},
+        "epoch": 1,
+    }
 
 
 def test_numpys_random_state_can_be_kept(tmp_path):
@@ -270,9 +321,15 @@ def test_numpys_random_state_can_be_kept(tmp_path):
 
 def test_a_deque_keeps_its_limit_and_a_defaultdict_its_default(tmp_path):
     again = Puts(None)
-    kept = {"queue": collections.deque([(1, "a"), (2, "b")], maxlen=2), "free": [collections.deque()]}
+    kept = {
+        "queue": collections.deque([(1, "a"), (2, "b")], maxlen=2),
+        "free": [collections.deque()],
+    }
     kept |= {"counts": collections.defaultdict(int, {"a": 1, 2: collections.defaultdict(list)})}
-    kept |= {"recent": collections.defaultdict(collections.deque), "swapped": np.arange(3).astype(">i4")}
+    kept |= {
+        "recent": collections.defaultdict(collections.deque),
+        "swapped": np.arange(3).astype(">i4"),
+    }
     fit(tmp_path, again, ckpt=saved_by(tmp_path, Puts(kept)), max_steps=3)
     assert np.array_equal(again.got.pop("swapped"), kept.pop("swapped"))
     assert again.got == kept
@@ -281,13 +338,20 @@ def test_a_deque_keeps_its_limit_and_a_defaultdict_its_default(tmp_path):
     assert (again.got["counts"]["new"], again.got["counts"][2]["new"]) == (0, [])
 
 
-UNHASHABLE = ({frozenset({0, 1}): 3}, {frozenset({0, 1})}, {Fixed(1): 2})  # as plain keys they would be sets, dicts
+UNHASHABLE = (
+    {frozenset({0, 1}): 3},
+    {frozenset({0, 1})},
+    {Fixed(1): 2},
+)  # as plain keys they would be sets, dicts
 
 
-@pytest.mark.parametrize("value", [nn.Linear, len, object(), slice(1), np.array([np.longdouble(1)]), *UNHASHABLE])
+@pytest.mark.parametrize(
+    "value", [nn.Linear, len, object(), slice(1), np.array([np.longdouble(1)]), *UNHASHABLE]
+)
 def test_what_cannot_be_plain_is_refused_by_name_when_it_is_saved(tmp_path, value):
     with pytest.raises(
-        ConfigError, match=r"checkpoint\['mine'\]\['deep'\]\[1\].* is a .*, which no checkpoint can hold"
+        ConfigError,
+        match=r"checkpoint\['mine'\]\['deep'\]\[1\].* is a .*, which no checkpoint can hold",
     ):
         saved_by(tmp_path, Puts({"deep": [0, value]}))
     assert [path.name for path in tmp_path.iterdir()] == []
@@ -301,7 +365,10 @@ class Keeps(L.Callback):
 def test_a_callbacks_state_is_refused_before_training(tmp_path):
     trainer = trainer_for(tmp_path, Keeps())
     trainer.strategy.connect(Module())
-    with pytest.raises(ConfigError, match=r"checkpoint\['callbacks'\]\['Keeps'\]\['function'\] is a builtin_function"):
+    with pytest.raises(
+        ConfigError,
+        match=r"checkpoint\['callbacks'\]\['Keeps'\]\['function'\] is a builtin_function",
+    ):
         plain.check_before_training(trainer)
 
 
@@ -312,10 +379,15 @@ class HoldsFunction(torch.optim.lr_scheduler.StepLR):
 
 
 def test_a_schedules_state_is_refused_before_training(tmp_path):
-    trainer, optimizer = trainer_for(tmp_path), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    trainer, optimizer = (
+        trainer_for(tmp_path),
+        torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1),
+    )
     trainer.strategy.connect(Module())
     trainer.strategy.lr_scheduler_configs = [LRSchedulerConfig(HoldsFunction(optimizer, len))]
-    with pytest.raises(ConfigError, match=r"checkpoint\['lr_schedulers'\]\[0\]\['function'\] is a builtin_function"):
+    with pytest.raises(
+        ConfigError, match=r"checkpoint\['lr_schedulers'\]\[0\]\['function'\] is a builtin_function"
+    ):
         plain.check_before_training(trainer)
 
 
@@ -356,13 +428,23 @@ def test_modules_may_have_any_name(tmp_path):
     path = saved_by(tmp_path, module)
     assert load_full_state_dict(path).keys() == module.state_dict().keys()
     convert.to_ckpt(path, tmp_path / "a.ckpt")
-    assert torch.equal(OwnNames.load_from_checkpoint(tmp_path / "a.ckpt").extra.weight, module.extra.weight)
+    assert torch.equal(
+        OwnNames.load_from_checkpoint(tmp_path / "a.ckpt").extra.weight, module.extra.weight
+    )
 
 
 class PutsAll(Module):
     """Its entries have the names of what checkpoints hold themselves."""
 
-    names = ("extra_state", "flags", "random", "param_groups", "bucket_order", "optimizer_classes", "resized_buffers")
+    names = (
+        "extra_state",
+        "flags",
+        "random",
+        "param_groups",
+        "bucket_order",
+        "optimizer_classes",
+        "resized_buffers",
+    )
 
     def on_save_checkpoint(self, checkpoint):
         checkpoint |= {name: {"seen": name} for name in self.names}
@@ -378,8 +460,12 @@ def test_entries_of_hooks_may_have_any_name(tmp_path):
     assert module.got == expected
     convert.to_ckpt(path, tmp_path / "a.ckpt")
     assert PutsAll.load_from_checkpoint(tmp_path / "a.ckpt").got == expected
-    with pytest.raises(ConfigError, match=r"checkpoint\['\.flags'\]: entries that begin with '\.' are ours"):
-        module.trainer.strategy.save_checkpoint({"state_dict": {}, ".flags": 1}, tmp_path / "step=000004")
+    with pytest.raises(
+        ConfigError, match=r"checkpoint\['\.flags'\]: entries that begin with '\.' are ours"
+    ):
+        module.trainer.strategy.save_checkpoint(
+            {"state_dict": {}, ".flags": 1}, tmp_path / "step=000004"
+        )
 
 
 # ---------------------------------------------------------------- what is changed on loading
@@ -426,7 +512,9 @@ class Drops(Module):
 
 def test_what_a_module_drops_is_named_unless_it_loads_loosely(tmp_path):
     before = saved_by(tmp_path, Module())
-    with pytest.raises(ConfigError, match=r"Not in the checkpoint: head\.weight\. Not in the model: nothing"):
+    with pytest.raises(
+        ConfigError, match=r"Not in the checkpoint: head\.weight\. Not in the model: nothing"
+    ):
         fit(tmp_path, Drops(), ckpt=before, max_steps=3)
     module = Drops()
     module.strict_loading = False
@@ -485,7 +573,10 @@ def test_extra_state_is_the_same_in_a_file_and_a_directory(tmp_path, name, way):
 
 @pytest.mark.parametrize(
     ("way", "name"),
-    [*itertools.product(("resume", "evaluate"), ("step=000002", "two.ckpt")), ("initial_weights", "two.ckpt")],
+    [
+        *itertools.product(("resume", "evaluate"), ("step=000002", "two.ckpt")),
+        ("initial_weights", "two.ckpt"),
+    ],
 )
 def test_hooks_get_arrays_whoever_loads_the_checkpoint(tmp_path, name, way):
     fit(tmp_path, Puts(np.arange(3.0))).save_checkpoint(path := tmp_path / name)
@@ -493,7 +584,9 @@ def test_hooks_get_arrays_whoever_loads_the_checkpoint(tmp_path, name, way):
     if way == "resume":
         fit(tmp_path, module, ckpt=path, max_steps=3)
     elif way == "evaluate":
-        module.on_load_checkpoint(state.read_whole(path) if path.is_dir() else lightning_file.read(path))
+        module.on_load_checkpoint(
+            state.read_whole(path) if path.is_dir() else lightning_file.read(path)
+        )
     else:
         strategy = SingleDevice()
         strategy.connect(module)
@@ -503,7 +596,9 @@ def test_hooks_get_arrays_whoever_loads_the_checkpoint(tmp_path, name, way):
 
 
 def test_a_path_with_a_protocol_is_one_in_an_object_store(tmp_path):
-    fit(tmp_path, Module()).strategy.save_checkpoint({"state_dict": {}}, f"file://{tmp_path}/step=000002")
+    fit(tmp_path, Module()).strategy.save_checkpoint(
+        {"state_dict": {}}, f"file://{tmp_path}/step=000002"
+    )
     assert storage.read_meta(tmp_path / "step=000002")[state.FLAGS] == {}
 
 
@@ -555,9 +650,13 @@ class SavesAt(L.Callback):
             trainer.save_checkpoint(self.path)
 
 
-def train_on_ones(module: L.LightningModule, *callbacks: L.Callback, ckpt: Path | None = None) -> dict[str, Any]:
+def train_on_ones(
+    module: L.LightningModule, *callbacks: L.Callback, ckpt: Path | None = None
+) -> dict[str, Any]:
     """Four steps that are the same whatever has been seen before."""
-    trainer_for(Path(), *callbacks, max_steps=4).fit(module, DataLoader(torch.ones(8, 3), batch_size=2), ckpt_path=ckpt)
+    trainer_for(Path(), *callbacks, max_steps=4).fit(
+        module, DataLoader(torch.ones(8, 3), batch_size=2), ckpt_path=ckpt
+    )
     return module.state_dict()
 
 
@@ -568,9 +667,12 @@ def test_lightnings_moving_average_resumes_exactly(tmp_path, name):
     torch.testing.assert_close(straight, resumed, rtol=0, atol=0)
 
 
-# ---------------------------------------------------------------- methods of torch's that a module replaces
+# ---------------------------------------------------------------- methods of torch's that a module
+# replaces
 class SavesPart(Module):
-    """A state dict of the trained weights, by a method without arguments; the optimizer has the frozen ones too."""
+    """A state dict of the trained weights, by a method without arguments; the optimizer has the
+    frozen ones too.
+    """
 
     left_out = "layer."
 
@@ -582,7 +684,11 @@ class SavesPart(Module):
         self.layer.requires_grad_(False)
 
     def state_dict(self):
-        return {name: value for name, value in super().state_dict().items() if not name.startswith(self.left_out)}
+        return {
+            name: value
+            for name, value in super().state_dict().items()
+            if not name.startswith(self.left_out)
+        }
 
 
 def test_a_state_dict_leaves_out_what_is_frozen(tmp_path):
@@ -596,7 +702,9 @@ class SavesTooLittle(SavesPart):
 
 
 def test_a_state_dict_that_leaves_out_what_is_trained_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"Adam trains head\.bias, which the module's state_dict leaves out"):
+    with pytest.raises(
+        ConfigError, match=r"Adam trains head\.bias, which the module's state_dict leaves out"
+    ):
         fit(tmp_path, SavesTooLittle())
 
 
@@ -604,10 +712,14 @@ class LoadsOld(Module):
     """The signature of older torch, and no return."""
 
     def load_state_dict(self, state_dict, strict=True):
-        super().load_state_dict({name.removeprefix("old."): value for name, value in state_dict.items()}, strict)
+        super().load_state_dict(
+            {name.removeprefix("old."): value for name, value in state_dict.items()}, strict
+        )
 
     def on_load_checkpoint(self, checkpoint):
-        checkpoint["state_dict"] = {f"old.{name}": value for name, value in checkpoint["state_dict"].items()}
+        checkpoint["state_dict"] = {
+            f"old.{name}": value for name, value in checkpoint["state_dict"].items()
+        }
 
 
 class LoadsOldInPart(LoadsOld):
@@ -622,7 +734,9 @@ def test_a_module_loads_by_the_method_of_older_torch(tmp_path):
     torch.testing.assert_close(stops.loaded, saved, rtol=0, atol=0)
     state.load_tensors_of(before, module, dict(saved), assign=True)  # as for an evaluation
     torch.testing.assert_close(dict(module.state_dict()), saved, rtol=0, atol=0)
-    with pytest.raises(ConfigError, match=r"Not in the checkpoint: head\.bias"):  # though nothing is returned
+    with pytest.raises(
+        ConfigError, match=r"Not in the checkpoint: head\.bias"
+    ):  # though nothing is returned
         fit(tmp_path, LoadsOldInPart(), ckpt=before, max_steps=3)
 
 
@@ -655,19 +769,34 @@ def test_code_around_load_state_dict_is_called(tmp_path, kind):
     weight = load_full_state_dict(before)["layer.weight"]
     assert torch.equal(stops.loaded["layer.weight"], weight)
     assert torch.equal(module.product, weight.T @ weight)
-    torchs = nn.Sequential(nn.BatchNorm1d(2), nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
+    torchs = nn.Sequential(
+        nn.BatchNorm1d(2), nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    )
     assert not state.loads_by_code(torchs)
 
 
 # ---------------------------------------------------------------- files of Lightning's
 def test_a_users_model_checkpoint_writes_lightnings_files(tmp_path):
-    callback = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1, save_top_k=-1, save_last=True)
+    callback = ModelCheckpoint(
+        dirpath=tmp_path, every_n_train_steps=1, save_top_k=-1, save_last=True
+    )
     straight = train_on_ones(Module(6), callback)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "epoch=0-step=1.ckpt", "epoch=0-step=2.ckpt", "epoch=0-step=3.ckpt", "epoch=0-step=4.ckpt", "last.ckpt",
-    ]  # fmt: skip
+        "epoch=0-step=1.ckpt",
+        "epoch=0-step=2.ckpt",
+        "epoch=0-step=3.ckpt",
+        "epoch=0-step=4.ckpt",
+        "last.ckpt",
+    ]
     found = torch.load(tmp_path / "epoch=0-step=2.ckpt", weights_only=True)
-    expected = {"state_dict", "hyper_parameters", "pytorch-lightning_version", "callbacks", "optimizer_states", "loops"}
+    expected = {
+        "state_dict",
+        "hyper_parameters",
+        "pytorch-lightning_version",
+        "callbacks",
+        "optimizer_states",
+        "loops",
+    }
     assert expected <= found.keys()
     assert found["hyper_parameters"]["width"] == 6
     for checkpoint in ("epoch=0-step=2.ckpt", "last.ckpt"):
@@ -675,9 +804,13 @@ def test_a_users_model_checkpoint_writes_lightnings_files(tmp_path):
         assert module.layer.weight.shape == (6, 3)
     torch.testing.assert_close(module.state_dict(), straight, rtol=0, atol=0)
     stock = L.Trainer(
-        accelerator="cpu", max_steps=4, logger=False, enable_progress_bar=False, enable_checkpointing=False,
+        accelerator="cpu",
+        max_steps=4,
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
         enable_model_summary=False,
-    )  # fmt: skip
+    )
     again = Module(6)
     data = DataLoader(torch.ones(8, 3), batch_size=2)
     stock.fit(again, data, ckpt_path=tmp_path / "epoch=0-step=2.ckpt", weights_only=True)
@@ -687,12 +820,18 @@ def test_a_users_model_checkpoint_writes_lightnings_files(tmp_path):
 
 
 def test_a_file_that_holds_code_or_no_weights_is_refused_with_a_remedy(tmp_path):
-    torch.save({"state_dict": {"a": torch.ones(1)}, "hyper_parameters": {"net": len}}, tmp_path / "code.ckpt")
-    with pytest.raises(ConfigError, match=r"holds more than tensors and plain values.*weights_only=False"):
+    torch.save(
+        {"state_dict": {"a": torch.ones(1)}, "hyper_parameters": {"net": len}},
+        tmp_path / "code.ckpt",
+    )
+    with pytest.raises(
+        ConfigError, match=r"holds more than tensors and plain values.*weights_only=False"
+    ):
         lightning_file.read(tmp_path / "code.ckpt")
     for number, (content, message) in enumerate(
         {"a list": ([1], "it holds a list, but no state_dict"), "text": ({"a": 1}, "the keys a"),
-         "nested": ({"state_dict": {"a": torch.ones(1), "b": {"c": 1}}}, r"state_dict\['b'\] is a dict"),
+         "nested": ({"state_dict": {"a": torch.ones(1), "b": {"c": 1}}}, r"state_dict\['b'\] is a "
+                                                                         r"dict"),
          "empty": ({"state_dict": {}}, "no state_dict with tensors")}.values()
     ):  # fmt: skip
         torch.save(content, tmp_path / f"{number}.ckpt")

@@ -1,4 +1,6 @@
-"""Checkpoints of several ranks: what hooks see of sharded weights, files of Lightning's, and decisions to save."""
+"""Checkpoints of several ranks: what hooks see of sharded weights, files of Lightning's, and
+decisions to save.
+"""
 
 from __future__ import annotations
 
@@ -68,16 +70,25 @@ def loads_with_hooks(strategy: str, options: dict[str, Any], folder: str) -> dic
 
     def whole(module: nn.Module) -> dict[str, list[float]]:
         return {
-            name.replace("body.", "net."): (v.full_tensor() if isinstance(v, DTensor) else v).flatten().tolist()
+            name.replace("body.", "net."): (v.full_tensor() if isinstance(v, DTensor) else v)
+            .flatten()
+            .tolist()
             for name, v in module.state_dict().items()
         }
 
     def fit(module: L.LightningModule, steps: int, ckpt: Path | None = None) -> L.Trainer:
         trainer = L.Trainer(
-            accelerator="cpu", devices=process_group.ranks(), max_steps=steps, logger=False, max_epochs=-1,
-            strategy=import_object(STRATEGIES[strategy])(**options), use_distributed_sampler=False,
-            enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-        )  # fmt: skip
+            accelerator="cpu",
+            devices=process_group.ranks(),
+            max_steps=steps,
+            logger=False,
+            max_epochs=-1,
+            strategy=import_object(STRATEGIES[strategy])(**options),
+            use_distributed_sampler=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+        )
         trainer.fit(module, DataLoader(torch.ones(8, 8), batch_size=2), ckpt_path=ckpt)
         return trainer
 
@@ -85,7 +96,10 @@ def loads_with_hooks(strategy: str, options: dict[str, Any], folder: str) -> dic
     trainer = fit(first, 2)
     trainer.save_checkpoint(Path(folder) / "step=000002")
     trainer.save_checkpoint(Path(folder) / "two.ckpt")
-    result: dict[str, Any] = {"saved": whole(first), "is_file": directory.is_file(Path(folder) / "two.ckpt")}
+    result: dict[str, Any] = {
+        "saved": whole(first),
+        "is_file": directory.is_file(Path(folder) / "two.ckpt"),
+    }
     for kind in (Renamed, Same):
         module = kind()
         fit(module, 2, Path(folder) / "step=000002")  # no step is left
@@ -96,11 +110,16 @@ def loads_with_hooks(strategy: str, options: dict[str, Any], folder: str) -> dic
 
 
 @pytest.mark.parametrize(
-    ("strategy", "options"), [("DDP", {}), ("MeshStrategy", {"shard": 2}), ("DeepSpeed", {"stage": 2})]
+    ("strategy", "options"),
+    [("DDP", {}), ("MeshStrategy", {"shard": 2}), ("DeepSpeed", {"stage": 2})],
 )
-def test_hooks_change_the_weights_of_every_rank(strategy: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_hooks_change_the_weights_of_every_rank(
+    strategy: str, options: dict[str, Any], tmp_path: Path
+) -> None:
     for found in on_ranks(loads_with_hooks, strategy, options, str(tmp_path), ranks=2):
-        changed = found["saved"] | {"net.2.bias": pytest.approx([value + 1 for value in found["saved"]["net.2.bias"]])}
+        changed = found["saved"] | {
+            "net.2.bias": pytest.approx([value + 1 for value in found["saved"]["net.2.bias"]])
+        }
         assert found["Renamed"] == changed
         assert found["Same"] == changed
         assert found["again"] == found["saved"]
@@ -124,7 +143,11 @@ def scores_of_ranks(folder: str) -> list[Any]:
     for step, score in ((1, 1.0), (2, 2.0), (3, 0.5)):
         trainer: Any = Trainer(set())
         trainer.global_step = trainer.completed_batches = step
-        trainer.state, trainer.sanity_checking, trainer.callback_metrics = SimpleNamespace(fn="fit"), False, {}
+        trainer.state, trainer.sanity_checking, trainer.callback_metrics = (
+            SimpleNamespace(fn="fit"),
+            False,
+            {},
+        )
         rank = process_group.rank()
         if rank == 0 or step == 3:
             trainer.callback_metrics = {"val/loss": torch.tensor(score - 10 * rank * step)}

@@ -20,7 +20,9 @@ class Clipping(L.LightningModule):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
         self.manual_backward((self.weight * torch.tensor([3.0, 4.0])).sum())
-        self.clip_gradients(optimizer, gradient_clip_val=self.value, gradient_clip_algorithm=self.algorithm)
+        self.clip_gradients(
+            optimizer, gradient_clip_val=self.value, gradient_clip_algorithm=self.algorithm
+        )
         optimizer.step()
 
     def configure_optimizers(self) -> Any:

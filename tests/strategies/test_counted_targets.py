@@ -1,4 +1,6 @@
-"""Targets are counted once per step, also where a closure is called twice or an epoch is left within a step."""
+"""Targets are counted once per step, also where a closure is called twice or an epoch is left
+within a step.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,10 @@ import pytest
 
 from benchmarks.parity.harness import DECODER, STRATEGIES, import_object, on_ranks
 
-TWO_RANKS: dict[str, dict[str, Any]] = {"DDP": {}, "MeshStrategy": {"shard": 2, "min_num_params": 0}}
+TWO_RANKS: dict[str, dict[str, Any]] = {
+    "DDP": {},
+    "MeshStrategy": {"shard": 2, "min_num_params": 0},
+}
 
 
 def trained(kind: str, strategy: str, options: dict[str, Any]) -> list[float]:
@@ -34,7 +39,10 @@ def trained(kind: str, strategy: str, options: dict[str, Any]) -> list[float]:
             targets = inputs.roll(-1, dims=1)
             targets[::3, 5:] = -100
             size, whole = 16 // ranks // accumulate, 16 // accumulate
-            rows = [range(start + rank * size, start + (rank + 1) * size) for start in range(0, 64, whole)]
+            rows = [
+                range(start + rank * size, start + (rank + 1) * size)
+                for start in range(0, 64, whole)
+            ]
             if kind == "left":  # what the epoch's end leaves out
                 rows = rows[:2]
             samples = [{"inputs": i, "targets": t} for i, t in zip(inputs, targets, strict=True)]
@@ -43,17 +51,26 @@ def trained(kind: str, strategy: str, options: dict[str, Any]) -> list[float]:
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
             return -1 if kind == "abandoned" and batch_idx == 3 else None
 
-        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        def optimizer_step(
+            self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+        ) -> None:
             if kind == "two closures":
                 optimizer_closure()
             optimizer.step(closure=optimizer_closure)
 
     task = Own(lambda: Decoder(**DECODER), optimizer=lambda groups: torch.optim.SGD(groups, lr=0.5))
     trainer = Trainer(
-        accelerator="cpu", devices=ranks, max_steps=3, accumulate_grad_batches=accumulate, logger=False,
-        strategy=import_object(STRATEGIES[strategy])(seed=3, **options), enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False, use_distributed_sampler=False,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=ranks,
+        max_steps=3,
+        accumulate_grad_batches=accumulate,
+        logger=False,
+        strategy=import_object(STRATEGIES[strategy])(seed=3, **options),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        use_distributed_sampler=False,
+    )
     trainer.fit(task)
     whole = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in task.parameters())
     return [float(param.detach().double().square().sum()) for param in whole]
@@ -64,10 +81,14 @@ def trained(kind: str, strategy: str, options: dict[str, Any]) -> list[float]:
 @pytest.mark.parametrize("strategy", TWO_RANKS)
 def test_two_ranks_train_as_one_process_does(kind, strategy):
     found = on_ranks(trained, kind, strategy, TWO_RANKS[strategy], ranks=2)
-    assert found[0] == pytest.approx(on_ranks(trained, kind, "SingleDevice", {}, ranks=1)[0], rel=1e-5)
+    assert found[0] == pytest.approx(
+        on_ranks(trained, kind, "SingleDevice", {}, ranks=1)[0], rel=1e-5
+    )
 
 
 @pytest.mark.slow
 def test_micro_batches_that_were_abandoned_weigh_nothing():
     abandoned = on_ranks(trained, "abandoned", "SingleDevice", {}, ranks=1)[0]
-    assert abandoned == pytest.approx(on_ranks(trained, "left", "SingleDevice", {}, ranks=1)[0], rel=1e-6)
+    assert abandoned == pytest.approx(
+        on_ranks(trained, "left", "SingleDevice", {}, ranks=1)[0], rel=1e-6
+    )

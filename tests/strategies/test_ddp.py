@@ -23,4 +23,6 @@ def test_options_change_the_way_and_not_the_result(options: dict, tolerance: flo
 @pytest.mark.slow
 def test_each_rank_sends_what_the_hook_rounds() -> None:
     exact, rounded = fit(Job("DDP", ranks=2)), fit(Job("DDP", {"comm_hook": "bf16"}, ranks=2))
-    assert difference(rounded, exact)["grad_norm"] > 1e-6  # a hook that is ignored would pass every other test
+    assert (
+        difference(rounded, exact)["grad_norm"] > 1e-6
+    )  # a hook that is ignored would pass every other test

@@ -47,13 +47,25 @@ def test_typed_entries_of_16_bits_leave_them_on():
             {"gradient_clipping": 2.0},
             "strategy.config.gradient_clipping: an option of armature's decides it. Type",
         ),
-        ({"zero_optimization": {"stage": 3}}, "strategy.config.zero_optimization.stage: an option of armature's"),
+        (
+            {"zero_optimization": {"stage": 3}},
+            "strategy.config.zero_optimization.stage: an option of armature's",
+        ),
         ({"optimizer": {"type": "Adam"}}, "Type optimizer="),
     ],
 )
 def test_entries_that_our_options_decide_are_refused(entries, says):
-    layout = Layout(kind="deepspeed", options={"config": entries}, world_size=2, data_ranks=2, axes={}, plan=None)
+    layout = Layout(
+        kind="deepspeed",
+        options={"config": entries},
+        world_size=2,
+        data_ranks=2,
+        axes={},
+        plan=None,
+    )
     [problem] = parallelism._deepspeed_entries({}, layout)
     assert says in problem
-    fine = Layout(kind="deepspeed", options={"config": None}, world_size=2, data_ranks=2, axes={}, plan=None)
+    fine = Layout(
+        kind="deepspeed", options={"config": None}, world_size=2, data_ranks=2, axes={}, plan=None
+    )
     assert parallelism._deepspeed_entries({}, fine) == []

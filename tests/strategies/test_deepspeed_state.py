@@ -54,8 +54,13 @@ def test_the_number_of_steps_lies_where_fused_kernels_read_it(
 ) -> None:
     """On a CPU both are the same place, so the flat weights are on the meta device here."""
     flat = torch.nn.Parameter(torch.empty(4, device="meta"))
-    saved = {".optimizer_states.0.w.step": torch.tensor(3.0), ".optimizer_states.0.w.exp_avg": torch.ones(4)}
-    monkeypatch.setattr(state, "load_tensors", lambda path, names, saved: {name: saved[name] for name in names})
+    saved = {
+        ".optimizer_states.0.w.step": torch.tensor(3.0),
+        ".optimizer_states.0.w.exp_avg": torch.ones(4),
+    }
+    monkeypatch.setattr(
+        state, "load_tensors", lambda path, names, saved: {name: saved[name] for name in names}
+    )
     for fused in (True, False):
         strategy: Any = DeepSpeed()
         inner = torch.optim.AdamW([flat], fused=None, foreach=False)
@@ -67,7 +72,9 @@ def test_the_number_of_steps_lies_where_fused_kernels_read_it(
         strategy.model = engine(optimizer=inner, **whole)
         strategy._lightning_module = SimpleNamespace(named_parameters=lambda: [("w", flat)])
         strategy._stepped = {"w"}
-        monkeypatch.setattr(DeepSpeed, "module", property(lambda self: self._lightning_module), raising=False)
+        monkeypatch.setattr(
+            DeepSpeed, "module", property(lambda self: self._lightning_module), raising=False
+        )
         monkeypatch.setattr(DeepSpeed, "_link_optimizer_state", lambda self: None)
         assert strategy._create_state(Path(), saved) == ["exp_avg"]
         assert inner.state[flat]["step"].device.type == ("meta" if fused else "cpu")
@@ -79,7 +86,11 @@ class Partly(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.head, self.counter = torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), Counter()
+        self.body, self.head, self.counter = (
+            torch.nn.Linear(2, 2),
+            torch.nn.BatchNorm1d(2),
+            Counter(),
+        )
 
 
 class Counter(torch.nn.Module):
@@ -102,19 +113,31 @@ def test_extra_state_and_weights_without_optimizer_are_saved_and_resumed(
     def made() -> tuple[Any, Partly]:
         strategy: Any = DeepSpeed(stage=2)
         strategy._lightning_module = module = Partly()
-        strategy._extra_state, strategy._groups, strategy._stepped = {}, [["head.weight"]], {"head.weight"}
+        strategy._extra_state, strategy._groups, strategy._stepped = (
+            {},
+            [["head.weight"]],
+            {"head.weight"},
+        )
         strategy.model = engine(optimizer=None)
         return strategy, module
 
     copied: list[torch.Tensor] = []
-    monkeypatch.setattr(DeepSpeed, "module", property(lambda self: self._lightning_module), raising=False)
+    monkeypatch.setattr(
+        DeepSpeed, "module", property(lambda self: self._lightning_module), raising=False
+    )
     monkeypatch.setattr(DeepSpeed, "world_size", 1)
     monkeypatch.setattr(DeepSpeed, "root_device", torch.device("cpu"))
     monkeypatch.setattr(DeepSpeed, "_create_state", lambda *args: [])
     monkeypatch.setattr(optimizers, "restore_groups", lambda *args: None)
     # the engine's copy differs from what the model computes with; it has none of the other weights
-    monkeypatch.setattr(deepspeed.utils, "safe_get_full_fp32_param", lambda p: p + 1 if p is own.head.weight else None)
-    monkeypatch.setattr(deepspeed.utils, "safe_set_full_fp32_param", lambda p, value: copied.append(p))
+    monkeypatch.setattr(
+        deepspeed.utils,
+        "safe_get_full_fp32_param",
+        lambda p: p + 1 if p is own.head.weight else None,
+    )
+    monkeypatch.setattr(
+        deepspeed.utils, "safe_set_full_fp32_param", lambda p, value: copied.append(p)
+    )
     strategy, own = made()
     own.counter.calls = calls
     own.get_buffer("head.running_mean").add_(5)

@@ -1,4 +1,6 @@
-"""A lock that a killed compilation has left is found and removed; one of a living process is respected."""
+"""A lock that a killed compilation has left is found and removed; one of a living process is
+respected.
+"""
 
 import os
 import subprocess
@@ -28,7 +30,9 @@ def waits(monkeypatch):
     """The seconds of each wait."""
     seconds: list[float] = []
     sleep = time.sleep
-    monkeypatch.setattr(extension_locks.time, "sleep", lambda wait: (seconds.append(wait), sleep(wait)))
+    monkeypatch.setattr(
+        extension_locks.time, "sleep", lambda wait: (seconds.append(wait), sleep(wait))
+    )
     return seconds
 
 
@@ -36,7 +40,9 @@ def test_a_leftover_is_removed_and_named(lock, tmp_path, caplog, waits):
     extension_locks.clear(tmp_path)
     assert not lock.exists()
     assert waits == []
-    assert caplog.messages == [f"{lock} is removed: a process that was killed while it compiled has left it."]
+    assert caplog.messages == [
+        f"{lock} is removed: a process that was killed while it compiled has left it."
+    ]
 
 
 def test_a_process_that_compiles_is_waited_for(lock, tmp_path, caplog):

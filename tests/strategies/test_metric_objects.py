@@ -1,4 +1,6 @@
-"""Metric objects and sums count each sample once, whatever ranks share it, and ranks may hold unequal numbers."""
+"""Metric objects and sums count each sample once, whatever ranks share it, and ranks may hold
+unequal numbers.
+"""
 
 from types import SimpleNamespace
 
@@ -26,7 +28,10 @@ LAYOUTS = {  # ranks, data ranks, sizes of axes
     "pipeline, context": (4, 1, {"shard": 1, "pipe": 2, "context": 2}),
 }
 SAMPLES = 5
-SPLITS = {1: 2 * [[range(SAMPLES)]], 2: [[range(2), range(2, SAMPLES)], [range(SAMPLES), range(0)]]}  # by data ranks
+SPLITS = {
+    1: 2 * [[range(SAMPLES)]],
+    2: [[range(2), range(2, SAMPLES)], [range(SAMPLES), range(0)]],
+}  # by data ranks
 CELLS = [("ddp", 0), ("ddp", 1), ("fsdp, tensor", 0), ("pipeline, context", 0)]
 SCORES = torch.rand(SAMPLES, 3, generator=torch.Generator().manual_seed(0))
 CLASSES = torch.tensor([0, 1, 2, 0, 1])
@@ -92,14 +97,26 @@ class Items(Metric):
 class Module(L.LightningModule):
     def __init__(self):
         super().__init__()
-        self.sum, self.cat, self.auroc, self.rouge = SumMetric(), CatMetric(), MulticlassAUROC(3), rouge()
-        self.values, self.stacked, self.pairs, self.found = Values(), Values(torch.stack), Pairs(), {}
+        self.sum, self.cat, self.auroc, self.rouge = (
+            SumMetric(),
+            CatMetric(),
+            MulticlassAUROC(3),
+            rouge(),
+        )
+        self.values, self.stacked, self.pairs, self.found = (
+            Values(),
+            Values(torch.stack),
+            Pairs(),
+            {},
+        )
         self.items, self.error = Items(), NormalizedRootMeanSquaredError(num_outputs=2)
         self.own = CatMetric(dist_sync_fn=lambda value, group: [value])
 
     def validation_step(self, batch, batch_idx):
         strategy = self.trainer.strategy
-        own = torch.tensor([*SPLITS[strategy.data_size][batch][strategy.data_rank]], dtype=torch.int64)
+        own = torch.tensor(
+            [*SPLITS[strategy.data_size][batch][strategy.data_rank]], dtype=torch.int64
+        )
         self.sum.update(len(own))
         self.log("sum", self.sum)
         self.log("logged", float(len(own)), reduce_fx="sum", sync_dist=True)
@@ -114,11 +131,18 @@ class Module(L.LightningModule):
             self.own.update(i)
             self.rouge.update(*text(i))
             self.auroc.update(SCORES[i : i + 1], CLASSES[i : i + 1])
-        self.found["whole"] = int(self.trainer.strategy.reduce(torch.tensor(len(own)), reduce_op="sum"))
+        self.found["whole"] = int(
+            self.trainer.strategy.reduce(torch.tensor(len(own)), reduce_op="sum")
+        )
         self.found["mine"] = len(own)
         self.found["decided"] = [
             strategy.reduce_boolean_decision(*asked)
-            for asked in ((True,), (self.global_rank == 0,), (self.global_rank == 0, False), (False, False))
+            for asked in (
+                (True,),
+                (self.global_rank == 0,),
+                (self.global_rank == 0, False),
+                (False, False),
+            )
         ]
         self.found["places"] = self.all_gather(torch.tensor(strategy.data_rank)).tolist()
 
@@ -145,9 +169,15 @@ def text(sample):
 def measured(sizes, split):
     strategy = MeshStrategy(seed=0, **sizes) if sizes else DDP(seed=0)
     trainer = Trainer(
-        accelerator="cpu", devices=process_group.ranks(), strategy=strategy, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=process_group.ranks(),
+        strategy=strategy,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
     module = Module()
     trainer.validate(module, DataLoader([split], batch_size=None), verbose=False)
     return {name: float(value) for name, value in trainer.callback_metrics.items()} | module.found
@@ -177,14 +207,18 @@ def test_each_sample_counts_once(layout, split):
             assert found[name] == pytest.approx(value), name
 
 
-@pytest.mark.parametrize(("rank", "ranks"), [(0, [0, 4, 8, 12]), (3, [3, 7, 11, 15]), (29, [17, 21, 25, 29])])
+@pytest.mark.parametrize(
+    ("rank", "ranks"), [(0, [0, 4, 8, 12]), (3, [3, 7, 11, 15]), (29, [17, 21, 25, 29])]
+)
 def test_the_ranks_of_each_part_of_the_data_have_the_same_place_elsewhere(monkeypatch, rank, ranks):
     """Five axes of two: a rank's number has a digit for each, in the order of the mesh."""
     axes = ("pipe", "replicate", "shard", "context", "tensor")
     place = dict(zip(axes, (int(digit) for digit in f"{rank:05b}"), strict=True))
     strategy = MeshStrategy(seed=0)
     strategy.sizes = dict.fromkeys(axes, 2)
-    monkeypatch.setattr(strategy, "_device_mesh", SimpleNamespace(mesh=torch.arange(32).reshape(2, 2, 4, 2)))
+    monkeypatch.setattr(
+        strategy, "_device_mesh", SimpleNamespace(mesh=torch.arange(32).reshape(2, 2, 4, 2))
+    )
     on = place | {"shard": 2 * place["shard"] + place["context"]}  # the mesh's axis is of both
     monkeypatch.setattr(strategy, "_rank_on", on.__getitem__)
     assert strategy.sample_ranks == ranks

@@ -36,4 +36,7 @@ def test_a_metric_that_holds_a_network_is_none_and_moves_to_the_device_whole():
     module.containers = nn.ModuleDict({"val": Distance()})
     assert [name for name, _ in models_of(module)] == ["net"]
     move_others(module, {module.net}, torch.device("meta"))
-    assert {name for name, param in module.named_parameters() if not param.is_meta} == {"net.weight", "net.bias"}
+    assert {name for name, param in module.named_parameters() if not param.is_meta} == {
+        "net.weight",
+        "net.bias",
+    }

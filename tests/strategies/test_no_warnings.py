@@ -6,9 +6,21 @@ from tests import running
 
 pytestmark = pytest.mark.slow
 STRATEGIES = {
-    "single": 1, "ddp": 2, "fsdp": 2, "tensor": 2, "pipeline": 2, "hsdp": 4, "fsdp_tensor": 4, "fsdp_pipeline": 4,
-    "mesh": 4, "context": 2, "expert": 2, "3d": 8, "deepspeed": 2, "deepspeed_zero3": 2,
-}  # fmt: skip
+    "single": 1,
+    "ddp": 2,
+    "fsdp": 2,
+    "tensor": 2,
+    "pipeline": 2,
+    "hsdp": 4,
+    "fsdp_tensor": 4,
+    "fsdp_pipeline": 4,
+    "mesh": 4,
+    "context": 2,
+    "expert": 2,
+    "3d": 8,
+    "deepspeed": 2,
+    "deepspeed_zero3": 2,
+}
 NEEDS = {
     "expert": ["model=mixture_nano", "model.experts=4", "model.heads=2"],
     "mesh": ["strategy.replicate=2", "strategy.tensor=2"],
@@ -16,10 +28,22 @@ NEEDS = {
 
 
 def warnings(strategy, ranks, corpus, folder, **how) -> list[str]:
-    words = [f"strategy={strategy}", "trainer.max_steps=3", "run.name=run", "model.layers=4", "model.tied=false"]
-    result = running.train(*words, *NEEDS.get(strategy, []), cwd=folder, corpus=corpus, ranks=ranks, **how)
-    logs = "".join(file.read_text() for file in (folder / "outputs" / "run" / "logs").glob("rank_*.log"))
-    return [line for line in (result.stdout + result.stderr + logs).splitlines() if "Warning" in line]
+    words = [
+        f"strategy={strategy}",
+        "trainer.max_steps=3",
+        "run.name=run",
+        "model.layers=4",
+        "model.tied=false",
+    ]
+    result = running.train(
+        *words, *NEEDS.get(strategy, []), cwd=folder, corpus=corpus, ranks=ranks, **how
+    )
+    logs = "".join(
+        file.read_text() for file in (folder / "outputs" / "run" / "logs").glob("rank_*.log")
+    )
+    return [
+        line for line in (result.stdout + result.stderr + logs).splitlines() if "Warning" in line
+    ]
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), STRATEGIES.items(), ids=STRATEGIES)

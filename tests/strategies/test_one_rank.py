@@ -17,7 +17,9 @@ from armature.strategies.single import SingleDevice
 def joined(monkeypatch):
     """What `init_process_group` was called with."""
     calls = []
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **named: calls.append((backend, named)))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **named: calls.append((backend, named))
+    )
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     return calls
 
@@ -60,7 +62,10 @@ def test_one_rank_on_a_cpu_meets_nobody_on_a_port(joined):
 
 @pytest.mark.parametrize("strategy", [SingleDevice, DDP, DeepSpeed, MeshStrategy])
 def test_what_configure_model_makes_has_the_random_numbers_of_the_cpu(strategy):
-    """Else initial weights would depend on the strategy: Lightning's ddp draws them on the GPU, FSDP2 on the CPU."""
+    """Else initial weights would depend on the strategy.
+
+    Lightning's ddp draws them on the GPU, FSDP2 on the CPU.
+    """
     made = strategy()
     made.parallel_devices = [torch.device("meta")]
     with made.tensor_init_context():

@@ -5,7 +5,9 @@ from armature.strategies.mesh import MeshStrategy
 
 
 def test_the_remedy_for_unused_parameters_is_an_option_that_exists():
-    error = RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one.")
+    error = RuntimeError(
+        "Expected to have finished reduction in the prior iteration before starting a new one."
+    )
     DDP().on_exception(error)
     assert "strategy.find_unused_parameters=true" in str(error)
     assert "ddp_find_unused_parameters_true" not in str(error)
@@ -18,20 +20,27 @@ def test_other_errors_stay_as_they_are():
 
 
 def test_a_weight_outside_its_forward_is_explained():
-    error = RuntimeError("aten.mm.default got mixed torch.Tensor and DTensor, need to convert all torch.Tensor")
+    error = RuntimeError(
+        "aten.mm.default got mixed torch.Tensor and DTensor, need to convert all torch.Tensor"
+    )
     MeshStrategy().on_exception(error)
     assert "outside the forward" in str(error)
     assert "strategy=ddp" in str(error)
 
 
 def test_a_copy_of_a_sharded_module_is_explained():
-    error = AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
+    error = AssertionError(
+        "FSDP does not support deepcopy. Please use state dict for serialization."
+    )
     MeshStrategy().on_exception(error)
     assert "Copy it in __init__ or configure_model" in str(error)
 
 
 def test_pickling_a_sharded_module_is_explained():
-    error = RuntimeError("Can't pickle <class 'torch.distributed.fsdp._fully_shard._fsdp_init.FSDPLinear'>: it failed")
+    error = RuntimeError(
+        "Can't pickle <class 'torch.distributed.fsdp._fully_shard._fsdp_init.FSDPLinear'>: it "
+        "failed"
+    )
     MeshStrategy().on_exception(error)
     assert "trainer.save_checkpoint on all ranks" in str(error)
 

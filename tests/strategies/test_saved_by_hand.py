@@ -1,4 +1,6 @@
-"""torch.save within a run: refused where the file would hold one rank's part; the whole weights under any strategy."""
+"""torch.save within a run: refused where the file would hold one rank's part; the whole weights
+under any strategy.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,12 @@ from tests.running import train, write_corpus
 
 
 class SavesPart(L.Callback):
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: object) -> None:
-        torch.save(pl_module.state_dict(), Path(trainer.default_root_dir) / f"part{trainer.global_rank}.pt")
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *args: object
+    ) -> None:
+        torch.save(
+            pl_module.state_dict(), Path(trainer.default_root_dir) / f"part{trainer.global_rank}.pt"
+        )
 
 
 class SavesWhole(L.Callback):
@@ -51,17 +57,32 @@ def test_a_state_dict_of_one_rank_is_not_pickled_and_works_otherwise() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["pipeline", "tensor", "deepspeed_zero3"])
-def test_a_part_is_refused_and_the_whole_is_that_of_the_checkpoint(strategy: str, tmp_path: Path) -> None:
-    corpus, packages = write_corpus(tmp_path / "text"), "launch.allowed_packages=[armature,torch.optim,tests]"
-    words = [f"strategy={strategy}", "model.tied=false", "trainer.max_steps=2", "trainer.test_at_end=false", packages]
+def test_a_part_is_refused_and_the_whole_is_that_of_the_checkpoint(
+    strategy: str, tmp_path: Path
+) -> None:
+    corpus, packages = (
+        write_corpus(tmp_path / "text"),
+        "launch.allowed_packages=[armature,torch.optim,tests]",
+    )
+    words = [
+        f"strategy={strategy}",
+        "model.tied=false",
+        "trainer.max_steps=2",
+        "trainer.test_at_end=false",
+        packages,
+    ]
 
     if strategy == "deepspeed_zero3":
         pytest.importorskip("deepspeed")
-        words.append("model.width=384")  # DeepSpeed leaves weights of fewer than 100,000 elements whole
+        words.append(
+            "model.width=384"
+        )  # DeepSpeed leaves weights of fewer than 100,000 elements whole
 
     def run(name: str, *, check: bool) -> str:
         callback = f"+callbacks.saves._target_=tests.strategies.test_saved_by_hand.{name}"
-        ended = train(*words, callback, f"run.name={name}", cwd=tmp_path, corpus=corpus, ranks=2, check=check)
+        ended = train(
+            *words, callback, f"run.name={name}", cwd=tmp_path, corpus=corpus, ranks=2, check=check
+        )
         return ended.stdout + ended.stderr
 
     assert "armature.full_state_dict(self)" in run("SavesPart", check=False)

@@ -1,4 +1,6 @@
-"""LightningModules with several models, or with weights of their own: a GAN, a momentum teacher in both idioms."""
+"""LightningModules with several models, or with weights of their own: a GAN, a momentum teacher in
+both idioms.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,14 @@ import pytest
 
 from benchmarks.parity.harness import STRATEGIES, import_object, on_ranks
 
-KINDS = ["gan", "loose", "assigned before", "assigned between", "assigned after", "in place between"]
+KINDS = [
+    "gan",
+    "loose",
+    "assigned before",
+    "assigned between",
+    "assigned after",
+    "in place between",
+]
 
 
 def trained(strategy: str, options: dict[str, Any]) -> dict[str, list[float]]:
@@ -16,7 +25,9 @@ def trained(strategy: str, options: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def _trained(kind: str, strategy: str, options: dict[str, Any]) -> list[float]:
-    """Return the losses of all steps, the norms of all final weights, and Lightning's norms of the last gradients."""
+    """Return the losses of all steps, the norms of all final weights, and Lightning's norms of the
+    last gradients.
+    """
     import os
     import warnings
 
@@ -35,7 +46,9 @@ def _trained(kind: str, strategy: str, options: dict[str, Any]) -> list[float]:
         return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, outputs))
 
     def bce(logits: Tensor, target: int) -> Tensor:
-        return nn.functional.binary_cross_entropy_with_logits(logits, torch.full_like(logits, target))
+        return nn.functional.binary_cross_entropy_with_logits(
+            logits, torch.full_like(logits, target)
+        )
 
     class Recorded(L.LightningModule):
         losses: list[Tensor]
@@ -43,7 +56,9 @@ def _trained(kind: str, strategy: str, options: dict[str, Any]) -> list[float]:
 
         def train_dataloader(self) -> DataLoader:
             x, size = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)), 16 // ranks
-            batches = [range(start + rank * size, start + (rank + 1) * size) for start in range(0, 64, 16)]
+            batches = [
+                range(start + rank * size, start + (rank + 1) * size) for start in range(0, 64, 16)
+            ]
             return DataLoader(x, batch_sampler=batches)  # pyright: ignore[reportArgumentType]
 
     class Gan(Recorded):
@@ -71,7 +86,10 @@ def _trained(kind: str, strategy: str, options: dict[str, Any]) -> list[float]:
             self.losses.append(loss_g.detach() + loss_d.detach())
 
         def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-            return [torch.optim.Adam(part.parameters(), 1e-2) for part in (self.generator, self.discriminator)]
+            return [
+                torch.optim.Adam(part.parameters(), 1e-2)
+                for part in (self.generator, self.discriminator)
+            ]
 
     class Teacher(Recorded):
         def __init__(self) -> None:
@@ -80,7 +98,9 @@ def _trained(kind: str, strategy: str, options: dict[str, Any]) -> list[float]:
             self.teacher.requires_grad_(False)
 
         def move_teacher(self) -> None:
-            for student, teacher in zip(self.student.parameters(), self.teacher.parameters(), strict=True):
+            for student, teacher in zip(
+                self.student.parameters(), self.teacher.parameters(), strict=True
+            ):
                 if kind.startswith("assigned"):
                     teacher.data = teacher.data * 0.7 + student.data * 0.3
                 else:
@@ -131,10 +151,18 @@ def _trained(kind: str, strategy: str, options: dict[str, Any]) -> list[float]:
 
     L.seed_everything(0, verbose=False)
     trainer = Trainer(
-        accelerator="cpu", devices=ranks, max_epochs=3, logger=False, use_distributed_sampler=False,
-        strategy=import_object(STRATEGIES[strategy])(**options), num_sanity_val_steps=0, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, accumulate_grad_batches=2 if kind == "loose" else 1,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=ranks,
+        max_epochs=3,
+        logger=False,
+        use_distributed_sampler=False,
+        strategy=import_object(STRATEGIES[strategy])(**options),
+        num_sanity_val_steps=0,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accumulate_grad_batches=2 if kind == "loose" else 1,
+    )
     module = {"gan": Gan, "loose": Loose}.get(kind, Teacher)()
     trainer.fit(module)
     weights = [getattr(p, "full_tensor", lambda p=p: p)().norm() for p in module.parameters()]

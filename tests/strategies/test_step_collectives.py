@@ -1,4 +1,6 @@
-"""What the ranks tell each other in a step besides weights, gradients and activations: one small collective."""
+"""What the ranks tell each other in a step besides weights, gradients and activations: one small
+collective.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +43,20 @@ def prepared(layout: str, *callbacks: L.Callback, steps: int = COUNTED + 1) -> A
     name, options = LAYOUTS[layout]
     stop = StopOnSignal()
     trainer = Trainer(
-        accelerator="cpu", devices=2, strategy=import_object(STRATEGIES[name])(seed=3, **options), max_steps=steps,
-        callbacks=[*callbacks, stop], step_ended=[stop.step_ended], logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, limit_val_batches=0,
+        accelerator="cpu",
+        devices=2,
+        strategy=import_object(STRATEGIES[name])(seed=3, **options),
+        max_steps=steps,
+        callbacks=[*callbacks, stop],
+        step_ended=[stop.step_ended],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        limit_val_batches=0,
         gradient_clip_val=0.5,
-    )  # fmt: skip
+    )
     model = partial(import_object("armature.models.decoder.model.Decoder"), **DECODER)
     task = Task(model, optimizer=lambda groups: torch.optim.SGD(groups, lr=0.1))
     tokens = torch.randint(0, DECODER["vocab_size"], (4, DECODER["context"]))
@@ -133,7 +144,9 @@ def test_ranks_stop_after_the_step_of_the_signal_or_after_the_next_one():
 
 
 def gradients_that_are_sums() -> tuple[list[str], list[list[float]]]:
-    """Return the collectives that reduce three gradients which are sums, and the gradients of four weights."""
+    """Return the collectives that reduce three gradients which are sums, and the gradients of four
+    weights.
+    """
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -146,11 +159,15 @@ def gradients_that_are_sums() -> tuple[list[str], list[list[float]]]:
     for size, placement in ((2, Partial()), (3, Shard(0)), (1, Partial()), (4, Partial())):
         kept = placement if isinstance(placement, Shard) else Replicate()
         weight = DTensor.from_local(torch.zeros(size), mesh, [kept])
-        weight.requires_grad_().grad = DTensor.from_local(torch.full((size,), own * size), mesh, [placement])
+        weight.requires_grad_().grad = DTensor.from_local(
+            torch.full((size,), own * size), mesh, [placement]
+        )
         params.append(weight)
     with CollectiveCounter() as counter:
         parts = gradients.local_gradients([*params, torch.zeros(1)])
-    assert not any(placement.is_partial() for param in params for placement in param.grad.placements)
+    assert not any(
+        placement.is_partial() for param in params for placement in param.grad.placements
+    )
     return [each["kind"] for each in counter.collectives], [part.tolist() for part, _ in parts]
 
 

@@ -40,5 +40,7 @@ def test_each_run_names_a_buffer_once():
 def test_where_buffers_are_copied_the_loss_of_the_others_is_named():
     strategy = SingleDevice()
     strategy.copies_buffers = True
-    with pytest.warns(UserWarning, match="different values into moved, and each step begins with those of rank 0"):
+    with pytest.warns(
+        UserWarning, match="different values into moved, and each step begins with those of rank 0"
+    ):
         strategy._warn_of_unequal_buffers(["moved"])

@@ -24,7 +24,9 @@ def module():
 @pytest.mark.parametrize(("shape", "other"), [((8, 2), (9, 2)), ((8, 2), (8,)), ((), (1,))])
 def test_shapes_that_differ_are_refused_with_the_remedy(monkeypatch, module, shape, other):
     monkeypatch.setattr(process_group, "all_gather_object", lambda own: [own, own, other])
-    with pytest.raises(ConfigError, match=r"self\.all_gather.* on rank 0 and .* on rank 2.*torchmetrics") as caught:
+    with pytest.raises(
+        ConfigError, match=r"self\.all_gather.* on rank 0 and .* on rank 2.*torchmetrics"
+    ) as caught:
         module.all_gather(torch.zeros(shape))
     assert str(shape) in str(caught.value)
     assert str(other) in str(caught.value)

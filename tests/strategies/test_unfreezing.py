@@ -1,4 +1,6 @@
-"""A module that freezes and unfreezes weights while it trains: as in one process, or it is refused by name."""
+"""A module that freezes and unfreezes weights while it trains: as in one process, or it is refused
+by name.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,16 @@ import pytest
 from benchmarks.parity.harness import STRATEGIES, import_object, on_ranks
 
 
-def trained(strategy: str, options: dict[str, Any], accumulate: int = 1, where: str = "batch") -> dict[str, Any]:
-    """Return the final weights of a model whose first layer is unfrozen before the third global batch.
+def trained(
+    strategy: str, options: dict[str, Any], accumulate: int = 1, where: str = "batch"
+) -> dict[str, Any]:
+    """Return the final weights of a model whose first layer is unfrozen before the third global
+    batch.
 
     Args:
-        where: `batch`, between batches; `step`, inside training_step; `turns`, frozen and unfrozen in turns;
-            `micro`, the layer that was trained is frozen between the micro-batches of a global batch; `backbone`, as
-            `batch`, of a model of its own.
+        where: `batch`, between batches; `step`, inside training_step; `turns`, frozen and unfrozen
+            in turns; `micro`, the layer that was trained is frozen between the micro-batches of a
+            global batch; `backbone`, as `batch`, of a model of its own.
     """
     import os
     import warnings
@@ -36,7 +41,9 @@ def trained(strategy: str, options: dict[str, Any], accumulate: int = 1, where: 
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.model: Any = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+            self.model: Any = nn.Sequential(
+                nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)
+            )
             self.model[0].requires_grad_(where == "micro")
             self.backbone = self.model[:2] if where == "backbone" else nn.Identity()
             self.model = self.model[2:] if where == "backbone" else self.model
@@ -61,19 +68,31 @@ def trained(strategy: str, options: dict[str, Any], accumulate: int = 1, where: 
             return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
         def train_dataloader(self) -> DataLoader:
-            x, size = torch.randn(96, 8, generator=torch.Generator().manual_seed(0)), 16 // ranks // accumulate
+            x, size = (
+                torch.randn(96, 8, generator=torch.Generator().manual_seed(0)),
+                16 // ranks // accumulate,
+            )
             starts = [s + j * size * ranks for s in range(0, 96, 16) for j in range(accumulate)]
             batches = [range(start + rank * size, start + (rank + 1) * size) for start in starts]
             return DataLoader(x, batch_sampler=batches)  # pyright: ignore[reportArgumentType]
 
     module = Unfreezes()
     trainer = Trainer(
-        strategy=import_object(STRATEGIES[strategy])(**options), accelerator="cpu", devices=ranks, max_epochs=1,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False, accumulate_grad_batches=accumulate,
-    )  # fmt: skip
+        strategy=import_object(STRATEGIES[strategy])(**options),
+        accelerator="cpu",
+        devices=ranks,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        accumulate_grad_batches=accumulate,
+    )
     trainer.fit(module)
-    whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in module.named_parameters()}  # pyright: ignore[reportAttributeAccessIssue]
+    whole = {
+        n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in module.named_parameters()
+    }  # pyright: ignore[reportAttributeAccessIssue]
     return {name: param.detach().flatten().tolist() for name, param in whole.items()}
 
 
@@ -118,10 +137,22 @@ def test_a_backbone_is_unfrozen_in_mixed_precision() -> None:
 @pytest.mark.parametrize(
     ("strategy", "options", "where", "message"),
     [
-        ("MeshStrategy", {"tensor": 2}, "batch", r"model.0.weight, model.0.bias was frozen .* type strategy=ddp"),
-        ("DDP", {}, "step", r"is unfrozen inside training_step.* unfreeze it in on_train_batch_start"),
+        (
+            "MeshStrategy",
+            {"tensor": 2},
+            "batch",
+            r"model.0.weight, model.0.bias was frozen .* type strategy=ddp",
+        ),
+        (
+            "DDP",
+            {},
+            "step",
+            r"is unfrozen inside training_step.* unfreeze it in on_train_batch_start",
+        ),
     ],
 )
-def test_what_cannot_be_reduced_is_refused(strategy: str, options: dict, where: str, message: str) -> None:
+def test_what_cannot_be_reduced_is_refused(
+    strategy: str, options: dict, where: str, message: str
+) -> None:
     with pytest.raises(RuntimeError, match=message):
         on_ranks(trained, strategy, options, 1, where, ranks=2)

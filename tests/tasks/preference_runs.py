@@ -1,4 +1,6 @@
-"""Fits of DirectPreference on a few pairs, under any layout: run by the ranks of benchmarks.parity.harness."""
+"""Fits of DirectPreference on a few pairs, under any layout: run by the ranks of
+benchmarks.parity.harness.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def write_pairs(path: Path, count: int = 48) -> Path:
 
 @dataclass(frozen=True)
 class Job:
-    """One fit: files, a key of the harness's LAYOUTS, and arguments of the task, of Lora and of the data."""
+    """One fit: files, a key of the harness's LAYOUTS, and arguments of the task, of Lora and of the
+    data.
+    """
 
     folder: str  # with pairs.jsonl and tokenizer/
     layout: str = "single"
@@ -46,17 +50,31 @@ class Job:
 def source_of(folder: str | Path, **settings: Any) -> Any:
     from armature.data.chat.preferences import Preferences
 
-    options = {"context": MODEL["context"], "val_fraction": 0.25, "vocab_size": VOCABULARY, **settings}
+    options = {
+        "context": MODEL["context"],
+        "val_fraction": 0.25,
+        "vocab_size": VOCABULARY,
+        **settings,
+    }
     path = Path(folder)
     return Preferences(
-        str(path / "pairs.jsonl"), tokenizer=str(path / "tokenizer"), cache_dir=str(path / "cache"), **options
+        str(path / "pairs.jsonl"),
+        tokenizer=str(path / "tokenizer"),
+        cache_dir=str(path / "cache"),
+        **options,
     )
 
 
 def data_of(folder: str | Path, *, micro: int | str = 2, **changes: Any) -> Any:
     from armature.data.chat.pairs import PreferenceData
 
-    loader = {"global_batch_size": 8, "micro_batch_size": micro, "eval_batch_size": 4, "seed": 1, "multiple": 8}
+    loader = {
+        "global_batch_size": 8,
+        "micro_batch_size": micro,
+        "eval_batch_size": 4,
+        "seed": 1,
+        "multiple": 8,
+    }
     return PreferenceData(source_of(folder), context=MODEL["context"], **{**loader, **changes})
 
 
@@ -96,30 +114,53 @@ def _fit(job: Job) -> Run:
             self.columns: list[dict[str, float]] = []
             self.norms: list[float] = []
 
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(
+            self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
             stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
             own = outputs["loss"].detach().clone().float()
             self.losses.append(float(trainer.strategy.reduce(own)))
             columns = pl_module.batch_ended(trainer, stepped=stepped)
             if stepped:
-                mean = {name: float(trainer.strategy.reduce(value.clone())) for name, value in columns.items()}
+                mean = {
+                    name: float(trainer.strategy.reduce(value.clone()))
+                    for name, value in columns.items()
+                }
                 self.columns.append(mean)
                 self.norms.append(float(trainer.strategy.grad_norm))
 
     layout, data = LAYOUTS[job.layout], data_of(job.folder, micro=job.micro, **job.data)
-    strategy = import_object(STRATEGIES[layout.strategy])(seed=3, **{**layout.options, **job.options})
+    strategy = import_object(STRATEGIES[layout.strategy])(
+        seed=3, **{**layout.options, **job.options}
+    )
     task, record = task_of(adapter=job.adapter, lr=job.lr, **job.task), Record()
     data_ranks = layout.ranks // layout.options.get("tensor", 1)
     accumulate = 1 if job.micro == "auto" else data.global_batch_size // job.micro // data_ranks
     trainer = L.Trainer(
-        accelerator="cpu", devices=layout.ranks, strategy=strategy, max_steps=job.steps, precision="32-true",
-        accumulate_grad_batches=accumulate, gradient_clip_val=1.0, callbacks=[record], logger=False,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-        use_distributed_sampler=False, num_sanity_val_steps=0, val_check_interval=job.steps * accumulate,
-        default_root_dir=job.folder, check_val_every_n_epoch=None,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=layout.ranks,
+        strategy=strategy,
+        max_steps=job.steps,
+        precision="32-true",
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=1.0,
+        callbacks=[record],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+        val_check_interval=job.steps * accumulate,
+        default_root_dir=job.folder,
+        check_val_every_n_epoch=None,
+    )
     trainer.fit(task, datamodule=data)
     losses = torch.tensor(record.losses).view(job.steps, accumulate).mean(dim=1) * accumulate
     facts = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    facts |= {f"{name} {step}": value for step, row in enumerate(record.columns) for name, value in row.items()}
+    facts |= {
+        f"{name} {step}": value
+        for step, row in enumerate(record.columns)
+        for name, value in row.items()
+    }
     return Run(losses.tolist(), record.norms, harness._whole(task, strategy), facts)

@@ -1,4 +1,6 @@
-"""DPO: the loss and its gradients against the formula, the reference, and the same losses in any layout."""
+"""DPO: the loss and its gradients against the formula, the reference, and the same losses in any
+layout.
+"""
 
 from __future__ import annotations
 
@@ -63,12 +65,24 @@ def naive(model, batch) -> torch.Tensor:
     for pair_inputs, pair_targets in zip(batch["inputs"], batch["targets"], strict=True):
         for inputs, targets in zip(pair_inputs, pair_targets, strict=True):
             log_p = model(inputs[None])[0].double().log_softmax(dim=-1)
-            found.append(sum(log_p[t, target] for t, target in enumerate(targets.tolist()) if target != IGNORED))
+            found.append(
+                sum(
+                    log_p[t, target]
+                    for t, target in enumerate(targets.tolist())
+                    if target != IGNORED
+                )
+            )
     return torch.stack(found).view(-1, 2)
 
 
 def naive_loss(
-    ratios: torch.Tensor, counts: torch.Tensor, *, beta, loss="sigmoid", label_smoothing=0.0, normalized=False
+    ratios: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    beta,
+    loss="sigmoid",
+    label_smoothing=0.0,
+    normalized=False,
 ):
     if normalized:
         ratios = ratios / counts
@@ -99,7 +113,10 @@ def test_loss_and_gradients_are_those_of_the_formula(pairs, settings):
     counts = (batch["targets"] != IGNORED).sum(-1)
     options = {key: value for key, value in settings.items() if key != "length_normalized"}
     expected = naive_loss(
-        policy - batch["reference"], counts, **options, normalized=settings.get("length_normalized", False)
+        policy - batch["reference"],
+        counts,
+        **options,
+        normalized=settings.get("length_normalized", False),
     )
     expected.backward()
     assert losses.mean().item() == pytest.approx(expected.item(), rel=1e-6, abs=1e-5)
@@ -108,9 +125,14 @@ def test_loss_and_gradients_are_those_of_the_formula(pairs, settings):
         for found in (gradients.values(), [param.grad for param in task.model.parameters()])
     )
     assert (ours - formula).norm() < 1e-5 * formula.norm()
-    torch.testing.assert_close(columns["chosen_logp"], policy[:, 0].detach().float(), rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(
-        columns["reward_margin"], columns["chosen_reward"] - columns["rejected_reward"], rtol=1e-5, atol=1e-6
+        columns["chosen_logp"], policy[:, 0].detach().float(), rtol=1e-5, atol=1e-4
+    )
+    torch.testing.assert_close(
+        columns["reward_margin"],
+        columns["chosen_reward"] - columns["rejected_reward"],
+        rtol=1e-5,
+        atol=1e-6,
     )
 
 
@@ -119,8 +141,12 @@ def test_the_gradient_raises_the_chosen_answer_and_lowers_the_rejected_one(chose
     task = task_of(reference="cached", beta=beta)
     policy = torch.tensor([[chosen, rejected]], requires_grad=True)
     task.log_probabilities = lambda batch: policy
-    task.compare({"reference": torch.zeros(1, 2), "targets": torch.ones(1, 2, 3)})[0].mean().backward()
-    expected = beta / (1 + math.exp(beta * (chosen - rejected)))  # beta × sigmoid(-m), arXiv:2305.18290, section 4
+    task.compare({"reference": torch.zeros(1, 2), "targets": torch.ones(1, 2, 3)})[
+        0
+    ].mean().backward()
+    expected = beta / (
+        1 + math.exp(beta * (chosen - rejected))
+    )  # beta × sigmoid(-m), arXiv:2305.18290, section 4
     assert policy.grad.tolist()[0] == pytest.approx([-expected, expected], rel=1e-4, abs=1e-7)
 
 
@@ -140,7 +166,9 @@ def test_without_its_adapters_the_model_is_the_reference_and_nothing_remembers_i
     reference = naive(before.eval(), batch).float()
     moved(task)
     for _ in range(2):
-        torch.testing.assert_close(task.reference_of(batch), reference.detach(), rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(
+            task.reference_of(batch), reference.detach(), rtol=1e-5, atol=1e-4
+        )
     assert [module.training for module in task.model.modules()] == modes
     task.training_step(batch, 0).backward()
     assert {name for name, param in task.model.named_parameters() if param.grad is not None} == {
@@ -164,8 +192,12 @@ def test_micro_batches_and_padding_do_not_change_the_gradient(pairs):
         rows = data_of(pairs, multiple=multiple)._dataset("train")
         task.model.zero_grad()
         for first in range(0, 6, micro):
-            (task.training_step(rows.batch(list(range(first, first + micro))), 0) * micro / 6).backward()
-        gradients.append([param.grad.clone() for param in task.model.parameters() if param.requires_grad])
+            (
+                task.training_step(rows.batch(list(range(first, first + micro))), 0) * micro / 6
+            ).backward()
+        gradients.append(
+            [param.grad.clone() for param in task.model.parameters() if param.requires_grad]
+        )
     for other in gradients[1:]:
         for a, b in zip(gradients[0], other, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
@@ -183,7 +215,9 @@ def test_padding_in_evaluation_does_not_count(pairs):
 
 
 def test_pairs_without_a_reference_and_batches_that_are_no_pairs_are_refused(pairs):
-    with pytest.raises(ConfigError, match="reference's log-probabilities of these pairs are not known"):
+    with pytest.raises(
+        ConfigError, match="reference's log-probabilities of these pairs are not known"
+    ):
         ready().training_step(batch_of(pairs), 0)
     one = {name: value[:, 0] for name, value in batch_of(pairs).items()}
     with pytest.raises(TypeError, match="data=preference"):
@@ -192,14 +226,18 @@ def test_pairs_without_a_reference_and_batches_that_are_no_pairs_are_refused(pai
 
 def test_a_run_that_begins_with_trained_adapters_and_one_without_its_reference_are_refused(pairs):
     task = ready(adapter=ADAPTER)
-    trainer = SimpleNamespace(callbacks=[], strategy=SimpleNamespace(initial_weights="step=000003"), datamodule=None)
+    trainer = SimpleNamespace(
+        callbacks=[], strategy=SimpleNamespace(initial_weights="step=000003"), datamodule=None
+    )
     task.trainer = trainer
     with pytest.raises(ConfigError, match=r"Type task\.reference=cached"):
         task.on_train_start()
     task, trainer.datamodule = ready(), data_of(pairs)
     task.trainer = trainer
     trainer.datamodule.samples_seen = 8
-    with pytest.raises(ConfigError, match="the checkpoint has no log-probabilities of the reference"):
+    with pytest.raises(
+        ConfigError, match="the checkpoint has no log-probabilities of the reference"
+    ):
         task.on_train_start()
     trainer.datamodule = object()
     with pytest.raises(ConfigError, match="object cannot keep the reference"):
@@ -207,7 +245,14 @@ def test_a_run_that_begins_with_trained_adapters_and_one_without_its_reference_a
 
 
 # ------------------------------------------------------------ layouts
-LAYOUTS_TRIED = ["ddp 2", "fsdp 2", "hsdp 2×2", "tensor 2", "tensor 2, sequence parallel", "fsdp 2 × tensor 2"]
+LAYOUTS_TRIED = [
+    "ddp 2",
+    "fsdp 2",
+    "hsdp 2×2",
+    "tensor 2",
+    "tensor 2, sequence parallel",
+    "fsdp 2 × tensor 2",
+]
 KINDS = {
     "adapters off": {"adapter": ADAPTER},
     "cached": {},
@@ -249,15 +294,24 @@ def test_layouts_learn_preferences_as_one_process_does(run, layout, kind):
 def test_cached_and_adapter_free_references_and_any_accumulation_give_the_same_losses(run):
     job = KINDS["adapters off"]
     first = run(**job)
-    for other in (run(**KINDS["adapters, cached"]), run(**job, micro="auto"), run(**job, data={"multiple": None})):
+    for other in (
+        run(**KINDS["adapters, cached"]),
+        run(**job, micro="auto"),
+        run(**job, data={"multiple": None}),
+    ):
         assert max(difference(other, first).values()) <= 1e-5
 
 
 class Dropping(WrappedModel):
-    """A model of another library, whose dropout is of its config.json: in a module, and as a rate."""
+    """A model of another library, whose dropout is of its config.json: in a module, and as a
+    rate.
+    """
 
     def __init__(self):
-        super().__init__("folder", nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(4, 4)]), "drop": nn.Dropout(0.5)}))
+        super().__init__(
+            "folder",
+            nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(4, 4)]), "drop": nn.Dropout(0.5)}),
+        )
         self.inner.attention_dropout = 0.5
 
     def forward(self, x):

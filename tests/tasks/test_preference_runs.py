@@ -35,7 +35,10 @@ def parts(tmp_path_factory) -> Path:
     (base / "config.json").write_text(json.dumps(CONFIG | SIZES))
     shapes = names.shapes(architecture.arguments(CONFIG | SIZES, name="base"))
     draw = torch.Generator().manual_seed(0)
-    weights = {names.theirs(name): torch.randn(shape, generator=draw) * 0.2 for name, shape in shapes.items()}
+    weights = {
+        names.theirs(name): torch.randn(shape, generator=draw) * 0.2
+        for name, shape in shapes.items()
+    }
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})  # pyright: ignore[reportArgumentType]
     write_pairs(path / "pairs.jsonl")
     return path
@@ -45,14 +48,30 @@ def parts(tmp_path_factory) -> Path:
 def train(parts):
     def start(name: str, *words: str, ranks: int = 1) -> Path:
         overrides = [
-            "experiment=dpo", f"model.pretrained={parts / 'base'}", f"data.path={parts / 'pairs.jsonl'}",
-            "data.context=64", "data.multiple=16", "data.source.val_fraction=0.25", "data.global_batch_size=8",
-            "data.eval_batch_size=4", f"data.source.cache_dir={parts / 'cache'}", "trainer.accelerator=cpu",
-            "trainer.precision=32-true", "logger=none", "callbacks=none", "scheduler.final=1.0", "scheduler.warmup=0",
+            "experiment=dpo",
+            f"model.pretrained={parts / 'base'}",
+            f"data.path={parts / 'pairs.jsonl'}",
+            "data.context=64",
+            "data.multiple=16",
+            "data.source.val_fraction=0.25",
+            "data.global_batch_size=8",
+            "data.eval_batch_size=4",
+            f"data.source.cache_dir={parts / 'cache'}",
+            "trainer.accelerator=cpu",
+            "trainer.precision=32-true",
+            "logger=none",
+            "callbacks=none",
+            "scheduler.final=1.0",
+            "scheduler.warmup=0",
             "optimizer.lr=0.01",
-            f"run.root={parts / 'runs'}", f"run.name={name}", "trainer.max_epochs=null", "trainer.max_steps=6",
-            "trainer.val_every_n_steps=3", *([f"trainer.devices={ranks}"] if ranks > 1 else []), *words,
-        ]  # fmt: skip
+            f"run.root={parts / 'runs'}",
+            f"run.name={name}",
+            "trainer.max_epochs=null",
+            "trainer.max_steps=6",
+            "trainer.val_every_n_steps=3",
+            *([f"trainer.devices={ranks}"] if ranks > 1 else []),
+            *words,
+        ]
         words = [sys.executable, str(ROOT / "train.py"), *overrides]
         result = running.run(words, cwd=parts, env=environment(), ranks=ranks)
         assert result.returncode == 0, result.stderr[-4000:]
@@ -74,7 +93,10 @@ def equal(one: Path, other: Path) -> None:
 
 def test_a_run_resumes_bit_for_bit_in_its_own_folder_and_in_another(train, parts):
     straight = train("straight", *FULL)
-    assert "reference: log-probabilities that were computed once" in (straight / "screen.txt").read_text()
+    assert (
+        "reference: log-probabilities that were computed once"
+        in (straight / "screen.txt").read_text()
+    )
     table = rows(straight)
     assert float(table[0]["train/loss"]) == pytest.approx(math.log(2), abs=1e-6)
     assert float(table[-1]["train/reward_margin"]) > float(table[1]["train/reward_margin"]) > 0.0
@@ -91,7 +113,9 @@ def test_a_run_resumes_bit_for_bit_in_its_own_folder_and_in_another(train, parts
     assert "val/loss" in found
     for name, value in found.items():
         assert float(value) == pytest.approx(float(table[-1][name]), abs=1e-5)
-    exported = running.script("convert.py", str(straight), str(parts / "exported"), cwd=parts).stdout
+    exported = running.script(
+        "convert.py", str(straight), str(parts / "exported"), cwd=parts
+    ).stdout
     assert "its logits are the run's" in exported
 
 
@@ -103,9 +127,13 @@ def test_adapters_resume_bit_for_bit_and_are_evaluated_on_other_pairs(train, par
     assert stopped.name == "adapters-stopped"
     other = parts / "other.jsonl"
     other.write_text((parts / "pairs.jsonl").read_text().replace("how", "you"))
-    shown = running.script("evaluate.py", str(straight), "--split", "val", f"data.path={other}", cwd=parts).stdout
+    shown = running.script(
+        "evaluate.py", str(straight), "--split", "val", f"data.path={other}", cwd=parts
+    ).stdout
     assert "val/reward_margin" in shown
-    exported = running.script("convert.py", str(straight), str(parts / "adapter"), "--adapter", cwd=parts).stdout
+    exported = running.script(
+        "convert.py", str(straight), str(parts / "adapter"), "--adapter", cwd=parts
+    ).stdout
     assert "14 adapters of rank 16" in exported
 
 
@@ -113,4 +141,6 @@ def test_two_ranks_log_what_one_process_logs(train):
     one, two = rows(train("one")), rows(train("two", "strategy=ddp", ranks=2))
     for ours, theirs in zip(one, two, strict=True):
         for name, value in ours.items():
-            assert float(theirs[name] or 0.0) == pytest.approx(float(value or 0.0), rel=1e-5, abs=1e-5), name
+            assert float(theirs[name] or 0.0) == pytest.approx(
+                float(value or 0.0), rel=1e-5, abs=1e-5
+            ), name

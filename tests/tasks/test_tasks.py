@@ -22,9 +22,19 @@ pytestmark = pytest.mark.filterwarnings("ignore:The `srun` command")
 
 DECODER = functools.partial(Decoder, vocab_size=31, context=8, width=16, layers=1, heads=2)
 VIT = functools.partial(
-    VisionTransformer, image_size=4, patch_size=2, channels=1, classes=3, width=16, layers=1, heads=2
+    VisionTransformer,
+    image_size=4,
+    patch_size=2,
+    channels=1,
+    classes=3,
+    width=16,
+    layers=1,
+    heads=2,
 )
-FACTORIES = {"optimizer": functools.partial(torch.optim.AdamW, lr=0.01), "scheduler": schedules.cosine}
+FACTORIES = {
+    "optimizer": functools.partial(torch.optim.AdamW, lr=0.01),
+    "scheduler": schedules.cosine,
+}
 
 
 class Data(L.LightningDataModule):
@@ -38,7 +48,9 @@ class Data(L.LightningDataModule):
             if images
             else torch.randint(0, 31, (10, 9), generator=generator)
         )
-        targets = torch.randint(0, 3, (10,), generator=generator) if images else inputs[:, 1:].clone()
+        targets = (
+            torch.randint(0, 3, (10,), generator=generator) if images else inputs[:, 1:].clone()
+        )
         self.inputs, self.targets = (inputs if images else inputs[:, :-1]), targets
         self.targets[8:] = -100
         self.batch_size = batch_size
@@ -47,7 +59,9 @@ class Data(L.LightningDataModule):
         return {"val": 2.0, "test": 4.0}[split]
 
     def loader(self) -> DataLoader:
-        samples = [{"inputs": i, "targets": t} for i, t in zip(self.inputs, self.targets, strict=True)]
+        samples = [
+            {"inputs": i, "targets": t} for i, t in zip(self.inputs, self.targets, strict=True)
+        ]
         return DataLoader(samples, batch_size=self.batch_size)
 
     train_dataloader = val_dataloader = test_dataloader = loader
@@ -55,9 +69,15 @@ class Data(L.LightningDataModule):
 
 def trainer(**options) -> L.Trainer:
     return L.Trainer(
-        accelerator="cpu", max_steps=3, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, num_sanity_val_steps=0, **options,
-    )  # fmt: skip
+        accelerator="cpu",
+        max_steps=3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **options,
+    )
 
 
 def ready(task: Task) -> Task:
@@ -70,7 +90,10 @@ def ready(task: Task) -> Task:
 
 @pytest.mark.parametrize("batch_size", [2, 3, 10])
 def test_language_metrics_are_exact_for_any_batch_size(batch_size):
-    task, data = ready(LanguageModeling(DECODER, **FACTORIES)), Data(images=False, batch_size=batch_size)
+    task, data = (
+        ready(LanguageModeling(DECODER, **FACTORIES)),
+        Data(images=False, batch_size=batch_size),
+    )
     (val,) = trainer().validate(task, data, verbose=False)
     (test,) = trainer().test(task, data, verbose=False)
     with torch.no_grad():
@@ -83,12 +106,19 @@ def test_language_metrics_are_exact_for_any_batch_size(batch_size):
 
 @pytest.mark.parametrize("batch_size", [2, 3, 10])
 def test_image_metrics_are_exact_for_any_batch_size(batch_size):
-    task, data = ready(ImageClassification(VIT, **FACTORIES)), Data(images=True, batch_size=batch_size)
+    task, data = (
+        ready(ImageClassification(VIT, **FACTORIES)),
+        Data(images=True, batch_size=batch_size),
+    )
     (val,) = trainer().validate(task, data, verbose=False)
     with torch.no_grad():
         outputs = task.model(data.inputs[:8])
-    assert val["val/accuracy"] == pytest.approx((outputs.argmax(-1) == data.targets[:8]).float().mean().item())
-    assert val["val/loss"] == pytest.approx(task.model.loss(outputs, data.targets[:8]).item(), rel=1e-6)
+    assert val["val/accuracy"] == pytest.approx(
+        (outputs.argmax(-1) == data.targets[:8]).float().mean().item()
+    )
+    assert val["val/loss"] == pytest.approx(
+        task.model.loss(outputs, data.targets[:8]).item(), rel=1e-6
+    )
 
 
 def test_bits_per_byte_of_a_part_of_the_batches_are_said_to_be_approximate(caplog):
@@ -99,7 +129,9 @@ def test_bits_per_byte_of_a_part_of_the_batches_are_said_to_be_approximate(caplo
         for _ in range(2):
             (values,) = trainer(**limits).validate(task, datamodule=data, verbose=False)
         assert "val/bits_per_byte" in values
-        assert caplog.text.count("limit_val_batches=1: val/bits_per_byte is approximate") == bool(limits)
+        assert caplog.text.count("limit_val_batches=1: val/bits_per_byte is approximate") == bool(
+            limits
+        )
 
 
 class Distance(nn.Module):
@@ -111,7 +143,11 @@ def test_a_number_to_predict_may_be_minus_100():
     task = Task(nn.Identity, **FACTORIES)
     task.model = Distance()
     metrics = {"loss": mean_metric()}
-    for targets in (torch.tensor([0.0, -100.0]), torch.tensor([1.0, 1.0]), torch.tensor([-100.0])):  # the last: padding
+    for targets in (
+        torch.tensor([0.0, -100.0]),
+        torch.tensor([1.0, 1.0]),
+        torch.tensor([-100.0]),
+    ):  # the last: padding
         task.update(metrics, {"inputs": torch.zeros(len(targets)), "targets": targets})
     assert metrics["loss"].compute() == (10_000 / 2 + 1) / 2
 
@@ -120,7 +156,10 @@ def test_a_weighted_mean_equals_torchmetrics_bit_for_bit():
     ours, theirs = mean_metric(), MeanMetric(nan_strategy=float("nan"))
     for seed in range(5):
         generator = torch.Generator().manual_seed(seed)
-        value, weight = torch.randn(7, generator=generator), torch.randint(0, 9, (7,), generator=generator)
+        value, weight = (
+            torch.randn(7, generator=generator),
+            torch.randint(0, 9, (7,), generator=generator),
+        )
         for metric in (ours, theirs):
             metric.update(value, weight)
             metric.update(value[0].bfloat16(), weight=weight[0])
@@ -163,7 +202,10 @@ def test_a_model_that_cannot_initialize_itself_is_built_for_real():
 @pytest.mark.parametrize("optimizer", [FACTORIES["optimizer"], functools.partial(Muon, lr=0.01)])
 @pytest.mark.parametrize("scheduler", [None, schedules.constant, schedules.wsd])
 def test_fits(optimizer, scheduler):
-    task, data = LanguageModeling(DECODER, optimizer=optimizer, scheduler=scheduler), Data(images=False, batch_size=5)
+    task, data = (
+        LanguageModeling(DECODER, optimizer=optimizer, scheduler=scheduler),
+        Data(images=False, batch_size=5),
+    )
     before = {name: value.clone() for name, value in ready(task).state_dict().items()}
     trainer(limit_val_batches=1).fit(task, data)
     assert all(not torch.equal(value, before[name]) for name, value in task.state_dict().items())
@@ -198,7 +240,8 @@ def test_nothing_is_saved_as_a_hyperparameter():
 
 
 @pytest.mark.parametrize(
-    ("batch", "has"), [({"x": torch.ones(1), "y": torch.ones(1)}, "the keys x, y"), ([torch.ones(1)] * 2, "a list")]
+    ("batch", "has"),
+    [({"x": torch.ones(1), "y": torch.ones(1)}, "the keys x, y"), ([torch.ones(1)] * 2, "a list")],
 )
 def test_a_batch_of_another_form_is_reported(batch, has):
     with pytest.raises(TypeError, match=f"A batch has {has}: each sample of .* must be"):
@@ -214,7 +257,11 @@ class WithoutLoss(nn.Module):
 
     def forward(self, inputs, targets=None):
         outputs = self.layer(inputs.flatten(1))
-        return outputs if targets is None else nn.functional.cross_entropy(outputs, targets, label_smoothing=0.1)
+        return (
+            outputs
+            if targets is None
+            else nn.functional.cross_entropy(outputs, targets, label_smoothing=0.1)
+        )
 
 
 def test_a_model_without_a_method_loss_is_evaluated_by_what_it_trains_with():

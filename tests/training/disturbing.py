@@ -1,4 +1,7 @@
-"""Callbacks that slow down or break one rank's model, whatever the strategy. Imported by the ranks."""
+"""Callbacks that slow down or break one rank's model, whatever the strategy.
+
+Imported by the ranks.
+"""
 
 import math
 import time
@@ -31,7 +34,8 @@ class Slow(Callback):
 
 
 class Breaks(Callback):
-    """Let the embedding return NaN for batches with samples of one step, also after a rollback and in a replay.
+    """Let the embedding return NaN for batches with samples of one step, also after a rollback and
+    in a replay.
 
     Args:
         step: at the first time.

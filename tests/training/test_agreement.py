@@ -29,7 +29,9 @@ def on_two_ranks(monkeypatch, others: bool) -> None:
 def test_a_rank_that_leaves_the_epoch_alone_is_named(monkeypatch):
     on_two_ranks(monkeypatch, False)
     assert not agreement.skipped(SkipsLocally(), False, batch_idx=3)
-    with pytest.raises(ValueError, match=r"SkipsLocally.on_train_batch_start returns -1 on rank 0 .* 1 \(batch 3\)"):
+    with pytest.raises(
+        ValueError, match=r"SkipsLocally.on_train_batch_start returns -1 on rank 0 .* 1 \(batch 3\)"
+    ):
         agreement.skipped(SkipsLocally(), True, batch_idx=3)
 
 
@@ -79,7 +81,9 @@ def test_a_hook_may_leave_the_epoch_by_any_value_that_it_returns(monkeypatch):
     for kind in (SkipsByName, SkipsAsItsBase):
         module = kind()
         module.trainer = SkipsLocally.trainer
-        with pytest.raises(ValueError, match=f"{kind.__name__}.on_train_batch_start returns -1 on rank 1"):
+        with pytest.raises(
+            ValueError, match=f"{kind.__name__}.on_train_batch_start returns -1 on rank 1"
+        ):
             agreement.skipped(module, False, batch_idx=0)
     assert not agreement.skipped(ReturnsEarly(), False, batch_idx=0)
     assert not agreement.skipped(LightningModule(), False, batch_idx=0)
@@ -96,7 +100,9 @@ class Stops:
 def test_code_that_may_stop_a_run_is_found(monkeypatch):
     monkeypatch.setattr(agreement.process_group, "ranks", lambda: 2)
     for module, callbacks, expected in (
-        (Stops(), [], True), (SkipsNever(), [Stops()], True), (SkipsNever(), [SkipsLocally()], False),
-    ):  # fmt: skip
+        (Stops(), [], True),
+        (SkipsNever(), [Stops()], True),
+        (SkipsNever(), [SkipsLocally()], False),
+    ):
         trainer = SimpleNamespace(lightning_module=module, callbacks=callbacks)
         assert agreement.may_stop(trainer) is expected

@@ -56,7 +56,11 @@ class Module(L.LightningModule):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(2, 2), Noise(), nn.Dropout(0.1), nn.BatchNorm1d(2))
         self.norms, self.seen, self.best = [1.0], {"b", "a", "c"}, {"x": (1, None)}
-        self.queue, self.generator, self.python = deque([1], maxlen=3), torch.Generator(), random.Random(0)
+        self.queue, self.generator, self.python = (
+            deque([1], maxlen=3),
+            torch.Generator(),
+            random.Random(0),
+        )
         self.jobs = queue.Queue()
         self.criterion, self.large, self.output = Loss(), torch.zeros(2_000_000), torch.zeros(1)
 
@@ -72,9 +76,14 @@ class Slow(torch.optim.SGD):
 def trainer_of(module: Any, *callbacks: Any) -> Any:
     optimizers = [Slow(module.parameters(), lr=0.1)]
     return SimpleNamespace(
-        lightning_module=module, callbacks=callbacks, optimizers=optimizers, datamodule=NumbersData(),
-        lr_scheduler_configs=[], gradient_clip_val=1.0, limit_val_batches=1.0,
-    )  # fmt: skip
+        lightning_module=module,
+        callbacks=callbacks,
+        optimizers=optimizers,
+        datamodule=NumbersData(),
+        lr_scheduler_configs=[],
+        gradient_clip_val=1.0,
+        limit_val_batches=1.0,
+    )
 
 
 def put_into_queue(trainer):
@@ -156,7 +165,9 @@ def test_parts_that_torch_shards_are_still_the_users():
     module = Module()
     trainer = trainer_of(module)
     before = attributes.digests(trainer)
-    module.net[1].__class__ = type("FSDPNoise", (FSDPModule, Noise), {"__module__": "torch.distributed.fsdp"})
+    module.net[1].__class__ = type(
+        "FSDPNoise", (FSDPModule, Noise), {"__module__": "torch.distributed.fsdp"}
+    )
     assert attributes.changed(trainer, before) == {}
     draw_in_layer(trainer)
     assert attributes.changed(trainer, before).keys() == {"Module.net.1.rng"}
@@ -179,12 +190,17 @@ class Wraps:
 
 
 ITERATORS = {
-    "list": lambda: iter([1, 2, 3]), "cycle": lambda: itertools.cycle([1, 2, 3]), "count": itertools.count,
-    "loader": lambda: iter(DataLoader(range(8), batch_size=2)), "map": lambda: map(str, iter([1, 2, 3])),
-    "generator": lambda: batches(DataLoader(range(8), batch_size=2)), "expression": lambda: (x for x in [1, 2, 3]),
-"object": lambda: Wraps([1, 2, 3]), "large": lambda: itertools.cycle(torch.zeros(3, 2_000_000)),
+    "list": lambda: iter([1, 2, 3]),
+    "cycle": lambda: itertools.cycle([1, 2, 3]),
+    "count": itertools.count,
+    "loader": lambda: iter(DataLoader(range(8), batch_size=2)),
+    "map": lambda: map(str, iter([1, 2, 3])),
+    "generator": lambda: batches(DataLoader(range(8), batch_size=2)),
+    "expression": lambda: (x for x in [1, 2, 3]),
+    "object": lambda: Wraps([1, 2, 3]),
+    "large": lambda: itertools.cycle(torch.zeros(3, 2_000_000)),
     "unreadable": lambda: csv.reader(["a", "b", "c"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", ITERATORS)
@@ -200,11 +216,17 @@ def test_iterators_that_are_not_as_far_are_named_with_a_remedy(kind, caplog):
     saved = attributes.changed(saving, began)
     assert saved.keys() == {"Module.iterator"}
     attributes.warn_of_lost(advanced, saved)
-    assert ("Module.iterator: how far it is cannot be read" in caplog.text) == bool(caplog.records) == unreadable
+    assert (
+        ("Module.iterator: how far it is cannot be read" in caplog.text)
+        == bool(caplog.records)
+        == unreadable
+    )
     caplog.clear()
     attributes.warn_of_lost(resumed, saved)
     assert "An iterator cannot be saved (Module.iterator): save how many items" in caplog.text
-    assert len([*zip(advanced.lightning_module.iterator, range(1), strict=False)]) == 1  # looking has not moved it
+    assert (
+        len([*zip(advanced.lightning_module.iterator, range(1), strict=False)]) == 1
+    )  # looking has not moved it
 
 
 def test_files_loggers_and_iterators_that_are_exhausted_are_not_named(tmp_path):
@@ -228,13 +250,22 @@ class Point(NamedTuple):
 class Typed(Module):
     def __init__(self) -> None:
         super().__init__()
-        self.meter, self.color, self.point, self.pair = Meter(), Color.RED, Point(1), [np.float32(1.0)]
+        self.meter, self.color, self.point, self.pair = (
+            Meter(),
+            Color.RED,
+            Point(1),
+            [np.float32(1.0)],
+        )
 
 
 @pytest.mark.parametrize("change", [True, False], ids=["changed", "unchanged"])
 def test_types_that_a_checkpoint_does_not_give_back_are_named(change, caplog):
     saving, loaded, resumed = (trainer_of(Typed()) for _ in range(3))
-    began, module, other = attributes.digests(saving), saving.lightning_module, loaded.lightning_module
+    began, module, other = (
+        attributes.digests(saving),
+        saving.lightning_module,
+        loaded.lightning_module,
+    )
     if change:
         module.color = Color.BLUE
         module.meter.count += 1
@@ -245,15 +276,26 @@ def test_types_that_a_checkpoint_does_not_give_back_are_named(change, caplog):
     other.meter, other.color = {"count": module.meter.count, "path": "a"}, module.color.value
     other.point, other.pair = (1,), [1.0]
     attributes.warn_of_lost(loaded, saved)
-    assert "was saved: Typed.color, Typed.meter, Typed.pair, Typed.point. No checkpoint" in caplog.text
     assert (
-        "If Typed.color is saved: a checkpoint gives plain values back. Write Color(value) on loading." in caplog.text
+        "was saved: Typed.color, Typed.meter, Typed.pair, Typed.point. No checkpoint" in caplog.text
     )
-    for words in ("Write Meter(**value), PurePosixPath(value) on", "Write Point(*value) on", "Write float32(value) on"):
+    assert (
+        "If Typed.color is saved: a checkpoint gives plain values back. Write Color(value) on "
+        "loading." in caplog.text
+    )
+    for words in (
+        "Write Meter(**value), PurePosixPath(value) on",
+        "Write Point(*value) on",
+        "Write float32(value) on",
+    ):
         assert words in caplog.text
     caplog.clear()
     attributes.warn_of_lost(resumed, saved)
-    assert ("was saved: Typed.color, Typed.meter. No checkpoint" in caplog.text) == bool(caplog.records) == change
+    assert (
+        ("was saved: Typed.color, Typed.meter. No checkpoint" in caplog.text)
+        == bool(caplog.records)
+        == change
+    )
     assert "plain values" not in caplog.text
 
 
@@ -293,7 +335,9 @@ class Images(Dataset):
         return 4
 
 
-@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: Subset(data, [0, 1])], ids=["alone", "in a subset"])
+@pytest.mark.parametrize(
+    "wrap", [lambda data: data, lambda data: Subset(data, [0, 1])], ids=["alone", "in a subset"]
+)
 def test_what_is_large_in_a_dataset_hides_none_of_its_other_attributes(wrap):
     images, module = Images(), Module()
     module.data = wrap(images)

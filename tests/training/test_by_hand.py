@@ -19,7 +19,9 @@ class Module(L.LightningModule):
         self.net, self.seen = torch.nn.Linear(4, 1), []
 
     def training_step(self, batch, batch_idx):
-        self.seen.append((self.current_epoch, self.trainer.fit_loop.epoch_progress.current.processed, batch_idx))
+        self.seen.append(
+            (self.current_epoch, self.trainer.fit_loop.epoch_progress.current.processed, batch_idx)
+        )
         return self.net(batch).square().mean()
 
     def configure_optimizers(self):
@@ -28,9 +30,14 @@ class Module(L.LightningModule):
 
 def make(trainer, *callbacks, **kwargs):
     return trainer(
-        accelerator="cpu", enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-        logger=False, callbacks=[*callbacks], **kwargs,
-    )  # fmt: skip
+        accelerator="cpu",
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        logger=False,
+        callbacks=[*callbacks],
+        **kwargs,
+    )
 
 
 def loader() -> DataLoader:
@@ -46,7 +53,9 @@ class Saves(L.Callback):
             trainer.save_checkpoint(self.path)
 
 
-@pytest.mark.parametrize("limits", [{"max_epochs": 4}, {"max_steps": 15}, {"max_epochs": 4, "max_steps": 100}])
+@pytest.mark.parametrize(
+    "limits", [{"max_epochs": 4}, {"max_steps": 15}, {"max_epochs": 4, "max_steps": 100}]
+)
 @pytest.mark.parametrize("step", [6, 8])
 def test_a_resumed_run_counts_epochs_as_lightning_s_does(limits, step, tmp_path):
     counted = []
@@ -66,7 +75,9 @@ def loops(trainer, *, epochs: bool) -> None:
         loop = _FitLoop(trainer, min_epochs=trainer.min_epochs, max_epochs=trainer.max_epochs)
         loop.epoch_loop, trainer.fit_loop = trainer.fit_loop.epoch_loop, loop
     else:
-        trainer.fit_loop.epoch_loop = _TrainingEpochLoop(trainer, trainer.min_steps, trainer.max_steps)
+        trainer.fit_loop.epoch_loop = _TrainingEpochLoop(
+            trainer, trainer.min_steps, trainer.max_steps
+        )
 
 
 @pytest.mark.parametrize("epochs", [True, False])

@@ -1,4 +1,6 @@
-"""What is printed while training: a module's own values stand beside ours, and a bar of the user's replaces ours."""
+"""What is printed while training: a module's own values stand beside ours, and a bar of the user's
+replaces ours.
+"""
 
 import io
 from types import SimpleNamespace
@@ -25,7 +27,9 @@ class Module(L.LightningModule):
         loss = self.net(batch).square().mean()
         self.log("mine", 0.25 + batch_idx, prog_bar=True)
         self.log("hidden", 1.0)
-        self.log("train/loss", loss, prog_bar=True)  # the bar shows the loss of the whole global batch
+        self.log(
+            "train/loss", loss, prog_bar=True
+        )  # the bar shows the loss of the whole global batch
         return loss
 
     def validation_step(self, batch, batch_idx):
@@ -44,13 +48,19 @@ def fit(display: Display, *callbacks: L.Callback) -> str:
     last = {"train/loss": 2.0, "lr": 0.1}
     display.step_log = SimpleNamespace(last=last, tokens_per_sample=None, rate=10.0, data_wait=0.0)  # pyright: ignore
     trainer = Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=False, enable_model_summary=False, max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        max_epochs=1,
         callbacks=[display, *callbacks],
-    )  # fmt: skip
+    )
     data = torch.ones(8, 4)
     module = Module()
     trainer.fit(module, DataLoader(data, batch_size=4), DataLoader(data, batch_size=2))
-    trainer.test(module, [DataLoader(data, batch_size=4), DataLoader(data, batch_size=8)], verbose=False)
+    trainer.test(
+        module, [DataLoader(data, batch_size=4), DataLoader(data, batch_size=8)], verbose=False
+    )
     return display.console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -64,21 +74,32 @@ def test_results_are_shown_whatever_width_a_terminal_states(columns, monkeypatch
 
 
 def test_values_logged_for_the_bar_are_shown():
-    lines = fit(Bar(lambda trainer: "start", step_log=None, total_steps=2, plain_every=0.0)).splitlines()  # pyright: ignore
+    lines = fit(
+        Bar(lambda trainer: "start", step_log=None, total_steps=2, plain_every=0.0)
+    ).splitlines()  # pyright: ignore
     assert lines[0] == "start"
     steps = [line for line in lines if "samples/s" in line]
-    assert [line.split("samples/s")[1].split()[:2] for line in steps] == [["mine", "0.25"], ["mine", "1.25"]]
+    assert [line.split("samples/s")[1].split()[:2] for line in steps] == [
+        ["mine", "0.25"],
+        ["mine", "1.25"],
+    ]
     assert not any("hidden" in line for line in lines)
-    assert [line for line in lines if "val/score" in line] == ["step 2/2 val/score 0.5000 val_loss 0.2500"]
+    assert [line for line in lines if "val/score" in line] == [
+        "step 2/2 val/score 0.5000 val_loss 0.2500"
+    ]
     assert all(line.count("loss") == 1 for line in steps)
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(0.0, True), (60.0, False)])
 def test_an_evaluation_that_takes_long_shows_how_far_it_is(seconds, shown):
-    lines = fit(Bar(lambda trainer: "start", step_log=None, total_steps=2, plain_every=seconds)).splitlines()  # pyright: ignore
+    lines = fit(
+        Bar(lambda trainer: "start", step_log=None, total_steps=2, plain_every=seconds)
+    ).splitlines()  # pyright: ignore
     found = [line for line in lines if " batch " in line]
     expected = [*(f"validation batch {i}/4" for i in (1, 2, 3, 4)), "test batch 1/2 of loader 0"]
-    assert found == ([*expected, "test batch 2/2 of loader 0", "test batch 1/1 of loader 1"] if shown else [])
+    assert found == (
+        [*expected, "test batch 2/2 of loader 0", "test batch 1/1 of loader 1"] if shown else []
+    )
 
 
 def test_another_bar_takes_the_place_of_ours(capsys):

@@ -14,7 +14,9 @@ from armature.training.trainer import Trainer
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*many workers.*"),
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create"),
+    pytest.mark.filterwarnings(
+        "ignore:Be aware that when using `ckpt_path`, callbacks used to create"
+    ),
 ]
 EPOCH = 4  # batches
 
@@ -53,19 +55,27 @@ def make(trainer, *callbacks, **kwargs):
 
 
 @pytest.mark.parametrize(
-    "limit", [{"max_epochs": 3}, {"max_epochs": -1, "max_steps": 3 * EPOCH}], ids=["epochs", "steps"]
+    "limit",
+    [{"max_epochs": 3}, {"max_epochs": -1, "max_steps": 3 * EPOCH}],
+    ids=["epochs", "steps"],
 )
 @pytest.mark.parametrize("saved", [L.Trainer, Trainer], ids=["lightnings", "ours"])
 def test_a_run_resumed_in_a_later_epoch_counts_on(tmp_path, limit, saved):
     data = torch.ones(EPOCH, 2)
-    save = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    save = ModelCheckpoint(
+        dirpath=tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1
+    )
     make(saved, save, **limit).fit(Module(), DataLoader(data))
     for step in (6, 8):  # inside an epoch, and at its end
         seen = []
         for kind in (L.Trainer, Trainer):
             module, trainer, sampler = Module(), make(kind, **limit), Sampler()
-            trainer.fit(module, DataLoader(data, sampler=sampler), ckpt_path=tmp_path / f"step={step}.ckpt")
-            seen.append((module.steps, sampler.epochs, trainer.fit_loop.epoch_progress.state_dict()))
+            trainer.fit(
+                module, DataLoader(data, sampler=sampler), ckpt_path=tmp_path / f"step={step}.ckpt"
+            )
+            seen.append(
+                (module.steps, sampler.epochs, trainer.fit_loop.epoch_progress.state_dict())
+            )
         assert seen[1] == seen[0]
         assert seen[1][0][0] == (step // EPOCH, step, step % EPOCH)
         assert len(seen[1][0]) == 3 * EPOCH - step
@@ -77,7 +87,9 @@ def test_a_step_that_empties_its_batch_leaves_the_loader_s_as_it_is():
             return super().training_step(batch.pop("x"), batch_idx)
 
     module, batches = Popping(), [{"x": torch.ones(1, 2)}, {"x": torch.zeros(1, 2)}]
-    make(Trainer, max_epochs=2).fit(module, DataLoader(batches, batch_size=None, collate_fn=lambda batch: batch))
+    make(Trainer, max_epochs=2).fit(
+        module, DataLoader(batches, batch_size=None, collate_fn=lambda batch: batch)
+    )
     assert len(module.steps) == 4
     assert all(batch.keys() == {"x"} for batch in batches)
 
@@ -124,4 +136,6 @@ def test_a_trial_of_the_tuner_does_not_validate():
             raise AssertionError
 
     Tuner(make(Trainer, max_epochs=1, limit_val_batches=0)).lr_find(Validating(), num_training=3)
-    Tuner(make(Trainer, max_epochs=1, limit_val_batches=0)).scale_batch_size(Validating(), max_trials=1)
+    Tuner(make(Trainer, max_epochs=1, limit_val_batches=0)).scale_batch_size(
+        Validating(), max_trials=1
+    )

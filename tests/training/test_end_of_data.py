@@ -51,21 +51,32 @@ class TakesIterator(Module):
 
 def trainer():
     return Trainer(
-        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, num_sanity_val_steps=0,
-    )  # fmt: skip
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
 
 
 @pytest.mark.parametrize(
     "where",
     [
-        "training_step", "on_train_batch_end", "validation_step", "on_validation_batch_start", "test_step",
+        "training_step",
+        "on_train_batch_end",
+        "validation_step",
+        "on_validation_batch_start",
+        "test_step",
         "predict_step",
     ],
-)  # fmt: skip
+)
 def test_a_step_or_hook_that_meets_the_end_of_an_iterator_ends_the_run(where):
     loader, one = DataLoader(torch.ones(6, 1), batch_size=1), trainer()
-    run, loaders = {"test_step": (one.test, 1), "predict_step": (one.predict, 1)}.get(where, (one.fit, 2))
+    run, loaders = {"test_step": (one.test, 1), "predict_step": (one.predict, 1)}.get(
+        where, (one.fit, 2)
+    )
     with pytest.raises(RuntimeError, match=WORDS):
         run(Module(where), *[loader] * loaders)
 

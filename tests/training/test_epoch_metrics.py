@@ -1,4 +1,6 @@
-"""What metrics have collected in an epoch continues after a resume, on the same ranks or on others."""
+"""What metrics have collected in an epoch continues after a resume, on the same ranks or on
+others.
+"""
 
 from functools import partial
 
@@ -27,7 +29,9 @@ class Module(nn.Module):
         super().__init__()
         self.mean, self.total = MeanMetric(), SumMetric()
         self.extremes = MinMaxMetric(SumMetric())
-        self.both = MetricCollection([MulticlassAccuracy(3, average="micro"), MulticlassRecall(3, average="micro")])
+        self.both = MetricCollection(
+            [MulticlassAccuracy(3, average="micro"), MulticlassRecall(3, average="micro")]
+        )
 
     def update(self, seed: int) -> None:
         values = torch.randn(5, generator=torch.Generator().manual_seed(seed))
@@ -58,7 +62,9 @@ def test_metric_objects_continue_bit_for_bit():
     epoch_metrics.restore_states(resumed, [epoch_metrics.metric_states(stopped)], **same())
     for seed in (2, 3):
         resumed.update(seed)
-    assert {k: float(v) for k, v in straight.compute().items()} == {k: float(v) for k, v in resumed.compute().items()}
+    assert {k: float(v) for k, v in straight.compute().items()} == {
+        k: float(v) for k, v in resumed.compute().items()
+    }
 
 
 def test_a_tracker_has_its_past_steps_after_a_resume():
@@ -81,18 +87,29 @@ def test_a_tracker_has_its_past_steps_after_a_resume():
     assert after.one.best_metric(return_step=True) == (1.0, 1)
     assert after.one.compute_all().tolist() == [9.0, 1.0, 4.0, 16.0]
     assert after.several.compute_all()["MeanAbsoluteError"].tolist() == [3.0, 1.0, 2.0, 4.0]
-    epoch_metrics.restore_states(after, [epoch_metrics.metric_states(before)], **same())  # of a step less
+    epoch_metrics.restore_states(
+        after, [epoch_metrics.metric_states(before)], **same()
+    )  # of a step less
     assert after.one.compute_all().tolist() == [9.0, 1.0, 4.0]
     assert after.several.n_steps == 3
 
 
 def test_the_objects_of_a_validation_are_saved_as_its_end_leaves_them():
-    """A save in on_validation_end comes before Lightning resets them: a resume would add the next validation."""
+    """A save in on_validation_end comes before Lightning resets them: a resume would add the next
+    validation.
+    """
     module = Module()
     module.update(1)
     whole = epoch_metrics.metric_states(module)
     results = _ResultCollection(training=False)
-    results.log("validation_step", "val/mean", module.mean, on_step=False, on_epoch=True, metric_attribute="mean")
+    results.log(
+        "validation_step",
+        "val/mean",
+        module.mean,
+        on_step=False,
+        on_epoch=True,
+        metric_attribute="mean",
+    )
     saved = epoch_metrics.metric_states(module, evaluated=results)
     assert saved["mean"]["updates"] == 0
     assert float(saved["mean"]["state"]["weight"]) == 0.0
@@ -109,7 +126,9 @@ def test_a_save_leaves_metric_objects_as_they_are():
         for module in (saved, plain):
             module.update(seed)
         epoch_metrics.metric_states(saved)
-    assert {k: float(v) for k, v in saved.compute().items()} == {k: float(v) for k, v in plain.compute().items()}
+    assert {k: float(v) for k, v in saved.compute().items()} == {
+        k: float(v) for k, v in plain.compute().items()
+    }
 
 
 def test_other_ranks_continue_with_what_all_had_collected():
@@ -121,9 +140,15 @@ def test_other_ranks_continue_with_what_all_had_collected():
     saved = [epoch_metrics.metric_states(ranks[place]) for place in (0, 0, 1, 1)]
     resumed = [Module() for _ in range(3)]
     for rank, module in enumerate(resumed):
-        epoch_metrics.restore_states(module, saved, rank=rank, saved_data_ranks=[0, 0, 1, 1], data_ranks=[0, 1, 2])
-    assert sum(float(module.total.sum_value) for module in resumed) == pytest.approx(float(whole.total.compute()))
-    value, weight = (sum(float(getattr(m.mean, name)) for m in resumed) for name in ("mean_value", "weight"))
+        epoch_metrics.restore_states(
+            module, saved, rank=rank, saved_data_ranks=[0, 0, 1, 1], data_ranks=[0, 1, 2]
+        )
+    assert sum(float(module.total.sum_value) for module in resumed) == pytest.approx(
+        float(whole.total.compute())
+    )
+    value, weight = (
+        sum(float(getattr(m.mean, name)) for m in resumed) for name in ("mean_value", "weight")
+    )
     assert value / weight == pytest.approx(float(whole.mean.compute()))
 
 
@@ -141,7 +166,9 @@ def test_a_mean_over_ranks_stays(after):
     saved = [epoch_metrics.metric_states(nn.ModuleList([Level(value)])) for value in (1.0, 3.0)]
     resumed = [nn.ModuleList([Level()]) for _ in range(after)]
     for rank, module in enumerate(resumed):
-        epoch_metrics.restore_states(module, saved, rank=rank, saved_data_ranks=[0, 1], data_ranks=[*range(after)])
+        epoch_metrics.restore_states(
+            module, saved, rank=rank, saved_data_ranks=[0, 1], data_ranks=[*range(after)]
+        )
     assert sum(float(module[0].compute()) for module in resumed) / after == pytest.approx(2.0)
 
 
@@ -150,7 +177,9 @@ class Seen(Metric):
 
     def __init__(self) -> None:
         super().__init__()
-        self.add_state("total", default=torch.tensor(0.0), dist_reduce_fx=lambda of_ranks: of_ranks.sum(0))
+        self.add_state(
+            "total", default=torch.tensor(0.0), dist_reduce_fx=lambda of_ranks: of_ranks.sum(0)
+        )
 
     def update(self, x: torch.Tensor) -> None:
         self.total += x.sum()
@@ -172,17 +201,30 @@ class Correlated(nn.Module):
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 3), (2, 3), (2, 2), (2, 1)])
 def test_states_that_torchmetrics_stacks_or_a_function_reduces_count_once(caplog, before, after):
-    whole, ranks, resumed = Correlated(), [Correlated() for _ in range(before)], [Correlated() for _ in range(after)]
+    whole, ranks, resumed = (
+        Correlated(),
+        [Correlated() for _ in range(before)],
+        [Correlated() for _ in range(after)],
+    )
     for seed in range(4):
         whole.update(seed)
         ranks[seed % before].update(seed)
-    saved, places = [epoch_metrics.metric_states(rank) for rank in ranks], ([*range(before)], [*range(after)])
+    saved, places = (
+        [epoch_metrics.metric_states(rank) for rank in ranks],
+        ([*range(before)], [*range(after)]),
+    )
     for rank, module in enumerate(resumed):
-        epoch_metrics.restore_states(module, saved, rank=rank, saved_data_ranks=places[0], data_ranks=places[1])
-    assert sum(float(module.seen.total) for module in resumed) == pytest.approx(float(whole.seen.compute()))
+        epoch_metrics.restore_states(
+            module, saved, rank=rank, saved_data_ranks=places[0], data_ranks=places[1]
+        )
+    assert sum(float(module.seen.total) for module in resumed) == pytest.approx(
+        float(whole.seen.compute())
+    )
     gathered = resumed[0].correlation
     for key in gathered.metric_state if after > 1 else ():
-        setattr(gathered, key, torch.stack([getattr(module.correlation, key) for module in resumed]))
+        setattr(
+            gathered, key, torch.stack([getattr(module.correlation, key) for module in resumed])
+        )
     if after >= before:
         assert float(gathered.compute()) == pytest.approx(float(whole.correlation.compute()))
         assert "cannot be combined" not in caplog.text
@@ -204,7 +246,8 @@ def test_logged_values_are_combined_over_ranks():
         },
     ]
     first, second = (
-        epoch_metrics.for_rank(logged, rank=rank, saved_data_ranks=[0, 1], data_ranks=[0, 1, 2]) for rank in (0, 1)
+        epoch_metrics.for_rank(logged, rank=rank, saved_data_ranks=[0, 1], data_ranks=[0, 1, 2])
+        for rank in (0, 1)
     )
     assert (first["mean"]["value"], first["mean"]["samples"]) == (8.0, 4)
     assert (second["mean"]["value"], second["mean"]["samples"]) == (0.0, 0)
@@ -218,7 +261,9 @@ def test_a_metric_that_the_module_lacks_is_named(caplog):
 
 
 def aligned(monkeypatch, log_there, log_here=lambda results: None):
-    """Return a rank's values after they were aligned with those of another, and the keys that it lacked."""
+    """Return a rank's values after they were aligned with those of another, and the keys that it
+    lacked.
+    """
 
     def reduce(value, reduce_op=None, group=None):
         return value
@@ -227,7 +272,9 @@ def aligned(monkeypatch, log_there, log_here=lambda results: None):
     facts = []
     log_there(there, sync_dist_fn=reduce)
     log_here(here)
-    monkeypatch.setattr(epoch_metrics.process_group, "all_gather_object", lambda own: facts.append(own) or [own])
+    monkeypatch.setattr(
+        epoch_metrics.process_group, "all_gather_object", lambda own: facts.append(own) or [own]
+    )
     options = {"reduce": reduce, "device": torch.device("cpu")}
     epoch_metrics.align(there, Module(), **options)
     monkeypatch.setattr(epoch_metrics.process_group, "all_gather_object", lambda own: [*facts, own])
@@ -243,13 +290,22 @@ def test_a_value_of_another_rank_belongs_to_its_loader_and_has_its_type(monkeypa
     here, added = aligned(monkeypatch, log)
     assert added == [*here] == ["validation_step.loss.1"]
     metric = here[added[0]]
-    assert (metric.meta.dataloader_idx, metric.value.dtype, float(metric.value)) == (1, torch.float64, 0.0)
+    assert (metric.meta.dataloader_idx, metric.value.dtype, float(metric.value)) == (
+        1,
+        torch.float64,
+        0.0,
+    )
     here.dataloader_idx = 1  # else it would be reduced at the end of the last loader only
     assert [key for key, _ in here.valid_items()] == added
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"sync_dist": True, "rank_zero_only": True}, {"sync_dist": True, "sync_dist_group": object()}]
+    "options",
+    [
+        {},
+        {"sync_dist": True, "rank_zero_only": True},
+        {"sync_dist": True, "sync_dist_group": object()},
+    ],
 )
 def test_a_value_that_other_ranks_do_not_reduce_stays_there(monkeypatch, options):
     """Here it would be NaN, at which EarlyStopping stops."""
@@ -263,7 +319,9 @@ def test_a_value_that_other_ranks_do_not_reduce_stays_there(monkeypatch, options
 def test_order_and_names_are_aligned_once_each(monkeypatch):
     def log(results, names="ab", **kwargs):
         for name in names:
-            results.log("training_step", name, torch.tensor(1.0), sync_dist=True, batch_size=1, **kwargs)
+            results.log(
+                "training_step", name, torch.tensor(1.0), sync_dist=True, batch_size=1, **kwargs
+            )
 
     here, added = aligned(monkeypatch, log, partial(log, names="cb"))
     assert [*here] == ["training_step.a", "training_step.b", "training_step.c"]
@@ -272,7 +330,9 @@ def test_order_and_names_are_aligned_once_each(monkeypatch):
 
 def test_values_of_steps_before_a_resume_stand_until_they_are_logged_again_or_the_epoch_ends():
     def log(results, name, value):
-        results.log("training_step", name, torch.tensor(value), on_step=True, on_epoch=False, batch_size=1)
+        results.log(
+            "training_step", name, torch.tensor(value), on_step=True, on_epoch=False, batch_size=1
+        )
 
     stopped, resumed = epoch_metrics.Results(training=True), epoch_metrics.Results(training=True)
     for name, value in (("penalty", 0.5), ("loss", 2.0)):
@@ -288,13 +348,27 @@ def test_values_of_steps_before_a_resume_stand_until_they_are_logged_again_or_th
 
 @pytest.mark.parametrize(("older", "dtype"), [(False, torch.float64), (True, torch.float32)])
 def test_logged_values_keep_their_type_and_older_checkpoints_have_none(older, dtype):
-    saved = {"mean": {"reduce_fx": "mean", "fx": "training_step", "name": "mean", "value": 0.5, "samples": 2}}
-    saved["mean"] |= {"sync": False, "rank_zero_only": False} | ({} if older else {"type": "float64"})
+    saved = {
+        "mean": {
+            "reduce_fx": "mean",
+            "fx": "training_step",
+            "name": "mean",
+            "value": 0.5,
+            "samples": 2,
+        }
+    }
+    saved["mean"] |= {"sync": False, "rank_zero_only": False} | (
+        {} if older else {"type": "float64"}
+    )
     results = _ResultCollection(training=True)
-    epoch_metrics.restore(results, saved, Module(), reduce=lambda value: value, device=torch.device("cpu"))
+    epoch_metrics.restore(
+        results, saved, Module(), reduce=lambda value: value, device=torch.device("cpu")
+    )
     assert (results["mean"].value.dtype, float(results["mean"].compute())) == (dtype, 0.25)
     newest = epoch_metrics.Results(training=True)
-    value = 0.5 if older else epoch_metrics.numbers({"x": torch.tensor(0.5, dtype=torch.float64)})["x"]
+    value = (
+        0.5 if older else epoch_metrics.numbers({"x": torch.tensor(0.5, dtype=torch.float64)})["x"]
+    )
     newest.continue_from({"log": {"x": value}, "pbar": {"x": value}})
     found = newest.metrics(on_step=True)
     assert (found["log"]["x"].dtype, found["pbar"]["x"]) == (dtype, 0.5)

@@ -59,7 +59,9 @@ class Stub:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
         optimizer.state[module.net.weight] = {"momentum_buffer": torch.ones(2, 2)}
         self.lightning_module, self.callbacks, self.optimizers = module, [*callbacks], [optimizer]
-        self.lr_scheduler_configs = [SimpleNamespace(scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1))]
+        self.lr_scheduler_configs = [
+            SimpleNamespace(scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1))
+        ]
         self.strategy = SimpleNamespace(_lightning_optimizers=[])
         self.loggers: list[Any] = [SimpleNamespace()]  # the user's, which must not be used
         module._trainer = self
@@ -73,7 +75,10 @@ def test_attributes_are_set_again_and_what_the_checkpoint_holds_stays():
     module, callback = Hooked(), Schedules()
     trainer = Stub(module, callback)
     (optimizer,), loggers = trainer.optimizers, trainer.loggers
-    groups, schedule = str(optimizer.param_groups), trainer.lr_scheduler_configs[0].scheduler.state_dict()
+    groups, schedule = (
+        str(optimizer.param_groups),
+        trainer.lr_scheduler_configs[0].scheduler.state_dict(),
+    )
     watch = epoch_start.SavedAttributes(trainer, {})
     module.on_load_checkpoint({"epochs": 4})
     weights = epoch_start.copy_weights(trainer, (epoch_start.HOOK,))
@@ -157,7 +162,9 @@ class Counts(L.LightningDataModule):
 
 
 class Shared(L.Callback):
-    """Saves a flag that each epoch turns, and a list that another object also has; changes what others save."""
+    """Saves a flag that each epoch turns, and a list that another object also has; changes what
+    others save.
+    """
 
     def __init__(self, items: list[int]) -> None:
         self.flag, self.items, self.again = False, items, 0
@@ -187,9 +194,12 @@ def test_what_any_object_has_restored_stays():
     trainer.datamodule = data
     shared.log = module.log  # as Lightning does
     checkpoint = {
-        "epochs": 0, "hyper_parameters": {"alpha": 1.0}, "mine": {"count": 3}, "Counts": {"stage": 0},
+        "epochs": 0,
+        "hyper_parameters": {"alpha": 1.0},
+        "mine": {"count": 3},
+        "Counts": {"stage": 0},
         "callbacks": {"Shared": {"flag": False, "items": [1]}},
-    }  # fmt: skip
+    }
     watch = epoch_start.SavedAttributes(trainer, checkpoint)
     module.on_load_checkpoint(checkpoint)
     data.load_state_dict(checkpoint["Counts"])
@@ -208,7 +218,11 @@ def test_large_values_are_not_copied_to_compare_them(tmp_path, monkeypatch):
     mapped = np.memmap(tmp_path / "array", dtype=np.int8, mode="w+", shape=(1001,))
     large = [mapped, {"part": torch.zeros(1001, dtype=torch.int8)}, [*range(1000)], Hooked().log]
     assert [epoch_start._digest(value) for value in large] == [None] * 4
-    assert epoch_start._digest({"a": [1]}) == epoch_start._digest({"a": [1]}) != epoch_start._digest({"a": [2]})
+    assert (
+        epoch_start._digest({"a": [1]})
+        == epoch_start._digest({"a": [1]})
+        != epoch_start._digest({"a": [2]})
+    )
 
 
 def test_hooks_of_lightning_are_not_called_again():
@@ -216,7 +230,9 @@ def test_hooks_of_lightning_are_not_called_again():
         pass
 
     trainer = Stub(Hooked(), Finetunes())
-    assert [owner for owner, _ in epoch_start.users_hooks(trainer, epoch_start.HOOK)] == [trainer.lightning_module]
+    assert [owner for owner, _ in epoch_start.users_hooks(trainer, epoch_start.HOOK)] == [
+        trainer.lightning_module
+    ]
 
 
 def test_the_mode_of_each_module_is_kept():

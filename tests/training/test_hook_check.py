@@ -1,4 +1,6 @@
-"""Hooks that cannot be called as they will be are refused before training; methods that nothing calls are named."""
+"""Hooks that cannot be called as they will be are refused before training; methods that nothing
+calls are named.
+"""
 
 import functools
 import logging
@@ -28,8 +30,16 @@ def unpacked(self, x, y, batch_idx):
 
 
 FITTING = {
-    "training_step": [lambda s, batch: 0, lambda s, batch, batch_idx: 0, lambda s, *args: 0, lambda s, *a, **k: 0],
-    "validation_step": [lambda s, batch, batch_idx, dataloader_idx: 0, lambda s, b, i=0, loader=0: 0],
+    "training_step": [
+        lambda s, batch: 0,
+        lambda s, batch, batch_idx: 0,
+        lambda s, *args: 0,
+        lambda s, *a, **k: 0,
+    ],
+    "validation_step": [
+        lambda s, batch, batch_idx, dataloader_idx: 0,
+        lambda s, b, i=0, loader=0: 0,
+    ],
     "setup": [lambda s, stage: 0, lambda s, stage=None: 0, lambda s, **kwargs: 0],
     "on_validation_batch_end": [
         lambda s, outputs, batch, batch_idx: 0,
@@ -37,24 +47,46 @@ FITTING = {
         lambda s, o, b, i, dataloader_idx: 0,  # of several loaders
     ],
     "on_train_batch_start": [unpacked],
-    "configure_gradient_clipping": [lambda s, o, gradient_clip_val, gradient_clip_algorithm=None: 0],
-    "optimizer_step": [lambda s, epoch, batch_idx, optimizer, optimizer_closure: 0, lambda s, *args: 0],
+    "configure_gradient_clipping": [
+        lambda s, o, gradient_clip_val, gradient_clip_algorithm=None: 0
+    ],
+    "optimizer_step": [
+        lambda s, epoch, batch_idx, optimizer, optimizer_closure: 0,
+        lambda s, *args: 0,
+    ],
     "on_train_epoch_end": [lambda s: 0, lambda s, unused=None: 0],
     "backward": [lambda s, loss, *args, **kwargs: 0],
 }
 REFUSED = {
-    "training_step": (lambda s: 0, r"Mine\.training_step\(\): it is called with \(batch, batch_idx\)\. Define it as"),
+    "training_step": (
+        lambda s: 0,
+        r"Mine\.training_step\(\): it is called with \(batch, batch_idx\)\. Define it as",
+    ),
     "validation_step": (lambda s, a, b, c, d: 0, r"called with \(batch, batch_idx\)"),
     "test_step": (lambda s: 0, r"def test_step\(self, batch, batch_idx\)"),
     "setup": (lambda s: 0, r"called with \(stage\)"),
-    "on_validation_epoch_end": (lambda s, outputs: 0, r"keeps no outputs: .* def on_validation_epoch_end\(self\)"),
-    "on_before_optimizer_step": (lambda s, optimizer, optimizer_idx: 0, "Lightning 2 has no optimizer_idx"),
-    "on_train_batch_end": (lambda s, outputs, batch: 0, r"called with \(outputs, batch, batch_idx\)\. Define"),
-    "optimizer_step": (lambda s, e, i, o: 0, r"called with \(epoch, batch_idx, optimizer, optimizer_closure\)"),
+    "on_validation_epoch_end": (
+        lambda s, outputs: 0,
+        r"keeps no outputs: .* def on_validation_epoch_end\(self\)",
+    ),
+    "on_before_optimizer_step": (
+        lambda s, optimizer, optimizer_idx: 0,
+        "Lightning 2 has no optimizer_idx",
+    ),
+    "on_train_batch_end": (
+        lambda s, outputs, batch: 0,
+        r"called with \(outputs, batch, batch_idx\)\. Define",
+    ),
+    "optimizer_step": (
+        lambda s, e, i, o: 0,
+        r"called with \(epoch, batch_idx, optimizer, optimizer_closure\)",
+    ),
 }
 
 
-@pytest.mark.parametrize(("name", "hook"), [(name, hook) for name, hooks in FITTING.items() for hook in hooks])
+@pytest.mark.parametrize(
+    ("name", "hook"), [(name, hook) for name, hooks in FITTING.items() for hook in hooks]
+)
 def test_a_hook_that_can_be_called_passes(name, hook):
     hook_check.check(module(**{name: hook}), base=L.LightningModule)
 
@@ -76,7 +108,11 @@ def test_callbacks_and_data_modules_are_checked_as_well():
 
 
 def test_lightnings_own_classes_pass():
-    for callback in (L.callbacks.EarlyStopping("x"), L.callbacks.ModelCheckpoint(), L.callbacks.LearningRateMonitor()):
+    for callback in (
+        L.callbacks.EarlyStopping("x"),
+        L.callbacks.ModelCheckpoint(),
+        L.callbacks.LearningRateMonitor(),
+    ):
         assert hook_check.problems_of(callback, L.Callback) == []
         assert hook_check.warnings_of(callback, L.Callback) == []
 
@@ -102,22 +138,37 @@ def test_what_looks_like_a_hook_is_named_unless_the_hook_is_there(caplog, name, 
 
 
 def test_hooks_of_evaluated_batches_are_called_by_the_number_of_loaders():
-    def problems(*parameters: str, several: bool, name: str = "on_validation_batch_end") -> list[str]:
+    def problems(
+        *parameters: str, several: bool, name: str = "on_validation_batch_end"
+    ) -> list[str]:
         hook = eval(f"lambda self, {', '.join(parameters)}: 0")
         owner = type("Mine", (L.Callback,), {name: hook})()
-        return hook_check.loader_problems(owner, L.Callback, stage=name.split("_")[1], several=several)
+        return hook_check.loader_problems(
+            owner, L.Callback, stage=name.split("_")[1], several=several
+        )
 
     one = ("trainer", "pl_module", "outputs", "batch", "batch_idx")
     for parameters in ((*one, "dataloader_idx=0"), ("*args",)):
         assert problems(*parameters, several=False) == problems(*parameters, several=True) == []
     assert problems(*one, "dataloader_idx", several=True) == problems(*one, several=False) == []
     [found] = problems(*one, "dataloader_idx", several=False)
-    assert "there is one validation loader, so it is called with (trainer, pl_module, outputs, batch, batch" in found
-    assert "def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0)" in found
-    assert "there are several test loaders" in problems(*one, several=True, name="on_test_batch_end")[0]
+    assert (
+        "there is one validation loader, so it is called with (trainer, pl_module, outputs, batch, "
+        "batch" in found
+    )
+    assert (
+        "def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, "
+        "dataloader_idx=0)" in found
+    )
+    assert (
+        "there are several test loaders"
+        in problems(*one, several=True, name="on_test_batch_end")[0]
+    )
 
 
-@pytest.mark.parametrize("parameters", ["batch", "batch, batch_idx", "batch, batch_idx, dataloader_idx=0", "*args"])
+@pytest.mark.parametrize(
+    "parameters", ["batch", "batch, batch_idx", "batch, batch_idx, dataloader_idx=0", "*args"]
+)
 def test_a_step_takes_the_batches_of_one_loader(parameters):
     owner = module(test_step=eval(f"lambda self, {parameters}: 0"))
     assert hook_check.loader_problems(owner, L.LightningModule, stage="test", several=False) == []
@@ -143,12 +194,17 @@ def test_a_method_that_another_one_calls_is_not_named(caplog):
     def prepare(self):
         return self.configure_models()
 
-    hook_check.check(module(configure_models=lambda self: 0, prepare=prepare), base=L.LightningModule)
+    hook_check.check(
+        module(configure_models=lambda self: 0, prepare=prepare), base=L.LightningModule
+    )
     hook_check.check(module(_on_train_start=lambda self: 0), base=L.LightningModule)
     assert not caplog.text
 
 
 def test_other_methods_are_not_taken_for_hooks(caplog):
-    own = {name: lambda self: 0 for name in ("generator_step", "on_start", "embed", "train_step", "log_images")}
+    own = {
+        name: lambda self: 0
+        for name in ("generator_step", "on_start", "embed", "train_step", "log_images")
+    }
     hook_check.check(module(**own), base=L.LightningModule)
     assert not caplog.text

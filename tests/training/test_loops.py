@@ -1,4 +1,6 @@
-"""Our loops call the same hooks in the same order as Lightning's own, and see what changes while they run."""
+"""Our loops call the same hooks in the same order as Lightning's own, and see what changes while
+they run.
+"""
 
 import copy
 import pickle
@@ -28,7 +30,9 @@ class Recorder(L.Callback):
     @staticmethod
     def _recording(into, name, hook):
         def record(trainer, module, *args, **kwargs):
-            shapes = [tuple(a.shape) if isinstance(a, torch.Tensor) else type(a).__name__ for a in args]
+            shapes = [
+                tuple(a.shape) if isinstance(a, torch.Tensor) else type(a).__name__ for a in args
+            ]
             into.append(f"{name} {hook} {module._current_fx_name} {shapes} {kwargs}")
 
         return record
@@ -62,7 +66,11 @@ OURS, LIGHTNINGS = Trainer, L.Trainer
 def make(trainer, *callbacks, **kwargs):
     kwargs = {"logger": False, "enable_checkpointing": False, **kwargs}
     return trainer(
-        accelerator="cpu", enable_progress_bar=False, enable_model_summary=False, callbacks=[*callbacks], **kwargs
+        accelerator="cpu",
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[*callbacks],
+        **kwargs,
     )
 
 
@@ -74,9 +82,18 @@ def loaders(size: int = 16) -> tuple[DataLoader, DataLoader]:
 def run(trainer, *, module=Module, **kwargs) -> tuple[list[str], dict, torch.Tensor]:
     torch.manual_seed(0)
     into: list[str] = []
-    callbacks = [Recorder(into, "all", HOOKS), Recorder(into, "few", ["on_train_batch_end", "on_validation_end"])]
+    callbacks = [
+        Recorder(into, "all", HOOKS),
+        Recorder(into, "few", ["on_train_batch_end", "on_validation_end"]),
+    ]
     trainer = make(
-        trainer, *callbacks, max_epochs=2, gradient_clip_val=0.5, num_sanity_val_steps=0, log_every_n_steps=1, **kwargs
+        trainer,
+        *callbacks,
+        max_epochs=2,
+        gradient_clip_val=0.5,
+        num_sanity_val_steps=0,
+        log_every_n_steps=1,
+        **kwargs,
     )
     task = module(into)
     trainer.fit(task, *loaders())
@@ -88,7 +105,12 @@ def test_the_same_hooks_are_called_and_the_same_is_learned(accumulate):
     own_calls, own_metrics, own_weights = run(LIGHTNINGS, accumulate_grad_batches=accumulate)
     calls, metrics, weights = run(OURS, accumulate_grad_batches=accumulate)
     assert calls == own_calls
-    assert len([text for text in calls if text.startswith("all on_train_batch_end on_train_batch_end")]) == 8
+    assert (
+        len(
+            [text for text in calls if text.startswith("all on_train_batch_end on_train_batch_end")]
+        )
+        == 8
+    )
     assert metrics == own_metrics
     assert {"train/late", "val/loss"} <= set(metrics)
     assert torch.equal(weights, own_weights)
@@ -101,7 +123,9 @@ class Own(Module):
         self.into.append("transfer")
         return batch.to(device) * 2
 
-    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+    def configure_gradient_clipping(
+        self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
+    ):
         self.into.append(f"clip {gradient_clip_val}")
 
     def training_step(self, batch):
@@ -118,7 +142,9 @@ def test_what_a_module_overrides_is_called():
 def test_a_profiler_sees_everything():
     profiler = SimpleProfiler()
     run(OURS, profiler=profiler)
-    assert any("Recorder" in name and "on_train_batch_end" in name for name in profiler.recorded_durations)
+    assert any(
+        "Recorder" in name and "on_train_batch_end" in name for name in profiler.recorded_durations
+    )
 
 
 def test_a_profiler_sees_what_it_sees_in_lightnings_loops():
@@ -203,9 +229,16 @@ def validate_from_now_on(trainer, module, into):
 
 
 CHANGES = [
-    add_callback, append_callback, replace_by_an_equal_callback, set_a_hook, set_a_callbacks_hook, remove_hooks,
-    wrap_training_step, clip_otherwise, validate_from_now_on,
-]  # fmt: skip
+    add_callback,
+    append_callback,
+    replace_by_an_equal_callback,
+    set_a_hook,
+    set_a_callbacks_hook,
+    remove_hooks,
+    wrap_training_step,
+    clip_otherwise,
+    validate_from_now_on,
+]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
@@ -253,7 +286,9 @@ def test_callbacks_that_come_and_go_are_noticed():
                 trainer.callbacks = [*trainer.callbacks, late]
 
     trainer = make(OURS, Adds(), max_steps=3, limit_val_batches=0)
-    trainer.fit(Module([]), DataLoader(torch.randn(12, 4), batch_size=4), DataLoader(torch.randn(4, 4)))
+    trainer.fit(
+        Module([]), DataLoader(torch.randn(12, 4), batch_size=4), DataLoader(torch.randn(4, 4))
+    )
     assert len(into) == 2
 
 
@@ -267,7 +302,9 @@ def test_modules_are_pickled_and_copied_in_the_middle_of_training(tmp_path):
 
     module = Module([])
     make(OURS, Change(copied), max_epochs=1, limit_val_batches=0).fit(module, *loaders())
-    assert {"on_before_batch_transfer", "batch_to_device", "_on_before_batch_transfer"} & set(vars(copies[0])) == set()
+    assert {"on_before_batch_transfer", "batch_to_device", "_on_before_batch_transfer"} & set(
+        vars(copies[0])
+    ) == set()
 
 
 def test_a_trainer_is_pickled():
@@ -283,9 +320,9 @@ def test_a_trainer_without_a_limit_of_steps_validates_once_per_epoch():
 
 def test_validation_runs_after_the_last_step_in_the_middle_of_an_epoch():
     into: list[str] = []
-    make(OURS, Recorder(into, "all", HOOKS), max_steps=3, max_epochs=-1, num_sanity_val_steps=0).fit(
-        Module([]), *loaders()
-    )
+    make(
+        OURS, Recorder(into, "all", HOOKS), max_steps=3, max_epochs=-1, num_sanity_val_steps=0
+    ).fit(Module([]), *loaders())
     assert len([call for call in into if call.startswith("all on_validation_end")]) == 1
 
 
@@ -310,7 +347,9 @@ class SetsEpochs(L.Callback):
 def test_a_limit_of_epochs_that_a_hook_sets_is_named():
     options = {"max_epochs": 1, "limit_val_batches": 0}
     trainer = make(OURS, SetsEpochs(), max_global_batches=4, **options)
-    with pytest.warns(UserWarning, match=r"max_epochs was set from 1 to 3: the run ends after step 4 all the same"):
+    with pytest.warns(
+        UserWarning, match=r"max_epochs was set from 1 to 3: the run ends after step 4 all the same"
+    ):
         trainer.fit(Module([]), *loaders())
     assert trainer.completed_batches == 4
     trainer = make(OURS, SetsEpochs(), **options)
@@ -319,7 +358,10 @@ def test_a_limit_of_epochs_that_a_hook_sets_is_named():
 
 
 def test_new_loops_have_the_state_of_lightnings():
-    assert make(OURS, max_epochs=1).fit_loop.state_dict() == make(LIGHTNINGS, max_epochs=1).fit_loop.state_dict()
+    assert (
+        make(OURS, max_epochs=1).fit_loop.state_dict()
+        == make(LIGHTNINGS, max_epochs=1).fit_loop.state_dict()
+    )
 
 
 def test_the_progress_of_the_last_validation_is_kept_until_the_next_one():
@@ -352,9 +394,13 @@ def test_loggers_receive_metrics_by_name():
             self.received.append((sorted(metrics), step))
 
     logger = OnlyByName()
-    make(OURS, max_epochs=1, limit_val_batches=0, logger=logger, log_every_n_steps=1).fit(Module([]), *loaders())
+    make(OURS, max_epochs=1, limit_val_batches=0, logger=logger, log_every_n_steps=1).fit(
+        Module([]), *loaders()
+    )
     assert logger.received
-    assert all("epoch" in names for names, _ in logger.received)  # though a DummyLogger answers to `write_rows`
+    assert all(
+        "epoch" in names for names, _ in logger.received
+    )  # though a DummyLogger answers to `write_rows`
 
 
 class Scheduled(Module):
@@ -376,7 +422,12 @@ class Scheduled(Module):
         else:
             schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         interval = "epoch" if self.kind == "epoch" else "step"
-        entry = {"scheduler": schedule, "interval": interval, "frequency": self.frequency, "monitor": "followed"}
+        entry = {
+            "scheduler": schedule,
+            "interval": interval,
+            "frequency": self.frequency,
+            "monitor": "followed",
+        }
         return [optimizer], [entry]
 
 
@@ -389,7 +440,11 @@ def test_a_schedule_s_frequency_counts_global_batches_of_any_accumulation(kind, 
     for accumulate in (1, 2, 4):
         data = torch.randn(16, 4)
         trainer = make(
-            OURS, accumulate_grad_batches=accumulate, max_epochs=2, max_global_batches=8, limit_val_batches=0
+            OURS,
+            accumulate_grad_batches=accumulate,
+            max_epochs=2,
+            max_global_batches=8,
+            limit_val_batches=0,
         )
         loader = DataLoader(data, batch_size=4 // accumulate)
         trainer.fit(Scheduled([], kind, frequency), loader, loader)

@@ -1,4 +1,6 @@
-"""data.micro_batch_size=auto: memory that runs out in a step leads to a smaller micro-batch and the same result."""
+"""data.micro_batch_size=auto: memory that runs out in a step leads to a smaller micro-batch and the
+same result.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -20,7 +22,11 @@ from armature.validation import micro_batch
 from tests import running
 
 ALLOWED = "launch.allowed_packages=[armature,torch.optim,lightning.pytorch,tests]"
-MANUAL = ["task._target_=tests.lightning_habits.regression.Manual", "~task.preview_prompt", "~task.preview_tokens"]
+MANUAL = [
+    "task._target_=tests.lightning_habits.regression.Manual",
+    "~task.preview_prompt",
+    "~task.preview_tokens",
+]
 
 
 def greedy(**arguments: object) -> list[str]:
@@ -49,8 +55,24 @@ def test_machines_with_a_run_directory_each_take_the_smallest_size(sizes, expect
     [
         (["data.global_batch_size=12"], [6, 4, 3, 2, 1]),
         (["data.global_batch_size=12", "strategy=ddp", "trainer.devices=2"], [3, 2, 1]),
-        (["data.global_batch_size=32", "strategy=pipeline", "trainer.devices=2", "model.tied=false"], [16, 8, 4]),
-        (["strategy=deepspeed", "trainer.devices=2", "trainer.precision=bf16-mixed", "optimizer=adamw"], [2, 1]),
+        (
+            [
+                "data.global_batch_size=32",
+                "strategy=pipeline",
+                "trainer.devices=2",
+                "model.tied=false",
+            ],
+            [16, 8, 4],
+        ),
+        (
+            [
+                "strategy=deepspeed",
+                "trainer.devices=2",
+                "trainer.precision=bf16-mixed",
+                "optimizer=adamw",
+            ],
+            [2, 1],
+        ),
         ([*MANUAL, "~task.preview_temperature", ALLOWED], []),
     ],
 )
@@ -71,7 +93,10 @@ def test_a_size_is_kept_for_later_starts_under_the_same_circumstances(composed, 
     assert micro_batch.decided(cfg) is cfg
     run_dir.record_micro_batch_size(folder, 2)
     text = (folder / "config.yaml").read_text()
-    assert (run_dir.read(folder).data.micro_batch_size, run_dir.read(folder).run.micro_batch_size) == ("auto", 2)
+    assert (
+        run_dir.read(folder).data.micro_batch_size,
+        run_dir.read(folder).run.micro_batch_size,
+    ) == ("auto", 2)
     assert "${" in text  # references stay
     assert micro_batch.recorded(cfg) == 2
     cfg.run.micro_batch_size = 2
@@ -81,19 +106,26 @@ def test_a_size_is_kept_for_later_starts_under_the_same_circumstances(composed, 
     wider.model.width = 64
     assert micro_batch.recorded(wider) is None
     typed = micro_batch.with_size(cfg, 4)
-    assert (micro_batch.recorded(typed), micro_batch.decided(typed).data.micro_batch_size) == (None, 4)
+    assert (micro_batch.recorded(typed), micro_batch.decided(typed).data.micro_batch_size) == (
+        None,
+        4,
+    )
     other = cfg.copy()  # a run that begins with the first one's weights
     other.run.dir, other.resume = str(tmp_path / "b"), str(folder)
     assert micro_batch.recorded(other) == 2
 
 
 def test_the_message_names_auto_where_a_size_was_typed(composed):
-    kinds = dict.fromkeys(("parameters", "gradients", "optimizer state", "activations and other"), 2.0**30)
+    kinds = dict.fromkeys(
+        ("parameters", "gradients", "optimizer state", "activations and other"), 2.0**30
+    )
     auto = "data.micro_batch_size=auto finds the largest micro-batch that fits."
     assert auto in memory.message(composed("data.micro_batch_size=4"), kinds, where="rank 0")
     assert auto not in memory.message(composed(), kinds, where="rank 0")
     assert auto not in memory.message(composed("data.micro_batch_size=1"), kinds, where="rank 0")
-    evaluation = memory.message(composed("data.eval_batch_size=6"), kinds, where="rank 0", evaluates=True)
+    evaluation = memory.message(
+        composed("data.eval_batch_size=6"), kinds, where="rank 0", evaluates=True
+    )
     assert evaluation.endswith("Type data.eval_batch_size=3.")
     assert "micro_batch" not in evaluation
 
@@ -117,7 +149,12 @@ def train(corpus, tmp_path_factory):
     extra = {"PYTHONPATH": str(running.ROOT), "ARMATURE_CACHE": str(cache)}
 
     def run(name: str, *overrides: str, check: bool = True) -> tuple[Path, str]:
-        words = [f"run.name={name}", "trainer.max_steps=4", "model.dropout=0.1", "checkpoint.every_n_steps=2"]
+        words = [
+            f"run.name={name}",
+            "trainer.max_steps=4",
+            "model.dropout=0.1",
+            "checkpoint.every_n_steps=2",
+        ]
         ended = running.train(*words, *overrides, cwd=folder, corpus=corpus, check=check, **extra)
         return folder / "outputs" / name, ended.stdout + ended.stderr
 
@@ -132,8 +169,14 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def test_one_process_begins_anew_as_if_the_smaller_size_had_been_typed(train):
     small, output = train("small", *greedy(fits=2))
     assert "in step 1 (peak " in output
-    assert "micro-batch 8 → 4, with the same global batch of 8. Type data.micro_batch_size=4 to start" in output
-    assert "micro-batch 4 → 2, with the same global batch of 8. Type data.micro_batch_size=2 to start" in output
+    assert (
+        "micro-batch 8 → 4, with the same global batch of 8. Type data.micro_batch_size=4 to start"
+        in output
+    )
+    assert (
+        "micro-batch 4 → 2, with the same global batch of 8. Type data.micro_batch_size=2 to start"
+        in output
+    )
     assert "Traceback" not in output
     typed, _ = train("typed", "data.micro_batch_size=2")
     assert (small / "metrics.csv").read_text() == (typed / "metrics.csv").read_text()
@@ -149,11 +192,17 @@ def test_one_process_begins_anew_as_if_the_smaller_size_had_been_typed(train):
 
 @pytest.mark.slow
 def test_memory_that_runs_out_late_costs_the_steps_since_the_last_checkpoint(train):
-    words = ["resume=never", "model.dropout=0", "trainer.val_every_n_steps=4"]  # a validation would save
+    words = [
+        "resume=never",
+        "model.dropout=0",
+        "trainer.val_every_n_steps=4",
+    ]  # a validation would save
     folder, output = train("late", *greedy(fits=4, step=3), *words)
     assert "in step 4 (peak " in output
     assert "step=000002, step 2" in output
-    assert running.losses(folder) == pytest.approx(running.losses(train("whole", "model.dropout=0")[0]), rel=1e-5)
+    assert running.losses(folder) == pytest.approx(
+        running.losses(train("whole", "model.dropout=0")[0]), rel=1e-5
+    )
 
 
 @pytest.mark.slow
@@ -171,10 +220,18 @@ def test_where_no_size_fits_the_ordinary_message_ends_the_run(train):
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_several_ranks_restart(strategy, train):
-    overrides = [f"strategy={strategy}", "trainer.devices=2", "launch.max_restarts=0", "model.dropout=0"]
+    overrides = [
+        f"strategy={strategy}",
+        "trainer.devices=2",
+        "launch.max_restarts=0",
+        "model.dropout=0",
+    ]
     folder, output = train(strategy, *overrides, *greedy(fits=2, rank=1))
     assert "Memory ran out on rank 1 in step 1 (peak " in output
-    assert "micro-batch 4 → 2, with the same global batch of 8. Type data.micro_batch_size=2 to start" in output
+    assert (
+        "micro-batch 4 → 2, with the same global batch of 8. Type data.micro_batch_size=2 to start"
+        in output
+    )
     assert "The run resumes from the start." in output
     assert "2 micro × 2 accumulation × 2 data ranks" in output
     assert resume.last_checkpoint(folder) is not None

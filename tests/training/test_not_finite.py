@@ -59,7 +59,11 @@ def train(tmp_path, monkeypatch):
 
 
 def bad(policy: str, *samples: int, **model: str) -> list[str]:
-    return [f"trainer.on_nan={policy}", f"model.samples={list(samples)}", *(f"model.{k}={v}" for k, v in model.items())]
+    return [
+        f"trainer.on_nan={policy}",
+        f"model.samples={list(samples)}",
+        *(f"model.{k}={v}" for k, v in model.items()),
+    ]
 
 
 def stop_at(step: int) -> str:
@@ -102,10 +106,17 @@ def test_a_run_ends_with_the_step_the_module_and_the_samples(kind, place, name, 
     assert name in str(error)
     assert "trainer.on_nan=rollback" in str(error)
     (event,) = events(folder)
-    assert (event["step"], event["place"], event["name"], event["samples"]) == (7, place, name, samples)
+    assert (event["step"], event["place"], event["name"], event["samples"]) == (
+        7,
+        place,
+        name,
+        samples,
+    )
     assert BAD in event["step_samples"]["0"]
     rows = running.rows(folder)
-    assert int(rows[-1]["step"]) >= 7  # the row is there, but no checkpoint of that step or a later one
+    assert (
+        int(rows[-1]["step"]) >= 7
+    )  # the row is there, but no checkpoint of that step or a later one
     last = (folder / "checkpoints" / "last").read_text().strip()
     assert last == "step=000006"
     assert all(torch.isfinite(torch.as_tensor(value)).all() for value in tensors(folder).values())
@@ -113,14 +124,18 @@ def test_a_run_ends_with_the_step_the_module_and_the_samples(kind, place, name, 
 
 @pytest.mark.slow
 def test_a_replay_takes_the_module_s_own_backward(train):
-    folder, error = train(*bad("stop", BAD, kind="backward"), "task._target_=tests.nan_parts.OwnBackward")
+    folder, error = train(
+        *bad("stop", BAD, kind="backward"), "task._target_=tests.nan_parts.OwnBackward"
+    )
     assert "at step 7 (trainer.on_nan=stop)" in str(error)
     assert events(folder)[0]["place"] == "backward"
 
 
 @pytest.mark.slow
 def test_a_save_that_is_due_reads_the_rows_first(train):
-    folder, error = train(*bad("stop", BAD), "trainer.log_every_n_steps=100", "checkpoint.every_n_steps=1")
+    folder, error = train(
+        *bad("stop", BAD), "trainer.log_every_n_steps=100", "checkpoint.every_n_steps=1"
+    )
     assert "at step 7" in str(error)
     assert (folder / "checkpoints" / "last").read_text().strip() == "step=000006"
 
@@ -131,7 +146,14 @@ def test_a_users_save_reads_the_rows_first_too(train, tmp_path):
     saves = f"+callbacks.own={{_target_:{target},dirpath:{tmp_path}/own,every_n_train_steps:1,save_top_k:-1}}"
     _, error = train(*bad("stop", BAD), "trainer.log_every_n_steps=100", saves)
     assert "at step 7" in str(error)
-    assert sorted(int(path.stem.rpartition("=")[2]) for path in (tmp_path / "own").iterdir()) == [1, 2, 3, 4, 5, 6]
+    assert sorted(int(path.stem.rpartition("=")[2]) for path in (tmp_path / "own").iterdir()) == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
 
 
 @pytest.mark.slow
@@ -166,7 +188,9 @@ EMA_ON = "+callbacks.ema={_target_:armature.callbacks.ema.EMA,decay:0.9}"
 
 @pytest.mark.slow
 def test_a_skipped_step_changes_no_weight_no_state_no_buffer_and_no_average(train):
-    other, _ = train(*bad("skip"), EMA_ON, "trainer.max_steps=5", "scheduler=constant", name="shorter")
+    other, _ = train(
+        *bad("skip"), EMA_ON, "trainer.max_steps=5", "scheduler=constant", name="shorter"
+    )
     skipped, error = train(*bad("skip", 49), EMA_ON, "trainer.max_steps=6", "scheduler=constant")
     assert error is None
     assert running.summary(skipped)["skipped_steps"] == 1  # the last one
@@ -194,7 +218,9 @@ def test_a_run_is_rolled_back_and_leaves_the_samples_out(train):
     (event,) = events(folder)
     assert event["left_out"] == [[24, 4]]
     assert running.summary(folder)["rolled_back_steps"] == [7]
-    seen = [list(map(int, line.split()[2:])) for line in (folder / "seen.txt").read_text().splitlines()][-6:]
+    seen = [
+        list(map(int, line.split()[2:])) for line in (folder / "seen.txt").read_text().splitlines()
+    ][-6:]
     assert not any(BAD in samples for samples in seen)
     # stopped after the rollback, and resumed: only the checkpoint knows what is left out
     resumed, _ = train(*bad("rollback", BAD), stop_at(9), name="resumed")
@@ -229,14 +255,21 @@ def test_a_rollback_before_the_first_checkpoint_begins_anew(train):
 def test_rollbacks_end(train):
     folder, error = train(*bad("rollback", *range(60)))
     assert "rolled back 3 times already, at steps 1, 1, 1" in str(error)
-    assert [event.get("left_out") for event in events(folder)] == [[[0, 4]], [[4, 4]], [[8, 4]], None]
+    assert [event.get("left_out") for event in events(folder)] == [
+        [[0, 4]],
+        [[4, 4]],
+        [[8, 4]],
+        None,
+    ]
 
 
 def test_parts_that_are_left_out_move_the_rest_of_the_order_up():
     parts: list[tuple[int, int]] = []
     batches = Batches(4, 2, 1, 2)
     samplers = [
-        TrainSampler(20, seed=0, batches=batches, rank=rank, position=lambda: 0, left_out=lambda: parts)
+        TrainSampler(
+            20, seed=0, batches=batches, rank=rank, position=lambda: 0, left_out=lambda: parts
+        )
         for rank in (0, 1)
     ]
 
@@ -247,7 +280,20 @@ def test_parts_that_are_left_out_move_the_rest_of_the_order_up():
     parts += [(12, 4), (4, 4)]
     assert order()[:3] == [whole[0], whole[2], whole[4]]
     assert [sampler.step_keys(4) for sampler in samplers] == [[whole[2][:2]], [whole[2][2:]]]
-    assert samplers[0].places_of(np.arange(12)).tolist() == [0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19]
+    assert samplers[0].places_of(np.arange(12)).tolist() == [
+        0,
+        1,
+        2,
+        3,
+        8,
+        9,
+        10,
+        11,
+        16,
+        17,
+        18,
+        19,
+    ]
 
 
 # ---------------------------------------------------------------- the mask
@@ -262,9 +308,13 @@ def stepped(optimizer, parameter, gradient, mask):
     return parameter.detach().clone()
 
 
-@pytest.mark.parametrize("device_types", [("cuda",), ("cuda", "cpu")])  # the host reads the flag, or the kernel does
+@pytest.mark.parametrize(
+    "device_types", [("cuda",), ("cuda", "cpu")]
+)  # the host reads the flag, or the kernel does
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
-def test_a_mask_leaves_out_the_update_and_every_later_one_unless_it_restores(make, device_types, monkeypatch):
+def test_a_mask_leaves_out_the_update_and_every_later_one_unless_it_restores(
+    make, device_types, monkeypatch
+):
     monkeypatch.setattr(update_mask, "DEVICE_TYPES", device_types)
     for restores in (True, False):
         parameter = torch.nn.Parameter(torch.ones(3))
@@ -272,19 +322,31 @@ def test_a_mask_leaves_out_the_update_and_every_later_one_unless_it_restores(mak
         optimizer = make([parameter], lr=0.1, fused=True, **options)
         mask = UpdateMask(torch.nn.Module(), restores=restores)  # pyright: ignore[reportArgumentType]
         first = stepped(optimizer, parameter, 1.0, mask)
-        state = {k: v.clone() for k, v in optimizer.state[parameter].items() if isinstance(v, torch.Tensor)}
+        state = {
+            k: v.clone()
+            for k, v in optimizer.state[parameter].items()
+            if isinstance(v, torch.Tensor)
+        }
         assert torch.equal(stepped(optimizer, parameter, torch.nan, mask), first)
-        assert all(torch.equal(optimizer.state[parameter][name], value) for name, value in state.items())
+        assert all(
+            torch.equal(optimizer.state[parameter][name], value) for name, value in state.items()
+        )
         assert torch.equal(stepped(optimizer, parameter, 1.0, mask), first) is not restores
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
 def test_a_fused_optimizers_first_step_is_left_out_too(make, monkeypatch):
-    """AdamW's creates its state, so the host reads the flag; SGD without momentum never has state."""
+    """AdamW's creates its state, so the host reads the flag.
+
+    SGD without momentum never has state.
+    """
     monkeypatch.setattr(update_mask, "DEVICE_TYPES", ("cpu",))
     for restores in (True, False):
         parameter = torch.nn.Parameter(torch.ones(3))
-        optimizer, mask = make([parameter], lr=0.1, fused=True), UpdateMask(torch.nn.Module(), restores=restores)  # pyright: ignore[reportArgumentType]
+        optimizer, mask = (
+            make([parameter], lr=0.1, fused=True),
+            UpdateMask(torch.nn.Module(), restores=restores),
+        )  # pyright: ignore[reportArgumentType]
         assert torch.equal(stepped(optimizer, parameter, torch.nan, mask), torch.ones(3))
         assert torch.equal(stepped(optimizer, parameter, 1.0, mask), torch.ones(3)) is not restores
 
@@ -368,7 +430,15 @@ def test_a_replay_puts_back_buffers_that_the_step_has_assigned_anew():
 
 def test_a_replay_counts_no_tokens_of_experts():
     module = BoringModel()
-    sizes = {"vocab_size": 9, "context": 8, "width": 8, "layers": 1, "heads": 2, "experts": 4, "active": 2}
+    sizes = {
+        "vocab_size": 9,
+        "context": 8,
+        "width": 8,
+        "layers": 1,
+        "heads": 2,
+        "experts": 4,
+        "active": 2,
+    }
     module.part = part = MixtureDecoder(**sizes, expert_hidden=8)  # pyright: ignore[reportArgumentType]
     initialize_by_name(part, seed=0)
     strategy, ids = SingleDevice(), torch.arange(8)[None]
@@ -387,7 +457,9 @@ def test_the_average_stays_where_only_the_device_knows(train, monkeypatch):
     folder, _ = train(*bad("skip", BAD), EMA_ON, "scheduler=constant", name="device")
     mine, theirs = tensors(folder), tensors(expected)
     for name, value in mine.items():
-        if not name.startswith(".extra."):  # the device path cannot know how often the average has moved
+        if not name.startswith(
+            ".extra."
+        ):  # the device path cannot know how often the average has moved
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[name])), name
     assert all(torch.isfinite(torch.as_tensor(value)).all() for value in mine.values())
 
@@ -415,8 +487,14 @@ def test_all_ranks_leave_out_what_rank_0s_run_directory_says(tmp_path, monkeypat
     ("overrides", "message"),
     [
         (["trainer.on_nan=halt"], "trainer.on_nan=halt"),
-        (["trainer.on_nan=skip", "strategy=deepspeed"], "on_nan=skip does not work with this strategy"),
-        (["trainer.on_nan=rollback", "strategy=deepspeed"], "on_nan=rollback does not work with this strategy"),
+        (
+            ["trainer.on_nan=skip", "strategy=deepspeed"],
+            "on_nan=skip does not work with this strategy",
+        ),
+        (
+            ["trainer.on_nan=rollback", "strategy=deepspeed"],
+            "on_nan=rollback does not work with this strategy",
+        ),
     ],
 )
 def test_what_cannot_be_right_is_refused(overrides, message, tmp_path, monkeypatch):
@@ -478,9 +556,13 @@ def test_a_replay_that_fails_on_one_of_several_ranks_ends_that_rank(ranks, train
 
     monkeypatch.setattr(replay, "_find", fails)
     if ranks == 1:
-        assert "Replaying the step failed (OutOfMemoryError: CUDA out of memory.)" in str(train(*bad("stop", BAD))[1])
+        assert "Replaying the step failed (OutOfMemoryError: CUDA out of memory.)" in str(
+            train(*bad("stop", BAD))[1]
+        )
         return
-    with pytest.raises(RuntimeError, match=r"replaying the step failed on rank 0 \(OutOfMemoryError\)") as caught:
+    with pytest.raises(
+        RuntimeError, match=r"replaying the step failed on rank 0 \(OutOfMemoryError\)"
+    ) as caught:
         train(*bad("stop", BAD))
     assert not is_missing(caught.value)
 
@@ -499,7 +581,10 @@ def test_only_an_iterable_dataset_is_read_from_its_start():
             return iter(range(8))
 
     data = DataModule(global_batch_size=2)
-    for dataset, expected in ((Stream(), True), (torch.utils.data.TensorDataset(torch.zeros(8, 1)), False)):
+    for dataset, expected in (
+        (Stream(), True),
+        (torch.utils.data.TensorDataset(torch.zeros(8, 1)), False),
+    ):
         data.dataset, data._datasets = lambda split, dataset=dataset: dataset, {}
         assert data.reads_from_start is expected
 

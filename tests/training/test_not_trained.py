@@ -40,12 +40,19 @@ def said(caplog, made, rows, *, step=False) -> str:
     ],
 )
 def test_a_first_gradient_of_0_is_named(row, warns, caplog):
-    assert ("the gradient of the first step is 0" in said(caplog, trainer(automatic=True), [[row]])) == warns
+    assert (
+        "the gradient of the first step is 0" in said(caplog, trainer(automatic=True), [[row]])
+    ) == warns
 
 
 def test_manual_optimization_without_a_step_is_named_once(caplog):
     rows = [[{"step": first + i} for i in range(60)] for first in (1, 61, 121)]
-    assert said(caplog, trainer(automatic=False), rows).count("no optimizer has made a step in 120 global batches") == 1
+    assert (
+        said(caplog, trainer(automatic=False), rows).count(
+            "no optimizer has made a step in 120 global batches"
+        )
+        == 1
+    )
     assert said(caplog, trainer(automatic=False, max_steps=7), [[{"step": i} for i in range(1, 8)]])
     assert not said(caplog, trainer(automatic=False, global_step=3), rows)
     assert not said(caplog, trainer(automatic=False), rows, step=True)  # of the optimizer itself

@@ -35,22 +35,45 @@ def composed(corpus, monkeypatch, tmp_path):
         (
             [],
             (1, 1, 2, 10),
-            ["strategy.activation_checkpointing=every", "data.micro_batch_size=4", "trainer.precision=bf16-mixed"],
+            [
+                "strategy.activation_checkpointing=every",
+                "data.micro_batch_size=4",
+                "trainer.precision=bf16-mixed",
+            ],
         ),
         (
             ["strategy=ddp", "trainer.devices=2", "data.micro_batch_size=2"],
             (5, 5, 10, 4),
             ["strategy=fsdp", "strategy.activation_checkpointing=every", "data.micro_batch_size=1"],
         ),
-        (["data.micro_batch_size=1", "trainer.precision=bf16-mixed"], (5, 5, 10, 4),
-         ["strategy.activation_checkpointing=every"]),
-        (["strategy=fsdp", "trainer.devices=2", "data.micro_batch_size=1", "strategy.activation_checkpointing=every"],
-         (5, 5, 10, 4), ["trainer.precision=bf16-mixed"]),
+        (
+            ["data.micro_batch_size=1", "trainer.precision=bf16-mixed"],
+            (5, 5, 10, 4),
+            ["strategy.activation_checkpointing=every"],
+        ),
+        (
+            [
+                "strategy=fsdp",
+                "trainer.devices=2",
+                "data.micro_batch_size=1",
+                "strategy.activation_checkpointing=every",
+            ],
+            (5, 5, 10, 4),
+            ["trainer.precision=bf16-mixed"],
+        ),
         # a pipeline divides a micro-batch into its own
-        (["strategy=pipeline", "trainer.devices=2", "model.tied=false", "strategy.microbatches=8"], (1, 1, 2, 10),
-         ["strategy.activation_checkpointing=every", "trainer.precision=bf16-mixed"]),
+        (
+            [
+                "strategy=pipeline",
+                "trainer.devices=2",
+                "model.tied=false",
+                "strategy.microbatches=8",
+            ],
+            (1, 1, 2, 10),
+            ["strategy.activation_checkpointing=every", "trainer.precision=bf16-mixed"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_only_overrides_that_fit_are_named_the_best_first(typed, sizes, expected, composed):
     assert overrides(composed(*typed), kinds=dict(zip(KINDS, sizes, strict=True))) == expected
 
@@ -59,7 +82,10 @@ def test_another_gpu_is_named_if_there_is_one(composed, monkeypatch):
     cfg = composed()
     monkeypatch.setattr(hardware, "gpu_count", lambda: 4)
     cfg.trainer.accelerator = "gpu"
-    assert overrides(cfg, kinds=dict(zip(KINDS, (5, 5, 10, 4), strict=True)))[0] == "strategy=fsdp trainer.devices=4"
+    assert (
+        overrides(cfg, kinds=dict(zip(KINDS, (5, 5, 10, 4), strict=True)))[0]
+        == "strategy=fsdp trainer.devices=4"
+    )
 
 
 @pytest.mark.slow
@@ -106,15 +132,24 @@ class Greedy(BoringModel):
 def test_the_error_explains_itself(composed, tmp_path):
     cfg = composed()
     trainer = Trainer(
-        callbacks=[RecordError(cfg)], max_epochs=1, logger=False, enable_checkpointing=False, accelerator="cpu",
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-    )  # fmt: skip
+        callbacks=[RecordError(cfg)],
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        accelerator="cpu",
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
     module = Greedy()
     with pytest.raises(RuntimeError) as caught:
         trainer.fit(module)
     (note,) = caught.value.__notes__
     assert note.startswith("Memory ran out on rank 0. At the peak this rank held ")
-    assert "What would help most: strategy.activation_checkpointing=every, or data.micro_batch_size=4" in note
+    assert (
+        "What would help most: strategy.activation_checkpointing=every, or data.micro_batch_size=4"
+        in note
+    )
     kinds = memory.by_kind(module, trainer.optimizers, peak=GIB)
     weights = sum(p.numel() for p in module.parameters()) * 4
     assert kinds["parameters"] == weights
@@ -124,7 +159,10 @@ def test_the_error_explains_itself(composed, tmp_path):
 
 def test_a_plain_data_modules_batch_is_unknown_before_launch(composed):
     cfg = composed()
-    cfg.data.global_batch_size, cfg.data.micro_batch_size = None, "auto"  # as for a LightningDataModule of others
+    cfg.data.global_batch_size, cfg.data.micro_batch_size = (
+        None,
+        "auto",
+    )  # as for a LightningDataModule of others
     assert "data.micro_batch_size" not in " ".join(overrides(cfg))
 
 

@@ -24,4 +24,8 @@ def test_a_line_that_is_no_text_does_not_spoil_the_log(tmp_path):
     for line in ("before", "a\udcff.png × 2", "after"):
         file.handle(logging.LogRecord("x", logging.INFO, __file__, 0, line, (), None))
     process.close(file)
-    assert (tmp_path / "log").read_text(encoding="utf-8").splitlines() == ["before", "a\\udcff.png × 2", "after"]
+    assert (tmp_path / "log").read_text(encoding="utf-8").splitlines() == [
+        "before",
+        "a\\udcff.png × 2",
+        "after",
+    ]

@@ -31,9 +31,14 @@ class Mine(L.LightningModule):
 def fit(**methods):
     module = type("Mine", (Mine,), methods)()
     trainer = Trainer(
-        strategy=SingleDevice(), accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        strategy=SingleDevice(),
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     quiet()  # pytest takes its filters back
     try:
         trainer.fit(module, DataLoader(torch.ones(4, 4), batch_size=2))
@@ -73,28 +78,64 @@ def scheduled(optimizer, **keys):
 @pytest.mark.parametrize(
     ("methods", "message"),
     [
-        ({"training_step": lambda s, b: s.net(b).mean().detach()}, "Mine: training_step returned a loss without a"),
-        ({"training_step": lambda s, b: s.net(b)}, r"a loss of shape (2, 1). Return one number, such as loss.mean()"),
+        (
+            {"training_step": lambda s, b: s.net(b).mean().detach()},
+            "Mine: training_step returned a loss without a",
+        ),
+        (
+            {"training_step": lambda s, b: s.net(b)},
+            r"a loss of shape (2, 1). Return one number, such as loss.mean()",
+        ),
         ({"__init__": frozen}, "All parameters of the module are frozen"),
-        ({"configure_optimizers": lambda s: {"lr_scheduler": None}}, "returned a dict without 'optimizer'"),
-        ({"configure_optimizers": lambda s: torch.optim.SGD([], lr=0.1)}, "the optimizer got no parameters. Give it"),
-        ({"configure_optimizers": lambda s: "adam"}, "Mine: Unknown configuration for model optimizers"),
-        ({"configure_optimizers": two}, "Mine: Training with multiple optimizers is only supported"),
+        (
+            {"configure_optimizers": lambda s: {"lr_scheduler": None}},
+            "returned a dict without 'optimizer'",
+        ),
+        (
+            {"configure_optimizers": lambda s: torch.optim.SGD([], lr=0.1)},
+            "the optimizer got no parameters. Give it",
+        ),
+        (
+            {"configure_optimizers": lambda s: "adam"},
+            "Mine: Unknown configuration for model optimizers",
+        ),
+        (
+            {"configure_optimizers": two},
+            "Mine: Training with multiple optimizers is only supported",
+        ),
         (
             {"configure_optimizers": lambda s: {"optimizer": one(s), "lr_schedular": flat(one(s))}},
-            "Mine.configure_optimizers: the optimizer configuration has 'lr_schedular'. Its keys are optimizer, lr_sch",
+            "Mine.configure_optimizers: the optimizer configuration has 'lr_schedular'. Its keys "
+            "are optimizer, lr_sch",
         ),
         (
             {"configure_optimizers": lambda s: scheduled(one(s), intervall="step")},
-            "Mine.configure_optimizers: the lr scheduler dict has 'intervall'. Its keys are scheduler, name, interval",
+            "Mine.configure_optimizers: the lr scheduler dict has 'intervall'. Its keys are "
+            "scheduler, name, interval",
         ),
-        ({"configure_optimizers": lambda s: []}, "Mine.configure_optimizers returned no optimizer. Return one; or"),
-        ({"configure_optimizers": lambda s: scheduled(one(s), frequency=0)}, "the lr scheduler dict has frequency=0."),
-        ({"configure_optimizers": lambda s: scheduled(one(s), frequency="2")}, "frequency='2'. Give it a whole number"),
-        ({"configure_optimizers": lambda s: scheduled(one(s), frequency=1.5)}, "so many of its interval (epoch)."),
         (
-            {"__init__": by_hand, "configure_optimizers": lambda s: scheduled(one(s), intervall="step")},
-            "Mine.configure_optimizers: the lr scheduler dict has 'intervall'. Its keys are scheduler, name, interval",
+            {"configure_optimizers": lambda s: []},
+            "Mine.configure_optimizers returned no optimizer. Return one; or",
+        ),
+        (
+            {"configure_optimizers": lambda s: scheduled(one(s), frequency=0)},
+            "the lr scheduler dict has frequency=0.",
+        ),
+        (
+            {"configure_optimizers": lambda s: scheduled(one(s), frequency="2")},
+            "frequency='2'. Give it a whole number",
+        ),
+        (
+            {"configure_optimizers": lambda s: scheduled(one(s), frequency=1.5)},
+            "so many of its interval (epoch).",
+        ),
+        (
+            {
+                "__init__": by_hand,
+                "configure_optimizers": lambda s: scheduled(one(s), intervall="step"),
+            },
+            "Mine.configure_optimizers: the lr scheduler dict has 'intervall'. Its keys are "
+            "scheduler, name, interval",
         ),
         (
             {
@@ -104,10 +145,16 @@ def scheduled(optimizer, **keys):
             },
             "Either remove the argument or give it a default value i.e. `dataloader_idx=0`",
         ),
-        ({"training_epoch_end": lambda s, outputs: 0}, "Support for `training_epoch_end` has been removed"),
+        (
+            {"training_epoch_end": lambda s, outputs: 0},
+            "Support for `training_epoch_end` has been removed",
+        ),
         ({"training_step": lambda s, b: s.log("x", b)}, "the tensor must have a single element"),
         (
-            {"__init__": by_hand, "training_step": lambda s, b: s.manual_backward(s.net(b).sum().detach())},
+            {
+                "__init__": by_hand,
+                "training_step": lambda s, b: s.manual_backward(s.net(b).sum().detach()),
+            },
             "manual_backward was given a loss without a gradient",
         ),
     ],
@@ -117,7 +164,10 @@ def test_a_mistake_is_named(methods, message):
 
 
 def test_a_backward_of_the_modules_own_and_a_gradient_that_is_given_may_begin_anywhere():
-    assert fit(backward=lambda s, loss: None, training_step=lambda s, b: s.net(b).mean().detach()) == ""
+    assert (
+        fit(backward=lambda s, loss: None, training_step=lambda s, b: s.net(b).mean().detach())
+        == ""
+    )
 
     def step(self, batch):
         out = self.net(batch)
@@ -127,7 +177,11 @@ def test_a_backward_of_the_modules_own_and_a_gradient_that_is_given_may_begin_an
         out = self.net(batch)
         self.manual_backward(out, torch.ones_like(out))
 
-    assert fit(__init__=by_hand, training_step=step) == fit(__init__=by_hand, training_step=positional) == ""
+    assert (
+        fit(__init__=by_hand, training_step=step)
+        == fit(__init__=by_hand, training_step=positional)
+        == ""
+    )
 
 
 def test_an_error_of_the_users_code_is_left_to_its_traceback():

@@ -34,7 +34,9 @@ def test_a_weight_that_one_rank_has_alone_differs():
 
 @pytest.fixture
 def updates(monkeypatch):
-    """Check an optimizer of two ranks, the second of which has other rates, steps or a stage of its own."""
+    """Check an optimizer of two ranks, the second of which has other rates, steps or a stage of its
+    own.
+    """
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     config = SimpleNamespace(monitor="val/loss", scheduler=SimpleNamespace(optimizer=optimizer))
     trainer: Any = SimpleNamespace(
@@ -42,7 +44,11 @@ def updates(monkeypatch):
     )
     gathered = SimpleNamespace(names=["net.0", "net.1"], order=7, counts=[4, 4])
     strategy = SimpleNamespace(
-        world_size=2, replicates_weights=False, stage=0, steps_made={optimizer: 4}, gathered=gathered
+        world_size=2,
+        replicates_weights=False,
+        stage=0,
+        steps_made={optimizer: 4},
+        gathered=gathered,
     )
     monkeypatch.setattr(replicas.StrategyMixin, "find", lambda trainer: strategy)
     monkeypatch.setattr(replicas, "completed_batches", lambda trainer: 4)
@@ -64,13 +70,18 @@ def updates(monkeypatch):
 
 def test_learning_rates_that_follow_each_rank_s_own_value_are_named(updates):
     updates(rates=(0.1 + 1e-9,))
-    with pytest.raises(ConfigError, match=r'rate of SGD is .* 0\.1 on rank 0 and 0\.01 on rank 1.*log\("val/loss", …'):
+    with pytest.raises(
+        ConfigError,
+        match=r'rate of SGD is .* 0\.1 on rank 0 and 0\.01 on rank 1.*log\("val/loss", …',
+    ):
         updates(rates=(0.01,))
 
 
 def test_steps_that_each_rank_decides_about_are_named(updates):
     updates()
-    with pytest.raises(ConfigError, match=r"number of steps of SGD is .* after step 4: 4 on rank 0 and 3 on rank 1"):
+    with pytest.raises(
+        ConfigError, match=r"number of steps of SGD is .* after step 4: 4 on rank 0 and 3 on rank 1"
+    ):
         updates(steps=3)
 
 
@@ -80,7 +91,9 @@ def test_another_stage_of_a_pipeline_may_have_other_groups(updates):
 
 
 def test_ranks_that_gather_other_weights_are_named(updates):
-    with pytest.raises(ConfigError, match=r"net\.1 is called 4 times on rank 0 and 5 on rank 1, after step 4"):
+    with pytest.raises(
+        ConfigError, match=r"net\.1 is called 4 times on rank 0 and 5 on rank 1, after step 4"
+    ):
         updates(order=8, counts=(4, 5))
     with pytest.raises(ConfigError, match=r"modules are called in another order on rank 1"):
         updates(order=8)
@@ -99,7 +112,8 @@ def test_weights_that_torch_cannot_add_up_are_left_out():
             return super().__torch_function__(func, types, args, kwargs)
 
     named = {
-        "float8": torch.zeros(8, dtype=torch.float8_e4m3fn), "quantized": torch.zeros(8).as_subclass(Quantized),
+        "float8": torch.zeros(8, dtype=torch.float8_e4m3fn),
+        "quantized": torch.zeros(8).as_subclass(Quantized),
         "scale": nn.Parameter(torch.tensor(2.0)),
-    }  # fmt: skip
+    }
     assert replicas.sums(named) == {"scale": (2.0, 2.0, 1e-4)}  # pyright: ignore[reportArgumentType]

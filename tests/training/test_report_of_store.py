@@ -8,7 +8,9 @@ from armature.training import report
 
 def test_a_store_that_is_away_does_not_fail_the_run_that_ends(tmp_path, monkeypatch):
     upath = pytest.importorskip("upath")
-    cfg = OmegaConf.create({"run": {"dir": str(tmp_path), "name": "a"}, "checkpoint": {"root": "memory://gone"}})
+    cfg = OmegaConf.create(
+        {"run": {"dir": str(tmp_path), "name": "a"}, "checkpoint": {"root": "memory://gone"}}
+    )
     assert report.last_checkpoint(cfg) is None
 
     class StoreError(Exception):

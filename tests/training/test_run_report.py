@@ -1,4 +1,6 @@
-"""report.html of real runs: written at validations and at the end, and never the reason why a run fails or differs."""
+"""report.html of real runs: written at validations and at the end, and never the reason why a run
+fails or differs.
+"""
 
 import json
 import time
@@ -33,7 +35,9 @@ def test_runs_have_a_page_that_changes_nothing_else(tmp_path, corpus, cache):
 
 
 @pytest.mark.slow
-def test_each_rank_s_memory_is_shown_and_a_page_that_cannot_be_written_ends_no_run(tmp_path, corpus, cache):
+def test_each_rank_s_memory_is_shown_and_a_page_that_cannot_be_written_ends_no_run(
+    tmp_path, corpus, cache
+):
     (tmp_path / "outputs" / "mine" / "report.html" / "in the way").mkdir(parents=True)
     typed = ("run.name=mine", "strategy=fsdp", *COMMON)
     result = running.train(*typed, cwd=tmp_path, corpus=corpus, ranks=2)
@@ -46,14 +50,19 @@ def test_each_rank_s_memory_is_shown_and_a_page_that_cannot_be_written_ends_no_r
 @pytest.fixture
 def report(tmp_path):
     cfg = OmegaConf.create(
-        {"run": {"dir": str(tmp_path), "git": None, "report": True}, "trainer": {"precision": "32-true"}}
+        {
+            "run": {"dir": str(tmp_path), "git": None, "report": True},
+            "trainer": {"precision": "32-true"},
+        }
     )
     step_log = SimpleNamespace(csv=SimpleNamespace(held={"step": 1, "train/loss": 2.5}))
     return RunReport(cfg, step_log, limits=SimpleNamespace(global_batches=10))  # pyright: ignore[reportArgumentType]
 
 
 def test_pages_take_a_hundredth_of_the_time(report):
-    trainer = SimpleNamespace(state=SimpleNamespace(fn="fit"), sanity_checking=False, is_global_zero=True)
+    trainer = SimpleNamespace(
+        state=SimpleNamespace(fn="fit"), sanity_checking=False, is_global_zero=True
+    )
     report._began = time.monotonic() - 50
 
     def is_due() -> bool:
@@ -75,7 +84,12 @@ def test_an_error_is_logged_once_and_goes_no_further(report, caplog, monkeypatch
     trainer = SimpleNamespace(is_global_zero=True, completed_batches=3)
     report.finish(trainer, None)
     report.finish(trainer, "text")
-    assert caplog.text.count("report.html lacks a part: ValueError: no such thing. Training does not need it.") == 1
+    assert (
+        caplog.text.count(
+            "report.html lacks a part: ValueError: no such thing. Training does not need it."
+        )
+        == 1
+    )
 
 
 def test_a_sample_leaves_the_random_streams_as_they_were():

@@ -1,4 +1,6 @@
-"""A resumed schedule of torch's keeps its length, which is said; one that would end before the run is refused."""
+"""A resumed schedule of torch's keeps its length, which is said; one that would end before the run
+is refused.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -29,9 +31,13 @@ def steps(optimizer, length):
 
 
 def resumed(make: Any, before: int, now: int, planned: int = 8) -> None:
-    first, second = (make(torch.optim.SGD([torch.zeros(1)], lr=0.1), length) for length in (before, now))
+    first, second = (
+        make(torch.optim.SGD([torch.zeros(1)], lr=0.1), length) for length in (before, now)
+    )
     config = SimpleNamespace(scheduler=second, interval="step", frequency=1)
-    trainer: Any = SimpleNamespace(lr_scheduler_configs=[config], estimated_stepping_batches=planned)
+    trainer: Any = SimpleNamespace(
+        lr_scheduler_configs=[config], estimated_stepping_batches=planned
+    )
     built = schedule_ends.lengths_of(trainer)
     second.load_state_dict(first.state_dict())
     schedule_ends.check(trainer, built)
@@ -40,8 +46,15 @@ def resumed(make: Any, before: int, now: int, planned: int = 8) -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (cosine, "CosineAnnealingLR was built with T_max=8, and the checkpoint has 4, which it keeps"),
-        (steps, "MultiStepLR was built with milestones=[2, 8], and the checkpoint has [2, 4], which it keeps"),
+        (
+            cosine,
+            "CosineAnnealingLR was built with T_max=8, and the checkpoint has 4, which it keeps",
+        ),
+        (
+            steps,
+            "MultiStepLR was built with milestones=[2, 8], and the checkpoint has [2, 4], which it "
+            "keeps",
+        ),
         (warmed, "SequentialLR was built with 1.T_max=8, and the checkpoint has 4, which it keeps"),
     ],
 )
@@ -52,7 +65,10 @@ def test_a_length_that_the_checkpoint_replaces_is_named(caplog, make, said):
 
 
 def test_a_cycle_that_ends_before_the_run_is_refused(caplog):
-    with pytest.raises(ConfigError, match="OneCycleLR was built with total_steps=8, and the checkpoint has 4, after"):
+    with pytest.raises(
+        ConfigError,
+        match="OneCycleLR was built with total_steps=8, and the checkpoint has 4, after",
+    ):
         resumed(one_cycle, 4, 8)
     resumed(one_cycle, 4, 8, planned=4)
     assert "total_steps=8, and the checkpoint has 4, which it keeps" in caplog.text
@@ -60,7 +76,9 @@ def test_a_cycle_that_ends_before_the_run_is_refused(caplog):
     assert "total_steps=4, and the checkpoint has 8, which it keeps" in caplog.text
 
 
-@pytest.mark.parametrize("make", [cosine, warmed, one_cycle, lambda o, length: lr_scheduler.ConstantLR(o)])
+@pytest.mark.parametrize(
+    "make", [cosine, warmed, one_cycle, lambda o, length: lr_scheduler.ConstantLR(o)]
+)
 def test_equal_lengths_and_schedules_without_one_say_nothing(caplog, make):
     resumed(make, 4, 4)
     assert not caplog.records

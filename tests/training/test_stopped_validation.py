@@ -1,4 +1,6 @@
-"""A stop within a validation: what was replaced for it is put back before the checkpoint of the stop is saved."""
+"""A stop within a validation: what was replaced for it is put back before the checkpoint of the
+stop is saved.
+"""
 
 import random
 from typing import Any
@@ -81,7 +83,9 @@ class Fails(L.Callback):
 
 
 class Draws(Module):
-    """Draws in validation_step, and counts its batches in a buffer, a metric object and an attribute."""
+    """Draws in validation_step, and counts its batches in a buffer, a metric object and an
+    attribute.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +128,10 @@ class Watch(L.Callback):
     def on_train_batch_end(self, trainer, pl_module, *args):
         self.weights = {name: value.clone() for name, value in pl_module.state_dict().items()}
         self.state = pl_module.state() if isinstance(pl_module, Draws) else None
-        self.known = (list(pl_module.history), pl_module.best.compute() if pl_module.history else None)
+        self.known = (
+            list(pl_module.history),
+            pl_module.best.compute() if pl_module.history else None,
+        )
 
     def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.validations += batch_idx == 0
@@ -136,15 +143,23 @@ def stopped(*callbacks: Any, kind: type[Module] = Module) -> tuple[Any, Watch]:
     torch.manual_seed(0)
     module, watch, data = kind(), Watch(), DataLoader(torch.randn(16, 4), batch_size=4)
     trainer = Trainer(
-        accelerator="cpu", enable_progress_bar=False, enable_model_summary=False, logger=False, max_epochs=2,
-        enable_checkpointing=False, num_sanity_val_steps=0, callbacks=[*callbacks, watch],
-    )  # fmt: skip
+        accelerator="cpu",
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False,
+        max_epochs=2,
+        enable_checkpointing=False,
+        num_sanity_val_steps=0,
+        callbacks=[*callbacks, watch],
+    )
     with pytest.raises(StoppedBySignal):
         trainer.fit(module, data, data)
     return module, watch
 
 
-@pytest.mark.parametrize("make", [lambda: EMAWeightAveraging(decay=0.5), Swaps], ids=["Lightning's", "a user's"])
+@pytest.mark.parametrize(
+    "make", [lambda: EMAWeightAveraging(decay=0.5), Swaps], ids=["Lightning's", "a user's"]
+)
 def test_weights_are_put_back(make):
     module, watch = stopped(make())
     for name, value in module.state_dict().items():
@@ -168,5 +183,6 @@ def test_what_the_part_of_a_validation_has_changed_is_undone():
 def test_a_hook_that_fails_is_named(caplog):
     stopped(Fails())
     assert (
-        "Fails.on_validation_end failed when the run was stopped within a validation (KeyError: 'lost')" in caplog.text
+        "Fails.on_validation_end failed when the run was stopped within a validation (KeyError: "
+        "'lost')" in caplog.text
     )

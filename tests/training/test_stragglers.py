@@ -1,4 +1,6 @@
-"""A rank that the others wait for is named, whatever the strategy, and only if it is slow for a while."""
+"""A rank that the others wait for is named, whatever the strategy, and only if it is slow for a
+while.
+"""
 
 import time
 
@@ -17,32 +19,49 @@ def one_stage(rank):
 
 
 def record(steps, groups, *, host="a", node=0, met=1000.0):
-    """A rank's record; `groups`: for each, when its collectives began in each step, and whether they overlap."""
+    """A rank's record.
+
+    `groups`: for each, when its collectives began in each step, and whether they overlap.
+    """
     calls = {}
     for name, (begun, overlaps) in groups.items():
         begun = np.array(begun, dtype=float)
         numbers, each = np.arange(begun.size), begun.shape[1]
-        calls[name] = Calls(numbers, numbers // each, begun.ravel(), np.full(begun.size, np.nan), overlaps)
+        calls[name] = Calls(
+            numbers, numbers // each, begun.ravel(), np.full(begun.size, np.nan), overlaps
+        )
     return Record(host, node, met, steps * STEPS, float(STEPS), calls)
 
 
 def lockstep(own, *, parts=1, overlaps=False, offset=0.0, rank=0, delays=()):
-    """When a rank begins the collectives of each step: `parts` per step, each when the rank has done its own work.
+    """When a rank begins the collectives of each step: `parts` per step, each when the rank has
+    done its own work.
 
     Args:
         own: seconds of a step of the slowest rank.
         delays: seconds by which this rank is early at each of a step's collectives.
     """
     return [
-        [offset + step * own + (part + 1) * own / parts - (delays[part] if delays else 0.0) for part in range(parts)]
+        [
+            offset + step * own + (part + 1) * own / parts - (delays[part] if delays else 0.0)
+            for part in range(parts)
+        ]
         for step in range(STEPS)
     ]
 
 
 def test_ddp_names_the_rank_whose_buckets_come_last():
-    late = [0.2, 0.2, 0.2]  # overlapping buckets: the others are early at each of them, but wait once per step
+    late = [
+        0.2,
+        0.2,
+        0.2,
+    ]  # overlapping buckets: the others are early at each of them, but wait once per step
     early = {"0~": (lockstep(0.4, parts=3, delays=late), True)}
-    records = [record(0.4, early), record(0.4, {"0~": (lockstep(0.4, parts=3), True)}, host="b"), record(0.4, early)]
+    records = [
+        record(0.4, early),
+        record(0.4, {"0~": (lockstep(0.4, parts=3), True)}, host="b"),
+        record(0.4, early),
+    ]
     found = slowest(records, stage=one_stage)
     assert found is not None
     assert (found.rank, found.host) == (1, "b")
@@ -70,7 +89,10 @@ def test_clocks_of_machines_are_brought_together():
 
 
 def test_a_rank_that_waits_for_the_slow_one_and_is_waited_for_is_not_named():
-    """Rank 3 is slow. Rank 1 meets it on the shard axis and is then late at rank 0, on the tensor axis."""
+    """Rank 3 is slow.
+
+    Rank 1 meets it on the shard axis and is then late at rank 0, on the tensor axis.
+    """
     slow, early = lockstep(0.4), lockstep(0.4, delays=[0.2])
     records = [
         record(0.4, {"tensor01": (early, False)}),
@@ -86,8 +108,15 @@ def test_a_rank_that_waits_for_the_slow_one_and_is_waited_for_is_not_named():
 def test_stages_of_a_pipeline_are_not_compared():
     """Ranks 0 and 1 are a cheap stage, 2 and 3 a dear one, in which 3 is slow."""
     early, late = lockstep(0.4, delays=[0.2]), lockstep(0.4)
-    everyone = [{"0~": (early, True)}, {"0~": (early, True)}, {"0~": (late, True)}, {"0~": (late, True)}]
-    assert slowest([record(0.4, groups) for groups in everyone], stage=lambda rank: rank // 2) is None
+    everyone = [
+        {"0~": (early, True)},
+        {"0~": (early, True)},
+        {"0~": (late, True)},
+        {"0~": (late, True)},
+    ]
+    assert (
+        slowest([record(0.4, groups) for groups in everyone], stage=lambda rank: rank // 2) is None
+    )
     for rank, begun in ((2, early), (3, late)):
         everyone[rank]["1"] = (begun, False)
     found = slowest([record(0.4, groups) for groups in everyone], stage=lambda rank: rank // 2)
@@ -98,7 +127,14 @@ def test_stages_of_a_pipeline_are_not_compared():
 def test_nccls_own_times_count_where_there_are_some():
     begun = np.arange(30.0)  # the host is ahead of the device
     records = [
-        Record("a", 0, 0.0, 4.0, 10.0, {"7": Calls(begun, begun // 3, begun, np.full(30, seconds), overlaps=False)})
+        Record(
+            "a",
+            0,
+            0.0,
+            4.0,
+            10.0,
+            {"7": Calls(begun, begun // 3, begun, np.full(30, seconds), overlaps=False)},
+        )
         for seconds in (0.07, 0.07, 0.003)
     ]
     found = slowest(records, stage=one_stage)
@@ -109,12 +145,17 @@ def test_nccls_own_times_count_where_there_are_some():
 def test_nccls_calls_are_not_mixed_with_gloos_of_the_same_group(monkeypatch):
     def call(name: str, number: int, took: float | None) -> dict:
         return {
-            "profiling_name": name, "process_group": ["0", "default_pg"], "collective_seq_id": number,
-            "time_created_ns": int((100 + number / 10) * 1e9), "duration_ms": took,
-        }  # fmt: skip
+            "profiling_name": name,
+            "process_group": ["0", "default_pg"],
+            "collective_seq_id": number,
+            "time_created_ns": int((100 + number / 10) * 1e9),
+            "duration_ms": took,
+        }
 
     gloo = [call("gloo:all_reduce", number, None) for number in range(31, 40)]
-    nccl = [call("nccl:all_reduce", number, 5.0 if number < 23 else None) for number in range(15, 25)]
+    nccl = [
+        call("nccl:all_reduce", number, 5.0 if number < 23 else None) for number in range(15, 25)
+    ]
     monkeypatch.setattr(stragglers.blocked, "recorded", lambda: gloo + nccl)
     own = stragglers.own_record([101.0, 102.0, 103.0, 104.0, 105.0], met=105.0, ranks=2)
     assert own.groups["0~"].numbers.tolist() == list(range(15, 23))
@@ -143,7 +184,9 @@ def test_a_rank_is_named_after_three_comparisons_and_not_again_for_minutes(monke
     assert [judged(each) for each in (slow, slow, None, slow, slow)] == [None] * 5
     said = judged(slow)
     assert said is not None
-    assert said.startswith("Rank 3 on node7 takes 2.1 × the others' time of a step (412 against 196 ms)")
+    assert said.startswith(
+        "Rank 3 on node7 takes 2.1 × the others' time of a step (412 against 196 ms)"
+    )
     assert judged(slow) is None
     now += stragglers.QUIET_SECONDS
     assert judged(slow) is not None
@@ -153,10 +196,22 @@ def test_a_rank_is_named_after_three_comparisons_and_not_again_for_minutes(monke
 
 def test_a_step_of_a_rank_is_told_from_its_collectives(monkeypatch):
     def call(number, begun, name="gloo:all_reduce", **more):
-        return {"profiling_name": name, "is_p2p": False, "process_group": ["0", "default_pg"],
-                "collective_seq_id": number, "time_created_ns": int(begun * 1e9), **more}  # fmt: skip
+        return {
+            "profiling_name": name,
+            "is_p2p": False,
+            "process_group": ["0", "default_pg"],
+            "collective_seq_id": number,
+            "time_created_ns": int(begun * 1e9),
+            **more,
+        }
 
-    entries = [call(1, 99.5), call(2, 100.5), call(3, 101.5), call(4, 101.6, name="gloo:broadcast"), call(5, 102.5)]
+    entries = [
+        call(1, 99.5),
+        call(2, 100.5),
+        call(3, 101.5),
+        call(4, 101.6, name="gloo:broadcast"),
+        call(5, 102.5),
+    ]
     monkeypatch.setattr(stragglers.blocked, "recorded", lambda: entries)
     own = stragglers.own_record([100.0, 101.0, 102.0, 103.0], met=103.1, ranks=2)
     (calls,) = own.groups.values()
@@ -200,6 +255,8 @@ def test_a_rank_at_less_than_half_speed_is_named_while_it_trains(strategy, part,
         return
     (event,) = events
     assert event["rank"] == 1
-    assert event["seconds_per_step"] - event["seconds_per_step_of_others"] == pytest.approx(seconds, rel=0.5)
+    assert event["seconds_per_step"] - event["seconds_per_step_of_others"] == pytest.approx(
+        seconds, rel=0.5
+    )
     assert "Rank 1 on " in ended.output
     assert "the others' time of a step" in ended.output

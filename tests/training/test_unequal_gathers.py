@@ -38,11 +38,18 @@ def test_the_hook_of_validation_that_gathers_is_found_through_methods_of_the_mod
 
 @pytest.mark.parametrize(
     ("size", "batches", "told"),
-    [(9, 3, "of 9 validation samples rank 0 has 4 and rank 1 has 5"), (9, 1, ""), (8, 3, ""), (0, 0, "")],
+    [
+        (9, 3, "of 9 validation samples rank 0 has 4 and rank 1 has 5"),
+        (9, 1, ""),
+        (8, 3, ""),
+        (0, 0, ""),
+    ],
 )
 def test_an_uneven_validation_is_named_with_its_numbers(size, batches, told, caplog):
     loader = SimpleNamespace(batch_sampler=EvalSampler(size, batch_size=2, rank=0, ranks=2))
-    trainer: Any = SimpleNamespace(val_dataloaders=[loader], num_val_batches=[batches], strategy=None)
+    trainer: Any = SimpleNamespace(
+        val_dataloaders=[loader], num_val_batches=[batches], strategy=None
+    )
     UnequalGathers().on_train_start(trainer, Gathers())
     assert told in caplog.text
     assert bool(caplog.text) == bool(told)
@@ -62,9 +69,17 @@ class Indexes(L.LightningModule):
 
 @pytest.mark.parametrize(
     ("ranks", "module", "told"),
-    [(4, Counts, "world_size"), (4, Indexes, "global_rank"), (2, Counts, ""), (2, Indexes, ""), (4, Trains, "")],
+    [
+        (4, Counts, "world_size"),
+        (4, Indexes, "global_rank"),
+        (2, Counts, ""),
+        (2, Indexes, ""),
+        (4, Trains, ""),
+    ],
 )
-def test_a_count_of_processes_is_named_where_several_share_samples(monkeypatch, caplog, ranks, module, told):
+def test_a_count_of_processes_is_named_where_several_share_samples(
+    monkeypatch, caplog, ranks, module, told
+):
     strategy = SimpleNamespace(data_size=2, world_size=ranks)
     monkeypatch.setattr(StrategyMixin, "find", lambda trainer: strategy)
     trainer: Any = SimpleNamespace(val_dataloaders=None)

@@ -1,4 +1,6 @@
-"""Values of a validation that ranks have logged apart are named once; reduced and equal ones are not."""
+"""Values of a validation that ranks have logged apart are named once; reduced and equal ones are
+not.
+"""
 
 import logging
 
@@ -48,10 +50,18 @@ def told() -> list[str]:
     logging.getLogger("armature.training.unsynced").addHandler(Kept())
     data = DataLoader(torch.ones(4, 1), batch_size=2)
     trainer = Trainer(
-        accelerator="cpu", devices=2, strategy=DDP(seed=0), max_epochs=2, callbacks=[Unsynced()], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False, num_sanity_val_steps=0,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=2,
+        strategy=DDP(seed=0),
+        max_epochs=2,
+        callbacks=[Unsynced()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+    )
     trainer.fit(Module(), data, [data, data])
     return said
 

@@ -1,4 +1,6 @@
-"""What is called when a validation has ended sees the validation's values, and what its hooks have left."""
+"""What is called when a validation has ended sees the validation's values, and what its hooks have
+left.
+"""
 
 import lightning.pytorch as L
 import pytest
@@ -41,12 +43,24 @@ def test_it_sees_the_values_of_the_validation_and_the_weights_of_training():
 
     def ended(trainer: Trainer) -> None:
         weight = trainer.lightning_module.net.weight.item()
-        seen.append((float(trainer.callback_metrics["loss"]), weight == 7.0, trainer.lightning_module.training))
+        seen.append(
+            (
+                float(trainer.callback_metrics["loss"]),
+                weight == 7.0,
+                trainer.lightning_module.training,
+            )
+        )
 
     data = DataLoader(torch.ones(4, 1), batch_size=2)  # pyright: ignore[reportArgumentType]
     trainer = Trainer(
-        accelerator="cpu", max_epochs=2, validation_ended=[ended], logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=1,
-    )  # fmt: skip
+        accelerator="cpu",
+        max_epochs=2,
+        validation_ended=[ended],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=1,
+    )
     trainer.fit(Module(), data, data)
     assert seen == [(100.0, False, True), (101.0, False, True)]

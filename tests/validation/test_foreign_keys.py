@@ -1,4 +1,6 @@
-"""What users of Lightning and of the lightning-hydra-template type: it works, or the message says what to type here."""
+"""What users of Lightning and of the lightning-hydra-template type: it works, or the message says
+what to type here.
+"""
 
 import inspect
 import re
@@ -19,7 +21,9 @@ CONFIGS = ROOT / "configs"
 
 
 def answer(*typed: str) -> list[str]:
-    """What the command line says to these overrides, as far as it is found without a sweep; empty: nothing."""
+    """What the command line says to these overrides, as far as it is found without a sweep; empty:
+    nothing.
+    """
     overrides = [quoting.quoted(each) for each in typed]
     if problems := foreign_keys.ineffective(overrides):
         return problems
@@ -53,7 +57,8 @@ REFUSED_AS_HYDRA_COMPOSES = {
     "launch.allowed_packages=null": "Type a list:",
     "trainer.fast_dev_run=true": "Type debug=fast:",
     "trainer.val_check_interval=0.25": "Type trainer.val_every_n_steps=",
-    "trainer.accumulate_grad_batches=10": "Type data.global_batch_size=… and data.micro_batch_size=…",
+    "trainer.accumulate_grad_batches=10": "Type data.global_batch_size=… and "
+    "data.micro_batch_size=…",
     "trainer.overfit_batches=1": "Type debug=overfit:",
     "trainer.check_val_every_n_epoch=2": "Type trainer.val_every_n_steps=",
     "trainer.min_epochs=5": "Type trainer.max_steps=",
@@ -75,8 +80,10 @@ REFUSED_AS_HYDRA_COMPOSES = {
     "paths=default": "Leave it out. Type run.root=",
     "extras=default": "Leave it out. Add --cfg job",
     "hydra=default": "Leave it out. Type run.root=",
-    "trainer.gpus=[0,2]": "Set CUDA_VISIBLE_DEVICES=0,2 before the command and type trainer.devices=2.",
-    "+trainer.gradient_clip_val=0.5": "exists already. Leave out the plus: type trainer.gradient_clip_val=0.5.",
+    "trainer.gpus=[0,2]": "Set CUDA_VISIBLE_DEVICES=0,2 before the command and type "
+    "trainer.devices=2.",
+    "+trainer.gradient_clip_val=0.5": "exists already. Leave out the plus: type "
+    "trainer.gradient_clip_val=0.5.",
     "+trainer.max_steps=many": "must be a whole number from 1 to",
     "+strategy=ddp": "exists already. Leave out the plus: type strategy=ddp.",
     "++experiment=digits": "exists already. Leave out the plus: type experiment=digits.",
@@ -95,7 +102,8 @@ REFUSED_AS_HYDRA_COMPOSES = {
 REFUSED_BY_THE_CHECK = {
     "trainer.accelerator=cuda": "Did you mean trainer.accelerator=gpu?",
     "trainer.precision=16": "Did you mean trainer.precision=16-mixed?",
-    "trainer.devices=[0,1,2,3]": "Set CUDA_VISIBLE_DEVICES=0,1,2,3 before the command and type trainer.devices=4.",
+    "trainer.devices=[0,1,2,3]": "Set CUDA_VISIBLE_DEVICES=0,1,2,3 before the command and type "
+    "trainer.devices=4.",
     "trainer.limit_train_batches=1.5": "a share of them above 0.0 and up to 1.0",
     "+data.batch_size=64": "Type data.global_batch_size=",
     "+model.new_param=owo": "takes no argument 'new_param'",
@@ -108,20 +116,30 @@ UNKNOWN_TO_THE_CHECK = {
     "model=null": "model: a value is required.",
 }
 WORKS = [
-    "logger=null callbacks=null debug=null seed=12345 trainer.deterministic=true trainer.gradient_clip_val=0.5",
-    "logger=[csv,tensorboard] callbacks=none run.tags=[mnist,experiment_X] trainer.max_time=00:12:00:00",
-    "debug=overfit trainer.limit_train_batches=0.1 trainer.limit_val_batches=0.05 trainer.detect_anomaly=true",
+    "logger=null callbacks=null debug=null seed=12345 trainer.deterministic=true "
+    "trainer.gradient_clip_val=0.5",
+    "logger=[csv,tensorboard] callbacks=none run.tags=[mnist,experiment_X] "
+    "trainer.max_time=00:12:00:00",
+    "debug=overfit trainer.limit_train_batches=0.1 trainer.limit_val_batches=0.05 "
+    "trainer.detect_anomaly=true",
 ]
 
 
-@pytest.mark.parametrize("typed", [REFUSED_AS_HYDRA_COMPOSES, REFUSED_BY_THE_CHECK, UNKNOWN_TO_THE_CHECK])
-def test_what_a_template_user_types_is_answered_with_what_to_type_here(typed, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "typed", [REFUSED_AS_HYDRA_COMPOSES, REFUSED_BY_THE_CHECK, UNKNOWN_TO_THE_CHECK]
+)
+def test_what_a_template_user_types_is_answered_with_what_to_type_here(
+    typed, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     said = answer(*typed)
     assert len(said) == len(typed), said
     for override, expected in typed.items():
         key = override.lstrip("+").partition("=")[0]
-        assert [each for each in said if key in each.partition(": ")[0] and expected in each], (override, said)
+        assert [each for each in said if key in each.partition(": ")[0] and expected in each], (
+            override,
+            said,
+        )
 
 
 @pytest.mark.parametrize("command", WORKS)
@@ -131,7 +149,12 @@ def test_what_a_template_user_types_works(command, tmp_path, monkeypatch):
 
 
 def test_a_key_of_hydra_s_that_nothing_reads_is_refused():
-    typed = ["hydra.run.dir=/out", "hydra.job.chdir=true", "hydra.job.chdir=false", "hydra.sweep.dir=x"]
+    typed = [
+        "hydra.run.dir=/out",
+        "hydra.job.chdir=true",
+        "hydra.job.chdir=false",
+        "hydra.sweep.dir=x",
+    ]
     run_dir, chdir = answer(*typed)
     assert run_dir.startswith("hydra.run.dir=/out: this has no effect here. Type run.root=")
     assert chdir.startswith("hydra.job.chdir=true: ")
@@ -160,7 +183,9 @@ def test_what_an_answer_says_to_type_is_a_key_here():
         groups = module._groups([CONFIGS])
         known = {*groups, *module._known([]), *module._known(["strategy=ddp"]), "data.path"}
         for key, sentence in (foreign_keys.FOREIGN | foreign_keys.INEFFECTIVE).items():
-            for typed, value in re.findall(r"(?<![\w./+])\+?([a-z_]+(?:\.[a-z_]+)*)=([\w.-]*)", sentence):
+            for typed, value in re.findall(
+                r"(?<![\w./+])\+?([a-z_]+(?:\.[a-z_]+)*)=([\w.-]*)", sentence
+            ):
                 assert typed in known or typed.startswith("callbacks."), (key, typed)
                 if typed in groups and value:
                     assert value in groups[typed], (key, typed, value)

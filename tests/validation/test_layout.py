@@ -16,11 +16,13 @@ ROOT = Path(__file__).parents[2]
 FILES = {
     "__init__.py": "from reexporting.net import Net\n",
     "net/__init__.py": "from .model import Net\n",
-    "net/model.py": "from armature.models.decoder.model import Decoder\n\n\nclass Net(Decoder):\n    pass\n",
+    "net/model.py": "from armature.models.decoder.model import Decoder\n\n\nclass Net(Decoder):\n  "
+    "  pass\n",
     "net/plan.py": "from armature.models.decoder.plan import PLAN\n",
     "net/check.py": "def problems(arguments):\n"
     "    return ['model.width=48 is odd for Net'] if arguments['width'] == 48 else []\n",
-    "images.py": "class Task(LightningModule):\n    modality = 'images'\n\n    def __init__(self, model, **o): ...\n",
+    "images.py": "class Task(LightningModule):\n    modality = 'images'\n\n    def __init__(self, "
+    "model, **o): ...\n",
     "average.py": "from armature.callbacks.ema import EMA\n\n\nclass Average(EMA):\n    pass\n",
 }
 
@@ -39,9 +41,14 @@ def checked(tmp_path, monkeypatch):
     config.register()
 
     def check(*overrides: str):
-        typed = ["model._target_=reexporting.Net", "launch.allowed_packages=[armature,torch,reexporting]"]
+        typed = [
+            "model._target_=reexporting.Net",
+            "launch.allowed_packages=[armature,torch,reexporting]",
+        ]
         with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
-            return checks.check(compose("train", overrides=[*typed, "trainer.accelerator=cpu", *overrides]))
+            return checks.check(
+                compose("train", overrides=[*typed, "trainer.accelerator=cpu", *overrides])
+            )
 
     return check
 
@@ -58,19 +65,25 @@ def test_the_plan_and_the_check_of_a_reexported_model_are_found(checked):
 
 
 def test_a_model_and_a_task_for_different_data_are_refused(checked):
-    with pytest.raises(ConfigError, match=r"task=Task trains on images, but model=Net takes tokens. Type task="):
+    with pytest.raises(
+        ConfigError, match=r"task=Task trains on images, but model=Net takes tokens. Type task="
+    ):
         checked("task._target_=reexporting.images.Task")
 
 
 def test_a_class_inherits_what_its_base_does_not_support(checked):
     overrides = ["+callbacks.mine._target_=reexporting.average.Average", "trainer.devices=2"]
     checked("strategy=deepspeed", *overrides)
-    with pytest.raises(ConfigError, match=r"callbacks.mine=Average does not work with this strategy \(zero3\)"):
+    with pytest.raises(
+        ConfigError, match=r"callbacks.mine=Average does not work with this strategy \(zero3\)"
+    ):
         checked("strategy=deepspeed_zero3", *overrides)
 
 
 def test_an_option_that_is_not_in_the_config_has_its_constructors_default():
-    layout = Layout.resolve({"_target_": "armature.strategies.mesh.MeshStrategy", "shard": 2}, world_size=2)
+    layout = Layout.resolve(
+        {"_target_": "armature.strategies.mesh.MeshStrategy", "shard": 2}, world_size=2
+    )
     assert layout.options["schedule"] == "1f1b"
     assert layout.options["stages"] is None
     assert Layout.resolve({"_target_": "mine.Strategy"}, world_size=2).kind == "other"

@@ -18,7 +18,10 @@ from armature.validation import lightning_callbacks
 
 STOCK = "lightning.pytorch.callbacks"
 OWN = "tests.lightning_habits.callbacks.Unfreeze"  # derived from BaseFinetuning
-MODULE = {"task": {"_target_": "tests.lightning_habits.regression.Regressor"}, "model": {"_target_": "torch.nn.Linear"}}
+MODULE = {
+    "task": {"_target_": "tests.lightning_habits.regression.Regressor"},
+    "model": {"_target_": "torch.nn.Linear"},
+}
 TASK = {
     "task": {"_target_": "armature.tasks.image_classification.ImageClassification"},
     "model": {"_target_": "armature.models.vit.model.VisionTransformer"},
@@ -27,7 +30,9 @@ TASK = {
 
 def problems(target: str, method: str, objects: dict[str, Any]) -> list[str]:
     layout: Any = SimpleNamespace(methods=[method])
-    return lightning_callbacks.problems({**objects, "callbacks": {"mine": {"_target_": target}}}, layout)
+    return lightning_callbacks.problems(
+        {**objects, "callbacks": {"mine": {"_target_": target}}}, layout
+    )
 
 
 @pytest.mark.parametrize(
@@ -35,11 +40,26 @@ def problems(target: str, method: str, objects: dict[str, Any]) -> list[str]:
     [
         (f"{STOCK}.EMAWeightAveraging", "single", MODULE, None),
         (f"{STOCK}.EMAWeightAveraging", "ddp", MODULE, None),
-        (f"{STOCK}.EMAWeightAveraging", "shard", MODULE, "ranks hold parts of it. Type callbacks=ema"),
-        (f"{STOCK}.WeightAveraging", "single", TASK, "before it has weights: ImageClassification builds it later"),
+        (
+            f"{STOCK}.EMAWeightAveraging",
+            "shard",
+            MODULE,
+            "ranks hold parts of it. Type callbacks=ema",
+        ),
+        (
+            f"{STOCK}.WeightAveraging",
+            "single",
+            TASK,
+            "before it has weights: ImageClassification builds it later",
+        ),
         (f"{STOCK}.StochasticWeightAveraging", "ddp", MODULE, None),
         (f"{STOCK}.StochasticWeightAveraging", "pipeline", MODULE, "with this strategy (pipeline)"),
-        (f"{STOCK}.StochasticWeightAveraging", "single", TASK, "averages nothing. Type callbacks=ema"),
+        (
+            f"{STOCK}.StochasticWeightAveraging",
+            "single",
+            TASK,
+            "averages nothing. Type callbacks=ema",
+        ),
         (OWN, "single", MODULE, None),
         (OWN, "ddp", MODULE, None),
         (OWN, "pipeline", MODULE, "Type strategy=ddp or strategy=fsdp"),
@@ -92,15 +112,22 @@ def test_callbacks_of_configure_callbacks_are_refused_as_well(make, layout, word
     monkeypatch.setattr("armature.layout.Layout.of", lambda cfg: SimpleNamespace(methods=[layout]))
     module, own = Configures(), CheckCallbacks(OmegaConf.create(MODULE))
     trainer = Trainer(
-        accelerator="cpu", max_steps=0, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[own],
-    )  # fmt: skip
+        accelerator="cpu",
+        max_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[own],
+    )
     if words is None:
         trainer.fit(module)
     else:
         with pytest.raises(ConfigError, match=words) as error:
             trainer.fit(module)
-        assert "configure_callbacks of tests.lightning_habits.regression.Regressor" in str(error.value)
+        assert "configure_callbacks of tests.lightning_habits.regression.Regressor" in str(
+            error.value
+        )
         assert not module.trained
 
 

@@ -1,4 +1,6 @@
-"""What Lightning has and a run cannot use is refused by name; modules get what their constructors take."""
+"""What Lightning has and a run cannot use is refused by name; modules get what their constructors
+take.
+"""
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -36,14 +38,27 @@ def test_a_callback_that_cannot_work_is_refused_by_name(target, words):
 
 
 def test_other_callbacks_of_lightning_pass():
-    names = ("DeviceStatsMonitor", "RichProgressBar", "ModelCheckpoint", "LearningRateMonitor", "EarlyStopping")
-    typed = [f"+callbacks.c{i}._target_=lightning.pytorch.callbacks.{name}" for i, name in enumerate(names)]
+    names = (
+        "DeviceStatsMonitor",
+        "RichProgressBar",
+        "ModelCheckpoint",
+        "LearningRateMonitor",
+        "EarlyStopping",
+    )
+    typed = [
+        f"+callbacks.c{i}._target_=lightning.pytorch.callbacks.{name}"
+        for i, name in enumerate(names)
+    ]
     assert lightning_parts.problems(composed(*typed)) == []
 
 
 def test_a_logger_whose_package_is_missing_says_what_to_install(monkeypatch):
     usual = lightning_parts.importlib.util.find_spec
-    monkeypatch.setattr(lightning_parts.importlib.util, "find_spec", lambda name: None if "ml" in name else usual(name))
+    monkeypatch.setattr(
+        lightning_parts.importlib.util,
+        "find_spec",
+        lambda name: None if "ml" in name else usual(name),
+    )
     problems = lightning_parts.problems(composed("logger=[csv,mlflow,comet]"))
     assert problems == [
         "logger.mlflow: mlflow is not installed. Type pip install mlflow, or another logger.",
@@ -55,7 +70,9 @@ def test_an_upload_of_files_that_nothing_saves_is_refused(monkeypatch):
     monkeypatch.setattr(lightning_parts.importlib.util, "find_spec", lambda name: name)
     words = ["logger=wandb", "logger.wandb.log_model=all"]
     (problem,) = lightning_parts.problems(composed(*words))
-    assert problem.startswith("logger.wandb.log_model=all: it uploads the files of Lightning's ModelCheckpoint")
+    assert problem.startswith(
+        "logger.wandb.log_model=all: it uploads the files of Lightning's ModelCheckpoint"
+    )
     assert lightning_parts.problems(composed("logger=wandb")) == []
     files = "+callbacks.files._target_=lightning.pytorch.callbacks.ModelCheckpoint"
     assert lightning_parts.problems(composed(*words, files)) == []
@@ -64,11 +81,18 @@ def test_an_upload_of_files_that_nothing_saves_is_refused(monkeypatch):
 @pytest.mark.parametrize("value", ["-1", "0.0", "1.1", "many", "true"])
 def test_a_limit_out_of_range_is_refused(value):
     (problem,) = lightning_parts.limit_problems(composed(f"trainer.limit_val_batches={value}"))
-    assert "must be a number of batches from 0 (such as 10), a share of them above 0.0 and up to 1.0" in problem
+    assert (
+        "must be a number of batches from 0 (such as 10), a share of them above 0.0 and up to 1.0"
+        in problem
+    )
 
 
 def test_a_limit_keeps_the_type_that_was_typed():
-    cfg = composed("trainer.limit_train_batches=1", "trainer.limit_val_batches=1.0", "trainer.limit_test_batches=0.1")
+    cfg = composed(
+        "trainer.limit_train_batches=1",
+        "trainer.limit_val_batches=1.0",
+        "trainer.limit_test_batches=0.1",
+    )
     trainer = cfg.trainer
     values = [trainer.limit_train_batches, trainer.limit_val_batches, trainer.limit_test_batches]
     assert [(type(value), value) for value in values] == [(int, 1), (float, 1.0), (float, 0.1)]
@@ -85,7 +109,10 @@ def test_what_a_module_s_constructor_requires_is_named():
 
 def test_arguments_may_refer_to_what_is_decided_for_this_machine():
     bar = "+callbacks.bar={_target_:lightning.pytorch.callbacks.RichProgressBar,refresh_rate:'${trainer.devices}'}"
-    assert checks._target_problems(composed("trainer.devices=auto", "trainer.accelerator=cpu", bar)) == []
+    assert (
+        checks._target_problems(composed("trainer.devices=auto", "trainer.accelerator=cpu", bar))
+        == []
+    )
 
 
 def test_a_module_that_builds_its_own_model_is_not_held_to_the_unused_one(caplog):
@@ -100,24 +127,39 @@ def test_a_module_that_builds_its_own_model_is_not_held_to_the_unused_one(caplog
 
 
 def test_a_group_that_the_task_does_not_take_may_refer_to_keys_that_the_data_have_not():
-    cfg = composed("task=example", "model=gpt_nano", "data=example")  # model.vocab_size is ${data.source.vocab_size}
+    cfg = composed(
+        "task=example", "model=gpt_nano", "data=example"
+    )  # model.vocab_size is ${data.source.vocab_size}
     with open_dict(cfg):
         cfg.task = {"_target_": "tests.validation.users.Plain"}
         cfg.scheduler = None
     assert "vocab_size" not in checks.check(cfg, prepare=False).model
-    cfg = composed("task=example", "model=gpt_nano", "data=example", "task._target_=example.task.PointClassificatio")
+    cfg = composed(
+        "task=example",
+        "model=gpt_nano",
+        "data=example",
+        "task._target_=example.task.PointClassificatio",
+    )
     with pytest.raises(ConfigError, match="PointClassificatio: there is no such class or function"):
         checks.check(cfg, prepare=False)
 
-    with pytest.raises(ConfigError, match=r"model\.vocab_size: it is data\.\S+, which these data do not have\. Type"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model\.vocab_size: it is data\.\S+, which these data do not have\. Type",
+    ):
         checks.check(composed("task=example", "model=gpt_nano", "data=example"), prepare=False)
 
 
 def test_a_typed_key_of_a_group_that_the_task_sets_itself_is_refused():
     cfg = composed()
     with open_dict(cfg):
-        cfg.task = {"_target_": f"{USERS}.Template", "optimizer": {"_target_": "torch.optim.Adam", "lr": 0.1}}
-    (problem,) = lightning_parts.unused_problems(cfg, ["optimizer=sgd", "optimizer.lr=0.2", "scheduler.warmup=0"])
+        cfg.task = {
+            "_target_": f"{USERS}.Template",
+            "optimizer": {"_target_": "torch.optim.Adam", "lr": 0.1},
+        }
+    (problem,) = lightning_parts.unused_problems(
+        cfg, ["optimizer=sgd", "optimizer.lr=0.2", "scheduler.warmup=0"]
+    )
     assert problem == "optimizer.lr=0.2: task sets its own optimizer. Type task.optimizer.lr=0.2."
     with open_dict(cfg):
         cfg.task.optimizer.lr = "${optimizer.lr}"  # then what is typed reaches it
@@ -128,11 +170,21 @@ def test_values_of_the_task_that_an_experiment_sets_in_an_unused_group_are_refus
     """As in the template's experiments, where `model` is the LightningModule."""
     cfg = composed("data=example")
     with open_dict(cfg):
-        cfg.task = {"_target_": f"{USERS}.Template", "optimizer": {"lr": 0.1}, "net": {"width": 16}, "dropout": 0.0}
+        cfg.task = {
+            "_target_": f"{USERS}.Template",
+            "optimizer": {"lr": 0.1},
+            "net": {"width": 16},
+            "dropout": 0.0,
+        }
         cfg.model.optimizer, cfg.model.net = {"lr": 0.5}, {"width": 128}
-    with pytest.raises(ConfigError) as refused:  # although gpt_nano, which no example has words for, is forgotten
+    with pytest.raises(
+        ConfigError
+    ) as refused:  # although gpt_nano, which no example has words for, is forgotten
         checks.check(cfg, prepare=False)
-    assert [each.split(":")[0] for each in refused.value.problems] == ["model.optimizer", "model.net"]
+    assert [each.split(":")[0] for each in refused.value.problems] == [
+        "model.optimizer",
+        "model.net",
+    ]
     assert "write net below task: instead of below model:" in refused.value.problems[1]
     with open_dict(cfg):
         del cfg.model.optimizer, cfg.model.net  # what is left, dropout, is gpt_nano's own as well
@@ -142,7 +194,8 @@ def test_values_of_the_task_that_an_experiment_sets_in_an_unused_group_are_refus
 @pytest.mark.parametrize(
     ("name", "own"),
     [
-        ("LoadsItself", "(train_dataloader, val_dataloader)"), ("LoadsAsWell", "(train_dataloader, val_dataloader)"),
+        ("LoadsItself", "(train_dataloader, val_dataloader)"), ("LoadsAsWell", "(train_dataloader, "
+                                                                               "val_dataloader)"),
         ("AddsToOurs", None),
     ],
 )  # fmt: skip

@@ -19,8 +19,12 @@ data:
   context: 8
 strategy: {{_target_: armature.strategies.auto.auto, seed: "{seed}"}}
 """
-REFERRING = TEXT.format(path="a.txt", source="${data.path}", context="${data.context}", seed="${seed}")
-RESOLVED = TEXT.format(path="a.txt", source="a.txt", context="8", seed="1")  # as an older version wrote it
+REFERRING = TEXT.format(
+    path="a.txt", source="${data.path}", context="${data.context}", seed="${seed}"
+)
+RESOLVED = TEXT.format(
+    path="a.txt", source="a.txt", context="8", seed="1"
+)  # as an older version wrote it
 RESOLVED = RESOLVED.replace('"8"', "8").replace('"1"', "1")
 
 
@@ -49,12 +53,21 @@ def test_what_refers_to_a_key_follows_it(text, tmp_path):
 def test_the_tokenizer_stays_if_the_text_does(tmp_path):
     (tmp_path / "tokenizer.json").touch()
     assert changed(REFERRING, tmp_path, "data.eval_batch_size=64").data.source.tokenizer is None
-    assert changed(REFERRING, tmp_path, "data.path=b", "data.source.tokenizer=mine").data.source.tokenizer == "mine"
+    assert (
+        changed(
+            REFERRING, tmp_path, "data.path=b", "data.source.tokenizer=mine"
+        ).data.source.tokenizer
+        == "mine"
+    )
 
 
 def test_an_option_of_a_group_can_be_chosen(tmp_path):
     cfg = changed(REFERRING, tmp_path, "data.eval_batch_size=5", "data=digits")
-    assert (cfg.data._target_, cfg.data.eval_batch_size, cfg.data.seed) == ("armature.data.digits.DigitsData", 5, 1)
+    assert (cfg.data._target_, cfg.data.eval_batch_size, cfg.data.seed) == (
+        "armature.data.digits.DigitsData",
+        5,
+        1,
+    )
 
 
 def test_an_option_that_asks_for_a_value_takes_it(tmp_path):
@@ -80,7 +93,9 @@ def test_a_null_and_a_key_of_the_adapter_can_be_set(tmp_path):
 
 def test_config_yaml_keeps_references_and_no_value_of_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("FIELD", "s3cret")
-    raw = OmegaConf.create({"a": 1, "b": "${a}", "c": ["x-${a}", "${oc.env:FIELD}", "${oc.decode:'3'}"], "d": 2})
+    raw = OmegaConf.create(
+        {"a": 1, "b": "${a}", "c": ["x-${a}", "${oc.env:FIELD}", "${oc.decode:'3'}"], "d": 2}
+    )
     kept = overrides.keep_references(OmegaConf.to_container(raw), config.without_secrets(raw))
     assert kept == {"a": 1, "b": "${a}", "c": ["x-${a}", "${oc.env:FIELD}", 3], "d": 2}
     assert config.CONFIGS.is_dir()
@@ -90,6 +105,7 @@ def test_a_typed_value_out_of_its_range_is_refused_and_a_saved_one_is_not(tmp_pa
     cfg = changed(REFERRING, tmp_path, "data.eval_batch_size=-1", "data.seed=-1")
     plain = OmegaConf.to_container(cfg)
     assert values.problems_of(["data.eval_batch_size", "data.path"], plain) == [
-        "data.eval_batch_size=-1: must be a whole number from 1 to 1000000000, or null for the data module's own."
+        "data.eval_batch_size=-1: must be a whole number from 1 to 1000000000, or null for the "
+        "data module's own."
     ]
     assert values.problems_of(["data.path"], plain) == []

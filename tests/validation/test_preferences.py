@@ -1,4 +1,6 @@
-"""Preference data and a task that does not read them, settings of DPO, and layouts that it cannot have: refused."""
+"""Preference data and a task that does not read them, settings of DPO, and layouts that it cannot
+have: refused.
+"""
 
 from pathlib import Path
 
@@ -35,7 +37,9 @@ def checked(tmp_path):
     GlobalHydra.instance().clear()
 
 
-@pytest.mark.parametrize("words", [[], ["strategy=fsdp_tensor", "trainer.devices=4", "task.adapter=null"]])
+@pytest.mark.parametrize(
+    "words", [[], ["strategy=fsdp_tensor", "trainer.devices=4", "task.adapter=null"]]
+)
 def test_pairs_and_a_task_that_reads_them_are_accepted(checked, words):
     assert checked(*words) == ""
 
@@ -43,13 +47,28 @@ def test_pairs_and_a_task_that_reads_them_are_accepted(checked, words):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["strategy=pipeline", "trainer.devices=2", "model.tied=false"], "does not work with this strategy (pipeline)"),
         (
-            ["strategy=tensor", "trainer.devices=2", "strategy.sequence_parallel=true", "data.multiple=9"],
-            "does not divide data.multiple=9, so the positions of a batch cannot be sharded. Type data.multiple=10",
+            ["strategy=pipeline", "trainer.devices=2", "model.tied=false"],
+            "does not work with this strategy (pipeline)",
         ),
-        (["strategy=deepspeed", "trainer.devices=2"], "does not work with this strategy (deepspeed): its losses"),
-        (["data.multiple=0", "task.beta=0", "data.source.too_long=maybe"], "data.multiple=0: must be"),
+        (
+            [
+                "strategy=tensor",
+                "trainer.devices=2",
+                "strategy.sequence_parallel=true",
+                "data.multiple=9",
+            ],
+            "does not divide data.multiple=9, so the positions of a batch cannot be sharded. Type "
+            "data.multiple=10",
+        ),
+        (
+            ["strategy=deepspeed", "trainer.devices=2"],
+            "does not work with this strategy (deepspeed): its losses",
+        ),
+        (
+            ["data.multiple=0", "task.beta=0", "data.source.too_long=maybe"],
+            "data.multiple=0: must be",
+        ),
         (["task.beta=0"], "task.beta=0: must be a number above 0"),
     ],
 )
@@ -57,15 +76,30 @@ def test_what_a_layout_or_the_data_cannot_have_is_refused_by_name(checked, words
     assert says in " ".join(checked(*words).split())
 
 
-DPO, PAIRS = "armature.tasks.direct_preference.DirectPreference", "armature.data.chat.pairs.PreferenceData"
-CHAT, LANGUAGE = "armature.data.chat.data.ChatData", "armature.tasks.language_modeling.LanguageModeling"
+DPO, PAIRS = (
+    "armature.tasks.direct_preference.DirectPreference",
+    "armature.data.chat.pairs.PreferenceData",
+)
+CHAT, LANGUAGE = (
+    "armature.data.chat.data.ChatData",
+    "armature.tasks.language_modeling.LanguageModeling",
+)
 
 
 @pytest.mark.parametrize(
     ("task", "data", "says"),
     [
-        (DPO, CHAT, "task=DirectPreference learns from pairs of answers, and data=ChatData gives none"),
-        (LANGUAGE, PAIRS, "data=PreferenceData gives pairs of answers, which task=LanguageModeling does not compare"),
+        (
+            DPO,
+            CHAT,
+            "task=DirectPreference learns from pairs of answers, and data=ChatData gives none",
+        ),
+        (
+            LANGUAGE,
+            PAIRS,
+            "data=PreferenceData gives pairs of answers, which task=LanguageModeling does not "
+            "compare",
+        ),
     ],
 )
 def test_pairs_without_their_task_and_the_other_way_round_are_refused(task, data, says):
@@ -75,7 +109,10 @@ def test_pairs_without_their_task_and_the_other_way_round_are_refused(task, data
 
 
 def test_worker_processes_would_begin_before_the_reference_is_known():
-    cfg = {"task": {"_target_": DPO, "adapter": None}, "data": {"_target_": PAIRS, "num_workers": 2}}
+    cfg = {
+        "task": {"_target_": DPO, "adapter": None},
+        "data": {"_target_": PAIRS, "num_workers": 2},
+    }
     (problem,) = preferences.problems(cfg)
     assert "data.num_workers=2" in problem
     assert "Type data.num_workers=0" in problem
@@ -92,9 +129,15 @@ def test_worker_processes_would_begin_before_the_reference_is_known():
         ({"label_smoothing": 0.1, "loss": "ipo"}, "is of task.loss=sigmoid"),
         ({"loss": "hinge"}, "task.loss=hinge: must be one of sigmoid, ipo"),
         ({"reference": "model"}, "task.reference=model: must be one of auto, adapters_off, cached"),
-        ({"adapter": {"quantize": "nf4"}}, "task.adapter.quantize=nf4: preferences have not been compared"),
+        (
+            {"adapter": {"quantize": "nf4"}},
+            "task.adapter.quantize=nf4: preferences have not been compared",
+        ),
         ({"reference": "adapters_off"}, "task.adapter=null. Type task.reference=cached"),
-        ({"reference": "adapters_off", "adapter": {"train": ["embed"]}}, "changes the model without its adapters"),
+        (
+            {"reference": "adapters_off", "adapter": {"train": ["embed"]}},
+            "changes the model without its adapters",
+        ),
     ],
 )
 def test_settings_that_cannot_be_right_are_refused(settings, says):

@@ -9,14 +9,24 @@ from armature.models.decoder.plan import PLAN
 from armature.validation import parallelism, quantization
 
 MODEL = {
-    "_target_": "armature.models.decoder.model.Decoder", "pretrained": "base", "width": 128, "heads": 4,
-    "head_dim": None, "ffn_hidden": 256, "context": 64,
-}  # fmt: skip
+    "_target_": "armature.models.decoder.model.Decoder",
+    "pretrained": "base",
+    "width": 128,
+    "heads": 4,
+    "head_dim": None,
+    "ffn_hidden": 256,
+    "context": 64,
+}
 MESH = "armature.strategies.mesh.MeshStrategy"
 
 
 def problems(
-    strategy: dict | None = None, *, ranks: int = 1, quantize: str | None = "nf4", dora: bool = False, **model
+    strategy: dict | None = None,
+    *,
+    ranks: int = 1,
+    quantize: str | None = "nf4",
+    dora: bool = False,
+    **model,
 ) -> str:
     strategy = {"_target_": "armature.strategies.single.SingleDevice", **(strategy or {})}
     cfg = {
@@ -38,7 +48,12 @@ def test_the_rule_is_asked_and_knows_the_blocks():
 def test_what_works_is_not_refused():
     assert problems() == problems(quantize=None, pretrained=None) == ""
     assert problems({"_target_": "armature.strategies.ddp.DDP"}, ranks=2) == ""
-    for axes in ({"shard": 2}, {"tensor": 2}, {"shard": 2, "tensor": 2}, {"replicate": 2, "shard": 2}):
+    for axes in (
+        {"shard": 2},
+        {"tensor": 2},
+        {"shard": 2, "tensor": 2},
+        {"replicate": 2, "shard": 2},
+    ):
         ranks = axes.get("shard", 1) * axes.get("tensor", 1) * axes.get("replicate", 1)
         assert problems({"_target_": MESH, **axes}, ranks=ranks) == ""
 
@@ -47,9 +62,17 @@ def test_what_works_is_not_refused():
     ("strategy", "ranks", "says"),
     [
         ({"_target_": MESH, "pipe": 2}, 2, "does not work with this strategy (pipeline)"),
-        ({"_target_": "armature.strategies.deepspeed.DeepSpeed"}, 2, "does not work with this strategy (deepspeed)"),
+        (
+            {"_target_": "armature.strategies.deepspeed.DeepSpeed"},
+            2,
+            "does not work with this strategy (deepspeed)",
+        ),
         ({"compile": "block"}, 1, "with strategy.compile=block"),
-        ({"_target_": MESH, "tensor": 4}, 4, "strategy.tensor=4 does not give each rank whole blocks of 64 elements"),
+        (
+            {"_target_": MESH, "tensor": 4},
+            4,
+            "strategy.tensor=4 does not give each rank whole blocks of 64 elements",
+        ),
     ],
 )
 def test_strategies_that_cannot_are_refused(strategy, ranks, says):
@@ -61,8 +84,14 @@ def test_strategies_that_cannot_are_refused(strategy, ranks, says):
     [
         ({"dora": True}, "Type task.adapter.dora=false"),
         ({"quantize": "int8"}, "task.adapter.quantize=int8: must be nf4 or null"),
-        ({"_target_": "example.model.Net"}, "has been tried with armature.models.decoder.model.Decoder alone"),
-        ({"width": 96, "heads": 3}, "do not divide model.width=96, model.heads × head_dim=96. Type"),
+        (
+            {"_target_": "example.model.Net"},
+            "has been tried with armature.models.decoder.model.Decoder alone",
+        ),
+        (
+            {"width": 96, "heads": 3},
+            "do not divide model.width=96, model.heads × head_dim=96. Type",
+        ),
     ],
 )
 def test_models_that_cannot_are_refused(arguments, says):
@@ -75,7 +104,9 @@ def test_a_checkpoint_of_dense_weights_is_refused(tmp_path):
         "task": {"adapter": {"_target_": LORA, "quantize": "nf4"}},
         "resume": str(tmp_path),
     }
-    layout = Layout.resolve({"_target_": "armature.strategies.single.SingleDevice"}, world_size=1, plan=PLAN)
+    layout = Layout.resolve(
+        {"_target_": "armature.strategies.single.SingleDevice"}, world_size=1, plan=PLAN
+    )
     assert "not from a checkpoint" in " ".join(quantization.problems(cfg, layout))
     assert quantization.problems(cfg | {"resume": "auto"}, layout) == []
 
@@ -86,7 +117,9 @@ def test_a_sharded_strategy_needs_a_torch_that_shards_integers(monkeypatch):
     assert problems({"_target_": MESH, "tensor": 2}, ranks=2) == ""
 
 
-@pytest.mark.parametrize("adapter", ["bottleneck", True, 3, {"_target_": "mine.Adapter", "quantize": "gptq"}])
+@pytest.mark.parametrize(
+    "adapter", ["bottleneck", True, 3, {"_target_": "mine.Adapter", "quantize": "gptq"}]
+)
 def test_a_task_of_ones_own_may_mean_something_else_by_adapter(adapter):
     cfg = {"model": MODEL, "task": {"adapter": adapter}, "strategy": {}}
     assert adapter_of(cfg) is None

@@ -9,7 +9,11 @@ STOPPING = "lightning.pytorch.callbacks.EarlyStopping"
 
 
 def found(monitor, **callbacks):
-    return [*relations._monitors({"task": TASK, "callbacks": callbacks, "checkpoint": {"monitor": monitor}})]
+    return [
+        *relations._monitors(
+            {"task": TASK, "callbacks": callbacks, "checkpoint": {"monitor": monitor}}
+        )
+    ]
 
 
 @pytest.mark.parametrize("name", ["val/accuracy", "train/loss", "epoch", "test/accuracy"])

@@ -19,18 +19,24 @@ def sample(tmp_path, monkeypatch):
     (package / "net.py").write_text(
         "from dataclasses import dataclass\nfrom torch.optim import AdamW\n"
         "class Base:\n    def __init__(self, *, depth: int = 2): ...\n"
-        "class Net(Base):\n    def __init__(self, width: int, scale: float | None = None, **kwargs): ...\n"
+        "class Net(Base):\n    def __init__(self, width: int, scale: float | None = None, "
+        "**kwargs): ...\n"
         "class Inherits(Base): ...\n"
         "class Keeps(Base):\n    def __init__(self, **config):\n        self.config = config\n"
-        "class Saves(Base):\n    def __init__(self, **kwargs):\n        self.save_hyperparameters()\n"
-        "class Pops(Base):\n    def __init__(self, **kwargs):\n        self.rate = kwargs.pop('rate', 0.1)\n"
+        "class Saves(Base):\n    def __init__(self, **kwargs):\n        "
+        "self.save_hyperparameters()\n"
+        "class Pops(Base):\n    def __init__(self, **kwargs):\n        self.rate = "
+        "kwargs.pop('rate', 0.1)\n"
         "        super().__init__(**kwargs)\n"
         "@dataclass\nclass Options:\n    rate: float = 0.1\n    name: str = ''\n"
         "def build(path: str): ...\n"
-        "def typed(*, tags: Sequence[str] = (), pair: tuple[float, float] = (0, 1), size: Optional[int] = None,\n"
-        "          kind: Literal['a', 'b'] = 'a', weights: 'dict[str, float] | None' = None, file: Path = None,\n"
+        "def typed(*, tags: Sequence[str] = (), pair: tuple[float, float] = (0, 1), size: "
+        "Optional[int] = None,\n"
+        "          kind: Literal['a', 'b'] = 'a', weights: 'dict[str, float] | None' = None, file: "
+        "Path = None,\n"
         "          names: list[str] = [], other: Union[int, Unknown] = 1): ...\n"
-        "def loose(*, depths: Tuple[int] = (2, 2), names: List[str] = None, anchors: list[Tensor] = (),\n"
+        "def loose(*, depths: Tuple[int] = (2, 2), names: List[str] = None, anchors: list[Tensor] "
+        "= (),\n"
         "          sizes: list[int] = (), options: dict[str, int] = {}, share: int = 0.5): ...\n"
         "class Mixin:\n    def named(self): ...\n"
         "class Mixed(Mixin, Inherits): ...\n"
@@ -38,7 +44,8 @@ def sample(tmp_path, monkeypatch):
         "class OfBase(Base): ...\n"
         "class Child(Base):\n    def __init__(self, *, rate, depth=1): ...\n"
         "class Diamond(OfBase, Child): ...\n"
-        "class MixedMore(Mixin, Inherits):\n    def __init__(self, eta=0.0, **kwargs): super().__init__(**kwargs)\n"
+        "class MixedMore(Mixin, Inherits):\n    def __init__(self, eta=0.0, **kwargs): "
+        "super().__init__(**kwargs)\n"
         "@dataclass\nclass Loose:\n    depths: list[int] = None\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -70,13 +77,26 @@ def found(**node):
             "kind": "b",
             "weights": {"a": 1},
         },
-        {"_target_": "sample.net.typed", "tags": ["a"], "weights": None, "file": "x", "other": "y", "names": []},
+        {
+            "_target_": "sample.net.typed",
+            "tags": ["a"],
+            "weights": None,
+            "file": "x",
+            "other": "y",
+            "names": [],
+        },
         {
             "_target_": "sample.net.typed",
             "tags": {"_target_": "sample.net.Options"},
             "file": {"_target_": "sample.net.build", "path": "x"},
         },
-        {"_target_": "sample.net.loose", "depths": [2, 2, 6, 2], "names": None, "anchors": [[1, 2]], "share": 0.5},
+        {
+            "_target_": "sample.net.loose",
+            "depths": [2, 2, 6, 2],
+            "names": None,
+            "anchors": [[1, 2]],
+            "share": 0.5,
+        },
         {
             "_target_": "sample.net.loose",
             "sizes": {"_target_": "sample.net.build", "path": "x"},
@@ -105,7 +125,10 @@ def test_sound_arguments_are_accepted(node):
         ({"_target_": "sample.net.Net", "width": True}, ["node.width=True", "int"]),
         ({"_target_": "sample.net.Net", "width": 3, "depth": 1.5}, ["node.depth=1.5"]),
         *(
-            ({"_target_": "sample.net.typed", key: value}, [f"node.{key}={value!r}", f"takes {takes} here"])
+            (
+                {"_target_": "sample.net.typed", key: value},
+                [f"node.{key}={value!r}", f"takes {takes} here"],
+            )
             for key, value, takes in [
                 ("tags", [1], "Sequence[str]"),
                 ("tags", 5, "Sequence[str]"),
@@ -120,8 +143,14 @@ def test_sound_arguments_are_accepted(node):
                 ("names", "a", "list[str]"),
             ]
         ),
-        ({"_target_": "sample.net.loose", "depths": [2, "a"]}, ["node.depths=[2, 'a']", "takes Tuple[int] here"]),
-        ({"_target_": "sample.net.loose", "depths": None}, ["node.depths=null", "takes Tuple[int] here"]),
+        (
+            {"_target_": "sample.net.loose", "depths": [2, "a"]},
+            ["node.depths=[2, 'a']", "takes Tuple[int] here"],
+        ),
+        (
+            {"_target_": "sample.net.loose", "depths": None},
+            ["node.depths=null", "takes Tuple[int] here"],
+        ),
         ({"_target_": "sample.net.Loose", "depths": 2}, ["node.depths=2", "takes list[int] here"]),
         (
             {"_target_": "torch.optim.SGD", "_partial_": True, "lr": {"a": 1}},
@@ -131,11 +160,23 @@ def test_sound_arguments_are_accepted(node):
             {"_target_": "sample.net.Net", "width": 3, "_convert_": "alll"},
             ["node._convert_='alll'", "partial, object, all"],
         ),
-        ({"_target_": "sample.net.Net", "width": 3, "_args_": 5}, ["node._args_=5: must be a list"]),
-        ({"_target_": "lightning.pytorch.loggers.TensorBoardLogger", "save_dir": [1]}, ["node.save_dir=[1]", "str"]),
-        ({"_target_": "sample.net.MixedMore", "etaa": 1}, ["takes no argument 'etaa'", "Did you mean 'eta'?"]),
+        (
+            {"_target_": "sample.net.Net", "width": 3, "_args_": 5},
+            ["node._args_=5: must be a list"],
+        ),
+        (
+            {"_target_": "lightning.pytorch.loggers.TensorBoardLogger", "save_dir": [1]},
+            ["node.save_dir=[1]", "str"],
+        ),
+        (
+            {"_target_": "sample.net.MixedMore", "etaa": 1},
+            ["takes no argument 'etaa'", "Did you mean 'eta'?"],
+        ),
         ({"_target_": "sample.net.Nett"}, ["no such class", "Did you mean 'sample.net.Net'?"]),
-        ({"_target_": "sampel.net.Net"}, ["there is no package 'sampel'. Did you mean 'sample.net.Net'?"]),
+        (
+            {"_target_": "sampel.net.Net"},
+            ["there is no package 'sampel'. Did you mean 'sample.net.Net'?"],
+        ),
         ({"_target_": "sample.nett.Net"}, ["no module 'sample.nett'"]),
         (
             {"_target_": "torch.optim.AdamW", "_partial_": True, "learning_rate": 1.0},
@@ -167,10 +208,21 @@ def test_a_module_gets_the_groups_that_its_constructor_takes():
         return signatures.accepted({"_target_": target, **node})
 
     users = "tests.validation.users"
-    assert accepted("armature.tasks.language_modeling.LanguageModeling") == ["model", "optimizer", "scheduler"]
+    assert accepted("armature.tasks.language_modeling.LanguageModeling") == [
+        "model",
+        "optimizer",
+        "scheduler",
+    ]
     assert accepted(f"{users}.Template") == ["optimizer", "scheduler"]
-    assert accepted(f"{users}.Template", optimizer={"_target_": "torch.optim.Adam"}) == ["scheduler"]
-    assert [accepted(f"{users}.{kind}") for kind in ("Plain", "Inherited", "Bare", "Ignores")] == [[], [], [], []]
+    assert accepted(f"{users}.Template", optimizer={"_target_": "torch.optim.Adam"}) == [
+        "scheduler"
+    ]
+    assert [accepted(f"{users}.{kind}") for kind in ("Plain", "Inherited", "Bare", "Ignores")] == [
+        [],
+        [],
+        [],
+        [],
+    ]
     assert accepted(f"{users}.Reads") == ["optimizer"]
     assert accepted(f"{users}.Returns") == []
     assert accepted(f"{users}.ReadsAll") == ["model", "optimizer", "scheduler"]
@@ -179,11 +231,18 @@ def test_a_module_gets_the_groups_that_its_constructor_takes():
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [("from lightning.pytorch import callbacks", "callbacks.EarlyStopping"), ("import torch", "torch.optim.AdamW")],
+    [
+        ("from lightning.pytorch import callbacks", "callbacks.EarlyStopping"),
+        ("import torch", "torch.optim.AdamW"),
+    ],
 )
-def test_a_class_that_is_named_like_its_base_does_not_find_itself(module, name, tmp_path, monkeypatch):
+def test_a_class_that_is_named_like_its_base_does_not_find_itself(
+    module, name, tmp_path, monkeypatch
+):
     last = name.rpartition(".")[2]
-    (tmp_path / "alike.py").write_text(f"{module}\n\n\nclass {last}({name}):\n    def __init__(self): ...\n")
+    (tmp_path / "alike.py").write_text(
+        f"{module}\n\n\nclass {last}({name}):\n    def __init__(self): ...\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     signatures._tree.cache_clear()
     signatures.find_definition.cache_clear()

@@ -50,7 +50,10 @@ class Returns(Ignores):
     """The key of what Lightning takes is no use of the hyperparameter."""
 
     def configure_optimizers(self):
-        return {"optimizer": torch.optim.SGD(self.parameters()), "lr_scheduler": {"scheduler": None}}
+        return {
+            "optimizer": torch.optim.SGD(self.parameters()),
+            "lr_scheduler": {"scheduler": None},
+        }
 
 
 class ReadsAll(Ignores):

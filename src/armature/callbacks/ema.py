@@ -1,6 +1,8 @@
-"""An exponential moving average of the weights (Polyak and Juditsky 1992; arXiv:1803.05407), under any strategy.
+"""An exponential moving average of the weights (Polyak and Juditsky 1992; arXiv:1803.05407), under
+any strategy.
 
-Each rank averages the part of the weights that it holds. The average is saved in checkpoints, beside the weights.
+Each rank averages the part of the weights that it holds. The average is saved in checkpoints,
+beside the weights.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -21,18 +23,23 @@ class EMA(L.Callback):
     """Keep the average of the weights over optimizer steps, and evaluate with it.
 
     Args:
-        decay: weight of the past; 0.999 averages over about a thousand steps. After n steps it is at most
-            (1 + n) / (10 + n), so that the average forgets the initial weights.
-        evaluate: validate and test with the average; training always continues with the weights themselves.
-        use_buffers: average the buffers too, such as BatchNorm's running statistics. False: the average has the
-            model's own buffers, as in torch.optim.swa_utils. Integers, such as a count of batches, are never averaged.
+        decay: weight of the past; 0.999 averages over about a thousand steps. After n steps it is
+            at most (1 + n) / (10 + n), so that the average forgets the initial weights.
+        evaluate: validate and test with the average; training always continues with the weights
+            themselves.
+        use_buffers: average the buffers too, such as BatchNorm's running statistics. False: the
+            average has the model's own buffers, as in torch.optim.swa_utils. Integers, such as a
+            count of batches, are never averaged.
     """
 
     unsupported_strategies: ClassVar[dict[str, str]] = {  # read from the source before launch
-        "zero3": "its weights are in pieces that have no names. Type strategy=fsdp, or leave the average out"
+        "zero3": "its weights are in pieces that have no names. Type strategy=fsdp, or leave the "
+        "average out"
     }
 
-    def __init__(self, *, decay: float = 0.999, evaluate: bool = True, use_buffers: bool = False) -> None:
+    def __init__(
+        self, *, decay: float = 0.999, evaluate: bool = True, use_buffers: bool = False
+    ) -> None:
         if not 0 < decay < 1:
             raise ValueError(f"decay must lie between 0 and 1. Got {decay}")
         self.decay, self.evaluate, self.use_buffers = decay, evaluate, use_buffers
@@ -58,18 +65,24 @@ class EMA(L.Callback):
             self._begin()  # the checkpoint has no average: begin with the weights that were loaded
         elif self.use_buffers and not self._loaded_buffers:
             buffers = dict(pl_module.named_buffers())
-            self.average |= {name: buffers[name].float().clone() for name in self.average if name in buffers}
+            self.average |= {
+                name: buffers[name].float().clone() for name in self.average if name in buffers
+            }
         self._seen_step = completed_batches(trainer)
 
     def _averaged_tensors(self, module: L.LightningModule) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {**trained_weights(self._strategy, module)}
         if self.use_buffers:
             saved = module.state_dict().keys()
-            tensors |= {k: v for k, v in module.named_buffers() if k in saved and v.is_floating_point()}
+            tensors |= {
+                k: v for k, v in module.named_buffers() if k in saved and v.is_floating_point()
+            }
         return tensors
 
     def _begin(self) -> None:
-        self.average = {name: param.detach().float().clone() for name, param in self._weights.items()}
+        self.average = {
+            name: param.detach().float().clone() for name, param in self._weights.items()
+        }
 
     @override
     @torch.no_grad()
@@ -85,7 +98,9 @@ class EMA(L.Callback):
         weights = [local(self._weights[name]).float() for name in self.average]
         averages = [local(average) for average in self.average.values()]
         if (flag := self._strategy.left_out_flag) is not None:
-            weights = [torch.where(flag > 0, old, new) for old, new in zip(averages, weights, strict=True)]
+            weights = [
+                torch.where(flag > 0, old, new) for old, new in zip(averages, weights, strict=True)
+            ]
         torch._foreach_lerp_(averages, weights, 1 - decay)
 
     @override
@@ -110,8 +125,12 @@ class EMA(L.Callback):
     on_test_start, on_test_end = on_validation_start, on_validation_end
 
     @override
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self.on_validation_end(trainer, pl_module)  # a checkpoint that is saved after this hook must hold the weights
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        self.on_validation_end(
+            trainer, pl_module
+        )  # a checkpoint that is saved after this hook must hold the weights
 
     @override
     def state_dict(self) -> dict[str, Any]:

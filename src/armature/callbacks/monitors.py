@@ -1,7 +1,7 @@
 """Measure a run's time, memory and weights, in columns besides those of the step log.
 
-Times, memory and MFU go to timings.csv and to the loggers. Norms, which do not depend on the clock, also go to
-metrics.csv.
+Times, memory and MFU go to timings.csv and to the loggers. Norms, which do not depend on the clock,
+also go to metrics.csv.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -32,30 +32,52 @@ class Monitors(L.Callback):
 
     Args:
         phases: seconds per step for data, forward, backward, optimizer and the rest (`time/…`).
-        mfu: model FLOPs utilization, the share of the hardware's arithmetic that the model uses; and samples and tokens
-            per second of one rank.
-        peak_tflops: of one device; None: a GPU's published dense bf16 rate, or a measured rate for CPUs.
-        memory: GiB (`memory/…`): on a GPU allocated, reserved and peak allocated; on a CPU resident and peak resident.
-        norms_every_n_steps: report the norm of the weights (`train/weight_norm`) at multiples of it; None: never.
-        norms_by_part: also report the norms of weights and gradients of each block and of each end of the model.
-        update_ratio: also report the norm of the step's change over that of the weights; this copies them for one step.
+        mfu: model FLOPs utilization, the share of the hardware's arithmetic that the model uses;
+            and samples and tokens per second of one rank.
+        peak_tflops: of one device; None: a GPU's published dense bf16 rate, or a measured rate for
+            CPUs.
+        memory: GiB (`memory/…`): on a GPU allocated, reserved and peak allocated; on a CPU resident
+            and peak resident.
+        norms_every_n_steps: report the norm of the weights (`train/weight_norm`) at multiples of
+            it; None: never.
+        norms_by_part: also report the norms of weights and gradients of each block and of each end
+            of the model.
+        update_ratio: also report the norm of the step's change over that of the weights; this
+            copies them for one step.
     """
 
     reads_unscaled_gradients = True  # the norms are multiplied by the scale
 
     def __init__(
-        self, *, phases: bool = True, mfu: bool = True, peak_tflops: float | None = None, memory: bool = True,
-        norms_every_n_steps: int | None = 50, norms_by_part: bool = False, update_ratio: bool = False,
-    ) -> None:  # fmt: skip
-        for name, value in (("peak_tflops", peak_tflops), ("norms_every_n_steps", norms_every_n_steps)):
+        self,
+        *,
+        phases: bool = True,
+        mfu: bool = True,
+        peak_tflops: float | None = None,
+        memory: bool = True,
+        norms_every_n_steps: int | None = 50,
+        norms_by_part: bool = False,
+        update_ratio: bool = False,
+    ) -> None:
+        for name, value in (
+            ("peak_tflops", peak_tflops),
+            ("norms_every_n_steps", norms_every_n_steps),
+        ):
             if value is not None and value <= 0:
-                raise ValueError(f"callbacks.monitors.{name} must be positive, or null. Got {value}")
+                raise ValueError(
+                    f"callbacks.monitors.{name} must be positive, or null. Got {value}"
+                )
         if norms_every_n_steps is None and (norms_by_part or update_ratio):
-            raise ValueError("norms_by_part and update_ratio need callbacks.monitors.norms_every_n_steps. Got null")
+            raise ValueError(
+                "norms_by_part and update_ratio need callbacks.monitors.norms_every_n_steps. Got "
+                "null"
+            )
         self.phases, self.mfu, self.memory, self.peak_tflops = phases, mfu, memory, peak_tflops
         self.norms: Norms | None = None
         if norms_every_n_steps is not None:
-            self.norms = Norms(norms_every_n_steps, by_part=norms_by_part, update_ratio=update_ratio)
+            self.norms = Norms(
+                norms_every_n_steps, by_part=norms_by_part, update_ratio=update_ratio
+            )
         self._phases: Phases | None = None
         self._peak: float | None = None
         self._flops: float | None = None
@@ -89,7 +111,9 @@ class Monitors(L.Callback):
             self._phases.begin()
 
     @override
-    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
+    def on_before_backward(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor
+    ) -> None:
         if self._phases is not None:
             self._phases.next()
 
@@ -99,14 +123,20 @@ class Monitors(L.Callback):
             self._phases.next()
 
     @override
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer
+    ) -> None:
         if self.norms is not None:
             self.norms.before_step(completed_batches(trainer) + 1, optimizer)
 
     def batch_ended(self, trainer: L.Trainer, *, stepped: bool) -> dict[str, Tensor]:
         if self._phases is not None:
             self._phases.end(stepped=stepped)
-        return self.norms.after_step(completed_batches(trainer)) if self.norms is not None and stepped else {}
+        return (
+            self.norms.after_step(completed_batches(trainer))
+            if self.norms is not None and stepped
+            else {}
+        )
 
     def measured(self, trainer: L.Trainer, window: Window) -> dict[str, float]:
         values: dict[str, float] = {}
@@ -128,18 +158,26 @@ class Monitors(L.Callback):
             return self.peak_tflops * 1e12
         device = trainer.strategy.root_device
         if device.type == "cpu":
-            return flops.measured_peak(torch.bfloat16 if str(trainer.precision).startswith("bf16") else torch.float32)
-        peak = hardware.published_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+            return flops.measured_peak(
+                torch.bfloat16 if str(trainer.precision).startswith("bf16") else torch.float32
+            )
+        peak = (
+            hardware.published_peak(torch.cuda.get_device_name(device))
+            if device.type == "cuda"
+            else None
+        )
         if peak is None:
             log.warning(
-                "The peak rate of this device is not known, so there is no mfu. Type callbacks.monitors.peak_tflops=… "
+                "The peak rate of this device is not known, so there is no mfu. Type "
+                "callbacks.monitors.peak_tflops=… "
                 "(dense bf16, from its data sheet), or callbacks.monitors.mfu=false."
             )
         return peak
 
 
 class Norms:
-    """Norms of weights, gradients and updates under any strategy, which are not waited for on the device.
+    """Norms of weights, gradients and updates under any strategy, which are not waited for on the
+    device.
 
     With adapters, those of what is trained: the frozen weights would hide them.
     """
@@ -159,10 +197,15 @@ class Norms:
     def begin(self, strategy: StrategyAccess, module: L.LightningModule) -> None:
         self._strategy, weights = strategy, trained_weights(strategy, module)
         if not strategy.can_read_weights:
-            log.warning("DeepSpeed's ZeRO-3 does not expose its weights: their norms are not logged.")
+            log.warning(
+                "DeepSpeed's ZeRO-3 does not expose its weights: their norms are not logged."
+            )
             weights = {}
         if self.by_part and not strategy.can_read_gradients:
-            log.warning("DeepSpeed and 16-mixed do not expose gradients: their norms by part are not logged.")
+            log.warning(
+                "DeepSpeed and 16-mixed do not expose gradients: their norms by part are not "
+                "logged."
+            )
             self._with_gradients = False
         self._weights = [*weights.values()]
         parts = map(part_of, weights) if self.by_part else [""]
@@ -173,14 +216,19 @@ class Norms:
         return bool(self._weights) and step % self.every_n_steps == 0
 
     def before_step(self, step: int, optimizer: Optimizer) -> None:
-        """Measure before clipping, when the gradients are complete. Manual optimization may do so several times."""
+        """Measure before clipping, when the gradients are complete.
+
+        Manual optimization may do so several times.
+        """
         if not self._is_due(step):
             return
         if step != self._step:
             self._step, self._before, self._gradients = step, [], {}
         if self._with_gradients:
             own = {id(param) for group in optimizer.param_groups for param in group["params"]}
-            pairs = [pair for pair in zip(self._weights, self._groups, strict=True) if id(pair[0]) in own]
+            pairs = [
+                pair for pair in zip(self._weights, self._groups, strict=True) if id(pair[0]) in own
+            ]
             weights, groups = [weight for weight, _ in pairs], [group for _, group in pairs]
             norms = self._strategy.gradient_norms(weights, groups, count=len(self.parts))
             self._gradients[id(optimizer)] = norms
@@ -199,7 +247,10 @@ class Norms:
         self._columns["train/weight_norm"] = norms[-1]
         self._columns |= self._by_part("train/weight_norm", norms)
         if self._before:
-            changes = [weight.detach() - before for weight, before in zip(self._weights, self._before, strict=True)]
+            changes = [
+                weight.detach() - before
+                for weight, before in zip(self._weights, self._before, strict=True)
+            ]
             self._columns["train/update_ratio"] = self._norms(changes)[-1] / norms[-1]
             self._before = []
         columns, self._columns = self._columns, {}
@@ -209,11 +260,17 @@ class Norms:
         return self._strategy.norms(tensors, self._groups, count=len(self.parts))
 
     def _by_part(self, prefix: str, norms: Tensor) -> dict[str, Tensor]:
-        return {f"{prefix}/{part}": norms[i] for i, part in enumerate(self.parts)} if self.by_part else {}
+        return (
+            {f"{prefix}/{part}": norms[i] for i, part in enumerate(self.parts)}
+            if self.by_part
+            else {}
+        )
 
 
 def part_of(name: str) -> str:
-    """Return a weight's block or end: blocks.3 for model.blocks.3.ffn.up.weight, head for model.head.weight."""
+    """Return a weight's block or end: blocks.3 for model.blocks.3.ffn.up.weight, head for
+    model.head.weight.
+    """
     _, *inner = name.split(".")
     if not inner:
         return name
@@ -221,11 +278,14 @@ def part_of(name: str) -> str:
 
 
 class Phases:
-    """Seconds per phase of a step, from marks on the device's clock that are read when rows are written.
+    """Seconds per phase of a step, from marks on the device's clock that are read when rows are
+    written.
 
-    Communication counts in the phase that waits for it: DDP's and FSDP's gradients in backward, FSDP's weights in
-    forward and backward, a pipeline's whole schedule in forward. It can only be separated when ddp accumulates: the
-    last micro-batch's backward communicates and the others do not (`time/communication`, a part of `time/backward`).
+    Communication counts in the phase that waits for it: DDP's and FSDP's gradients in backward,
+    FSDP's weights in
+    forward and backward, a pipeline's whole schedule in forward. It can only be separated when ddp
+    accumulates: the last micro-batch's backward communicates and the others do not
+    (`time/communication`, a part of `time/backward`).
     """
 
     def __init__(self, trainer: L.Trainer, wait: DataWait) -> None:
@@ -265,11 +325,18 @@ class Phases:
             if stepped:
                 optimizer += seconds(derived, end)
         self._batches = []
-        sums = {"data": window.data_wait, "forward": forward, "backward": backward, "optimizer": optimizer}
+        sums = {
+            "data": window.data_wait,
+            "forward": forward,
+            "backward": backward,
+            "optimizer": optimizer,
+        }
         sums["other"] = max(0.0, window.seconds - sum(sums.values()))
         values = {f"time/{name}": value / window.steps for name, value in sums.items()}
         if self._reduces_once and alone and communicating:
-            values["time/communication"] = max(0.0, sum(communicating) / len(communicating) - sum(alone) / len(alone))
+            values["time/communication"] = max(
+                0.0, sum(communicating) / len(communicating) - sum(alone) / len(alone)
+            )
         return values
 
 
@@ -277,7 +344,10 @@ def memory_of(device: torch.device, process: psutil.Process) -> dict[str, float]
     """Return the GiB that this rank uses: on its GPU, or as a process."""
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
-        names = {"allocated": "allocated_bytes.all.current", "reserved": "reserved_bytes.all.current"}
+        names = {
+            "allocated": "allocated_bytes.all.current",
+            "reserved": "reserved_bytes.all.current",
+        }
         names["peak"] = "allocated_bytes.all.peak"
         return {f"memory/{name}_gib": stats.get(key, 0) / GIB for name, key in names.items()}
     values = {"memory/resident_gib": process.memory_info().rss / GIB}

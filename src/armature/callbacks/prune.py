@@ -8,9 +8,11 @@ from armature.training.progress import completed_batches
 
 
 class Prune(Callback):
-    """Report the monitored value after each validation, and end the trial if the study's pruner says so.
+    """Report the monitored value after each validation, and end the trial if the study's pruner
+    says so.
 
-    Rank 0 asks; all ranks end together, as after EarlyStopping. `sweep=optuna` adds this callback to its trials.
+    Rank 0 asks; all ranks end together, as after EarlyStopping. `sweep=optuna` adds this callback
+    to its trials.
 
     Args:
         monitor: the logged value that the sweep compares.
@@ -27,7 +29,9 @@ class Prune(Callback):
         value = trainer.callback_metrics.get(self.monitor)
         hopeless = False
         if trainer.is_global_zero and value is not None:
-            hopeless = self._ask(completed_batches(trainer), float(value), Path(trainer.default_root_dir))
+            hopeless = self._ask(
+                completed_batches(trainer), float(value), Path(trainer.default_root_dir)
+            )
         if trainer.strategy.reduce_boolean_decision(hopeless, all=False):
             trainer.should_stop = True
 

@@ -13,7 +13,8 @@ from armature.training.progress import completed_batches
 
 
 class StopAt(Callback):
-    """Let rank 0 signal itself at the end of a step, once per run directory: the resumed run is not signaled again.
+    """Let rank 0 signal itself at the end of a step, once per run directory: the resumed run is not
+    signaled again.
 
     python train.py run.name=mine '+callbacks.stop_at={_target_:armature.callbacks.stop_at.StopAt,signals:{SIGTERM:4}}'
 
@@ -24,16 +25,29 @@ class StopAt(Callback):
     def __init__(self, signals: Mapping[str, int]) -> None:
         unknown = [name for name in signals if not hasattr(signal, name)]
         if unknown:
-            raise ValueError(f"signals must be names such as SIGTERM or SIGKILL. Got {', '.join(unknown)}")
+            raise ValueError(
+                f"signals must be names such as SIGTERM or SIGKILL. Got {', '.join(unknown)}"
+            )
         self.signals = {int(step): getattr(signal, name) for name, step in signals.items()}
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         step = completed_batches(trainer)
-        if not trainer.is_global_zero or step not in self.signals or (batch_idx + 1) % trainer.accumulate_grad_batches:
+        if (
+            not trainer.is_global_zero
+            or step not in self.signals
+            or (batch_idx + 1) % trainer.accumulate_grad_batches
+        ):
             return
-        done = Path(trainer.default_root_dir) / f".stopped-at-{step}"  # a file, since SIGKILL saves no state
+        done = (
+            Path(trainer.default_root_dir) / f".stopped-at-{step}"
+        )  # a file, since SIGKILL saves no state
         if not done.exists():
             done.touch()
             os.kill(os.getpid(), self.signals[step])

@@ -1,4 +1,5 @@
-"""Buffers whose size changes while a run trains: checkpoints name them, so that a resume gives them that size first.
+"""Buffers whose size changes while a run trains: checkpoints name them, so that a resume gives them
+that size first.
 
 A buffer that is registered as None has no size until code gives it a value.
 """
@@ -21,22 +22,31 @@ RESIZED = f"{directory.RESERVED}resized_buffers"  # in checkpoints: their names
 
 Sizes = dict[str, tuple[int, ...] | None]
 COPIED = (
-    "Ranks put different values into {}, and each step begins with those of rank 0: what other ranks' samples have "
-    "changed there is lost. Reduce what your code puts there over the ranks (self.all_gather(value).mean(0))."
+    "Ranks put different values into {}, and each step begins with those of rank 0: what other "
+    "ranks' samples have "
+    "changed there is lost. Reduce what your code puts there over the ranks "
+    "(self.all_gather(value).mean(0))."
 )
 NOT_COPIED = (
-    "Checkpoints hold {} of rank 0 only, but other ranks have other values: this strategy does not copy buffers from "
-    "rank to rank. A resume gives all ranks those of rank 0, so it is not exact. Reduce what your code puts there over "
+    "Checkpoints hold {} of rank 0 only, but other ranks have other values: this strategy does not "
+    "copy buffers from "
+    "rank to rank. A resume gives all ranks those of rank 0, so it is not exact. Reduce what your "
+    "code puts there over "
     "the ranks (self.all_gather(value).mean(0)), or type strategy=ddp."
 )
 
 
 def sizes(module: nn.Module) -> Sizes:
-    return {name: None if buffer is None else tuple(buffer.shape) for name, buffer in _slots(module).items()}
+    return {
+        name: None if buffer is None else tuple(buffer.shape)
+        for name, buffer in _slots(module).items()
+    }
 
 
 def _slots(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the buffers by name, also those that are None; one that several modules share by its first name."""
+    """Return the buffers by name, also those that are None; one that several modules share by its
+    first name.
+    """
     found, seen = {}, set()
     for path, part in module.named_modules():
         for key, buffer in part._buffers.items():
@@ -55,12 +65,15 @@ def sums(module: nn.Module, *, norms: bool = True) -> dict[str, float]:
     """Return a sum over each saved buffer that a rank has as a whole, to compare ranks.
 
     Args:
-        norms: False: without BatchNorm's statistics, which ddp takes from rank 0 if they are not synchronized.
+        norms: False: without BatchNorm's statistics, which ddp takes from rank 0 if they are not
+            synchronized.
     """
     saved = nn.Module.state_dict(module).keys()
     if not norms:
         left_out = (name for name, part in module.named_modules() if isinstance(part, _NormBase))
-        saved = saved - {f"{name}.{own}" for name in left_out for own in ("running_mean", "running_var")}
+        saved = saved - {
+            f"{name}.{own}" for name in left_out for own in ("running_mean", "running_var")
+        }
     return {
         name: _sum(buffer.detach())
         for name, buffer in module.named_buffers()
@@ -69,15 +82,26 @@ def sums(module: nn.Module, *, norms: bool = True) -> dict[str, float]:
 
 
 def _sum(buffer: Tensor) -> float:
-    """Return the sum of absolute values, a part at a time: a memory bank in float64 may not fit beside itself."""
+    """Return the sum of absolute values, a part at a time: a memory bank in float64 may not fit
+    beside itself.
+    """
     parts = buffer.flatten().split(1 << 24) if buffer.layout == torch.strided else (buffer,)
     return float(sum((part if part.is_complex() else part.double()).abs().sum() for part in parts))
 
 
 def unequal(of_ranks: Sequence[Mapping[str, float]]) -> list[str]:
-    """Return the names of the buffers that are not the same on all ranks, from the `sums` of each."""
+    """Return the names of the buffers that are not the same on all ranks, from the `sums` of
+    each.
+    """
     first = of_ranks[0]
-    return sorted({name for own in of_ranks for name in own if name not in first or _differ(own[name], first[name])})
+    return sorted(
+        {
+            name
+            for own in of_ranks
+            for name in own
+            if name not in first or _differ(own[name], first[name])
+        }
+    )
 
 
 def _differ(a: float, b: float) -> bool:
@@ -86,7 +110,10 @@ def _differ(a: float, b: float) -> bool:
 
 
 def resize(checkpoint: Path, module: L.LightningModule, names: Collection[str]) -> None:
-    """Give these buffers the sizes that they had when the checkpoint was saved; None to those that it does not have."""
+    """Give these buffers the sizes that they had when the checkpoint was saved.
+
+    None to those that it does not have.
+    """
     if not names:
         return
     saved, own = storage.read_metadata(checkpoint).state_dict_metadata, _slots(module)
@@ -97,7 +124,9 @@ def resize(checkpoint: Path, module: L.LightningModule, names: Collection[str]) 
             continue
         if name in saved:
             facts = saved[name]
-            given = {"dtype": facts.properties.dtype, "device": module.device} if buffer is None else {}  # pyright: ignore[reportAttributeAccessIssue]
+            given = (
+                {"dtype": facts.properties.dtype, "device": module.device} if buffer is None else {}
+            )  # pyright: ignore[reportAttributeAccessIssue]
             value = (torch.empty(0) if buffer is None else buffer).new_empty(facts.size, **given)  # pyright: ignore[reportAttributeAccessIssue]
         owner, _, key = name.rpartition(".")
         setattr(module.get_submodule(owner), key, value)

@@ -32,14 +32,19 @@ from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import ConfigError
 
 AVERAGES = f"{state.EXTRA}.ema."
-MODEL = "model."  # the attribute of the LightningModule, which safetensors files for others do not name
+MODEL = (
+    "model."  # the attribute of the LightningModule, which safetensors files for others do not name
+)
 
 
 Base = Mapping[str, Tensor]  # weights that a checkpoint leaves out
 
 
-def weights_of(checkpoint: Path, *, average: bool = False, base: Base | None = None) -> dict[str, Tensor]:
-    """Return the unsharded weights by their names in the LightningModule, or the moving average where there is one.
+def weights_of(
+    checkpoint: Path, *, average: bool = False, base: Base | None = None
+) -> dict[str, Tensor]:
+    """Return the unsharded weights by their names in the LightningModule, or the moving average
+    where there is one.
 
     Args:
         base: weights of these names, which the checkpoint may leave out.
@@ -56,18 +61,24 @@ def weights_of(checkpoint: Path, *, average: bool = False, base: Base | None = N
 
 def lacks_average(checkpoint: Path) -> ConfigError:
     """Return the error for a checkpoint without the average that was asked for."""
-    return ConfigError(f"{checkpoint} holds no averaged weights: leave --average out, or train with the EMA callback.")
+    return ConfigError(
+        f"{checkpoint} holds no averaged weights: leave --average out, or train with the EMA "
+        "callback."
+    )
 
 
 def has_averages(checkpoint: Path) -> bool:
     """Return whether a checkpoint holds the moving average of the weights."""
     if directory.is_file(checkpoint):
         return False
-    return any(name.startswith(AVERAGES) for name in storage.read_metadata(checkpoint).state_dict_metadata)
+    return any(
+        name.startswith(AVERAGES) for name in storage.read_metadata(checkpoint).state_dict_metadata
+    )
 
 
 def averages_of(checkpoint: Path, weights: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the moving averages that a checkpoint holds by the names of its weights, all names of a tied one.
+    """Return the moving averages that a checkpoint holds by the names of its weights, all names of
+    a tied one.
 
     Args:
         weights: those of the checkpoint.
@@ -76,17 +87,24 @@ def averages_of(checkpoint: Path, weights: Mapping[str, Any]) -> dict[str, Tenso
     for name in weights.keys() - averages.keys() if averages else ():
         value = weights[name]
         tied = (
-            first for first in averages
-            if isinstance(value, Tensor) and first in weights and value.shape == weights[first].shape
-            and value.dtype == weights[first].dtype and value.equal(weights[first])
-        )  # fmt: skip
+            first
+            for first in averages
+            if isinstance(value, Tensor)
+            and first in weights
+            and value.shape == weights[first].shape
+            and value.dtype == weights[first].dtype
+            and value.equal(weights[first])
+        )
         if (first := next(tied, None)) is not None:
             averages[name] = averages[first].clone()
     return averages
 
 
-def to_safetensors(checkpoint: Path, file: Path, *, average: bool = False, base: Base | None = None) -> list[str]:
-    """Write the unsharded weights, or their moving average, and return their names, the model's own ("blocks.0.…").
+def to_safetensors(
+    checkpoint: Path, file: Path, *, average: bool = False, base: Base | None = None
+) -> list[str]:
+    """Write the unsharded weights, or their moving average, and return their names, the model's own
+    ("blocks.0.…").
 
     A parameter with two names is written under the first.
     """
@@ -94,7 +112,11 @@ def to_safetensors(checkpoint: Path, file: Path, *, average: bool = False, base:
     from safetensors.torch import save_file
 
     weights = weights_of(checkpoint, average=average, base=base)
-    first = {(value.data_ptr(), value.shape): name for name, value in reversed(weights.items()) if value.numel()}
+    first = {
+        (value.data_ptr(), value.shape): name
+        for name, value in reversed(weights.items())
+        if value.numel()
+    }
     weights = {
         name.removeprefix(MODEL): value.contiguous()
         for name, value in weights.items()
@@ -108,30 +130,47 @@ def to_safetensors(checkpoint: Path, file: Path, *, average: bool = False, base:
     return list(weights)
 
 
-def to_ckpt(checkpoint: Path, file: Path, *, average: bool = False, base: Base | None = None) -> list[str]:
-    """Write one file as Lightning's Trainer does, which its `load_from_checkpoint` and `fit(ckpt_path=…)` read.
+def to_ckpt(
+    checkpoint: Path, file: Path, *, average: bool = False, base: Base | None = None
+) -> list[str]:
+    """Write one file as Lightning's Trainer does, which its `load_from_checkpoint` and
+    `fit(ckpt_path=…)` read.
 
-    Returns the names of the weights. With `average` the file holds no optimizer's state, which would not fit to them.
+    Returns the names of the weights. With `average` the file holds no optimizer's state, which
+    would not fit to them.
     """
-    meta, weights = storage.read_meta(checkpoint), weights_of(checkpoint, average=average, base=base)
+    meta, weights = (
+        storage.read_meta(checkpoint),
+        weights_of(checkpoint, average=average, base=base),
+    )
     saved: dict[str, Any] = storage.read_metadata(checkpoint).state_dict_metadata
     groups, others = meta.pop(state.GROUPS, []), meta.pop(state.OTHER, {})
     whole = [meta.pop(f"{whole_optimizers.WHOLE}.{i}", None) for i in range(len(groups))]
     for own in filter(None, whole):
         own.pop(whole_optimizers.INNER, None)  # Lightning's files hold what `state_dict` returns
     meta = {key: value for key, value in meta.items() if not str(key).startswith(state.RESERVED)}
-    result = {"pytorch-lightning_version": version("lightning"), "epoch": 0, "global_step": 0} | meta
+    result = {
+        "pytorch-lightning_version": version("lightning"),
+        "epoch": 0,
+        "global_step": 0,
+    } | meta
     if "lr_schedulers" in result:
         result["lr_schedulers"] = [*map(schedules.without_held, result["lr_schedulers"])]
     result["state_dict"] = weights | others
     if not average:
-        result[state.OPTIMIZER] = [whole[i] or _torchs(checkpoint, saved, of, index=i) for i, of in enumerate(groups)]
+        result[state.OPTIMIZER] = [
+            whole[i] or _torchs(checkpoint, saved, of, index=i) for i, of in enumerate(groups)
+        ]
     lightning_file.write(file, result)
     return list(result["state_dict"])
 
 
-def _torchs(checkpoint: Path, saved: dict[str, Any], groups: list[dict[str, Any]], *, index: int) -> dict[str, Any]:
-    """Return an optimizer's state as its `state_dict` would: parameters are numbered through all groups."""
+def _torchs(
+    checkpoint: Path, saved: dict[str, Any], groups: list[dict[str, Any]], *, index: int
+) -> dict[str, Any]:
+    """Return an optimizer's state as its `state_dict` would: parameters are numbered through all
+    groups.
+    """
     names = [name for group in groups for name in group[optimizers.NAMES]]
     numbers = {name: number for number, name in enumerate(names)}
     prefix = f"{state.OPTIMIZER_TENSORS}.{index}."
@@ -143,18 +182,20 @@ def _torchs(checkpoint: Path, saved: dict[str, Any], groups: list[dict[str, Any]
             parts.setdefault(numbers[name], {})[key] = value
     found = {number: optimizers.nested(of_param) for number, of_param in parts.items()}
     numbered = [
-        optimizers.settings_of(group) | {"params": [numbers[name] for name in group[optimizers.NAMES]]}
+        optimizers.settings_of(group)
+        | {"params": [numbers[name] for name in group[optimizers.NAMES]]}
         for group in groups
     ]
     return {"state": dict(sorted(found.items())), "param_groups": numbered}
 
 
 def from_file(file: Path, checkpoint: Path) -> list[str]:
-    """Write a checkpoint of weights only: evaluate and generate read it, and training can start from it.
+    """Write a checkpoint of weights only: evaluate and generate read it, and training can start
+    from it.
 
     Args:
-        file: safetensors, with the model's own names; or one of Lightning's (.ckpt, .pt, .pth), of which only tensors
-            and plain values are read, and only the weights are kept.
+        file: safetensors, with the model's own names; or one of Lightning's (.ckpt, .pt, .pth), of
+            which only tensors and plain values are read, and only the weights are kept.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -162,7 +203,11 @@ def from_file(file: Path, checkpoint: Path) -> list[str]:
     if not file.is_file():
         raise ConfigError(f"{file}: no such file.")
     if directory.is_named_as_file(file):
-        weights = {k: v for k, v in lightning_file.read(file)["state_dict"].items() if isinstance(v, Tensor)}
+        weights = {
+            k: v
+            for k, v in lightning_file.read(file)["state_dict"].items()
+            if isinstance(v, Tensor)
+        }
     else:
         try:
             weights = {f"{MODEL}{name}": value for name, value in load_file(file).items()}
@@ -172,18 +217,26 @@ def from_file(file: Path, checkpoint: Path) -> list[str]:
             ) from None
         if not weights:
             raise ConfigError(f"{file}: it holds no tensors. Name a file with weights.")
-    if sparse := next((name for name, value in weights.items() if value.layout != torch.strided), None):
+    if sparse := next(
+        (name for name, value in weights.items() if value.layout != torch.strided), None
+    ):
         raise ConfigError(
-            f"{file}: {sparse} is a sparse tensor, which checkpoints do not hold. Save it with to_dense()."
+            f"{file}: {sparse} is a sparse tensor, which checkpoints do not hold. Save it with "
+            "to_dense()."
         )
     meta = {"global_step": 0, "torch": str(torch.__version__)}
-    CheckpointWriter().save(checkpoint, weights, meta, entries={"step": 0, "strategy": f"converted from {file.name}"})
+    CheckpointWriter().save(
+        checkpoint, weights, meta, entries={"step": 0, "strategy": f"converted from {file.name}"}
+    )
     return list(weights)
 
 
-# ---------------------------------------------------------------- programs without Python or without the model's code
+# ---------------------------------------------------------------- programs without Python or
+# without the model's code
 def to_program(module: L.LightningModule, file: Path, inputs: Any) -> None:
-    """Write a trained module as ONNX (.onnx) or by torch.export (.pt2). The first dimension may have any size.
+    """Write a trained module as ONNX (.onnx) or by torch.export (.pt2).
+
+    The first dimension may have any size.
 
     Args:
         inputs: an example of one batch of inputs, with at least two samples.
@@ -191,11 +244,19 @@ def to_program(module: L.LightningModule, file: Path, inputs: Any) -> None:
     Raises:
         ConfigError: a package is missing, or the model cannot be exported.
     """
-    model, example = (module, inputs) if is_overridden("forward", module) else (module.get_submodule("model"), inputs)
+    model, example = (
+        (module, inputs)
+        if is_overridden("forward", module)
+        else (module.get_submodule("model"), inputs)
+    )
     arguments = example if isinstance(example, tuple) else (example,)
     weights = itertools.chain(model.parameters(), model.buffers())
-    if shutil.disk_usage(files.nearest_existing(file)).free < sum(value.nbytes for value in weights):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))  # torch's writer would abort the process
+    if shutil.disk_usage(files.nearest_existing(file)).free < sum(
+        value.nbytes for value in weights
+    ):
+        raise OSError(
+            errno.ENOSPC, os.strerror(errno.ENOSPC), str(file)
+        )  # torch's writer would abort the process
     write = _export_onnx if file.suffix == ".onnx" else _export_pt2
     try:
         with warnings.catch_warnings():
@@ -205,10 +266,13 @@ def to_program(module: L.LightningModule, file: Path, inputs: Any) -> None:
     except (ConfigError, OSError):  # OSError: the file cannot be written
         raise
     except Exception as error:  # export has many kinds of its own
-        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        first = next(
+            (line for line in str(error).splitlines() if line.strip()), type(error).__name__
+        )
         kind = file.suffix.removeprefix(".")
         raise ConfigError(
-            f"{file}: this model cannot be exported to {kind}: {first} Remedy: export a part of it from Python "
+            f"{file}: this model cannot be exported to {kind}: {first} Remedy: export a part of it "
+            "from Python "
             "(armature.load gives you the module), or convert the weights to .safetensors."
         ) from None
 
@@ -224,15 +288,22 @@ def _export_pt2(model: torch.nn.Module, arguments: tuple[Any, ...], file: Path) 
 
 
 def _export_onnx(model: torch.nn.Module, arguments: tuple[Any, ...], file: Path) -> None:
-    if missing := [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]:
+    if missing := [
+        name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None
+    ]:
         raise ConfigError(
-            f"{file}: writing ONNX needs {' and '.join(missing)}: type make setup EXTRAS=export, or "
+            f"{file}: writing ONNX needs {' and '.join(missing)}: type make setup EXTRAS=export, "
+            "or "
             "pip install onnx onnxscript."
         )
     dynamic = tuple(map(_any_batch, arguments))
-    program: Any = torch.onnx.export(model, arguments, dynamic_shapes=dynamic, dynamo=True, verbose=False)
+    program: Any = torch.onnx.export(
+        model, arguments, dynamic_shapes=dynamic, dynamo=True, verbose=False
+    )
     file.parent.mkdir(parents=True, exist_ok=True)
-    program.save(file)  # not under another name first: a large model has a second file, which this one names
+    program.save(
+        file
+    )  # not under another name first: a large model has a second file, which this one names
 
 
 def _any_batch(value: Any) -> Any:

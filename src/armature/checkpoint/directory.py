@@ -1,4 +1,5 @@
-"""The names on disk inside a folder of checkpoints, and which folders in it are complete checkpoints. Torch-free.
+"""The names on disk inside a folder of checkpoints, and which folders in it are complete
+checkpoints. Torch-free.
 
     checkpoints/
       last               the name of the newest complete checkpoint
@@ -14,7 +15,8 @@ manifest.json:
     {"format": 2, "step": 120, "world_size": 4, "strategy": "…", "config_hash": "…", "saved_at": …,
      "files": {"meta.pt": {"bytes": 10240, "sha256": "…"}, …}}
 
-A directory without a manifest is half-written, or another program wrote it. The checksums detect damage. They are no
+A directory without a manifest is half-written, or another program wrote it. The checksums detect
+damage. They are no
 signature: whoever can change the files can change the manifest too.
 """
 
@@ -33,7 +35,8 @@ MANIFEST = "manifest.json"
 META = "meta.pt"
 TENSOR_INDEX = ".metadata"  # torch.distributed.checkpoint's name
 LAST = "last"
-RESERVED = "."  # begins our names of tensors that are no weights, and our entries in meta.pt; nobody else's do
+# begins our names of tensors that are no weights, and our entries in meta.pt; nobody else's do
+RESERVED = "."
 FILE_SUFFIXES = (".ckpt", ".pt", ".pth")  # of a checkpoint in one file, as Lightning writes it
 FORMAT = 2
 _STEP, _PART, _OLD = "step=", ".part", ".old"
@@ -41,7 +44,9 @@ FileEntries = dict[str, dict[str, Any]]
 
 
 def folder_of(run_dir: Path) -> Path:
-    """Return the folder of checkpoints in a run directory (`resume.folder` also considers checkpoint.root)."""
+    """Return the folder of checkpoints in a run directory (`resume.folder` also considers
+    checkpoint.root).
+    """
     return run_dir / "checkpoints"
 
 
@@ -56,11 +61,17 @@ def step_of(path: Path) -> int | None:
 
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
-    """Return the directories that are named as checkpoints by step, complete or not, from the oldest to the newest."""
+    """Return the directories that are named as checkpoints by step, complete or not, from the
+    oldest to the newest.
+    """
     forget_listing(folder)
     if not folder.is_dir():
         return {}
-    found = {step: path for path in folder.glob(f"{_STEP}*") if (step := step_of(path)) is not None and path.is_dir()}
+    found = {
+        step: path
+        for path in folder.glob(f"{_STEP}*")
+        if (step := step_of(path)) is not None and path.is_dir()
+    }
     return dict(sorted(found.items()))
 
 
@@ -85,14 +96,19 @@ def is_local(path: Path) -> bool:
 
 
 def forget_listing(path: Path) -> None:
-    """Let an object store be asked again: fsspec keeps listings, while a run that trains saves and removes."""
+    """Let an object store be asked again: fsspec keeps listings, while a run that trains saves and
+    removes.
+    """
     if not is_local(path):
         path.fs.invalidate_cache()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @contextmanager
 def errors_of_store(path: Path) -> Iterator[None]:
-    """Raise what an object store's client raises as OSError, whatever its classes are. Others' errors stay."""
+    """Raise what an object store's client raises as OSError, whatever its classes are.
+
+    Others' errors stay.
+    """
     try:
         yield
     except (OSError, ConfigError):
@@ -106,7 +122,9 @@ def errors_of_store(path: Path) -> Iterator[None]:
 def read_last(folder: Path) -> str | None:
     """Return the name of the newest complete checkpoint, or None if `last` does not exist."""
     pointer = folder / LAST
-    return pointer.read_text(encoding="utf-8", errors="replace").strip() if pointer.is_file() else None
+    return (
+        pointer.read_text(encoding="utf-8", errors="replace").strip() if pointer.is_file() else None
+    )
 
 
 def write_last(folder: Path, name: str) -> None:
@@ -119,12 +137,17 @@ def write_last(folder: Path, name: str) -> None:
 
 # ---------------------------------------------------------------- a directory's life
 def part_of(checkpoint: Path) -> Path:
-    """Return the directory to write a checkpoint's files into: an object store cannot rename it afterwards."""
+    """Return the directory to write a checkpoint's files into: an object store cannot rename it
+    afterwards.
+    """
     return checkpoint.with_name(f"{checkpoint.name}{_PART}") if is_local(checkpoint) else checkpoint
 
 
 def publish(part: Path, checkpoint: Path) -> None:
-    """Rename a complete directory to its final name. An older one of that name is removed only afterwards."""
+    """Rename a complete directory to its final name.
+
+    An older one of that name is removed only afterwards.
+    """
     if part == checkpoint:
         return
     files.sync(part)
@@ -138,7 +161,10 @@ def publish(part: Path, checkpoint: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a directory, its manifest first: what a crash leaves of it is no checkpoint. Of a link only the link."""
+    """Remove a directory, its manifest first: what a crash leaves of it is no checkpoint.
+
+    Of a link only the link.
+    """
     if is_local(path) and (path.is_symlink() or path.is_file()):
         path.unlink()
         return
@@ -178,12 +204,20 @@ def clear_leftovers(folder: Path) -> None:
 def describe(directory: Path, names: Iterable[str]) -> FileEntries:
     """Return size and SHA-256 of files in a directory, read back from where they were written."""
     paths = {name: directory / name for name in names}
-    return {name: {"bytes": path.stat().st_size, "sha256": files.sha256(path)} for name, path in paths.items()}
+    return {
+        name: {"bytes": path.stat().st_size, "sha256": files.sha256(path)}
+        for name, path in paths.items()
+    }
 
 
 def write_manifest(directory: Path, described: FileEntries, entries: dict[str, Any]) -> None:
-    """Write the manifest, which makes the directory a complete checkpoint; `entries` are those besides the files."""
-    text = json.dumps({"format": FORMAT, **entries, "files": dict(sorted(described.items()))}, indent=1)
+    """Write the manifest, which makes the directory a complete checkpoint.
+
+    `entries` are those besides the files.
+    """
+    text = json.dumps(
+        {"format": FORMAT, **entries, "files": dict(sorted(described.items()))}, indent=1
+    )
     with (directory / MANIFEST).open("w", encoding="utf-8") as file:
         file.write(text + "\n")
         file.flush()
@@ -207,12 +241,18 @@ def saved_step(checkpoint: Path) -> int | None:
 
 
 def problem(directory: Path) -> str | None:
-    """Return why a directory is no complete checkpoint, judged by names and sizes; None if it looks complete."""
+    """Return why a directory is no complete checkpoint, judged by names and sizes.
+
+    None if it looks complete.
+    """
     manifest = read_manifest(directory)
     if manifest is None:
         return f"it holds no readable {MANIFEST}: half-written, or not written by this program"
     if manifest.get("format") != FORMAT:
-        return f"its {MANIFEST} has format {manifest.get('format')}, but this version reads format {FORMAT} only"
+        return (
+            f"its {MANIFEST} has format {manifest.get('format')}, but this version reads "
+            f"format {FORMAT} only"
+        )
     for name in (META, TENSOR_INDEX):
         if name not in manifest["files"]:
             return f"its {MANIFEST} does not list {name}, which every checkpoint has"
@@ -228,7 +268,11 @@ def files_problem(directory: Path, described: FileEntries) -> str | None:
 def _entry_problem(directory: Path, name: str, entry: Any) -> str | None:
     if "/" in name or "\\" in name or name in ("", ".", ".."):
         return f"its {MANIFEST} lists {name!r}, which is not the name of a file in it"
-    if not isinstance(entry, dict) or not isinstance(entry.get("bytes"), int) or not entry.get("sha256"):
+    if (
+        not isinstance(entry, dict)
+        or not isinstance(entry.get("bytes"), int)
+        or not entry.get("sha256")
+    ):
         return f"its {MANIFEST} does not state the size and checksum of {name}"
     path = directory / name
     try:
@@ -237,12 +281,20 @@ def _entry_problem(directory: Path, name: str, entry: Any) -> str | None:
         return f"{name} is missing"
     if not path.is_file():  # reading a device or a pipe might never end
         return f"{name} is not a regular file"
-    return None if size == entry["bytes"] else f"{name} has {size} bytes, not the {entry['bytes']} that were saved"
+    return (
+        None
+        if size == entry["bytes"]
+        else f"{name} has {size} bytes, not the {entry['bytes']} that were saved"
+    )
 
 
 def checksum_problem(directory: Path, *, share: tuple[int, int] = (0, 1)) -> str | None:
-    """Return which file differs from what was saved, or None if all are intact; with share=(rank, n) of every nth."""
-    if (manifest := read_manifest(directory)) is None:  # this machine may have another disk under the path
+    """Return which file differs from what was saved, or None if all are intact; with share=(rank,
+    n) of every nth.
+    """
+    if (
+        manifest := read_manifest(directory)
+    ) is None:  # this machine may have another disk under the path
         return f"it holds no readable {MANIFEST}"
     saved, (rank, ranks) = manifest["files"], share
     for name in list(saved)[rank::ranks]:

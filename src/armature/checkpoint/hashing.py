@@ -1,7 +1,9 @@
-"""Compute the checksums of a checkpoint's files while they are written, so that nothing is read back.
+"""Compute the checksums of a checkpoint's files while they are written, so that nothing is read
+back.
 
-Both take about a core's time: a save in the background of training on a CPU leaves them to threads that run only where
-a core would be idle, since each OpenMP region of training waits for the slowest of its threads.
+Both take about a core's time: a save in the background of training on a CPU leaves them to threads
+that run only where a core would be idle, since each OpenMP region of training waits for the slowest
+of its threads.
 """
 
 from __future__ import annotations
@@ -23,20 +25,25 @@ from armature.checkpoint.directory import FileEntries
 
 PIECE = 4 << 20  # bytes that are written and hashed at a time
 SMALL = 1 << 16  # bytes below which another thread costs more than it saves
-IDLE_SECONDS = 60.0  # how long a save waits for idle cores: on a busy machine it would never be complete
+IDLE_SECONDS = (
+    60.0  # how long a save waits for idle cores: on a busy machine it would never be complete
+)
 
 
 class SaveThreads:
     """The threads of one save.
 
     Args:
-        idle: leave the work to threads that run only on idle cores, until `hurry` is called or IDLE_SECONDS are over.
-            The rest is then done by others: raising a thread's priority again would take privileges.
+        idle: leave the work to threads that run only on idle cores, until `hurry` is called or
+            IDLE_SECONDS are over. The rest is then done by others: raising a thread's priority
+            again would take privileges.
     """
 
     def __init__(self, *, idle: bool = False) -> None:
         self._ordinary = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._idle = ThreadPoolExecutor(2, thread_name_prefix="checkpoint-idle", initializer=_run_when_idle)
+        self._idle = ThreadPoolExecutor(
+            2, thread_name_prefix="checkpoint-idle", initializer=_run_when_idle
+        )
         self._idle_until = time.monotonic() + IDLE_SECONDS if idle else 0.0
 
     def hurry(self) -> None:
@@ -44,9 +51,13 @@ class SaveThreads:
         self._idle_until = 0.0
 
     def both(
-        self, write: Callable[[memoryview], Any], calculate: Callable[[memoryview], Any], pieces: Sequence[memoryview]
+        self,
+        write: Callable[[memoryview], Any],
+        calculate: Callable[[memoryview], Any],
+        pieces: Sequence[memoryview],
     ) -> None:
-        """Call both with each of the pieces in order, at the same time, and return when both have ended.
+        """Call both with each of the pieces in order, at the same time, and return when both have
+        ended.
 
         Raises the error of either. Neither waits for the other's piece.
         """
@@ -85,10 +96,12 @@ def _run_when_idle() -> None:
 
 
 class HashingFileSystem:
-    """The file system of torch's checkpoint writer, local or remote, which also describes the files written through it.
+    """The file system of torch's checkpoint writer, local or remote, which also describes the files
+    written through it.
 
     Attributes:
-        written: size and SHA-256 of the complete files by name, as `directory.describe` returns them.
+        written: size and SHA-256 of the complete files by name, as `directory.describe` returns
+            them.
     """
 
     def __init__(self, file_system: Any, threads: SaveThreads) -> None:
@@ -110,7 +123,10 @@ class HashingFileSystem:
                     yield hashing
             except RuntimeError as error:  # torch.save's own, for a full disk too
                 raise hashing.error or error from None
-        self.written[PurePath(path).name] = {"bytes": hashing.bytes, "sha256": hashing.sha256.hexdigest()}
+        self.written[PurePath(path).name] = {
+            "bytes": hashing.bytes,
+            "sha256": hashing.sha256.hexdigest(),
+        }
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         self._file_system.rename(path, new_path)
@@ -127,7 +143,9 @@ class _HashingStream:
         return getattr(self._stream, name)
 
     def fileno(self) -> int:
-        """Flush first: torch asks for the number to sync, while the file's end is still in this process's buffer."""
+        """Flush first: torch asks for the number to sync, while the file's end is still in this
+        process's buffer.
+        """
         number = self._stream.fileno()  # raises for an object store
         self._stream.flush()
         return number
@@ -152,7 +170,9 @@ class _HashingStream:
         """Write, and let the disk begin at once instead of at the final fsync."""
         start = self._stream.tell()
         self._stream.write(piece)
-        with suppress(OSError, AttributeError):  # no file of this machine, or no such call on this system
+        with suppress(
+            OSError, AttributeError
+        ):  # no file of this machine, or no such call on this system
             os.posix_fadvise(self._stream.fileno(), start, len(piece), os.POSIX_FADV_DONTNEED)
 
 

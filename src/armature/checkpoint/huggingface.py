@@ -1,9 +1,10 @@
 """Weights of Hugging Face folders, straight into a model under any layout.
 
-A model that can be read so has `pretrained`, the folder or None, and `pretrained_name`, which returns Hugging Face's
-name of one of its parameters, or None for one that they do not have. One whose parameters stack several matrices has
-`pretrained_parts`, which returns the names of a parameter's matrices, or None. A model whose names depend on the folder
-has `names_in` instead: it is given the names of the folder's tensors, and returns those that it takes, by its own.
+A model that can be read so has `pretrained`, the folder or None, and `pretrained_name`, which
+returns Hugging Face's name of one of its parameters, or None for one that they do not have. One
+whose parameters stack several matrices has `pretrained_parts`, which returns the names of a
+parameter's matrices, or None. A model whose names depend on the folder has `names_in` instead: it
+is given the names of the folder's tensors, and returns those that it takes, by its own.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -27,11 +28,15 @@ from armature.finetune import folder as folders
 from armature.finetune import nf4
 from armature.parallel import initialization
 
-QUANTIZED_AT_ONCE = 64_000_000  # elements of the unsharded matrices that are in memory in fp32 while they are read
+QUANTIZED_AT_ONCE = (
+    64_000_000  # elements of the unsharded matrices that are in memory in fp32 while they are read
+)
 
 
 def imported_names(model: nn.Module) -> set[str]:
-    """Return the parameters that `read` fills, by the model's own names; none if it does not start from a folder."""
+    """Return the parameters that `read` fills, by the model's own names; none if it does not start
+    from a folder.
+    """
     if not isinstance(getattr(model, "pretrained", None), str):
         return set()
     if hasattr(model, "names_in"):
@@ -43,7 +48,10 @@ def imported_names(model: nn.Module) -> set[str]:
 
 
 def read_others(module: nn.Module, held: Container[str]) -> set[str]:
-    """Fill the parameters that come from folders and are not `held`, in one process. Return their names."""
+    """Fill the parameters that come from folders and are not `held`, in one process.
+
+    Return their names.
+    """
     found: set[str] = set()
     for prefix, model in module.named_modules():
         names = {name for name in imported_names(model) if f"{prefix}.{name}" not in held}
@@ -52,24 +60,37 @@ def read_others(module: nn.Module, held: Container[str]) -> set[str]:
             found |= {f"{prefix}.{name}" for name in names}
     params = dict(module.named_parameters(remove_duplicate=False))
     filled = {params[name] for name in found if name in params}
-    return found | {name for name, param in params.items() if param in filled}  # the other names of tied ones
+    return found | {
+        name for name, param in params.items() if param in filled
+    }  # the other names of tied ones
 
 
 def read(model: nn.Module, names: Iterable[str], *, alone: bool = False) -> None:
-    """Fill these parameters from the model's folder. Called by all ranks; each reads the part that it holds.
+    """Fill these parameters from the model's folder.
+
+    Called by all ranks; each reads the part that it holds.
 
     With `alone` this process reads for itself, whether or not it is a rank of several.
 
-    Values are converted to the parameters' types while they are copied out of the mapped files. A matrix of 4 bits is
-    quantized from this rank's part of it in fp32, a few at a time. A head that is not tied takes the embedding's values
-    if the folder's is. Raises ConfigError, or OSError if a file cannot be read.
+    Values are converted to the parameters' types while they are copied out of the mapped files. A
+    matrix of 4 bits is quantized from this rank's part of it in fp32, a few at a time. A head that
+    is not tied takes the embedding's values if the folder's is. Raises ConfigError, or OSError if a
+    file cannot be read.
     """
-    folder, held, wanted = folders.find(str(model.pretrained)), dict(model.named_parameters()), set(names)
+    folder, held, wanted = (
+        folders.find(str(model.pretrained)),
+        dict(model.named_parameters()),
+        set(names),
+    )
     found = _weights(folder)
     reader = _Reader(folder, found.files)
     if hasattr(model, "names_in"):
         theirs, held = _names_in(model, found), held | dict(model.named_buffers())
-        _load(reader, {theirs[name]: held[name].detach() for name in held if name in wanted}, alone=alone)
+        _load(
+            reader,
+            {theirs[name]: held[name].detach() for name in held if name in wanted},
+            alone=alone,
+        )
         return
     quantized = {f"{name}.codes": linear for name, linear in nf4.in_4_bits(model).items()}
     targets = {model.pretrained_name(name): held[name].detach() for name in held if name in wanted}  # pyright: ignore[reportCallIssue]
@@ -79,9 +100,15 @@ def read(model: nn.Module, names: Iterable[str], *, alone: bool = False) -> None
             del targets[model.pretrained_name(name)]  # pyright: ignore[reportCallIssue]
             _read_stack(reader, parts, held[name])
     tied = {"lm_head.weight": "model.embed_tokens.weight"}
-    own = {name: value for name, value in targets.items() if name in found.tensors or name not in tied}
+    own = {
+        name: value for name, value in targets.items() if name in found.tensors or name not in tied
+    }
     _load(reader, own, alone=alone)
-    _load(reader, {tied[name]: value for name, value in targets.items() if name not in own}, alone=alone)
+    _load(
+        reader,
+        {tied[name]: value for name, value in targets.items() if name not in own},
+        alone=alone,
+    )
     for few in _few_at_once({name: linear for name, linear in quantized.items() if name in wanted}):
         named = {model.pretrained_name(nf4.weight_of(name)): linear for name, linear in few.items()}  # pyright: ignore[reportCallIssue]
         weights = {name: linear.empty_weight() for name, linear in named.items()}
@@ -96,7 +123,9 @@ def _parts(model: nn.Module, name: str, param: Tensor) -> list[str] | None:
 
 
 def _read_stack(reader: _Reader, parts: list[str], param: Tensor) -> None:
-    """Fill a stack of matrices. Each rank reads all of it and keeps its part; one stack is in memory at a time.
+    """Fill a stack of matrices.
+
+    Each rank reads all of it and keeps its part; one stack is in memory at a time.
 
     It reads for itself: the stages of a pipeline may hold different numbers of stacks.
     """
@@ -106,7 +135,9 @@ def _read_stack(reader: _Reader, parts: list[str], param: Tensor) -> None:
 
 
 def _few_at_once(linears: dict[str, nf4.Nf4Linear]) -> Iterator[dict[str, nf4.Nf4Linear]]:
-    """Yield groups of matrices of at most QUANTIZED_AT_ONCE elements, or one matrix; the same on all ranks."""
+    """Yield groups of matrices of at most QUANTIZED_AT_ONCE elements, or one matrix; the same on
+    all ranks.
+    """
     few, elements = dict[str, nf4.Nf4Linear](), 0
     for name, linear in linears.items():
         size = linear.in_features * linear.out_features
@@ -135,13 +166,18 @@ def _names_in(model: nn.Module, found: folders.Weights) -> dict[str, str]:
 def _load(reader: _Reader, tensors: dict[str, Tensor], *, alone: bool) -> None:
     try:
         with storage.expect_single_process():
-            dcp.load(dict(tensors), storage_reader=reader, no_dist=alone or not dist.is_initialized())
+            dcp.load(
+                dict(tensors), storage_reader=reader, no_dist=alone or not dist.is_initialized()
+            )
     except CheckpointException as error:
         raise storage.failure(error) from error
 
 
 class _Reader(HuggingFaceStorageReader):
-    """torch's reader, of the files that the folder's index names: Mistral's consolidated ones lie beside them."""
+    """torch's reader, of the files that the folder's index names.
+
+    Mistral's consolidated ones lie beside them.
+    """
 
     def __init__(self, folder: Path, names: list[str]) -> None:
         super().__init__(str(folder))
@@ -150,7 +186,9 @@ class _Reader(HuggingFaceStorageReader):
 
     @override
     def read_metadata(self) -> Metadata:
-        if self._metadata is None:  # of all files' headers: once, however many parts are read one after another
+        if (
+            self._metadata is None
+        ):  # of all files' headers: once, however many parts are read one after another
             self._metadata = self._read_headers()
         return self._metadata
 

@@ -1,8 +1,9 @@
-"""What hooks and callbacks of users save differently on each rank: lists of losses, counters, queues of one's own data.
+"""What hooks and callbacks of users save differently on each rank: lists of losses, counters,
+queues of one's own data.
 
-A checkpoint holds what rank 0 has saved. If another rank has saved something else, the checkpoint holds that entry of
-every rank that has it as well, and each continues with its own if the layout is the same. A rank that has saved nothing
-takes rank 0's, as all do in Lightning.
+A checkpoint holds what rank 0 has saved. If another rank has saved something else, the checkpoint
+holds that entry of every rank that has it as well, and each continues with its own if the layout is
+the same. A rank that has saved nothing takes rank 0's, as all do in Lightning.
 """
 
 from __future__ import annotations
@@ -24,24 +25,47 @@ log = logging.getLogger(__name__)
 
 KEY = f"{directory.RESERVED}of_ranks"  # the entry of a checkpoint
 CALLBACKS = "callbacks"
-NOT_USERS = ("armature.", "lightning.", "pytorch_lightning.")  # beginnings of modules whose code is not users'
+NOT_USERS = (
+    "armature.",
+    "lightning.",
+    "pytorch_lightning.",
+)  # beginnings of modules whose code is not users'
 _OF_ALL = (  # entries that are the same on all ranks, or whose owners arrange them themselves
-    "epoch", "global_step", "loops", "lr_schedulers", "pytorch-lightning_version", "hparams_name", "hparams_type",
-    "hyper_parameters", "datamodule_hparams_name", "datamodule_hparams_type", "datamodule_hyper_parameters",
-)  # fmt: skip
+    "epoch",
+    "global_step",
+    "loops",
+    "lr_schedulers",
+    "pytorch-lightning_version",
+    "hparams_name",
+    "hparams_type",
+    "hyper_parameters",
+    "datamodule_hparams_name",
+    "datamodule_hparams_type",
+    "datamodule_hyper_parameters",
+)
 
 Place = tuple[str, ...]
 
 
 def digests(meta: Mapping[str, Any], callbacks: Iterable[Callback]) -> dict[Place, bytes]:
-    """Return a digest of each entry that code of users may have made, by its place in the checkpoint."""
-    users = {each.state_key for each in callbacks if not f"{type(each).__module__}.".startswith(NOT_USERS)}
+    """Return a digest of each entry that code of users may have made, by its place in the
+    checkpoint.
+    """
+    users = {
+        each.state_key
+        for each in callbacks
+        if not f"{type(each).__module__}.".startswith(NOT_USERS)
+    }
     found = {(key,): value for key, value in meta.items() if key not in (CALLBACKS, *_OF_ALL)}
-    found |= {(CALLBACKS, key): value for key, value in meta.get(CALLBACKS, {}).items() if key in users}
+    found |= {
+        (CALLBACKS, key): value for key, value in meta.get(CALLBACKS, {}).items() if key in users
+    }
     return {place: _digest(value) for place, value in found.items()}
 
 
-def entries(meta: Mapping[str, Any], everyones: list[dict[Place, bytes]], *, layout: str) -> dict[str, Any]:
+def entries(
+    meta: Mapping[str, Any], everyones: list[dict[Place, bytes]], *, layout: str
+) -> dict[str, Any]:
     """Return the entry `KEY` if ranks differ, on rank 0, else nothing. Called by all ranks.
 
     Args:
@@ -49,13 +73,17 @@ def entries(meta: Mapping[str, Any], everyones: list[dict[Place, bytes]], *, lay
     """
     places = dict.fromkeys(place for each in everyones for place in each)
     unequal = [
-        place for place in places
-        if place not in everyones[0] or len({each[place] for each in everyones if place in each}) > 1
-    ]  # fmt: skip
+        place
+        for place in places
+        if place not in everyones[0]
+        or len({each[place] for each in everyones if place in each}) > 1
+    ]
     if not unequal:
         return {}
     own = {place: _at(meta, place) for place in unequal if place in everyones[process_group.rank()]}
-    own = apply_to_collection(own, Tensor, Tensor.cpu)  # another rank has no access to this one's GPU
+    own = apply_to_collection(
+        own, Tensor, Tensor.cpu
+    )  # another rank has no access to this one's GPU
     gathered = process_group.gather_object(own)
     return {KEY: {"layout": layout, "entries": gathered}} if gathered else {}
 
@@ -72,7 +100,8 @@ def restore(meta: dict[str, Any], *, layout: str, fits: bool) -> None:
     elif fits and process_group.rank() == 0:
         names = sorted({place[-1] for each in of_ranks for place in each})
         log.warning(
-            "Each rank had saved its own %s (on_save_checkpoint, or state_dict of a callback) under %s. Under %s all "
+            "Each rank had saved its own %s (on_save_checkpoint, or state_dict of a callback) "
+            "under %s. Under %s all "
             "continue with what rank 0 had.",
             ", ".join(names), saved["layout"], layout,
         )  # fmt: skip

@@ -1,4 +1,6 @@
-"""Check that all machines write checkpoints into one folder: without it, none of them could be read again."""
+"""Check that all machines write checkpoints into one folder: without it, none of them could be read
+again.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ POLL_SECONDS = 0.5
 
 
 def require(cfg: DictConfig) -> None:
-    """Raise ConfigError if one of several machines does not see what rank 0 writes. Called by all ranks."""
+    """Raise ConfigError if one of several machines does not see what rank 0 writes.
+
+    Called by all ranks.
+    """
     key, folder = "run.root", Path(cfg.run.dir)
     if cfg.checkpoint.root:
         key, folder = "checkpoint.root", resume.folder(folder, cfg)
@@ -30,10 +35,14 @@ def require(cfg: DictConfig) -> None:
     file = folder / process_group.on_rank_0(partial(_create, folder))
     hosts = process_group.on_all_ranks(partial(_host_without, file))
     process_group.on_rank_0(partial(file.unlink, missing_ok=True))
-    if (found := next(((rank, host) for rank, host in enumerate(hosts) if host is not None), None)) is not None:
+    if (
+        found := next(((rank, host) for rank, host in enumerate(hosts) if host is not None), None)
+    ) is not None:
         raise ConfigError(
-            f"{key}={cfg.checkpoint.root or cfg.run.root}: {folder} on rank {found[0]} ({found[1]}) is another folder "
-            f"than on rank 0. Each rank writes its part of a checkpoint there, and none could be read again. Type a "
+            f"{key}={cfg.checkpoint.root or cfg.run.root}: {folder} on rank {found[0]} "
+            f"({found[1]}) is another folder "
+            "than on rank 0. Each rank writes its part of a checkpoint there, and none could be "
+            "read again. Type a "
             f"{key} on a file system that all machines share."
         )
 

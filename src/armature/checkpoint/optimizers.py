@@ -1,7 +1,10 @@
-"""The state of optimizers by weight and key, for all layouts; whole_optimizers.py has those that keep more.
+"""The state of optimizers by weight and key, for all layouts; whole_optimizers.py has those that
+keep more.
 
-An entry is named ".optimizer_states.<i>.<parameter name>.<key>". The tensors of a list or dict are entries of their
-own, whose keys are paths: "Q/[0]". Parameter groups are in meta.pt, as hyperparameters with parameter names.
+An entry is named ".optimizer_states.<i>.<parameter name>.<key>". The tensors of a list or dict are
+entries of their
+own, whose keys are paths: "Q/[0]". Parameter groups are in meta.pt, as hyperparameters with
+parameter names.
 """
 
 from __future__ import annotations
@@ -28,9 +31,14 @@ CLASSES = f"{RESERVED}optimizer_classes"  # in meta.pt: by index
 NAMES = "names"  # in a saved parameter group: of its parameters
 ADDED = "added"  # in a saved parameter group: a hook had added it while the run trained
 _USERS = "users:"  # in a saved parameter group: before a user's keys of these two names
-_KEEP_WEIGHTS_AT_RATE_0 = ("torch.optim.", "armature.optim.", "bitsandbytes.")  # modules of optimizers
+_KEEP_WEIGHTS_AT_RATE_0 = (
+    "torch.optim.",
+    "armature.optim.",
+    "bitsandbytes.",
+)  # modules of optimizers
 _CONTAINERS = (dict, OrderedDict, list, tuple)
-# they select how a step is computed on this machine, not its result, so they are never read from a checkpoint
+# they select how a step is computed on this machine, not its result, so they are never read from a
+# checkpoint
 RUNTIME_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 
 
@@ -40,7 +48,8 @@ def class_of(optimizer: Any) -> str:
 
 # ---------------------------------------------------------------- saving
 def by_weight(optimizer: Optimizer, names: Mapping[Tensor, str], *, index: int) -> dict[str, Any]:
-    """Return the state of each parameter as `.optimizer_states.<index>.<name>.<key>`, without copies of tensors.
+    """Return the state of each parameter as `.optimizer_states.<index>.<name>.<key>`, without
+    copies of tensors.
 
     Raises:
         ConfigError: the state holds an object that no checkpoint can hold.
@@ -52,7 +61,9 @@ def by_weight(optimizer: Optimizer, names: Mapping[Tensor, str], *, index: int) 
             for key, value in entries.items():
                 found |= {prefix + path: leaf for path, leaf in _leaves(value, _escaped(key))}
     except plain.NotPlain as error:
-        raise ConfigError(plain.problem(f"{type(optimizer).__name__}.state: {error.path}", error.type)) from None
+        raise ConfigError(
+            plain.problem(f"{type(optimizer).__name__}.state: {error.path}", error.type)
+        ) from None
     return found
 
 
@@ -118,7 +129,10 @@ def group_names(optimizer: Optimizer, names: dict[Tensor, str]) -> list[list[str
 
 def param_groups(optimizer: Optimizer, names: list[list[str]]) -> list[dict[str, Any]]:
     """Return each group's hyperparameters and the names of its parameters."""
-    return [{NAMES: of_group} | _settings(group) for group, of_group in zip(optimizer.param_groups, names, strict=True)]
+    return [
+        {NAMES: of_group} | _settings(group)
+        for group, of_group in zip(optimizer.param_groups, names, strict=True)
+    ]
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,27 +142,41 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in group.items()
         if key != "params" and key not in RUNTIME_OPTIONS
     }
-    return plain.plain_checkpoint({"a parameter group of an optimizer": own})["a parameter group of an optimizer"]
+    return plain.plain_checkpoint({"a parameter group of an optimizer": own})[
+        "a parameter group of an optimizer"
+    ]
 
 
 def settings_of(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the hyperparameters of a saved group, also the keys that hooks had put into it."""
-    return {key.removeprefix(_USERS): value for key, value in saved.items() if key not in (NAMES, ADDED)}
+    return {
+        key.removeprefix(_USERS): value for key, value in saved.items() if key not in (NAMES, ADDED)
+    }
 
 
-def add_groups(optimizer: Optimizer, names: Mapping[Tensor, str], saved: list[dict[str, Any]]) -> None:
-    """Add the groups that a hook had added while the run trained, unless a hook has already added them again."""
+def add_groups(
+    optimizer: Optimizer, names: Mapping[Tensor, str], saved: list[dict[str, Any]]
+) -> None:
+    """Add the groups that a hook had added while the run trained, unless a hook has already added
+    them again.
+    """
     own = {param for group in optimizer.param_groups for param in group["params"]}
     for group in (group for group in saved if group.get(ADDED)):
-        params = [param for param, name in names.items() if name in group[NAMES] and param not in own]
+        params = [
+            param for param, name in names.items() if name in group[NAMES] and param not in own
+        ]
         if params:
             optimizer.add_param_group({"params": params, **settings_of(group)})
 
 
 def merge_groups(groups_of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Merge the groups of all pipeline stages into those of the unsharded model, by equal hyperparameters."""
+    """Merge the groups of all pipeline stages into those of the unsharded model, by equal
+    hyperparameters.
+    """
     names = [[group[NAMES] for group in groups] for groups in groups_of_ranks]
-    if all(of_rank == names[0] for of_rank in names):  # without stages; groups without parameters keep their places
+    if all(
+        of_rank == names[0] for of_rank in names
+    ):  # without stages; groups without parameters keep their places
         return groups_of_ranks[0]
     merged: list[dict[str, Any]] = []
     for group in (group for groups in groups_of_ranks for group in groups):
@@ -160,15 +188,20 @@ def merge_groups(groups_of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, 
     return merged
 
 
-def restore_groups(optimizer: Optimizer, names: list[list[str]], saved: list[dict[str, Any]]) -> None:
-    """Restore hyperparameters by parameter name: the order of groups and of parameters may have changed.
+def restore_groups(
+    optimizer: Optimizer, names: list[list[str]], saved: list[dict[str, Any]]
+) -> None:
+    """Restore hyperparameters by parameter name: the order of groups and of parameters may have
+    changed.
 
     Those of a group without parameters, such as a frozen backbone's, by its place.
     """
     by_name = {name: group for group in saved for name in group[NAMES]}
     by_place = saved if len(saved) == len(names) else [{}] * len(names)  # stages were merged
     for group, of_group, at_place in zip(optimizer.param_groups, names, by_place, strict=True):
-        known = next((by_name[name] for name in of_group if name in by_name), {} if of_group else at_place)
+        known = next(
+            (by_name[name] for name in of_group if name in by_name), {} if of_group else at_place
+        )
         group.update(settings_of(known))
 
 
@@ -176,14 +209,21 @@ def restore_groups(optimizer: Optimizer, names: list[list[str]], saved: list[dic
 def create_state(optimizer: Optimizer, *, held: Set[Tensor] = frozenset()) -> None:
     """Create the state tensors of an optimizer that has not stepped yet, to load into.
 
-    Weights that are `held` get state although they are frozen now: they were trained before. What the optimizer's own
+    Weights that are `held` get state although they are frozen now: they were trained before. What
+    the optimizer's own
     step raises is raised.
     """
     if optimizer.state:
         return
-    # by a step with zero gradients and learning rate zero: only the optimizer knows shapes, types and placements
-    before = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    if callable(train := getattr(optimizer, "train", None)):  # schedule-free ones refuse to step otherwise
+    # by a step with zero gradients and learning rate zero: only the optimizer knows shapes, types
+    # and placements
+    before = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    if callable(
+        train := getattr(optimizer, "train", None)
+    ):  # schedule-free ones refuse to step otherwise
         train()
     for group in optimizer.param_groups:
         if "eps" in group and group["eps"] == 0:  # Adam's update would be 0 / 0
@@ -192,11 +232,15 @@ def create_state(optimizer: Optimizer, *, held: Set[Tensor] = frozenset()) -> No
             group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
         for param in group["params"]:
             param.grad = torch.zeros_like(param) if param.requires_grad or param in held else None
-            if isinstance(optimizer, torch.optim.SparseAdam) and param.grad is not None:  # it takes no dense ones
+            if (
+                isinstance(optimizer, torch.optim.SparseAdam) and param.grad is not None
+            ):  # it takes no dense ones
                 param.grad = param.grad.to_sparse()
     # others may scale, round or project weights whatever the rate is
     known = type(optimizer).__module__.startswith(_KEEP_WEIGHTS_AT_RATE_0)
-    params = [] if known else [param for group in optimizer.param_groups for param in group["params"]]
+    params = (
+        [] if known else [param for group in optimizer.param_groups for param in group["params"]]
+    )
     kept = [(param, param.detach().clone()) for param in params]
     try:
         with _without_hooks(optimizer):
@@ -226,20 +270,35 @@ def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
 
 
 def load_optimizers(
-    checkpoint: Path, module: nn.Module, optimizers: list[Optimizer], *, groups: list[list[dict[str, Any]] | None],
-    classes: Sequence[str] = (), extra: dict[str, Tensor] | None = None,
-) -> dict[Tensor, Tensor]:  # fmt: skip
-    """Load the optimizers' state in place, and return the gradients that were saved with it, by parameter.
+    checkpoint: Path,
+    module: nn.Module,
+    optimizers: list[Optimizer],
+    *,
+    groups: list[list[dict[str, Any]] | None],
+    classes: Sequence[str] = (),
+    extra: dict[str, Tensor] | None = None,
+) -> dict[Tensor, Tensor]:
+    """Load the optimizers' state in place, and return the gradients that were saved with it, by
+    parameter.
 
     Args:
         groups: each optimizer's parameter groups, as saved; one without them keeps its state.
-        classes: the optimizers' classes, as saved. One of the same class gets what was saved, also if its first step
-            does not create all of it.
+        classes: the optimizers' classes, as saved. One of the same class gets what was saved, also
+            if its first step does not create all of it.
         extra: further tensors to fill if the checkpoint has them, such as the averaged weights.
     """
-    saved, names = storage.read_metadata(checkpoint).state_dict_metadata, state.parameter_names(module)
-    targets: dict[str, Any] = {name: value for name, value in (extra or {}).items() if name in saved}
-    restored = [(i, *pair) for i, pair in enumerate(zip(optimizers, groups, strict=False)) if pair[1] is not None]
+    saved, names = (
+        storage.read_metadata(checkpoint).state_dict_metadata,
+        state.parameter_names(module),
+    )
+    targets: dict[str, Any] = {
+        name: value for name, value in (extra or {}).items() if name in saved
+    }
+    restored = [
+        (i, *pair)
+        for i, pair in enumerate(zip(optimizers, groups, strict=False))
+        if pair[1] is not None
+    ]
     of_params: list[dict[str, list[str]]] = []
     for index, optimizer, of_optimizer in restored:
         keys = _keys(saved, index)
@@ -247,10 +306,20 @@ def load_optimizers(
         add_groups(optimizer, names, of_optimizer or [])
         own = {p for group in optimizer.param_groups for p in group["params"]}
         targets |= _targets(
-            checkpoint, optimizer, saved, index=index, params={names[p]: p for p in names if p in own}, keys=keys,
-            same=index < len(classes) and classes[index] == class_of(optimizer), names=names,
-        )  # fmt: skip
-    gradients = {p: torch.zeros_like(p) for p, name in names.items() if optimizers and f"{GRADIENTS}{name}" in saved}
+            checkpoint,
+            optimizer,
+            saved,
+            index=index,
+            params={names[p]: p for p in names if p in own},
+            keys=keys,
+            same=index < len(classes) and classes[index] == class_of(optimizer),
+            names=names,
+        )
+    gradients = {
+        p: torch.zeros_like(p)
+        for p, name in names.items()
+        if optimizers and f"{GRADIENTS}{name}" in saved
+    }
     targets |= {f"{GRADIENTS}{names[param]}": gradient for param, gradient in gradients.items()}
     sparse = {param: _of_sparse(saved, param, name) for param, name in names.items() if optimizers}
     targets |= {key: tensor for tensors in sparse.values() for key, tensor in tensors.items()}
@@ -272,7 +341,9 @@ def load_optimizers(
 
 
 def _of_sparse(saved: Mapping[str, Any], param: Tensor, name: str) -> dict[str, Tensor]:
-    """Return tensors to fill with a parameter's sparse gradient: its indices and values, or none."""
+    """Return tensors to fill with a parameter's sparse gradient: its indices and values, or
+    none.
+    """
     keys = [f"{SPARSE_GRADIENTS}{name}.{part}" for part in ("indices", "values")]
     types = (torch.long, param.dtype)
     return {
@@ -294,10 +365,18 @@ def _keys(saved: Iterable[str], index: int) -> dict[str, list[str]]:
 
 
 def _targets(
-    checkpoint: Path, optimizer: Optimizer, saved: Mapping[str, Any], *, index: int, params: Mapping[str, Tensor],
-    keys: Mapping[str, list[str]], same: bool, names: Mapping[Tensor, str],
-) -> dict[str, Any]:  # fmt: skip
-    """Return what to read an optimizer's saved state into: what its first step creates, or tensors like it.
+    checkpoint: Path,
+    optimizer: Optimizer,
+    saved: Mapping[str, Any],
+    *,
+    index: int,
+    params: Mapping[str, Tensor],
+    keys: Mapping[str, list[str]],
+    same: bool,
+    names: Mapping[Tensor, str],
+) -> dict[str, Any]:
+    """Return what to read an optimizer's saved state into: what its first step creates, or tensors
+    like it.
 
     Args:
         params, keys: its parameters and the keys of their saved state, by the parameter's name.
@@ -312,7 +391,9 @@ def _targets(
         optimizer.state.clear()
         failed = f" (its step without gradients failed: {error_line(error)})"
     own = by_weight(optimizer, names, index=index)
-    of_own = {name: keys[name] for name in params.keys() & keys.keys()}  # not those of other stages of a pipeline
+    of_own = {
+        name: keys[name] for name in params.keys() & keys.keys()
+    }  # not those of other stages of a pipeline
     _check_keys(checkpoint, of_own, _keys(own, index), own, index=index, same=same, failed=failed)
     found = {}
     for name in params.keys() & keys.keys():
@@ -327,27 +408,45 @@ def _targets(
     return found
 
 
-def _like(checkpoint: Path, param: Tensor, optimizer: Optimizer, saved: TensorStorageMetadata, path: str) -> Tensor:
-    """Return a tensor for a saved one that the optimizer has not created: it is where the weight is."""
+def _like(
+    checkpoint: Path, param: Tensor, optimizer: Optimizer, saved: TensorStorageMetadata, path: str
+) -> Tensor:
+    """Return a tensor for a saved one that the optimizer has not created: it is where the weight
+    is.
+    """
     dtype = saved.properties.dtype
     if tuple(saved.size) == tuple(param.shape):
         return torch.zeros_like(param, dtype=dtype, requires_grad=False)
     if isinstance(param, DTensor) and saved.size:
         raise ConfigError(
-            f"{checkpoint}: {type(optimizer).__name__} keeps {path} of size {tuple(saved.size)} for a weight of size "
-            f"{tuple(param.shape)}, which cannot be placed where weights are sharded. Resume with strategy=single or "
+            f"{checkpoint}: {type(optimizer).__name__} keeps {path} of size {tuple(saved.size)} "
+            "for a weight of size "
+            f"{tuple(param.shape)}, which cannot be placed where weights are sharded. Resume with "
+            "strategy=single or "
             "strategy=ddp."
         )
-    group = next(group for group in optimizer.param_groups if any(each is param for each in group["params"]))
-    counts_on_cpu = path.endswith(".step") and not (group.get("fused") or group.get("capturable"))  # as torch's do
+    group = next(
+        group for group in optimizer.param_groups if any(each is param for each in group["params"])
+    )
+    counts_on_cpu = path.endswith(".step") and not (
+        group.get("fused") or group.get("capturable")
+    )  # as torch's do
     return torch.zeros(saved.size, dtype=dtype, device="cpu" if counts_on_cpu else param.device)
 
 
 def _check_keys(
-    checkpoint: Path, saved: Mapping[str, list[str]], own: Mapping[str, list[str]], values: Mapping[str, Any], *,
-    index: int, same: bool, failed: str,
-) -> None:  # fmt: skip
-    """Raise ConfigError if the state of the parameters that both have has other keys, and so is another optimizer's."""
+    checkpoint: Path,
+    saved: Mapping[str, list[str]],
+    own: Mapping[str, list[str]],
+    values: Mapping[str, Any],
+    *,
+    index: int,
+    same: bool,
+    failed: str,
+) -> None:
+    """Raise ConfigError if the state of the parameters that both have has other keys, and so is
+    another optimizer's.
+    """
 
     def of_common(keys: Mapping[str, list[str]]) -> set[str]:
         common = saved.keys() & own.keys()
@@ -365,6 +464,8 @@ def _check_keys(
     if same and filled <= there:
         return
     raise ConfigError(
-        f"{checkpoint} was saved with another optimizer: its state holds {misfit.few(sorted(there))}, "
-        f"this one's {misfit.few(sorted(here))}{failed}. Resume with the optimizer that the run began with."
+        f"{checkpoint} was saved with another optimizer: its state holds "
+        f"{misfit.few(sorted(there))}, "
+        f"this one's {misfit.few(sorted(here))}{failed}. Resume with the optimizer that the run "
+        "began with."
     )

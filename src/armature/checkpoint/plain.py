@@ -1,6 +1,8 @@
-"""Make what modules and callbacks put into a checkpoint plain, so that `torch.load(weights_only=True)` reads it.
+"""Make what modules and callbacks put into a checkpoint plain, so that
+`torch.load(weights_only=True)` reads it.
 
-Whatever is refused is refused when it is saved. On loading it would be too late: none of the run's checkpoints could
+Whatever is refused is refused when it is saved. On loading it would be too late: none of the run's
+checkpoints could
 be read.
 """
 
@@ -32,32 +34,63 @@ from armature.validation import values
 
 log = logging.getLogger(__name__)
 
-_KEPT = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device, torch.Size)
-_BUILT_IN: tuple[Any, ...] = (int, float, complex, str, bytes)  # a value of a derived class becomes one of these
+_KEPT = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    bytearray,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+)
+_BUILT_IN: tuple[Any, ...] = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+)  # a value of a derived class becomes one of these
 NDARRAY = "__ndarray__"  # the only key of a dict that holds a NumPy array's numbers as a tensor
 DEQUE = {"__deque__", "maxlen"}  # the keys of a dict that holds a deque's items and its limit
-DEFAULTS = {"__defaultdict__", "factory"}  # the keys of a dict that holds a defaultdict's items, and of what type its
+DEFAULTS = {
+    "__defaultdict__",
+    "factory",
+}  # the keys of a dict that holds a defaultdict's items, and of what type its
 _FACTORIES = {  # default is
-    kind.__name__: kind for kind in (int, float, str, list, dict, set, tuple, bool, deque, Counter, OrderedDict)
+    kind.__name__: kind
+    for kind in (int, float, str, list, dict, set, tuple, bool, deque, Counter, OrderedDict)
 }
 HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
-_HYPER_PARAMETER_TYPES = ("hparams_type", "datamodule_hparams_type")  # classes, which loading would have to import
+_HYPER_PARAMETER_TYPES = (
+    "hparams_type",
+    "datamodule_hparams_type",
+)  # classes, which loading would have to import
 
 
 class NotPlain(Exception):
-    """A value that cannot be made plain: its path, such as `callbacks['Mine']['rate']`, and its type."""
+    """A value that cannot be made plain: its path, such as `callbacks['Mine']['rate']`, and its
+    type.
+    """
 
     def __init__(self, path: str, value: Any) -> None:
-        self.path, self.type = path, f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        self.path, self.type = (
+            path,
+            f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins."),
+        )
         super().__init__(path)
 
 
 def plain(value: Any, path: str = "") -> Any:
     """Return a value with plain types in place of others, or raise NotPlain.
 
-    Containers stay what they are where loading allows it; a configuration's list becomes a list, a frozenset a set, and
-    a dataclass, a namespace or any other mapping a dict. NumPy's scalars become Python's, a Path its text, and an enum
-    its value. `restored` turns what NumPy's arrays (of text: lists) and deques become into these again.
+    Containers stay what they are where loading allows it; a configuration's list becomes a list, a
+    frozenset a set, and a dataclass, a namespace or any other mapping a dict. NumPy's scalars
+    become Python's, a Path its text, and an enum its value. `restored` turns what NumPy's arrays
+    (of text: lists) and deques become into these again.
     """
     if type(value) in _KEPT:
         return value
@@ -70,7 +103,11 @@ def plain(value: Any, path: str = "") -> Any:
     if isinstance(value, enum.Enum):
         return plain(value.value, path)
     if isinstance(value, np.generic):
-        return plain(value.item(), path) if not isinstance(value.item(), np.generic) else _refuse(path, value)
+        return (
+            plain(value.item(), path)
+            if not isinstance(value.item(), np.generic)
+            else _refuse(path, value)
+        )
     if isinstance(value, np.ndarray):
         return _plain_array(value, path)
     if isinstance(value, PurePath):
@@ -81,7 +118,9 @@ def plain(value: Any, path: str = "") -> Any:
     if isinstance(value, Namespace | SimpleNamespace):
         return plain(vars(value), path)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)}, path)
+        return plain(
+            {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}, path
+        )
     return _plain_container(value, path)
 
 
@@ -89,13 +128,17 @@ def _plain_array(array: np.ndarray, path: str) -> Any:
     if array.dtype.kind not in "biufc":
         return plain(array.tolist(), path)
     try:
-        return {NDARRAY: torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))}  # a copy, as this machine reads
+        return {
+            NDARRAY: torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
+        }  # a copy, as this machine reads
     except TypeError:  # numbers of 128 bits
         return _refuse(path, array)
 
 
 def restored(value: Any) -> Any:
-    """Return a loaded checkpoint with NumPy arrays, deques and defaultdicts where there were some when it was saved."""
+    """Return a loaded checkpoint with NumPy arrays, deques and defaultdicts where there were some
+    when it was saved.
+    """
     if type(value) in (dict, OrderedDict):
         if value.keys() == DEQUE:
             return deque(map(restored, value["__deque__"]), value["maxlen"])
@@ -109,7 +152,10 @@ def restored(value: Any) -> Any:
 
 def _plain_container(value: Any, path: str) -> Any:
     if isinstance(value, Mapping):
-        entries = {_plain_key(key, f"{path}, key"): plain(item, f"{path}[{key!r}]") for key, item in value.items()}
+        entries = {
+            _plain_key(key, f"{path}, key"): plain(item, f"{path}[{key!r}]")
+            for key, item in value.items()
+        }
         if isinstance(value, defaultdict) and value.default_factory in _FACTORIES.values():
             return {"__defaultdict__": entries, "factory": value.default_factory.__name__}  # pyright: ignore[reportOptionalMemberAccess]
         kept = next((kind for kind in (OrderedDict, Counter) if type(value) is kind), dict)
@@ -125,7 +171,10 @@ def _plain_container(value: Any, path: str) -> Any:
 
 
 def _plain_key(key: Any, path: str) -> Any:
-    """Return a key or an element of a set made plain. A frozenset would become a set, which can be neither."""
+    """Return a key or an element of a set made plain.
+
+    A frozenset would become a set, which can be neither.
+    """
     made = plain(key, path)
     try:
         hash(made)
@@ -139,7 +188,9 @@ def _refuse(path: str, value: Any) -> Any:
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """Return a copy of a view of a larger tensor: torch.save would write all of what it is a view of."""
+    """Return a copy of a view of a larger tensor: torch.save would write all of what it is a view
+    of.
+    """
     is_view = tensor.layout == torch.strided and tensor.untyped_storage().nbytes() > tensor.nbytes
     return tensor.clone() if is_view else tensor
 
@@ -147,19 +198,26 @@ def _compact(tensor: Tensor) -> Tensor:
 def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """Return a checkpoint's entries made plain.
 
-    Hyperparameters that cannot be made plain, such as the factories that a task's constructor takes, are left out with
-    one warning, and secret ones are masked. Anything else raises a ConfigError that names the keys. What hooks add is
-    the user's: a secret in it is stored, with a warning.
+    Hyperparameters that cannot be made plain, such as the factories that a task's constructor
+    takes, are left out with one warning, and secret ones are masked. Anything else raises a
+    ConfigError that names the keys. What hooks add is the user's: a secret in it is stored, with a
+    warning.
     """
     result, problems = {}, []
     for key, value in checkpoint.items():
         if key in _HYPER_PARAMETER_TYPES:
             continue
         try:
-            result[key] = _plain_hyper_parameters(value) if key in HYPER_PARAMETERS else plain(value, f"[{key!r}]")
+            result[key] = (
+                _plain_hyper_parameters(value)
+                if key in HYPER_PARAMETERS
+                else plain(value, f"[{key!r}]")
+            )
         except NotPlain as error:
             problems.append(problem(f"checkpoint{error.path}", error.type))
-    for path, value in values.walk({key: value for key, value in result.items() if key not in HYPER_PARAMETERS}):
+    for path, value in values.walk(
+        {key: value for key, value in result.items() if key not in HYPER_PARAMETERS}
+    ):
         if isinstance(value, str) and value and values.is_secret(path.rpartition(".")[2]):
             _warn_of_stored(path)
     if problems:
@@ -169,10 +227,16 @@ def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 def problem(place: str, kind: str) -> str:
     """Return what is wrong with a value of a type at a place, and what to do."""
-    advice = "put numbers, text, lists, dicts or tensors there instead, and build the object again on loading"
+    advice = (
+        "put numbers, text, lists, dicts or tensors there instead, and build the object "
+        "again on loading"
+    )
     if "DTensor" in kind:
         advice = "register it as a buffer, which is saved with the weights under every strategy"
-    return f"{place} is a {kind}, which no checkpoint can hold: loading it would run code. Remedy: {advice}."
+    return (
+        f"{place} is a {kind}, which no checkpoint can hold: loading it would run code. "
+        f"Remedy: {advice}."
+    )
 
 
 def _plain_hyper_parameters(parameters: Any) -> dict[str, Any]:
@@ -194,7 +258,8 @@ def _plain_hyper_parameters(parameters: Any) -> dict[str, Any]:
 @functools.cache
 def _warn_of_masked(name: str) -> None:
     log.warning(
-        "save_hyperparameters: '%s' is secret by its name: checkpoints hold %s in its place. To silence this: "
+        "save_hyperparameters: '%s' is secret by its name: checkpoints hold %s in its place. To "
+        "silence this: "
         "self.save_hyperparameters(ignore=['%s']).",
         name, MASK, name.partition(".")[0].partition("[")[0],
     )  # fmt: skip
@@ -202,47 +267,72 @@ def _warn_of_masked(name: str) -> None:
 
 @functools.cache
 def _warn_of_stored(path: str) -> None:
-    log.warning("checkpoint: '%s' is secret by its name, and is stored as it is: whoever has the file reads it.", path)
+    log.warning(
+        "checkpoint: '%s' is secret by its name, and is stored as it is: whoever has the file "
+        "reads it.",
+        path,
+    )
 
 
 @functools.cache
 def _warn_of_dropped(path: str, kind: str) -> None:
     log.warning(
-        "save_hyperparameters: '%s' is a %s, which no checkpoint can hold. It is left out; armature.load builds it "
+        "save_hyperparameters: '%s' is a %s, which no checkpoint can hold. It is left out; "
+        "armature.load builds it "
         "from the run's config.yaml. To silence this: self.save_hyperparameters(ignore=['%s']).",
         path, kind, path.partition("[")[0],
     )  # fmt: skip
 
 
 def check_before_training(trainer: L.Trainer, *, resumed: bool = False) -> None:
-    """Raise a ConfigError if hyperparameters, or the state of callbacks, data or schedules, cannot be saved.
+    """Raise a ConfigError if hyperparameters, or the state of callbacks, data or schedules, cannot
+    be saved.
 
-    What hooks add when a checkpoint is saved is known at the first save only, but for sharded tensors: with sharded
-    weights, hooks are asked for a trial. Not after a resume, or a hook that counts its calls would count one more.
+    What hooks add when a checkpoint is saved is known at the first save only, but for sharded
+    tensors: with sharded
+    weights, hooks are asked for a trial. Not after a resume, or a hook that counts its calls would
+    count one more.
     """
     found: dict[str, Any] = {"callbacks": {}}
-    for key, owner in zip(HYPER_PARAMETERS, (trainer.lightning_module, trainer.datamodule), strict=True):  # pyright: ignore[reportAttributeAccessIssue]
+    for key, owner in zip(
+        HYPER_PARAMETERS, (trainer.lightning_module, trainer.datamodule), strict=True
+    ):  # pyright: ignore[reportAttributeAccessIssue]
         if owner is not None and getattr(owner, "hparams", None):
             found[key] = owner.hparams
     for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
         try:
             found["callbacks"][callback.state_key] = callback.state_dict()
-        except Exception as error:  # it may need what only training makes; the first save asks again
+        except (
+            Exception
+        ) as error:  # it may need what only training makes; the first save asks again
             log.debug("%s.state_dict() failed before training: %s", type(callback).__name__, error)
     with suppress(Exception):  # as with callbacks
         found["data"] = trainer.datamodule.state_dict()  # pyright: ignore[reportAttributeAccessIssue]
-    found["lr_schedulers"] = [schedules.state_of(config.scheduler) for config in trainer.lr_scheduler_configs]
-    if not resumed and any(isinstance(param, DTensor) for param in trainer.lightning_module.parameters()):
+    found["lr_schedulers"] = [
+        schedules.state_of(config.scheduler) for config in trainer.lr_scheduler_configs
+    ]
+    if not resumed and any(
+        isinstance(param, DTensor) for param in trainer.lightning_module.parameters()
+    ):
         found |= _added_by_hooks(trainer)
     plain_checkpoint(found)
 
 
 def _added_by_hooks(trainer: L.Trainer) -> dict[str, Any]:
-    """Return the sharded tensors, by place, that hooks would put beside the weights into a checkpoint."""
-    module, trial = trainer.lightning_module, {"callbacks": {}, "state_dict": {}, "epoch": 0, "global_step": 0}
+    """Return the sharded tensors, by place, that hooks would put beside the weights into a
+    checkpoint.
+    """
+    module, trial = (
+        trainer.lightning_module,
+        {"callbacks": {}, "state_dict": {}, "epoch": 0, "global_step": 0},
+    )
     own = set(trial)
-    hooks = [partial(callback.on_save_checkpoint, trainer, module) for callback in trainer.callbacks]  # pyright: ignore[reportAttributeAccessIssue]
-    users = [hook for hook in hooks if not hook.func.__module__.startswith(("armature.", "lightning."))]
+    hooks = [
+        partial(callback.on_save_checkpoint, trainer, module) for callback in trainer.callbacks
+    ]  # pyright: ignore[reportAttributeAccessIssue]
+    users = [
+        hook for hook in hooks if not hook.func.__module__.startswith(("armature.", "lightning."))
+    ]
     for hook in (*users, module.on_save_checkpoint):
         try:
             hook(trial)

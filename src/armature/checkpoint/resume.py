@@ -1,4 +1,7 @@
-"""Which checkpoint a run resumes from. Torch-free: everything but the checksums is checked before a process starts."""
+"""Which checkpoint a run resumes from.
+
+Torch-free: everything but the checksums is checked before a process starts.
+"""
 
 import os
 from contextlib import suppress
@@ -21,25 +24,35 @@ MODES = ("auto", "never", "required")
 def continued(cfg: DictConfig) -> DictConfig:
     """Return the configuration with which a run begins anew from what it has saved itself."""
     changed = cfg.copy()
-    changed.resume = "auto" if cfg.resume == "never" else cfg.resume  # `never` was asked for the first start
+    changed.resume = (
+        "auto" if cfg.resume == "never" else cfg.resume
+    )  # `never` was asked for the first start
     return changed
 
 
 def folder(run_dir: Path, cfg: Any = None) -> Path:
-    """Return the folder of a run's checkpoints: in its directory, or under `checkpoint.root` of its configuration.
+    """Return the folder of a run's checkpoints: in its directory, or under `checkpoint.root` of its
+    configuration.
 
     Args:
-        cfg: the run's configuration, if it is trusted or checked; None: its config.yaml, which may be a stranger's.
+        cfg: the run's configuration, if it is trusted or checked; None: its config.yaml, which may
+            be a stranger's.
     """
     if cfg is None and (file := run_dir / "config.yaml").is_file():
         cfg = config.load(file)
         config.require_plain_addresses(cfg, file, groups=["checkpoint"])
     root = OmegaConf.select(cfg, "checkpoint.root") if cfg is not None else None
-    return to_path(root) / str(OmegaConf.select(cfg, "run.name")) if root else directory.folder_of(run_dir)  # pyright: ignore[reportArgumentType]
+    return (
+        to_path(root) / str(OmegaConf.select(cfg, "run.name"))
+        if root
+        else directory.folder_of(run_dir)
+    )  # pyright: ignore[reportArgumentType]
 
 
 def to_path(path: str | Path) -> Path:
-    """Return a path of this machine, or one in an object store (`s3://bucket/folder`, or another that fsspec knows)."""
+    """Return a path of this machine, or one in an object store (`s3://bucket/folder`, or another
+    that fsspec knows).
+    """
     if not isinstance(path, str):
         return path
     if "://" not in path:
@@ -50,38 +63,50 @@ def to_path(path: str | Path) -> Path:
 
 
 def candidates(checkpoints: Path) -> list[Path]:
-    """Return everything that is named as a checkpoint: first what `last` names, then from newest to oldest."""
+    """Return everything that is named as a checkpoint: first what `last` names, then from newest to
+    oldest.
+    """
     newest_first = [*directory.checkpoints_in(checkpoints).values()][::-1]
     named = directory.read_last(checkpoints) if newest_first else None
     return sorted(newest_first, key=lambda path: path.name != named)
 
 
 def checkpoints_at(path: Path, cfg: Any = None) -> list[Path]:
-    """Return the checkpoint at a path, or those of the run directory at that path, in the order of `candidates`."""
+    """Return the checkpoint at a path, or those of the run directory at that path, in the order of
+    `candidates`.
+    """
     if directory.is_file(path) or directory.is_checkpoint(path):
         return [path]
     return candidates(folder(path, cfg))
 
 
 def run_of(path: Path) -> Path | None:
-    """Return the run directory that a path is or lies in (`checkpoints/step=000120`, `checkpoints/x.ckpt`), or None.
+    """Return the run directory that a path is or lies in (`checkpoints/step=000120`,
+    `checkpoints/x.ckpt`), or None.
 
-    A folder around it must have the config.yaml of a run. That of the path itself may be damaged: reading it names it.
+    A folder around it must have the config.yaml of a run. That of the path itself may be damaged:
+    reading it names it.
     """
     if (path / "config.yaml").is_file():
         return path
     nearest_first = (*path.parents[:3], *path.absolute().parents[:3])
-    return next((folder for folder in nearest_first if config.is_of_a_run(folder / "config.yaml")), None)
+    return next(
+        (folder for folder in nearest_first if config.is_of_a_run(folder / "config.yaml")), None
+    )
 
 
 def last_checkpoint(path: Path, cfg: Any = None) -> Path | None:
-    """Return the checkpoint at a path, or a run directory's first complete one, judged by names and sizes, or None."""
+    """Return the checkpoint at a path, or a run directory's first complete one, judged by names and
+    sizes, or None.
+    """
     named = checkpoints_at(path, cfg)
     return next((each for each in named if each == path or directory.problem(each) is None), None)
 
 
 def mismatches(cfg: DictConfig, checkpoint: Path) -> list[str]:
-    """Return how model, task or optimizer differ from those of the run that a checkpoint belongs to."""
+    """Return how model, task or optimizer differ from those of the run that a checkpoint belongs
+    to.
+    """
     run_dir = Path(cfg.run.dir)
     own = checkpoint.parent == folder(run_dir, cfg)
     trained_in = run_dir if own else run_of(checkpoint)
@@ -98,9 +123,14 @@ def mismatches(cfg: DictConfig, checkpoint: Path) -> list[str]:
             there, here = ({kind: each.get(kind)} for each in (there, here))
         for key in sorted(there.keys() | here.keys()):
             now, then = here.get(key), there.get(key)
-            if key == "model.pretrained" and now is not None and pretrained.is_same(now, trained_in):  # it has moved
+            if (
+                key == "model.pretrained"
+                and now is not None
+                and pretrained.is_same(now, trained_in)
+            ):  # it has moved
                 continue
-            # rates may change, sizes may not; of an adapter, alpha is part of what the weights compute
+            # rates may change, sizes may not; of an adapter, alpha is part of what the weights
+            # compute
             if then != now and (not isinstance(now, float) or key == "task.adapter.alpha"):
                 found.append(
                     f"{key}={now}, but {checkpoint} was trained with {key}={then}. "
@@ -110,17 +140,23 @@ def mismatches(cfg: DictConfig, checkpoint: Path) -> list[str]:
 
 
 def flat(value: Any, path: str) -> dict[str, Any]:
-    """Return the values below `path` by their full keys; an argument that is not set has its constructor's default."""
+    """Return the values below `path` by their full keys; an argument that is not set has its
+    constructor's default.
+    """
     if OmegaConf.is_config(value):
         value = OmegaConf.to_container(value, resolve=True)
     if isinstance(value, dict):
         value = signatures.defaults_of(str(value.get("_target_", ""))) | value
-        return {k: v for name, inner in value.items() for k, v in flat(inner, f"{path}.{name}").items()}
+        return {
+            k: v for name, inner in value.items() for k, v in flat(inner, f"{path}.{name}").items()
+        }
     return {path: value}
 
 
 def problems(cfg: DictConfig) -> list[str]:
-    """Return what is wrong with `resume=` and `checkpoint.root=`, judged by names and sizes of files only."""
+    """Return what is wrong with `resume=` and `checkpoint.root=`, judged by names and sizes of
+    files only.
+    """
     unreachable = []
     for key, value in (("checkpoint.root", cfg.checkpoint.root), ("resume", cfg.resume)):
         if "://" in (value or ""):
@@ -139,32 +175,45 @@ def problems(cfg: DictConfig) -> list[str]:
         if directory.is_named_as_file(path):  # Lightning's: training starts with its weights
             return []
         converts = path.suffix == ".safetensors"
-        how = f"Convert it first: python scripts/convert.py {cfg.resume} outputs/converted/checkpoints/step=000000."
+        how = (
+            f"Convert it first: python scripts/convert.py {cfg.resume} "
+            "outputs/converted/checkpoints/step=000000."
+        )
         return [
-            f"resume={cfg.resume}: a file, but only one of Lightning's ({', '.join(directory.FILE_SUFFIXES)}) can be "
+            f"resume={cfg.resume}: a file, but only one of Lightning's "
+            f"({', '.join(directory.FILE_SUFFIXES)}) can be "
             f"read. {how if converts else 'Name one of those, a run directory or a checkpoint in one.'}"
         ]
     checkpoint = last_checkpoint(path)
     if checkpoint is None:
         incomplete = [f" {each}: {directory.problem(each)}." for each in checkpoints_at(path)]
         return [
-            f"resume={cfg.resume}: there is no complete checkpoint.{''.join(incomplete)} Name a run directory, or a "
+            f"resume={cfg.resume}: there is no complete checkpoint.{''.join(incomplete)} Name a "
+            "run directory, or a "
             "step=… folder in one."
         ]
     if cfg.checkpoint.trust or (problem := directory.problem(checkpoint)) is None:
         return []
-    return [f"{checkpoint}: {problem}. Load it only if you trust its source: type checkpoint.trust=true."]
+    return [
+        f"{checkpoint}: {problem}. Load it only if you trust its source: type "
+        "checkpoint.trust=true."
+    ]
 
 
 def begins_anew(cfg: DictConfig) -> bool:
-    """Return whether this start takes no checkpoint, whatever there is: `resume=never`, but for a restart of ranks."""
+    """Return whether this start takes no checkpoint, whatever there is.
+
+    `resume=never`, but for a restart of ranks.
+    """
     return cfg.resume == "never" and not environment.is_restarted()
 
 
 def require_used(cfg: DictConfig, run_dir: Path) -> None:
-    """Raise ConfigError if `resume=PATH` names another start than the run in the directory has had, and will take.
+    """Raise ConfigError if `resume=PATH` names another start than the run in the directory has had,
+    and will take.
 
-    A restart or a requeue types the path that the first start has typed, though the run has newer checkpoints by then.
+    A restart or a requeue types the path that the first start has typed, though the run has newer
+    checkpoints by then.
     """
     if cfg.resume in MODES or environment.types_again() or not (run_dir / "config.yaml").is_file():
         return
@@ -173,17 +222,24 @@ def require_used(cfg: DictConfig, run_dir: Path) -> None:
         return
     if not any(_is_same(typed, to_path(known)) for known in _recorded(run_dir)):
         raise ConfigError(
-            f"resume={cfg.resume}: {run_dir} has checkpoints of its own and continues from {own}, not from this path. "
+            f"resume={cfg.resume}: {run_dir} has checkpoints of its own and continues from {own}, "
+            "not from this path. "
             "To begin with it, type another run.name; to continue the run, leave resume out."
         )
 
 
 def _recorded(run_dir: Path) -> list[str]:
-    """Return the values of `resume` of the run's earlier starts: the last one's, and all that were typed."""
+    """Return the values of `resume` of the run's earlier starts: the last one's, and all that were
+    typed.
+    """
     recorded, typed = config.load(run_dir / "config.yaml"), []
     if (file := run_dir / "overrides.txt").is_file():
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-        typed = [{"resume": line.removeprefix("resume=").strip("'\"")} for line in lines if line.startswith("resume=")]
+        typed = [
+            {"resume": line.removeprefix("resume=").strip("'\"")}
+            for line in lines
+            if line.startswith("resume=")
+        ]
     found = []
     for own in ({}, *typed):
         with suppress(OmegaConfBaseException):  # of a reference to what this environment lacks
@@ -198,21 +254,28 @@ def _is_same(path: Path, other: Path) -> bool:
 
 
 def checkpoint_for(cfg: DictConfig, run_dir: Path) -> Path | None:
-    """Return the checkpoint that this start of the run resumes from, also after a restart of its ranks, or None.
+    """Return the checkpoint that this start of the run resumes from, also after a restart of its
+    ranks, or None.
 
-    A run that has checkpoints, but no complete one, is an error: it must not silently start from step 0.
+    A run that has checkpoints, but no complete one, is an error: it must not silently start from
+    step 0.
     """
     if begins_anew(cfg):
         return None
     own = last_checkpoint(run_dir, cfg)
     if own is None and (incomplete := candidates(folder(run_dir, cfg))):
-        remedy = "None of the run's checkpoints is complete. Restore one, or type another run.name to start at step 0."
+        remedy = (
+            "None of the run's checkpoints is complete. Restore one, or type another "
+            "run.name to start at step 0."
+        )
         raise ConfigError([*(f"{path}: {directory.problem(path)}." for path in incomplete), remedy])
     return own or (last_checkpoint(to_path(cfg.resume)) if cfg.resume not in MODES else None)
 
 
 def checkpoints_to_resume(cfg: DictConfig, run_dir: Path) -> list[Path] | ConfigError:
-    """Return the checkpoints of which this start resumes from the first intact one; an error to raise on all ranks."""
+    """Return the checkpoints of which this start resumes from the first intact one; an error to
+    raise on all ranks.
+    """
     try:
         if checkpoint_for(cfg, run_dir) is None:
             return []

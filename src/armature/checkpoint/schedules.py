@@ -1,7 +1,9 @@
-"""The state of learning rate schedules that hold others as attributes, as those with a warmup before another do.
+"""The state of learning rate schedules that hold others as attributes, as those with a warmup
+before another do.
 
-torch's `state_dict` of a schedule has all attributes, and so the objects of those that it holds, which no checkpoint
-can hold. Saved is the state of each; loaded is into the objects that `configure_optimizers` has made.
+torch's `state_dict` of a schedule has all attributes, and so the objects of those that it holds,
+which no checkpoint can hold. Saved is the state of each; loaded is into the objects that
+`configure_optimizers` has made.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ def without_objects(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_held(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved state without those of schedules that it holds, as files in Lightning's form must have it."""
+    """Return a saved state without those of schedules that it holds, as files in Lightning's form
+    must have it.
+    """
     held = [name for name, value in state.items() if _holds(value)]
     if held:
         _warn_of_held(", ".join(held))
@@ -43,7 +47,8 @@ def without_held(state: Mapping[str, Any]) -> dict[str, Any]:
 @functools.cache
 def _warn_of_held(names: str) -> None:
     log.warning(
-        "A file in Lightning's form cannot hold the state of the schedules in %s: they begin anew where it is loaded. "
+        "A file in Lightning's form cannot hold the state of the schedules in %s: they begin anew "
+        "where it is loaded. "
         "Checkpoints of a run have it.", names,
     )  # fmt: skip
 
@@ -66,19 +71,27 @@ def with_objects(scheduler: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: it does not hold them.
     """
-    return {name: _with(scheduler, name, getattr(scheduler, name, None), value) for name, value in saved.items()}
+    return {
+        name: _with(scheduler, name, getattr(scheduler, name, None), value)
+        for name, value in saved.items()
+    }
 
 
 def _with(owner: Any, name: str, own: Any, value: Any) -> Any:
     if isinstance(value, dict) and value.keys() == {HELD}:
         if not isinstance(own, LRScheduler):
             raise ConfigError(
-                f"{type(owner).__name__}.{name} was a schedule when the checkpoint was saved, and is {own!r} now. "
+                f"{type(owner).__name__}.{name} was a schedule when the checkpoint was saved, and "
+                f"is {own!r} now. "
                 "Resume with the schedule that the run began with."
             )
         load(own, value[HELD])
         return own
     if type(value) in (list, tuple):
-        owns = own if isinstance(own, list | tuple) and len(own) == len(value) else [None] * len(value)
-        return type(value)(_with(owner, name, each, item) for each, item in zip(owns, value, strict=True))
+        owns = (
+            own if isinstance(own, list | tuple) and len(own) == len(value) else [None] * len(value)
+        )
+        return type(value)(
+            _with(owner, name, each, item) for each, item in zip(owns, value, strict=True)
+        )
     return value

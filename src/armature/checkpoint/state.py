@@ -1,8 +1,8 @@
 """The state of a model, keyed by unsharded names, so that any layout reads what any other wrote.
 
 Weights are keyed as in the unsharded LightningModule ("model.blocks.0.…"), optimizer state as
-".optimizer_states.<i>.<parameter name>.<key>" (checkpoint/optimizers.py), and tensors of callbacks as
-".extra.<callback>.<name>". No weight's name begins with a dot.
+".optimizer_states.<i>.<parameter name>.<key>" (checkpoint/optimizers.py), and tensors of callbacks
+as ".extra.<callback>.<name>". No weight's name begins with a dot.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -36,14 +36,23 @@ RANDOM = f"{RESERVED}random"  # the random state of each rank
 OTHER = f"{RESERVED}extra_state"  # what modules keep beside tensors, by name
 BUCKETS = f"{RESERVED}bucket_order"  # of the gradients, where DDP reduces them
 _EXTRA_STATE = "_extra_state"  # how torch names it in a state dict
-_LOAD_IN_PLACE = ("torch.nn.", "torch.distributed.", "lightning.", "torchmetrics.", "armature.")  # modules of methods
+_LOAD_IN_PLACE = (
+    "torch.nn.",
+    "torch.distributed.",
+    "lightning.",
+    "torchmetrics.",
+    "armature.",
+)  # modules of methods
 
 
-def module_state(module: nn.Module, *, buffers: bool = True, others: bool = False) -> dict[str, Any]:
+def module_state(
+    module: nn.Module, *, buffers: bool = True, others: bool = False
+) -> dict[str, Any]:
     """Return this rank's part of the parameters and persistent buffers, without copies.
 
     Args:
-        buffers: include buffers (running statistics). They may differ between ranks: only one rank saves them.
+        buffers: include buffers (running statistics). They may differ between ranks: only one rank
+            saves them.
         others: include what modules keep beside tensors, through torch's `get_extra_state`.
     """
     left_out = () if buffers else dict(module.named_buffers())
@@ -55,7 +64,8 @@ def module_state(module: nn.Module, *, buffers: bool = True, others: bool = Fals
 
 
 def full_state_dict(module: L.LightningModule, *, prefix: str = "") -> dict[str, Any]:
-    """Return what `module_state` returns in one process, on the CPU: on rank 0, and nothing on others.
+    """Return what `module_state` returns in one process, on the CPU: on rank 0, and nothing on
+    others.
 
     Called by all ranks.
 
@@ -65,21 +75,33 @@ def full_state_dict(module: L.LightningModule, *, prefix: str = "") -> dict[str,
     own = module.trainer.strategy.lightning_module_state_dict()
     own = {name: value for name, value in own.items() if name.startswith(prefix)}
     names = process_group.all_gather_object([*own])
-    holders = {name: rank for rank, held in reversed([*enumerate(names)]) for name in held}  # the first rank of each
+    holders = {
+        name: rank for rank, held in reversed([*enumerate(names)]) for name in held
+    }  # the first rank of each
     parts: dict[str, Any] = {}
     for name, value in own.items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         if holders[name] == process_group.rank():
-            parts[name] = whole.detach().to("cpu", copy=True) if isinstance(whole, Tensor) else whole
-    for name, holder in holders.items():  # one after another: rank 0 gets room for as many as there are ranks
+            parts[name] = (
+                whole.detach().to("cpu", copy=True) if isinstance(whole, Tensor) else whole
+            )
+    for (
+        name,
+        holder,
+    ) in holders.items():  # one after another: rank 0 gets room for as many as there are ranks
         if holder:
             everyones = process_group.gather_object(parts.pop(name, None))
             parts |= {name: everyones[holder]} if everyones else {}
-    return {name.removeprefix(prefix): parts[name] for name in holders} if process_group.rank() == 0 else {}
+    return (
+        {name.removeprefix(prefix): parts[name] for name in holders}
+        if process_group.rank() == 0
+        else {}
+    )
 
 
 def parameter_names(module: nn.Module) -> dict[Tensor, str]:
-    """Return each parameter's first name: that of the state dict, or the module's own if the state dict leaves it out.
+    """Return each parameter's first name: that of the state dict, or the module's own if the state
+    dict leaves it out.
 
     The state dict is asked first, since it reshards gathered weights.
     """
@@ -93,7 +115,9 @@ def parameter_names(module: nn.Module) -> dict[Tensor, str]:
 
 
 def state_of_parameters(module: nn.Module) -> dict[str, Any]:
-    """Return the state dict with the parameters themselves: torch's if the module's own takes no arguments."""
+    """Return the state dict with the parameters themselves: torch's if the module's own takes no
+    arguments.
+    """
     if _takes(module.state_dict, "keep_vars"):
         return module.state_dict(keep_vars=True)
     return nn.Module.state_dict(module, keep_vars=True)
@@ -105,9 +129,11 @@ def _takes(method: Callable[..., Any], argument: str) -> bool:
 
 
 def pending_gradients(module: nn.Module) -> dict[str, Tensor]:
-    """Return gradients as `.extra.grad.<name>`, for a module whose steps may use those of earlier batches too.
+    """Return gradients as `.extra.grad.<name>`, for a module whose steps may use those of earlier
+    batches too.
 
-    A sparse one is `.extra.sparse_grad.<name>.indices` and `.values`: torch's writer takes no sparse tensors.
+    A sparse one is `.extra.sparse_grad.<name>.indices` and `.values`: torch's writer takes no
+    sparse tensors.
     """
     found = {}
     for param, name in parameter_names(module).items():
@@ -122,20 +148,29 @@ def pending_gradients(module: nn.Module) -> dict[str, Tensor]:
 
 # ---------------------------------------------------------------- loading weights
 def loads_by_code(module: nn.Module) -> bool:
-    """Return whether methods or hooks that are not torch's take part in `load_state_dict`: they may keep results."""
+    """Return whether methods or hooks that are not torch's take part in `load_state_dict`: they may
+    keep results.
+    """
     methods: list[Any] = [module.load_state_dict]
     for part in module.modules():
         methods.append(part._load_from_state_dict)
         for name in ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"):
             methods += [getattr(hook, "hook", hook) for hook in vars(part).get(name, {}).values()]
-    return any(not f"{getattr(method, '__module__', '')}.".startswith(_LOAD_IN_PLACE) for method in methods)
+    return any(
+        not f"{getattr(method, '__module__', '')}.".startswith(_LOAD_IN_PLACE) for method in methods
+    )
 
 
 def load_weights(
-    checkpoint: Path, module: nn.Module, *, strict: bool = True, may_lack: Callable[[str], bool] | None = None,
+    checkpoint: Path,
+    module: nn.Module,
+    *,
+    strict: bool = True,
+    may_lack: Callable[[str], bool] | None = None,
     grows: bool = False,
-) -> dict[str, Any]:  # fmt: skip
-    """Load the weights, in place if the names are the module's and no code of its own loads them; as `place_weights`.
+) -> dict[str, Any]:
+    """Load the weights, in place if the names are the module's and no code of its own loads them;
+    as `place_weights`.
 
     Called by all ranks.
     """
@@ -145,7 +180,9 @@ def load_weights(
     by_code = any(process_group.all_gather_object(loads_by_code(module)))
     if by_code or lacking or held - known or any(name.endswith(_EXTRA_STATE) for name in known):
         weights = read_weights(checkpoint, module)
-        return place_weights(checkpoint, module, weights, strict=strict, may_lack=may_lack, grows=grows)
+        return place_weights(
+            checkpoint, module, weights, strict=strict, may_lack=may_lack, grows=grows
+        )
     own = {name: value for name, value in own.items() if name in held}
     check_sizes(checkpoint, saved, own)
     storage.read_tensors(checkpoint, dict(own))
@@ -153,9 +190,12 @@ def load_weights(
 
 
 def read_weights(checkpoint: Path, module: nn.Module) -> dict[str, Any]:
-    """Return a checkpoint's weights in new tensors, as far as this rank needs them. Called by all ranks.
+    """Return a checkpoint's weights in new tensors, as far as this rank needs them.
 
-    A tensor of the module's name and size is sharded as in the module; one that no rank knows is whole, on the CPU.
+    Called by all ranks.
+
+    A tensor of the module's name and size is sharded as in the module; one that no rank knows is
+    whole, on the CPU.
     """
     saved: dict[str, Any] = storage.read_metadata(checkpoint).state_dict_metadata
     own = module_state(module)
@@ -174,9 +214,12 @@ def place_weights(
     source: Path, module: nn.Module, weights: dict[str, Any], *, strict: bool = True,
     may_lack: Callable[[str], bool] | None = None, grows: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Load weights through torch's `load_state_dict`, and so with the hooks of modules. Called by all ranks.
+    """Load weights through torch's `load_state_dict`, and so with the hooks of modules.
 
-    Return those of modules that are None, as one that `on_fit_start` makes: torch passes over them without a word.
+    Called by all ranks.
+
+    Return those of modules that are None, as one that `on_fit_start` makes: torch passes over them
+    without a word.
     With `grows` also those that the module lacks.
 
     Args:
@@ -186,7 +229,8 @@ def place_weights(
         grows: whether a hook may still make modules and buffers.
 
     Raises:
-        ConfigError: names or sizes differ from the module's. With strict=False only sizes are compared.
+        ConfigError: names or sizes differ from the module's. With strict=False only sizes are
+            compared.
     """
     own = module.state_dict()
     elsewhere = _names_of_all_ranks(own) - own.keys()  # other stages of a pipeline have these
@@ -200,12 +244,21 @@ def place_weights(
     return late | {name: chosen[name] for name in lacking}
 
 
-def place_late_weights(source: Path, module: nn.Module, weights: dict[str, Any], *, strict: bool = True) -> None:
-    """Load what `place_weights` returned, once the modules are there. With strict, raise ConfigError if one is not."""
+def place_late_weights(
+    source: Path, module: nn.Module, weights: dict[str, Any], *, strict: bool = True
+) -> None:
+    """Load what `place_weights` returned, once the modules are there.
+
+    With strict, raise ConfigError if one is not.
+    """
     own = module.state_dict()
     if strict and (surplus := sorted(weights.keys() - own.keys())):
         raise ConfigError(misfit.another_model(source, [], surplus))
-    placed = {name: whole_weights.sharded_like(own[name], value) for name, value in weights.items() if name in own}
+    placed = {
+        name: whole_weights.sharded_like(own[name], value)
+        for name, value in weights.items()
+        if name in own
+    }
     load_tensors_of(source, module, placed, strict=False)
 
 
@@ -220,14 +273,24 @@ def is_of_none(name: str, module: nn.Module) -> bool:
 
 
 def load_tensors_of(
-    source: Path, module: nn.Module, weights: dict[str, Any], *, strict: bool = True, assign: bool = False,
-    may_lack: Callable[[str], bool] | None = None, grows: bool = False,
-) -> list[str]:  # fmt: skip
-    """Call the module's `load_state_dict`, and name what does not fit. With `grows` return the names that it lacks.
+    source: Path,
+    module: nn.Module,
+    weights: dict[str, Any],
+    *,
+    strict: bool = True,
+    assign: bool = False,
+    may_lack: Callable[[str], bool] | None = None,
+    grows: bool = False,
+) -> list[str]:
+    """Call the module's `load_state_dict`, and name what does not fit.
+
+    With `grows` return the names that it lacks.
 
     One that the module replaces may take no `assign`, as torch's did once, and may return nothing.
     """
-    options: dict[str, Any] = {"assign": True} if assign and _takes(module.load_state_dict, "assign") else {}
+    options: dict[str, Any] = (
+        {"assign": True} if assign and _takes(module.load_state_dict, "assign") else {}
+    )
     found: list[Any] = []
     handle = module.register_load_state_dict_post_hook(lambda _, names: found.append(names))
     try:
@@ -238,7 +301,9 @@ def load_tensors_of(
         handle.remove()
     missing, surplus = returned or (found[-1] if found else ([], []))
     missing = [name for name in missing if may_lack is None or not may_lack(name)]
-    late = [name for name in surplus if grows and name in weights]  # not what hooks of load_state_dict have renamed
+    late = [
+        name for name in surplus if grows and name in weights
+    ]  # not what hooks of load_state_dict have renamed
     if strict and (missing or len(late) < len(surplus)):
         raise ConfigError(misfit.another_model(source, sorted(missing), sorted(surplus)))
     return late
@@ -254,10 +319,20 @@ def _names_of_all_ranks(own: Iterable[str]) -> set[str]:
 
 # ---------------------------------------------------------------- what is frozen
 def flags(module: nn.Module) -> dict[str, bool]:
-    """Return which weights are trained and which layers keep running statistics: what freezing a part changes."""
-    trained = {f"{name}.requires_grad": param.requires_grad for name, param in module.named_parameters()}
-    layers = {name: getattr(layer, "track_running_stats", None) for name, layer in module.named_modules()}
-    return trained | {f"{name}.track_running_stats": kept for name, kept in layers.items() if isinstance(kept, bool)}
+    """Return which weights are trained and which layers keep running statistics: what freezing a
+    part changes.
+    """
+    trained = {
+        f"{name}.requires_grad": param.requires_grad for name, param in module.named_parameters()
+    }
+    layers = {
+        name: getattr(layer, "track_running_stats", None) for name, layer in module.named_modules()
+    }
+    return trained | {
+        f"{name}.track_running_stats": kept
+        for name, kept in layers.items()
+        if isinstance(kept, bool)
+    }
 
 
 def set_flags(module: nn.Module, changed: Mapping[str, bool]) -> None:
@@ -271,19 +346,26 @@ def set_flags(module: nn.Module, changed: Mapping[str, bool]) -> None:
 
 # ---------------------------------------------------------------- reading checkpoints
 def holds(checkpoint: Path | None) -> Callable[[str], bool]:
-    """Return whether a checkpoint holds the weight of a name. A file of Lightning's, which may rename them, has all."""
+    """Return whether a checkpoint holds the weight of a name.
+
+    A file of Lightning's, which may rename them, has all.
+    """
     if checkpoint is None or directory.is_file(checkpoint):
         return lambda name: checkpoint is not None
     return _weight_names(storage.read_metadata(checkpoint).state_dict_metadata).__contains__
 
 
 def is_weights_only(checkpoint: Path) -> bool:
-    """Return whether a checkpoint is no point of a run to resume, but only weights to start one with."""
+    """Return whether a checkpoint is no point of a run to resume, but only weights to start one
+    with.
+    """
     return directory.is_file(checkpoint) or "loops" not in storage.read_meta(checkpoint)
 
 
 def read_whole(checkpoint: Path) -> dict[str, Any]:
-    """Return a checkpoint as Lightning's `on_load_checkpoint` expects it, with unsharded weights on the CPU."""
+    """Return a checkpoint as Lightning's `on_load_checkpoint` expects it, with unsharded weights on
+    the CPU.
+    """
     meta = plain.restored(storage.read_meta(checkpoint))
     meta.pop(of_ranks.KEY, None)
     return meta | {"state_dict": load_full_state_dict(checkpoint) | meta.get(OTHER, {})}
@@ -293,12 +375,16 @@ def load_full_state_dict(checkpoint: Path | str, *, prefix: str = "") -> dict[st
     """Return the unsharded weights on the CPU, in one process without a process group.
 
     Args:
-        prefix: "" for the weights, ".extra.ema." for the averaged ones; it is removed from the names.
+        prefix: "" for the weights, ".extra.ema." for the averaged ones; it is removed from the
+            names.
     """
     checkpoint = resume.to_path(checkpoint)
     saved = storage.read_metadata(checkpoint).state_dict_metadata
     wanted = [n for n in saved if (n.startswith(prefix) if prefix else not n.startswith(RESERVED))]
-    return {name.removeprefix(prefix): value for name, value in load_tensors(checkpoint, wanted, saved).items()}
+    return {
+        name.removeprefix(prefix): value
+        for name, value in load_tensors(checkpoint, wanted, saved).items()
+    }
 
 
 def load_tensors(checkpoint: Path, names: Iterable[str], saved: dict[str, Any]) -> dict[str, Any]:
@@ -314,8 +400,12 @@ def load_tensors(checkpoint: Path, names: Iterable[str], saved: dict[str, Any]) 
 
 
 # ---------------------------------------------------------------- mismatches, reported by name
-def check_names(checkpoint: Path, saved: dict[str, Any], names: list[str], *, may_lack: Set[str]) -> None:
-    """Raise ConfigError if a checkpoint does not hold the weights of all ranks' `names`, but for `may_lack`."""
+def check_names(
+    checkpoint: Path, saved: dict[str, Any], names: list[str], *, may_lack: Set[str]
+) -> None:
+    """Raise ConfigError if a checkpoint does not hold the weights of all ranks' `names`, but for
+    `may_lack`.
+    """
     missing = sorted(set(names) - saved.keys() - may_lack)
     surplus = sorted(_weight_names(saved) - _names_of_all_ranks(names))
     if missing or surplus:
@@ -330,7 +420,8 @@ def check_sizes(checkpoint: Path, saved: dict[str, Any], state: dict[str, Any]) 
     wrong = [
         f"{name} is {size} there and {tuple(value.shape)} here"
         for name, value in state.items()
-        if isinstance(value, Tensor) and (size := _size_of(saved[name])) not in (None, tuple(value.shape))
+        if isinstance(value, Tensor)
+        and (size := _size_of(saved[name])) not in (None, tuple(value.shape))
     ]
     if wrong:
         raise ConfigError(misfit.other_sizes(checkpoint, wrong))

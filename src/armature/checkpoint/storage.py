@@ -1,7 +1,10 @@
-"""How a checkpoint is written and read: a directory is complete or not there, and reading it never runs its code.
+"""How a checkpoint is written and read: a directory is complete or not there, and reading it never
+runs its code.
 
-On a file system everything is written into `<name>.part`, which is renamed once its manifest is written. An object
-store cannot rename: there the files get their final names at once, and the manifest, written last, completes them.
+On a file system everything is written into `<name>.part`, which is renamed once its manifest is
+written. An object
+store cannot rename: there the files get their final names at once, and the manifest, written last,
+completes them.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -61,7 +64,9 @@ def complete(
     written: directory.FileEntries,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write the manifest of what all ranks have written, and publish the directory. Called by all ranks.
+    """Write the manifest of what all ranks have written, and publish the directory.
+
+    Called by all ranks.
 
     `written` describes files of this rank, which are not read again.
     """
@@ -70,7 +75,9 @@ def complete(
     def describe_own() -> directory.FileEntries:
         for name, entry in written.items():
             if (size := (part / name).stat().st_size) != entry["bytes"]:
-                raise OSError(f"{part / name} has {size} bytes, but {entry['bytes']} were written to it")
+                raise OSError(
+                    f"{part / name} has {size} bytes, but {entry['bytes']} were written to it"
+                )
         own = (path.name for path in part.iterdir() if _writer_of(path.name, ranks) == rank)
         return written | directory.describe(part, [name for name in own if name not in written])
 
@@ -79,8 +86,13 @@ def complete(
     def publish() -> None:
         files = {name: entry for of_rank in described for name, entry in of_rank.items()}
         # another machine may have written to a disk of its own
-        if directory.is_local(part) and (problem := directory.files_problem(part, files)) is not None:
-            raise OSError(f"{part}: {problem}, as rank 0 sees it. All machines must share this folder")
+        if (
+            directory.is_local(part)
+            and (problem := directory.files_problem(part, files)) is not None
+        ):
+            raise OSError(
+                f"{part}: {problem}, as rank 0 sees it. All machines must share this folder"
+            )
         directory.write_manifest(part, files, {"world_size": ranks, **entries})
         directory.publish(part, checkpoint)
 
@@ -94,7 +106,9 @@ def _writer_of(name: str, ranks: int) -> int:
 
 
 def failure(error: CheckpointException) -> OSError:
-    """Return torch's error of many lines as one line; torch's does not derive from Exception either."""
+    """Return torch's error of many lines as one line; torch's does not derive from Exception
+    either.
+    """
     rank, (cause, _) = next(iter(error.failures.items()))
     return OSError(f"rank {rank} failed: {type(cause).__name__}: {cause}")
 
@@ -110,11 +124,15 @@ def first_intact(checkpoints: list[Path], *, trust: bool = False) -> Path | None
     problems: dict[Path, str] = {}
     share = (process_group.rank(), process_group.ranks())
     for path in process_group.broadcast_object(checkpoints):
-        if process_group.broadcast_object(directory.is_file(path)):  # one of Lightning's, which no manifest describes
+        if process_group.broadcast_object(
+            directory.is_file(path)
+        ):  # one of Lightning's, which no manifest describes
             return path
         problem = process_group.broadcast_object(directory.problem(path))
         if problem is None:
-            found = process_group.on_all_ranks(lambda path=path: directory.checksum_problem(path, share=share))
+            found = process_group.on_all_ranks(
+                lambda path=path: directory.checksum_problem(path, share=share)
+            )
             problem = next((text for text in found if text is not None), None)
         elif trust and directory.read_manifest(path) is None:
             return path
@@ -124,13 +142,19 @@ def first_intact(checkpoints: list[Path], *, trust: bool = False) -> Path | None
         if process_group.rank() == 0:
             log.warning("Checkpoint %s is skipped: %s.", path, problem)
     if problems:
-        remedy = "Restore one of them from a copy, or name another." if len(problems) > 1 else "Restore it from a copy."
+        remedy = (
+            "Restore one of them from a copy, or name another."
+            if len(problems) > 1
+            else "Restore it from a copy."
+        )
         raise ConfigError([*(f"{path}: {problem}." for path, problem in problems.items()), remedy])
     return None
 
 
 def intact_beside_training(find: Callable[[], list[Path]], *, trust: bool = False) -> Path | None:
-    """Return `first_intact` of the checkpoints that `find` lists, again if a run that trains has removed some."""
+    """Return `first_intact` of the checkpoints that `find` lists, again if a run that trains has
+    removed some.
+    """
     found: list[Path] = []
     for _ in range(_TRIES):
         found = find()
@@ -156,7 +180,8 @@ def reading_beside_training(checkpoint: Path) -> Iterator[None]:
 
 def removed(name: str) -> ConfigError:
     return ConfigError(
-        f"{name} was removed while it was read: its run trains on and keeps only its newest checkpoints "
+        f"{name} was removed while it was read: its run trains on and keeps only its newest "
+        "checkpoints "
         "(checkpoint.keep_last). Type the command again."
     )
 
@@ -164,7 +189,9 @@ def removed(name: str) -> ConfigError:
 # ---------------------------------------------------------------- reading and writing tensors
 @contextmanager
 def expect_single_process() -> Iterator[None]:
-    """Silence torch's warning about saving and loading without a process group, as one process does on purpose."""
+    """Silence torch's warning about saving and loading without a process group, as one process does
+    on purpose.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -173,21 +200,35 @@ def expect_single_process() -> Iterator[None]:
 def writer(part: Path, threads: SaveThreads) -> tuple[dcp.FileSystemWriter, directory.FileEntries]:
     """Return torch's writer, and what will describe the files that it has written."""
     options: dict[str, Any] = getattr(part, "storage_options", {})
-    writer: Any = dcp.FileSystemWriter(part) if directory.is_local(part) else FsspecWriter(str(part), **options)
+    writer: Any = (
+        dcp.FileSystemWriter(part)
+        if directory.is_local(part)
+        else FsspecWriter(str(part), **options)
+    )
     writer.fs = hashed = HashingFileSystem(writer.fs, threads)
     return writer, hashed.written
 
 
 def read_tensors(checkpoint: Path, state: dict[str, Any], *, alone: bool = False) -> None:
-    """Fill the tensors of `state` from a checkpoint. Called by all ranks, or by one of them `alone`."""
+    """Fill the tensors of `state` from a checkpoint.
+
+    Called by all ranks, or by one of them `alone`.
+    """
     with expect_single_process():
         try:
             no_dist = alone or not dist.is_initialized()
-            dcp.load(state, storage_reader=_reader(checkpoint), planner=_PlainValuePlanner(), no_dist=no_dist)
+            dcp.load(
+                state,
+                storage_reader=_reader(checkpoint),
+                planner=_PlainValuePlanner(),
+                no_dist=no_dist,
+            )
         except CheckpointException as error:
             causes = [cause for cause, _ in error.failures.values()]
             if any(isinstance(cause, pickle.UnpicklingError | EOFError) for cause in causes):
-                raise ConfigError(f"{checkpoint}: its tensors cannot be read. Restore it from a copy.") from error
+                raise ConfigError(
+                    f"{checkpoint}: its tensors cannot be read. Restore it from a copy."
+                ) from error
             refused = [cause for cause in causes if isinstance(cause, ConfigError)]
             raise (refused[0] if refused else failure(error)) from error
 
@@ -195,12 +236,17 @@ def read_tensors(checkpoint: Path, state: dict[str, Any], *, alone: bool = False
 def read_metadata(checkpoint: Path) -> Metadata:
     """Return the names, sizes and types of a checkpoint's tensors."""
     if not (checkpoint / directory.TENSOR_INDEX).is_file():
-        raise FileNotFoundError(f"{checkpoint}: no checkpoint (it holds no {directory.TENSOR_INDEX}).")
+        raise FileNotFoundError(
+            f"{checkpoint}: no checkpoint (it holds no {directory.TENSOR_INDEX})."
+        )
     return _reader(checkpoint).read_metadata()
 
 
 def read_meta(checkpoint: Path) -> dict[str, Any]:
-    """Return what a checkpoint holds beside tensors. Raises ConfigError if it is damaged, or holds code."""
+    """Return what a checkpoint holds beside tensors.
+
+    Raises ConfigError if it is damaged, or holds code.
+    """
     file = checkpoint / directory.META
     meta = read_plain(file)
     if not isinstance(meta, dict):
@@ -221,12 +267,25 @@ def write_plain(file: Path, value: Any) -> None:
 
 
 def read_plain(file: Path) -> Any:
-    """Return the tensors and plain values that torch.save wrote. Anything else is an error, and is not run."""
+    """Return the tensors and plain values that torch.save wrote.
+
+    Anything else is an error, and is not run.
+    """
     try:
         with file.open("rb") as stream, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Detected pickle protocol")  # of a file that is refused anyway
+            warnings.filterwarnings(
+                "ignore", message="Detected pickle protocol"
+            )  # of a file that is refused anyway
             return torch.load(stream, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (
+        pickle.UnpicklingError,
+        EOFError,
+        RuntimeError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ) as error:
         raise ConfigError(f"{file}: {_refusal(error)}") from None
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror or error}.") from None
@@ -235,9 +294,15 @@ def read_plain(file: Path) -> Any:
 def _refusal(error: Exception) -> str:
     found = re.search(r"GLOBAL ([\w.]*\w)|^([a-z_]\w*\.[\w.]+)$", str(error), re.IGNORECASE)
     if found is None:
-        return "it cannot be read: it is damaged, or not what torch.save writes. Restore it from a copy."
+        return (
+            "it cannot be read: it is damaged, or not what torch.save writes. Restore it from "
+            "a copy."
+        )
     cause = next(filter(None, found.groups()))
-    return f"refused, since it holds more than tensors and plain values, which would run as code on loading ({cause})."
+    return (
+        "refused, since it holds more than tensors and plain values, which would run as code "
+        f"on loading ({cause})."
+    )
 
 
 def _reader(checkpoint: Path) -> dcp.FileSystemReader:
@@ -248,13 +313,19 @@ def _reader(checkpoint: Path) -> dcp.FileSystemReader:
 
 _METADATA_CLASSES = {  # by module: what .metadata may name
     "torch.distributed.checkpoint.metadata": {
-        "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "BytesStorageMetadata",
-        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+        "Metadata",
+        "TensorStorageMetadata",
+        "TensorProperties",
+        "ChunkStorageMetadata",
+        "BytesStorageMetadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
     "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
-}  # fmt: skip
+}
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -262,7 +333,9 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     @override
     def find_class(self, module: str, name: str) -> Any:
-        is_torch_type = module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype))
+        is_torch_type = module == "torch" and (
+            name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)
+        )
         if not is_torch_type and name not in _METADATA_CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name}")
         return super().find_class(module, name)
@@ -276,10 +349,20 @@ class _PlainMetadataReader:
         with self.fs.create_stream(path, "rb") as file:  # pyright: ignore[reportAttributeAccessIssue]
             try:
                 metadata = _MetadataUnpickler(file).load()
-            except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, IndexError) as error:
+            except (
+                pickle.UnpicklingError,
+                EOFError,
+                ValueError,
+                TypeError,
+                AttributeError,
+                IndexError,
+            ) as error:
                 raise ConfigError(f"{path}: {_refusal(error)}") from None
         if not isinstance(metadata, Metadata):
-            raise ConfigError(f"{path}: it holds a {type(metadata).__name__}, not an index of tensors. Restore it.")
+            raise ConfigError(
+                f"{path}: it holds a {type(metadata).__name__}, not an index of tensors. Restore "
+                "it."
+            )
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id  # pyright: ignore[reportAttributeAccessIssue]
         return metadata

@@ -1,4 +1,6 @@
-"""The state of optimizers that keep more than torch's entries by weight: a checkpoint holds it as their state dict."""
+"""The state of optimizers that keep more than torch's entries by weight: a checkpoint holds it as
+their state dict.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +20,29 @@ INNER = "__inner__"  # in such a state: those of the optimizers that it holds
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer computes the loss itself (LBFGS). Its state has no tensor per weight."""
+    """Return whether an optimizer computes the loss itself (LBFGS).
+
+    Its state has no tensor per weight.
+    """
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is closure.empty
 
 
 def is_saved_whole(optimizer: Any) -> bool:
-    """Return whether a checkpoint holds an optimizer's state dict as it is, instead of its tensors by weight.
+    """Return whether a checkpoint holds an optimizer's state dict as it is, instead of its tensors
+    by weight.
 
-    A user's optimizer may save more than torch's entries (Lookahead's slow weights), steps others that it holds (SAM),
-    or have state that belongs to no weight.
+    A user's optimizer may save more than torch's entries (Lookahead's slow weights), steps others
+    that it holds (SAM), or have state that belongs to no weight.
     """
     if not isinstance(optimizer, Optimizer):  # DeepSpeed's
         return needs_closure(optimizer)
     if needs_closure(optimizer) or inner(optimizer):
         return True
-    if not all(isinstance(key, Tensor) and isinstance(entry, dict) for key, entry in optimizer.state.items()):
+    if not all(
+        isinstance(key, Tensor) and isinstance(entry, dict)
+        for key, entry in optimizer.state.items()
+    ):
         return True
     if type(optimizer).state_dict is Optimizer.state_dict:
         return False
@@ -44,7 +53,10 @@ def is_saved_whole(optimizer: Any) -> bool:
 
 
 def needs_whole_model(optimizer: Any) -> str:
-    return f"{type(optimizer).__name__} needs the whole model on every rank. Type strategy=single or strategy=ddp."
+    return (
+        f"{type(optimizer).__name__} needs the whole model on every rank. Type strategy=single "
+        "or strategy=ddp."
+    )
 
 
 def check(optimizer: Optimizer, names: Mapping[Tensor, str], *, held: Collection[str]) -> None:
@@ -56,22 +68,29 @@ def check(optimizer: Optimizer, names: Mapping[Tensor, str], *, held: Collection
     """
     if hasattr(optimizer, "consolidate_state_dict"):
         raise ConfigError(
-            f"configure_optimizers: {type(optimizer).__name__} divides its state over ranks by itself. Return the "
+            f"configure_optimizers: {type(optimizer).__name__} divides its state over ranks by "
+            "itself. Return the "
             "optimizer that it wraps, and type strategy=fsdp or strategy=deepspeed_zero1."
         )
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             if param not in names:
                 raise ConfigError(
-                    f"configure_optimizers: {type(optimizer).__name__} steps a tensor of size {tuple(param.shape)} (in "
-                    f"its group {number}) that is no parameter of the module: no checkpoint would hold it, and no "
-                    "strategy would reduce its gradient. Make it an nn.Parameter and an attribute of the module; keep "
-                    "several modules or parameters in nn.ModuleDict, ModuleList, ParameterDict or ParameterList."
+                    f"configure_optimizers: {type(optimizer).__name__} steps a tensor of size "
+                    f"{tuple(param.shape)} (in "
+                    f"its group {number}) that is no parameter of the module: no checkpoint would "
+                    "hold it, and no "
+                    "strategy would reduce its gradient. Make it an nn.Parameter and an attribute "
+                    "of the module; keep "
+                    "several modules or parameters in nn.ModuleDict, ModuleList, ParameterDict or "
+                    "ParameterList."
                 )
             if param.requires_grad and names[param] not in held:
                 raise ConfigError(
-                    f"configure_optimizers: {type(optimizer).__name__} trains {names[param]}, which the module's "
-                    "state_dict leaves out: no checkpoint would hold it. Let state_dict return it, or freeze it "
+                    f"configure_optimizers: {type(optimizer).__name__} trains {names[param]}, "
+                    "which the module's "
+                    "state_dict leaves out: no checkpoint would hold it. Let state_dict return it, "
+                    "or freeze it "
                     "(requires_grad_(False)) in __init__ or configure_model."
                 )
 
@@ -80,18 +99,30 @@ def inner(optimizer: Optimizer) -> dict[str, Optimizer]:
     """Return the optimizers that another one holds as attributes, or in lists and dicts of them."""
     found: dict[str, Optimizer] = {}
     for name, value in vars(optimizer).items():
-        several = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
-        found |= {f"{name}.{place}": each for place, each in enumerate(several) if isinstance(each, Optimizer)}
+        several = (
+            value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
+        )
+        found |= {
+            f"{name}.{place}": each
+            for place, each in enumerate(several)
+            if isinstance(each, Optimizer)
+        }
         if isinstance(value, Optimizer):
             found[name] = value
     return found
 
 
 def whole_state(optimizer: Optimizer) -> dict[str, Any]:
-    """Return its state dict, with those of the optimizers it holds unless its own `state_dict` cares for them."""
+    """Return its state dict, with those of the optimizers it holds unless its own `state_dict`
+    cares for them.
+    """
     own = dict(optimizer.state_dict())
     if type(optimizer).state_dict is Optimizer.state_dict and (held := inner(optimizer)):
-        own[INNER] = {name: whole_state(each) for name, each in held.items() if each.state is not optimizer.state}
+        own[INNER] = {
+            name: whole_state(each)
+            for name, each in held.items()
+            if each.state is not optimizer.state
+        }
     return own
 
 
@@ -117,12 +148,19 @@ def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def _load_whole(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    own, first = dict(saved), {key: entry for key, entry in optimizer.state.items() if not isinstance(key, Tensor)}
+    own, first = (
+        dict(saved),
+        {key: entry for key, entry in optimizer.state.items() if not isinstance(key, Tensor)},
+    )
     held, known = own.pop(INNER, {}), inner(optimizer)
     optimizer.load_state_dict(own)
     kind = type(optimizer)
-    if kind.load_state_dict is Optimizer.load_state_dict and kind.state_dict is Optimizer.state_dict:
-        # torch's gives each tensor the type of its weight, and leaves what belongs to no weight on the CPU
+    if (
+        kind.load_state_dict is Optimizer.load_state_dict
+        and kind.state_dict is Optimizer.state_dict
+    ):
+        # torch's gives each tensor the type of its weight, and leaves what belongs to no weight on
+        # the CPU
         params = [(param, group) for group in optimizer.param_groups for param in group["params"]]
         numbers = [number for group in own["param_groups"] for number in group["params"]]
         by_number = dict(zip(numbers, params, strict=True))

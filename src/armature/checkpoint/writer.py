@@ -25,24 +25,38 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointWriter:
-    """Write one checkpoint at a time. It gets its final name only when every rank's part is complete.
+    """Write one checkpoint at a time.
 
-    `trainer.save_checkpoint(path, storage_options=writer)` hands it to the strategy, which calls `save`.
+    It gets its final name only when every rank's part is complete.
+
+    `trainer.save_checkpoint(path, storage_options=writer)` hands it to the strategy, which calls
+    `save`.
 
     Args:
-        background: return from `save` once the tensors are copied into the CPU's memory, and write in a thread. Its
-            collectives have a group of their own, since those of training run at the same time.
-        idle: write in the background only where cores are idle, until the save is waited for (`hashing.SaveThreads`).
+        background: return from `save` once the tensors are copied into the CPU's memory, and write
+            in a thread. Its collectives have a group of their own, since those of training run at
+            the same time.
+        idle: write in the background only where cores are idle, until the save is waited for
+            (`hashing.SaveThreads`).
         entries: what the manifest states about the run, besides what `save` gets.
-        on_saved: called on rank 0 with the checkpoint's path once it is complete and has its name; from another thread
-            with `background`.
+        on_saved: called on rank 0 with the checkpoint's path once it is complete and has its name;
+            from another thread with `background`.
     """
 
     def __init__(
-        self, *, background: bool = False, idle: bool = False, entries: dict[str, Any] | None = None,
+        self,
+        *,
+        background: bool = False,
+        idle: bool = False,
+        entries: dict[str, Any] | None = None,
         on_saved: Callable[[Path], None] | None = None,
-    ) -> None:  # fmt: skip
-        self.background, self.idle, self.entries, self.on_saved = background, idle, entries or {}, on_saved
+    ) -> None:
+        self.background, self.idle, self.entries, self.on_saved = (
+            background,
+            idle,
+            entries or {},
+            on_saved,
+        )
         self._group: dist.ProcessGroup | None = None
         self._pending: Future[None] | None = None
         self._threads = SaveThreads()  # of the newest save
@@ -50,12 +64,20 @@ class CheckpointWriter:
         self._staged: dict[str, Any] = {}  # the sizes and types that the stager's memory is for
 
     def save(
-        self, checkpoint: Path, tensors: dict[str, Any], meta: dict[str, Any], *, entries: dict[str, Any] | None = None
+        self,
+        checkpoint: Path,
+        tensors: dict[str, Any],
+        meta: dict[str, Any],
+        *,
+        entries: dict[str, Any] | None = None,
     ) -> None:
-        """Write a checkpoint, after waiting for the previous one. Called by all ranks; raises as `finish`.
+        """Write a checkpoint, after waiting for the previous one.
 
-        `tensors` are this rank's part of weights and optimizer state, and `meta` the rest of Lightning's checkpoint, of
-        which rank 0's is written. `entries` go into the manifest, beside files and world size.
+        Called by all ranks; raises as `finish`.
+
+        `tensors` are this rank's part of weights and optimizer state, and `meta` the rest of
+        Lightning's checkpoint, of which rank 0's is written. `entries` go into the manifest, beside
+        files and world size.
         """
         self.finish()
         if self.background and self._group is None and dist.is_initialized():
@@ -78,14 +100,20 @@ class CheckpointWriter:
         complete()
 
     def finish(self) -> None:
-        """Wait until the pending save is complete on all ranks, which all call this; OSError if it failed on any."""
+        """Wait until the pending save is complete on all ranks, which all call this.
+
+        OSError if it failed on any.
+        """
         self._threads.hurry()
         pending, self._pending = self._pending, None
         if pending is not None:
             process_group.on_all_ranks(pending.result)
 
     def wait(self) -> None:
-        """Wait for the pending save without the other ranks, and log its error. For a rank that fails."""
+        """Wait for the pending save without the other ranks, and log its error.
+
+        For a rank that fails.
+        """
         self._threads.hurry()
         pending, self._pending = self._pending, None
         if pending is not None and (error := pending.exception()) is not None:
@@ -99,19 +127,26 @@ class CheckpointWriter:
         stager = self._pinned_stager(tensors) if _are_on_gpu(tensors) else None
         if stager is not None:  # torch's stager keeps a 0-dim DTensor itself instead of a copy
             tensors = {
-                name: value.detach().clone() if isinstance(value, DTensor) and value.ndim == 0 else value
+                name: value.detach().clone()
+                if isinstance(value, DTensor) and value.ndim == 0
+                else value
                 for name, value in tensors.items()
             }
         with storage.expect_single_process():
             upload: Any = dcp.async_save(
-                tensors, storage_writer=writer, async_stager=stager, process_group=self._group, no_dist=alone
+                tensors,
+                storage_writer=writer,
+                async_stager=stager,
+                process_group=self._group,
+                no_dist=alone,
             )
         self._pending = pending = Future[None]()
 
         def wait_and_complete() -> None:
             try:
                 try:
-                    upload.result()  # every rank's part is on disk, or the error of one rank is raised on all
+                    # every rank's part is on disk, or the error of one rank is raised on all
+                    upload.result()
                 finally:
                     threads.end()
                 complete()
@@ -127,15 +162,20 @@ class CheckpointWriter:
     def _pinned_stager(self, tensors: dict[str, Any]) -> BlockingAsyncStager:
         """Return what copies a GPU's tensors into pinned memory, which is kept for the next save.
 
-        It returns when all are copied. Copies that go on during the next step would have to end before its forward
-        pass changes a buffer, such as BatchNorm's.
+        It returns when all are copied. Copies that go on during the next step would have to end
+        before its forward pass changes a buffer, such as BatchNorm's.
         """
-        staged = {name: (type(v), getattr(v, "shape", None), getattr(v, "dtype", None)) for name, v in tensors.items()}
+        staged = {
+            name: (type(v), getattr(v, "shape", None), getattr(v, "dtype", None))
+            for name, v in tensors.items()
+        }
         if self._stager is None or staged != self._staged:
             self._stager, self._staged = BlockingAsyncStager(cache_staged_state_dict=True), staged
         return self._stager
 
-    def _complete(self, checkpoint: Path, part: Path, entries: dict[str, Any], written: directory.FileEntries) -> None:
+    def _complete(
+        self, checkpoint: Path, part: Path, entries: dict[str, Any], written: directory.FileEntries
+    ) -> None:
         with directory.errors_of_store(checkpoint):
             storage.complete(part, checkpoint, entries, written=written, group=self._group)
             if self.on_saved is not None:

@@ -1,1 +1,4 @@
-"""Data modules, the global-order sampler, and the text corpus. Import from the modules: this file loads nothing."""
+"""Data modules, the global-order sampler, and the text corpus.
+
+Import from the modules: this file loads nothing.
+"""

@@ -1,4 +1,6 @@
-"""Run a plain LightningDataModule: its datasets, collate functions and workers, in an order that resumes can repeat."""
+"""Run a plain LightningDataModule: its datasets, collate functions and workers, in an order that
+resumes can repeat.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ from armature.errors import ConfigError
 
 
 def build(cfg: DictConfig) -> DataModule:
-    """Return the data module of a configuration; a LightningDataModule that is not ours comes in a `PlainData`."""
+    """Return the data module of a configuration; a LightningDataModule that is not ours comes in a
+    `PlainData`.
+    """
     settings: Any = OmegaConf.to_container(cfg.data, resolve=True)
     with memory.reporting(f"what {cfg.data._target_} makes", settings):
         return _build(cfg)
@@ -51,11 +55,15 @@ def _build(cfg: DictConfig) -> DataModule:
         return made
     if not isinstance(made, L.LightningDataModule):
         raise ConfigError(
-            f"data._target_={cfg.data._target_} makes a {type(made).__name__}. Name a LightningDataModule, or a class "
+            f"data._target_={cfg.data._target_} makes a {type(made).__name__}. Name a "
+            "LightningDataModule, or a class "
             "that derives from armature.data.base.DataModule (docs/data.md)."
         )
     if "prepare_data_per_node" not in vars(made):  # which the constructor of Lightning's class sets
-        raise ConfigError(f"data: {type(made).__name__}.__init__ must call super().__init__() first. Add that line.")
+        raise ConfigError(
+            f"data: {type(made).__name__}.__init__ must call super().__init__() first. Add that "
+            "line."
+        )
     if "global_batch_size" in parameters:
         loader["global_batch_size"] = node.get("global_batch_size")
     return PlainData(made, **{"seed": cfg.seed, **loader})
@@ -64,33 +72,47 @@ def _build(cfg: DictConfig) -> DataModule:
 class PlainData(DataModule):
     """Wraps a LightningDataModule that knows nothing of this project.
 
-    Its hooks are called as in one process (`trainer.world_size` is 1), once per stage, with seeded generators, so a
-    `random_split` is the same on every rank and after a resume. Its loaders are read (data/loaders.py) and replaced.
+    Its hooks are called as in one process (`trainer.world_size` is 1), once per stage, with seeded
+    generators, so a `random_split` is the same on every rank and after a resume. Its loaders are
+    read (data/loaders.py) and replaced.
 
     Args:
         module: the data module.
         global_batch_size: None: the batch size of its training loader.
-        eval_batch_size: samples per rank and batch; None: the batch size of each loader, divided over the ranks.
+        eval_batch_size: samples per rank and batch; None: the batch size of each loader, divided
+            over the ranks.
         num_workers: None: as its loaders have.
     """
 
     prepares_on_every_rank = False
 
     def __init__(
-        self, module: L.LightningDataModule, *, global_batch_size: int | None = None,
-        micro_batch_size: int | str = "auto", eval_batch_size: int | None = None, num_workers: int | None = None,
-        seed: int = 0, train_limit: int | str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        module: L.LightningDataModule,
+        *,
+        global_batch_size: int | None = None,
+        micro_batch_size: int | str = "auto",
+        eval_batch_size: int | None = None,
+        num_workers: int | None = None,
+        seed: int = 0,
+        train_limit: int | str | None = None,
+    ) -> None:
         self.__dict__["module"] = module
         super().__init__(
-            global_batch_size=global_batch_size or 0, micro_batch_size=micro_batch_size,
-            eval_batch_size=eval_batch_size or 0, num_workers=num_workers or 0, seed=seed, train_limit=train_limit,
-        )  # fmt: skip
+            global_batch_size=global_batch_size or 0,
+            micro_batch_size=micro_batch_size,
+            eval_batch_size=eval_batch_size or 0,
+            num_workers=num_workers or 0,
+            seed=seed,
+            train_limit=train_limit,
+        )
         self._typed = {"global_batch_size": global_batch_size, "num_workers": num_workers}
         self._stages: set[str] = set()
         self._prepared = False
         self._read: dict[str, Any] = {}
-        self._saved_classes: list[str] | None = None  # of the training data, if a trained model is used
+        self._saved_classes: list[str] | None = (
+            None  # of the training data, if a trained model is used
+        )
         self.prepare_data_per_node = module.prepare_data_per_node
         self._ranks_agree: set[Split] = set()  # the last of our own: see `__setattr__`
         for name in TRANSFER_HOOKS:  # Lightning asks whether they are overridden
@@ -112,7 +134,11 @@ class PlainData(DataModule):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set what is not an attribute of this class on the module, where its own code reads it."""
-        if "_ranks_agree" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name):
+        if (
+            "_ranks_agree" not in self.__dict__
+            or name in self.__dict__
+            or hasattr(type(self), name)
+        ):
             super().__setattr__(name, value)
         else:
             setattr(self.module, name, value)
@@ -177,8 +203,16 @@ class PlainData(DataModule):
     @override
     def state_dict(self) -> dict[str, Any]:
         read: ReadLoader = self._read["train"]
-        drawn = {} if read.draw is None else read.draw.state_dict(since=self._drawn_epoch(self.epoch_position()[0]))
-        own = {"module": self.module.state_dict(), "classes": labels.of_dataset(read.dataset), "drawn": drawn}
+        drawn = (
+            {}
+            if read.draw is None
+            else read.draw.state_dict(since=self._drawn_epoch(self.epoch_position()[0]))
+        )
+        own = {
+            "module": self.module.state_dict(),
+            "classes": labels.of_dataset(read.dataset),
+            "drawn": drawn,
+        }
         return {**super().state_dict(), **own}
 
     @override
@@ -187,7 +221,8 @@ class PlainData(DataModule):
         if then and now and then != now:
             raise ConfigError(
                 "data: the classes are no longer those that the checkpoint was trained with: "
-                f"{labels.difference(then, now)}. Restore the data, or train on these from step 0: type another "
+                f"{labels.difference(then, now)}. Restore the data, or train on these from step 0: "
+                "type another "
                 "run.name, or resume=never."
             )
         super().load_state_dict(state_dict)
@@ -197,7 +232,8 @@ class PlainData(DataModule):
         if read.draw is not None and state_dict.get("seed") == self.seed:
             read.draw.load_state_dict(state_dict.get("drawn", {}), population=len(read.dataset))
 
-    # ------------------------------------------------------------ classes, if the datasets name them
+    # ------------------------------------------------------------ classes, if the datasets name
+    # them
     @property
     @override
     def class_names(self) -> list[str] | None:
@@ -206,7 +242,9 @@ class PlainData(DataModule):
     @override
     def save_assets(self, run_dir: Path) -> None:
         if (names := labels.of_dataset(self._read["train"].dataset)) is not None:
-            files.replace(run_dir / labels.CLASSES_FILE, json.dumps({"classes": names}, indent=2) + "\n")
+            files.replace(
+                run_dir / labels.CLASSES_FILE, json.dumps({"classes": names}, indent=2) + "\n"
+            )
 
     @override
     def load_assets(self, run_dir: Path) -> None:
@@ -216,10 +254,14 @@ class PlainData(DataModule):
         """Raise ConfigError for targets that mean other classes than in the training data."""
         then, now = self._saved_classes or [], labels.of_dataset(read.dataset) or []
         numbers = {each: i for i, each in enumerate(then)}
-        if any(numbers.get(each, i) != i for i, each in enumerate(now)):  # new ones and lacking last ones do no harm
+        if any(
+            numbers.get(each, i) != i for i, each in enumerate(now)
+        ):  # new ones and lacking last ones do no harm
             raise ConfigError(
-                f"data: the {name} data number other classes than the training data: {labels.difference(then, now)}. "
-                f"Each class must have the number that it had then ({labels.CLASSES_FILE} of the run)."
+                f"data: the {name} data number other classes than the training data: "
+                f"{labels.difference(then, now)}. "
+                f"Each class must have the number that it had then ({labels.CLASSES_FILE} of the "
+                "run)."
             )
 
     # ------------------------------------------------------------ loaders
@@ -237,7 +279,11 @@ class PlainData(DataModule):
             self._set_up("fit")  # Lightning's documentation makes validation data there alone
             with self._alone():
                 loaders = getattr(self.module, name)()
-        one_after_another = split != "train" and isinstance(loaders, CombinedLoader) and loaders._mode == "sequential"
+        one_after_another = (
+            split != "train"
+            and isinstance(loaders, CombinedLoader)
+            and loaders._mode == "sequential"
+        )
         return loaders.iterables if one_after_another else loaders
 
     def _read_training(self) -> None:
@@ -250,12 +296,15 @@ class PlainData(DataModule):
             limited=self.train_limit is not None,
         )  # fmt: skip
         typed = self._typed["global_batch_size"]
-        self.drawn_together = read.draw.name if read.draw is not None and read.draw.whole_batches else None
+        self.drawn_together = (
+            read.draw.name if read.draw is not None and read.draw.whole_batches else None
+        )
         if typed is None:
             self.batch_note = f" (batch_size={read.batch_size} of {name} is the global batch)"
         elif self.drawn_together is not None and typed != read.batch_size:
             raise ConfigError(
-                f"data.global_batch_size={typed}, but the batch sampler of {name} yields batches of {read.batch_size}. "
+                f"data.global_batch_size={typed}, but the batch sampler of {name} yields batches "
+                f"of {read.batch_size}. "
                 f"Type data.global_batch_size={read.batch_size}, or leave it out."
             )
         self.global_batch_size = typed or read.batch_size
@@ -270,7 +319,9 @@ class PlainData(DataModule):
         read: ReadLoader = self._read["train"]
         if not len(read.dataset):
             name = type(self.module).__name__
-            raise ConfigError(f"data: {name} has no training samples: the dataset of train_dataloader is empty.")
+            raise ConfigError(
+                f"data: {name} has no training samples: the dataset of train_dataloader is empty."
+            )
         return self._limited(len(read.dataset) if read.draw is None else read.draw.size)
 
     @override
@@ -283,7 +334,9 @@ class PlainData(DataModule):
     def _train_sampler(self, *, for_loop: bool = False, **arguments: Any) -> TrainSampler:
         read: ReadLoader = self._read["train"]
         if read.draw is None:
-            made = TrainSampler(self.train_size, shuffled=read.shuffled, **self._order_arguments() | arguments)
+            made = TrainSampler(
+                self.train_size, shuffled=read.shuffled, **self._order_arguments() | arguments
+            )
         else:
             draw = read.draw.keep if for_loop else read.draw
             made = DrawnSampler(
@@ -303,7 +356,11 @@ class PlainData(DataModule):
         if split == "test" and "test" not in self._stages:
             self._set_up("test")
         read = self._read_loaders(split, predicting=True)
-        return _for_each(lambda each, name: UnchangedLoader(self._replace(each, name, pads=False)), read, "predictions")
+        return _for_each(
+            lambda each, name: UnchangedLoader(self._replace(each, name, pads=False)),
+            read,
+            "predictions",
+        )
 
     @override
     def _evaluation_loader(self, split: Split) -> Any:
@@ -312,10 +369,11 @@ class PlainData(DataModule):
         return _for_each(self._replace, read, split)
 
     def check_test(self) -> int | None:
-        """Raise ConfigError for test data that cannot be tested on, before training, so that no run is lost to them.
+        """Raise ConfigError for test data that cannot be tested on, before training, so that no run
+        is lost to them.
 
-        Return the number of loaders, or None if there is no test, or it needs `setup("test")`: that may take long, or
-        free what training reads. All ranks call this together.
+        Return the number of loaders, or None if there is no test, or it needs `setup("test")`: that
+        may take long, or free what training reads. All ranks call this together.
         """
         before = early_test.Before(self.module, self._read)
         problem, loaders = None, None
@@ -331,7 +389,9 @@ class PlainData(DataModule):
         except Exception:
             loaders = None
         try:
-            there = self.trainer.strategy.reduce_boolean_decision(loaders is not None and problem is None)
+            there = self.trainer.strategy.reduce_boolean_decision(
+                loaders is not None and problem is None
+            )
             if problem is not None:
                 raise problem
             if there and "test" in self._read:
@@ -339,7 +399,11 @@ class PlainData(DataModule):
         finally:  # the test reads them anew, after `setup("test")`
             self._read.pop("test", None)
             self._ranks_agree.discard("test")
-            self._loaders = {key: made for key, made in self._loaders.items() if key[0].partition("/")[0] != "test"}
+            self._loaders = {
+                key: made
+                for key, made in self._loaders.items()
+                if key[0].partition("/")[0] != "test"
+            }
             before.put_back()
         return len(early_test.each(loaders)) if there else None
 
@@ -359,7 +423,9 @@ class PlainData(DataModule):
         if not len(read.dataset):
             self._say_empty(name, type(self.module).__name__)
         # at least 2 if possible: with 1 a rank may be left without a sample at the end
-        size = self.eval_batch_size or max(min(2, read.batch_size), read.batch_size // self._rank_and_ranks()[1])
+        size = self.eval_batch_size or max(
+            min(2, read.batch_size), read.batch_size // self._rank_and_ranks()[1]
+        )
         sampler = self._evaluation_sampler(read.dataset, size, pads=pads)
         loader = self._loader(name, read.dataset, sampler, read=read)
         check_padding(loader, name=name, owner=type(self.module).__name__, trainer=self.trainer)
@@ -367,9 +433,15 @@ class PlainData(DataModule):
 
     @override
     def _loader(
-        self, name: str, dataset: Any, sampler: Any, *, training: bool = False, read: ReadLoader | None = None,
+        self,
+        name: str,
+        dataset: Any,
+        sampler: Any,
+        *,
+        training: bool = False,
+        read: ReadLoader | None = None,
         **options: Any,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         read = self._read["train"] if read is None else read
         assert read is not None
         options = {**read.options, **options}
@@ -381,11 +453,18 @@ class PlainData(DataModule):
         if not options["num_workers"]:
             options = {name: value for name, value in options.items() if name not in OF_WORKERS}
         return super()._loader(
-            name, dataset, sampler, training=training, collate_fn=read.collate_fn, foreign=True, **options
+            name,
+            dataset,
+            sampler,
+            training=training,
+            collate_fn=read.collate_fn,
+            foreign=True,
+            **options,
         )
 
     def check_ranks_agree(self, split: Split) -> None:
-        """Raise ConfigError, on all ranks, if their data are not the same: they divide one order of samples.
+        """Raise ConfigError, on all ranks, if their data are not the same: they divide one order of
+        samples.
 
         All ranks must have asked for the loaders of this split, and call this together.
         """
@@ -394,14 +473,25 @@ class PlainData(DataModule):
         reads: list[tuple[str, ReadLoader]] = []
         _for_each(lambda read, name: reads.append((name, read)), self._read[split], split)
         ranks_agree.check(
-            reads, strategy=self.trainer.strategy, rank=self._rank_and_ranks()[0], owner=type(self.module).__name__,
-            split=split, size=self.train_size if split == "train" else sum(len(read.dataset) for _, read in reads),
-            seed=self.seed, num_workers=self._typed["num_workers"], fresh=self._resumed == (0, 0),
-        )  # fmt: skip
+            reads,
+            strategy=self.trainer.strategy,
+            rank=self._rank_and_ranks()[0],
+            owner=type(self.module).__name__,
+            split=split,
+            size=self.train_size
+            if split == "train"
+            else sum(len(read.dataset) for _, read in reads),
+            seed=self.seed,
+            num_workers=self._typed["num_workers"],
+            fresh=self._resumed == (0, 0),
+        )
         self._ranks_agree.add(split)
 
     def check_draw(self) -> None:
-        """Raise ConfigError, on all ranks, if a sampler draws other samples on them. Called by all as epochs begin."""
+        """Raise ConfigError, on all ranks, if a sampler draws other samples on them.
+
+        Called by all as epochs begin.
+        """
         read: ReadLoader = self._read["train"]
         rank, ranks = self._rank_and_ranks()
         if ranks > 1 and read.draw is not None:
@@ -410,7 +500,9 @@ class PlainData(DataModule):
 
 
 def _for_each(function: Callable[[Any, str], Any], loaders: Any, name: str) -> Any:
-    """Return what a function makes of a loader and its name, for one loader or for each in a dict or list."""
+    """Return what a function makes of a loader and its name, for one loader or for each in a dict
+    or list.
+    """
     if isinstance(loaders, Mapping):
         return {key: function(each, f"{name}/{key}") for key, each in loaders.items()}
     if isinstance(loaders, Sequence):

@@ -1,4 +1,6 @@
-"""The base class of all data modules: it turns datasets into loaders, and owns the position in the training data."""
+"""The base class of all data modules: it turns datasets into loaders, and owns the position in the
+training data.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ from typing_extensions import override
 from armature.data import iterable, memory
 from armature.data.batching import Batches, plan_batches
 from armature.data.eval_loader import EvalLoader, check_padding
-from armature.data.prefetch import PrefetchLoader, UnchangedLoader, reads_ahead, sees_batches_off_device
+from armature.data.prefetch import (
+    PrefetchLoader,
+    UnchangedLoader,
+    reads_ahead,
+    sees_batches_off_device,
+)
 from armature.data.sampler import EpochSampler, EvalSampler, TrainSampler
 from armature.data.samples import Batch, BeginWorker, Samples, collated
 from armature.data.stream import Stream
@@ -35,12 +42,14 @@ __all__ = ["Batch", "DataModule", "Split", "Stream"]
 class DataModule(L.LightningDataModule):
     """Base class of data modules. A subclass defines the samples, in `dataset`.
 
-    This class computes their order, batches and ranks. It also owns the position in the training data: others ask
+    This class computes their order, batches and ranks. It also owns the position in the training
+    data: others ask
     `samples_seen` and `epoch_position()` instead of counting themselves.
 
     Args:
         global_batch_size: samples per optimizer step, over all ranks.
-        micro_batch_size: samples that one data rank puts through the model at once; "auto": its whole share of a step.
+        micro_batch_size: samples that one data rank puts through the model at once; "auto": its
+            whole share of a step.
         eval_batch_size: samples per rank and batch in validation and test.
         num_workers: loader processes per rank. 0 is fastest if a sample is a slice of memory.
         seed: seed of the sample order and of augmentation.
@@ -48,11 +57,13 @@ class DataModule(L.LightningDataModule):
 
     Attributes:
         tokens_per_sample: None for data that are not tokens.
-        predict_split: what scripts/predict.py reads: "predict" if `dataset("predict")` returns something.
-        left_out: parts (start, length) of the order of training samples that are left out, since a step on them gave
-            a loss or gradient that was not finite (`trainer.on_nan=rollback`).
+        predict_split: what scripts/predict.py reads: "predict" if `dataset("predict")` returns
+            something.
+        left_out: parts (start, length) of the order of training samples that are left out, since a
+            step on them gave a loss or gradient that was not finite (`trainer.on_nan=rollback`).
         batch_note: what the line at the start of a run adds about the batch.
-        prepares_on_every_rank: `prepare_data` may run on all ranks at once, because it locks what it writes.
+        prepares_on_every_rank: `prepare_data` may run on all ranks at once, because it locks what
+            it writes.
     """
 
     tokens_per_sample: int | None = None
@@ -61,79 +72,119 @@ class DataModule(L.LightningDataModule):
     prepares_on_every_rank: bool = True
 
     def __init__(
-        self, *, global_batch_size: int, micro_batch_size: int | str = "auto", eval_batch_size: int = 32,
-        num_workers: int = 0, seed: int = 0, train_limit: int | str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int | str = "auto",
+        eval_batch_size: int = 32,
+        num_workers: int = 0,
+        seed: int = 0,
+        train_limit: int | str | None = None,
+    ) -> None:
         super().__init__()
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.eval_batch_size, self.num_workers = eval_batch_size, num_workers
         self.seed, self.train_limit = seed, train_limit
-        self.limit_train_batches: int | float | None = None  # global batches per epoch, or a share of it
+        self.limit_train_batches: int | float | None = (
+            None  # global batches per epoch, or a share of it
+        )
         self._datasets: dict[Split, Dataset[Any] | Stream] = {}
         self._loaders: dict[Any, DataLoader[Any]] = {}
-        self._empty, self._said_steps = set[str](), False  # loaders that have been named; `_say_steps` has spoken
+        self._empty, self._said_steps = (
+            set[str](),
+            False,
+        )  # loaders that have been named; `_say_steps` has spoken
         self.left_out: list[tuple[int, int]] = []
-        self._first_size: int | None = None  # training samples, before hooks could change the dataset
+        self._first_size: int | None = (
+            None  # training samples, before hooks could change the dataset
+        )
         self._resumed = (0, 0)  # (samples, global batches) seen when this run began
 
     def dataset(self, split: Split) -> Dataset[Any] | Stream | None:
-        """Return a map-style dataset of {"inputs": Tensor, "targets": Tensor}, or a Stream. Called once per split.
+        """Return a map-style dataset of {"inputs": Tensor, "targets": Tensor}, or a Stream.
 
-        An IterableDataset is read as a Stream (data/iterable.py). Samples may have another form if the task reads it.
-        Return None if there is no such split ("val", "test"). The dataset may define `batch(indices) -> {"inputs",
-        "targets"}`, which serves a whole batch at once and must draw no random numbers. It may define `augment(sample,
-        generator) -> sample`, which is called on training samples. The generator depends on (seed, epoch, index) alone,
-        so augmentation is the same under any number of ranks and workers, and after any resume. The same holds for what
-        `__getitem__` draws from the global generators. It may define `describe(index)`, a dict that a row of
-        predictions begins with, such as the sample's file.
+        Called once per split.
+
+        An IterableDataset is read as a Stream (data/iterable.py). Samples may have another form if
+        the task reads it. Return None if there is no such split ("val", "test"). The dataset may
+        define `batch(indices) -> {"inputs", "targets"}`, which serves a whole batch at once and
+        must draw no random numbers. It may define `augment(sample, generator) -> sample`, which is
+        called on training samples. The generator depends on (seed, epoch, index) alone, so
+        augmentation is the same under any number of ranks and workers, and after any resume. The
+        same holds for what `__getitem__` draws from the global generators. It may define
+        `describe(index)`, a dict that a row of predictions begins with, such as the sample's file.
         """
-        raise ConfigError(f"data: {type(self).__name__} needs a method dataset(split). Write it (docs/your-own.md).")
+        raise ConfigError(
+            f"data: {type(self).__name__} needs a method dataset(split). Write it "
+            "(docs/your-own.md)."
+        )
 
     def collate_fn(self, samples: list[Any]) -> Any:
-        """Return a batch of a list of samples. Override it for samples that cannot be stacked, such as ragged ones.
+        """Return a batch of a list of samples.
+
+        Override it for samples that cannot be stacked, such as ragged ones.
 
         Random numbers from the global generators depend on the batch's first sample alone.
         """
         return default_collate(samples)
 
     def save_assets(self, run_dir: Path) -> None:
-        """Copy to the run directory the files that using the trained model needs, such as a tokenizer."""
+        """Copy to the run directory the files that using the trained model needs, such as a
+        tokenizer.
+        """
 
     def load_assets(self, run_dir: Path) -> None:
-        """Use what `save_assets` has saved: called before other data are read for a trained model."""
+        """Use what `save_assets` has saved: called before other data are read for a trained
+        model.
+        """
 
     @property
     def class_names(self) -> list[str] | None:
-        """The names of the classes in the order of their numbers, if the attribute `classes` has them."""
+        """The names of the classes in the order of their numbers, if the attribute `classes` has
+        them.
+        """
         names = getattr(self, "classes", None)
         return names if isinstance(names, list) else None
 
     @property
     def found_sizes(self) -> dict[str, int]:
-        """Sizes that the training data ask of the model, by its argument, as far as only the data tell them."""
+        """Sizes that the training data ask of the model, by its argument, as far as only the data
+        tell them.
+        """
         return {}
 
     @property
     def train_size(self) -> int:
-        """Samples per epoch (N): with `limit_train_batches`, those of the first batches of each epoch's order.
+        """Samples per epoch (N): with `limit_train_batches`, those of the first batches of each
+        epoch's order.
 
         Raises:
             ConfigError: the number of samples has changed since it was first asked for.
         """
         size, limit = self._train_samples, self.limit_train_batches
         if not size:
-            raise ConfigError(f"data: {type(self).__name__} has no training samples: dataset('train') is empty.")
+            raise ConfigError(
+                f"data: {type(self).__name__} has no training samples: dataset('train') is empty."
+            )
         self._first_size = size if self._first_size is None else self._first_size
         if size != self._first_size:
             raise ConfigError(
-                f"data: there were {self._first_size} training samples when the run began, and there are {size} now. "
-                "Steps and positions count by their number, so it must stay. Let the dataset have one length from the "
+                f"data: there were {self._first_size} training samples when the run began, and "
+                f"there are {size} now. "
+                "Steps and positions count by their number, so it must stay. Let the dataset have "
+                "one length from the "
                 "start, and return a sample that it knows at each index: known[index % len(known)]."
             )
         if limit is None:
             return size
-        batches = limit if isinstance(limit, int) else max(1, int(limit * size / self.global_batch_size))
-        return size if limit == 1.0 and isinstance(limit, float) else min(size, batches * self.global_batch_size)
+        batches = (
+            limit if isinstance(limit, int) else max(1, int(limit * size / self.global_batch_size))
+        )
+        return (
+            size
+            if limit == 1.0 and isinstance(limit, float)
+            else min(size, batches * self.global_batch_size)
+        )
 
     @property
     def _train_samples(self) -> int:
@@ -147,14 +198,17 @@ class DataModule(L.LightningDataModule):
     @property
     def batches(self) -> Batches:
         """The batch arithmetic of this run. Raises ConfigError if the sizes do not divide."""
-        return plan_batches(self.global_batch_size, self.micro_batch_size, self._rank_and_ranks()[1])
+        return plan_batches(
+            self.global_batch_size, self.micro_batch_size, self._rank_and_ranks()[1]
+        )
 
     @property
     def samples_seen(self) -> int:
-        """Position in the stream of training samples: the number of samples in all completed global batches.
+        """Position in the stream of training samples: the number of samples in all completed global
+        batches.
 
-        It is computed from the trainer's count of global batches, so batches fetched ahead do not change it. Set it
-        only after the trainer knows its step.
+        It is computed from the trainer's count of global batches, so batches fetched ahead do not
+        change it. Set it only after the trainer knows its step.
         """
         samples, steps = self._resumed
         return samples + (self._steps() - steps) * self.global_batch_size
@@ -164,7 +218,9 @@ class DataModule(L.LightningDataModule):
         self._resumed = (value, self._steps())
 
     def epoch_position(self) -> tuple[int, int]:
-        """Return the epoch that `samples_seen` lies in, and how many of its samples have been seen."""
+        """Return the epoch that `samples_seen` lies in, and how many of its samples have been
+        seen.
+        """
         return divmod(self.samples_seen, self.train_size)
 
     @override
@@ -176,7 +232,11 @@ class DataModule(L.LightningDataModule):
             "train_size": self.train_size,
             "seed": self.seed,
             **({"left_out": [list(part) for part in self.left_out]} if self.left_out else {}),
-            **({"begun": train.begun.state_dict()} if isinstance(train, iterable.IterableStream) else {}),
+            **(
+                {"begun": train.begun.state_dict()}
+                if isinstance(train, iterable.IterableStream)
+                else {}
+            ),
         }
 
     @override
@@ -187,22 +247,26 @@ class DataModule(L.LightningDataModule):
             train.begun.load_state_dict(state_dict.get("begun", {}))
         if state_dict["train_size"] != self.train_size:
             log.warning(
-                "The checkpoint saw %d of %d training samples per epoch. There are %d now, so the run continues in "
+                "The checkpoint saw %d of %d training samples per epoch. There are %d now, so the "
+                "run continues in "
                 "another sample order than without the change.",
                 state_dict["samples_seen"], state_dict["train_size"], self.train_size,
             )  # fmt: skip
         if state_dict.get("seed", self.seed) != self.seed:
             log.warning(
-                "The checkpoint's samples were in the order of data.seed=%s, and continue in that of data.seed=%s: "
+                "The checkpoint's samples were in the order of data.seed=%s, and continue in that "
+                "of data.seed=%s: "
                 "until the epoch ends, some samples come twice and some not at all.",
                 state_dict["seed"], self.seed,
             )  # fmt: skip
 
     @override
     def train_dataloader(self) -> DataLoader[Any] | PrefetchLoader:
-        """Return the loader for the epoch that holds the position: the same at each call, its workers stay alive.
+        """Return the loader for the epoch that holds the position: the same at each call, its
+        workers stay alive.
 
-        A hook that calls this gets a new loader instead, of all samples of the epoch, on every rank.
+        A hook that calls this gets a new loader instead, of all samples of the epoch, on every
+        rank.
         """
         if not self._asked_by_loop():
             whole = EpochSampler(self._train_sampler())
@@ -211,11 +275,16 @@ class DataModule(L.LightningDataModule):
         batches = self.batches
         if self.trainer is not None and self.trainer.accumulate_grad_batches != batches.accumulate:
             raise ConfigError(
-                f"Trainer(accumulate_grad_batches={self.trainer.accumulate_grad_batches}), but a global batch of "
-                f"{self.global_batch_size} is {batches.micro_batch_size} micro × {batches.accumulate} accumulation × "
-                f"{batches.data_ranks} data ranks. Pass accumulate_grad_batches={batches.accumulate}."
+                f"Trainer(accumulate_grad_batches={self.trainer.accumulate_grad_batches}), but a "
+                "global batch of "
+                f"{self.global_batch_size} is {batches.micro_batch_size} micro × "
+                f"{batches.accumulate} accumulation × "
+                f"{batches.data_ranks} data ranks. Pass "
+                f"accumulate_grad_batches={batches.accumulate}."
             )
-        return self._loader("train", self._dataset("train"), self._train_sampler(for_loop=True), training=True)
+        return self._loader(
+            "train", self._dataset("train"), self._train_sampler(for_loop=True), training=True
+        )
 
     def check_train_loader(self, loader: Any) -> None:
         """Raise ConfigError for a training loader that this class has not made."""
@@ -249,13 +318,20 @@ class DataModule(L.LightningDataModule):
     def _train_sampler(self, *, for_loop: bool = False, **arguments: Any) -> TrainSampler:
         """Return a sampler. What one draws `for_loop` is what the run trains on."""
         shuffled = not isinstance(self._dataset("train"), Stream)
-        return TrainSampler(self.train_size, shuffled=shuffled, **self._order_arguments() | arguments)
+        return TrainSampler(
+            self.train_size, shuffled=shuffled, **self._order_arguments() | arguments
+        )
 
     def _order_arguments(self) -> dict[str, Any]:
         return {
-            "seed": self.seed, "batches": self.batches, "rank": self._rank_and_ranks()[0], "epoch": self._epoch,
-            "position": lambda: self.samples_seen, "population": self._train_samples, "left_out": lambda: self.left_out,
-        }  # fmt: skip
+            "seed": self.seed,
+            "batches": self.batches,
+            "rank": self._rank_and_ranks()[0],
+            "epoch": self._epoch,
+            "position": lambda: self.samples_seen,
+            "population": self._train_samples,
+            "left_out": lambda: self.left_out,
+        }
 
     @property
     def reads_from_start(self) -> bool:
@@ -263,13 +339,17 @@ class DataModule(L.LightningDataModule):
         return isinstance(self._dataset("train"), iterable.IterableStream)
 
     def places_of_step(self, position: int) -> list[tuple[int, int]]:
-        """Return the parts (start, length) of the order of samples that all ranks take in the step at a position."""
+        """Return the parts (start, length) of the order of samples that all ranks take in the step
+        at a position.
+        """
         places = self._train_sampler().places_of(position + np.arange(self.global_batch_size))
         parts = np.split(places, np.flatnonzero(np.diff(places) != 1) + 1)
         return [(int(part[0]), len(part)) for part in parts]
 
     def indices_of_step(self, position: int) -> list[list[int]]:
-        """Return the indices of the samples that this rank takes in the step at a position, per micro-batch."""
+        """Return the indices of the samples that this rank takes in the step at a position, per
+        micro-batch.
+        """
         sampler = self._train_sampler()
         return [[key % sampler.population for key in keys] for keys in sampler.step_keys(position)]
 
@@ -285,7 +365,9 @@ class DataModule(L.LightningDataModule):
             if not hasattr(self, "fractions"):  # else data/splits.py says so, unless it is wanted
                 self._say_empty(split, type(self).__name__)
             warnings.filterwarnings("ignore", message="Total length of .* across ranks is zero")
-        loader = self._loader(split, dataset, self._evaluation_sampler(dataset, self.eval_batch_size))
+        loader = self._loader(
+            split, dataset, self._evaluation_sampler(dataset, self.eval_batch_size)
+        )
         check_padding(loader, name=split, owner=type(self).__name__, trainer=self.trainer)
         return loader
 
@@ -300,26 +382,41 @@ class DataModule(L.LightningDataModule):
         self._empty.add(loader)
 
     def _say_steps(self) -> None:
-        """Say once what the length of the loader of a whole epoch counts, if it is not the micro-batches."""
+        """Say once what the length of the loader of a whole epoch counts, if it is not the
+        micro-batches.
+        """
         if self.batches.accumulate > 1 and not self._said_steps and self._rank_and_ranks()[0] == 0:
             log.info(
-                "trainer.datamodule.train_dataloader() has batches of data.global_batch_size=%d samples: a "
-                "forward of one may need more memory than a step. Its length counts optimizer steps: do not divide it "
+                "trainer.datamodule.train_dataloader() has batches of data.global_batch_size=%d "
+                "samples: a "
+                "forward of one may need more memory than a step. Its length counts optimizer "
+                "steps: do not divide it "
                 "by trainer.accumulate_grad_batches=%d.",
                 self.global_batch_size, self.batches.accumulate,
             )  # fmt: skip
         self._said_steps = True
 
-    def _evaluation_sampler(self, dataset: Any, batch_size: int, *, pads: bool = True) -> EvalSampler:
+    def _evaluation_sampler(
+        self, dataset: Any, batch_size: int, *, pads: bool = True
+    ) -> EvalSampler:
         rank, ranks = self._rank_and_ranks()
         return EvalSampler(len(dataset), batch_size=batch_size, rank=rank, ranks=ranks, pads=pads)
 
     def _loader(
-        self, name: str, dataset: Any, sampler: TrainSampler | EpochSampler | EvalSampler, *, training: bool = False,
-        collate_fn: Callable[[list[Any]], Any] | None = None, foreign: bool = False, fresh: bool = False,
-        persistent_workers: bool = True, worker_init_fn: Callable[[int], Any] | None = None, users_sampler: Any = None,
+        self,
+        name: str,
+        dataset: Any,
+        sampler: TrainSampler | EpochSampler | EvalSampler,
+        *,
+        training: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        foreign: bool = False,
+        fresh: bool = False,
+        persistent_workers: bool = True,
+        worker_init_fn: Callable[[int], Any] | None = None,
+        users_sampler: Any = None,
         **options: Any,
-    ) -> DataLoader[Any] | PrefetchLoader:  # fmt: skip
+    ) -> DataLoader[Any] | PrefetchLoader:
         """Return the loader of a name, made at the first call.
 
         Args:
@@ -328,24 +425,34 @@ class DataModule(L.LightningDataModule):
             users_sampler: what users get as the loader's `sampler`, to set what their own reads.
             options: arguments of torch's DataLoader.
         """
-        device = self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
+        device = (
+            self.trainer.strategy.root_device if self.trainer is not None else torch.device("cpu")
+        )
         pin = device.type == "cuda"
         key = (name, *self._rank_and_ranks(), pin)
-        if collate_fn is None and getattr(self.collate_fn, "__func__", None) is not DataModule.collate_fn:
+        if (
+            collate_fn is None
+            and getattr(self.collate_fn, "__func__", None) is not DataModule.collate_fn
+        ):
             collate_fn = self.collate_fn
         options = {"num_workers": self.num_workers, **options}
         workers = options["num_workers"] > 0
 
         def make(kind: type[DataLoader[Any]], **arguments: Any) -> DataLoader[Any]:
             samples = Samples(
-                dataset, size=sampler.population, seed=self.seed, training=training, collate_fn=collate_fn,
+                dataset,
+                size=sampler.population,
+                seed=self.seed,
+                training=training,
+                collate_fn=collate_fn,
                 foreign=foreign,
-            )  # fmt: skip
+            )
             loader = kind(
                 samples,
                 batch_sampler=sampler,
                 worker_init_fn=BeginWorker(worker_init_fn),
-                # otherwise each start of its workers would draw from the generator that the model draws from
+                # otherwise each start of its workers would draw from the generator that the model
+                # draws from
                 generator=torch.Generator().manual_seed(self.seed),
                 collate_fn=collated,
                 pin_memory=pin,
@@ -364,13 +471,21 @@ class DataModule(L.LightningDataModule):
                 warnings.filterwarnings("ignore", message="The combination of `DataLoader")
             persistent: dict[str, Any] = {"persistent_workers": workers and persistent_workers}
             if training:
-                whole = partial(self._train_sampler, position=lambda: self._train_sampler().first_position())
+                whole = partial(
+                    self._train_sampler, position=lambda: self._train_sampler().first_position()
+                )
                 self._loaders[key] = make(
-                    TrainLoader, asked_by_loop=self._asked_by_loop, **persistent,
-                    whole_epoch=lambda: self._loader(name, dataset, whole(), training=True, fresh=True),
-                )  # fmt: skip
+                    TrainLoader,
+                    asked_by_loop=self._asked_by_loop,
+                    **persistent,
+                    whole_epoch=lambda: self._loader(
+                        name, dataset, whole(), training=True, fresh=True
+                    ),
+                )
             else:
-                self._loaders[key] = make(EvalLoader, another=lambda: make(DataLoader), **persistent)
+                self._loaders[key] = make(
+                    EvalLoader, another=lambda: make(DataLoader), **persistent
+                )
         ahead = pin and self._prefetches() and reads_ahead(self, workers=workers)
         return PrefetchLoader(self._loaders[key], device) if ahead else self._loaders[key]
 
@@ -386,7 +501,8 @@ class DataModule(L.LightningDataModule):
                 dataset = iterable.adapt(self.dataset(split), seed=self.seed, limited=limited)
             if dataset is not None and not hasattr(dataset, "__len__"):
                 raise ConfigError(
-                    f"data: {type(self).__name__}.dataset('{split}') returns a {type(dataset).__name__}, which has no "
+                    f"data: {type(self).__name__}.dataset('{split}') returns a "
+                    f"{type(dataset).__name__}, which has no "
                     "__len__. Return a Dataset with __len__ and __getitem__, or an IterableDataset."
                 )
             if split == "train" and isinstance(dataset, iterable.IterableStream):
@@ -395,7 +511,9 @@ class DataModule(L.LightningDataModule):
         return self._datasets[split]
 
     def _rank_and_ranks(self) -> tuple[int, int]:
-        """Return rank and size on the data axis, from the strategy; (0, 1) without a trainer or a second process."""
+        """Return rank and size on the data axis, from the strategy; (0, 1) without a trainer or a
+        second process.
+        """
         if self.trainer is None:
             return 0, 1
         kwargs = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {}
@@ -409,11 +527,15 @@ class DataModule(L.LightningDataModule):
         return self._resumed[1] if self.trainer is None else completed_batches(self.trainer)
 
     def _epoch(self) -> int:
-        """Return the epoch that the position is in, or the one before if Lightning has not closed that yet.
+        """Return the epoch that the position is in, or the one before if Lightning has not closed
+        that yet.
 
-        Lightning asks for the length of an epoch after its last step: before closing it, and after a resume there.
+        Lightning asks for the length of an epoch after its last step: before closing it, and after
+        a resume there.
         """
         epoch, place = self.epoch_position()
         first_step = place < self.global_batch_size <= self.train_size
-        closing = first_step and self.trainer is not None and self.trainer.current_epoch == epoch - 1
+        closing = (
+            first_step and self.trainer is not None and self.trainer.current_epoch == epoch - 1
+        )
         return epoch - 1 if closing else epoch

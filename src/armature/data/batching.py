@@ -6,8 +6,16 @@ from typing import Any
 
 from armature.errors import ConfigError
 
-# Arguments of our DataModule. data/adapter.py takes them for a plain LightningDataModule, which has no such arguments
-LOADER_KEYS = ("global_batch_size", "micro_batch_size", "eval_batch_size", "num_workers", "seed", "train_limit")
+# Arguments of our DataModule. data/adapter.py takes them for a plain LightningDataModule, which has
+# no such arguments
+LOADER_KEYS = (
+    "global_batch_size",
+    "micro_batch_size",
+    "eval_batch_size",
+    "num_workers",
+    "seed",
+    "train_limit",
+)
 
 
 @dataclass(frozen=True)
@@ -21,19 +29,29 @@ class Batches:
 
 
 def plan_batches(
-    global_batch_size: int, micro_batch_size: int | str, data_ranks: int, *, key: str = "data.global_batch_size"
+    global_batch_size: int,
+    micro_batch_size: int | str,
+    data_ranks: int,
+    *,
+    key: str = "data.global_batch_size",
 ) -> Batches:
-    """Return the batch sizes, with the accumulation that follows from them and the size of the data axis.
+    """Return the batch sizes, with the accumulation that follows from them and the size of the data
+    axis.
 
-    Tensor and pipeline ranks see the same samples and do not count. "auto" makes a rank's whole share one micro-batch.
-    `key` is where the global batch was typed. Raises ConfigError, with the nearest values that fit, if global is not a
-    multiple of micro × data ranks.
+    Tensor and pipeline ranks see the same samples and do not count. "auto" makes a rank's whole
+    share one micro-batch. `key` is where the global batch was typed. Raises ConfigError, with the
+    nearest values that fit, if global is not a multiple of micro × data ranks.
     """
     problems = []
     if global_batch_size < 1:
         problems.append(f"{key}={global_batch_size}: at least 1 sample per step is needed.")
-    if micro_batch_size != "auto" and (not isinstance(micro_batch_size, int) or micro_batch_size < 1):
-        problems.append(f"data.micro_batch_size={micro_batch_size}: type a number of samples of at least 1, or auto.")
+    if micro_batch_size != "auto" and (
+        not isinstance(micro_batch_size, int) or micro_batch_size < 1
+    ):
+        problems.append(
+            f"data.micro_batch_size={micro_batch_size}: type a number of samples of at least 1, or "
+            "auto."
+        )
     if problems:
         raise ConfigError(problems)
     if micro_batch_size == "auto":
@@ -51,14 +69,17 @@ def plan_batches(
             micro = _nearest_divisors(micro_batch_size, global_batch_size // data_ranks)
             remedy = f"{_type('data.micro_batch_size', micro)} {remedy}"
         raise ConfigError(
-            f"{key}={global_batch_size} is not a multiple of data.micro_batch_size={micro_batch_size} "
+            f"{key}={global_batch_size} is not a multiple of "
+            f"data.micro_batch_size={micro_batch_size} "
             f"× {data_ranks} data rank{'s' * (data_ranks > 1)}. {remedy}"
         )
     return Batches(global_batch_size, micro_batch_size, accumulate, data_ranks)
 
 
 def configured_batch_size(data: Mapping[str, Any]) -> int | None:
-    """Return the global batch of a `data` group, or None if only the loaders of a plain LightningDataModule know it."""
+    """Return the global batch of a `data` group, or None if only the loaders of a plain
+    LightningDataModule know it.
+    """
     sizes = (data.get("global_batch_size"), data.get("batch_size"))
     return next((size for size in sizes if isinstance(size, int)), None)
 

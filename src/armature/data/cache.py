@@ -1,4 +1,6 @@
-"""Cache folders that are complete or absent: written elsewhere, locked, checked, rebuilt if damaged. Torch-free."""
+"""Cache folders that are complete or absent: written elsewhere, locked, checked, rebuilt if
+damaged. Torch-free.
+"""
 
 import errno
 import hashlib
@@ -19,18 +21,27 @@ log = logging.getLogger(__name__)
 
 HEADER = "header.json"
 _STAMP = "verified.json"
-_ALWAYS_CHECKED_BYTES = 64 << 20  # a cache up to this size is read whole each time: a tenth of a second at most
+_ALWAYS_CHECKED_BYTES = (
+    64 << 20
+)  # a cache up to this size is read whole each time: a tenth of a second at most
 
 
 def root(cache_dir: str | None) -> Path:
     """Return `cache_dir`, else the environment's ARMATURE_CACHE, else ~/.cache/armature."""
-    return Path(cache_dir or os.environ.get("ARMATURE_CACHE") or "~/.cache/armature").expanduser().absolute()
+    return (
+        Path(cache_dir or os.environ.get("ARMATURE_CACHE") or "~/.cache/armature")
+        .expanduser()
+        .absolute()
+    )
 
 
 def open_or_build(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """Return the header of the cache at `folder`. If it is absent or damaged, `build` makes it first.
+    """Return the header of the cache at `folder`.
 
-    Any number of processes may call this at once: one builds, the others wait and open the result. `build` writes the
+    If it is absent or damaged, `build` makes it first.
+
+    Any number of processes may call this at once: one builds, the others wait and open the result.
+    `build` writes the
     files to the empty folder that it is given, and returns the header's content.
     """
     if (header := _sound(folder)) is not None:
@@ -44,17 +55,22 @@ def open_or_build(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict
             log.info("Another process prepares %s; waiting for it.", folder)
             held = lock.acquire()
         with held:
-            files.look_again(folder.parent)  # or another machine would build anew, and remove what others read
+            files.look_again(
+                folder.parent
+            )  # or another machine would build anew, and remove what others read
             return _sound(folder) or _build(folder, build)
     except OSError as error:
         raise ConfigError(
-            f"data.source.cache_dir: {folder.parent} cannot be written ({error.strerror or error}). Set "
+            f"data.source.cache_dir: {folder.parent} cannot be written "
+            f"({error.strerror or error}). Set "
             "data.source.cache_dir, or ARMATURE_CACHE in the environment, to a folder that can."
         ) from error
 
 
 def fingerprint(header: dict[str, Any]) -> str:
-    """Return a hash that is the same for the same files, wherever and whenever they were prepared."""
+    """Return a hash that is the same for the same files, wherever and whenever they were
+    prepared.
+    """
     return hashlib.sha256(json.dumps(header["files"], sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -66,7 +82,10 @@ def _build(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, A
     part.mkdir()
     try:
         content = build(part)
-        sums = {p.name: {"bytes": p.stat().st_size, "sha256": files.sha256(p)} for p in sorted(part.iterdir())}
+        sums = {
+            p.name: {"bytes": p.stat().st_size, "sha256": files.sha256(p)}
+            for p in sorted(part.iterdir())
+        }
         header = {**content, "files": sums}
         header["checksum"] = _checksum(header)
         (part / HEADER).write_text(json.dumps(header, indent=2) + "\n")
@@ -81,7 +100,8 @@ def _build(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, A
         if error.errno != errno.ENOSPC:
             raise
         raise ConfigError(
-            f"data.source.cache_dir: the disk of {folder.parent} is full. Make room, or set data.source.cache_dir, or "
+            f"data.source.cache_dir: the disk of {folder.parent} is full. Make room, or set "
+            "data.source.cache_dir, or "
             "ARMATURE_CACHE in the environment, to a folder on another one."
         ) from error
     finally:
@@ -91,7 +111,10 @@ def _build(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, A
 
 
 def _sound(folder: Path) -> dict[str, Any] | None:
-    """Return the header if every file is as it was written. Otherwise return None, and warn if the folder exists."""
+    """Return the header if every file is as it was written.
+
+    Otherwise return None, and warn if the folder exists.
+    """
     if not folder.exists():
         return None
     try:
@@ -124,10 +147,15 @@ def _known(folder: Path) -> dict[str, Any]:
 
 
 def _stamp(folder: Path, header: dict[str, Any]) -> None:
-    """Record size and time of the checked files, so that a large cache is read whole only after a change."""
+    """Record size and time of the checked files, so that a large cache is read whole only after a
+    change.
+    """
     stats = {name: (folder / name).stat() for name in header["files"]}
     try:
-        files.replace(folder / _STAMP, json.dumps({name: [s.st_size, s.st_mtime_ns] for name, s in stats.items()}))
+        files.replace(
+            folder / _STAMP,
+            json.dumps({name: [s.st_size, s.st_mtime_ns] for name, s in stats.items()}),
+        )
     except OSError as error:  # only others may write this cache: it is checked again next time
         log.info("%s: the check cannot be recorded (%s).", folder, error)
 

@@ -1,4 +1,7 @@
-"""Text of any size as token ids on disk: split and tokenized once, then memory-mapped. Torch-free."""
+"""Text of any size as token ids on disk: split and tokenized once, then memory-mapped.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -32,81 +35,110 @@ _ENCODE_BYTES = 4 << 20  # text encoded in one call
 
 
 class Corpus:
-    """Files of text, split into train, val and test. Each split is one stream of tokens: [EOT doc EOT doc …].
+    """Files of text, split into train, val and test.
 
-    Whole files are held out, by a hash of their path relative to the corpus. With one file or a handful, that could
-    give a split nothing, or several times its share; then records of JSONL or runs of lines are held out instead (see
-    `sources.Splitter`). A byte-level BPE tokenizer is trained on the first `tokenizer_bytes` of the train split, with
-    files in the order of their hashes. The corpus is never held in memory.
+    Each split is one stream of tokens: [EOT doc EOT doc …].
+
+    Whole files are held out, by a hash of their path relative to the corpus. With one file or a
+    handful, that could give a split nothing, or several times its share; then records of JSONL or
+    runs of lines are held out instead (see `sources.Splitter`). A byte-level BPE tokenizer is
+    trained on the first `tokenizer_bytes` of the train split, with files in the order of their
+    hashes. The corpus is never held in memory.
 
     Args:
-        path: files, folders or patterns of UTF-8 text, plain, .gz, .jsonl or .jsonl.gz. None: the Python standard
-            library's own source.
+        path: files, folders or patterns of UTF-8 text, plain, .gz, .jsonl or .jsonl.gz. None: the
+            Python standard library's own source.
         field: the field of a JSONL record that holds its text.
         vocab_size: tokens, including END_OF_TEXT.
         context: tokens per training sample; a train split shorter than that is an error.
         val_fraction: approximate share of the bytes that is held out for validation.
         test_fraction: approximate share of the bytes that is held out for the test.
-        tokenizer: a tokenizer.json to use instead of training one, as fine-tuning needs; it decides the token that
-            begins each document.
+        tokenizer: a tokenizer.json to use instead of training one, as fine-tuning needs; it decides
+            the token that begins each document.
         tokenizer_bytes: how much text the tokenizer is trained on.
-        cache_dir: folder of prepared corpora; None: the environment's ARMATURE_CACHE, else ~/.cache/armature.
+        cache_dir: folder of prepared corpora; None: the environment's ARMATURE_CACHE, else
+            ~/.cache/armature.
     """
 
     def __init__(
-        self, path: str | Sequence[str] | None = None, *, field: str = "text", vocab_size: int = 4096,
-        context: int | None = None, val_fraction: float = 0.05, test_fraction: float = 0.05,
-        tokenizer: str | None = None, tokenizer_bytes: int = 200_000_000, cache_dir: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        path: str | Sequence[str] | None = None,
+        *,
+        field: str = "text",
+        vocab_size: int = 4096,
+        context: int | None = None,
+        val_fraction: float = 0.05,
+        test_fraction: float = 0.05,
+        tokenizer: str | None = None,
+        tokenizer_bytes: int = 200_000_000,
+        cache_dir: str | None = None,
+    ) -> None:
         self.path = path if path is None or isinstance(path, str) else list(path)
         self.field, self.vocab_size, self.context = field, vocab_size, context
-        self.val_fraction, self.test_fraction, self.tokenizer_bytes = val_fraction, test_fraction, tokenizer_bytes
+        self.val_fraction, self.test_fraction, self.tokenizer_bytes = (
+            val_fraction,
+            test_fraction,
+            tokenizer_bytes,
+        )
         self.tokenizer_path, self.cache_dir = tokenizer, cache_dir
 
     def prepare(self) -> None:
-        """Open the cache, and build it first if it is absent or damaged. Several processes may call this at once.
+        """Open the cache, and build it first if it is absent or damaged.
 
-        Raises ConfigError for a path that names nothing, files that are not text, an impossible vocabulary or split, or
-        a context longer than the train split.
+        Several processes may call this at once.
+
+        Raises ConfigError for a path that names nothing, files that are not text, an impossible
+        vocabulary or split, or a context longer than the train split.
         """
         _ = self._opened
 
     @cached_property
     def _opened(self) -> tuple[Path, dict[str, Any]]:
         files = self.check()
-        folder = cache.root(self.cache_dir) / f"{'stdlib' if self.path is None else 'text'}-{self._key(files)}"
+        folder = (
+            cache.root(self.cache_dir)
+            / f"{'stdlib' if self.path is None else 'text'}-{self._key(files)}"
+        )
         header = cache.open_or_build(folder, lambda part: self._build(part, files))
         targets = header["splits"]["train"]["tokens"] - 1
         if self.context is not None and targets < self.context:
             raise ConfigError(
-                f"data.context={self.context} is longer than the corpus: its train split has {targets + 1:,} tokens. "
+                f"data.context={self.context} is longer than the corpus: its train split has "
+                f"{targets + 1:,} tokens. "
                 f"Type data.context={max(targets // 16, 1)} or less, or name more text."
             )
         return folder, header
 
     def check(self) -> list[SourceFile]:
-        """Return the files of the corpus. This is the fast part of `prepare`: it checks settings and finds files.
+        """Return the files of the corpus.
 
-        Raises ConfigError for a path that names nothing or only empty files, or settings out of range.
+        This is the fast part of `prepare`: it checks settings and finds files.
+
+        Raises ConfigError for a path that names nothing or only empty files, or settings out of
+        range.
         """
         problems = []
         if self.vocab_size < tokenizer.SMALLEST_VOCABULARY:
             problems.append(
-                f"data.source.vocab_size={self.vocab_size} is too small: the 256 bytes and {tokenizer.END_OF_TEXT} "
+                f"data.source.vocab_size={self.vocab_size} is too small: the 256 bytes and "
+                f"{tokenizer.END_OF_TEXT} "
                 f"need {tokenizer.SMALLEST_VOCABULARY}."
             )
         if self.tokenizer_path is not None:
             size = tokenizer.load_external(self.tokenizer_path).get_vocab_size()
             if size > self.vocab_size:
                 problems.append(
-                    f"data.source.vocab_size={self.vocab_size} is smaller than the {size:,} tokens of "
-                    f"data.source.tokenizer={self.tokenizer_path}. Type data.source.vocab_size={size}, or the "
+                    f"data.source.vocab_size={self.vocab_size} is smaller than the {size:,} tokens "
+                    "of "
+                    f"data.source.tokenizer={self.tokenizer_path}. Type "
+                    f"data.source.vocab_size={size}, or the "
                     "number of tokens of the model that you start from."
                 )
         fractions = (self.val_fraction, self.test_fraction)
         if min(fractions) <= 0 or sum(fractions) >= 0.9:
             problems.append(
-                f"data.source.val_fraction={self.val_fraction} and test_fraction={self.test_fraction}: each must be "
+                f"data.source.val_fraction={self.val_fraction} and "
+                f"test_fraction={self.test_fraction}: each must be "
                 "above 0, and together below 0.9."
             )
         if problems:
@@ -114,7 +146,8 @@ class Corpus:
         files = sources.standard_library() if self.path is None else sources.find(self.path)
         if not any(file.size for file in files):
             raise ConfigError(
-                f"data.path={self.path}: {_count(len(files), 'file')}, all of them empty. Name files with text."
+                f"data.path={self.path}: {_count(len(files), 'file')}, all of them empty. Name "
+                "files with text."
             )
         return files
 
@@ -125,12 +158,16 @@ class Corpus:
 
     @property
     def header(self) -> dict[str, Any]:
-        """Description of the cache: vocabulary, dtype, source, and tokens, bytes and documents of each split."""
+        """Description of the cache: vocabulary, dtype, source, and tokens, bytes and documents of
+        each split.
+        """
         return self._opened[1]
 
     @property
     def fingerprint(self) -> str:
-        """Hash that is the same for the same tokens and tokenizer, wherever and whenever they were prepared."""
+        """Hash that is the same for the same tokens and tokenizer, wherever and whenever they were
+        prepared.
+        """
         return cache.fingerprint(self.header)
 
     @cached_property
@@ -142,9 +179,18 @@ class Corpus:
         return np.memmap(self.folder / f"{split}.bin", dtype=self.header["dtype"], mode="r")
 
     def _key(self, files: list[SourceFile]) -> str:
-        """Return a hash of every file's name, size and time, and of every setting that the tokens depend on."""
+        """Return a hash of every file's name, size and time, and of every setting that the tokens
+        depend on.
+        """
         seen = self.tokenizer_bytes if self.tokenizer_path is None else None
-        settings = [_VERSION, self.field, self.vocab_size, self.val_fraction, self.test_fraction, seen]
+        settings = [
+            _VERSION,
+            self.field,
+            self.vocab_size,
+            self.val_fraction,
+            self.test_fraction,
+            seen,
+        ]
         key = hashlib.sha256(json.dumps(settings).encode())
         if self.tokenizer_path is not None:
             key.update(Path(self.tokenizer_path).read_bytes())
@@ -154,10 +200,16 @@ class Corpus:
     def _build(self, part: Path, files: list[SourceFile]) -> dict[str, Any]:
         started = time.monotonic()
         total = sum(file.size for file in files)
-        source = f"Python {platform.python_version()} standard library" if self.path is None else str(self.path)
+        source = (
+            f"Python {platform.python_version()} standard library"
+            if self.path is None
+            else str(self.path)
+        )
         log.info("Preparing %s: %s, %.1f MB.", source, _count(len(files), "file"), total / 1e6)
         sources.check_heads(files)
-        split = Splitter.choose(files, val_fraction=self.val_fraction, test_fraction=self.test_fraction)
+        split = Splitter.choose(
+            files, val_fraction=self.val_fraction, test_fraction=self.test_fraction
+        )
         with tokenizer.all_cores():
             if self.tokenizer_path is not None:
                 bpe = tokenizer.load_external(self.tokenizer_path)
@@ -169,23 +221,35 @@ class Corpus:
         if empty:
             unit = "lines" if split.by == "piece" else "files"
             raise ConfigError(
-                f"data.path={self.path}: {total:,} bytes of text are too little: no {unit} are left for the "
-                f"{' and '.join(empty)} split. Name more text, or raise data.source.val_fraction and test_fraction."
+                f"data.path={self.path}: {total:,} bytes of text are too little: no {unit} are "
+                "left for the "
+                f"{' and '.join(empty)} split. Name more text, or raise data.source.val_fraction "
+                "and test_fraction."
             )
         seconds = time.monotonic() - started
         for name, counts in statistics.items():
-            log.info("%s: %s tokens, %s bytes.", name, f"{counts['tokens']:,}", f"{counts['bytes']:,}")
+            log.info(
+                "%s: %s tokens, %s bytes.", name, f"{counts['tokens']:,}", f"{counts['bytes']:,}"
+            )
         log.info("Prepared in %.1f s.", seconds)
         return {
-            "version": _VERSION, "source": source, "source_files": len(files), "split_by": split.by,
-            "vocab_size": self.vocab_size, "tokenizer_vocab_size": bpe.get_vocab_size(), "dtype": self._dtype().str,
-            "splits": statistics, "prepared_in_seconds": round(seconds, 2),
-        }  # fmt: skip
+            "version": _VERSION,
+            "source": source,
+            "source_files": len(files),
+            "split_by": split.by,
+            "vocab_size": self.vocab_size,
+            "tokenizer_vocab_size": bpe.get_vocab_size(),
+            "dtype": self._dtype().str,
+            "splits": statistics,
+            "prepared_in_seconds": round(seconds, 2),
+        }
 
     def _train_text(self, files: list[SourceFile], split: Splitter) -> Iterator[str]:
         """Yield the first `tokenizer_bytes` of the train split's text."""
         left = self.tokenizer_bytes
-        for file, piece in self._pieces(sorted(files, key=lambda file: sources.hash_place(file.name)), split):
+        for file, piece in self._pieces(
+            sorted(files, key=lambda file: sources.hash_place(file.name)), split
+        ):
             if split(file, piece.number) != "train":
                 continue
             yield piece.text
@@ -193,8 +257,13 @@ class Corpus:
             if left <= 0:
                 return
 
-    def _encode(self, part: Path, files: list[SourceFile], split: Splitter, bpe: Tokenizer) -> dict[str, Any]:
-        writers = {name: _Writer(part / f"{name}.bin", self._dtype(), bpe, name != "train") for name in SPLITS}
+    def _encode(
+        self, part: Path, files: list[SourceFile], split: Splitter, bpe: Tokenizer
+    ) -> dict[str, Any]:
+        writers = {
+            name: _Writer(part / f"{name}.bin", self._dtype(), bpe, name != "train")
+            for name in SPLITS
+        }
         waiting: list[tuple[SourceFile, Piece]] = []
         size = 0
         for file, piece in self._pieces(files, split):
@@ -206,7 +275,9 @@ class Corpus:
         _write(writers, split, bpe, waiting)
         return {name: writer.close() for name, writer in writers.items()}
 
-    def _pieces(self, files: list[SourceFile], split: Splitter) -> Iterator[tuple[SourceFile, Piece]]:
+    def _pieces(
+        self, files: list[SourceFile], split: Splitter
+    ) -> Iterator[tuple[SourceFile, Piece]]:
         for file in files:
             for piece in sources.pieces(file, field=self.field, piece_bytes=split.piece_bytes):
                 yield file, piece
@@ -222,7 +293,9 @@ class _Writer:
     path: Path
     dtype: np.dtype[Any]
     bpe: Tokenizer
-    compress: bool  # measure zlib's compression of a held-out split, as a baseline for bits per byte
+    compress: (
+        bool  # measure zlib's compression of a held-out split, as a baseline for bits per byte
+    )
     tokens: int = 0
     bytes: int = 0
     documents: int = 0
@@ -256,9 +329,15 @@ class _Writer:
     def close(self) -> dict[str, Any]:
         self._flush()
         self._file.close()
-        statistics: dict[str, Any] = {"tokens": self.tokens, "bytes": self.bytes, "documents": self.documents}
+        statistics: dict[str, Any] = {
+            "tokens": self.tokens,
+            "bytes": self.bytes,
+            "documents": self.documents,
+        }
         if self.compress and self.bytes:
-            statistics["zlib_bits_per_byte"] = 8 * self.zlib_bytes / self.bytes  # level 9, each file by itself
+            statistics["zlib_bits_per_byte"] = (
+                8 * self.zlib_bytes / self.bytes
+            )  # level 9, each file by itself
         return statistics
 
     def _flush(self) -> None:
@@ -267,7 +346,10 @@ class _Writer:
 
 
 def _write(
-    writers: dict[str, _Writer], split: Splitter, bpe: Tokenizer, pieces: list[tuple[SourceFile, Piece]]
+    writers: dict[str, _Writer],
+    split: Splitter,
+    bpe: Tokenizer,
+    pieces: list[tuple[SourceFile, Piece]],
 ) -> None:
     encodings = bpe.encode_batch_fast([piece.text for _, piece in pieces], add_special_tokens=False)
     for (file, piece), encoding in zip(pieces, encodings, strict=True):

@@ -1,7 +1,8 @@
 """Handwritten digits: 1,797 images of 8 × 8 pixels, in digits.csv.gz beside this file.
 
-E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository (1998), CC BY 4.0;
-the part, and the file, that scikit-learn's `load_digits` reads: 64 values from 0 to 16 and the digit per row.
+E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning
+Repository (1998), CC BY 4.0; the part, and the file, that scikit-learn's `load_digits` reads: 64
+values from 0 to 16 and the digit per row.
 """
 
 from __future__ import annotations
@@ -24,14 +25,21 @@ _HELD_OUT = 10  # a tenth of each digit's images for val, and a tenth for test
 
 
 class DigitsData(DataModule):
-    """Images (B, 1, 8, 8) with values in [0, 1], and digits (B,). The split is fixed, with the same digit mix in each.
+    """Images (B, 1, 8, 8) with values in [0, 1], and digits (B,).
+
+    The split is fixed, with the same digit mix in each.
 
     Args:
-        shift: move training images by up to this many pixels in each direction; 0: do not move them.
+        shift: move training images by up to this many pixels in each direction; 0: do not move
+            them.
         loader: batch sizes and the other arguments of DataModule.
     """
 
-    model_sizes: ClassVar[dict[str, int]] = {"image_size": 8, "channels": 1, "classes": 10}  # read before launch
+    model_sizes: ClassVar[dict[str, int]] = {
+        "image_size": 8,
+        "channels": 1,
+        "classes": 10,
+    }  # read before launch
 
     def __init__(self, *, shift: int = 1, **loader: Any) -> None:
         super().__init__(**loader)
@@ -53,7 +61,9 @@ def load_digits() -> tuple[np.ndarray, np.ndarray]:
 
 def split_indices(digits: np.ndarray) -> dict[Split, np.ndarray]:
     """Return the indices of each split's images, drawn digit by digit. They never change."""
-    draw = np.random.RandomState(0)  # the same numbers in every version of numpy, unlike default_rng
+    draw = np.random.RandomState(
+        0
+    )  # the same numbers in every version of numpy, unlike default_rng
     parts: dict[Split, list[np.ndarray]] = {"train": [], "val": [], "test": []}
     for digit in np.unique(digits):
         indices = draw.permutation(np.flatnonzero(digits == digit))
@@ -65,7 +75,10 @@ def split_indices(digits: np.ndarray) -> dict[Split, np.ndarray]:
 
 
 class Images(Rows):
-    """Images and classes in memory. `augment` moves an image by whole pixels, and fills up with zeros."""
+    """Images and classes in memory.
+
+    `augment` moves an image by whole pixels, and fills up with zeros.
+    """
 
     def __init__(self, inputs: Tensor, targets: Tensor, *, shift: int) -> None:
         super().__init__(inputs, targets)

@@ -13,5 +13,6 @@ def load(module: str, *, needed_by: str) -> Any:
     except ImportError as error:
         package = {"PIL": "pillow"}.get(module.partition(".")[0], module.partition(".")[0])
         raise ConfigError(
-            f"{needed_by} needs the package {package} ({error}). Type make setup EXTRAS=data, or pip install {package}."
+            f"{needed_by} needs the package {package} ({error}). Type make setup EXTRAS=data, or "
+            f"pip install {package}."
         ) from error

@@ -1,4 +1,6 @@
-"""Hugging Face datasets: from the hub, or local files in any of its formats; map-style, or streamed."""
+"""Hugging Face datasets: from the hub, or local files in any of its formats; map-style, or
+streamed.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,16 @@ Of = dict[str, str | list[str]]  # columns by name in a sample
 
 
 class HFData(LabeledData):
-    """Samples {"inputs", "targets"} of two columns. Texts as targets are classes, numbered in sorted order.
+    """Samples {"inputs", "targets"} of two columns.
 
-    Predictions are of the test split, or another one if there is none, and need no column of targets.
+    Texts as targets are classes, numbered in sorted order.
+
+    Predictions are of the test split, or another one if there is none, and need no column of
+    targets.
 
     Args:
-        path: a name on the hub; or csv, json, parquet, text, imagefolder … with data_files or data_dir.
+        path: a name on the hub; or csv, json, parquet, text, imagefolder … with data_files or
+            data_dir.
         name: the configuration of the data set, if it has several.
         data_files, data_dir: of local files.
         splits: their names there, for train, val and test; null: there is none.
@@ -43,30 +49,60 @@ class HFData(LabeledData):
         targets: a column.
         streaming: read the samples one after the other, without downloading all of them first.
         classes: whether texts as targets are names of classes; else they stay texts.
-        image_mode: turn images into this mode of Pillow's: L, RGB or RGBA. None: they have it already.
+        image_mode: turn images into this mode of Pillow's: L, RGB or RGBA. None: they have it
+            already.
         loader: batch sizes and the other arguments of DataModule.
     """
 
     predict_split = "predict"
 
     def __init__(
-        self, *, path: str, name: str | None = None, data_files: Any = None, data_dir: str | None = None,
-        splits: dict[str, str | None] | None = None, inputs: str | Sequence[str] = "inputs", targets: str = "targets",
-        streaming: bool = False, classes: bool = True, image_mode: str | None = None, **loader: Any,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        path: str,
+        name: str | None = None,
+        data_files: Any = None,
+        data_dir: str | None = None,
+        splits: dict[str, str | None] | None = None,
+        inputs: str | Sequence[str] = "inputs",
+        targets: str = "targets",
+        streaming: bool = False,
+        classes: bool = True,
+        image_mode: str | None = None,
+        **loader: Any,
+    ) -> None:
         super().__init__(**loader)
         self.path, self.texts_are_classes, self.image_mode = path, classes, image_mode
-        files = data_files if data_files is None or isinstance(data_files, str) else _plain(data_files)
-        self.source = {"path": path, "name": name, "data_files": files, "data_dir": data_dir, "streaming": streaming}
+        files = (
+            data_files if data_files is None or isinstance(data_files, str) else _plain(data_files)
+        )
+        self.source = {
+            "path": path,
+            "name": name,
+            "data_files": files,
+            "data_dir": data_dir,
+            "streaming": streaming,
+        }
         self.splits = dict(splits or {"train": "train", "val": "validation", "test": "test"})
-        self.inputs, self.targets = inputs if isinstance(inputs, str) else [str(each) for each in inputs], targets
+        self.inputs, self.targets = (
+            inputs if isinstance(inputs, str) else [str(each) for each in inputs],
+            targets,
+        )
         if not self.inputs:
-            raise ConfigError(f"data.inputs={inputs}: name a column, or several columns of numbers.")
-        self._loaded: dict[str, Any] = {}  # rows by split, since a name on the hub is looked up at each load
+            raise ConfigError(
+                f"data.inputs={inputs}: name a column, or several columns of numbers."
+            )
+        self._loaded: dict[
+            str, Any
+        ] = {}  # rows by split, since a name on the hub is looked up at each load
 
     @override
     def dataset(self, split: Split) -> Any:
-        of = next((s for s in ("test", "val", "train") if self.splits.get(s)), "test") if split == "predict" else split
+        of = (
+            next((s for s in ("test", "val", "train") if self.splits.get(s)), "test")
+            if split == "predict"
+            else split
+        )
         if self.splits.get(of) is None:
             return None
         rows, columns = self._load(of), Of(inputs=self.inputs, targets=self.targets)
@@ -84,7 +120,9 @@ class HFData(LabeledData):
         elif names is not None:
             where = f"data.path={self.path}, split {self.splits[of]}, column {self.targets},"
             keys = names if _is_text(rows, self.targets) else range(len(names))
-            numbers = dict(zip(keys, self.numbers(names, where=where), strict=True)) | {-1: -1}  # -1: not labeled
+            numbers = dict(zip(keys, self.numbers(names, where=where), strict=True)) | {
+                -1: -1
+            }  # -1: not labeled
         rows = rows.with_format("torch")
         if self.source["streaming"]:
             return StreamedColumns(rows, columns, numbers)
@@ -105,50 +143,76 @@ class HFData(LabeledData):
             return None
         if self.source["streaming"]:
             raise ConfigError(
-                f"data.targets={column} holds texts, which a stream cannot number. Type data.streaming=false, or "
+                f"data.targets={column} holds texts, which a stream cannot number. Type "
+                "data.streaming=false, or "
                 "data.classes=false if they are no names of classes."
             )
         self._check(rows, [column])
         return sorted(rows.unique(column))
 
     def _has_unlabeled(self, rows: Any, split: Split) -> bool:
-        """Return whether a class of the test split is -1, as public tests have it. Raises ConfigError for others."""
-        if self.source["streaming"] or _is_text(rows, self.targets) or -1 not in rows.unique(self.targets):
+        """Return whether a class of the test split is -1, as public tests have it.
+
+        Raises ConfigError for others.
+        """
+        if (
+            self.source["streaming"]
+            or _is_text(rows, self.targets)
+            or -1 not in rows.unique(self.targets)
+        ):
             return False
-        where = f"data.path={self.path}, split {self.splits[split]}: column {self.targets} holds -1, which is no class"
+        where = (
+            f"data.path={self.path}, split {self.splits[split]}: column {self.targets} holds "
+            "-1, which is no class"
+        )
         if split != "test":
-            raise ConfigError(f"{where}. Leave out these rows, or name another split: data.splits.{split}=…")
+            raise ConfigError(
+                f"{where}. Leave out these rows, or name another split: data.splits.{split}=…"
+            )
         log.info("%s: the run does not test (data.splits.test=null).", where)
         return True
 
     def _with_pixels(self, rows: Any) -> Any:
-        """Return the rows with images of `image_mode`. Raises ConfigError if numbers of the first are no brightness."""
+        """Return the rows with images of `image_mode`.
+
+        Raises ConfigError if numbers of the first are no brightness.
+        """
         datasets = extras.load("datasets", needed_by="data=hf")
         for column in _flat(Of(inputs=self.inputs)):
             if not isinstance((rows.features or {}).get(column), datasets.Image):
                 continue
             first = next(iter(rows.select_columns([column])), {column: None})[column]
             mode = getattr(first, "mode", "RGB")
-            where = f"data.path={self.path}: the first image of column {column} has Pillow's mode {mode}"
+            where = (
+                f"data.path={self.path}: the first image of column {column} has Pillow's mode "
+                f"{mode}"
+            )
             if mode.startswith(("I", "F")):
-                raise ConfigError(f"{where}, whose pixels have more than 8 bits. Convert the images to 8 bits.")
+                raise ConfigError(
+                    f"{where}, whose pixels have more than 8 bits. Convert the images to 8 bits."
+                )
             if self.image_mode is not None:
                 rows = rows.cast_column(column, datasets.Image(mode=self.image_mode))
             elif mode not in PIXELS:
-                raise ConfigError(f"{where}, whose numbers are not brightness. Type data.image_mode=RGB (or L: grey).")
+                raise ConfigError(
+                    f"{where}, whose numbers are not brightness. Type data.image_mode=RGB (or L: "
+                    "grey)."
+                )
         return rows
 
     def _check(self, rows: Any, columns: list[str]) -> None:
         known = rows.column_names
         if known is not None and (missing := [column for column in columns if column not in known]):
             raise ConfigError(
-                f"{self._where} has no column {', '.join(missing)}. Its columns: {', '.join(known)}. "
+                f"{self._where} has no column {', '.join(missing)}. Its columns: "
+                f"{', '.join(known)}. "
                 "Type data.inputs=… data.targets=…"
             )
         for column in () if self.source["streaming"] else columns:
             if empty := rows.data.column(column).null_count:
                 raise ConfigError(
-                    f"{self._where}: column {column} has {empty} empty cells. Fill them in, or leave out these rows."
+                    f"{self._where}: column {column} has {empty} empty cells. Fill them in, or "
+                    "leave out these rows."
                 )
 
     def _load(self, split: str) -> Any:
@@ -156,9 +220,12 @@ class HFData(LabeledData):
             return self._loaded[split]
         name = self.splits[split]
         datasets = extras.load("datasets", needed_by="data=hf")
-        if not (self.source["data_files"] or self.source["data_dir"]) and _is_format(datasets, self.path):
+        if not (self.source["data_files"] or self.source["data_dir"]) and _is_format(
+            datasets, self.path
+        ):
             raise ConfigError(  # it would read each file below the current folder
-                f"data.path={self.path}: a format, but no files. Type data.data_files=… or data.data_dir=…, too."
+                f"data.path={self.path}: a format, but no files. Type data.data_files=… or "
+                "data.data_dir=…, too."
             )
         unreachable = self._unreachable
         try:
@@ -168,11 +235,17 @@ class HFData(LabeledData):
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
             if unreachable and isinstance(error, ConnectionError):
                 raise ConfigError(
-                    f"data.path={self.path}: {unreachable}, and no data set of this name is in the cache of datasets. "
-                    "Name local files (data.path=csv data.data_files=my.csv), or try again with a network."
+                    f"data.path={self.path}: {unreachable}, and no data set of this name is in the "
+                    "cache of datasets. "
+                    "Name local files (data.path=csv data.data_files=my.csv), or try again with a "
+                    "network."
                 ) from error
-            cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetsError) else error
-            remedy = f"data.splits.{split}=… (null: there is none; 'train[:10%]': a part of another one)"
+            cause = (
+                error.__cause__ if isinstance(error, datasets.exceptions.DatasetsError) else error
+            )
+            remedy = (
+                f"data.splits.{split}=… (null: there is none; 'train[:10%]': a part of another one)"
+            )
             if "split" not in str(error).lower():
                 remedy = "data.path=…, data.name=… or data.data_files=… of data that are there"
             said = error_line(cause or error).rstrip(".!")
@@ -186,9 +259,16 @@ class HFData(LabeledData):
 
     @cached_property
     def _unreachable(self) -> str | None:
-        """Why a name cannot be looked up on the hub, or None. The hub's own retries take half a minute to say so."""
+        """Why a name cannot be looked up on the hub, or None.
+
+        The hub's own retries take half a minute to say so.
+        """
         datasets = extras.load("datasets", needed_by="data=hf")
-        if os.path.isdir(self.path) or _is_format(datasets, self.path) or datasets.config.HF_HUB_OFFLINE:
+        if (
+            os.path.isdir(self.path)
+            or _is_format(datasets, self.path)
+            or datasets.config.HF_HUB_OFFLINE
+        ):
             return None
         if getproxies():  # one that resolves names itself
             return None
@@ -223,7 +303,9 @@ def _offline(datasets: Any) -> Iterator[None]:
 class Columns(Dataset[dict[str, Any]]):
     """Two columns of a map-style data set."""
 
-    def __init__(self, rows: Any, columns: Of, numbers: dict[Any, int] | None = None, *, where: str = "") -> None:
+    def __init__(
+        self, rows: Any, columns: Of, numbers: dict[Any, int] | None = None, *, where: str = ""
+    ) -> None:
         self.rows, self.columns, self.numbers, self.where = rows, columns, numbers, where
 
     def __len__(self) -> int:
@@ -234,7 +316,9 @@ class Columns(Dataset[dict[str, Any]]):
         try:
             row = self.rows[index]
         except OSError as error:  # a damaged image
-            raise ConfigError(f"{self.where}: sample {index} cannot be read ({error}). Remove it.") from error
+            raise ConfigError(
+                f"{self.where}: sample {index} cannot be read ({error}). Remove it."
+            ) from error
         return _sample(row, self.columns, self.numbers)
 
 
@@ -253,11 +337,18 @@ class StreamedColumns(IterableDataset[dict[str, Any]]):
 
 
 def _sample(row: dict[str, Any], columns: Of, numbers: dict[Any, int] | None) -> dict[str, Any]:
-    """Return a sample. `numbers`: of targets that are classes, by their text or their number in the data set."""
-    sample = {name: row[of] if isinstance(of, str) else _vector(row, of) for name, of in columns.items()}
+    """Return a sample.
+
+    `numbers`: of targets that are classes, by their text or their number in the data set.
+    """
+    sample = {
+        name: row[of] if isinstance(of, str) else _vector(row, of) for name, of in columns.items()
+    }
     if numbers is not None and "targets" in sample:
         target = sample["targets"]
-        sample["targets"] = torch.tensor(numbers[target if isinstance(target, str) else int(target)])
+        sample["targets"] = torch.tensor(
+            numbers[target if isinstance(target, str) else int(target)]
+        )
     images = isinstance(sample["inputs"], torch.Tensor) and sample["inputs"].dtype == torch.uint8
     return {**sample, "inputs": sample["inputs"].float() / 255} if images else sample
 
@@ -267,7 +358,8 @@ def _vector(row: dict[str, Any], columns: list[str]) -> torch.Tensor:
     for column, value in zip(columns, values, strict=True):
         if not isinstance(value, torch.Tensor) or value.ndim:
             raise ConfigError(
-                f"data.inputs={columns}: column {column} holds no single numbers. Leave it out, or type "
+                f"data.inputs={columns}: column {column} holds no single numbers. Leave it out, or "
+                "type "
                 f"data.inputs={column} for it alone."
             )
     return torch.stack([value.float() for value in values])

@@ -1,4 +1,6 @@
-"""Images in folders, one folder per class: path/cat/1.jpg, or path/train/cat/1.jpg beside path/val and path/test."""
+"""Images in folders, one folder per class: path/cat/1.jpg, or path/train/cat/1.jpg beside path/val
+and path/test.
+"""
 
 from __future__ import annotations
 
@@ -46,21 +48,32 @@ class ImageFiles(Dataset[Batch]):
 
     @override
     def __getitem__(self, index: int) -> Batch:
-        """Return the image with its shorter side scaled to the size and the margin, cropped to a square there."""
+        """Return the image with its shorter side scaled to the size and the margin, cropped to a
+        square there.
+        """
         from PIL import Image, ImageOps
 
         path, target = self.files[index]
         try:
             with Image.open(path) as opened:
                 upright = ImageOps.exif_transpose(opened)  # cameras store how to turn the picture
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # as Pillow's formats raise
-            raise ConfigError(f"data.path: {path} cannot be read as an image ({error}). Remove it.") from error
+        except (
+            OSError,
+            ValueError,
+            SyntaxError,
+            Image.DecompressionBombError,
+        ) as error:  # as Pillow's formats raise
+            raise ConfigError(
+                f"data.path: {path} cannot be read as an image ({error}). Remove it."
+            ) from error
         image = _rgb(upright, path)
         side = round(self.size * (1 + self.margin))
         scale = side / min(image.size)
         width, height = (max(side, round(length * scale)) for length in image.size)
         left, top = (width - side) // 2, (height - side) // 2
-        image = image.resize((width, height), Image.Resampling.BILINEAR).crop((left, top, left + side, top + side))
+        image = image.resize((width, height), Image.Resampling.BILINEAR).crop(
+            (left, top, left + side, top + side)
+        )
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
         targets = {} if target is None else {"targets": torch.tensor(target)}
         return {"inputs": (pixels - self.mean) / self.std, **targets}
@@ -73,14 +86,19 @@ class ImageFiles(Dataset[Batch]):
         inputs = sample["inputs"]
         room = inputs.shape[-1] - self.size
         top, left, flipped = (
-            torch.randint(0, high, (), generator=generator).item() for high in (room + 1, room + 1, 2)
+            torch.randint(0, high, (), generator=generator).item()
+            for high in (room + 1, room + 1, 2)
         )
         inputs = inputs[:, top : top + self.size, left : left + self.size]
-        return {"inputs": inputs.flip(-1) if self.flip and flipped else inputs, "targets": sample["targets"]}
+        return {
+            "inputs": inputs.flip(-1) if self.flip and flipped else inputs,
+            "targets": sample["targets"],
+        }
 
 
 class ImageFolderData(LabeledData):
-    """Images (B, 3, S, S) and classes (B,), which are the folders' names in alphabetical order, numbered from 0.
+    """Images (B, 3, S, S) and classes (B,), which are the folders' names in alphabetical order,
+    numbered from 0.
 
     A trained model's classes keep their numbers. Predictions need no class folders.
 
@@ -90,21 +108,37 @@ class ImageFolderData(LabeledData):
         mean, std: of each channel, subtracted and divided by; pixels lie in [0, 1] before.
         flip: flip half of the training images.
         margin: a training image is cropped at random from one this share larger; 0: no random crop.
-        val_fraction, test_fraction: shares of the images, where there are no folders of these names.
+        val_fraction, test_fraction: shares of the images, where there are no folders of these
+            names.
         loader: batch sizes and the other arguments of DataModule.
     """
 
-    model_sizes: ClassVar[dict[str, int | str]] = {"image_size": "size", "channels": 3}  # read before launch
+    model_sizes: ClassVar[dict[str, int | str]] = {
+        "image_size": "size",
+        "channels": 3,
+    }  # read before launch
     path: Path
     predict_split = "predict"  # all images below path; of the test folder, if there is one
 
     def __init__(
-        self, *, path: str, size: int = 64, mean: list[float] | None = None, std: list[float] | None = None,
-        flip: bool = True, margin: float = 0.125, val_fraction: float = 0.1, test_fraction: float = 0.1, **loader: Any,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        path: str,
+        size: int = 64,
+        mean: list[float] | None = None,
+        std: list[float] | None = None,
+        flip: bool = True,
+        margin: float = 0.125,
+        val_fraction: float = 0.1,
+        test_fraction: float = 0.1,
+        **loader: Any,
+    ) -> None:
         super().__init__(**loader)
         self.path, self.size, self.flip, self.margin = Path(path).expanduser(), size, flip, margin
-        self.mean, self.std = list(mean or (0.485, 0.456, 0.406)), list(std or (0.229, 0.224, 0.225))
+        self.mean, self.std = (
+            list(mean or (0.485, 0.456, 0.406)),
+            list(std or (0.229, 0.224, 0.225)),
+        )
         self.fractions = {"val_fraction": val_fraction, "test_fraction": test_fraction}
 
     @override
@@ -122,13 +156,15 @@ class ImageFolderData(LabeledData):
         folder = self._split_folders().get("train", self.path)
         if not (found := _classes(folder)):
             raise ConfigError(
-                f"data.path={folder}: it has no folder. Put the images of each class into one, as in "
+                f"data.path={folder}: it has no folder. Put the images of each class into one, as "
+                "in "
                 f"{folder}/cat/1.jpg."
             )
         empty = [name for name in found if next(_images_below(folder / name), None) is None]
         if empty and len(empty) < len(found):
             raise ConfigError(
-                f"data.path={folder}: the folder {empty[0]} has no images ({_KINDS}). Put some there, or remove it: "
+                f"data.path={folder}: the folder {empty[0]} has no images ({_KINDS}). Put some "
+                "there, or remove it: "
                 "each folder is a class."
             )
         return {"classes": found}
@@ -145,9 +181,15 @@ class ImageFolderData(LabeledData):
         return {split: [every[i] for i in indices.tolist()] for split, indices in parts.items()}
 
     def _split_folders(self) -> dict[str, Path]:
-        """Return the folders train, val and test; none if the class folders lie in the path itself."""
+        """Return the folders train, val and test; none if the class folders lie in the path
+        itself.
+        """
         sources.check_class_folders(self.path)
-        found = {split: self.path / split for split in ("train", "val", "test") if (self.path / split).is_dir()}
+        found = {
+            split: self.path / split
+            for split in ("train", "val", "test")
+            if (self.path / split).is_dir()
+        }
         is_class = self.saved is not None and any(split in (self.classes or []) for split in found)
         return {} if is_class or ("train" not in found and self.saved is None) else found
 
@@ -160,19 +202,28 @@ class ImageFolderData(LabeledData):
             for file in _files_below(folder / name)
         ]
         if not found:
-            raise ConfigError(f"data.path={folder}: no images in class folders, as in {folder}/cat/1.jpg ({_KINDS}).")
+            raise ConfigError(
+                f"data.path={folder}: no images in class folders, as in {folder}/cat/1.jpg "
+                f"({_KINDS})."
+            )
         return found
 
     @cached_property
     def _to_predict(self) -> list[tuple[Path, int | None]]:
-        """All images below the path, of its test or val folder if it has one: with classes if all are known."""
+        """All images below the path, of its test or val folder if it has one: with classes if all
+        are known.
+        """
         folders = self._split_folders()
         folder = folders.get("test") or folders.get("val") or folders.get("train") or self.path
         every = _files_below(folder)
         if not every:
             raise ConfigError(f"data.path={folder}: there are no images below it ({_KINDS}).")
         names = [file.relative_to(folder).parts[0] for file in every]
-        numbers = self.numbers(names, where=f"data.path: {folder}") if self.knows(names) else [None] * len(every)
+        numbers = (
+            self.numbers(names, where=f"data.path: {folder}")
+            if self.knows(names)
+            else [None] * len(every)
+        )
         return list(zip(every, numbers, strict=True))
 
 
@@ -186,14 +237,18 @@ def _classes(folder: Path) -> list[str]:
 
 
 def _rgb(image: Any, path: Path) -> Any:
-    """Return the image with three channels of 8 bits. Pillow would clip grey values of more bits."""
+    """Return the image with three channels of 8 bits.
+
+    Pillow would clip grey values of more bits.
+    """
     from PIL import Image
 
     if image.mode.startswith("I;16"):
         return Image.fromarray((np.asarray(image) // 257).astype(np.uint8)).convert("RGB")
     if image.mode in ("I", "F"):
         raise ConfigError(
-            f"data.path: {path} has pixels of 32 bits (Pillow's mode {image.mode}), whose range is not known. Convert "
+            f"data.path: {path} has pixels of 32 bits (Pillow's mode {image.mode}), whose range is "
+            "not known. Convert "
             "it to 8 bits."
         )
     return image if image.mode == "RGB" else image.convert("RGB")
@@ -204,7 +259,10 @@ def _files_below(folder: Path) -> list[Path]:
 
 
 def _images_below(folder: str | Path) -> Iterator[str]:
-    """Yield the files with an image's suffix, except hidden ones. Raises ConfigError for what only has its name."""
+    """Yield the files with an image's suffix, except hidden ones.
+
+    Raises ConfigError for what only has its name.
+    """
     with os.scandir(folder) as found:
         for entry in found:
             if entry.name.startswith("."):
@@ -214,5 +272,7 @@ def _images_below(folder: str | Path) -> Iterator[str]:
                     yield from _images_below(entry.path)
             elif os.path.splitext(entry.name)[1].lower() in SUFFIXES:
                 if not entry.is_file():
-                    raise ConfigError(f"data.path: {entry.path} is {sources.what(Path(entry.path))}. Remove it.")
+                    raise ConfigError(
+                        f"data.path: {entry.path} is {sources.what(Path(entry.path))}. Remove it."
+                    )
                 yield entry.path

@@ -1,4 +1,6 @@
-"""Make a Stream of an IterableDataset: the same samples on any number of ranks and workers, and after a resume."""
+"""Make a Stream of an IterableDataset: the same samples on any number of ranks and workers, and
+after a resume.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,17 @@ FIRST = 3  # records that are compared
 
 
 class IterableStream(Stream):
-    """Reads an IterableDataset from its start in each epoch, and after a resume skips what the run has seen.
+    """Reads an IterableDataset from its start in each epoch, and after a resume skips what the run
+    has seen.
 
-    Every rank and worker reads all samples and keeps its share, so the dataset must not divide them itself: it does not
-    see which worker it is in. Random numbers that it draws from the global generators depend on (seed, epoch, place).
-    `set_epoch(epoch)` is called before each epoch if the dataset has it.
+    Every rank and worker reads all samples and keeps its share, so the dataset must not divide them
+    itself: it does not
+    see which worker it is in. Random numbers that it draws from the global generators depend on
+    (seed, epoch, place). `set_epoch(epoch)` is called before each epoch if the dataset has it.
 
     Args:
-        limited: the samples of an epoch are limited by data.train_limit, so they need not be counted.
+        limited: the samples of an epoch are limited by data.train_limit, so they need not be
+            counted.
     """
 
     def __init__(self, dataset: IterableDataset[Any], *, seed: int, limited: bool = False) -> None:
@@ -50,7 +55,9 @@ class IterableStream(Stream):
 
     @override
     def records(self, epoch: int, start: int) -> Iterator[Any]:
-        return self.begun.watched(self._records(epoch, self._size), epoch=epoch, start=start, size=self._size)
+        return self.begun.watched(
+            self._records(epoch, self._size), epoch=epoch, start=start, size=self._size
+        )
 
     def _records(self, epoch: int, limit: int) -> Iterator[Any]:
         if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
@@ -76,23 +83,30 @@ class IterableStream(Stream):
         self._size -= self._size % batch_size
 
     def check_repeats(self) -> None:
-        """Raise ConfigError if a second pass of training data begins with other records, or has more or fewer.
+        """Raise ConfigError if a second pass of training data begins with other records, or has
+        more or fewer.
 
         Evaluations read epoch 0 alone, which may be another number of samples than in other epochs.
         """
         first, again = self.first_records(), self.first_records()
         if first and not alike.alike(first, again):
             raise ConfigError(
-                f"{type(self.dataset).__name__} yields other samples when it is read again, so a resume could not "
-                "repeat them. Let __iter__ draw from torch's, NumPy's or Python's global generator, or begin a "
+                f"{type(self.dataset).__name__} yields other samples when it is read again, so a "
+                "resume could not "
+                "repeat them. Let __iter__ draw from torch's, NumPy's or Python's global "
+                "generator, or begin a "
                 "generator of its own anew, and count epochs in set_epoch(epoch) only."
             )
         if self._counted and (again := self._count(1)) != self._size:
             raise ConfigError(
-                f"{type(self.dataset).__name__} has no __len__, and yields {self._size:,} samples in one pass and "
-                f"{again:,} in the next. A resume finds its place by counting, so each epoch has as many: give it a "
-                "method __len__ and yield that number in each pass (for a sample that is left out, yield the next "
-                "one), or type data.train_limit=… for training data that have at least as many in each pass."
+                f"{type(self.dataset).__name__} has no __len__, and yields {self._size:,} samples "
+                "in one pass and "
+                f"{again:,} in the next. A resume finds its place by counting, so each epoch has "
+                "as many: give it a "
+                "method __len__ and yield that number in each pass (for a sample that is left out, "
+                "yield the next "
+                "one), or type data.train_limit=… for training data that have at least as many in "
+                "each pass."
             )
 
     @override
@@ -100,12 +114,15 @@ class IterableStream(Stream):
         return record
 
     def _length(self) -> int:
-        """Return the samples of an epoch: the dataset's own number, or the number that a pass yields."""
+        """Return the samples of an epoch: the dataset's own number, or the number that a pass
+        yields.
+        """
         try:
             return len(self.dataset)  # pyright: ignore[reportArgumentType]
         except TypeError:
             log.info(
-                "Counting the samples of %s, those for training twice. A method __len__ would spare this.",
+                "Counting the samples of %s, those for training twice. A method __len__ would "
+                "spare this.",
                 type(self.dataset).__name__,
             )
         self._counted = True
@@ -118,23 +135,30 @@ class IterableStream(Stream):
             for count, _ in enumerate(self._records(epoch, ENDLESS), start=1):
                 if count % 256 == 0 and time.monotonic() - began > COUNT_SECONDS:
                     raise ConfigError(
-                        f"{name} has no __len__ and did not end within {COUNT_SECONDS:.0f} s ({count:,} samples). A "
-                        "resume needs the samples per epoch: give it a method __len__, type data.train_limit=…, or "
-                        "return an armature.data.stream.Stream instead, which can skip to a place (docs/data.md)."
+                        f"{name} has no __len__ and did not end within {COUNT_SECONDS:.0f} s "
+                        f"({count:,} samples). A "
+                        "resume needs the samples per epoch: give it a method __len__, type "
+                        "data.train_limit=…, or "
+                        "return an armature.data.stream.Stream instead, which can skip to a place "
+                        "(docs/data.md)."
                     )
         return count
 
 
 class Begun:
-    """How the newest pass of the training loop has begun, to be compared after a resume, which reads it once more.
+    """How the newest pass of the training loop has begun, to be compared after a resume, which
+    reads it once more.
 
     The loader's processes share it.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        # passes begun, epoch and digest of the newest; of the one that a resume reads once more: known, epoch, digest
-        self._newest, self._saved = (torch.zeros(3, dtype=torch.int64).share_memory_() for _ in range(2))
+        # passes begun, epoch and digest of the newest; of the one that a resume reads once more:
+        # known, epoch, digest
+        self._newest, self._saved = (
+            torch.zeros(3, dtype=torch.int64).share_memory_() for _ in range(2)
+        )
 
     def state_dict(self) -> dict[str, int]:
         passes, epoch, digest = self._newest.tolist()
@@ -144,7 +168,9 @@ class Begun:
         if state:
             self._saved[:] = torch.tensor([1, state["epoch"], state["digest"]])
 
-    def watched(self, records: Iterator[Any], *, epoch: int, start: int, size: int) -> Iterator[Any]:
+    def watched(
+        self, records: Iterator[Any], *, epoch: int, start: int, size: int
+    ) -> Iterator[Any]:
         """Yield the records from a place on."""
         first: list[int] = []
         watches = is_first_process()
@@ -164,9 +190,12 @@ class Begun:
         self._saved[0] = 0
         if digest != saved and os.environ.get("RANK", "0") == "0":
             log.warning(
-                "data: epoch %d of %s does not begin with the samples that it had before the run was stopped. If "
-                "__iter__ draws from what training changes (a replay buffer), the resumed run is as an undisturbed one "
-                "only if the buffer is saved (state_dict of the data module) and each sample is drawn when it is "
+                "data: epoch %d of %s does not begin with the samples that it had before the run "
+                "was stopped. If "
+                "__iter__ draws from what training changes (a replay buffer), the resumed run is "
+                "as an undisturbed one "
+                "only if the buffer is saved (state_dict of the data module) and each sample is "
+                "drawn when it is "
                 "yielded, not all of them when the epoch begins.",
                 epoch, self.name,
             )  # fmt: skip
@@ -174,12 +203,18 @@ class Begun:
 
 def adapt(dataset: Any, *, seed: int, limited: bool = False) -> Any:
     """Return a Stream of an IterableDataset, and anything else as it is."""
-    return IterableStream(dataset, seed=seed, limited=limited) if isinstance(dataset, IterableDataset) else dataset
+    return (
+        IterableStream(dataset, seed=seed, limited=limited)
+        if isinstance(dataset, IterableDataset)
+        else dataset
+    )
 
 
 @contextmanager
 def _not_in_a_worker() -> Iterator[None]:
-    """Let torch.utils.data.get_worker_info() be None, or a dataset would yield one worker's share only."""
+    """Let torch.utils.data.get_worker_info() be None, or a dataset would yield one worker's share
+    only.
+    """
     info, loader_worker._worker_info = loader_worker._worker_info, None
     try:
         yield

@@ -29,7 +29,9 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class Content:
-    """What the files hold: texts, where each is (for messages), and labels, or why they cannot be learned from."""
+    """What the files hold: texts, where each is (for messages), and labels, or why they cannot be
+    learned from.
+    """
 
     texts: list[str]
     places: list[str]
@@ -38,10 +40,19 @@ class Content:
 
 
 class Texts(Dataset[Batch]):
-    """Token ids (T,) and the class's number, if it is known. A batch is padded with -100 to its longest text."""
+    """Token ids (T,) and the class's number, if it is known.
+
+    A batch is padded with -100 to its longest text.
+    """
 
     def __init__(
-        self, texts: list[str], ids: list[np.ndarray], targets: np.ndarray | None, *, context: int, multiple: int
+        self,
+        texts: list[str],
+        ids: list[np.ndarray],
+        targets: np.ndarray | None,
+        *,
+        context: int,
+        multiple: int,
     ) -> None:
         self.texts, self.ids, self.targets = texts, ids, targets
         self.context, self.multiple = context, multiple
@@ -54,13 +65,18 @@ class Texts(Dataset[Batch]):
         return {name: value[0] for name, value in self.batch([index]).items()}
 
     def batch(self, indices: list[int]) -> Batch:
-        """Return inputs (B, T) and targets (B,), of int64. T is rounded up to `multiple`, and at most `context`."""
+        """Return inputs (B, T) and targets (B,), of int64.
+
+        T is rounded up to `multiple`, and at most `context`.
+        """
         longest = max(len(self.ids[i]) for i in indices)
         length = min(self.context, -(-longest // self.multiple) * self.multiple)
         inputs = np.full((len(indices), length), IGNORED, np.int64)
         for row, i in enumerate(indices):
             inputs[row, : len(self.ids[i])] = self.ids[i]
-        targets = {} if self.targets is None else {"targets": torch.from_numpy(self.targets[indices])}
+        targets = (
+            {} if self.targets is None else {"targets": torch.from_numpy(self.targets[indices])}
+        )
         return {"inputs": torch.from_numpy(inputs), **targets}
 
     def describe(self, index: int) -> dict[str, str]:
@@ -69,13 +85,15 @@ class Texts(Dataset[Batch]):
 
 
 class LabeledTextData(LabeledData):
-    """Token ids (B, T), padded with -100, and classes (B,), which are the labels in sorted order, numbered from 0.
+    """Token ids (B, T), padded with -100, and classes (B,), which are the labels in sorted order,
+    numbered from 0.
 
-    Each text is tokenized with the special tokens that its tokenizer adds, and cut to `context` tokens. All texts are
-    held in memory. Predictions are of all rows, and need no labels.
+    Each text is tokenized with the special tokens that its tokenizer adds, and cut to `context`
+    tokens. All texts are held in memory. Predictions are of all rows, and need no labels.
 
     Args:
-        path: a file, folder, pattern or list of .csv (with a header), .jsonl, .jsonl.gz or .parquet files.
+        path: a file, folder, pattern or list of .csv (with a header), .jsonl, .jsonl.gz or .parquet
+            files.
         tokenizer: a folder that holds tokenizer.json.
         text, target: the columns, or fields, with the text and its label.
         context: the most tokens of a text.
@@ -88,9 +106,18 @@ class LabeledTextData(LabeledData):
     predict_split = "predict"
 
     def __init__(
-        self, *, path: str | list[str], tokenizer: str, text: str = "text", target: str = "label", context: int = 256,
-        multiple: int = 8, val_fraction: float = 0.1, test_fraction: float = 0.1, **loader: Any,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        path: str | list[str],
+        tokenizer: str,
+        text: str = "text",
+        target: str = "label",
+        context: int = 256,
+        multiple: int = 8,
+        val_fraction: float = 0.1,
+        test_fraction: float = 0.1,
+        **loader: Any,
+    ) -> None:
         super().__init__(**loader)
         if found := [
             f"data.{key}={value}: must be a whole number of at least 1."
@@ -108,12 +135,19 @@ class LabeledTextData(LabeledData):
         content = self._content
         indices = split_indices(len(content.texts), **self.fractions)[split].tolist()
         is_needed = split != "predict" or (content.problem is None and self.knows(content.labels))
-        targets = np.array(self.numbers(self._labels(), where=self._where), np.int64)[indices] if is_needed else None
+        targets = (
+            np.array(self.numbers(self._labels(), where=self._where), np.int64)[indices]
+            if is_needed
+            else None
+        )
         ids = self._ids
         return Texts(
-            [content.texts[i] for i in indices], [ids[i] for i in indices], targets, context=self.context,
+            [content.texts[i] for i in indices],
+            [ids[i] for i in indices],
+            targets,
+            context=self.context,
             multiple=self.multiple,
-        )  # fmt: skip
+        )
 
     @override
     def names(self) -> dict[str, list[str]]:
@@ -130,7 +164,8 @@ class LabeledTextData(LabeledData):
 
     def _lacks(self, key: str, columns: list[str]) -> str:
         return (
-            f"data.path={self.path}: no column {getattr(self, key)!r} (there: {', '.join(columns) or 'none'}). Type "
+            f"data.path={self.path}: no column {getattr(self, key)!r} (there: "
+            f"{', '.join(columns) or 'none'}). Type "
             f"data.{key}=…"
         )
 
@@ -141,21 +176,33 @@ class LabeledTextData(LabeledData):
         file = folder / TOKENIZER
         if not file.is_file():
             raise ConfigError(
-                f"data.tokenizer={folder}: there is no {TOKENIZER} in it. Name the folder of the model, which must "
+                f"data.tokenizer={folder}: there is no {TOKENIZER} in it. Name the folder of the "
+                "model, which must "
                 "have one (transformers' save_pretrained of a fast tokenizer writes it)."
             )
         encoder = tokenizer.read(file)
         with tokenizer.all_cores():
             ids = [np.array(each.ids, np.int32) for each in encoder.encode_batch(content.texts)]
-            longest, cut = max(map(len, ids)), [i for i, own in enumerate(ids) if len(own) > self.context]
+            longest, cut = (
+                max(map(len, ids)),
+                [i for i, own in enumerate(ids) if len(own) > self.context],
+            )
             encoder.enable_truncation(self.context)  # keeps the special tokens at the end
-            for i, each in zip(cut, encoder.encode_batch([content.texts[i] for i in cut]), strict=True):
+            for i, each in zip(
+                cut, encoder.encode_batch([content.texts[i] for i in cut]), strict=True
+            ):
                 ids[i] = np.array(each.ids, np.int32)
         if (empty := next((i for i, own in enumerate(ids) if not len(own)), None)) is not None:
-            raise ConfigError(f"{content.places[empty]}: the text has no tokens. Fill it in, or remove the row.")
+            raise ConfigError(
+                f"{content.places[empty]}: the text has no tokens. Fill it in, or remove the row."
+            )
         if cut:
             log.info(
-                "data.context=%d cuts %d of %d texts, of up to %d tokens.", self.context, len(cut), len(ids), longest
+                "data.context=%d cuts %d of %d texts, of up to %d tokens.",
+                self.context,
+                len(cut),
+                len(ids),
+                longest,
             )
         return ids
 
@@ -169,7 +216,8 @@ class LabeledTextData(LabeledData):
                 raise ConfigError(f"{where}: {self._lacks('text', [*row])}")
             if not isinstance(text := row[self.text], str) or not text.strip():
                 raise ConfigError(
-                    f"{where}: column {self.text!r} holds {text!r}, which is no text. Fill it in, or remove the row."
+                    f"{where}: column {self.text!r} holds {text!r}, which is no text. Fill it in, "
+                    "or remove the row."
                 )
             if any(map(_SURROGATES.search, (text, str(row.get(self.target))))):
                 raise ConfigError(f"{where}: half a surrogate pair, which is not text. Remove it.")
@@ -179,10 +227,14 @@ class LabeledTextData(LabeledData):
             if label is not None:
                 labels.append(label)
             elif problem is None:
-                problem = f"{where}: no column {self.target!r}, which other rows have. Add it, or remove the row."
+                problem = (
+                    f"{where}: no column {self.target!r}, which other rows have. Add it, or "
+                    "remove the row."
+                )
                 if self.target in row:
                     problem = (
-                        f"{where}: column {self.target!r} holds {row[self.target]!r}, which names no class. Fill it "
+                        f"{where}: column {self.target!r} holds {row[self.target]!r}, which names "
+                        "no class. Fill it "
                         "in, or remove the row."
                     )
         if not texts:
@@ -199,17 +251,27 @@ class LabeledTextData(LabeledData):
                 for where, row in sources.json_lines(file):
                     if not isinstance(row, dict):
                         raise ConfigError(
-                            f"{where}: {sources.shown(row)} is no object with {self.text!r}. Correct the line."
+                            f"{where}: {sources.shown(row)} is no object with {self.text!r}. "
+                            "Correct the line."
                         )
                     yield where, row
             elif file.path.suffix in (".csv", ".parquet"):
-                columns = table.read(file.path, kind=object)  # str gives each cell the size of the longest
+                columns = table.read(
+                    file.path, kind=object
+                )  # str gives each cell the size of the longest
                 for number, values in enumerate(zip(*columns.values(), strict=True), start=1):
-                    yield f"data.path: {file.path}, data row {number}", dict(zip(columns, values, strict=True))
+                    yield (
+                        f"data.path: {file.path}, data row {number}",
+                        dict(zip(columns, values, strict=True)),
+                    )
             else:
                 raise ConfigError(f"data.path={file.path}: name .csv, .jsonl or .parquet files.")
 
 
 def _label(value: Any) -> str | None:
     """Return the name of a class, or None if the value is empty or no name."""
-    return (str(value).strip() or None) if isinstance(value, str | int | np.integer | np.bool_) else None
+    return (
+        (str(value).strip() or None)
+        if isinstance(value, str | int | np.integer | np.bool_)
+        else None
+    )

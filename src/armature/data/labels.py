@@ -1,7 +1,9 @@
-"""Names that numbers stand for: classes, and the columns of a table. They are kept beside the run (classes.json).
+"""Names that numbers stand for: classes, and the columns of a table.
 
-Numbered anew from other data, in which a class is missing or columns are in another order, they would mean something
-else to the trained model.
+They are kept beside the run (classes.json).
+
+Numbered anew from other data, in which a class is missing or columns are in another order, they
+would mean something else to the trained model.
 """
 
 from __future__ import annotations
@@ -31,15 +33,17 @@ class LabeledData(DataModule):
 
     Attributes:
         path: of the data, as typed.
-        saved: the names that the trained model knows, by their kind, as `names` returned them for the training data;
-            None: number those of these data.
+        saved: the names that the trained model knows, by their kind, as `names` returned them for
+            the training data; None: number those of these data.
     """
 
     path: Any
     saved: dict[str, list[str]] | None = None
 
     def names(self) -> dict[str, list[str]]:
-        """Return the names of these data in the order of their numbers: of "classes", or also of "features"."""
+        """Return the names of these data in the order of their numbers: of "classes", or also of
+        "features".
+        """
         raise NotImplementedError(f"{type(self).__name__} needs a method names().")
 
     @cached_property
@@ -48,7 +52,10 @@ class LabeledData(DataModule):
 
     @property
     def classes(self) -> list[str] | None:
-        """The classes in the order of their numbers; None if the targets are no classes with names."""
+        """The classes in the order of their numbers.
+
+        None if the targets are no classes with names.
+        """
         return (self._own_names if self.saved is None else self.saved).get("classes")
 
     @property
@@ -63,7 +70,8 @@ class LabeledData(DataModule):
         if len(classes) < 2:
             raise ConfigError(
                 f"data.path={self.path}: the training data have "
-                f"{f'the class {classes[0]} alone' if classes else 'no classes'}. Name data of at least two."
+                f"{f'the class {classes[0]} alone' if classes else 'no classes'}. Name data of at "
+                "least two."
             )
 
     @override
@@ -75,7 +83,8 @@ class LabeledData(DataModule):
         self.saved = read(run_dir / CLASSES_FILE)
         if self.saved is None:
             log.warning(
-                "%s has no %s, as runs of older versions: classes are numbered from data.path=%s, which must have the "
+                "%s has no %s, as runs of older versions: classes are numbered from data.path=%s, "
+                "which must have the "
                 "same ones as the training data.", run_dir, CLASSES_FILE, self.path,
             )  # fmt: skip
 
@@ -91,8 +100,10 @@ class LabeledData(DataModule):
         for key in sorted(then.keys() | now.keys()):
             if (found := difference(then.get(key, []), now.get(key, []))) is not None:
                 raise ConfigError(
-                    f"data: the {key} are no longer those that the checkpoint was trained with: {found}. Restore "
-                    "the data, or train on these from step 0: type another run.name, or resume=never."
+                    f"data: the {key} are no longer those that the checkpoint was trained with: "
+                    f"{found}. Restore "
+                    "the data, or train on these from step 0: type another run.name, or "
+                    "resume=never."
                 )
         super().load_state_dict(state_dict)
 
@@ -101,19 +112,26 @@ class LabeledData(DataModule):
         return set(found) <= set(self.classes or [])
 
     def numbers(self, found: Sequence[str], *, where: str) -> list[int]:
-        """Return the numbers of classes. Raises ConfigError for one that the trained model does not know."""
+        """Return the numbers of classes.
+
+        Raises ConfigError for one that the trained model does not know.
+        """
         number = {name: i for i, name in enumerate(self.classes or [])}
         if unknown := sorted({name for name in found if name not in number}):
             raise ConfigError(
-                f"{where} has the class{'es' * (len(unknown) > 1)} {_shown(unknown)}, which the training data lack. "
-                f"They have {len(number)}: {_shown([*number])}. Remove or rename what is of another class; to predict "
+                f"{where} has the class{'es' * (len(unknown) > 1)} {_shown(unknown)}, which the "
+                "training data lack. "
+                f"They have {len(number)}: {_shown([*number])}. Remove or rename what is of "
+                "another class; to predict "
                 "samples of unknown classes, leave the classes out."
             )
         return [number[name] for name in found]
 
 
 def of_dataset(dataset: Any) -> list[str] | None:
-    """Return the attribute `classes` of a dataset, as torchvision's have it: names in the order of their numbers."""
+    """Return the attribute `classes` of a dataset, as torchvision's have it: names in the order of
+    their numbers.
+    """
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     names = getattr(dataset, "classes", None)
@@ -124,8 +142,15 @@ def of_dataset(dataset: Any) -> list[str] | None:
 
 def difference(then: list[str], now: list[str]) -> str | None:
     """Return how two lists of names differ, or None if they are equal."""
-    lost, new = [name for name in then if name not in now], [name for name in now if name not in then]
-    parts = [f"{_shown(names)} {what}" for names, what in ((lost, "is missing"), (new, "is new")) if names]
+    lost, new = (
+        [name for name in then if name not in now],
+        [name for name in now if name not in then],
+    )
+    parts = [
+        f"{_shown(names)} {what}"
+        for names, what in ((lost, "is missing"), (new, "is new"))
+        if names
+    ]
     if not parts and then != now:
         parts = [f"their order was {_shown(then)}, and is {_shown(now)}"]
     return " and ".join(parts) or None
@@ -137,13 +162,21 @@ def _shown(names: list[str]) -> str:
 
 
 def read(file: Path) -> dict[str, list[str]] | None:
-    """Return the names beside a run, or None if there are none. Raises ConfigError for a damaged file."""
+    """Return the names beside a run, or None if there are none.
+
+    Raises ConfigError for a damaged file.
+    """
     if not file.is_file():
         return None
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-        if all(isinstance(names, list) and all(isinstance(n, str) for n in names) for names in found.values()):
+        if all(
+            isinstance(names, list) and all(isinstance(n, str) for n in names)
+            for names in found.values()
+        ):
             return found
     except (OSError, ValueError, AttributeError, RecursionError):
         pass
-    raise ConfigError(f"{file} is damaged. Copy it from another run on the same data, or type rm {file}.")
+    raise ConfigError(
+        f"{file} is damaged. Copy it from another run on the same data, or type rm {file}."
+    )

@@ -1,4 +1,6 @@
-"""Reads a torch DataLoader that somebody else has made: what it loads, in which order, and how it collates."""
+"""Reads a torch DataLoader that somebody else has made: what it loads, in which order, and how it
+collates.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +34,19 @@ log = logging.getLogger(__name__)
 
 OF_WORKERS = ("prefetch_factor", "multiprocessing_context", "timeout", "persistent_workers")
 DECIDING = {  # methods of a DataLoader that ours would not call
-    "__iter__": "what a batch holds", "_get_iterator": "what a batch holds", "__len__": "how long an epoch is",
-}  # fmt: skip
+    "__iter__": "what a batch holds",
+    "_get_iterator": "what a batch holds",
+    "__len__": "how long an epoch is",
+}
 OPTIONS = ("num_workers", "worker_init_fn", *OF_WORKERS)
 
 
 class Draw:
-    """The samples of each epoch, drawn by a sampler or batch sampler from generators seeded by (seed, epoch).
+    """The samples of each epoch, drawn by a sampler or batch sampler from generators seeded by
+    (seed, epoch).
 
-    They may depend on more than these: on weights that change while training. So a checkpoint holds what the training
+    They may depend on more than these: on weights that change while training. So a checkpoint holds
+    what the training
     loop has drawn of the epoch that it is in.
 
     Attributes:
@@ -51,12 +57,19 @@ class Draw:
     """
 
     def __init__(self, sampler: Any, *, owner: str, seed: int, whole_batches: bool) -> None:
-        self.sampler, self.owner, self.seed, self.whole_batches = sampler, owner, seed, whole_batches
+        self.sampler, self.owner, self.seed, self.whole_batches = (
+            sampler,
+            owner,
+            seed,
+            whole_batches,
+        )
         self.name = type(sampler).__name__
         if getattr(sampler, "num_replicas", 1) not in (None, 1):
             raise ConfigError(
-                f"{owner}: {self.name} divides the samples among ranks itself (num_replicas={sampler.num_replicas}). "
-                "Build it with num_replicas=1 and rank=0: they are divided over the data ranks here."
+                f"{owner}: {self.name} divides the samples among ranks itself "
+                f"(num_replicas={sampler.num_replicas}). "
+                "Build it with num_replicas=1 and rank=0: they are divided over the data ranks "
+                "here."
             )
         self.draws_from_copies = self._told = False
         untouched = copied(sampler)
@@ -68,9 +81,12 @@ class Draw:
             first, again = self._draw(0), self._draw(0)
         if first != again or (self.draws_from_copies and self._draw(1) == first):
             raise ConfigError(
-                f"{owner}: {self.name} draws other samples the second time from the same seed, so a resume could not "
-                "repeat them. Let it draw from torch's, NumPy's or Python's global generator or from an attribute "
-                "`generator` (a torch.Generator), shuffle a copy of what it keeps, and count epochs in "
+                f"{owner}: {self.name} draws other samples the second time from the same seed, so "
+                "a resume could not "
+                "repeat them. Let it draw from torch's, NumPy's or Python's global generator or "
+                "from an attribute "
+                "`generator` (a torch.Generator), shuffle a copy of what it keeps, and count "
+                "epochs in "
                 "set_epoch(epoch) only."
             )
         self.size, self.batch_size = len(first), 0
@@ -78,8 +94,10 @@ class Draw:
             sizes = sorted({len(batch) for batch in first})
             if len(sizes) != 1:
                 raise ConfigError(
-                    f"{owner}: {self.name} yields batches of {sizes[0] if sizes else 0} to {sizes[-1] if sizes else 0} "
-                    "samples. A step trains on data.global_batch_size samples: yield batches of one size (drop_last), "
+                    f"{owner}: {self.name} yields batches of {sizes[0] if sizes else 0} to "
+                    f"{sizes[-1] if sizes else 0} "
+                    "samples. A step trains on data.global_batch_size samples: yield batches of "
+                    "one size (drop_last), "
                     "or pass the DataLoader a sampler and a collate_fn instead of a batch_sampler."
                 )
             (self.batch_size,) = sizes
@@ -87,30 +105,51 @@ class Draw:
         if not self.size:
             raise ConfigError(f"{owner}: {self.name} yields no samples.")
         self._first: NDArray[np.int64] | None = self._indices(first)  # until training begins
-        self._kept: dict[int, NDArray[np.int64]] = {}  # of the epochs that the training loop has begun
+        self._kept: dict[
+            int, NDArray[np.int64]
+        ] = {}  # of the epochs that the training loop has begun
 
     def keep(self, epoch: int) -> NDArray[np.int64]:
-        """Return the samples of an epoch for the training loop: drawn once, in a resumed run before it was stopped."""
+        """Return the samples of an epoch for the training loop: drawn once, in a resumed run before
+        it was stopped.
+        """
         self._first = None  # weights may have changed since
         if epoch not in self._kept:
-            self._kept = {e: drawn for e, drawn in self._kept.items() if e >= epoch - 1} | {epoch: self(epoch)}
+            self._kept = {e: drawn for e, drawn in self._kept.items() if e >= epoch - 1} | {
+                epoch: self(epoch)
+            }
         return self._kept[epoch]
 
     def state_dict(self, *, since: int) -> dict[int, Tensor]:
         """Return what the training loop has drawn, from an epoch on."""
-        kind = torch.int32 if all(drawn.max() < 2**31 for drawn in self._kept.values()) else torch.int64
-        return {epoch: torch.from_numpy(drawn).to(kind) for epoch, drawn in self._kept.items() if epoch >= since}
+        kind = (
+            torch.int32
+            if all(drawn.max() < 2**31 for drawn in self._kept.values())
+            else torch.int64
+        )
+        return {
+            epoch: torch.from_numpy(drawn).to(kind)
+            for epoch, drawn in self._kept.items()
+            if epoch >= since
+        }
 
     def load_state_dict(self, state: dict[int, Tensor], *, population: int) -> None:
         """Keep what was drawn before the run was stopped, unless the data have changed."""
-        fits = {e: drawn for e, drawn in state.items() if len(drawn) == self.size and int(drawn.max()) < population}
+        fits = {
+            e: drawn
+            for e, drawn in state.items()
+            if len(drawn) == self.size and int(drawn.max()) < population
+        }
         self._kept = {}
         if fits and self._differs(min(fits), fits[min(fits)]):
             log.info(
-                "%s: what %s would draw for epoch %d now is not what had been drawn before the stop. The epoch "
+                "%s: what %s would draw for epoch %d now is not what had been drawn before the "
+                "stop. The epoch "
                 "continues with the latter; weights that have changed count from the next epoch on.",
-                self.owner, self.name, min(fits),
-            )  # fmt: skip
+                self.owner,
+                self.name,
+                min(fits),
+            )
         self._kept = {epoch: drawn.numpy().astype(np.int64) for epoch, drawn in fits.items()}
 
     def _differs(self, epoch: int, saved: Tensor) -> bool:
@@ -129,15 +168,18 @@ class Draw:
             raise ConfigError(f"{self.owner}: {self.name} yields no samples in epoch {epoch}.")
         if self.whole_batches and {len(batch) for batch in drawn} != {self.batch_size}:
             raise ConfigError(
-                f"{self.owner}: {self.name} yields a batch of another size than {self.batch_size} in epoch {epoch}. A "
+                f"{self.owner}: {self.name} yields a batch of another size than {self.batch_size} "
+                f"in epoch {epoch}. A "
                 "step trains on data.global_batch_size samples: yield batches of one size."
             )
         indices = self._indices(drawn)
         if len(indices) != self.size:
             if not self._told:
                 log.warning(
-                    "%s: %s yields %d samples in epoch %d, but %d in epoch 0. A resume finds its place by counting, so "
-                    "every epoch has as many as epoch 0: surplus ones are left out, and missing ones taken from the "
+                    "%s: %s yields %d samples in epoch %d, but %d in epoch 0. A resume finds its "
+                    "place by counting, so "
+                    "every epoch has as many as epoch 0: surplus ones are left out, and missing "
+                    "ones taken from the "
                     "epoch's beginning.", self.owner, self.name, len(indices), epoch, self.size,
                 )  # fmt: skip
             self._told = True
@@ -152,14 +194,17 @@ class Draw:
         with seeded(f"{self.seed}/order/{epoch}"):
             for each in (sampler, getattr(sampler, "sampler", None)):
                 if each is not None and hasattr(each, "generator"):
-                    each.generator = torch.Generator().manual_seed(seed_of(f"{self.seed}/generator", epoch))
+                    each.generator = torch.Generator().manual_seed(
+                        seed_of(f"{self.seed}/generator", epoch)
+                    )
                 if callable(set_epoch := getattr(each, "set_epoch", None)):
                     set_epoch(epoch)
             try:
                 limit = len(sampler)  # an endless one has the length of its epochs
             except (TypeError, NotImplementedError):
                 raise ConfigError(
-                    f"{self.owner}: {self.name} has no length. Give it a method __len__: the samples or batches of an "
+                    f"{self.owner}: {self.name} has no length. Give it a method __len__: the "
+                    "samples or batches of an "
                     "epoch."
                 ) from None
             drawn = itertools.islice(sampler, limit)
@@ -168,7 +213,8 @@ class Draw:
     def _batch(self, drawn: Any) -> list[int]:
         if not isinstance(drawn, Iterable):
             raise ConfigError(
-                f"{self.owner}: {self.name} yields {drawn!r:.80}. A batch sampler yields lists of indices."
+                f"{self.owner}: {self.name} yields {drawn!r:.80}. A batch sampler yields lists of "
+                "indices."
             )
         return [*map(self._index, drawn)]
 
@@ -177,16 +223,22 @@ class Draw:
             return operator.index(drawn)
         except TypeError:
             raise ConfigError(
-                f"{self.owner}: {self.name} yields {drawn!r:.80} for a sample. Here a sample is known by its index, a "
-                "whole number. For keys of another kind, yield their places in a list, and let the dataset's "
-                "__getitem__ look them up there. Draw what goes with a whole batch, such as the size of its pictures, "
+                f"{self.owner}: {self.name} yields {drawn!r:.80} for a sample. Here a sample is "
+                "known by its index, a "
+                "whole number. For keys of another kind, yield their places in a list, and let the "
+                "dataset's "
+                "__getitem__ look them up there. Draw what goes with a whole batch, such as the "
+                "size of its pictures, "
                 "in collate_fn: its random numbers are the same in each run."
             ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReadLoader:
-    """What a DataLoader loads. `draw` is None if the order is the dataset's own, or all of it `shuffled`."""
+    """What a DataLoader loads.
+
+    `draw` is None if the order is the dataset's own, or all of it `shuffled`.
+    """
 
     dataset: Any  # map-style, or a Stream
     batch_size: int
@@ -199,10 +251,14 @@ class ReadLoader:
     @property
     def users_sampler(self) -> Any:
         """The sampler of the loader that was read, for hooks, which must not move it."""
-        return guarded(self.loader.sampler, changes=self.draw is not None and self.draw.draws_from_copies)
+        return guarded(
+            self.loader.sampler, changes=self.draw is not None and self.draw.draws_from_copies
+        )
 
     def describe(self) -> list[Any]:
-        """Return something whose repr is the same for the same data: which samples, and in which order."""
+        """Return something whose repr is the same for the same data: which samples, and in which
+        order.
+        """
         found: list[Any] = [None if self.draw is None else self.draw(0).tolist()]
         dataset = self.dataset
         while isinstance(dataset, Subset):
@@ -212,7 +268,13 @@ class ReadLoader:
 
 
 def read_loader(
-    loader: Any, *, owner: str, seed: int, training: bool = False, limited: bool = False, predicting: bool = False
+    loader: Any,
+    *,
+    owner: str,
+    seed: int,
+    training: bool = False,
+    limited: bool = False,
+    predicting: bool = False,
 ) -> ReadLoader:
     """Read a loader.
 
@@ -220,32 +282,44 @@ def read_loader(
         owner: the method that made it, for messages.
         seed: of the order.
         limited: data.train_limit is set.
-        predicting: read all samples once, in the order of the dataset, with or without shuffle and drop_last.
+        predicting: read all samples once, in the order of the dataset, with or without shuffle and
+            drop_last.
     Raises:
         ConfigError: it is no DataLoader, or its order cannot be kept.
     """
     if not isinstance(loader, DataLoader):
         raise ConfigError(
-            f"{owner} returns a {type(loader).__name__}: return one torch DataLoader. To train on several datasets "
+            f"{owner} returns a {type(loader).__name__}: return one torch DataLoader. To train on "
+            "several datasets "
             "together, return a Dataset whose samples hold one of each."
         )
-    own = [name for name in DECIDING if getattr(type(loader), name) is not getattr(DataLoader, name)]
+    own = [
+        name for name in DECIDING if getattr(type(loader), name) is not getattr(DataLoader, name)
+    ]
     if own:
         raise ConfigError(
-            f"{owner} returns a {type(loader).__name__}, whose own {own[0]} decides {DECIDING[own[0]]}, which a resume "
-            "cannot repeat. Return a torch DataLoader (what changes a batch can be its collate_fn, or the module's "
+            f"{owner} returns a {type(loader).__name__}, whose own {own[0]} decides "
+            f"{DECIDING[own[0]]}, which a resume "
+            "cannot repeat. Return a torch DataLoader (what changes a batch can be its collate_fn, "
+            "or the module's "
             "on_after_batch_transfer), or derive the data from armature.data.base.DataModule."
         )
     if loader.batch_sampler is None:
         raise ConfigError(
-            f"{owner}: DataLoader(batch_size=None) leaves batches to the dataset. Let the dataset yield single samples,"
-            " and type the number of them as data.global_batch_size or pass DataLoader(batch_size=…)."
+            f"{owner}: DataLoader(batch_size=None) leaves batches to the dataset. Let the dataset "
+            "yield single samples,"
+            " and type the number of them as data.global_batch_size or pass "
+            "DataLoader(batch_size=…)."
         )
     if not isinstance(loader.dataset, IterableDataset) and not hasattr(loader.dataset, "__len__"):
-        raise ConfigError(f"{owner}: {type(loader.dataset).__name__} has no length. Give it a method __len__.")
+        raise ConfigError(
+            f"{owner}: {type(loader.dataset).__name__} has no length. Give it a method __len__."
+        )
     options = {name: getattr(loader, name) for name in OPTIONS}
     common: dict[str, Any] = {"collate_fn": loader.collate_fn, "options": options, "loader": loader}
-    drops_last = not training and not predicting and getattr(loader.batch_sampler, "drop_last", False)
+    drops_last = (
+        not training and not predicting and getattr(loader.batch_sampler, "drop_last", False)
+    )
     if isinstance(loader.dataset, IterableDataset):
         stream = iterable.adapt(loader.dataset, seed=seed, limited=limited)
         if training and not predicting:
@@ -255,18 +329,28 @@ def read_loader(
         return ReadLoader(dataset=stream, batch_size=loader.batch_size or 1, **common)
     dataset: Any = loader.dataset
     draw, shuffled = _order(loader, owner=owner, seed=seed)
-    size = draw.batch_size if draw is not None and draw.whole_batches else loader.batch_sampler.batch_size  # pyright: ignore[reportAttributeAccessIssue]
+    size = (
+        draw.batch_size
+        if draw is not None and draw.whole_batches
+        else loader.batch_sampler.batch_size
+    )  # pyright: ignore[reportAttributeAccessIssue]
     if predicting:
         if draw is not None:
             raise ConfigError(
-                f"{owner}: {draw.name} draws the samples, but predictions are a row for each sample in the order of "
-                "the dataset. Return a DataLoader without a sampler from predict_dataloader: for some of the samples, "
+                f"{owner}: {draw.name} draws the samples, but predictions are a row for each "
+                "sample in the order of "
+                "the dataset. Return a DataLoader without a sampler from predict_dataloader: for "
+                "some of the samples, "
                 "of a torch.utils.data.Subset."
             )
         return ReadLoader(dataset=dataset, batch_size=size, **common)
     if not training:
-        if draw is not None or shuffled:  # which samples, and in which order: the same in each evaluation
-            dataset = Subset(dataset, draw(0).tolist() if draw is not None else _permutation(len(dataset), seed))
+        if (
+            draw is not None or shuffled
+        ):  # which samples, and in which order: the same in each evaluation
+            dataset = Subset(
+                dataset, draw(0).tolist() if draw is not None else _permutation(len(dataset), seed)
+            )
         if drops_last:
             dataset = Subset(dataset, range(len(dataset) // size * size))
         return ReadLoader(dataset=dataset, batch_size=size, **common)

@@ -1,4 +1,6 @@
-"""Refuse in one message data that this machine's memory cannot hold, and data whose files are missing."""
+"""Refuse in one message data that this machine's memory cannot hold, and data whose files are
+missing.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ def reporting(what: str, owner: Any) -> Iterator[None]:
         place = place_of(cause)
         if isinstance(cause, FILE_ERRORS):
             raise ConfigError(
-                f"data: {error_line(cause)} ({place}, which builds {what}). Name a file or folder that exists and that "
+                f"data: {error_line(cause)} ({place}, which builds {what}). Name a file or folder "
+                "that exists and that "
                 "you may use so."
             ) from error
         typed = ", ".join(f"data.{name}={size}" for name, size in _largest(owner))
@@ -53,7 +56,9 @@ def reporting(what: str, owner: Any) -> Iterator[None]:
 
 
 def _largest(owner: Any, *, count: int = 2, least: int = 1000) -> list[tuple[str, int]]:
-    """Return the largest whole numbers among the settings of a data module, as far as it keeps them by their names."""
+    """Return the largest whole numbers among the settings of a data module, as far as it keeps them
+    by their names.
+    """
     if not isinstance(owner, Mapping):
         kept = {**getattr(owner, "hparams", {}), **vars(owner)}
         owner = {name: kept.get(name) for name in inspect.signature(type(owner)).parameters}

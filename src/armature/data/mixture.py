@@ -1,4 +1,6 @@
-"""A weighted mixture of text corpora: each epoch has the same share of each, whatever their sizes."""
+"""A weighted mixture of text corpora: each epoch has the same share of each, whatever their
+sizes.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,13 @@ from armature.errors import ConfigError
 
 
 class Mixture:
-    """Corpora by name, with one tokenizer: the one that is named, else one trained on the first corpus.
+    """Corpora by name, with one tokenizer: the one that is named, else one trained on the first
+    corpus.
 
     Args:
         paths: the path of each corpus, by name.
-        weights: share of each corpus in training, by name; they need not add up to 1. None: all alike.
+        weights: share of each corpus in training, by name; they need not add up to 1. None: all
+            alike.
         corpus: the other arguments of Corpus.
     """
 
@@ -39,7 +43,9 @@ class Mixture:
         tokenizer: str | None = None,
         **corpus: Any,
     ) -> None:
-        self.paths = {name: path if isinstance(path, str) else list(path) for name, path in paths.items()}
+        self.paths = {
+            name: path if isinstance(path, str) else list(path) for name, path in paths.items()
+        }
         self.weights = dict.fromkeys(self.paths, 1.0) if weights is None else dict(weights)
         self.tokenizer_path, self.arguments = tokenizer, corpus
 
@@ -47,10 +53,16 @@ class Mixture:
         """Raise ConfigError if the weights do not fit, or files of a corpus are missing."""
         if self.weights.keys() != self.paths.keys() or not self.paths:
             raise ConfigError(
-                f"data.weights names {', '.join(self.weights)}, and data.paths {', '.join(self.paths)}: name the same."
+                f"data.weights names {', '.join(self.weights)}, and data.paths "
+                f"{', '.join(self.paths)}: name the same."
             )
-        if any(not isinstance(w, (int, float)) or not 0 < w < float("inf") for w in self.weights.values()):
-            raise ConfigError(f"data.weights={self.weights}: every weight must be a positive number.")
+        if any(
+            not isinstance(w, (int, float)) or not 0 < w < float("inf")
+            for w in self.weights.values()
+        ):
+            raise ConfigError(
+                f"data.weights={self.weights}: every weight must be a positive number."
+            )
         problems: list[str] = []
         for name, path in self.paths.items():
             try:
@@ -95,23 +107,30 @@ def _naming(name: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError([each.replace("data.path", f"data.paths.{name}", 1) for each in error.problems]) from error
+        raise ConfigError(
+            [each.replace("data.path", f"data.paths.{name}", 1) for each in error.problems]
+        ) from error
 
 
 class MixtureData(TokenData):
     """Windows of several corpora. An epoch has as many samples as all corpora together.
 
-    A corpus goes on in its own shuffled order from epoch to epoch: a heavy one comes again and again before a light one
-    is through, and no window comes a second time before all others of its corpus. With `train_limit`, every epoch has
-    the same windows.
+    A corpus goes on in its own shuffled order from epoch to epoch: a heavy one comes again and
+    again before a light one
+    is through, and no window comes a second time before all others of its corpus. With
+    `train_limit`, every epoch has the same windows.
 
     Validation and test read all windows of all corpora.
     """
 
     source: Mixture
 
-    def __init__(self, source: Mixture, *, paths: Any = None, weights: Any = None, **arguments: Any) -> None:
-        super().__init__(source, **arguments)  # paths and weights are typed as data.paths, and `source` reads them
+    def __init__(
+        self, source: Mixture, *, paths: Any = None, weights: Any = None, **arguments: Any
+    ) -> None:
+        super().__init__(
+            source, **arguments
+        )  # paths and weights are typed as data.paths, and `source` reads them
 
     @override
     def dataset(self, split: Split) -> Dataset[Any]:
@@ -134,16 +153,22 @@ class MixtureData(TokenData):
         sizes, total = [len(part) for part in every.datasets], self.train_size  # pyright: ignore[reportArgumentType]
         weights = np.array([self.source.weights[name] for name in self.source.corpora])
         ends = np.round(np.cumsum(weights) / weights.sum() * total).astype(np.int64)
-        continued = 0 if self.train_limit is not None else epoch  # limited, every epoch has the same windows
+        continued = (
+            0 if self.train_limit is not None else epoch
+        )  # limited, every epoch has the same windows
         chosen, start, offset = [], 0, 0
         for number, (size, end) in enumerate(zip(sizes, ends.tolist(), strict=True)):
             rounds, places = np.divmod(continued * (end - start) + np.arange(end - start), size)
             for each in np.unique(rounds).tolist():
-                own = permuted(places[rounds == each], size=size, seed=f"{self.seed}/{number}", epoch=each)
+                own = permuted(
+                    places[rounds == each], size=size, seed=f"{self.seed}/{number}", epoch=each
+                )
                 chosen.append(own + offset)
             start, offset = end, offset + size
         drawn = np.concatenate(chosen)
-        return drawn[permuted(np.arange(total), size=total, seed=f"{self.seed}/mixture", epoch=epoch)]
+        return drawn[
+            permuted(np.arange(total), size=total, seed=f"{self.seed}/mixture", epoch=epoch)
+        ]
 
 
 class Joined(ConcatDataset[Batch]):

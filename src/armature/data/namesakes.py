@@ -1,6 +1,7 @@
 """Let `import pytorch_lightning` in users' code give `lightning.pytorch`, whose classes train here.
 
-Both packages hold the same code, but not the same classes: a Trainer takes no LightningModule of the other package.
+Both packages hold the same code, but not the same classes: a Trainer takes no LightningModule of
+the other package.
 """
 
 import importlib
@@ -17,7 +18,9 @@ TWINS = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightnin
 
 
 def twin_of(name: str) -> str | None:
-    """Return the name that a module of one of the packages, or something in it, has in the package `lightning`."""
+    """Return the name that a module of one of the packages, or something in it, has in the package
+    `lightning`.
+    """
     package, dot, rest = name.partition(".")
     return f"{TWINS[package]}{dot}{rest}" if package in TWINS else None
 
@@ -48,6 +51,8 @@ class _Twins(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Let imports of the other packages find the package `lightning`, unless they were imported already."""
+    """Let imports of the other packages find the package `lightning`, unless they were imported
+    already.
+    """
     if not any(isinstance(finder, _Twins) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Twins())

@@ -12,7 +12,10 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-BEFORE_DEVICE = ("on_before_batch_transfer", "transfer_batch_to_device")  # hooks that see a batch off the device
+BEFORE_DEVICE = (
+    "on_before_batch_transfer",
+    "transfer_batch_to_device",
+)  # hooks that see a batch off the device
 TRANSFER_HOOKS = (*BEFORE_DEVICE, "on_after_batch_transfer")
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -20,14 +23,16 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 def reads_ahead(data: Any, *, workers: bool) -> bool:
     """Return whether a batch may be read before the step before it has ended.
 
-    A dataset of users, such as a replay buffer, may change with each step. Worker processes read ahead anyway.
+    A dataset of users, such as a replay buffer, may change with each step. Worker processes read
+    ahead anyway.
     """
     users = getattr(data, "module", data)  # a PlainData's
     return workers or type(users).__module__.startswith("armature.")
 
 
 def sees_batches_off_device(owner: Any) -> bool:
-    """Return whether a module's or data module's own code gets batches before they are on the device.
+    """Return whether a module's or data module's own code gets batches before they are on the
+    device.
 
     Hooks do, and a step that takes `dataloader_iter`: it moves its batches itself.
     """
@@ -38,7 +43,10 @@ def sees_batches_off_device(owner: Any) -> bool:
 
 
 class UnchangedLoader:
-    """Passes on a loader's batches. Lightning builds a torch DataLoader for predictions anew, but not this."""
+    """Passes on a loader's batches.
+
+    Lightning builds a torch DataLoader for predictions anew, but not this.
+    """
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -51,9 +59,11 @@ class UnchangedLoader:
 
 
 class PrefetchLoader:
-    """Iterates over a loader one batch ahead, and copies that batch on a separate stream while the step computes.
+    """Iterates over a loader one batch ahead, and copies that batch on a separate stream while the
+    step computes.
 
-    The loader must yield batches in pinned memory: from other memory, the copies would block the CPU. Other attributes,
+    The loader must yield batches in pinned memory: from other memory, the copies would block the
+    CPU. Other attributes,
     such as `dataset` and `batch_size`, are the loader's.
     """
 
@@ -61,7 +71,9 @@ class PrefetchLoader:
         self.loader, self.device = loader, device
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader" or name.startswith("_"):  # a copy has no loader yet; Lightning would end the workers
+        if name == "loader" or name.startswith(
+            "_"
+        ):  # a copy has no loader yet; Lightning would end the workers
             raise AttributeError(name)
         return getattr(self.loader, name)
 
@@ -76,8 +88,9 @@ class PrefetchLoader:
         copy_stream = streams.Stream()
         ready: tuple[Any, Any] | None = None
         for batch in batches:
-            # Tensors that only an object's own `to` knows cannot be recorded below, and this copy may get their memory:
-            # it waits for the steps so far, which read them. The next step overlaps with it.
+            # Tensors that only an object's own `to` knows cannot be recorded below, and this copy
+            # may get their memory: it waits for the steps so far, which read them. The next step
+            # overlaps with it.
             copy_stream.wait_stream(streams.current_stream())
             with streams.stream(copy_stream):
                 copy = move_data_to_device(batch, self.device)
@@ -90,12 +103,20 @@ class PrefetchLoader:
             yield self._synchronized(*ready)
 
     def _synchronized(self, batch: Any, copied: Any) -> Any:
-        """Return the batch. The step's stream waits for the copy, and the memory stays until the step reads it."""
+        """Return the batch.
+
+        The step's stream waits for the copy, and the memory stays until the step reads it.
+        """
         current = torch.get_device_module(self.device).current_stream()
         copied.wait(current)
         if self.device.type == "cuda":
             for leaf in tree_leaves(batch):
-                # not a PackedSequence's sizes, which stay on the CPU; nor sparse tensors, which torch cannot record
-                if isinstance(leaf, Tensor) and leaf.device.type == "cuda" and leaf.layout == torch.strided:
+                # not a PackedSequence's sizes, which stay on the CPU; nor sparse tensors, which
+                # torch cannot record
+                if (
+                    isinstance(leaf, Tensor)
+                    and leaf.device.type == "cuda"
+                    and leaf.layout == torch.strided
+                ):
                     leaf.record_stream(current)
         return batch

@@ -24,20 +24,33 @@ READING_SECONDS = 10.0  # after which two readings are enough
 
 
 def check(
-    reads: Sequence[tuple[str, ReadLoader]], *, strategy: Any, rank: int, owner: str, split: str, size: int, seed: int,
-    num_workers: int | None, fresh: bool,
-) -> None:  # fmt: skip
-    """Raise ConfigError, on all ranks, if their data are not the same. Called by all ranks together.
+    reads: Sequence[tuple[str, ReadLoader]],
+    *,
+    strategy: Any,
+    rank: int,
+    owner: str,
+    split: str,
+    size: int,
+    seed: int,
+    num_workers: int | None,
+    fresh: bool,
+) -> None:
+    """Raise ConfigError, on all ranks, if their data are not the same.
 
-    Three samples are read. If they differ, it may be by chance, as under augmentation by a generator of the dataset's
-    own. So more samples are read, many times: they are the ranks' own if they repeat, and at least half of them differ.
+    Called by all ranks together.
+
+    Three samples are read. If they differ, it may be by chance, as under augmentation by a
+    generator of the dataset's
+    own. So more samples are read, many times: they are the ranks' own if they repeat, and at least
+    half of them differ.
 
     Args:
         reads: the loaders of a split, with their names.
         owner: the data module's class.
         size: samples of this rank.
         num_workers: of all loaders; None: as each has.
-        fresh: the run begins. In a resumed one, datasets that count how often they are read would be disturbed.
+        fresh: the run begins. In a resumed one, datasets that count how often they are read would
+            be disturbed.
     """
     kind = {"train": "training", "val": "validation"}.get(split, split)
     end = " Without a test at the end: trainer.test_at_end=false." if split == "test" else ""
@@ -46,9 +59,12 @@ def check(
         """Return what is read from each loader, or None if one cannot be read."""
         waits = threading.Timer(
             eval_loader.WAIT_SECONDS, log.warning, (
-                "data: %s has not read its first %s samples after %g s. Each rank reads some before training, to "
-                "compare them. If they wait for what training starts, start that in setup(stage), or type "
-                "data.num_workers=1: what a loader process does not return in this time is not compared.",
+                "data: %s has not read its first %s samples after %g s. Each rank reads some "
+                "before training, to "
+                "compare them. If they wait for what training starts, start that in setup(stage), "
+                "or type "
+                "data.num_workers=1: what a loader process does not return in this time is not "
+                "compared.",
                 owner, kind, eval_loader.WAIT_SECONDS,
             ),
         )  # fmt: skip
@@ -57,11 +73,13 @@ def check(
         try:
             return [
                 reading(
-                    read, seed=seed, num_workers=read.options["num_workers"] if num_workers is None else num_workers,
+                    read,
+                    seed=seed,
+                    num_workers=read.options["num_workers"] if num_workers is None else num_workers,
                     fresh=fresh,
                 )
                 for _, read in reads
-            ]  # fmt: skip
+            ]
         except Exception as error:
             log.debug("the samples of %s cannot be read before training: %s", owner, error)
             return None
@@ -73,8 +91,10 @@ def check(
     same = own == strategy.broadcast(own)
     if not strategy.reduce_boolean_decision(same):
         raise ConfigError(
-            f"data: {owner} has other {kind} data on {_where(same, rank)} than on rank 0 ({size} samples on rank "
-            f"{rank}). Let every rank have all samples, in the same order: they are divided over the ranks later, and "
+            f"data: {owner} has other {kind} data on {_where(same, rank)} than on rank 0 ({size} "
+            "samples on rank "
+            f"{rank}). Let every rank have all samples, in the same order: they are divided over "
+            "the ranks later, and "
             f"draw from no generator of its own in them.{end}"
         )
     samples = each(_first)
@@ -89,23 +109,32 @@ def check(
     same = several is None or first is None or not any(map(_differ, several, first))
     if not strategy.reduce_boolean_decision(same):
         raise ConfigError(
-            f"data: {owner} has other {kind} samples on {_where(same, rank)} than on rank 0 under the same indices "
-            f"({size} samples on rank {rank}). They are divided over the ranks by index, so some would be used twice "
-            "and some not at all. Let the dataset be the same on each rank: do not read the rank in it, shuffle with a "
+            f"data: {owner} has other {kind} samples on {_where(same, rank)} than on rank 0 under "
+            "the same indices "
+            f"({size} samples on rank {rank}). They are divided over the ranks by index, so some "
+            "would be used twice "
+            "and some not at all. Let the dataset be the same on each rank: do not read the rank "
+            "in it, shuffle with a "
             "seed (np.random.default_rng(0)), and sort names of files and what comes from a set "
             f"(sorted(set(names))).{end}"
         )
 
 
 def check_draw(draw: Draw, epoch: int, *, strategy: Any, rank: int) -> None:
-    """Raise ConfigError, on all ranks, if they have drawn other samples for an epoch. Called by all ranks together."""
+    """Raise ConfigError, on all ranks, if they have drawn other samples for an epoch.
+
+    Called by all ranks together.
+    """
     own = alike.digest(draw(epoch))
     same = own == strategy.broadcast(own)
     if not strategy.reduce_boolean_decision(same):
         raise ConfigError(
-            f"{draw.owner}: {draw.name} draws other samples on {_where(same, rank)} than on rank 0 in epoch {epoch}, "
-            "but they divide one draw. Give it the same weights on all ranks: compute them from what all have seen "
-            "(self.all_gather(…)), or on rank 0 and send them (self.trainer.strategy.broadcast(weights))."
+            f"{draw.owner}: {draw.name} draws other samples on {_where(same, rank)} than on rank 0 "
+            f"in epoch {epoch}, "
+            "but they divide one draw. Give it the same weights on all ranks: compute them from "
+            "what all have seen "
+            "(self.all_gather(…)), or on rank 0 and send them "
+            "(self.trainer.strategy.broadcast(weights))."
         )
 
 
@@ -123,10 +152,12 @@ def _readings(
         return ()
     spread = np.ceil(np.linspace(0, size - 1, min(samples, size))).astype(int).tolist()
     return eval_loader.read_batches(
-        Samples(dataset, size=size, seed=seed, training=False, collate_fn=_sketches, foreign=True), [spread] * times,
-        num_workers=num_workers, worker_init_fn=BeginWorker(read.options["worker_init_fn"]),
+        Samples(dataset, size=size, seed=seed, training=False, collate_fn=_sketches, foreign=True),
+        [spread] * times,
+        num_workers=num_workers,
+        worker_init_fn=BeginWorker(read.options["worker_init_fn"]),
         multiprocessing_context=read.options["multiprocessing_context"],
-    )  # fmt: skip
+    )
 
 
 def _first(read: ReadLoader, **options: Any) -> list[Any]:
@@ -159,10 +190,14 @@ def _near(samples: list[Any], others: list[Any]) -> bool:
 
 
 def _differ(own: list[Any] | None, first: list[Any] | None) -> bool:
-    """Return whether at least half of the samples differ: by rare augmentation, only few of them do."""
+    """Return whether at least half of the samples differ: by rare augmentation, only few of them
+    do.
+    """
     if not own or not first:
         return False
-    return len(own) != len(first) or 2 * sum(not alike.near(*pair) for pair in zip(own, first, strict=True)) >= len(own)
+    return len(own) != len(first) or 2 * sum(
+        not alike.near(*pair) for pair in zip(own, first, strict=True)
+    ) >= len(own)
 
 
 def _where(same: bool, rank: int) -> str:

@@ -1,4 +1,7 @@
-"""Turns a sampler's keys into finished batches. Runs in the loader's processes, or in the training process."""
+"""Turns a sampler's keys into finished batches.
+
+Runs in the loader's processes, or in the training process.
+"""
 
 from __future__ import annotations
 
@@ -33,15 +36,16 @@ _SPARE = np.random.MT19937(0)  # NumPy's global generator while the training pro
 class Samples(Dataset[Batch]):
     """Decodes the epoch from the keys, augments, collates, and masks padding.
 
-    A sample's random numbers depend on (seed, epoch, index) alone, whether they come from the generator that `augment`
-    gets, or from the global generators of Python, NumPy and torch, which are seeded for each sample. So they are the
-    same under any number of ranks and workers, and after any resume. Only in training are samples augmented, and a
-    stream's blocks shuffled.
+    A sample's random numbers depend on (seed, epoch, index) alone, whether they come from the
+    generator that `augment` gets, or from the global generators of Python, NumPy and torch, which
+    are seeded for each sample. So they are the same under any number of ranks and workers, and
+    after any resume. Only in training are samples augmented, and a stream's blocks shuffled.
 
     Args:
         size: samples that a key's index may name.
         collate_fn: makes a batch of a list of samples; None: torch's default_collate.
-        foreign: the dataset was not written for this project: its `batch` and `augment` mean something else.
+        foreign: the dataset was not written for this project: its `batch` and `augment` mean
+            something else.
     """
 
     def __init__(
@@ -55,17 +59,27 @@ class Samples(Dataset[Batch]):
         augment = getattr(dataset, "augment", None) if training and not foreign else None
         self._augment = augment if callable(augment) else None
         self.describe = None if foreign else getattr(dataset, "describe", None)
-        self._batch = None if foreign or self._augment or self._collate_fn else getattr(dataset, "batch", None)
+        self._batch = (
+            None
+            if foreign or self._augment or self._collate_fn
+            else getattr(dataset, "batch", None)
+        )
         shuffle_seed = seed if training else None
-        self._reader = Reader(dataset, size=size, seed=shuffle_seed) if isinstance(dataset, Stream) else None
+        self._reader = (
+            Reader(dataset, size=size, seed=shuffle_seed) if isinstance(dataset, Stream) else None
+        )
         iterable = getattr(dataset, "dataset", None) if self._reader is not None else None
-        # whether samples are known to repeat; shared with the loader's processes, which may be new ones in each epoch
+        # whether samples are known to repeat; shared with the loader's processes, which may be new
+        # ones in each epoch
         known = not training or os.environ.get("RANK", "0") != "0"  # rank 0 finds it out
         self._repetition_known = torch.full((1,), known or self._reader is not None).share_memory_()
         self._collation_known = torch.full((1,), known).share_memory_()
-        self._own: Any = iterable if isinstance(iterable, IterableDataset) else dataset  # the last: see `__setattr__`
+        self._own: Any = (
+            iterable if isinstance(iterable, IterableDataset) else dataset
+        )  # the last: see `__setattr__`
 
-    # ------------------------------------------------------------ what `loader.dataset` is asked for
+    # ------------------------------------------------------------ what `loader.dataset` is asked
+    # for
     def __len__(self) -> int:
         return self._size
 
@@ -98,7 +112,9 @@ class Samples(Dataset[Batch]):
             else:
                 with preserved_generators():
                     generator = torch.Generator()
-                    batch = self._collate([self._sample(key, generator) for key in filled], key=filled[0])
+                    batch = self._collate(
+                        [self._sample(key, generator) for key in filled], key=filled[0]
+                    )
         if PADDING in keys:
             assert has_targets(batch), "check_padding has asked"
             batch["targets"][torch.tensor(keys) == PADDING] = IGNORED
@@ -106,7 +122,9 @@ class Samples(Dataset[Batch]):
 
     def _collate(self, samples: list[Any], *, key: int) -> Any:
         if self._collate_fn is not None:
-            seed = self._seed_of(key) ^ 1  # mixup and the like, in a collate_fn, draw other numbers than samples
+            seed = (
+                self._seed_of(key) ^ 1
+            )  # mixup and the like, in a collate_fn, draw other numbers than samples
             seed_generators(seed)
             if self._collation_known or not is_first_process():
                 return self._collate_fn(samples)
@@ -119,9 +137,13 @@ class Samples(Dataset[Batch]):
             if self._foreign:
                 remedy = "Pass DataLoader(collate_fn=…) a function of the list of samples that"
             if hasattr(_root(self._source), "__getitems__"):
-                remedy = f"Here its __getitems__, or a transform of batches, gets one sample at a time. {remedy}"
+                remedy = (
+                    "Here its __getitems__, or a transform of batches, gets one sample at a "
+                    f"time. {remedy}"
+                )
             raise ConfigError(
-                f"The samples of {_name(self._source)} cannot be stacked into a batch ({what}). {remedy} returns a "
+                f"The samples of {_name(self._source)} cannot be stacked into a batch ({what}). "
+                f"{remedy} returns a "
                 "batch, for example padded (docs/data.md)."
             ) from error
 
@@ -141,23 +163,34 @@ class Samples(Dataset[Batch]):
             same = False
         if not same:
             log.warning(
-                "data: collate_fn (%s) makes another batch when it is called again with the same samples, though the "
-                "generators of torch, NumPy and Python are seeded for each batch. No resume can repeat it, and results "
-                "depend on the number of workers. If it draws from a generator of its own (default_rng(), "
-                "random.Random(), torch.Generator()): draw from np.random, random or torch.rand, or make the generator "
-                "there from np.random.randint(2**31). If it counts its calls or keeps samples: do so in training_step.",
+                "data: collate_fn (%s) makes another batch when it is called again with the same "
+                "samples, though the "
+                "generators of torch, NumPy and Python are seeded for each batch. No resume can "
+                "repeat it, and results "
+                "depend on the number of workers. If it draws from a generator of its own "
+                "(default_rng(), "
+                "random.Random(), torch.Generator()): draw from np.random, random or torch.rand, "
+                "or make the generator "
+                "there from np.random.randint(2**31). If it counts its calls or keeps samples: do "
+                "so in training_step.",
                 getattr(self._collate_fn, "__qualname__", type(self._collate_fn).__name__),
             )  # fmt: skip
         return kept
 
     def _sample(self, key: int, generator: torch.Generator) -> Any:
         seed = self._seed_of(key)
-        source = key % self._size if self._reader is None else self._reader.record(*divmod(key, self._size))
+        source = (
+            key % self._size
+            if self._reader is None
+            else self._reader.record(*divmod(key, self._size))
+        )
         seed_generators(seed)
         sample = self._fetch(source) if self._reader is None else self._source.sample(source)
         if not self._repetition_known and is_first_process():
             sample = self._checked(sample, source, seed=seed)
-        return sample if self._augment is None else self._augment(sample, generator.manual_seed(seed))
+        return (
+            sample if self._augment is None else self._augment(sample, generator.manual_seed(seed))
+        )
 
     def _checked(self, sample: Any, source: Any, *, seed: int) -> Any:
         """Read a sample again, and warn if it is another one. Return it as it was read first."""
@@ -168,11 +201,16 @@ class Samples(Dataset[Batch]):
         seed_generators(seed)
         if not alike(kept, self._fetch(source)):
             log.warning(
-                "data: sample %d of %s is another one when it is read again, though the generators of torch, NumPy and "
-                "Python are seeded for each sample. No resume can repeat it, and results depend on the number of "
-                "workers. If __getitem__ draws from a generator of its own (default_rng(), random.Random(), "
-                "torch.Generator(), albumentations): draw from np.random, random or torch.rand, or make the generator "
-                "there from np.random.randint(2**31). If it changes what the dataset keeps: change a copy.",
+                "data: sample %d of %s is another one when it is read again, though the generators "
+                "of torch, NumPy and "
+                "Python are seeded for each sample. No resume can repeat it, and results depend on "
+                "the number of "
+                "workers. If __getitem__ draws from a generator of its own (default_rng(), "
+                "random.Random(), "
+                "torch.Generator(), albumentations): draw from np.random, random or torch.rand, or "
+                "make the generator "
+                "there from np.random.randint(2**31). If it changes what the dataset keeps: change "
+                "a copy.",
                 source, _name(self._source),
             )  # fmt: skip
         return kept
@@ -180,11 +218,15 @@ class Samples(Dataset[Batch]):
     def _fetch(self, index: int) -> Any:
         if not self._has_lists_alone:
             return self._source[index]
-        found = self._source.__getitems__([index])  # not of the whole batch: see the random numbers of a sample
+        found = self._source.__getitems__(
+            [index]
+        )  # not of the whole batch: see the random numbers of a sample
         if not isinstance(found, list | tuple) or len(found) != 1:
             raise ConfigError(
-                f"{_name(self._source)}.__getitems__ returns a {type(found).__name__} for one index, not a list of one "
-                "sample. Return a list with a sample for each index; DataLoader(collate_fn=…) makes a batch of it."
+                f"{_name(self._source)}.__getitems__ returns a {type(found).__name__} for one "
+                "index, not a list of one "
+                "sample. Return a list with a sample for each index; DataLoader(collate_fn=…) "
+                "makes a batch of it."
             )
         return found[0]
 
@@ -193,7 +235,8 @@ class Samples(Dataset[Batch]):
 
 
 class BeginWorker:
-    """A worker_init_fn: lets `get_worker_info().dataset` be the user's dataset, then calls the user's own, if any.
+    """A worker_init_fn: lets `get_worker_info().dataset` be the user's dataset, then calls the
+    user's own, if any.
 
     Before that it leaves signals that end a run to the rank.
     """
@@ -253,14 +296,21 @@ def _root(dataset: Any) -> Any:
 
 
 def _has_lists_alone(dataset: Any) -> bool:
-    """Return whether samples can only be fetched by the dataset's `__getitems__`, as torch's loader does."""
+    """Return whether samples can only be fetched by the dataset's `__getitems__`, as torch's loader
+    does.
+    """
     kind = type(_root(dataset))
-    return hasattr(kind, "__getitems__") and getattr(kind, "__getitem__", Dataset.__getitem__) is Dataset.__getitem__
+    return (
+        hasattr(kind, "__getitems__")
+        and getattr(kind, "__getitem__", Dataset.__getitem__) is Dataset.__getitem__
+    )
 
 
 def seed_generators(seed: int) -> None:
     """Seed the global generators of torch's CPU, Python and NumPy."""
-    torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which is slow and seeds the GPU's generators too
+    torch.default_generator.manual_seed(
+        seed
+    )  # not torch.manual_seed, which is slow and seeds the GPU's generators too
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
 
@@ -275,13 +325,21 @@ def seeded(text: str) -> Iterator[None]:
 
 @contextmanager
 def preserved_generators() -> Iterator[None]:
-    """Restore the training process's global generators: the model's draws must not depend on who loads the data."""
+    """Restore the training process's global generators: the model's draws must not depend on who
+    loads the data.
+    """
     if get_worker_info() is not None:
         yield
         return
     global_numpy: Any = np.random
-    python, numpy, pytorch = random.getstate(), global_numpy.get_bit_generator(), torch.get_rng_state()
-    global_numpy.set_bit_generator(_SPARE)  # swapped, since NumPy takes ten times as long to copy its state
+    python, numpy, pytorch = (
+        random.getstate(),
+        global_numpy.get_bit_generator(),
+        torch.get_rng_state(),
+    )
+    global_numpy.set_bit_generator(
+        _SPARE
+    )  # swapped, since NumPy takes ten times as long to copy its state
     try:
         yield
     finally:

@@ -1,4 +1,7 @@
-"""Finds text files and reads them piece by piece, so that a corpus may be larger than memory. Torch-free."""
+"""Finds text files and reads them piece by piece, so that a corpus may be larger than memory.
+
+Torch-free.
+"""
 
 import codecs
 import difflib
@@ -29,7 +32,10 @@ _GOLDEN_RATIO = 0.6180339887498949
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of a corpus. `name`, the path relative to the corpus, decides the split, wherever the corpus lies."""
+    """A file of a corpus.
+
+    `name`, the path relative to the corpus, decides the split, wherever the corpus lies.
+    """
 
     path: Path
     name: str
@@ -38,7 +44,10 @@ class SourceFile:
 
 
 class Piece(NamedTuple):
-    """A part of a file's text. `number` counts the file's pieces; `starts` is True if a document begins here."""
+    """A part of a file's text.
+
+    `number` counts the file's pieces; `starts` is True if a document begins here.
+    """
 
     number: int
     starts: bool
@@ -47,7 +56,9 @@ class Piece(NamedTuple):
 
 
 def standard_library() -> list[SourceFile]:
-    """Return the running Python's library, without tests and installed packages: about twelve megabytes of code."""
+    """Return the running Python's library, without tests and installed packages: about twelve
+    megabytes of code.
+    """
     root = Path(sysconfig.get_path("stdlib"))
     found = []
     for folder, folders, names in os.walk(root):
@@ -57,7 +68,8 @@ def standard_library() -> list[SourceFile]:
 
 
 def find(path: str | list[str]) -> list[SourceFile]:
-    """Return the files named by a path, a folder, a pattern (`**` descends folders) or a list of these, sorted by name.
+    """Return the files named by a path, a folder, a pattern (`**` descends folders) or a list of
+    these, sorted by name.
 
     Raises ConfigError if one of them names nothing, with the nearest existing name.
     """
@@ -70,7 +82,9 @@ def find(path: str | list[str]) -> list[SourceFile]:
         else:
             fixed = itertools.takewhile(lambda part: not glob.has_magic(part), expanded.parts[:-1])
             root, matched = (
-                (expanded, Path(glob.escape(str(expanded)), "**")) if expanded.is_dir() else (Path(*fixed), expanded)
+                (expanded, Path(glob.escape(str(expanded)), "**"))
+                if expanded.is_dir()
+                else (Path(*fixed), expanded)
             )
             if "**" in matched.parts and (reason := _no_corpus(root)):
                 problems.append(f"data.path={pattern}: {reason} Name a folder of your own files.")
@@ -86,7 +100,9 @@ def find(path: str | list[str]) -> list[SourceFile]:
 
 
 def _no_corpus(root: Path) -> str | None:
-    """Return why nobody's files are meant by a folder and all below it, where looking for them would take minutes."""
+    """Return why nobody's files are meant by a folder and all below it, where looking for them
+    would take minutes.
+    """
     real = root.resolve()
     if real == Path(real.anchor):
         return f"{real} holds every file of this machine."
@@ -100,12 +116,18 @@ def check_class_folders(path: str | Path) -> None:
     """Raise ConfigError if there is no folder, which is to hold a folder of images per class."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise ConfigError(f"data.path={folder}: there is no such folder. Name one with a folder per class.")
+        raise ConfigError(
+            f"data.path={folder}: there is no such folder. Name one with a folder per class."
+        )
 
 
 def stamp(files: list[SourceFile]) -> bytes:
-    """Return every file's name, which may be no UTF-8, size and time, for the key of what is made of them."""
-    return "".join(f"{file.name}\0{file.size}\0{file.mtime_ns}\n" for file in files).encode(errors="surrogatepass")
+    """Return every file's name, which may be no UTF-8, size and time, for the key of what is made
+    of them.
+    """
+    return "".join(f"{file.name}\0{file.size}\0{file.mtime_ns}\n" for file in files).encode(
+        errors="surrogatepass"
+    )
 
 
 def _source(path: Path, root: Path) -> SourceFile:
@@ -120,21 +142,31 @@ def _nothing_found(typed: str, pattern: Path, root: Path) -> str:
     if os.path.lexists(pattern):
         return f"data.path={typed}: {_no_file(pattern)}"
     is_pattern = glob.has_magic(str(pattern))
-    problem = f"data.path={typed}: {'no file matches.' if is_pattern else 'no such file or folder.'}"
+    problem = (
+        f"data.path={typed}: {'no file matches.' if is_pattern else 'no such file or folder.'}"
+    )
     wanted = root if is_pattern else pattern.parent
     there = wanted
     while not there.is_dir():
         there = there.parent
     if there != wanted:
         missing = pattern.parts[len(there.parts)]
-        near = difflib.get_close_matches(missing, [p.name for p in there.iterdir() if p.is_dir()], n=1, cutoff=0.5)
+        near = difflib.get_close_matches(
+            missing, [p.name for p in there.iterdir() if p.is_dir()], n=1, cutoff=0.5
+        )
         hint = f" Did you mean {there / near[0]}?" if near else ""
         return f"{problem} {there.absolute()} has no folder '{missing}'.{hint}"
     if not is_pattern:
-        near = difflib.get_close_matches(pattern.name, [p.name for p in there.iterdir()], n=1, cutoff=0.5)
+        near = difflib.get_close_matches(
+            pattern.name, [p.name for p in there.iterdir()], n=1, cutoff=0.5
+        )
         return f"{problem} {f'Did you mean {there / near[0]}?' if near else f'{there.absolute()} has none like it.'}"
-    below = (name for _, _, names in os.walk(there) for name in names)  # passes over folders that it may not read
-    kinds = Counter(Path(p).suffix or "without a suffix" for p in itertools.islice(below, 10_000)).most_common(4)
+    below = (
+        name for _, _, names in os.walk(there) for name in names
+    )  # passes over folders that it may not read
+    kinds = Counter(
+        Path(p).suffix or "without a suffix" for p in itertools.islice(below, 10_000)
+    ).most_common(4)
     listed = ", ".join(f"{count} {kind}" for kind, count in kinds) or "none"
     return f"{problem} Files in and below {there.absolute()}: {listed}."
 
@@ -154,7 +186,10 @@ def what(path: Path) -> str:
 
 
 def check_heads(files: list[SourceFile]) -> None:
-    """Check the first bytes of each file. Raises ConfigError with the names of the files that are not text."""
+    """Check the first bytes of each file.
+
+    Raises ConfigError with the names of the files that are not text.
+    """
     problems = []
     for file in files:
         with _open(file) as stream:
@@ -170,9 +205,11 @@ def check_heads(files: list[SourceFile]) -> None:
 
 
 def pieces(file: SourceFile, *, field: str, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
-    """Yield the text of a file: pieces of a plain file, cut at line ends if there are any, or the records of JSONL.
+    """Yield the text of a file: pieces of a plain file, cut at line ends if there are any, or the
+    records of JSONL.
 
-    Raises ConfigError with the file and the byte or line, if it is not UTF-8 or not JSONL with that field.
+    Raises ConfigError with the file and the byte or line, if it is not UTF-8 or not JSONL with that
+    field.
     """
     with _open(file) as stream:
         if file.path.name.removesuffix(".gz").endswith(".jsonl"):
@@ -190,7 +227,9 @@ def pieces(file: SourceFile, *, field: str, piece_bytes: int = PIECE_BYTES) -> I
 
 
 def json_lines(file: SourceFile) -> Iterator[tuple[str, object]]:
-    """Yield where each line of a .jsonl or .jsonl.gz file is, for messages, and its value. Empty lines do not count.
+    """Yield where each line of a .jsonl or .jsonl.gz file is, for messages, and its value.
+
+    Empty lines do not count.
 
     Raises ConfigError with the line's number for one that is not JSON.
     """
@@ -206,13 +245,17 @@ def _json_lines(file: SourceFile, stream: BinaryIO) -> Iterator[tuple[str, objec
         if b"\0" in line:  # json would take it for UTF-16 or UTF-32
             if line_number == 1 and line.startswith(_UTF16):
                 raise ConfigError(_utf16(file))
-            raise ConfigError(f"{where}: it holds zero bytes, as after a loss of power. Remove the line.")
+            raise ConfigError(
+                f"{where}: it holds zero bytes, as after a loss of power. Remove the line."
+            )
         try:
             yield where, json.loads(line)
         except UnicodeDecodeError as error:
             raise ConfigError(f"{where}: not UTF-8 text ({error.reason}). {CONVERT}") from error
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{where}: not a line of JSON ({error}). Correct or remove it.") from error
+            raise ConfigError(
+                f"{where}: not a line of JSON ({error}). Correct or remove it."
+            ) from error
 
 
 def shown(value: object, *, most: int = 60) -> str:
@@ -225,19 +268,22 @@ def _records(file: SourceFile, stream: BinaryIO, field: str) -> Iterator[Piece]:
     for number, (where, record) in enumerate(_json_lines(file, stream)):
         if not isinstance(record, dict):
             raise ConfigError(
-                f"{where}: {shown(record)} is no object with the field '{field}'. Write one in each line: "
+                f"{where}: {shown(record)} is no object with the field '{field}'. Write one in "
+                "each line: "
                 f'{{"{field}": "…"}}'
             )
         if field not in record:
             raise ConfigError(
-                f"{where}: no field '{field}' (there: {', '.join(sorted(record)) or 'none'}). Name the one with the "
+                f"{where}: no field '{field}' (there: {', '.join(sorted(record)) or 'none'}). Name "
+                "the one with the "
                 "text: data.source.field=…."
             )
         text = record[field]
         try:
             if not isinstance(text, str):
                 raise ConfigError(
-                    f"{where}: field '{field}' holds {shown(text)}, not text. Correct the line, or change "
+                    f"{where}: field '{field}' holds {shown(text)}, not text. Correct the line, or "
+                    "change "
                     "data.source.field."
                 )
             size = len(text.encode())
@@ -253,9 +299,15 @@ def _open(file: SourceFile) -> Iterator[BinaryIO]:
     try:
         with gzip.open(file.path) if file.path.suffix == ".gz" else file.path.open("rb") as stream:
             yield cast(BinaryIO, stream)
-    except (OSError, EOFError, zlib.error) as error:  # cannot be opened, is not a gzip file, or is a truncated one
+    except (
+        OSError,
+        EOFError,
+        zlib.error,
+    ) as error:  # cannot be opened, is not a gzip file, or is a truncated one
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"data.path: {file.path} cannot be read ({reason}). Write it again, or remove it.") from error
+        raise ConfigError(
+            f"data.path: {file.path} cannot be read ({reason}). Write it again, or remove it."
+        ) from error
 
 
 def _utf16(file: SourceFile) -> str:
@@ -267,7 +319,8 @@ def _decode(file: SourceFile, data: bytes, offset: int) -> str:
         if offset == 0 and data.startswith(_UTF16):
             raise ConfigError(_utf16(file))
         raise ConfigError(
-            f"data.path: {file.path} is a binary file (byte {offset + data.index(0):,} is zero), not text. Leave it "
+            f"data.path: {file.path} is a binary file (byte {offset + data.index(0):,} is zero), "
+            "not text. Leave it "
             "out: name the text files, as in data.path='folder/**/*.txt'."
         )
     try:
@@ -275,26 +328,31 @@ def _decode(file: SourceFile, data: bytes, offset: int) -> str:
     except UnicodeDecodeError as error:
         at = offset + error.start
         raise ConfigError(
-            f"data.path: {file.path} is not UTF-8 text (byte {at:,} is 0x{data[error.start]:02x}). {CONVERT}"
+            f"data.path: {file.path} is not UTF-8 text (byte {at:,} is 0x{data[error.start]:02x}). "
+            f"{CONVERT}"
         ) from error
 
 
 def _whole_characters(data: bytes) -> int:
     """Return how many bytes from the start end at a character's end."""
     for back in range(1, min(4, len(data)) + 1):
-        if data[-back] & 0xC0 != 0x80:  # the first byte of a character that may continue beyond the end
+        if (
+            data[-back] & 0xC0 != 0x80
+        ):  # the first byte of a character that may continue beyond the end
             return len(data) - back
     return len(data)
 
 
 @dataclass(frozen=True)
 class Splitter:
-    """Decides what is held out: whole files by a hash of their names, or pieces if there are too few files.
+    """Decides what is held out: whole files by a hash of their names, or pieces if there are too
+    few files.
 
-    By file, a file's split does not change when other files come or go, and no file is in two splits. With only a few
-    files the hash may give a split nothing or most of the corpus. Then pieces (records of JSONL, or some lines of a
-    plain file) are assigned instead: piece k of a file has the place (hash of the name + k × golden ratio) mod 1, which
-    spreads any share evenly over the file.
+    By file, a file's split does not change when other files come or go, and no file is in two
+    splits. With only a few files the hash may give a split nothing or most of the corpus. Then
+    pieces (records of JSONL, or some lines of a plain file) are assigned instead: piece k of a file
+    has the place (hash of the name + k × golden ratio) mod 1, which spreads any share evenly over
+    the file.
     """
 
     by: Literal["file", "piece"]
@@ -303,8 +361,12 @@ class Splitter:
     piece_bytes: int
 
     @classmethod
-    def choose(cls, files: list[SourceFile], *, val_fraction: float, test_fraction: float) -> "Splitter":
-        """Split by file if each held-out split then gets between a quarter and four times its fraction of the bytes."""
+    def choose(
+        cls, files: list[SourceFile], *, val_fraction: float, test_fraction: float
+    ) -> "Splitter":
+        """Split by file if each held-out split then gets between a quarter and four times its
+        fraction of the bytes.
+        """
         by_file = cls("file", val_fraction, test_fraction, PIECE_BYTES)
         total = sum(file.size for file in files)
         sizes = Counter[str]()
@@ -326,4 +388,7 @@ class Splitter:
 
 def hash_place(name: str) -> float:
     """Return a number in [0, 1) that depends on the name alone, on every machine."""
-    return int.from_bytes(hashlib.sha256(name.encode(errors="surrogatepass")).digest()[:8], "big") / 2**64
+    return (
+        int.from_bytes(hashlib.sha256(name.encode(errors="surrogatepass")).digest()[:8], "big")
+        / 2**64
+    )

@@ -1,4 +1,6 @@
-"""Data that are read from front to back, because there are too many samples to prepare or to index."""
+"""Data that are read from front to back, because there are too many samples to prepare or to
+index.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,27 @@ from armature.data.sampler import permuted
 class Stream:
     """Base class of what `DataModule.dataset` returns if samples cannot be fetched by number.
 
-    A subclass defines how many samples an epoch has, how to read records from a given place, and how to make a sample
-    of a record. A resume needs the position only: reading starts there again, with any number of ranks and workers.
-    Each rank and worker reads all records and makes samples of its share. So `records` should be cheap (and skip whole
-    files by an index), and costly work (decoding, tokenizing) belongs in `sample`.
+    A subclass defines how many samples an epoch has, how to read records from a given place, and
+    how to make a sample
+    of a record. A resume needs the position only: reading starts there again, with any number of
+    ranks and workers.
+    Each rank and worker reads all records and makes samples of its share. So `records` should be
+    cheap (and skip whole files by an index), and costly work (decoding, tokenizing) belongs in
+    `sample`.
 
     Attributes:
-        block: number of consecutive records that are shuffled among each other in training. Each rank and worker holds
-            them in memory. 1: no shuffling. `records` itself may use another order in each epoch.
+        block: number of consecutive records that are shuffled among each other in training. Each
+            rank and worker holds them in memory. 1: no shuffling. `records` itself may use another
+            order in each epoch.
     """
 
     block: int = 1
 
     def __len__(self) -> int:
-        """Return the samples per epoch. For an endless stream, return a number that no run reaches, such as 2**40."""
+        """Return the samples per epoch.
+
+        For an endless stream, return a number that no run reaches, such as 2**40.
+        """
         raise NotImplementedError(f"{type(self).__name__} needs __len__: the samples of an epoch.")
 
     def records(self, epoch: int, start: int) -> Iterator[Any]:
@@ -42,8 +51,8 @@ class Stream:
 class Reader:
     """Fetches a stream's records by (epoch, place). Cheap if places are requested in rising order.
 
-    If `size`, the samples per epoch, is not the whole stream, each epoch has the first epoch's samples. `seed` decides
-    the order within blocks; None: no shuffling.
+    If `size`, the samples per epoch, is not the whole stream, each epoch has the first epoch's
+    samples. `seed` decides the order within blocks; None: no shuffling.
     """
 
     def __init__(self, stream: Stream, *, size: int, seed: int | None) -> None:
@@ -62,7 +71,9 @@ class Reader:
             self._held, self._held_at = [self._read() for _ in range(size)], (epoch, start)
         if size == 1:
             return self._held[0]
-        (number,) = permuted(np.array([place - start]), size=size, seed=f"{self.seed}/{start}", epoch=epoch).tolist()
+        (number,) = permuted(
+            np.array([place - start]), size=size, seed=f"{self.seed}/{start}", epoch=epoch
+        ).tolist()
         return self._held[number]
 
     def _seek(self, epoch: int, place: int) -> None:
@@ -79,7 +90,8 @@ class Reader:
         except StopIteration:
             self._next = (0, -1)
             raise ValueError(
-                f"{type(self.stream).__name__} ended at record {place} of epoch {epoch}, but its len() is "
+                f"{type(self.stream).__name__} ended at record {place} of epoch {epoch}, but its "
+                "len() is "
                 f"{len(self.stream)}. Resuming needs the exact number of records: correct __len__."
             ) from None
         self._next = (epoch, place + 1)

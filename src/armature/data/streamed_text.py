@@ -1,4 +1,6 @@
-"""Text that is read and tokenized during training: a Stream over files, for a corpus too large to prepare first."""
+"""Text that is read and tokenized during training: a Stream over files, for a corpus too large to
+prepare first.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +44,12 @@ class Part:
 
 
 class Shards:
-    """Files of text as windows of `context` byte tokens. An index, made once, holds the number of windows per file.
+    """Files of text as windows of `context` byte tokens.
 
-    A window may cross the ends of documents, but not the end of a file. The first windows of the first files are held
-    out.
+    An index, made once, holds the number of windows per file.
+
+    A window may cross the ends of documents, but not the end of a file. The first windows of the
+    first files are held out.
 
     Args:
         path: files, folders or patterns of UTF-8 text, plain, .gz, .jsonl or .jsonl.gz.
@@ -53,8 +57,10 @@ class Shards:
         context: tokens per sample.
         vocab_size: tokens of the model; at least the 256 bytes and the end of a text.
         held_out: windows for val, and as many for test.
-        block: consecutive windows that are shuffled among each other; files also come in another order each epoch.
-        cache_dir: folder of the index; None: the environment's ARMATURE_CACHE, else ~/.cache/armature.
+        block: consecutive windows that are shuffled among each other; files also come in another
+            order each epoch.
+        cache_dir: folder of the index; None: the environment's ARMATURE_CACHE, else
+            ~/.cache/armature.
     """
 
     def __init__(
@@ -67,8 +73,16 @@ class Shards:
         self.held_out, self.block, self.cache_dir = held_out, block, cache_dir
 
     def check(self) -> list[SourceFile]:
-        """Check the settings and find the files: the part of `prepare` that takes no time. Raises ConfigError."""
-        least = {"context": 1, "held_out": 1, "block": 1, "vocab_size": tokenizer.SMALLEST_VOCABULARY}
+        """Check the settings and find the files: the part of `prepare` that takes no time.
+
+        Raises ConfigError.
+        """
+        least = {
+            "context": 1,
+            "held_out": 1,
+            "block": 1,
+            "vocab_size": tokenizer.SMALLEST_VOCABULARY,
+        }
         problems = [
             f"data.source.{name}={getattr(self, name)}: at least {smallest} is needed."
             for name, smallest in least.items()
@@ -84,7 +98,10 @@ class Shards:
 
     @cached_property
     def index(self) -> list[Part]:
-        """All windows of each file. Raises ConfigError for files that are not text, or too little text."""
+        """All windows of each file.
+
+        Raises ConfigError for files that are not text, or too little text.
+        """
         files = self.check()
         key = hashlib.sha256(json.dumps([_VERSION, self.field, self.context]).encode())
         key.update(sources.stamp(files))
@@ -92,8 +109,10 @@ class Shards:
         counts = cache.open_or_build(folder, lambda part: self._count(files))["windows"]
         if sum(counts) <= 2 * self.held_out:
             raise ConfigError(
-                f"data.path={self.path} has {sum(counts)} windows of {self.context} bytes, of which "
-                f"data.source.held_out={self.held_out} are for val and as many for test. Name more text, or lower "
+                f"data.path={self.path} has {sum(counts)} windows of {self.context} bytes, of "
+                "which "
+                f"data.source.held_out={self.held_out} are for val and as many for test. Name more "
+                "text, or lower "
                 "held_out or context."
             )
         return [Part(file, 0, count) for file, count in zip(files, counts, strict=True)]
@@ -101,7 +120,12 @@ class Shards:
     @property
     def fingerprint(self) -> str:
         """Hash that is the same for the same windows in the same files, wherever they lie."""
-        content = [self.field, self.context, self.held_out, [(part.file.name, part.count) for part in self.index]]
+        content = [
+            self.field,
+            self.context,
+            self.held_out,
+            [(part.file.name, part.count) for part in self.index],
+        ]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
     @cached_property
@@ -155,7 +179,9 @@ class Shards:
     def _count(self, files: list[SourceFile]) -> dict[str, Any]:
         log.info("Counting the samples of %d files in %s.", len(files), self.path)
         sources.check_heads(files)
-        sizes = [sum(p.size + p.starts for p in sources.pieces(file, field=self.field)) for file in files]
+        sizes = [
+            sum(p.size + p.starts for p in sources.pieces(file, field=self.field)) for file in files
+        ]
         return {"windows": [max(size - 1, 0) // self.context for size in sizes]}
 
 

@@ -1,4 +1,6 @@
-"""Made-up samples of the model's sizes: for simulations, and to try a model's speed without data."""
+"""Made-up samples of the model's sizes: for simulations, and to try a model's speed without
+data.
+"""
 
 from __future__ import annotations
 
@@ -26,30 +28,44 @@ class Vocabulary:
 
 
 class SyntheticData(DataModule):
-    """Random tokens, or random images with random classes. Every sample depends on the seed and its index alone.
+    """Random tokens, or random images with random classes.
+
+    Every sample depends on the seed and its index alone.
 
     Args:
         source: how many different tokens there are.
         context: tokens per sample, unless image_size is given.
         image_size, channels, classes: of images (channels, image_size, image_size).
-        samples: in the train split; val and test have a hundredth of it, and at least one batch of 64.
+        samples: in the train split; val and test have a hundredth of it, and at least one batch of
+            64.
         loader: batch sizes and the other arguments of DataModule.
     """
 
     def __init__(
-        self, *, source: Vocabulary, context: int, image_size: int | None = None,
-        channels: int | None = None, classes: int | None = None, samples: int = 1_000_000, **loader: Any,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        source: Vocabulary,
+        context: int,
+        image_size: int | None = None,
+        channels: int | None = None,
+        classes: int | None = None,
+        samples: int = 1_000_000,
+        **loader: Any,
+    ) -> None:
         super().__init__(**loader)
         images = (image_size, channels, classes)
         if any(images) and not all(images):
             raise ConfigError(
-                f"data.image_size={image_size}, data.channels={channels}, data.classes={classes}: data=synthetic makes "
-                "images if it has all three sizes, and tokens if it has none. Type all, or null for each."
+                f"data.image_size={image_size}, data.channels={channels}, data.classes={classes}: "
+                "data=synthetic makes "
+                "images if it has all three sizes, and tokens if it has none. Type all, or null "
+                "for each."
             )
         self.samples = samples
         if image_size and channels and classes:
-            self.draw = partial(draw_image, shape=(channels, image_size, image_size), classes=classes)
+            self.draw = partial(
+                draw_image, shape=(channels, image_size, image_size), classes=classes
+            )
         else:
             self.tokens_per_sample = context
             self.draw = partial(draw_tokens, context=context, vocab_size=source.vocab_size)

@@ -24,12 +24,21 @@ from armature.data.splits import split_indices
 from armature.errors import ConfigError, error_line
 
 log = logging.getLogger(__name__)
-_ROW_NUMBERS = re.compile(r"|__index_level_\d+__")  # names that pandas gives to columns of row numbers
+_ROW_NUMBERS = re.compile(
+    r"|__index_level_\d+__"
+)  # names that pandas gives to columns of row numbers
 _NESTED = (np.ndarray, list, dict)
-_EMPTY = ("None", "nan", "NaN", "<NA>", "NaT")  # missing values of NumPy, pandas and pyarrow as texts
+_EMPTY = (
+    "None",
+    "nan",
+    "NaN",
+    "<NA>",
+    "NaT",
+)  # missing values of NumPy, pandas and pyarrow as texts
 _LONGEST_CELL = 2**31 - 1  # characters; the module csv's own limit is 131,072
 _SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
-_END = "\0end of the file"  # a row after the last one of a file: a quote that is not closed takes it in
+# a row after the last one of a file: a quote that is not closed takes it in
+_END = "\0end of the file"
 
 
 class Rows(Dataset[dict[str, Tensor]]):
@@ -52,7 +61,9 @@ class Rows(Dataset[dict[str, Tensor]]):
 
 @dataclass
 class Content:
-    """What files hold: inputs (N, F), and of the column to predict numbers (N,), or the index of each row's class."""
+    """What files hold: inputs (N, F), and of the column to predict numbers (N,), or the index of
+    each row's class.
+    """
 
     columns: list[str]
     features: list[str]
@@ -63,7 +74,9 @@ class Content:
 
 
 class TableData(LabeledData):
-    """Rows of numbers (B, F), and classes (B,) int64 or numbers (B,) float32. All rows are held in memory.
+    """Rows of numbers (B, F), and classes (B,) int64 or numbers (B,) float32.
+
+    All rows are held in memory.
 
     Predictions need no target column.
 
@@ -71,7 +84,8 @@ class TableData(LabeledData):
         path: a file, folder, pattern or list of .csv files (with a header) or .parquet files.
         target: the column to predict.
         features: the columns to learn from; None: all others.
-        classes: the target is a class: its sorted values are numbered from 0. False: it is a number.
+        classes: the target is a class: its sorted values are numbered from 0. False: it is a
+            number.
         val_fraction, test_fraction: shares of the rows, drawn at random, always the same.
         loader: batch sizes and the other arguments of DataModule.
     """
@@ -79,9 +93,16 @@ class TableData(LabeledData):
     predict_split = "predict"  # all rows
 
     def __init__(
-        self, *, path: str | list[str], target: str, features: list[str] | None = None, classes: bool = True,
-        val_fraction: float = 0.1, test_fraction: float = 0.1, **loader: Any,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        path: str | list[str],
+        target: str,
+        features: list[str] | None = None,
+        classes: bool = True,
+        val_fraction: float = 0.1,
+        test_fraction: float = 0.1,
+        **loader: Any,
+    ) -> None:
         super().__init__(**loader)
         self.path = path if isinstance(path, str) else list(path)
         self.target, self.features = target, None if features is None else list(features)
@@ -117,13 +138,18 @@ class TableData(LabeledData):
         column = table.get(self.target)
         if column is None:
             content.problem = self._lacks([self.target], columns=list(table))
-        elif (nested := next((each for each in column if isinstance(each, _NESTED)), None)) is not None:
+        elif (
+            nested := next((each for each in column if isinstance(each, _NESTED)), None)
+        ) is not None:
             content.problem = (
-                f"data.target: column {self.target} holds a {type(nested).__name__} in each row, not one value. Name "
+                f"data.target: column {self.target} holds a {type(nested).__name__} in each row, "
+                "not one value. Name "
                 "another column."
             )
         elif (empty := _first_empty(column)) is not None:
-            content.problem = f"data.target: column {self.target} is empty in data row {empty + 1}. Fill it in."
+            content.problem = (
+                f"data.target: column {self.target} is empty in data row {empty + 1}. Fill it in."
+            )
         elif not self.classes_are_targets:
             content.targets = torch.from_numpy(_numbers(column, self.target, "target"))
         else:
@@ -135,12 +161,17 @@ class TableData(LabeledData):
         """Return the columns of all files by name."""
         tables = [(file.path, read(file.path)) for file in sources.find(self.path)]
         first, names = tables[0][0], sorted(tables[0][1])
-        if other := next(((file, sorted(table)) for file, table in tables if sorted(table) != names), None):
+        if other := next(
+            ((file, sorted(table)) for file, table in tables if sorted(table) != names), None
+        ):
             raise ConfigError(
-                f"data.path={self.path}: the files differ in their columns: {first} has {', '.join(names)}, and "
+                f"data.path={self.path}: the files differ in their columns: {first} has "
+                f"{', '.join(names)}, and "
                 f"{other[0]} {', '.join(other[1])}."
             )
-        columns = {name: np.concatenate([table[name] for _, table in tables]) for name in tables[0][1]}
+        columns = {
+            name: np.concatenate([table[name] for _, table in tables]) for name in tables[0][1]
+        }
         if not len(next(iter(columns.values()), ())):
             raise ConfigError(f"data.path={self.path}: the files have no rows.")
         return columns
@@ -151,19 +182,27 @@ class TableData(LabeledData):
         known = (self.saved or {}).get("features")
         if known is not None and typed is not None and typed != known:
             raise ConfigError(
-                f"data.features={typed}, but the model was trained with {known}. Leave data.features out."
+                f"data.features={typed}, but the model was trained with {known}. Leave "
+                "data.features out."
             )
         if typed == []:
             raise ConfigError(
-                "data.features=[]: there is nothing to learn from. Type data.features=null for all columns."
+                "data.features=[]: there is nothing to learn from. Type data.features=null for all "
+                "columns."
             )
-        if known is None and typed is None and self.target not in columns:  # they are all columns but the target
+        if (
+            known is None and typed is None and self.target not in columns
+        ):  # they are all columns but the target
             raise ConfigError(self._lacks([self.target], columns=columns))
         features = known or typed or self._all_features(columns)
         if not features:
-            raise ConfigError(f"data.path={self.path} has no column but the target {self.target} to learn from.")
+            raise ConfigError(
+                f"data.path={self.path} has no column but the target {self.target} to learn from."
+            )
         if self.target in features:
-            raise ConfigError(f"data.features={features} holds the target {self.target}. Leave it out.")
+            raise ConfigError(
+                f"data.features={features} holds the target {self.target}. Leave it out."
+            )
         return features
 
     def _all_features(self, columns: list[str]) -> list[str]:
@@ -171,7 +210,8 @@ class TableData(LabeledData):
         numbers = [name for name in others if _ROW_NUMBERS.fullmatch(name)]
         if numbers:
             log.info(
-                "data.path=%s: column %s holds row numbers of pandas, and is left out. To learn from it, type "
+                "data.path=%s: column %s holds row numbers of pandas, and is left out. To learn "
+                "from it, type "
                 "data.features=…", self.path, ", ".join(map(repr, numbers)),
             )  # fmt: skip
         return [name for name in others if name not in numbers]
@@ -180,7 +220,8 @@ class TableData(LabeledData):
         key = "data.target" if missing == [self.target] else "data.features"
         spaced = [repr(name) if name != name.strip() else name for name in columns]
         return (
-            f"data.path={self.path} has no column {', '.join(missing)}. Its columns: {', '.join(spaced)}. "
+            f"data.path={self.path} has no column {', '.join(missing)}. Its columns: "
+            f"{', '.join(spaced)}. "
             f"Type {key}=…, or name the columns in the file so."
         )
 
@@ -194,7 +235,9 @@ class TableData(LabeledData):
         targets = self._require_target()
         if not self.classes_are_targets:
             return targets
-        numbers = self.numbers(self._content.classes, where=f"data.path={self.path}, column {self.target},")
+        numbers = self.numbers(
+            self._content.classes, where=f"data.path={self.path}, column {self.target},"
+        )
         return torch.tensor(numbers)[targets]
 
 
@@ -209,10 +252,13 @@ def read(file: Path, *, kind: type = str) -> dict[str, np.ndarray]:
         with file.open(encoding="utf-8-sig", newline="") as stream:
             header, lines = _rows(file, csv.reader(_lines(file, stream)))
     except UnicodeDecodeError as error:
-        raise ConfigError(f"data.path={file} is not CSV in UTF-8 ({error_line(error)}). {sources.CONVERT}") from error
+        raise ConfigError(
+            f"data.path={file} is not CSV in UTF-8 ({error_line(error)}). {sources.CONVERT}"
+        ) from error
     except (OSError, csv.Error) as error:
         raise ConfigError(
-            f"data.path={file} cannot be read as CSV ({error_line(error)[:200]}). Convert or remove it."
+            f"data.path={file} cannot be read as CSV ({error_line(error)[:200]}). Convert or "
+            "remove it."
         ) from error
     _require_unique(file, header, note=" The first line is taken for their names.")
     return {name: np.array([row[i] for row in lines], dtype=kind) for i, name in enumerate(header)}
@@ -222,32 +268,46 @@ def _lines(file: Path, stream: Iterable[str]) -> Iterator[str]:
     """Yield the lines of a file, and _END."""
     for number, line in enumerate(stream, start=1):
         if "\0" in line:
-            raise ConfigError(f"data.path={file}, line {number}: it holds a zero byte, which is not text. Remove it.")
+            raise ConfigError(
+                f"data.path={file}, line {number}: it holds a zero byte, which is not text. Remove "
+                "it."
+            )
         yield line
     yield _END
 
 
 def _rows(file: Path, reader: Any) -> tuple[list[str], list[list[str]]]:
-    """Return the names and the other rows of CSV, the last of which is _END. Raises ConfigError with a row's line."""
+    """Return the names and the other rows of CSV, the last of which is _END.
+
+    Raises ConfigError with a row's line.
+    """
     header: list[str] = []
     rows: list[list[str]] = []
     line = 1  # of the row's beginning: a cell in quotes may hold line ends
     for row in reader:
         if row and row[-1].endswith(_END):
             if row != [_END]:
-                raise ConfigError(f"data.path={file}, line {line}: a quote is opened and never closed. Close it.")
+                raise ConfigError(
+                    f"data.path={file}, line {line}: a quote is opened and never closed. Close it."
+                )
             break
         if row and not header:
             header = row
-            other = next((each for each in _SEPARATORS if each in row[0]), None) if len(row) == 1 else None
+            other = (
+                next((each for each in _SEPARATORS if each in row[0]), None)
+                if len(row) == 1
+                else None
+            )
             if other is not None:
                 raise ConfigError(
-                    f"data.path={file}: its columns are separated by {_SEPARATORS[other]}, not by commas. Save it with "
+                    f"data.path={file}: its columns are separated by {_SEPARATORS[other]}, not by "
+                    "commas. Save it with "
                     "commas."
                 )
         elif row and len(row) != len(header):
             raise ConfigError(
-                f"data.path={file}, line {line}: {_cells(len(row))}, but the header has {len(header)}. Mend the line; "
+                f"data.path={file}, line {line}: {_cells(len(row))}, but the header has "
+                f"{len(header)}. Mend the line; "
                 "a cell that holds commas needs quotes."
             )
         elif row:
@@ -264,7 +324,10 @@ def _cells(number: int) -> str:
 
 def _require_unique(file: Path, names: list[str], *, note: str = "") -> None:
     if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"data.path={file}: two columns are named {', '.join(repeated)}. Rename one of them.{note}")
+        raise ConfigError(
+            f"data.path={file}: two columns are named {', '.join(repeated)}. Rename one of "
+            f"them.{note}"
+        )
 
 
 def _read_parquet(file: Path) -> dict[str, np.ndarray]:
@@ -277,13 +340,16 @@ def _read_parquet(file: Path) -> dict[str, np.ndarray]:
         raise
     except (OSError, ValueError, NotImplementedError) as error:
         raise ConfigError(
-            f"data.path={file} cannot be read as Parquet ({error_line(error)[:200]}). It may be cut short, or of "
+            f"data.path={file} cannot be read as Parquet ({error_line(error)[:200]}). It may be "
+            "cut short, or of "
             "another kind: write it again, or remove it."
         ) from error
 
 
 def _decoded(column: Any) -> Any:
-    """Return a column of pyarrow's without its dictionary: to_numpy would take an empty cell as the last category."""
+    """Return a column of pyarrow's without its dictionary: to_numpy would take an empty cell as the
+    last category.
+    """
     types = extras.load("pyarrow.types", needed_by="Parquet files")
     return column.cast(column.type.value_type) if types.is_dictionary(column.type) else column
 
@@ -291,7 +357,8 @@ def _decoded(column: Any) -> Any:
 def _numbers(column: np.ndarray, name: str, key: str) -> np.ndarray:
     if column.dtype.kind in "Mm":
         raise ConfigError(
-            f"data.{key}: column {name} holds times ({column.dtype}), which are no numbers. Leave the column out of "
+            f"data.{key}: column {name} holds times ({column.dtype}), which are no numbers. Leave "
+            "the column out of "
             "data.features, or turn it into numbers first, such as days since a date."
         )
     try:
@@ -300,15 +367,19 @@ def _numbers(column: np.ndarray, name: str, key: str) -> np.ndarray:
     except (ValueError, TypeError):
         row = next(i for i, value in enumerate(column.tolist()) if not _is_number(value))
         if (value := _plain(column[row])) == "":
-            raise ConfigError(f"data.{key}: column {name} is empty in data row {row + 1}. Fill it in.") from None
+            raise ConfigError(
+                f"data.{key}: column {name} is empty in data row {row + 1}. Fill it in."
+            ) from None
         raise ConfigError(
-            f"data.{key}: column {name} holds {value!r} in data row {row + 1}, which is no number. Leave "
+            f"data.{key}: column {name} holds {value!r} in data row {row + 1}, which is no number. "
+            "Leave "
             "the column out of data.features, or turn it into numbers first."
         ) from None
     if not np.isfinite(numbers).all():
         row = int(np.flatnonzero(~np.isfinite(numbers))[0])
         raise ConfigError(
-            f"data.{key}: column {name} holds {_plain(column[row])!r} in data row {row + 1}, which is no finite number "
+            f"data.{key}: column {name} holds {_plain(column[row])!r} in data row {row + 1}, which "
+            "is no finite number "
             "of 32 bits. Fill it in, or leave the column or the row out."
         )
     return numbers

@@ -33,9 +33,16 @@ class TokenData(DataModule):
         loader: batch sizes and the other arguments of DataModule.
     """
 
-    def __init__(self, source: Any, *, context: int, path: str | list[str] | None = None, **loader: Any) -> None:
+    def __init__(
+        self, source: Any, *, context: int, path: str | list[str] | None = None, **loader: Any
+    ) -> None:
         super().__init__(**loader)
-        self.source, self.context, self.tokens_per_sample, self.path = source, context, context, path
+        self.source, self.context, self.tokens_per_sample, self.path = (
+            source,
+            context,
+            context,
+            path,
+        )
 
     @override
     def prepare_data(self) -> None:
@@ -51,12 +58,17 @@ class TokenData(DataModule):
             write(self.tokenizer, run_dir / TOKENIZER_FILE)
 
     def prompts(self, count: int = 3) -> list[str]:
-        """Return beginnings of lines of held-out text, to show what a model makes of them; [] if none can be read."""
+        """Return beginnings of lines of held-out text, to show what a model makes of them; [] if
+        none can be read.
+        """
         samples: Any = self._dataset("val")
         if self.tokenizer is None or not hasattr(samples, "__getitem__") or not len(samples):
             return []
         places = [len(samples) * (2 * i + 1) // (2 * count) for i in range(count)]
-        texts = [self.tokenizer.decode(samples[place]["inputs"][:PROMPT_WINDOW].tolist()) for place in places]
+        texts = [
+            self.tokenizer.decode(samples[place]["inputs"][:PROMPT_WINDOW].tolist())
+            for place in places
+        ]
         return [prompt for text in texts if (prompt := beginning(text))]
 
     @override
@@ -67,16 +79,23 @@ class TokenData(DataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict["corpus"] != self.source.fingerprint:
             raise ConfigError(
-                f"The checkpoint was made with other tokens ({state_dict['corpus']}) than data.path has now "
-                f"({self.source.fingerprint}): files or settings of the corpus have changed. Restore the corpus that "
-                "it was trained on, or type resume=never. To use its weights alone, see docs/checkpoints.md."
+                f"The checkpoint was made with other tokens ({state_dict['corpus']}) than "
+                "data.path has now "
+                f"({self.source.fingerprint}): files or settings of the corpus have changed. "
+                "Restore the corpus that "
+                "it was trained on, or type resume=never. To use its weights alone, see "
+                "docs/checkpoints.md."
             )
         super().load_state_dict(state_dict)
 
 
 def beginning(text: str) -> str:
-    """Return the first words of the least indented line, other than the first and the last, which may be cut."""
-    lines = [line for line in text.split("\n")[1:-1] if len(line.split()) > 1] or [text.partition(" ")[2]]
+    """Return the first words of the least indented line, other than the first and the last, which
+    may be cut.
+    """
+    lines = [line for line in text.split("\n")[1:-1] if len(line.split()) > 1] or [
+        text.partition(" ")[2]
+    ]
     line = min(lines, key=lambda line: len(line) - len(line.lstrip()))
     return " ".join(line.split()[:PROMPT_WORDS])
 
@@ -84,7 +103,8 @@ def beginning(text: str) -> str:
 class TextData(TokenData):
     """Windows of a prepared corpus. Windows do not overlap, and may cross document ends.
 
-    Training skips the few tokens of the last, incomplete window. Validation and test count every token once.
+    Training skips the few tokens of the last, incomplete window. Validation and test count every
+    token once.
     """
 
     source: Corpus
@@ -98,7 +118,8 @@ class TextData(TokenData):
         return self.source.vocab_size
 
     def bytes_per_token(self, split: str) -> float:
-        """Return the bytes of text per predicted token: bits per byte are loss in nats per token / ln 2 / this.
+        """Return the bytes of text per predicted token: bits per byte are loss in nats per token /
+        ln 2 / this.
 
         Exact for val and test. The ends of documents are predicted tokens without bytes.
         """
@@ -107,18 +128,28 @@ class TextData(TokenData):
 
     def baselines(self) -> list[str]:
         """Return baselines to compare the model's metrics with, one line each."""
-        bits = {split: self.source.header["splits"][split]["zlib_bits_per_byte"] for split in ("val", "test")}
-        return [f"{split}: zlib level 9 needs {b:.3f} bits per byte for the same files" for split, b in bits.items()]
+        bits = {
+            split: self.source.header["splits"][split]["zlib_bits_per_byte"]
+            for split in ("val", "test")
+        }
+        return [
+            f"{split}: zlib level 9 needs {b:.3f} bits per byte for the same files"
+            for split, b in bits.items()
+        ]
 
 
 class Windows(Dataset[Batch]):
-    """Sample i predicts tokens [i·T + 1, (i + 1)·T + 1) from the T = `context` tokens one place before each.
+    """Sample i predicts tokens [i·T + 1, (i + 1)·T + 1) from the T = `context` tokens one place
+    before each.
 
-    `tokens` has the shape (tokens,) and is usually memory-mapped. `whole` serves the incomplete window at the end too,
-    with -100 for its missing targets: each token but the first is then a target exactly once.
+    `tokens` has the shape (tokens,) and is usually memory-mapped. `whole` serves the incomplete
+    window at the end too, with -100 for its missing targets: each token but the first is then a
+    target exactly once.
     """
 
-    def __init__(self, tokens: NDArray[np.unsignedinteger[Any]], *, context: int, whole: bool) -> None:
+    def __init__(
+        self, tokens: NDArray[np.unsignedinteger[Any]], *, context: int, whole: bool
+    ) -> None:
         self.context = context
         complete = max(len(tokens) - 1, 0) // context
         stride = tokens.strides[0]

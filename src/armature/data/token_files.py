@@ -1,4 +1,6 @@
-"""Token ids that other tools have written: nanoGPT's train.bin and val.bin, and Megatron's pairs of .bin and .idx."""
+"""Token ids that other tools have written: nanoGPT's train.bin and val.bin, and Megatron's pairs of
+.bin and .idx.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ class TokenFiles:
     """Tokens of each split, memory-mapped.
 
     Args:
-        path: a folder with train.bin, val.bin and perhaps test.bin; or one .bin file, whose end is held out.
+        path: a folder with train.bin, val.bin and perhaps test.bin; or one .bin file, whose end is
+            held out.
         dtype: of the tokens, if there is no .idx file beside them; nanoGPT writes uint16.
         vocab_size: tokens of the model.
         val_fraction, test_fraction: shares of a single file.
@@ -37,12 +40,30 @@ class TokenFiles:
     """
 
     def __init__(
-        self, path: str, *, context: int, vocab_size: int, dtype: str = "uint16", val_fraction: float = 0.01,
-        test_fraction: float = 0.01, tokenizer: str | None = None,
-    ) -> None:  # fmt: skip
-        self.path, self.context, self.vocab_size, self.dtype = Path(path).expanduser(), context, vocab_size, dtype
-        self.val_fraction, self.test_fraction, self.tokenizer_path = val_fraction, test_fraction, tokenizer
-        self._is_described = False  # whether the file that was opened last has an index, which says the type
+        self,
+        path: str,
+        *,
+        context: int,
+        vocab_size: int,
+        dtype: str = "uint16",
+        val_fraction: float = 0.01,
+        test_fraction: float = 0.01,
+        tokenizer: str | None = None,
+    ) -> None:
+        self.path, self.context, self.vocab_size, self.dtype = (
+            Path(path).expanduser(),
+            context,
+            vocab_size,
+            dtype,
+        )
+        self.val_fraction, self.test_fraction, self.tokenizer_path = (
+            val_fraction,
+            test_fraction,
+            tokenizer,
+        )
+        self._is_described = (
+            False  # whether the file that was opened last has an index, which says the type
+        )
 
     def prepare(self) -> None:
         """Check the files. Raises ConfigError."""
@@ -54,7 +75,8 @@ class TokenFiles:
         train = self.tokens("train")
         if len(train) <= self.context:
             raise ConfigError(
-                f"data.context={self.context} is longer than the {len(train):,} tokens of {self.path}. Type "
+                f"data.context={self.context} is longer than the {len(train):,} tokens of "
+                f"{self.path}. Type "
                 f"data.context={max(len(train) - 1, 1)} or less, or name more tokens."
             )
         if not self._is_described:
@@ -64,43 +86,69 @@ class TokenFiles:
                 self.check_range(int(tokens.min()), int(tokens.max()), split)
 
     def _check_width(self, tokens: Any) -> None:
-        """Raise ConfigError if the tokens are halves or quarters of wider numbers: of small ones all but one are 0."""
+        """Raise ConfigError if the tokens are halves or quarters of wider numbers: of small ones
+        all but one are 0.
+        """
         read = tokens.dtype.itemsize
-        wider = next((size for size in (8, 4) if size > read and _is_padded(tokens, size // read)), None)
+        wider = next(
+            (size for size in (8, 4) if size > read and _is_padded(tokens, size // read)), None
+        )
         if wider is not None:
             raise ConfigError(
-                f"data.source.dtype={self.dtype}: of each {wider // read} tokens of {self.path} all but one are 0, so "
-                f"they have more bytes. Type data.source.dtype={'uint32' if wider == 4 else 'int64'}."
+                f"data.source.dtype={self.dtype}: of each {wider // read} tokens of {self.path} "
+                "all but one are 0, so "
+                "they have more bytes. Type "
+                f"data.source.dtype={'uint32' if wider == 4 else 'int64'}."
             )
 
     def check_range(self, least: int, largest: int, split: str) -> None:
-        """Raise ConfigError if the smallest or the largest of some tokens is not in the vocabulary."""
+        """Raise ConfigError if the smallest or the largest of some tokens is not in the
+        vocabulary.
+        """
         if least < 0 or largest >= self.vocab_size:
             raise ConfigError(
                 f"data.source.vocab_size={self.vocab_size}, but {self.path} holds the token "
-                f"{least if least < 0 else largest} ({split} split). Type the size of the vocabulary that made the "
+                f"{least if least < 0 else largest} ({split} split). Type the size of the "
+                "vocabulary that made the "
                 "tokens (GPT-2: 50257), or the right data.source.dtype."
             )
 
     def tokens(self, split: str) -> Any:
-        """Return the token ids of a split, shape (tokens,), or an empty array if there is no such file."""
+        """Return the token ids of a split, shape (tokens,), or an empty array if there is no such
+        file.
+        """
         if self.path.is_dir():
             file = self.path / f"{split}.bin"
             if split == "train" and not file.is_file():
-                raise ConfigError(f"data.path={self.path}: it holds no train.bin. Name a .bin file, or its folder.")
+                raise ConfigError(
+                    f"data.path={self.path}: it holds no train.bin. Name a .bin file, or its "
+                    "folder."
+                )
             return self._open(file) if file.is_file() else np.empty(0, np.uint16)
-        file = self.path if self.path.suffix == ".bin" else self.path.with_name(f"{self.path.name}.bin")
+        file = (
+            self.path
+            if self.path.suffix == ".bin"
+            else self.path.with_name(f"{self.path.name}.bin")
+        )
         if not file.is_file():
             if self.path.is_file():
                 raise ConfigError(
-                    f"data.path={self.path} is no .bin file. Write its token ids into one, without a header, as "
+                    f"data.path={self.path} is no .bin file. Write its token ids into one, without "
+                    "a header, as "
                     "NumPy's ids.tofile('train.bin') does."
                 )
-            raise ConfigError(f"data.path={self.path}: there is no such folder or .bin file. Name one that is there.")
+            raise ConfigError(
+                f"data.path={self.path}: there is no such folder or .bin file. Name one that is "
+                "there."
+            )
         every = self._open(file)
-        val, test = (int(len(every) * fraction) for fraction in (self.val_fraction, self.test_fraction))
+        val, test = (
+            int(len(every) * fraction) for fraction in (self.val_fraction, self.test_fraction)
+        )
         end = len(every) - val - test
-        return {"train": every[:end], "val": every[end : end + val], "test": every[end + val :]}[split]
+        return {"train": every[:end], "val": every[end : end + val], "test": every[end + val :]}[
+            split
+        ]
 
     def _open(self, file: Path) -> Any:
         index = file.with_suffix(".idx")
@@ -115,12 +163,14 @@ class TokenFiles:
                 )
         if size % dtype.itemsize or not size:
             raise ConfigError(
-                f"data.path: {file} has {size} bytes: no whole number of {dtype} tokens. Write it again, or type its "
+                f"data.path: {file} has {size} bytes: no whole number of {dtype} tokens. Write it "
+                "again, or type its "
                 "own data.source.dtype."
             )
         if tokens is not None and tokens * dtype.itemsize != size:
             raise ConfigError(
-                f"data.path: {file} has {size // dtype.itemsize:,} tokens of type {dtype}, and {index} describes "
+                f"data.path: {file} has {size // dtype.itemsize:,} tokens of type {dtype}, and "
+                f"{index} describes "
                 f"{tokens:,}. They are of different data, or one is cut short: write both again."
             )
         return np.memmap(file, dtype=dtype, mode="r")
@@ -138,26 +188,40 @@ class TokenFiles:
 
 
 def _described(index: Path) -> tuple[np.dtype[Any], int]:
-    """Return the type and the number of the tokens that a Megatron index describes. Raises ConfigError."""
+    """Return the type and the number of the tokens that a Megatron index describes.
+
+    Raises ConfigError.
+    """
     with index.open("rb") as stream:
         head = stream.read(len(MEGATRON) + _HEAD.size)
     if not head.startswith(MEGATRON) or len(head) < len(MEGATRON) + _HEAD.size:
-        raise ConfigError(f"data.path: {index} is not an index of Megatron's, or is cut short. Write it again.")
+        raise ConfigError(
+            f"data.path: {index} is not an index of Megatron's, or is cut short. Write it again."
+        )
     version, code, sequences = _HEAD.unpack(head[len(MEGATRON) :])
     if version != 1 or code not in _DTYPES:
         raise ConfigError(
-            f"data.path: {index} has version {version} and type {code}, which are not known. Known are version 1 and "
+            f"data.path: {index} has version {version} and type {code}, which are not known. Known "
+            "are version 1 and "
             f"the types {', '.join(map(str, _DTYPES))}."
         )
     start = len(head) + 8  # after the number of documents
     if index.stat().st_size < start + 4 * sequences:
-        raise ConfigError(f"data.path: {index} is cut short: it lists {sequences:,} sequences. Write it again.")
-    lengths = np.memmap(index, "<i4", mode="r", offset=start, shape=(sequences,)) if sequences else np.empty(0, "<i4")
+        raise ConfigError(
+            f"data.path: {index} is cut short: it lists {sequences:,} sequences. Write it again."
+        )
+    lengths = (
+        np.memmap(index, "<i4", mode="r", offset=start, shape=(sequences,))
+        if sequences
+        else np.empty(0, "<i4")
+    )
     return np.dtype(_DTYPES[code]), int(lengths.sum(dtype=np.int64))
 
 
 def _is_padded(tokens: Any, parts: int) -> bool:
-    """Return whether all but the first of each so many tokens are 0, and some of the first are not."""
+    """Return whether all but the first of each so many tokens are 0, and some of the first are
+    not.
+    """
     whole = tokens[: len(tokens) // parts * parts].reshape(-1, parts)
     return len(whole) > 8 and not whole[:, 1:].any() and bool(whole[:, 0].any())
 

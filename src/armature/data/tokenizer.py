@@ -1,4 +1,7 @@
-"""Byte-level byte-pair encoding: every text has tokens, which decode to exactly the same text. Torch-free."""
+"""Byte-level byte-pair encoding: every text has tokens, which decode to exactly the same text.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,17 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
-# usual names of the token between documents. Where a tokenizer has one for their beginning and one for their end, the
-# beginning comes first here
+# usual names of the token between documents. Where a tokenizer has one for their beginning and one
+# for their end, the beginning comes first here
 BEGINNINGS = (END_OF_TEXT, "<|begin_of_text|>", "<bos>", "<s>", "</s>", "<eos>", "<|end_of_text|>")
 SMALLEST_VOCABULARY = 257  # every byte, and END_OF_TEXT
 
 
 def train(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
-    """Return a tokenizer of at most `vocab_size` tokens (fewer if no pairs are left to merge). END_OF_TEXT is 0."""
+    """Return a tokenizer of at most `vocab_size` tokens (fewer if no pairs are left to merge).
+
+    END_OF_TEXT is 0.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -44,7 +50,10 @@ def write(tokenizer: Tokenizer, file: Path) -> None:
 
 
 def read(file: Path) -> Tokenizer:
-    """Return a tokenizer that reads special tokens in a text as such, and neither cuts nor pads. Raises ConfigError."""
+    """Return a tokenizer that reads special tokens in a text as such, and neither cuts nor pads.
+
+    Raises ConfigError.
+    """
     from tokenizers import Tokenizer
 
     try:
@@ -59,14 +68,19 @@ def read(file: Path) -> Tokenizer:
 
 
 def load(path: Path) -> Tokenizer:
-    """Return a tokenizer for a corpus, in which END_OF_TEXT is plain characters. Raises ConfigError."""
+    """Return a tokenizer for a corpus, in which END_OF_TEXT is plain characters.
+
+    Raises ConfigError.
+    """
     tokenizer = read(path)
     tokenizer.encode_special_tokens = True  # not saved
     return tokenizer
 
 
 def document_token(tokenizer: Tokenizer) -> int | None:
-    """Return the id that each document of a corpus begins with, found by its usual names, or None."""
+    """Return the id that each document of a corpus begins with, found by its usual names, or
+    None.
+    """
     return next((i for i in map(tokenizer.token_to_id, BEGINNINGS) if i is not None), None)
 
 
@@ -74,13 +88,17 @@ def require_file(path: str) -> None:
     """Raise ConfigError if there is no such tokenizer.json."""
     if not Path(path).is_file():
         raise ConfigError(
-            f"data.source.tokenizer={path}: no such file. Name a tokenizer.json: a run directory has one, and so has a "
+            f"data.source.tokenizer={path}: no such file. Name a tokenizer.json: a run directory "
+            "has one, and so has a "
             "model from Hugging Face."
         )
 
 
 def load_external(path: str) -> Tokenizer:
-    """Return a tokenizer that was trained elsewhere, by another run or by Hugging Face. Raises ConfigError."""
+    """Return a tokenizer that was trained elsewhere, by another run or by Hugging Face.
+
+    Raises ConfigError.
+    """
     require_file(path)
     try:
         tokenizer = load(Path(path))
@@ -88,14 +106,17 @@ def load_external(path: str) -> Tokenizer:
         raise ConfigError(f"data.source.tokenizer={error} Name a tokenizer.json.") from error
     if document_token(tokenizer) is None:
         raise ConfigError(
-            f"data.source.tokenizer={path}: it has none of {', '.join(BEGINNINGS)} to begin documents with."
+            f"data.source.tokenizer={path}: it has none of {', '.join(BEGINNINGS)} to begin "
+            "documents with."
         )
     return tokenizer
 
 
 @contextmanager
 def all_cores() -> Iterator[None]:
-    """Let tokenizers use threads in this block only: threads hang a process forked later, and the library warns."""
+    """Let tokenizers use threads in this block only: threads hang a process forked later, and the
+    library warns.
+    """
     key = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(key)
     os.environ[key] = before or "true"

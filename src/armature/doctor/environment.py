@@ -1,4 +1,6 @@
-"""This machine: packages, GPUs and their driver, limits on memory, files and threads, leftover locks. Torch-free."""
+"""This machine: packages, GPUs and their driver, limits on memory, files and threads, leftover
+locks. Torch-free.
+"""
 
 import math
 import os
@@ -23,8 +25,12 @@ from armature.strategies import extension_locks as locks
 
 GROUP = "environment"
 REQUIREMENTS = Path(__file__).parents[3] / "requirements.txt"
-SHM_PER_RANK = 256 * 2**20  # bytes: NCCL's buffers between the ranks of a machine, and batches of loader workers
-MEMORY_PER_RANK = 2 * 2**30  # bytes: a rank's imports take 0.7 GiB, a small model and its data the rest
+SHM_PER_RANK = (
+    256 * 2**20
+)  # bytes: NCCL's buffers between the ranks of a machine, and batches of loader workers
+MEMORY_PER_RANK = (
+    2 * 2**30
+)  # bytes: a rank's imports take 0.7 GiB, a small model and its data the rest
 MIN_OPEN_FILES = 4096
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 GiB = 2**30
@@ -60,7 +66,10 @@ def _installed(name: str) -> str | None:
 
 
 def versions(required: list[str], installed: Any) -> Iterator[Finding]:
-    """Compare installed packages with requirement lines; `installed(name)` returns a version or None."""
+    """Compare installed packages with requirement lines.
+
+    `installed(name)` returns a version or None.
+    """
     from packaging.requirements import Requirement
 
     wrong = False
@@ -75,7 +84,10 @@ def versions(required: list[str], installed: Any) -> Iterator[Finding]:
             yield failure(GROUP, f"{requirement.name} is not installed.", remedy=remedy)
         elif not requirement.specifier.contains(version, prereleases=True):
             wrong = True
-            what = f"{requirement.name} {version} is installed, but this project needs {requirement.specifier}."
+            what = (
+                f"{requirement.name} {version} is installed, but this project needs "
+                f"{requirement.specifier}."
+            )
             yield failure(GROUP, what, remedy=remedy)
     if required and not wrong:
         yield ok(GROUP, f"All {len(required)} required packages have versions that go together.")
@@ -83,14 +95,26 @@ def versions(required: list[str], installed: Any) -> Iterator[Finding]:
 
 # ------------------------------------------------------------ GPUs
 def gpus(cfg: DictConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Compare the visible GPUs with trainer.devices, and the driver with the CUDA that torch was built for."""
+    """Compare the visible GPUs with trainer.devices, and the driver with the CUDA that torch was
+    built for.
+    """
     visible, devices = environ.get("CUDA_VISIBLE_DEVICES"), cfg.trainer.devices
-    count, has_card = hardware.gpu_count(), Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
+    count, has_card = (
+        hardware.gpu_count(),
+        Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None,
+    )
     if cfg.trainer.accelerator != "gpu":
         if has_card and not count:
             hidden = f" (CUDA_VISIBLE_DEVICES={visible!r})" if visible is not None else ""
-            what = f"This machine seems to have GPUs, but the driver shows none{hidden}, so the run uses the CPU."
-            yield warning(GROUP, what, remedy="Type nvidia-smi; if it fails, the driver must be installed or reloaded.")
+            what = (
+                f"This machine seems to have GPUs, but the driver shows none{hidden}, so the "
+                "run uses the CPU."
+            )
+            yield warning(
+                GROUP,
+                what,
+                remedy="Type nvidia-smi; if it fails, the driver must be installed or reloaded.",
+            )
         return
     torch_version = _installed("torch") or ""
     if "+cpu" in torch_version:
@@ -113,29 +137,40 @@ def gpus(cfg: DictConfig, environ: Mapping[str, str]) -> Iterator[Finding]:
     if built and driver and driver < (int(built[1]), 0):
         yield failure(
             GROUP,
-            f"torch {torch_version} was built for CUDA {built[1]}.{built[2]}, but the driver supports up to "
+            f"torch {torch_version} was built for CUDA {built[1]}.{built[2]}, but the driver "
+            "supports up to "
             f"{driver[0]}.{driver[1]}.",
             remedy=f"Update the NVIDIA driver, or install a torch built for CUDA {driver[0]}.",
         )
 
 
 def _more_gpus(count: int, devices: int, environ: Mapping[str, str]) -> str:
-    if count == 1 and environ.get("SLURM_STEP_ID") and int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+    if (
+        count == 1
+        and environ.get("SLURM_STEP_ID")
+        and int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
+    ):
         bound = "Each task must see all GPUs of its node: remove --gpus-per-task, --gpu-bind"
-        return f"{bound} and CUDA_VISIBLE_DEVICES from the command, and type --gpus-per-node={devices}."
+        return (
+            f"{bound} and CUDA_VISIBLE_DEVICES from the command, and type "
+            f"--gpus-per-node={devices}."
+        )
     return f"Type trainer.devices={count}, or ask the scheduler for {devices} GPUs per node."
 
 
 # ------------------------------------------------------------ limits
 def shared_memory(cfg: DictConfig, folder: Path = Path("/dev/shm")) -> Iterator[Finding]:
-    """Check the room in /dev/shm, which loader workers and NCCL need; a container has 64 MiB by default."""
+    """Check the room in /dev/shm, which loader workers and NCCL need; a container has 64 MiB by
+    default.
+    """
     workers = OmegaConf.select(cfg, "data.num_workers") or 0
     if not folder.is_dir() or (not workers and cfg.trainer.accelerator != "gpu"):
         return
     free, needed = shutil.disk_usage(folder).free, SHM_PER_RANK * cfg.trainer.devices
     if free < needed:
         what = (
-            f"{folder} has {free / 2**20:.0f} MiB free; {cfg.trainer.devices} ranks need about {needed / GiB:.1f} GiB"
+            f"{folder} has {free / 2**20:.0f} MiB free; {cfg.trainer.devices} ranks need about "
+            f"{needed / GiB:.1f} GiB"
         )
         why = ", or loader workers die with a bus error." if workers else "."
         remedy = "In Docker type --shm-size=16g or --ipc=host; otherwise remove old files from it."
@@ -145,7 +180,9 @@ def shared_memory(cfg: DictConfig, folder: Path = Path("/dev/shm")) -> Iterator[
 
 
 def open_files(cfg: DictConfig, soft: int | None = None) -> Iterator[Finding]:
-    """Check the limit of open files: connections, loader workers' tensors and shards of data count."""
+    """Check the limit of open files: connections, loader workers' tensors and shards of data
+    count.
+    """
     try:
         import resource
     except ImportError:  # Windows
@@ -153,7 +190,9 @@ def open_files(cfg: DictConfig, soft: int | None = None) -> Iterator[Finding]:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if soft is None else soft
     if 0 <= limit < MIN_OPEN_FILES:
         what = f"A process may open {limit} files; many ranks or loader workers need more."
-        yield warning(GROUP, what, remedy="Type ulimit -n 65536 before the command, or in the batch script.")
+        yield warning(
+            GROUP, what, remedy="Type ulimit -n 65536 before the command, or in the batch script."
+        )
     else:
         yield ok(GROUP, "The limit of open files is high enough.")
 
@@ -180,7 +219,10 @@ def cpu_quota(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> float:
             if file.name == "cpu.max":
                 allowed, period = map(int, file.read_text().split())
             else:
-                allowed, period = int(file.read_text()), int(file.with_name("cpu.cfs_period_us").read_text())
+                allowed, period = (
+                    int(file.read_text()),
+                    int(file.with_name("cpu.cfs_period_us").read_text()),
+                )
             quota = min(quota, allowed / period if allowed > 0 else math.inf)
     return quota
 
@@ -188,7 +230,9 @@ def cpu_quota(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> float:
 def memory_limits(
     root: Path = CGROUPS, own: Path = OWN_CGROUP, environ: Mapping[str, str] = os.environ
 ) -> dict[str, int]:
-    """Return the limits on this process's memory in bytes, by what sets them: the machine, a cgroup, Slurm."""
+    """Return the limits on this process's memory in bytes, by what sets them: the machine, a
+    cgroup, Slurm.
+    """
     limits = {"the machine": psutil.virtual_memory().total}
     for file in _cgroup_files("memory.max", "memory/memory.limit_in_bytes", root, own):
         try:
@@ -196,7 +240,9 @@ def memory_limits(
         except (OSError, ValueError):  # "max"
             continue
         if 0 < value < limits["the machine"]:
-            limits["the container's or job's cgroup"] = min(value, limits.get("the container's or job's cgroup", value))
+            limits["the container's or job's cgroup"] = min(
+                value, limits.get("the container's or job's cgroup", value)
+            )
     per_node, per_cpu = environ.get("SLURM_MEM_PER_NODE", ""), environ.get("SLURM_MEM_PER_CPU", "")
     if per_node.isdigit() and int(per_node):
         limits["Slurm (--mem)"] = int(per_node) * 2**20
@@ -214,20 +260,31 @@ def memory(cfg: DictConfig, limits: Mapping[str, int] | None = None) -> Iterator
     if limit < needed:
         yield warning(
             GROUP,
-            f"{name[0].upper()}{name[1:]} allows {limit / GiB:.1f} GiB; {devices} ranks with {workers} loader workers "
-            f"each need at least about {needed / GiB:.1f} GiB. A process that exceeds it is killed without a word.",
-            remedy="Ask for more memory (Slurm: --mem=0; Docker: --memory), or type fewer data.num_workers.",
+            f"{name[0].upper()}{name[1:]} allows {limit / GiB:.1f} GiB; {devices} ranks with "
+            f"{workers} loader workers "
+            f"each need at least about {needed / GiB:.1f} GiB. A process that exceeds it is killed "
+            "without a word.",
+            remedy="Ask for more memory (Slurm: --mem=0; Docker: --memory), or type fewer "
+            "data.num_workers.",
         )
     else:
         yield ok(GROUP, f"{name[0].upper()}{name[1:]} allows {limit / GiB:.1f} GiB of memory.")
 
 
-def threads(cfg: DictConfig, environ: Mapping[str, str], *, cpus: int | None = None) -> Iterator[Finding]:
-    """Compare the cores that this process may use with the ranks, their loader workers and their threads."""
+def threads(
+    cfg: DictConfig, environ: Mapping[str, str], *, cpus: int | None = None
+) -> Iterator[Finding]:
+    """Compare the cores that this process may use with the ranks, their loader workers and their
+    threads.
+    """
     cpus = math.floor(min(hardware.cpu_count(), max(1.0, cpu_quota()))) if cpus is None else cpus
     devices, workers = cfg.trainer.devices, OmegaConf.select(cfg, "data.num_workers") or 0
     typed = environ.get("OMP_NUM_THREADS", "")
-    ranks = 1 if environ.get("SLURM_STEP_ID") and int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1 else devices
+    ranks = (
+        1
+        if environ.get("SLURM_STEP_ID") and int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1
+        else devices
+    )
     wanted = ranks * (1 + workers)
     slurm = "--cpus-per-task" if "SLURM_JOB_ID" in environ else None
     if cpus < ranks or cpus < wanted // 2:
@@ -235,24 +292,36 @@ def threads(cfg: DictConfig, environ: Mapping[str, str], *, cpus: int | None = N
             GROUP,
             f"{cpus} cores for {ranks} ranks with {workers} loader workers each: they take turns.",
             remedy=f"Ask for {wanted} cores" + (f" ({slurm}={1 + workers})" if slurm else "")
-            + (", or type fewer data.num_workers." if workers else ", or type fewer trainer.devices."),
+            + (", or type fewer data.num_workers." if workers else ", or type fewer "
+                                                                   "trainer.devices."),
         )  # fmt: skip
     elif typed.isdigit() and int(typed) * ranks > 2 * cpus:
-        what = f"OMP_NUM_THREADS={typed} × {ranks} ranks is more than the {cpus} cores: threads take turns."
+        what = (
+            f"OMP_NUM_THREADS={typed} × {ranks} ranks is more than the {cpus} cores: threads "
+            "take turns."
+        )
         yield warning(GROUP, what, remedy=f"Type export OMP_NUM_THREADS={max(1, cpus // ranks)}.")
     else:
         yield ok(GROUP, f"{cpus} cores for {ranks} rank{'s' * (ranks > 1)}.")
 
 
 def extension_locks(cfg: DictConfig, root: Path | None = None) -> Iterator[Finding]:
-    """Find leftover build locks of torch extensions, on which a start of plain DeepSpeed waits for ever, in silence."""
+    """Find leftover build locks of torch extensions, on which a start of plain DeepSpeed waits for
+    ever, in silence.
+    """
     if root is None:
-        default = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "torch_extensions"
+        default = (
+            Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "torch_extensions"
+        )
         root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or default)
     for lock in sorted(root.glob("**/lock")):
         if locks.seconds_left(lock) > 0:
             continue
         what = f"{lock} was left by a process that was killed while it compiled."
         used = Layout.of(cfg).kind == "deepspeed"
-        why = " strategy=deepspeed removes it; other programs that use DeepSpeed wait for ever." if used else ""
+        why = (
+            " strategy=deepspeed removes it; other programs that use DeepSpeed wait for ever."
+            if used
+            else ""
+        )
         yield warning(GROUP, what + why, remedy=f"Type rm {lock}")

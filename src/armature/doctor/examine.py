@@ -1,4 +1,7 @@
-"""The examination: checks of this machine first, then ranks that examine what they do together. It never hangs."""
+"""The examination: checks of this machine first, then ranks that examine what they do together.
+
+It never hangs.
+"""
 
 import json
 import os
@@ -25,8 +28,11 @@ START_SECONDS = 60.0  # imports, on a slow file system
 COLLECTIVES = 12  # checks that may each take deadlines["collective"]
 
 
-def examine(cfg: DictConfig, *, deadlines: dict[str, float], show: Callable[[list[Finding]], None]) -> int:
-    """Examine the run that a configuration describes, and return the exit code: 0, 1 for warnings, 2 for failures.
+def examine(
+    cfg: DictConfig, *, deadlines: dict[str, float], show: Callable[[list[Finding]], None]
+) -> int:
+    """Examine the run that a configuration describes, and return the exit code: 0, 1 for warnings,
+    2 for failures.
 
     Args:
         deadlines: see `session.Deadlines`.
@@ -42,12 +48,22 @@ def examine(cfg: DictConfig, *, deadlines: dict[str, float], show: Callable[[lis
     return max(shown, default=0)
 
 
-def _examine(cfg: DictConfig, deadlines: dict[str, float], report: Callable[[list[Finding]], None]) -> None:
+def _examine(
+    cfg: DictConfig, deadlines: dict[str, float], report: Callable[[list[Finding]], None]
+) -> None:
     try:
         slurm.join(cfg)
-    except (ConfigError, ValueError, KeyError) as error:  # the last two for variables that no Slurm has set
+    except (
+        ConfigError,
+        ValueError,
+        KeyError,
+    ) as error:  # the last two for variables that no Slurm has set
         remedy = "Correct the batch script or the configuration."
-        problems = error.problems if isinstance(error, ConfigError) else [f"Slurm's variables: {error_line(error)}"]
+        problems = (
+            error.problems
+            if isinstance(error, ConfigError)
+            else [f"Slurm's variables: {error_line(error)}"]
+        )
         if environment.is_first("SLURM_PROCID"):
             report([finding.failure(launch.GROUP, problem, remedy=remedy) for problem in problems])
         return
@@ -56,14 +72,20 @@ def _examine(cfg: DictConfig, deadlines: dict[str, float], report: Callable[[lis
     if environment.is_first("LOCAL_RANK"):
         own = [*machine.check(cfg), *own, *run_directory.check(cfg)]
     if any(each.level == finding.FAILURE and each.group != run_directory.GROUP for each in own):
-        if environment.is_first("LOCAL_RANK"):  # the other ranks of a machine would only fail for the same reason
+        if environment.is_first(
+            "LOCAL_RANK"
+        ):  # the other ranks of a machine would only fail for the same reason
             report(own)
     elif joined:
         rank.run(cfg, deadlines=deadlines, own=own, report=report)
     elif cfg.trainer.num_nodes > 1 and not cfg.launch.rdzv_endpoint:
-        what = f"trainer.num_nodes={cfg.trainer.num_nodes}, but this command starts ranks on one machine."
+        what = (
+            f"trainer.num_nodes={cfg.trainer.num_nodes}, but this command starts ranks on one "
+            "machine."
+        )
         remedy = (
-            "Start the doctor as you start the run: with torchrun or srun, or type launch.rdzv_endpoint=HOST:PORT on "
+            "Start the doctor as you start the run: with torchrun or srun, or type "
+            "launch.rdzv_endpoint=HOST:PORT on "
             "each machine."
         )
         report([*own, finding.failure(launch.GROUP, what, remedy=remedy)])
@@ -78,7 +100,12 @@ def start_ranks(cfg: DictConfig, *, deadlines: dict[str, float]) -> list[Finding
         OmegaConf.save(cfg, folder / rank.CONFIG)
         (folder / rank.SETTINGS).write_text(json.dumps(deadlines))
         with _Ranks(cfg, folder) as ranks:
-            end = time.monotonic() + START_SECONDS + sum(deadlines.values()) + COLLECTIVES * deadlines["collective"]
+            end = (
+                time.monotonic()
+                + START_SECONDS
+                + sum(deadlines.values())
+                + COLLECTIVES * deadlines["collective"]
+            )
             while time.monotonic() < end:
                 if (report := folder / rank.REPORT).is_file():
                     return finding.from_records(json.loads(report.read_text()))
@@ -86,7 +113,11 @@ def start_ranks(cfg: DictConfig, *, deadlines: dict[str, float]) -> list[Finding
                     return [found]
                 time.sleep(0.05)
             what = "The ranks neither finished nor reported."
-            return [finding.failure(launch.GROUP, what, remedy=f"Their last output: {ranks.last_output()}")]
+            return [
+                finding.failure(
+                    launch.GROUP, what, remedy=f"Their last output: {ranks.last_output()}"
+                )
+            ]
 
 
 class _Ranks:
@@ -101,31 +132,50 @@ class _Ranks:
         if self.cfg.launch.rdzv_endpoint:
             nodes, devices = self.cfg.trainer.num_nodes, self.cfg.trainer.devices
             agent = [
-                "-m", "torch.distributed.run",
-                "--rdzv-backend=c10d", f"--rdzv-endpoint={self.cfg.launch.rdzv_endpoint}", "--rdzv-id=armature-doctor",
-                f"--nnodes={nodes}", f"--nproc-per-node={devices}", "--max-restarts=0", "-m",
-            ]  # fmt: skip
+                "-m",
+                "torch.distributed.run",
+                "--rdzv-backend=c10d",
+                f"--rdzv-endpoint={self.cfg.launch.rdzv_endpoint}",
+                "--rdzv-id=armature-doctor",
+                f"--nnodes={nodes}",
+                f"--nproc-per-node={devices}",
+                "--max-restarts=0",
+                "-m",
+            ]
             self._start(0, agent, {})
             return self
         devices = self.cfg.trainer.devices
         for number in range(devices):
             variables = {
-                "RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(devices),
-                "LOCAL_WORLD_SIZE": str(devices), "GROUP_RANK": "0",
+                "RANK": str(number),
+                "LOCAL_RANK": str(number),
+                "WORLD_SIZE": str(devices),
+                "LOCAL_WORLD_SIZE": str(devices),
+                "GROUP_RANK": "0",
                 **environment.rank_variables(
-                    attempt=0, heartbeats=self.folder / "heartbeats", resized="", store=self.folder / "store"
+                    attempt=0,
+                    heartbeats=self.folder / "heartbeats",
+                    resized="",
+                    store=self.folder / "store",
                 ),
                 **supervise.loopback_variables(),
-            }  # fmt: skip
+            }
             self._start(number, ["-P", "-m"], variables)
         return self
 
     def _start(self, number: int, options: list[str], variables: dict[str, str]) -> None:
         shared = supervise.process_variables(self.cfg.trainer.devices, str(config.CONFIGS.parent))
-        variables = {**os.environ, **shared, **variables, "TMPDIR": str(self.folder)}  # removed if they are killed
+        variables = {
+            **os.environ,
+            **shared,
+            **variables,
+            "TMPDIR": str(self.folder),
+        }  # removed if they are killed
         with (self.folder / f"rank_{number}.log").open("wb") as log:
             command = [sys.executable, *options, "armature.doctor.rank", str(self.folder)]
-            process = subprocess.Popen(command, env=variables, stdout=log, stderr=log, start_new_session=True)
+            process = subprocess.Popen(
+                command, env=variables, stdout=log, stderr=log, start_new_session=True
+            )
         self.processes.append(process)
 
     def __exit__(self, *exception: object) -> None:
@@ -144,19 +194,30 @@ class _Ranks:
         if not ended:
             return None
         self._ended_at = self._ended_at or time.monotonic()
-        if time.monotonic() - self._ended_at < STOP_SECONDS and all(codes[number] == 0 for number in ended):
+        if time.monotonic() - self._ended_at < STOP_SECONDS and all(
+            codes[number] == 0 for number in ended
+        ):
             return None  # another rank may be about to report
         first = next((number for number in ended if codes[number]), ended[0])
         code = codes[first] or 0
         if self.cfg.launch.rdzv_endpoint and code == 0:
-            return finding.ok(launch.GROUP, "The ranks of this machine have finished; another machine has the report.")
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            return finding.ok(
+                launch.GROUP,
+                "The ranks of this machine have finished; another machine has the report.",
+            )
+        how = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
         remedy = (
             "SIGKILL without a cause of yours means that memory ran out: dmesg | tail."
             if code == -signal.SIGKILL
             else "Correct the error, then examine again."
         )
-        what = f"Rank {first} {how} before it could report. Its last output: {self.last_output(first)}"
+        what = (
+            f"Rank {first} {how} before it could report. Its last output: {self.last_output(first)}"
+        )
         return finding.failure(launch.GROUP, what, remedy=remedy)
 
     def last_output(self, number: int = 0) -> str:

@@ -50,10 +50,18 @@ def gathered(group: str, *checks: Callable[[], Iterable[Finding]]) -> list[Findi
     for check in checks:
         try:
             found += check()
-        except Exception as error:  # of a machine, a driver or a file system that the check did not expect
+        except (
+            Exception
+        ) as error:  # of a machine, a driver or a file system that the check did not expect
             name = getattr(check, "func", check).__name__
             what = f"The check {name} could not look: {masked(error_line(error))}."
-            found.append(failure(group, what, remedy="Correct what the error names; this is not known to be sound."))
+            found.append(
+                failure(
+                    group,
+                    what,
+                    remedy="Correct what the error names; this is not known to be sound.",
+                )
+            )
     return found
 
 
@@ -76,11 +84,17 @@ def listed(names: Sequence[str], *, most: int = MOST_NAMES) -> str:
 
 def listed_ranks(ranks: Sequence[int]) -> str:
     """Return `rank 3`, or `ranks 0, 2`; `no other rank` for none."""
-    return f"rank{'s' * (len(ranks) > 1)} {listed([str(rank) for rank in ranks])}" if ranks else "no other rank"
+    return (
+        f"rank{'s' * (len(ranks) > 1)} {listed([str(rank) for rank in ranks])}"
+        if ranks
+        else "no other rank"
+    )
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Return the findings in the order of GROUPS, those that several machines or ranks share as one."""
+    """Return the findings in the order of GROUPS, those that several machines or ranks share as
+    one.
+    """
     places: dict[tuple[str, str, str, str], list[str]] = {}
     for each in findings:
         known = places.setdefault((each.level, each.group, each.what, each.remedy), [])
@@ -93,7 +107,9 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def as_text(findings: Iterable[Finding]) -> str:
-    """Return the report: a section per group, a line per finding, the remedy under what is wrong."""
+    """Return the report: a section per group, a line per finding, the remedy under what is
+    wrong.
+    """
     lines, group = [], None
     found = merged(findings)
     for each in found:
@@ -105,7 +121,9 @@ def as_text(findings: Iterable[Finding]) -> str:
         if each.remedy:
             lines.append(f"  {'':<8} → {each.remedy}")
     counts = {level: sum(each.level == level for each in found) for level in (FAILURE, WARNING, OK)}
-    summary = ", ".join(f"{count} {level}{'s' * (count != 1 and level != OK)}" for level, count in counts.items())
+    summary = ", ".join(
+        f"{count} {level}{'s' * (count != 1 and level != OK)}" for level, count in counts.items()
+    )
     return "\n".join([*lines, "", summary])
 
 

@@ -20,11 +20,15 @@ def check(data: DataModule, *, ranks: int) -> Iterator[Finding]:
     if data.train_size > MOST_SAMPLES:
         yield ok(GROUP, f"{data.train_size:,} samples per epoch: too many to draw them all here.")
         return
-    yield from coverage([_first_epoch(data, rank, ranks) for rank in range(ranks)], size=data.train_size)
+    yield from coverage(
+        [_first_epoch(data, rank, ranks) for rank in range(ranks)], size=data.train_size
+    )
 
 
 def coverage(drawn: list[NDArray[np.int64]], *, size: int) -> Iterator[Finding]:
-    """Compare what the data ranks draw in an epoch of `size` samples: numbers that identify samples, per rank."""
+    """Compare what the data ranks draw in an epoch of `size` samples: numbers that identify
+    samples, per rank.
+    """
     owner: dict[int, int] = {}
     for rank, keys in enumerate(drawn):
         for key in keys.tolist():
@@ -32,13 +36,15 @@ def coverage(drawn: list[NDArray[np.int64]], *, size: int) -> Iterator[Finding]:
                 yield failure(
                     GROUP,
                     f"Data ranks {other} and {rank} both train on sample {key} in one epoch.",
-                    remedy="Leave the order to armature's sampler, or use trainer.strategy.distributed_sampler_kwargs.",
+                    remedy="Leave the order to armature's sampler, or use "
+                    "trainer.strategy.distributed_sampler_kwargs.",
                 )
                 return
     count = sum(len(keys) for keys in drawn)
     if count != len(owner) or count != size:
         what = (
-            f"An epoch has {size} samples, but the {len(drawn)} data ranks draw {count}, {len(owner)} different ones."
+            f"An epoch has {size} samples, but the {len(drawn)} data ranks draw {count}, "
+            f"{len(owner)} different ones."
         )
         yield failure(GROUP, what, remedy="Leave the order to armature's sampler (docs/data.md).")
     else:
@@ -47,7 +53,9 @@ def coverage(drawn: list[NDArray[np.int64]], *, size: int) -> Iterator[Finding]:
 
 
 def _first_epoch(data: DataModule, rank: int, ranks: int) -> NDArray[np.int64]:
-    """Return the keys of the first epoch's samples that a data rank draws; the last step may reach into the next."""
+    """Return the keys of the first epoch's samples that a data rank draws; the last step may reach
+    into the next.
+    """
     data.__dict__["_rank_and_ranks"] = lambda: (rank, ranks)
     try:
         sampler = data._train_sampler()

@@ -1,4 +1,7 @@
-"""One rank of an examination: `python -m armature.doctor.rank FOLDER`, or a rank that torchrun or srun started."""
+"""One rank of an examination.
+
+`python -m armature.doctor.rank FOLDER`, or a rank that torchrun or srun started.
+"""
 
 import hashlib
 import json
@@ -20,13 +23,23 @@ from armature.doctor.finding import Finding
 from armature.errors import ConfigError, error_line, masked, own_frames
 from armature.launcher import rank
 
-REPORT, CONFIG, SETTINGS = "report.json", "config.yaml", "settings.json"  # in the folder of an examination
+REPORT, CONFIG, SETTINGS = (
+    "report.json",
+    "config.yaml",
+    "settings.json",
+)  # in the folder of an examination
 
 
 def run(
-    cfg: DictConfig, *, deadlines: dict[str, float], own: list[Finding], report: Callable[[list[Finding]], None]
+    cfg: DictConfig,
+    *,
+    deadlines: dict[str, float],
+    own: list[Finding],
+    report: Callable[[list[Finding]], None],
 ) -> None:
-    """Meet the other ranks and examine what they do together. One of them calls `report` with everyone's findings.
+    """Meet the other ranks and examine what they do together.
+
+    One of them calls `report` with everyone's findings.
 
     Args:
         deadlines: see `session.Deadlines`.
@@ -43,7 +56,9 @@ def run(
     try:
         on_gpus = cfg.trainer.accelerator == "gpu"
         limits = session.Deadlines(**deadlines)
-        met = session.meet(deadlines=limits, report=report, own=own, alike=_alike(cfg), on_gpus=on_gpus)
+        met = session.meet(
+            deadlines=limits, report=report, own=own, alike=_alike(cfg), on_gpus=on_gpus
+        )
     except session.Unreachable as error:
         report([*own, *error.findings])
         return
@@ -73,12 +88,19 @@ def _alike(cfg: DictConfig) -> dict[str, str]:
 
 @contextmanager
 def _naming_errors(met: Any, group: str) -> Iterator[None]:
-    """Report an error as a finding, and end the examination: the other ranks would wait for this one."""
+    """Report an error as a finding, and end the examination: the other ranks would wait for this
+    one.
+    """
     try:
         yield
     except ConfigError as error:
         met.fail(
-            finding.failure(group, " ".join(error.problems), remedy="Correct the configuration.", where=met.name())
+            finding.failure(
+                group,
+                " ".join(error.problems),
+                remedy="Correct the configuration.",
+                where=met.name(),
+            )
         )
     except Exception as error:
         traceback.print_exc()

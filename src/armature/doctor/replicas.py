@@ -1,4 +1,6 @@
-"""What ranks that hold the same part of the model must have alike: weights, gradients and batches, to the bit."""
+"""What ranks that hold the same part of the model must have alike: weights, gradients and batches,
+to the bit.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,17 @@ from armature.doctor.finding import Finding, failure, listed_ranks
 
 GROUP = "gradients"
 CHUNK = 2**24  # elements that are summed at once
-Prints = dict[str, tuple[tuple[int, ...], str]]  # name → which part of it, and a fingerprint of its bits
+Prints = dict[
+    str, tuple[tuple[int, ...], str]
+]  # name → which part of it, and a fingerprint of its bits
 
 
 def fingerprint(tensor: Tensor) -> str:
-    """Return a fingerprint of a tensor's bits, computed on its device: equal for equal bits, in any order of the sums.
+    """Return a fingerprint of a tensor's bits, computed on its device: equal for equal bits, in any
+    order of the sums.
 
-    Two sums over the bits as whole numbers, one of them weighted by position, so that exchanged elements show.
+    Two sums over the bits as whole numbers, one of them weighted by position, so that exchanged
+    elements show.
     """
     bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     width = next(width for width in (4, 2, 1) if bits.numel() % width == 0)
@@ -50,8 +56,11 @@ def prints(tensors: Mapping[str, Tensor | None]) -> Prints:
     return found
 
 
-def difference(what: str, everyones: Sequence[Prints], *, name: Callable[[int], str]) -> Iterator[Finding]:
-    """Name the first tensor of which two ranks hold the same part with different bits, and those ranks.
+def difference(
+    what: str, everyones: Sequence[Prints], *, name: Callable[[int], str]
+) -> Iterator[Finding]:
+    """Name the first tensor of which two ranks hold the same part with different bits, and those
+    ranks.
 
     Args:
         what: gradient or weight.
@@ -67,8 +76,10 @@ def difference(what: str, everyones: Sequence[Prints], *, name: Callable[[int], 
     yield failure(
         GROUP,
         f"The {what} of {wrong[0]} differs between replicas: {parties}.{more}",
-        remedy="It is left out of the synchronization of gradients, or computed by rank-dependent code: look for "
-        "parameters not registered in the module, for _ddp_params_and_buffers_to_ignore, no_sync, param.data = …, "
+        remedy="It is left out of the synchronization of gradients, or computed by rank-dependent "
+        "code: look for "
+        "parameters not registered in the module, for _ddp_params_and_buffers_to_ignore, no_sync, "
+        "param.data = …, "
         "and for random numbers outside of torch's generators.",
         where=name(next(iter(next(iter(first.values()))))),
     )
@@ -91,7 +102,9 @@ def _by_part(key: str, everyones: Sequence[Prints]) -> dict[tuple[int, ...], dic
 # ------------------------------------------------------------ batches
 def batch_print(batch: Any) -> str:
     """Return a fingerprint of all tensors in a batch."""
-    return hashlib.sha256("\n".join(fingerprint(each) for each in tensors_in(batch)).encode()).hexdigest()
+    return hashlib.sha256(
+        "\n".join(fingerprint(each) for each in tensors_in(batch)).encode()
+    ).hexdigest()
 
 
 def tensors_in(value: Any, seen: set[int] | None = None) -> Iterable[Tensor]:
@@ -105,13 +118,16 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterable[Tensor]:
     elif isinstance(value, (list, tuple)):
         for each in value:
             yield from tensors_in(each, seen)
-    elif hasattr(value, "__dict__") and not isinstance(value, type) and id(value) not in seen:  # a dataclass, a graph
+    elif (
+        hasattr(value, "__dict__") and not isinstance(value, type) and id(value) not in seen
+    ):  # a dataclass, a graph
         seen.add(id(value))
         yield from tensors_in(vars(value), seen)
 
 
 def batch_findings(batches: Sequence[tuple[int, str]]) -> Iterator[Finding]:
-    """Compare the first batch of each rank: equal on ranks of one place on the data axis, different elsewhere.
+    """Compare the first batch of each rank: equal on ranks of one place on the data axis, different
+    elsewhere.
 
     Args:
         batches: place on the data axis and fingerprint, in order of ranks.
@@ -126,10 +142,13 @@ def batch_findings(batches: Sequence[tuple[int, str]]) -> Iterator[Finding]:
             parties = " and ".join(listed_ranks(ranks) for ranks in groups.values())
             yield failure(
                 "data",
-                f"{parties} must train on the same samples (they share a tensor or pipeline group), but their batches "
+                f"{parties} must train on the same samples (they share a tensor or pipeline "
+                "group), but their batches "
                 "differ.",
-                remedy="The data module draws random numbers that depend on the rank, or divides its data by "
-                "torch.distributed's rank: use armature's loaders, or trainer.strategy.distributed_sampler_kwargs.",
+                remedy="The data module draws random numbers that depend on the rank, or divides "
+                "its data by "
+                "torch.distributed's rank: use armature's loaders, or "
+                "trainer.strategy.distributed_sampler_kwargs.",
             )
             return
     for places in by_print.values():
@@ -137,8 +156,10 @@ def batch_findings(batches: Sequence[tuple[int, str]]) -> Iterator[Finding]:
             parties = " and ".join(listed_ranks(ranks) for ranks in places.values())
             yield failure(
                 "data",
-                f"{parties} train on the same samples: each must have its own part of the global batch.",
-                remedy="The data module serves the same batches on every rank: leave the sampler to armature (no "
+                f"{parties} train on the same samples: each must have its own part of the global "
+                "batch.",
+                remedy="The data module serves the same batches on every rank: leave the sampler "
+                "to armature (no "
                 "batch_sampler of your own, no IterableDataset that ignores the rank).",
             )
             return

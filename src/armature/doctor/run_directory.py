@@ -1,4 +1,7 @@
-"""The run directory and the folder of checkpoints: writable, atomic renames, room for checkpoints. Torch-free."""
+"""The run directory and the folder of checkpoints: writable, atomic renames, room for checkpoints.
+
+Torch-free.
+"""
 
 import errno
 import math
@@ -46,7 +49,10 @@ def check(cfg: DictConfig) -> list[Finding]:
 
 
 def store(root: str) -> list[Finding]:
-    """Write a file into an object store, read and remove it. In a thread: a client may try again for minutes."""
+    """Write a file into an object store, read and remove it.
+
+    In a thread: a client may try again for minutes.
+    """
     done: list[Finding] = []
 
     def rehearse() -> None:
@@ -59,10 +65,22 @@ def store(root: str) -> list[Finding]:
                 raise OSError("a file that was written reads as something else")
             file.unlink()
         except Exception as error:  # each client has classes of its own
-            why, remedy = masked(error_line(error)), "Check the address, the credentials and the network."
-            done.append(failure(GROUP, f"checkpoint.root={root}: it cannot be written ({why}).", remedy=remedy))
+            why, remedy = (
+                masked(error_line(error)),
+                "Check the address, the credentials and the network.",
+            )
+            done.append(
+                failure(
+                    GROUP, f"checkpoint.root={root}: it cannot be written ({why}).", remedy=remedy
+                )
+            )
         else:
-            done.append(ok(GROUP, f"checkpoint.root={root} can be written; how much room it has is not known."))
+            done.append(
+                ok(
+                    GROUP,
+                    f"checkpoint.root={root} can be written; how much room it has is not known.",
+                )
+            )
 
     thread = threading.Thread(target=rehearse, daemon=True)
     thread.start()
@@ -83,7 +101,9 @@ def in_use(cfg: DictConfig) -> Iterator[Finding]:
     try:
         lock.check(named)
     except ConfigError as error:
-        yield failure(GROUP, str(error), remedy="Type another run.name, or wait for the end of that run.")
+        yield failure(
+            GROUP, str(error), remedy="Type another run.name, or wait for the end of that run."
+        )
 
 
 def folder(path: Path, *, key: str) -> list[Finding]:
@@ -112,7 +132,13 @@ def folder(path: Path, *, key: str) -> list[Finding]:
         _remove_empty(path, until=here)
     if seconds > SLOW_SECONDS:
         what = f"{key}={path}: a small file took {seconds:.1f} s to write."
-        return [warning(GROUP, what, remedy=f"Type a {key} on a faster file system, or checkpoint.background=true.")]
+        return [
+            warning(
+                GROUP,
+                what,
+                remedy=f"Type a {key} on a faster file system, or checkpoint.background=true.",
+            )
+        ]
     return [ok(GROUP, f"{key}={path} can be written, and renames are atomic.")]
 
 
@@ -142,7 +168,11 @@ def _rehearse(work: Path) -> float:
 def _unusable(path: Path, error: OSError, *, key: str) -> Finding:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     why = "its disk or your quota is full" if full else f"it cannot be written ({error.strerror})"
-    remedy = f"Delete old runs (du -sh {path}/*), or type another {key}." if full else f"Type another {key}."
+    remedy = (
+        f"Delete old runs (du -sh {path}/*), or type another {key}."
+        if full
+        else f"Type another {key}."
+    )
     return failure(GROUP, f"{key}={path}: {why}.", remedy=remedy)
 
 
@@ -157,12 +187,16 @@ def _remove_empty(path: Path, *, until: Path) -> None:
 
 
 def checkpoint_bytes(trained: int, frozen_bytes: int) -> int:
-    """Return the size of a checkpoint: trained weights in fp32 with AdamW's two tensors of their size, and others."""
+    """Return the size of a checkpoint: trained weights in fp32 with AdamW's two tensors of their
+    size, and others.
+    """
     return trained * 4 * (1 + ADAM_STATES) + frozen_bytes
 
 
 def kept_checkpoints(cfg: DictConfig) -> int:
-    """Return how many checkpoints the configuration keeps at most, and one more while it is written."""
+    """Return how many checkpoints the configuration keeps at most, and one more while it is
+    written.
+    """
     kept = cfg.checkpoint.keep_last + cfg.checkpoint.keep_best
     if (every := cfg.checkpoint.keep_every_n_steps) and cfg.trainer.max_steps:
         kept += math.floor(cfg.trainer.max_steps / every)
@@ -186,10 +220,14 @@ def room(cfg: DictConfig, *, free: int, trained: int, frozen_bytes: int = 0) -> 
     each, count = checkpoint_bytes(trained, frozen_bytes), kept_checkpoints(cfg)
     others = f", and {_size(frozen_bytes)} of others" if frozen_bytes else ""
     what = (
-        f"{count} checkpoints of about {_size(each)} ({trained:,} trained parameters with AdamW's state{others}) need "
+        f"{count} checkpoints of about {_size(each)} ({trained:,} trained parameters with AdamW's "
+        f"state{others}) need "
         f"{_size(each * count)}; {_size(free)} are free"
     )
-    remedy = f"Free space, type another {key}, or fewer checkpoint.keep_last, keep_best or keep_every_n_steps."
+    remedy = (
+        f"Free space, type another {key}, or fewer checkpoint.keep_last, keep_best or "
+        "keep_every_n_steps."
+    )
     if free < each:
         yield failure(GROUP, f"{what}: not even one fits.", remedy=remedy)
     elif free < each * count:

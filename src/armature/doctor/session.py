@@ -1,7 +1,10 @@
-"""The ranks of an examination: they meet, enter each check under a deadline, and one of them reports.
+"""The ranks of an examination: they meet, enter each check under a deadline, and one of them
+reports.
 
-Every rank notes in a store which check it is in. If a deadline passes, a thread of the first rank whose time is over
-reads from the store who came and who did not, reports all findings so far, and ends the process: no collective that
+Every rank notes in a store which check it is in. If a deadline passes, a thread of the first rank
+whose time is over
+reads from the store who came and who did not, reports all findings so far, and ends the process: no
+collective that
 never completes keeps the doctor waiting.
 """
 
@@ -42,7 +45,9 @@ class Unreachable(Exception):
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Seconds after which a check is given up: the ranks' start, a collective, building the model, a few steps."""
+    """Seconds after which a check is given up: the ranks' start, a collective, building the model,
+    a few steps.
+    """
 
     meeting: float = 120.0
     collective: float = 30.0
@@ -83,7 +88,10 @@ class Session:
 
     @contextmanager
     def limit(self, check: str, *, seconds: float, group: str = "communication") -> Iterator[None]:
-        """End the examination with a report if the block takes longer. All ranks enter the same checks in order."""
+        """End the examination with a report if the block takes longer.
+
+        All ranks enter the same checks in order.
+        """
         self._step += 1
         self._note("at", f"{self._step} {check}")
         self._publish()
@@ -95,7 +103,9 @@ class Session:
         finally:
             over.set()
 
-    def _watch(self, over: threading.Event, check: str, step: int, seconds: float, group: str, main: int) -> None:
+    def _watch(
+        self, over: threading.Event, check: str, step: int, seconds: float, group: str, main: int
+    ) -> None:
         end = time.monotonic() + seconds
         while not over.wait(min(POLL_SECONDS, max(0.0, end - time.monotonic()))):
             if self.store is not None and any(
@@ -125,7 +135,9 @@ class Session:
                 self._report()
             self._note("reported", "yes")
             self._wait_for("left", range(1, self.ranks), seconds=COLLECT_SECONDS)
-        elif self.store is not None:  # the store lives in rank 0's process, and an agent ends all ranks with the first
+        elif (
+            self.store is not None
+        ):  # the store lives in rank 0's process, and an agent ends all ranks with the first
             self._wait_for("reported", [0], seconds=seconds)
             self._note("left", "yes")
 
@@ -136,7 +148,10 @@ class Session:
                 self.store.set(f"{kind}/{self.rank}", text)
 
     def _wait_for(self, kind: str, ranks: Sequence[int], *, seconds: float) -> None:
-        """Wait until these ranks have left a note. Not with `store.wait`, whose failure prints a stack of C++."""
+        """Wait until these ranks have left a note.
+
+        Not with `store.wait`, whose failure prints a stack of C++.
+        """
         end = time.monotonic() + seconds
         while self.store is not None and time.monotonic() < end:
             if all(self._read(kind, rank) for rank in ranks):
@@ -166,7 +181,9 @@ class Session:
         own = _stack_of(main)
         self._note("stack", own)
         if self._is_first():
-            time.sleep(COLLECT_SECONDS)  # until the others, whose deadline is the same, have written their stacks
+            time.sleep(
+                COLLECT_SECONDS
+            )  # until the others, whose deadline is the same, have written their stacks
             self.add(_too_slow(check, seconds, own, group=group) if self.store is None else
                      self._describe(check, step, seconds, group))  # fmt: skip
             self._report()
@@ -188,15 +205,24 @@ class Session:
         stacks = {rank: self._read("stack", rank) for rank in waiting}
         if missing:
             what = (
-                f"{check}: {listed(missing)} never came within {seconds:.0f} s; {listed_ranks(waiting)} waited there."
+                f"{check}: {listed(missing)} never came within {seconds:.0f} s; "
+                f"{listed_ranks(waiting)} waited there."
             )
             remedy = (
-                "Look at that rank's machine: does the process live (ps, nvidia-smi), does it wait for a disk or for "
-                "data? A rank that takes another way through the code than the others makes them wait for ever."
+                "Look at that rank's machine: does the process live (ps, nvidia-smi), does it wait "
+                "for a disk or for "
+                "data? A rank that takes another way through the code than the others makes them "
+                "wait for ever."
             )
         elif gone:
-            what = f"{check}: {listed(gone)} left it, but {listed_ranks(waiting)} never did within {seconds:.0f} s."
-            remedy = "The ranks did not make the same collective calls. Look for code that runs on some ranks only."
+            what = (
+                f"{check}: {listed(gone)} left it, but {listed_ranks(waiting)} never did "
+                f"within {seconds:.0f} s."
+            )
+            remedy = (
+                "The ranks did not make the same collective calls. Look for code that runs "
+                "on some ranks only."
+            )
         else:
             what = f"{check}: all ranks came, but it did not end within {seconds:.0f} s."
             remedy = _REMEDIES.get(group, _REMEDIES["communication"])
@@ -204,7 +230,9 @@ class Session:
         for at_rank, text in stacks.items():
             places.setdefault(text or "unknown", []).append(at_rank)
         if group != "communication" or len(places) > 1:
-            what += " " + "; ".join(f"{listed_ranks(ranks)}: {text}" for text, ranks in list(places.items())[:3])
+            what += " " + "; ".join(
+                f"{listed_ranks(ranks)}: {text}" for text, ranks in list(places.items())[:3]
+            )
         return finding.failure(group, what, remedy=remedy)
 
     def _is_first(self) -> bool:
@@ -228,11 +256,14 @@ class Session:
 
 
 _REMEDIES = {
-    "communication": "Set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the network between the nodes, check firewalls, "
+    "communication": "Set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME to the network between the "
+    "nodes, check firewalls, "
     "and try NCCL_DEBUG=INFO, NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1.",
-    "gradients": "A rank may have skipped a collective. Look at code that runs on some ranks only (`if rank == 0`), at "
+    "gradients": "A rank may have skipped a collective. Look at code that runs on some ranks only "
+    "(`if rank == 0`), at "
     "loaders of unequal length, and at parameters that get no gradient on some ranks.",
-    "data": "Look at the loader: a worker may wait for a disk, a lock or the network. Type data.num_workers=0 to see.",
+    "data": "Look at the loader: a worker may wait for a disk, a lock or the network. Type "
+    "data.num_workers=0 to see.",
 }
 
 
@@ -244,7 +275,9 @@ def meet(
     alike: Mapping[str, str],
     on_gpus: bool,
 ) -> Session:
-    """Join the other ranks. Raise Unreachable if this rank cannot; end with a report if others do not come.
+    """Join the other ranks.
+
+    Raise Unreachable if this rank cannot; end with a report if others do not come.
 
     Args:
         own: what this rank has found before.
@@ -253,12 +286,16 @@ def meet(
     """
     rank, ranks = environment.rank(), environment.world_size()
     if ranks == 1:
-        return Session(None, None, 0, 1, deadlines, report, findings=own, hosts=[socket.gethostname()])
+        return Session(
+            None, None, 0, 1, deadlines, report, findings=own, hosts=[socket.gethostname()]
+        )
     started = time.monotonic()
     group_store, store = _stores(rank, ranks, seconds=deadlines.meeting)
     session = Session(store, group_store, rank, ranks, deadlines, report, findings=own)
     place = {"host": socket.gethostname(), "machine": _machine(), "node": environment.node_rank()}
-    session._note("here", json.dumps({**place, "local_rank": environment.local_rank(), "alike": dict(alike)}))
+    session._note(
+        "here", json.dumps({**place, "local_rank": environment.local_rank(), "alike": dict(alike)})
+    )
     end = started + deadlines.meeting
     present: dict[int, dict[str, Any]] = {}
     while len(present) < ranks and time.monotonic() < end:
@@ -276,7 +313,9 @@ def meet(
     places = [(session.hosts[other], present[other]["local_rank"]) for other in range(ranks)]
     if rank == 0:
         session.add(*_places(places, ranks, on_gpus=on_gpus))
-        session.add(*differences([present[other]["alike"] for other in range(ranks)], name=session.name))
+        session.add(
+            *differences([present[other]["alike"] for other in range(ranks)], name=session.name)
+        )
     return session
 
 
@@ -288,18 +327,24 @@ def _machine() -> str:
 
 
 def host_names(present: Mapping[int, Mapping[str, Any]], *, ranks: int) -> list[str]:
-    """Return each rank's host, empty if it is not present; machines of the same name get their node's number."""
+    """Return each rank's host, empty if it is not present; machines of the same name get their
+    node's number.
+    """
     machines: dict[str, set[str]] = {}
     for each in present.values():
         machines.setdefault(each["host"], set()).add(each["machine"])
     names = {
-        rank: each["host"] if len(machines[each["host"]]) == 1 else f"{each['host']} (node {each['node']})"
+        rank: each["host"]
+        if len(machines[each["host"]]) == 1
+        else f"{each['host']} (node {each['node']})"
         for rank, each in present.items()
     }
     return [names.get(rank, "") for rank in range(ranks)]
 
 
-def differences(everyones: Sequence[Mapping[str, str]], *, name: Callable[[int], str]) -> Iterator[Finding]:
+def differences(
+    everyones: Sequence[Mapping[str, str]], *, name: Callable[[int], str]
+) -> Iterator[Finding]:
     """Name what must be equal on all ranks and is not.
 
     Args:
@@ -311,8 +356,13 @@ def differences(everyones: Sequence[Mapping[str, str]], *, name: Callable[[int],
             first.setdefault(values[what], rank)
         if len(first) > 1:
             shown = ", ".join(f"{value} on {name(rank)}" for value, rank in list(first.items())[:4])
-            remedy = "Start the same command in the same environment, with the same files, on every machine."
-            yield finding.failure("environment", f"{what} differs between the ranks: {shown}.", remedy=remedy)
+            remedy = (
+                "Start the same command in the same environment, with the same files, on "
+                "every machine."
+            )
+            yield finding.failure(
+                "environment", f"{what} differs between the ranks: {shown}.", remedy=remedy
+            )
 
 
 def _never_started(missing: list[int], ranks: int, hosts: list[str], *, seconds: float) -> Finding:
@@ -321,7 +371,8 @@ def _never_started(missing: list[int], ranks: int, hosts: list[str], *, seconds:
         launch.GROUP,
         f"{listed_ranks(missing)} of {ranks} never started within {seconds:.0f} s; the "
         f"others are on {', '.join(known)}.",
-        remedy="Look at the launcher's output on that rank's machine: the command must run on every node, with the "
+        remedy="Look at the launcher's output on that rank's machine: the command must run on "
+        "every node, with the "
         "same MASTER_ADDR, MASTER_PORT and number of nodes, and find the same Python environment.",
     )
 
@@ -331,9 +382,16 @@ def _places(places: list[tuple[str, int]], ranks: int, *, on_gpus: bool) -> Iter
     seen: dict[tuple[str, int], int] = {}
     for rank, place in enumerate(places):
         if place in seen:
-            what = f"Ranks {seen[place]} and {rank} both have LOCAL_RANK={place[1]} on {place[0]}: they share a device."
+            what = (
+                f"Ranks {seen[place]} and {rank} both have LOCAL_RANK={place[1]} on "
+                f"{place[0]}: they share a device."
+            )
             found = finding.failure if on_gpus else finding.warning
-            yield found(launch.GROUP, what, remedy="Start one rank per device; look at the launcher's script.")
+            yield found(
+                launch.GROUP,
+                what,
+                remedy="Start one rank per device; look at the launcher's script.",
+            )
         seen[place] = rank
     counts = {host: sum(h == host for h, _ in places) for host in hosts}
     if len(set(counts.values())) > 1:
@@ -341,11 +399,15 @@ def _places(places: list[tuple[str, int]], ranks: int, *, on_gpus: bool) -> Iter
         what = f"The machines run unequal numbers of ranks: {numbers}."
         yield finding.failure(launch.GROUP, what, remedy="Start the same number on each.")
     machines = f"{len(hosts)} machine{'s' * (len(hosts) > 1)}"
-    yield finding.ok(launch.GROUP, f"All {ranks} ranks started and found each other, on {machines}.")
+    yield finding.ok(
+        launch.GROUP, f"All {ranks} ranks started and found each other, on {machines}."
+    )
 
 
 def _stores(rank: int, ranks: int, *, seconds: float) -> tuple[Any, Any]:
-    """Return a store for the process group, and another connection to it for notes from any thread."""
+    """Return a store for the process group, and another connection to it for notes from any
+    thread.
+    """
     stores: Any = dist
     if (file := environment.store_file()) is not None:
         path = Path(file)
@@ -368,11 +430,16 @@ def _stores(rank: int, ranks: int, *, seconds: float) -> tuple[Any, Any]:
 
 def _too_slow(check: str, seconds: float, stack: str, *, group: str) -> Finding:
     what = f"{check} did not end within {seconds:.0f} s. It is in: {stack}"
-    return finding.failure(group, what, remedy=_REMEDIES.get(group, "Type --step-seconds=… if it is only slow."))
+    return finding.failure(
+        group, what, remedy=_REMEDIES.get(group, "Type --step-seconds=… if it is only slow.")
+    )
 
 
 def _stack_of(thread: int) -> str:
     """Return the innermost calls of a thread as one line, preferring code outside of torch."""
     frame = sys._current_frames().get(thread)
     shown = own_frames(traceback.extract_stack(frame) if frame is not None else [])
-    return " < ".join(f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in reversed(shown[-FRAMES:]))
+    return " < ".join(
+        f"{Path(each.filename).name}:{each.lineno} {each.name}"
+        for each in reversed(shown[-FRAMES:])
+    )

@@ -1,4 +1,6 @@
-"""A few steps of the user's own model, data and strategy: replicas stay equal, and the loader keeps up."""
+"""A few steps of the user's own model, data and strategy: replicas stay equal, and the loader keeps
+up.
+"""
 
 from __future__ import annotations
 
@@ -33,51 +35,86 @@ MOST_NAMES = 3
 
 
 def check(cfg: DictConfig, session: Session) -> None:
-    """Train a few steps as the run would, without its loggers, callbacks, validation and checkpoints."""
-    with tempfile.TemporaryDirectory(prefix="armature-doctor-", ignore_cleanup_errors=True) as folder:
+    """Train a few steps as the run would, without its loggers, callbacks, validation and
+    checkpoints.
+    """
+    with tempfile.TemporaryDirectory(
+        prefix="armature-doctor-", ignore_cleanup_errors=True
+    ) as folder:
         session.folder = Path(folder)
-        with session.limit("building the model and the data", seconds=session.deadlines.building, group="data"):
+        with session.limit(
+            "building the model and the data", seconds=session.deadlines.building, group="data"
+        ):
             run = worker.build(rehearsal(cfg, Path(folder)), StopOnSignal())
-        with session.limit("reading the order of the samples", seconds=session.deadlines.building, group="data"):
+        with session.limit(
+            "reading the order of the samples", seconds=session.deadlines.building, group="data"
+        ):
             if session.rank == 0:
                 session.add(*order.check(run.data, ranks=Layout.of(cfg).data_ranks))
         if (strategy := StrategyMixin.find(run.trainer)) is not None:
-            strategy.replicates_weights = False  # the run's own check would end it before `Watch` names the ranks
+            strategy.replicates_weights = (
+                False  # the run's own check would end it before `Watch` names the ranks
+            )
         watch = Watch(session)
         callbacks: list[Any] = run.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         callbacks.remove(run.display)
         callbacks.insert(0, watch)
-        with session.limit("the first steps of training", seconds=session.deadlines.steps, group=GROUP):
+        with session.limit(
+            "the first steps of training", seconds=session.deadlines.steps, group=GROUP
+        ):
             run.trainer.fit(run.task, datamodule=run.data)
             session.add(*watch.findings(run))
         if session.rank == 0:
             free = run_directory.free_bytes(cfg)
             if free is not None:
                 strategy = StrategyMixin.find(run.trainer)
-                trained = run.trainer.parameter_count if strategy is None else strategy.trained_count
+                trained = (
+                    run.trainer.parameter_count if strategy is None else strategy.trained_count
+                )
                 frozen = 0 if strategy is None else strategy.frozen_bytes
-                session.add(*run_directory.room(cfg, free=free, trained=trained, frozen_bytes=frozen))
+                session.add(
+                    *run_directory.room(cfg, free=free, trained=trained, frozen_bytes=frozen)
+                )
 
 
 def rehearsal(cfg: DictConfig, folder: Path) -> DictConfig:
-    """Return the configuration of the steps: the run's own model, data, optimizer and strategy, and nothing written."""
+    """Return the configuration of the steps: the run's own model, data, optimizer and strategy, and
+    nothing written.
+    """
     cfg = cfg.copy()
     OmegaConf.set_struct(cfg, False)
     changes = {
-        "run.dir": str(folder), "run.root": str(folder), "run.name": "doctor", "run.report": False,
+        "run.dir": str(folder),
+        "run.root": str(folder),
+        "run.name": "doctor",
+        "run.report": False,
         "resume": "never",
         "trainer.max_time": None,
-        "trainer.limit_val_batches": 0, "trainer.val_every_n_steps": None, "trainer.test_at_end": False,
-        "trainer.profile": False, "trainer.log_every_n_steps": STEPS + 1,
-        "checkpoint.every_n_steps": None, "checkpoint.every_n_minutes": None, "checkpoint.keep_every_n_steps": None,
-        "checkpoint.at_end": False, "checkpoint.keep_best": 0, "checkpoint.root": None, "checkpoint.background": False,
-        "callbacks": None, "logger": None, "launch.hang_timeout": None,
-    }  # fmt: skip
+        "trainer.limit_val_batches": 0,
+        "trainer.val_every_n_steps": None,
+        "trainer.test_at_end": False,
+        "trainer.profile": False,
+        "trainer.log_every_n_steps": STEPS + 1,
+        "checkpoint.every_n_steps": None,
+        "checkpoint.every_n_minutes": None,
+        "checkpoint.keep_every_n_steps": None,
+        "checkpoint.at_end": False,
+        "checkpoint.keep_best": 0,
+        "checkpoint.root": None,
+        "checkpoint.background": False,
+        "callbacks": None,
+        "logger": None,
+        "launch.hang_timeout": None,
+    }
     steps, epochs = cfg.trainer.max_steps, cfg.trainer.max_epochs
-    if steps < STEPS if steps else not epochs:  # else they stay, since schedules are as long as the run
+    if (
+        steps < STEPS if steps else not epochs
+    ):  # else they stay, since schedules are as long as the run
         changes |= {"trainer.max_steps": STEPS, "trainer.max_epochs": None}
     if "on_nan" in cfg.trainer:
-        changes["trainer.on_nan"] = "ignore"  # the doctor's own report names the rank and the module
+        changes["trainer.on_nan"] = (
+            "ignore"  # the doctor's own report names the rank and the module
+        )
     for key, value in changes.items():
         OmegaConf.update(cfg, key, value, merge=False)
     return cfg
@@ -102,7 +139,9 @@ class Watch(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         loop: Any = trainer.fit_loop.epoch_loop
-        loop.max_global_batches = min(STEPS, loop.max_global_batches or STEPS)  # schedules have the run's length by now
+        loop.max_global_batches = min(
+            STEPS, loop.max_global_batches or STEPS
+        )  # schedules have the run's length by now
         self._compare("initial weight", self._weights(trainer, pl_module))
 
     def on_train_batch_start(
@@ -115,12 +154,25 @@ class Watch(L.Callback):
             self._add(list(replicas.batch_findings(everyones)))
             count = len({place for place, _ in everyones})
             if not self.found and count > 1:
-                self._add([ok("data", f"The first batches of the {count} data ranks differ, as they must.")])
+                self._add(
+                    [
+                        ok(
+                            "data",
+                            f"The first batches of the {count} data ranks differ, as they must.",
+                        )
+                    ]
+                )
             self._first_batch.enter_context(self.modules.in_forward(pl_module))
 
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer
+    ) -> None:
         strategy = StrategyMixin.find(trainer)
-        if self.compared_gradients or not pl_module.automatic_optimization or _keeps_gradients(strategy):
+        if (
+            self.compared_gradients
+            or not pl_module.automatic_optimization
+            or _keeps_gradients(strategy)
+        ):
             return
         params = self._weights(trainer, pl_module)
         gradients = {name: param.grad for name, param in params.items() if param.requires_grad}
@@ -128,7 +180,12 @@ class Watch(L.Callback):
         self.compared_gradients = self._compare("gradient", gradients)
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         self._first_batch.close()
         if isinstance(outputs, dict) and "loss" in outputs:
@@ -138,7 +195,9 @@ class Watch(L.Callback):
         self.steps += 1
         wait: timings.DataWait = trainer.fit_loop.epoch_loop.data_wait  # pyright: ignore[reportAttributeAccessIssue]
         if not self._began:
-            self.compared_weights = self._compare("weight after a step", self._weights(trainer, pl_module))
+            self.compared_weights = self._compare(
+                "weight after a step", self._weights(trainer, pl_module)
+            )
             wait.clear()
             self._began = time.perf_counter()
         elif trainer.global_step >= STEPS:
@@ -162,32 +221,51 @@ class Watch(L.Callback):
             self.found += found
 
     def findings(self, run: worker.Run) -> list[Finding]:
-        """Return what was found, with the loss, the parameters without a gradient and the loader's speed."""
+        """Return what was found, with the loss, the parameters without a gradient and the loader's
+        speed.
+        """
         ranks, found = self.session.ranks, list(self.found)
         if (bad := self._bad_loss()) is not None:
             found.append(bad)
         if self.without_gradient:
             names = ", ".join(self.without_gradient[:MOST_NAMES])
-            more = f" and {len(self.without_gradient) - MOST_NAMES} more" * (len(self.without_gradient) > MOST_NAMES)
+            more = f" and {len(self.without_gradient) - MOST_NAMES} more" * (
+                len(self.without_gradient) > MOST_NAMES
+            )
             what = f"{names}{more}: no gradient in the first step, so they do not train."
-            remedy = "Remove them, set requires_grad=False, or use them in the loss (ddp waits for each parameter)."
+            remedy = (
+                "Remove them, set requires_grad=False, or use them in the loss (ddp waits "
+                "for each parameter)."
+            )
             found.append(warning(GROUP, what, remedy=remedy))
         if self.session.rank == 0:
-            if ranks > 1 and not any(each.group == GROUP and each.level == "failure" for each in found):
+            if ranks > 1 and not any(
+                each.group == GROUP and each.level == "failure" for each in found
+            ):
                 found.append(ok(GROUP, self._equal(ranks)))
             elif ranks == 1:
-                found.append(ok(GROUP, f"{self._ran()}; the loss is finite. One rank has no replicas to compare."))
+                found.append(
+                    ok(
+                        GROUP,
+                        f"{self._ran()}; the loss is finite. One rank has no replicas to compare.",
+                    )
+                )
         found += self._loader(run)
         return found
 
     def _bad_loss(self) -> Finding | None:
         """Return the finding of a rank on which a loss was not finite before it was on others."""
         losses = [float(loss) for loss in self.losses]
-        bad = next((index for index, loss in enumerate(losses) if not math.isfinite(loss)), math.inf)
+        bad = next(
+            (index for index, loss in enumerate(losses) if not math.isfinite(loss)), math.inf
+        )
         if bad > min(process_group.all_gather_object(bad)) or bad == math.inf:  # all ranks gather
             return None
         what = f"The loss of batch {bad + 1} is {losses[int(bad)]}. {self._first_module()}".rstrip()
-        remedy = "Type debug=nan to see the operation that made it; look at the data and the learning rate."
+        remedy = (
+            "Type debug=nan to see the operation that made it; look at the data and the "
+            "learning rate."
+        )
         return failure(GROUP, what, remedy=remedy, where=self.session.name())
 
     def _first_module(self) -> str:
@@ -201,10 +279,14 @@ class Watch(L.Callback):
 
     def _equal(self, ranks: int) -> str:
         if not self.compared_weights:
-            return f"{self._ran()} on {ranks} ranks. This strategy keeps no readable weights, so none were compared."
+            return (
+                f"{self._ran()} on {ranks} ranks. This strategy keeps no readable weights, so "
+                "none were compared."
+            )
         gradients = f"{self.compared_gradients} gradients and " if self.compared_gradients else ""
         return (
-            f"After a step of the run's own model on {ranks} ranks, {gradients}{self.compared_weights} weights are "
+            f"After a step of the run's own model on {ranks} ranks, "
+            f"{gradients}{self.compared_weights} weights are "
             "equal to the bit wherever ranks hold the same part."
         )
 
@@ -215,12 +297,20 @@ class Watch(L.Callback):
         share, each = self.waited / self.seconds, self.waited / batches
         if share > MAX_DATA_WAIT and each > timings.UNAVOIDABLE_SECONDS:
             work = (self.seconds - self.waited) / batches
-            what = f"The loader needs {each * 1e3:.3g} ms per batch and the step {work * 1e3:.3g} ms: the model waits."
+            what = (
+                f"The loader needs {each * 1e3:.3g} ms per batch and the step {work * 1e3:.3g} "
+                "ms: the model waits."
+            )
             remedy = timings.remedy(run.trainer, wait=each, work=work)
             return [warning("data", what, remedy=remedy, where=self.session.name())]
         if self.session.rank:
             return []
-        return [ok("data", f"The loader keeps up: the model waits {share:.0%} of the time for its batches.")]
+        return [
+            ok(
+                "data",
+                f"The loader keeps up: the model waits {share:.0%} of the time for its batches.",
+            )
+        ]
 
 
 def _keeps_gradients(strategy: Any) -> bool:

@@ -1,6 +1,7 @@
 """config.json of a Hugging Face model and the decoder's arguments, both ways. Torch-free.
 
-transformers 5 writes `rope_parameters`; before, it wrote `rope_theta` and `rope_scaling`. Folders have either.
+transformers 5 writes `rope_parameters`; before, it wrote `rope_theta` and `rope_scaling`. Folders
+have either.
 """
 
 from __future__ import annotations
@@ -18,32 +19,48 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 MIXTURES = ("qwen3_moe",)  # of experts: models/mixture
 OTHERS = "model=huggingface runs any causal model with transformers' own code"
 SIZES = {  # ours → theirs
-    "vocab_size": "vocab_size", "width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads",
-    "ffn_hidden": "intermediate_size", "norm_eps": "rms_norm_eps",
-}  # fmt: skip
+    "vocab_size": "vocab_size",
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "ffn_hidden": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
+}
 OTHER_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window")
 # what would change the model's result and the decoder does not have
-FIXED = {"hidden_act": "silu", "mlp_bias": False, "attention_bias": False, "partial_rotary_factor": 1.0}
+FIXED = {
+    "hidden_act": "silu",
+    "mlp_bias": False,
+    "attention_bias": False,
+    "partial_rotary_factor": 1.0,
+}
 _ORIGINAL = "original_max_position_embeddings"
 ROPE = {  # kind → their name of each of our numbers
     "llama3": {
-        "factor": "factor", "low_frequency": "low_freq_factor", "high_frequency": "high_freq_factor",
+        "factor": "factor",
+        "low_frequency": "low_freq_factor",
+        "high_frequency": "high_freq_factor",
         "original_context": _ORIGINAL,
     },
     "yarn": {
-        "factor": "factor", "original_context": _ORIGINAL, "beta_fast": "beta_fast",
-        "beta_slow": "beta_slow", "attention_factor": "attention_factor",
+        "factor": "factor",
+        "original_context": _ORIGINAL,
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "attention_factor": "attention_factor",
     },
     "linear": {"factor": "factor"},
-}  # fmt: skip
+}
 _OWN_KEYS = {"rope_type", "type", "rope_theta"}
 _STRETCHED = tuple(kind for kind, names in ROPE.items() if "original_context" in names)
 _INERT = {"linear": (_ORIGINAL,), "default": ("factor", _ORIGINAL)}
 
 
 MIXTURE_SIZES = {  # ours → theirs
-    "experts": "num_experts", "active": "num_experts_per_tok", "expert_hidden": "moe_intermediate_size",
-}  # fmt: skip
+    "experts": "num_experts",
+    "active": "num_experts_per_tok",
+    "expert_hidden": "moe_intermediate_size",
+}
 MIXTURE_FIXED = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 # what the architecture computes, of a mixture's arguments
 MIXTURE_FORM = {"shared_hidden": None, "dense_layers": 0, "score": "softmax", "balance_rate": 0.0}
@@ -63,36 +80,54 @@ def mixture_arguments(config: Mapping[str, Any], *, name: str) -> dict[str, Any]
     """Return the arguments of a mixture of experts, as `arguments` does those of a decoder."""
     if not is_mixture(config):
         raise ConfigError(
-            f"model.pretrained={name}: model_type={config.get('model_type')} is no mixture of experts that we compute, "
+            f"model.pretrained={name}: model_type={config.get('model_type')} is no mixture of "
+            "experts that we compute, "
             f"which are {', '.join(MIXTURES)}. Type model=pretrained."
         )
-    config = {"num_experts": config.get("num_local_experts"), **config}  # transformers 5 writes the other name
-    found = [f"it lacks {theirs}" for theirs in MIXTURE_SIZES.values() if not isinstance(config.get(theirs), int)]
+    config = {
+        "num_experts": config.get("num_local_experts"),
+        **config,
+    }  # transformers 5 writes the other name
+    found = [
+        f"it lacks {theirs}"
+        for theirs in MIXTURE_SIZES.values()
+        if not isinstance(config.get(theirs), int)
+    ]
     found += [
         f"{key}={config[key]} is not in the mixture (only {usual})"
         for key, usual in MIXTURE_FIXED.items()
         if config.get(key) not in (None, usual)
     ]
     if found:
-        raise ConfigError([f"model.pretrained={name}: config.json: {problem}." for problem in found])
+        raise ConfigError(
+            [f"model.pretrained={name}: config.json: {problem}." for problem in found]
+        )
     args = arguments({**config, "model_type": "qwen3"}, name=name)
     sizes = {ours: config[theirs] for ours, theirs in MIXTURE_SIZES.items()}
-    return {**args, **sizes, **MIXTURE_FORM, "normalized": bool(config.get("norm_topk_prob", False))}
+    return {
+        **args,
+        **sizes,
+        **MIXTURE_FORM,
+        "normalized": bool(config.get("norm_topk_prob", False)),
+    }
 
 
 def arguments(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
-    """Return the decoder's arguments of a config.json, but `context`, `dropout` and what else training decides.
+    """Return the decoder's arguments of a config.json, but `context`, `dropout` and what else
+    training decides.
 
     Raises ConfigError with everything that the decoder cannot do; `name` is the folder's.
     """
     kind, found = config.get("model_type"), []
     if kind in MIXTURES:
         raise ConfigError(
-            f"model.pretrained={name}: model_type={kind} is a mixture of experts. Type model=pretrained_mixture."
+            f"model.pretrained={name}: model_type={kind} is a mixture of experts. Type "
+            "model=pretrained_mixture."
         )
     if kind not in FAMILIES:
         raise ConfigError(
-            f"model.pretrained={name}: model_type={kind} is no architecture of the decoder, which has "
+            f"model.pretrained={name}: model_type={kind} is no architecture of the decoder, which "
+            "has "
             f"{', '.join(FAMILIES)}. {OTHERS}: type model=huggingface."
         )
     classes = config.get("architectures") or []
@@ -101,11 +136,15 @@ def arguments(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
         found.append(f"architectures={', '.join(map(str, classes))} is no causal language model")
     if config.get("auto_map"):
         found.append(
-            "auto_map: the folder brings code of its own, which is never run. If its weights are an ordinary "
+            "auto_map: the folder brings code of its own, which is never run. If its weights are "
+            "an ordinary "
             f"{kind}'s, remove auto_map"
         )
     if config.get("quantization_config"):
-        found.append("quantization_config: its weights are quantized. Name the folder of the original weights")
+        found.append(
+            "quantization_config: its weights are quantized. Name the folder of the original "
+            "weights"
+        )
     if missing := [theirs for theirs in SIZES.values() if config.get(theirs) is None]:
         found.append(f"it lacks {', '.join(missing)}")
     numbers = {key: config.get(key) for key in (*SIZES.values(), *OTHER_SIZES)}
@@ -126,11 +165,14 @@ def arguments(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
     ]
     windows = _windows(config) if not missing else None
     if found:
-        raise ConfigError([f"model.pretrained={name}: config.json: {problem}." for problem in found])
+        raise ConfigError(
+            [f"model.pretrained={name}: config.json: {problem}." for problem in found]
+        )
     return {
         **{ours: config[theirs] for ours, theirs in SIZES.items()},
         "kv_heads": config.get("num_key_value_heads"),
-        "head_dim": config.get("head_dim", 128 if kind == "qwen3" else None),  # transformers' default
+        # transformers' default
+        "head_dim": config.get("head_dim", 128 if kind == "qwen3" else None),
         "rope_theta": theta, "rope_scaling": rope, "windows": windows,
         "tied": bool(config.get("tie_word_embeddings", False)), "attention_bias": kind == "qwen2",
         "qk_norm": "weighted" if kind == "qwen3" else False,
@@ -139,15 +181,25 @@ def arguments(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
 
 def _is_number(value: Any, *, whole: bool = False) -> TypeGuard[float]:
     """Return whether a value is a number above 0."""
-    return not isinstance(value, bool) and isinstance(value, int if whole else int | float) and 0 < value < math.inf
+    return (
+        not isinstance(value, bool)
+        and isinstance(value, int if whole else int | float)
+        and 0 < value < math.inf
+    )
 
 
 def _rope(config: Mapping[str, Any], problems: list[str]) -> tuple[dict[str, Any] | None, float]:
-    """Return `rope_scaling` and `rope_theta` of either dialect; what is not possible is added to `problems`."""
+    """Return `rope_scaling` and `rope_theta` of either dialect; what is not possible is added to
+    `problems`.
+    """
     both = [config.get(key) for key in ("rope_scaling", "rope_parameters")]
-    if all(both) and len({json.dumps(_plain_rope(rope, config), sort_keys=True) for rope in both}) == 2:
+    if (
+        all(both)
+        and len({json.dumps(_plain_rope(rope, config), sort_keys=True) for rope in both}) == 2
+    ):
         problems.append(
-            f"rope_scaling={both[0]} and rope_parameters={both[1]} disagree. Remove the one that the weights were not "
+            f"rope_scaling={both[0]} and rope_parameters={both[1]} disagree. Remove the one that "
+            "the weights were not "
             "trained with"
         )
     rope = both[0] or both[1] or {}  # as transformers does
@@ -159,57 +211,79 @@ def _rope(config: Mapping[str, Any], problems: list[str]) -> tuple[dict[str, Any
     theta, kind = float(theta), str(rope.get("rope_type") or rope.get("type") or "default")
     names = ROPE.get(kind, {})
     if kind != "default" and not names:
-        problems.append(f"rope_type={kind} is not in the decoder (only {', '.join(['default', *ROPE])}). {OTHERS}")
+        problems.append(
+            f"rope_type={kind} is not in the decoder (only {', '.join(['default', *ROPE])}). "
+            f"{OTHERS}"
+        )
         return None, theta
     numbers = {ours: rope[theirs] for ours, theirs in names.items() if rope.get(theirs) is not None}
     if kind in _STRETCHED and (original := _original_context(config, rope)) is not None:
         numbers["original_context"] = original
-    if wrong := [f"{names[ours]}={value!r}" for ours, value in numbers.items() if not _is_number(value)]:
+    if wrong := [
+        f"{names[ours]}={value!r}" for ours, value in numbers.items() if not _is_number(value)
+    ]:
         problems.append(f"rope_type={kind} with {', '.join(wrong)}: no numbers above 0")
     if kind in _STRETCHED:
         numbers.setdefault("original_context", config.get("max_position_embeddings"))
     known = {*names.values(), *_OWN_KEYS, *_INERT.get(kind, ())}
     usual = {"partial_rotary_factor": 1.0, "truncate": True}
-    if unknown := sorted(k for k, v in rope.items() if k not in known and v is not None and v != usual.get(k)):
+    if unknown := sorted(
+        k for k, v in rope.items() if k not in known and v is not None and v != usual.get(k)
+    ):
         problems.append(f"rope_type={kind} with {some(unknown)}, which the decoder does not have")
     return (None if kind == "default" else {"kind": kind, **numbers}), theta
 
 
 def _original_context(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Any:
-    """Return the context before it was stretched, or None: as in transformers, that beside the rope comes first."""
+    """Return the context before it was stretched, or None: as in transformers, that beside the rope
+    comes first.
+    """
     beside = config.get(_ORIGINAL)
     return rope.get(_ORIGINAL) if beside is None else beside
 
 
 def _plain_rope(rope: Any, config: Mapping[str, Any]) -> Any:
-    """Return a rope's entries, its kind under the name of transformers 5 and its base always there."""
+    """Return a rope's entries, its kind under the name of transformers 5 and its base always
+    there.
+    """
     if not isinstance(rope, Mapping):
         return rope
     kind = {"rope_type": rope.get("rope_type") or rope.get("type") or "default"}
     theta = {"rope_theta": rope.get("rope_theta") or config.get("rope_theta") or 10_000.0}
-    return {key: value for key, value in rope.items() if key != "type" and value is not None} | kind | theta
+    return (
+        {key: value for key, value in rope.items() if key != "type" and value is not None}
+        | kind
+        | theta
+    )
 
 
 def _windows(config: Mapping[str, Any]) -> list[int | None] | None:
     """Return each block's sliding window, or None if no block has one."""
     layers, kinds = config["num_hidden_layers"], config.get("layer_types")
     if config["model_type"] == "mistral":
-        window, kinds = config.get("sliding_window", 4096), ["sliding_attention"] * layers  # transformers' default
+        window, kinds = (
+            config.get("sliding_window", 4096),
+            ["sliding_attention"] * layers,
+        )  # transformers' default
     elif config["model_type"] == "llama":
         return None
     else:
         window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
         first = 28 if config.get("max_window_layers") is None else config["max_window_layers"]
-        kinds = kinds or ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+        kinds = kinds or [
+            "sliding_attention" if i >= first else "full_attention" for i in range(layers)
+        ]
     if window is None or "sliding_attention" not in kinds:
         return None
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
 def longest_context(config: Mapping[str, Any]) -> int | None:
-    """Return the most positions that a folder's model is made for, stretched ones included; None: it does not say.
+    """Return the most positions that a folder's model is made for, stretched ones included; None:
+    it does not say.
 
-    A llama3 rope's factor says how much slower its low frequencies turn, not how much longer the context became.
+    A llama3 rope's factor says how much slower its low frequencies turn, not how much longer the
+    context became.
     """
     rope = config.get("rope_scaling") or config.get("rope_parameters")
     rope = rope if isinstance(rope, Mapping) else {}
@@ -222,60 +296,110 @@ def longest_context(config: Mapping[str, Any]) -> int | None:
 
 
 def _mixture_config(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what config.json says of the experts. Raises ConfigError for what Qwen3-MoE does not compute."""
+    """Return what config.json says of the experts.
+
+    Raises ConfigError for what Qwen3-MoE does not compute.
+    """
     needed = {**MIXTURE_FORM, "qk_norm": "weighted", "windows": None}
-    wrong = [f"model.{key}={args[key]} (only {value})" for key, value in needed.items() if args[key] != value]
+    wrong = [
+        f"model.{key}={args[key]} (only {value})"
+        for key, value in needed.items()
+        if args[key] != value
+    ]
     if wrong:
         raise ConfigError(
-            f"{', '.join(wrong)}: Qwen3-MoE, the mixture of Hugging Face's that we write, does not compute this. Name "
+            f"{', '.join(wrong)}: Qwen3-MoE, the mixture of Hugging Face's that we write, does not "
+            "compute this. Name "
             "a file (.safetensors, .ckpt) instead."
         )
     sizes = {theirs: args[ours] for ours, theirs in MIXTURE_SIZES.items()}
-    return {**sizes, **MIXTURE_FIXED, "norm_topk_prob": args["normalized"], "router_aux_loss_coef": 0.0}
+    return {
+        **sizes,
+        **MIXTURE_FIXED,
+        "norm_topk_prob": args["normalized"],
+        "router_aux_loss_coef": 0.0,
+    }
 
 
-def config_of(args: Mapping[str, Any], *, dtype: str, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def config_of(
+    args: Mapping[str, Any], *, dtype: str, base: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return config.json for a decoder, in the dialect that every version of transformers reads.
 
     Args:
         args: all of the decoder's arguments.
         dtype: of the weights, as torch names it.
-        base: config.json of the folder that the run started from: everything that training does not change is its.
+        base: config.json of the folder that the run started from: everything that training does not
+            change is its.
 
     Raises:
-        ConfigError: no architecture of Hugging Face's that we write computes what this decoder does.
+        ConfigError: no architecture of Hugging Face's that we write computes what this decoder
+            does.
     """
     tied = {"tie_word_embeddings": bool(args["tied"])}
     if base is not None:
-        return {k: v for k, v in base.items() if k not in ("dtype", "torch_dtype")} | tied | {"torch_dtype": dtype}
+        return (
+            {k: v for k, v in base.items() if k not in ("dtype", "torch_dtype")}
+            | tied
+            | {"torch_dtype": dtype}
+        )
     windows = windows_of(args["windows"], layers=args["layers"])
     bias, norm, several = args["attention_bias"], args["qk_norm"], len(set(windows)) > 1
     mixture = _mixture_config(args) if "experts" in args else {}
-    kind = "qwen3" if norm else "qwen2" if bias or several else "mistral" if windows[0] is not None else "llama"
+    kind = (
+        "qwen3"
+        if norm
+        else "qwen2"
+        if bias or several
+        else "mistral"
+        if windows[0] is not None
+        else "llama"
+    )
     kind = f"{kind}_moe" if mixture else kind
     if norm is True or (norm and bias):
         raise ConfigError(
-            f"model.qk_norm={str(norm).lower()} with model.attention_bias={str(bias).lower()}: no architecture of "
-            "Hugging Face's computes this. Only qk_norm=false, or qk_norm=weighted without biases, can be exported."
+            f"model.qk_norm={str(norm).lower()} with model.attention_bias={str(bias).lower()}: no "
+            "architecture of "
+            "Hugging Face's computes this. Only qk_norm=false, or qk_norm=weighted without biases, "
+            "can be exported."
         )
     if kind == "qwen2" and not bias:
-        raise ConfigError("model.windows that differ between blocks: exported only with attention_bias or qk_norm.")
+        raise ConfigError(
+            "model.windows that differ between blocks: exported only with attention_bias or "
+            "qk_norm."
+        )
     head_dim = args["head_dim"] or args["width"] // args["heads"]
     config = {
-        "architectures": [f"{kind.title().replace('_', '')}ForCausalLM"], "model_type": kind, "hidden_act": "silu",
-        **{theirs: args[ours] for ours, theirs in SIZES.items()}, **tied, "torch_dtype": dtype,
-        "num_key_value_heads": args["kv_heads"] or args["heads"], "head_dim": head_dim,
-        "max_position_embeddings": args["context"], "rope_theta": args["rope_theta"], "rope_scaling": None,
-        "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": None, "eos_token_id": None,
-    }  # fmt: skip
+        "architectures": [f"{kind.title().replace('_', '')}ForCausalLM"],
+        "model_type": kind,
+        "hidden_act": "silu",
+        **{theirs: args[ours] for ours, theirs in SIZES.items()},
+        **tied,
+        "torch_dtype": dtype,
+        "num_key_value_heads": args["kv_heads"] or args["heads"],
+        "head_dim": head_dim,
+        "max_position_embeddings": args["context"],
+        "rope_theta": args["rope_theta"],
+        "rope_scaling": None,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
     config |= mixture
     if (scaling := args["rope_scaling"]) is not None:
         names = ROPE[scaling.get("kind", "llama3")]
         numbers = {names[ours]: value for ours, value in scaling.items() if ours != "kind"}
         config["rope_scaling"] = {"rope_type": scaling.get("kind", "llama3"), **numbers}
     if len(set(filter(None, windows))) > 1:
-        raise ConfigError("model.windows of different widths: no architecture of Hugging Face's has them.")
+        raise ConfigError(
+            "model.windows of different widths: no architecture of Hugging Face's has them."
+        )
     if any(windows):
         kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
-        config |= {"sliding_window": max(filter(None, windows)), "layer_types": kinds, "use_sliding_window": True}
+        config |= {
+            "sliding_window": max(filter(None, windows)),
+            "layer_types": kinds,
+            "use_sliding_window": True,
+        }
     return config

@@ -1,4 +1,5 @@
-"""The base model of a run whose checkpoints hold only what it trains: recorded in each, compared before it is read.
+"""The base model of a run whose checkpoints hold only what it trains: recorded in each, compared
+before it is read.
 
 Torch-free.
 """
@@ -23,15 +24,21 @@ _SAMPLE = 4096  # bytes, at the start, in the middle and at the end of each tens
 def record(path: Path) -> dict[str, str]:
     """Return what a manifest says of a base model, to know it again.
 
-    `fingerprint` covers config.json and the names, types and shapes of all tensors, `values` a sample of each tensor's
-    bytes: two fine-tunes of one model agree in the first only. Neither depends on where the folder is, or on how its
+    `fingerprint` covers config.json and the names, types and shapes of all tensors, `values` a
+    sample of each tensor's
+    bytes: two fine-tunes of one model agree in the first only. Neither depends on where the folder
+    is, or on how its
     tensors are spread over files. Raises ConfigError for a file that cannot be read.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(folder.weights(path).tensors.items()):
         digest.update(name.encode())
         digest.update(_sample(path / tensor.file, *tensor.span))
-    return {"folder": str(path.absolute()), "fingerprint": folder.fingerprint(path), "values": digest.hexdigest()[:16]}
+    return {
+        "folder": str(path.absolute()),
+        "fingerprint": folder.fingerprint(path),
+        "values": digest.hexdigest()[:16],
+    }
 
 
 def _sample(file: Path, start: int, end: int) -> bytes:
@@ -69,7 +76,9 @@ def found(name: str, needed: Mapping[str, str], checkpoint: Path) -> Path:
     remedy = "Type model.pretrained=FOLDER with that model's folder, wherever it is now."
     try:
         path = folder.find(name)
-        if problems := [*folder.weights(path).problems] or _differences(name, path, needed, checkpoint):
+        if problems := [*folder.weights(path).problems] or _differences(
+            name, path, needed, checkpoint
+        ):
             raise ConfigError(problems)
     except ConfigError as error:
         raise ConfigError([*error.problems, f"{holds} {remedy}"]) from None
@@ -80,20 +89,31 @@ def _differences(name: str, path: Path, needed: Mapping[str, str], checkpoint: P
     there, run_dir = record(path), resume.run_of(checkpoint)
     if there["fingerprint"] == needed["fingerprint"]:
         same = there["values"] == needed["values"]
-        return [] if same else [f"model.pretrained={name} is another model: its weights have other values."]
+        return (
+            []
+            if same
+            else [f"model.pretrained={name} is another model: its weights have other values."]
+        )
     kept = None if run_dir is None else folder.kept_in(run_dir)
     before, now = folder.config(kept or path), folder.config(path)
     keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
     if not keys:
-        return [f"model.pretrained={name} is another model: its tensors have other names, types or shapes."]
-    what = f"model.pretrained={name} is another model: its {folder.CONFIG} differs in {folder.some(keys)}."
+        return [
+            f"model.pretrained={name} is another model: its tensors have other names, types or "
+            "shapes."
+        ]
+    what = (
+        f"model.pretrained={name} is another model: its {folder.CONFIG} differs in "
+        f"{folder.some(keys)}."
+    )
     if there["values"] == needed["values"]:
         what += f" Its weights are the same: type cp {kept}/{folder.CONFIG} {path}/ to use it."
     return [what]
 
 
 def verified(cfg: Any, checkpoint: Path) -> Path | None:
-    """Return the folder that a checkpoint's other weights are read from, or None if it holds them all.
+    """Return the folder that a checkpoint's other weights are read from, or None if it holds them
+    all.
 
     Args:
         cfg: of a run that has ended its checks: run.dir is where it is now.
@@ -106,7 +126,11 @@ def verified(cfg: Any, checkpoint: Path) -> Path | None:
 
 
 def name_of(cfg: Any, checkpoint: Path) -> str | None:
-    """Return the name of a run's base model, or None if it has none: not that of the run's copy of its small files."""
+    """Return the name of a run's base model, or None if it has none: not that of the run's copy of
+    its small files.
+    """
     name, kept = OmegaConf.select(cfg, "model.pretrained"), folder.kept_in(Path(str(cfg.run.dir)))
-    is_copy = name is not None and kept is not None and Path(name).resolve() == kept.resolve()  # by `check.relocate`
+    is_copy = (
+        name is not None and kept is not None and Path(name).resolve() == kept.resolve()
+    )  # by `check.relocate`
     return (recorded(checkpoint) or {}).get("folder", name) if is_copy else name

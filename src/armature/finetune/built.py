@@ -1,4 +1,6 @@
-"""Compare a folder with the model that another library builds of it, on the meta device: no process, no memory."""
+"""Compare a folder with the model that another library builds of it, on the meta device: no
+process, no memory.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ class _Reached(Exception):
 
 
 def problems(cfg: DictConfig) -> list[str]:
-    """Return what is wrong with the folder of a run that begins: an unknown architecture, names and shapes of weights.
+    """Return what is wrong with the folder of a run that begins: an unknown architecture, names and
+    shapes of weights.
 
     A run that resumes reads its checkpoint: only the model is built.
     """
@@ -41,14 +44,18 @@ def problems(cfg: DictConfig) -> list[str]:
         _warn_of_normalization(cfg)
     if (longest := positions(model)) is not None and model.context > longest:
         found.append(
-            f"model.context={model.context}, but model.pretrained={model.pretrained} has positions for {longest} "
+            f"model.context={model.context}, but model.pretrained={model.pretrained} has positions "
+            f"for {longest} "
             f"tokens: type data.context={longest} or less."
         )
     return found + _packing_problems(model, cfg)
 
 
 def build(node: Any, **changes: Any) -> Any:
-    """Return the model of a configuration's node, on the meta device. Raises ConfigError if its library cannot."""
+    """Return the model of a configuration's node, on the meta device.
+
+    Raises ConfigError if its library cannot.
+    """
     try:
         with torch.device("meta"):
             return instantiate(node, **changes)()
@@ -57,7 +64,9 @@ def build(node: Any, **changes: Any) -> Any:
 
 
 def weight_problems(model: Any) -> list[str]:
-    """Return what is wrong with the weights that a model on the meta device would read: files, names, shapes, types."""
+    """Return what is wrong with the weights that a model on the meta device would read: files,
+    names, shapes, types.
+    """
     path = Path(model.pretrained)
     weights = folder.weights(path)
     if weights.problems:
@@ -66,44 +75,69 @@ def weight_problems(model: Any) -> list[str]:
     kind, found = type(model.inner).__name__, []
     if names.converted:
         found.append(
-            f"{path}: transformers changes {folder.some(names.converted)} while it loads them, which is not done "
+            f"{path}: transformers changes {folder.some(names.converted)} while it loads them, "
+            "which is not done "
             f"here: {kind} cannot be read slice by slice."
         )
         return found
     if missing := [name for name in names.missing if not model.may_be_new(name)]:
-        found.append(f"{path}: its files lack {folder.some(missing)}, which {kind} has. Download it again.")
+        found.append(
+            f"{path}: its files lack {folder.some(missing)}, which {kind} has. Download it again."
+        )
     if surplus := [name for name in names.surplus if not model.may_be_left(name)]:
-        found.append(f"{path}: {folder.some(surplus)}: {kind} has no such tensors. Download it again.")
-    held = dict(model.inner.named_parameters(remove_duplicate=False)) | dict(model.inner.named_buffers())
+        found.append(
+            f"{path}: {folder.some(surplus)}: {kind} has no such tensors. Download it again."
+        )
+    held = dict(model.inner.named_parameters(remove_duplicate=False)) | dict(
+        model.inner.named_buffers()
+    )
     shapes = {
         own: (weights.tensors[theirs].shape, tuple(held[own].shape))
         for own, theirs in names.found.items()
         if not model.begins_anew(own)
     }
-    if head := [own for own, (there, here) in shapes.items() if there[1:] == here[1:] and model.may_be_new(own)]:
+    if head := [
+        own
+        for own, (there, here) in shapes.items()
+        if there[1:] == here[1:] and model.may_be_new(own)
+    ]:
         found += _head_problems(path, {own: shapes.pop(own) for own in head})
-    if wrong := [f"{own} is {there}, not {here}" for own, (there, here) in shapes.items() if there != here]:
-        found.append(f"{path}: config.json and the weights disagree: {folder.some(wrong)}. Download it again.")
+    if wrong := [
+        f"{own} is {there}, not {here}" for own, (there, here) in shapes.items() if there != here
+    ]:
+        found.append(
+            f"{path}: config.json and the weights disagree: {folder.some(wrong)}. Download it "
+            "again."
+        )
     found += _tied_problems(model, path, weights, names.found)
     numbers = [own for own in names.found if held[own].is_floating_point()]
-    return found + check.type_problems(path, {names.found[n]: weights.tensors[names.found[n]].dtype for n in numbers})
+    return found + check.type_problems(
+        path, {names.found[n]: weights.tensors[names.found[n]].dtype for n in numbers}
+    )
 
 
-def _tied_problems(model: Any, path: Path, weights: folder.Weights, names: Mapping[str, str]) -> list[str]:
-    """Return a problem for each parameter that the files hold under several names, with different values."""
+def _tied_problems(
+    model: Any, path: Path, weights: folder.Weights, names: Mapping[str, str]
+) -> list[str]:
+    """Return a problem for each parameter that the files hold under several names, with different
+    values.
+    """
     held = [{names[name] for name in own if name in names} for own in ties.find(model.inner)]
     found = [folder.tied_problem(path, weights, tied) for tied in held if len(tied) > 1]
     return [f"{problem}." for problem in found if problem]
 
 
-def _head_problems(path: Path, shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> list[str]:
+def _head_problems(
+    path: Path, shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+) -> list[str]:
     """Return what is wrong with the head of a folder whose classes are those of other data."""
     wrong = {own: (there[0], here[0]) for own, (there, here) in shapes.items() if there != here}
     if not wrong:
         return []
     own, (there, here) = next(iter(wrong.items()))
     return [
-        f"model.classes={here}, but the head of model.pretrained={path} ({own}) tells {there} classes apart. Type "
+        f"model.classes={here}, but the head of model.pretrained={path} ({own}) tells {there} "
+        "classes apart. Type "
         f"model.classes={there}, or model.new_head=true for a head that begins at random."
     ]
 
@@ -125,16 +159,22 @@ def _frozen_problems(model: Any, cfg: DictConfig) -> list[str]:
     frozen = [name for name in new if not model.get_parameter(f"inner.{name}").requires_grad]
     modules = sorted({name.rpartition(".")[0] for name in frozen})
     return [
-        f"task.adapter.train={list(node.get('train') or [])}: {folder.some(frozen)} begin at random, and would stay "
+        f"task.adapter.train={list(node.get('train') or [])}: {folder.some(frozen)} begin at "
+        "random, and would stay "
         f"so. Type task.adapter.train=[{','.join(modules)}]."
     ] * bool(frozen)
 
 
 def positions(model: Any) -> int | None:
-    """Return the length of a model's table of positions, if it has one. RoBERTa does not use its first rows."""
+    """Return the length of a model's table of positions, if it has one.
+
+    RoBERTa does not use its first rows.
+    """
     for name, module in model.inner.named_modules():
         if name.endswith(("position_embeddings", "wpe")) and isinstance(module, torch.nn.Embedding):
-            return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+            return module.num_embeddings - (
+                0 if module.padding_idx is None else module.padding_idx + 1
+            )
     return None
 
 
@@ -150,22 +190,30 @@ def _warn_of_normalization(cfg: DictConfig) -> None:
 
 
 def _kernel_problems(cfg: DictConfig) -> list[str]:
-    """Return a problem if conversations are packed for a kernel that keeps them apart only in batches of one row."""
+    """Return a problem if conversations are packed for a kernel that keeps them apart only in
+    batches of one row.
+    """
     if not check.is_of_transformers(cfg) or not OmegaConf.select(cfg, "data.source.packing"):
         return []
-    kernel = cfg.model.get("attention") or folder.config(Path(cfg.model.pretrained)).get("attn_implementation")
+    kernel = cfg.model.get("attention") or folder.config(Path(cfg.model.pretrained)).get(
+        "attn_implementation"
+    )
     if not str(kernel).startswith("flash_attention"):
         return []
     return [
-        f"model.attention={kernel} with data.source.packing=true: this kernel of transformers keeps the conversations "
-        "of a row apart only in batches of one row. Type model.attention=sdpa, or data.source.packing=false."
+        f"model.attention={kernel} with data.source.packing=true: this kernel of transformers "
+        "keeps the conversations "
+        "of a row apart only in batches of one row. Type model.attention=sdpa, or "
+        "data.source.packing=false."
     ]
 
 
 def _packing_problems(model: Any, cfg: DictConfig) -> list[str]:
-    """Return whether conversations that are packed into rows would see each other in this architecture.
+    """Return whether conversations that are packed into rows would see each other in this
+    architecture.
 
-    transformers keeps them apart by their positions, in a function that only newer code of a model calls, and only in
+    transformers keeps them apart by their positions, in a function that only newer code of a model
+    calls, and only in
     layers of attention: convolutions and recurrent layers read across.
     """
     if not check.is_of_transformers(cfg) or not OmegaConf.select(cfg, "data.source.packing"):
@@ -178,11 +226,14 @@ def _packing_problems(model: Any, cfg: DictConfig) -> list[str]:
             if not (mixing := model.other_layers):
                 return []
             reason = f" (it has layers of {', '.join(mixing)}, which know no conversations)"
-        except Exception as error:  # an architecture that takes no positions, or cannot run without values
+        except (
+            Exception
+        ) as error:  # an architecture that takes no positions, or cannot run without values
             reason = f" ({type(error).__name__})"
         else:
             reason = ""
     return [
-        f"data.source.packing=true: transformers' {type(model.inner).__name__} does not keep the conversations of a "
+        f"data.source.packing=true: transformers' {type(model.inner).__name__} does not keep the "
+        "conversations of a "
         f"row apart{reason}. Type data.source.packing=false."
     ]

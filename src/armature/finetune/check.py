@@ -1,4 +1,7 @@
-"""Fill a run's configuration from the folder of `model.pretrained`, and refuse what does not fit. Torch-free."""
+"""Fill a run's configuration from the folder of `model.pretrained`, and refuse what does not fit.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +26,21 @@ LORA = "armature.finetune.lora.Lora"
 KEY = "model.pretrained"
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the types that are read
 OURS = {DECODER: architecture.arguments, MIXTURE: architecture.mixture_arguments}
-READ = {**OURS, **dict.fromkeys(others.TARGETS, others.arguments), others.IMAGES: others.image_arguments}
+READ = {
+    **OURS,
+    **dict.fromkeys(others.TARGETS, others.arguments),
+    others.IMAGES: others.image_arguments,
+}
 _TIED = {str(names.theirs(names.HEAD)): str(names.theirs(names.EMBEDDING))}
 
 
 def fill(cfg: DictConfig) -> DictConfig:
-    """Return the configuration with the sizes of `model.pretrained`; as it is, if the model names no folder.
+    """Return the configuration with the sizes of `model.pretrained`; as it is, if the model names
+    no folder.
 
-    Raises ConfigError with everything that is wrong with the folder, and every typed size that is not the folder's. A
-    run that resumes has a copy of the folder's small files, and its checkpoint holds the weights, unless it holds
+    Raises ConfigError with everything that is wrong with the folder, and every typed size that is
+    not the folder's. A run that resumes has a copy of the folder's small files, and its checkpoint
+    holds the weights, unless it holds
     adapters: then the folder must be the checkpoint's base model.
     """
     if (name := named_by(cfg)) is None:
@@ -40,7 +49,11 @@ def fill(cfg: DictConfig) -> DictConfig:
     checkpoint, run_dir = _checkpoint(cfg), resumed(cfg)
     if checkpoint is not None and (needed := base.recorded(checkpoint)) is not None:
         base.found(name, needed, checkpoint)
-    path = Path(cfg.model.pretrained) if run_dir is not None and relocate(cfg, run_dir) else locate(cfg)
+    path = (
+        Path(cfg.model.pretrained)
+        if run_dir is not None and relocate(cfg, run_dir)
+        else locate(cfg)
+    )
     config, target = folder.config(path), cfg.model._target_
     args = READ[target](config, name=name)
     problems = _set_sizes(cfg, args, config)
@@ -51,32 +64,47 @@ def fill(cfg: DictConfig) -> DictConfig:
         problems += error.problems
     if run_dir is None:
         apart = cfg.model.get("tied") is False
-        problems += weight_problems(path, args, apart=apart) if target in OURS else folder.weights(path).problems
+        problems += (
+            weight_problems(path, args, apart=apart)
+            if target in OURS
+            else folder.weights(path).problems
+        )
     if problems:
         raise ConfigError(problems)
     return cfg
 
 
 def left_out(cfg: DictConfig, checkpoint: Path | None) -> dict[str, str] | None:
-    """Return what this run's checkpoints say of the base model that they leave out; None: they hold all weights.
+    """Return what this run's checkpoints say of the base model that they leave out; None: they hold
+    all weights.
 
-    A run with adapters leaves out what it has read from model.pretrained at this start. Raises ConfigError if the
-    checkpoint to resume from leaves out another model: the folder may have changed since the checks before launch.
+    A run with adapters leaves out what it has read from model.pretrained at this start. Raises
+    ConfigError if the
+    checkpoint to resume from leaves out another model: the folder may have changed since the checks
+    before launch.
     """
     needed, name = base.recorded(checkpoint), named_by(cfg)
     leaves_out = adapter_of(cfg) is not None and not cfg.checkpoint.include_base
     if checkpoint is not None and needed is None:
         if leaves_out:
-            log.info("Checkpoints hold the frozen weights too, since they come from %s.", checkpoint)
+            log.info(
+                "Checkpoints hold the frozen weights too, since they come from %s.", checkpoint
+            )
         return None
     if name is None or (needed is None and not leaves_out):
         return None
-    path = folder.find(name) if needed is None or checkpoint is None else base.found(name, needed, checkpoint)
+    path = (
+        folder.find(name)
+        if needed is None or checkpoint is None
+        else base.found(name, needed, checkpoint)
+    )
     return base.record(path) if leaves_out else None
 
 
 def adapter_of(cfg: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the node of task.adapter if it makes our adapters; a task of a user's may mean something else by it."""
+    """Return the node of task.adapter if it makes our adapters; a task of a user's may mean
+    something else by it.
+    """
     node = (cfg.get("task") or {}).get("adapter")
     is_ours = isinstance(node, Mapping) and signatures.derives_from(str(node.get("_target_")), LORA)
     return node if is_ours else None
@@ -110,7 +138,10 @@ def _run_dir(cfg: DictConfig) -> Path | None:
 
 
 def _checkpoint(cfg: DictConfig) -> Path | None:
-    """Return the checkpoint that this start probably resumes from. What is wrong with it is found later."""
+    """Return the checkpoint that this start probably resumes from.
+
+    What is wrong with it is found later.
+    """
     run_dir = _run_dir(cfg)
     own = None if run_dir is None else resume.last_checkpoint(run_dir, cfg)
     if own is not None or cfg.resume in resume.MODES:
@@ -122,7 +153,9 @@ def _checkpoint(cfg: DictConfig) -> Path | None:
 
 
 def resumed(cfg: DictConfig) -> Path | None:
-    """Return the run directory if this start resumes from a checkpoint in it that holds all weights, or None."""
+    """Return the run directory if this start resumes from a checkpoint in it that holds all
+    weights, or None.
+    """
     run_dir, checkpoint = _run_dir(cfg), _checkpoint(cfg)
     if run_dir is None or checkpoint is None or folder.kept_in(run_dir) is None:
         return None
@@ -131,24 +164,34 @@ def resumed(cfg: DictConfig) -> Path | None:
 
 
 def locate(cfg: DictConfig) -> Path:
-    """Return the folder that a configuration names, which then names the copy if it was downloaded, and no `~`.
+    """Return the folder that a configuration names, which then names the copy if it was downloaded,
+    and no `~`.
 
     Raises ConfigError for what is no model.
     """
     name = str(cfg.model.pretrained)
     path = folder.find(name)
-    if path != Path(name):  # all ranks and later starts read this very copy, and a library knows no ~
+    if path != Path(
+        name
+    ):  # all ranks and later starts read this very copy, and a library knows no ~
         _replace(cfg.data, name, str(path))
         cfg.model.pretrained = str(path)
     return path
 
 
 def relocate(cfg: DictConfig, run_dir: Path) -> bool:
-    """Let a configuration name the run's own copy of a folder that is gone, in place. Return whether it was."""
+    """Let a configuration name the run's own copy of a folder that is gone, in place.
+
+    Return whether it was.
+    """
     name, kept = named_by(cfg), folder.kept_in(run_dir)
     if name is None or kept is None or Path(name).expanduser().is_dir():
         return False
-    log.info("%s=%s is not there any more: the run's own copy of its settings and tokenizer is used.", KEY, name)
+    log.info(
+        "%s=%s is not there any more: the run's own copy of its settings and tokenizer is used.",
+        KEY,
+        name,
+    )
     _replace(cfg.data, name, str(kept))
     cfg.model.pretrained = str(kept)
     return True
@@ -169,7 +212,8 @@ def _set_sizes(cfg: DictConfig, args: Mapping[str, Any], config: Mapping[str, An
     longest, context = architecture.longest_context(config), OmegaConf.select(cfg, "model.context")
     if isinstance(context, int) and longest is not None and context > longest:
         found.append(
-            f"model.context={context}, but {KEY}={name} is made for at most {longest} positions: type "
+            f"model.context={context}, but {KEY}={name} is made for at most {longest} positions: "
+            "type "
             f"data.context={longest} or less."
         )
     with open_dict(cfg.model):
@@ -180,14 +224,18 @@ def _set_sizes(cfg: DictConfig, args: Mapping[str, Any], config: Mapping[str, An
                 cfg.model[key] = value
             elif not _same(key, given, value, args):
                 found.append(
-                    f"model.{key}={given}, but {KEY}={name} has {value}. Leave model.{key} out: model=pretrained takes "
+                    f"model.{key}={given}, but {KEY}={name} has {value}. Leave model.{key} out: "
+                    "model=pretrained takes "
                     "all sizes from the folder."
                 )
     return found
 
 
 def _same(key: str, given: Any, value: Any, args: Mapping[str, Any]) -> bool:
-    """Return whether a typed size is the folder's. Tied matrices may be trained apart, as a pipeline needs."""
+    """Return whether a typed size is the folder's.
+
+    Tied matrices may be trained apart, as a pipeline needs.
+    """
     if key == "tied":
         return given == value or value
     if key == "head_dim":
@@ -200,18 +248,26 @@ def _same(key: str, given: Any, value: Any, args: Mapping[str, Any]) -> bool:
 
 
 def class_problems(cfg: DictConfig, data: Any) -> list[str]:
-    """Return a problem if the head of the folder that training begins with numbers the data's classes otherwise."""
+    """Return a problem if the head of the folder that training begins with numbers the data's
+    classes otherwise.
+    """
     if OmegaConf.select(cfg, "model._target_") != others.CLASSIFIER or cfg.model.get("new_head"):
         return []
     name, classes = cfg.model.pretrained, getattr(data, "classes", None)
     names = others.class_names(folder.config(Path(name)))
-    if names is None or not isinstance(classes, list) or classes == [str(i) for i in range(len(classes))]:
+    if (
+        names is None
+        or not isinstance(classes, list)
+        or classes == [str(i) for i in range(len(classes))]
+    ):
         return []  # labels that are the head's own numbers
     if [each.casefold() for each in classes] == [each.casefold() for each in names[: len(classes)]]:
         return []
     return [
-        f"model.new_head=false: the head of {KEY}={name} numbers the classes {folder.some(names, 5)} (id2label in "
-        f"config.json), and the data {folder.some(classes, 5)}. Rename the labels of the data, or type "
+        f"model.new_head=false: the head of {KEY}={name} numbers the classes "
+        f"{folder.some(names, 5)} (id2label in "
+        f"config.json), and the data {folder.some(classes, 5)}. Rename the labels of the data, or "
+        "type "
         "model.new_head=true for a head that begins at random."
     ]
 
@@ -223,7 +279,8 @@ def _tokenizer_problems(cfg: DictConfig, path: Path, vocab_size: int | None) -> 
     content = folder.read_json(own)  # once: that of a large vocabulary takes a while
     if (last := max(folder.token_ids(own, content).values(), default=-1)) >= vocab_size:
         found.append(
-            f"{own}: its largest token is {last}, but the model has {vocab_size} rows for tokens. Tokenizer and model "
+            f"{own}: its largest token is {last}, but the model has {vocab_size} rows for tokens. "
+            "Tokenizer and model "
             "do not belong together: download the folder again."
         )
     if problem := folder.tokens_problem(own, content):
@@ -234,7 +291,9 @@ def _tokenizer_problems(cfg: DictConfig, path: Path, vocab_size: int | None) -> 
     if not isinstance(source, DictConfig) or "tokenizer" not in source:
         return found
     chosen = source.tokenizer
-    whole = "template" in source or source is cfg.data  # conversations and labeled texts name the folder
+    whole = (
+        "template" in source or source is cfg.data
+    )  # conversations and labeled texts name the folder
     remedy = f"Type {key}={path if whole else own}."
     if chosen is None:
         found.append(f"{key}=null: {KEY}={path} was trained with a tokenizer of its own. {remedy}")
@@ -247,17 +306,20 @@ def _tokenizer_problems(cfg: DictConfig, path: Path, vocab_size: int | None) -> 
 
 
 def weight_problems(path: Path, args: Mapping[str, Any], *, apart: bool = False) -> list[str]:
-    """Return what is wrong with a folder's weights for the decoder of these arguments: files, names and shapes.
+    """Return what is wrong with a folder's weights for the decoder of these arguments: files, names
+    and shapes.
 
     Args:
-        apart: the head is not tied in this run, so the files may hold other values of it than of the embedding.
+        apart: the head is not tied in this run, so the files may hold other values of it than of
+            the embedding.
     """
     weights = folder.weights(path)
     if weights.problems:
         return list(weights.problems)
     if args["layers"] > len(weights.tensors):
         return [
-            f"{path}: config.json asks for {args['layers']} layers, and its files hold {len(weights.tensors)} tensors "
+            f"{path}: config.json asks for {args['layers']} layers, and its files hold "
+            f"{len(weights.tensors)} tensors "
             "in all. Download it again."
         ]
     needed = tensors(args)
@@ -265,32 +327,58 @@ def weight_problems(path: Path, args: Mapping[str, Any], *, apart: bool = False)
     surplus = sorted(
         name
         for name in weights.tensors
-        if name not in needed and not names.UNUSED.fullmatch(name) and not (args["tied"] and name in _TIED)
+        if name not in needed
+        and not names.UNUSED.fullmatch(name)
+        and not (args["tied"] and name in _TIED)
     )
     found = []
     if missing:
-        found.append(f"{path}: its files lack {folder.some(missing)}, which config.json asks for. Download it again.")
+        found.append(
+            f"{path}: its files lack {folder.some(missing)}, which config.json asks for. Download "
+            "it again."
+        )
     if surplus:
         found.append(
-            f"{path}: {folder.some(surplus)}: the decoder has no such tensors. {architecture.OTHERS}: type "
+            f"{path}: {folder.some(surplus)}: the decoder has no such tensors. "
+            f"{architecture.OTHERS}: type "
             "model=huggingface."
         )
-    shapes = {name: (weights.tensors[name].shape, needed[name]) for name in needed if name in weights.tensors}
-    if wrong := [f"{name} is {there}, not {here}" for name, (there, here) in shapes.items() if there != here]:
-        found.append(f"{path}: config.json and the weights disagree: {folder.some(wrong)}. Download it again.")
+    shapes = {
+        name: (weights.tensors[name].shape, needed[name])
+        for name in needed
+        if name in weights.tensors
+    }
+    if wrong := [
+        f"{name} is {there}, not {here}" for name, (there, here) in shapes.items() if there != here
+    ]:
+        found.append(
+            f"{path}: config.json and the weights disagree: {folder.some(wrong)}. Download it "
+            "again."
+        )
     both = [name for pair in _TIED.items() for name in pair if name in weights.tensors]
-    if args["tied"] and not apart and len(both) == 2 and (problem := folder.tied_problem(path, weights, both)):
+    if (
+        args["tied"]
+        and not apart
+        and len(both) == 2
+        and (problem := folder.tied_problem(path, weights, both))
+    ):
         found.append(f"{problem}, or type model.tied=false where you train.")
     kinds = {n: weights.tensors[n].dtype for n in needed if n in weights.tensors}
     return found + type_problems(path, kinds)
 
 
 def tensors(args: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of a folder by their names, for the decoder, or the mixture, of these arguments."""
+    """Return the tensors of a folder by their names, for the decoder, or the mixture, of these
+    arguments.
+    """
     found = {}
     for name, shape in mixture_names.shapes(args).items():
         stacked = mixture_names.parts(name, shape[0])
-        own = {str(mixture_names.theirs(name)): shape} if stacked is None else dict.fromkeys(stacked, shape[1:])
+        own = (
+            {str(mixture_names.theirs(name)): shape}
+            if stacked is None
+            else dict.fromkeys(stacked, shape[1:])
+        )
         found |= own
     return found
 
@@ -298,5 +386,8 @@ def tensors(args: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def type_problems(path: Path, kinds: Mapping[str, str]) -> list[str]:
     """Return which weights have a type (safetensors' name of it) that is not read."""
     if odd := [f"{name} ({kind})" for name, kind in kinds.items() if kind not in FLOATS]:
-        return [f"{path}: {folder.some(odd)}: only weights of 16 bits and more are read. Name the original folder."]
+        return [
+            f"{path}: {folder.some(odd)}: only weights of 16 bits and more are read. Name the "
+            "original folder."
+        ]
     return []

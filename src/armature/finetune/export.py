@@ -1,4 +1,6 @@
-"""Write a run's decoder as a folder that transformers loads, and compare its logits with the run's."""
+"""Write a run's decoder as a folder that transformers loads, and compare its logits with the
+run's.
+"""
 
 from __future__ import annotations
 
@@ -42,21 +44,30 @@ NEAR = 1e-5  # of the largest logit: the same weights in another process's order
 
 
 def export(
-    cfg: DictConfig, checkpoint: Path, target: Path, *, dtype: str | None = None, average: bool = False,
+    cfg: DictConfig,
+    checkpoint: Path,
+    target: Path,
+    *,
+    dtype: str | None = None,
+    average: bool = False,
     shard_bytes: int = SHARD_BYTES,
-) -> str:  # fmt: skip
-    """Write the folder, of which nothing is left if its logits are not the run's. Return what was written, as a line.
+) -> str:
+    """Write the folder, of which nothing is left if its logits are not the run's.
 
-    Weights are read and written file by file, unless the checkpoint leaves out a base model. The comparison holds the
-    whole model, in fp32.
+    Return what was written, as a line.
+
+    Weights are read and written file by file, unless the checkpoint leaves out a base model. The
+    comparison holds the whole model, in fp32.
 
     Args:
-        dtype: of the weights, as torch names it; None: that of the folder that the run started from, else float32.
+        dtype: of the weights, as torch names it; None: that of the folder that the run started
+            from, else float32.
         average: write the averaged weights of the EMA callback.
         shard_bytes: of the largest file.
 
     Raises:
-        ConfigError: the model is no decoder that Hugging Face's architectures compute, or its logits differ.
+        ConfigError: the model is no decoder that Hugging Face's architectures compute, or its
+            logits differ.
     """
     kept = folder.kept_in(Path(cfg.run.dir))
     base = folder.config(kept) if kept is not None else None
@@ -71,19 +82,27 @@ def export(
         part.mkdir()
         files.replace(part / folder.CONFIG, json.dumps(config, indent=2) + "\n")
         write_tokenizer(kept, Path(cfg.run.dir), part)
-        source = Source(checkpoint, form.rename, average=average, adapter=adapter_of(cfg), shapes=form.shapes)
+        source = Source(
+            checkpoint, form.rename, average=average, adapter=adapter_of(cfg), shapes=form.shapes
+        )
         source.add_base(cfg)
-        names = _write_weights(source, part, getattr(torch, dtype), shard_bytes, left_out=form.left_out)
+        names = _write_weights(
+            source, part, getattr(torch, dtype), shard_bytes, left_out=form.left_out
+        )
         source.base = {}
         far = _difference(cfg, source, form, part, getattr(torch, dtype), average=average)
         if not far <= NEAR:
             raise ConfigError(
-                f"{target}: its logits differ from the run's by {far:.1e} of the largest, so it was not written. "
+                f"{target}: its logits differ from the run's by {far:.1e} of the largest, so it "
+                "was not written. "
                 "Please report this with the run's config.yaml."
             )
         part.replace(target)
     count = len([*target.glob("*.safetensors")])
-    return f"{target}: {len(names)} tensors of {dtype} in {count} file{'s' * (count > 1)}; its logits are the run's"
+    return (
+        f"{target}: {len(names)} tensors of {dtype} in {count} file{'s' * (count > 1)}; its "
+        "logits are the run's"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +111,13 @@ class Form:
 
     Attributes:
         context, vocab_size: of the tokens that both are compared on.
-        rename: returns Hugging Face's name of a parameter, or None; `module_name` the name in transformers' model.
+        rename: returns Hugging Face's name of a parameter, or None; `module_name` the name in
+            transformers' model.
         shapes: of all parameters, by the model's names.
-        left_out: Hugging Face's names of what is not written: tied parameters, but for one of their names.
-        config: returns config.json, given the weights' type and the config.json that the run started from.
+        left_out: Hugging Face's names of what is not written: tied parameters, but for one of their
+            names.
+        config: returns config.json, given the weights' type and the config.json that the run
+            started from.
         read: returns the model of a folder, in fp32 on the CPU and in evaluation mode.
     """
 
@@ -129,7 +151,9 @@ def _form_of_transformers(cfg: DictConfig) -> Form:
     head = _head_of(cfg, model) if cfg.model._target_ == others.CLASSIFIER else {}
 
     def config(dtype: str, base: Mapping[str, Any] | None) -> dict[str, Any]:
-        kept = {k: v for k, v in (base or {}).items() if k not in ("dtype", "torch_dtype", "num_labels")}
+        kept = {
+            k: v for k, v in (base or {}).items() if k not in ("dtype", "torch_dtype", "num_labels")
+        }
         return kept | {"torch_dtype": dtype} | head
 
     def read(path: Path) -> nn.Module:
@@ -137,29 +161,38 @@ def _form_of_transformers(cfg: DictConfig) -> Form:
         return read_meta(built.build(cfg.model, pretrained=str(path), **own_head))
 
     return Form(
-        context=cfg.model.context, vocab_size=model.inner.config.get_text_config().vocab_size, rename=model.saved_name,
-        module_name=module_name, config=config, read=read,
+        context=cfg.model.context,
+        vocab_size=model.inner.config.get_text_config().vocab_size,
+        rename=model.saved_name,
+        module_name=module_name,
+        config=config,
+        read=read,
         left_out=[model.saved_name(name) for name in model.inner.all_tied_weights_keys],
         shapes={name: tuple(param.shape) for name, param in model.named_parameters()},
-    )  # fmt: skip
+    )
 
 
 def _head_of(cfg: DictConfig, model: Any) -> dict[str, Any]:
-    """Return what config.json says of a classifier's head: the classes' names, and what a row is padded with."""
+    """Return what config.json says of a classifier's head: the classes' names, and what a row is
+    padded with.
+    """
     known = (labels.read(Path(cfg.run.dir) / labels.CLASSES_FILE) or {}).get("classes", [])
     names = [*known, *(f"LABEL_{i}" for i in range(len(known), cfg.model.classes))]
     return {
-        "architectures": [type(model.inner).__name__], "problem_type": "single_label_classification",
+        "architectures": [type(model.inner).__name__],
+        "problem_type": "single_label_classification",
         "id2label": {str(i): name for i, name in enumerate(names)},
-        "label2id": {name: i for i, name in enumerate(names)}, "pad_token_id": model.padding,
-    }  # fmt: skip
+        "label2id": {name: i for i, name in enumerate(names)},
+        "pad_token_id": model.padding,
+    }
 
 
 def decoder_arguments(cfg: DictConfig) -> dict[str, Any]:
     """Return all arguments of a run's decoder. Raises ConfigError for another model."""
     if (target := cfg.model._target_) not in check.OURS:
         raise ConfigError(
-            f"model._target_={target}: only {', '.join(check.OURS)} and models of transformers have Hugging Face's "
+            f"model._target_={target}: only {', '.join(check.OURS)} and models of transformers "
+            "have Hugging Face's "
             "form. Name a file (.safetensors, .ckpt, .onnx or .pt2) instead."
         )
     given: Any = OmegaConf.to_container(cfg.model, resolve=True)
@@ -176,11 +209,12 @@ class Source:
     """The weights of a checkpoint, under Hugging Face's names. Adapters are added to their weights.
 
     Attributes:
-        names: the checkpoint's names of weights by Hugging Face's; of a matrix of 4 bits that of its codes.
+        names: the checkpoint's names of weights by Hugging Face's; of a matrix of 4 bits that of
+            its codes.
         lacking: the shapes of weights that the checkpoint leaves out, by Hugging Face's names.
         base: these weights, by the LightningModule's names.
-        adapters: the checkpoint's names of A, B and, of DoRA, the change of norms, by Hugging Face's names of the
-            weights that they adapt.
+        adapters: the checkpoint's names of A, B and, of DoRA, the change of norms, by Hugging
+            Face's names of the weights that they adapt.
     """
 
     def __init__(
@@ -207,7 +241,9 @@ class Source:
                 self.adapters[base].sort()
                 continue
             if (renamed := rename(nf4.weight_of(name.removeprefix(convert.MODEL)))) is None:
-                raise ConfigError(f"{checkpoint}: {name} has no name in Hugging Face's form. Name a file instead.")
+                raise ConfigError(
+                    f"{checkpoint}: {name} has no name in Hugging Face's form. Name a file instead."
+                )
             if nf4.weight_of(name) == name or name.endswith(".codes"):
                 self.names[renamed] = saved_as
         renamed = {str(rename(name)): name for name in shapes}
@@ -215,8 +251,12 @@ class Source:
         self.lacking = {name: shapes[own] for name, own in self._own.items()}
         self._split_stacks(shapes, rename)
 
-    def _split_stacks(self, shapes: Mapping[str, tuple[int, ...]], rename: Callable[[str], str | None]) -> None:
-        """Write each matrix of a stack as a tensor of its own, whose name has its number in place of {}."""
+    def _split_stacks(
+        self, shapes: Mapping[str, tuple[int, ...]], rename: Callable[[str], str | None]
+    ) -> None:
+        """Write each matrix of a stack as a tensor of its own, whose name has its number in place
+        of {}.
+        """
         self.stacks: dict[str, tuple[str, int]] = {}
         for own, shape in shapes.items():
             if "{}" not in (pattern := str(rename(own))):
@@ -259,13 +299,21 @@ class Source:
             whole = self._load([*{self.names[name] for name in stacked if name in self.names}])
             for name in stacked:
                 pattern, index = self.stacks[name]
-                stack = whole[self.names[name]] if name in self.names else self.base[convert.MODEL + self._own[pattern]]
+                stack = (
+                    whole[self.names[name]]
+                    if name in self.names
+                    else self.base[convert.MODEL + self._own[pattern]]
+                )
                 single[name] = stack[index]
             return single
         parts = {name: nf4.parts_of(self.names[name]) for name in names if name in self.names}
         found = self._load([saved_as for of_weight in parts.values() for saved_as in of_weight])
         weights = {name: nf4.joined([found.pop(part) for part in parts[name]]) for name in parts}
-        return weights | {name: self._read_base(convert.MODEL + self._own[name]) for name in names if name in self._own}
+        return weights | {
+            name: self._read_base(convert.MODEL + self._own[name])
+            for name in names
+            if name in self._own
+        }
 
     def read_norms(self, name: str) -> Tensor:
         """Return the norms of rows (out,) that DoRA learned for a weight."""
@@ -274,10 +322,14 @@ class Source:
     def _read_base(self, own: str) -> Tensor:
         if own in self.base:
             return self.base[own]
-        return nf4.joined([self.base[part] for part in nf4.parts_of(f"{own.rpartition('.')[0]}.codes")])
+        return nf4.joined(
+            [self.base[part] for part in nf4.parts_of(f"{own.rpartition('.')[0]}.codes")]
+        )
 
     def read_adapter(self, name: str) -> list[Tensor]:
-        """Return A (rank, in), B (out, rank) and, of DoRA, the change of norms (out,) of the adapter of a weight."""
+        """Return A (rank, in), B (out, rank) and, of DoRA, the change of norms (out,) of the
+        adapter of a weight.
+        """
         found = self._load(self.adapters[name])
         return [found[part] for part in self.adapters[name]]
 
@@ -286,7 +338,9 @@ class Source:
 
 
 def write_tokenizer(kept: Path | None, run_dir: Path, target: Path) -> None:
-    """Write the tokenizer and chat template of a run, which started from the folder of which `kept` is its copy."""
+    """Write the tokenizer and chat template of a run, which started from the folder of which `kept`
+    is its copy.
+    """
     if kept is not None:
         for name in folder.SMALL_FILES:
             if name != folder.CONFIG:
@@ -300,16 +354,22 @@ def write_tokenizer(kept: Path | None, run_dir: Path, target: Path) -> None:
 
 
 def _write_chat_template(kept: Path | None, run_dir: Path, target: Path) -> None:
-    """Write the template that the run was trained with, and let generation stop where its turns end."""
+    """Write the template that the run was trained with, and let generation stop where its turns
+    end.
+    """
     shutil.copyfile(run_dir / folder.CHAT_TEMPLATE, target / folder.CHAT_TEMPLATE)
-    shutil.rmtree((target / folder.TOOL_TEMPLATE).parent, ignore_errors=True)  # the run's has it, or is another
+    shutil.rmtree(
+        (target / folder.TOOL_TEMPLATE).parent, ignore_errors=True
+    )  # the run's has it, or is another
     file = target / folder.TOKENIZER_CONFIG
     settings = folder.special_tokens(run_dir) | (folder.read_json(file) if file.is_file() else {})
     settings.pop("chat_template", None)
     files.replace(file, json.dumps(settings, indent=2) + "\n")
     mark = template.load(run_dir, template=None).end_of_turn
     end = folder.token_ids(run_dir / folder.TOKENIZER).get(mark or "")
-    ends = folder.end_tokens(target if kept is None else kept)  # an adapter's folder has no config.json
+    ends = folder.end_tokens(
+        target if kept is None else kept
+    )  # an adapter's folder has no config.json
     if end is not None and end not in ends:
         file = target / "generation_config.json"
         made = folder.read_json(file) if file.is_file() else {}
@@ -329,7 +389,11 @@ def _write_weights(
         shards[-1].append(name)
     listed: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
-        file = folder.WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file = (
+            folder.WEIGHTS
+            if len(shards) == 1
+            else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        )
         tensors = {name: value.to(dtype).contiguous() for name, value in source.read(shard).items()}
         save_file(tensors, target / file, metadata={"format": "pt"})
         files.sync(target / file)
@@ -344,7 +408,9 @@ def _write_weights(
 def _difference(
     cfg: DictConfig, source: Source, form: Form, target: Path, dtype: torch.dtype, *, average: bool
 ) -> float:
-    """Return how far the folder's logits are from those of the run's weights in `dtype`, as a share of the largest."""
+    """Return how far the folder's logits are from those of the run's weights in `dtype`, as a share
+    of the largest.
+    """
     length = min(form.context, PROBES)
     ids = torch.randint(form.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     task = load_task(cfg, source.checkpoint, averaged=average)
@@ -359,7 +425,11 @@ def _difference(
 
 
 def read_decoder(
-    path: Path, *, context: int, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+    path: Path,
+    *,
+    context: int,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
 ) -> nn.Module:
     """Return the decoder of a Hugging Face folder, in evaluation mode, in one process."""
     config, name = folder.config(path), str(path)
@@ -371,7 +441,9 @@ def read_decoder(
 
 
 def read_meta(model: nn.Module, *, device: str | torch.device = "cpu") -> nn.Module:
-    """Return a model that was on the meta device, with the weights of the folder that it names, in evaluation mode."""
+    """Return a model that was on the meta device, with the weights of the folder that it names, in
+    evaluation mode.
+    """
     initialization.materialize(model, device=torch.device(device))
     huggingface.read(model, huggingface.imported_names(model), alone=True)
     return model.eval()

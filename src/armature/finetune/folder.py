@@ -1,7 +1,9 @@
-"""A folder as Hugging Face writes it: config.json, tokenizer, chat template and safetensors. Torch-free.
+"""A folder as Hugging Face writes it: config.json, tokenizer, chat template and safetensors.
 
-Only JSON and the headers of safetensors files are read here. Pickled weights (.bin) and a folder's own code are never
-loaded.
+Torch-free.
+
+Only JSON and the headers of safetensors files are read here. Pickled weights (.bin) and a folder's
+own code are never loaded.
 """
 
 from __future__ import annotations
@@ -24,7 +26,11 @@ log = logging.getLogger(__name__)
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
 DESCRIPTIONS = (CONFIG, "adapter_config.json")  # one of them says what a folder's weights are
-TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # of conversations with tools
 SPECIAL_TOKENS, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"  # older
 # what a model folder has besides its weights; a run keeps a copy
@@ -42,7 +48,10 @@ _LONGEST_HEADER = 100 << 20  # bytes; safetensors' own limit
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor in a safetensors file. `dtype` is safetensors' name of it, as "BF16"; `span` its bytes in the file."""
+    """A tensor in a safetensors file.
+
+    `dtype` is safetensors' name of it, as "BF16"; `span` its bytes in the file.
+    """
 
     file: str
     dtype: str
@@ -71,23 +80,32 @@ def find(name: str) -> Path:
         folder = Path(name).expanduser()
         is_folder, is_there = folder.is_dir(), folder.exists()
     except (OSError, RuntimeError) as error:  # a name that is too long, ~ of nobody
-        raise ConfigError(f"model.pretrained={name[:60]}: no such folder ({error_line(error)[:100]}).") from None
+        raise ConfigError(
+            f"model.pretrained={name[:60]}: no such folder ({error_line(error)[:100]})."
+        ) from None
     if is_folder:
         if not (folder / CONFIG).is_file():
             raise ConfigError(
-                f"model.pretrained={name}: this folder is no model: it holds no {CONFIG}. Name a folder as "
+                f"model.pretrained={name}: this folder is no model: it holds no {CONFIG}. Name a "
+                "folder as "
                 "transformers' save_pretrained writes it."
             )
         return folder
     if is_there:
-        raise ConfigError(f"model.pretrained={name}: this is a file. Name the folder that holds it and {CONFIG}.")
+        raise ConfigError(
+            f"model.pretrained={name}: this is a file. Name the folder that holds it and {CONFIG}."
+        )
     if not _HUB_NAME.fullmatch(name):
-        raise ConfigError(f"model.pretrained={name}: no such folder. Name a folder that holds {CONFIG}.")
+        raise ConfigError(
+            f"model.pretrained={name}: no such folder. Name a folder that holds {CONFIG}."
+        )
     return _download(name)
 
 
 def _download(name: str) -> Path:
-    """Return the local copy of a hub's model, downloaded if it is not there yet; never its .bin files or code."""
+    """Return the local copy of a hub's model, downloaded if it is not there yet; never its .bin
+    files or code.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
@@ -96,12 +114,17 @@ def _download(name: str) -> Path:
     try:
         ignored = ["consolidated*", "*/*.json", "*/*.safetensors"]
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=ignored))
-    except Exception as error:  # the hub's client raises its own errors, those of its HTTP library, and OSError
+    except (
+        Exception
+    ) as error:  # the hub's client raises its own errors, those of its HTTP library, and OSError
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"model.pretrained={name}: no such folder, and Hugging Face's hub did not give a model of this name "
-            f"({type(error).__name__}: {reason[:200]}). Download it where there is a network (hf download {name} "
-            "--local-dir FOLDER) and type model.pretrained=FOLDER; for a gated model put HF_TOKEN into .env."
+            f"model.pretrained={name}: no such folder, and Hugging Face's hub did not give a model "
+            "of this name "
+            f"({type(error).__name__}: {reason[:200]}). Download it where there is a network (hf "
+            f"download {name} "
+            "--local-dir FOLDER) and type model.pretrained=FOLDER; for a gated model put HF_TOKEN "
+            "into .env."
         ) from None
 
 
@@ -110,7 +133,9 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(_read_text(file))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: it cannot be read ({error}). Correct it, or download the folder again.") from error
+        raise ConfigError(
+            f"{file}: it cannot be read ({error}). Correct it, or download the folder again."
+        ) from error
     if not isinstance(value, dict):
         raise ConfigError(f"{file}: must hold a JSON object. Got a {type(value).__name__}.")
     return value
@@ -128,41 +153,56 @@ def config(folder: Path) -> dict[str, Any]:
 
 
 def chat_template(folder: Path) -> str | None:
-    """Return the folder's Jinja template of a chat, or None: a file of its own, or in tokenizer_config.json (older).
+    """Return the folder's Jinja template of a chat, or None: a file of its own, or in
+    tokenizer_config.json (older).
 
     If the folder has another one for conversations with tools, both are in what is returned.
     """
     plain, tools = (
-        _read_text(folder / name) if (folder / name).is_file() else None for name in (CHAT_TEMPLATE, TOOL_TEMPLATE)
+        _read_text(folder / name) if (folder / name).is_file() else None
+        for name in (CHAT_TEMPLATE, TOOL_TEMPLATE)
     )
     if plain is None and (file := folder / TOKENIZER_CONFIG).is_file():
         found = read_json(file).get("chat_template")
         if isinstance(found, list):  # several, with names
-            named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
+            named = {
+                each.get("name"): each.get("template") for each in found if isinstance(each, dict)
+            }
             plain, tools = named.get("default"), named.get("tool_use", tools)
         else:
             plain = found
-        if odd := [each for each in (plain, tools) if each is not None and not isinstance(each, str)]:
-            raise ConfigError(f"{file}: chat_template must be a text. Got a {type(odd[0]).__name__}.")
+        if odd := [
+            each for each in (plain, tools) if each is not None and not isinstance(each, str)
+        ]:
+            raise ConfigError(
+                f"{file}: chat_template must be a text. Got a {type(odd[0]).__name__}."
+            )
     if plain is None or tools is None:
         return plain
-    plain, tools = (text.removesuffix("\n") for text in (plain, tools))  # as Jinja2 does; + keeps spaces beside the tag
+    plain, tools = (
+        text.removesuffix("\n") for text in (plain, tools)
+    )  # as Jinja2 does; + keeps spaces beside the tag
     return f"{{% if tools is not none +%}}{tools}{{%+ else +%}}{plain}{{%+ endif %}}"
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """Return the texts of bos_token, eos_token, pad_token and unk_token, as far as the tokenizer's settings name them.
+    """Return the texts of bos_token, eos_token, pad_token and unk_token, as far as the tokenizer's
+    settings name them.
 
-    A chat template refers to them by these names. As in transformers, special_tokens_map.json comes first, unless
-    tokenizer_config.json lists all added tokens.
+    A chat template refers to them by these names. As in transformers, special_tokens_map.json comes
+    first, unless tokenizer_config.json lists all added tokens.
     """
     settings, older = (
-        read_json(folder / name) if (folder / name).is_file() else {} for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS)
+        read_json(folder / name) if (folder / name).is_file() else {}
+        for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS)
     )
     if "added_tokens_decoder" not in settings:
         settings |= older
     named = {key: settings.get(key) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
-    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
+    texts = {
+        key: value.get("content") if isinstance(value, dict) else value
+        for key, value in named.items()
+    }
     return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
@@ -184,18 +224,24 @@ def end_tokens(folder: Path) -> list[int]:
 
 
 def tokens_problem(tokenizer_file: Path, content: Mapping[str, Any] | None = None) -> str | None:
-    """Return a problem if the files beside a tokenizer.json add tokens that it lacks: they would be read as characters.
+    """Return a problem if the files beside a tokenizer.json add tokens that it lacks: they would be
+    read as characters.
 
-    transformers adds them whenever it loads the folder. `content` is that of tokenizer.json, if it was read before.
+    transformers adds them whenever it loads the folder. `content` is that of tokenizer.json, if it
+    was read before.
     """
     folder = tokenizer_file.parent
     settings, older = (
-        read_json(folder / name) if (folder / name).is_file() else {} for name in (TOKENIZER_CONFIG, ADDED_TOKENS)
+        read_json(folder / name) if (folder / name).is_file() else {}
+        for name in (TOKENIZER_CONFIG, ADDED_TOKENS)
     )
     listed = settings.get("added_tokens_decoder")
     source, added = ADDED_TOKENS, list(older)
     if isinstance(listed, dict):
-        source, added = TOKENIZER_CONFIG, [each.get("content") for each in listed.values() if isinstance(each, dict)]
+        source, added = (
+            TOKENIZER_CONFIG,
+            [each.get("content") for each in listed.values() if isinstance(each, dict)],
+        )
     if not added:
         return None
     there = (content or read_json(tokenizer_file)).get("added_tokens") or []
@@ -203,23 +249,34 @@ def tokens_problem(tokenizer_file: Path, content: Mapping[str, Any] | None = Non
     if not (lacking := [token for token in added if isinstance(token, str) and token not in known]):
         return None
     return (
-        f"{tokenizer_file} lacks tokens that {source} adds: {some(lacking)}. They would be read as characters. Write "
-        f"it anew, in Python: transformers.AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')."
+        f"{tokenizer_file} lacks tokens that {source} adds: {some(lacking)}. They would be read as "
+        "characters. Write "
+        "it anew, in Python: "
+        f"transformers.AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')."
     )
 
 
 def token_ids(tokenizer_file: Path, content: Mapping[str, Any] | None = None) -> dict[str, int]:
-    """Return the id of every token of a tokenizer.json, whose `content` may have been read before."""
+    """Return the id of every token of a tokenizer.json, whose `content` may have been read
+    before.
+    """
     tokenizer = content or read_json(tokenizer_file)
     try:
-        vocabulary, added = (tokenizer.get("model") or {}).get("vocab") or {}, tokenizer.get("added_tokens") or []
-        if not isinstance(vocabulary, dict):  # of a unigram model: pairs of a token and its score, in order
+        vocabulary, added = (
+            (tokenizer.get("model") or {}).get("vocab") or {},
+            tokenizer.get("added_tokens") or [],
+        )
+        if not isinstance(
+            vocabulary, dict
+        ):  # of a unigram model: pairs of a token and its score, in order
             vocabulary = {token: i for i, (token, _) in enumerate(vocabulary)}
         return {token: operator.index(i) for token, i in vocabulary.items()} | {
             token["content"]: operator.index(token["id"]) for token in added
         }
     except (TypeError, KeyError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{tokenizer_file} is damaged, or no tokenizer ({error_line(error)}).") from error
+        raise ConfigError(
+            f"{tokenizer_file} is damaged, or no tokenizer ({error_line(error)})."
+        ) from error
 
 
 def vocabularies_differ(first: Path, second: Path) -> bool:
@@ -229,7 +286,9 @@ def vocabularies_differ(first: Path, second: Path) -> bool:
 
 # ---------------------------------------------------------------- weights
 def weights(folder: Path) -> Weights:
-    """Return the folder's tensors from the headers of its files, and every file that is missing, damaged or unnamed."""
+    """Return the folder's tensors from the headers of its files, and every file that is missing,
+    damaged or unnamed.
+    """
     present = {path.name for path in folder.glob("*.safetensors")}
     if (folder / INDEX).is_file():
         try:
@@ -238,7 +297,9 @@ def weights(folder: Path) -> Weights:
             if odd := [file for file in files if not isinstance(file, str)]:
                 raise TypeError(f"{odd[0]} is no name of a file")
         except (ConfigError, KeyError, AttributeError, TypeError) as error:
-            return Weights({}, (f"{folder / INDEX}: no index of weights ({error}). Download it again.",))
+            return Weights(
+                {}, (f"{folder / INDEX}: no index of weights ({error}). Download it again.",)
+            )
         extra = {name for name in present if _is_shard(name)}
     elif WEIGHTS in present:
         listed, files, extra = None, [WEIGHTS], {name for name in present if _SHARD.fullmatch(name)}
@@ -247,22 +308,30 @@ def weights(folder: Path) -> Weights:
     found, problems = dict[str, SavedTensor](), list[str]()
     for name in files:
         if name not in present:
-            problems.append(f"{folder / name}: this file is missing; {INDEX} names it. Download it again.")
+            problems.append(
+                f"{folder / name}: this file is missing; {INDEX} names it. Download it again."
+            )
             continue
         try:
             found |= _header(folder / name)
         except ConfigError as error:
             problems += error.problems
         except OSError as error:  # a link that leads nowhere, a folder
-            problems.append(f"{folder / name}: it cannot be read ({error.strerror}). Download it again.")
+            problems.append(
+                f"{folder / name}: it cannot be read ({error.strerror}). Download it again."
+            )
     problems += [
-        f"{folder / name}: no index names this file. Remove it, or restore the {INDEX} that it belongs to."
+        f"{folder / name}: no index names this file. Remove it, or restore the {INDEX} that it "
+        "belongs to."
         for name in sorted(extra - set(files))
     ]
     if listed is not None and not problems:
-        wrong = sorted(n for n in {*listed, *found} if n not in found or listed.get(n) != found[n].file)
+        wrong = sorted(
+            n for n in {*listed, *found} if n not in found or listed.get(n) != found[n].file
+        )
         problems += [
-            f"{folder / INDEX}: the files do not hold what it lists: {some(wrong)}. Download the folder again."
+            f"{folder / INDEX}: the files do not hold what it lists: {some(wrong)}. Download the "
+            "folder again."
         ] * bool(wrong)
     return Weights(found, tuple(problems))
 
@@ -272,13 +341,19 @@ def _is_shard(name: str) -> bool:
 
 
 def _no_weights(folder: Path, present: set[str]) -> str:
-    if found := sorted(path.name for pattern in ("*.bin", "*.pth", "*.pt") for path in folder.glob(pattern)):
+    if found := sorted(
+        path.name for pattern in ("*.bin", "*.pth", "*.pt") for path in folder.glob(pattern)
+    ):
         return (
-            f"{folder}: its weights are pickled ({some(found)}), which can run code when they are loaded, and so they "
+            f"{folder}: its weights are pickled ({some(found)}), which can run code when they are "
+            "loaded, and so they "
             "never are. Convert them: transformers' save_pretrained writes safetensors."
         )
     if shards := sorted(name for name in present if _SHARD.fullmatch(name)):
-        return f"{folder / INDEX}: this file is missing, which says what is in {some(shards)}. Download it again."
+        return (
+            f"{folder / INDEX}: this file is missing, which says what is in {some(shards)}. "
+            "Download it again."
+        )
     if "adapter_model.safetensors" in present:
         return f"{folder}: an adapter, not a model. Name the folder of its base model."
     return f"{folder}: it holds no weights: no {WEIGHTS} and no {INDEX}. Download it again."
@@ -292,22 +367,39 @@ def _header(file: Path) -> dict[str, SavedTensor]:
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if size < 8 or length > min(size - 8, _LONGEST_HEADER):
-            raise ConfigError(f"{file}: truncated within its header, or no safetensors file. Download it again.")
+            raise ConfigError(
+                f"{file}: truncated within its header, or no safetensors file. Download it again."
+            )
         try:
             header = json.loads(opened.read(length))
             tensors = {
                 name: SavedTensor(
-                    file.name, str(entry["dtype"]), tuple(entry["shape"]), _span(entry["data_offsets"], 8 + length)
+                    file.name,
+                    str(entry["dtype"]),
+                    tuple(entry["shape"]),
+                    _span(entry["data_offsets"], 8 + length),
                 )
                 for name, entry in header.items()
                 if name != "__metadata__"
             }
             whole = max((tensor.span[1] for tensor in tensors.values()), default=8 + length)
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
-            raise ConfigError(f"{file}: its header cannot be read ({error}). Download it again.") from error
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            IndexError,
+            RecursionError,
+        ) as error:
+            raise ConfigError(
+                f"{file}: its header cannot be read ({error}). Download it again."
+            ) from error
     if size != whole:
         what = "truncated" if size < whole else "too long"
-        raise ConfigError(f"{file}: {what}: it has {size:,} bytes, and its header says {whole:,}. Download it again.")
+        raise ConfigError(
+            f"{file}: {what}: it has {size:,} bytes, and its header says {whole:,}. Download it "
+            "again."
+        )
     return tensors
 
 
@@ -320,11 +412,17 @@ def _span(offsets: list[int], data: int) -> tuple[int, int]:
 
 
 def tied_problem(folder: Path, found: Weights, names: Collection[str]) -> str | None:
-    """Return a problem if tensors that a model shares (tied ones) differ in the files; None: they are equal."""
+    """Return a problem if tensors that a model shares (tied ones) differ in the files.
+
+    None: they are equal.
+    """
     first, *others = sorted(names)
-    if odd := [name for name in others if not _equal(folder, found.tensors[first], found.tensors[name])]:
+    if odd := [
+        name for name in others if not _equal(folder, found.tensors[first], found.tensors[name])
+    ]:
         return (
-            f"{folder}: config.json ties {odd[0]} to {first} (tie_word_embeddings), but its files hold other values of "
+            f"{folder}: config.json ties {odd[0]} to {first} (tie_word_embeddings), but its files "
+            "hold other values of "
             "it, which transformers would use. Set tie_word_embeddings to false in config.json"
         )
     return None
@@ -352,18 +450,23 @@ def some(names: list[str], most: int = 3) -> str:
 
 
 def fingerprint(folder: Path) -> str:
-    """Return a hash of config.json and of every tensor's name, type and shape: the same for every copy of a model."""
+    """Return a hash of config.json and of every tensor's name, type and shape: the same for every
+    copy of a model.
+    """
     kept = folder / FINGERPRINT
     if kept.is_file():  # a run's copy, which has no weights
         return kept.read_text(encoding="utf-8").strip()
-    tensors = sorted((name, each.dtype, each.shape) for name, each in weights(folder).tensors.items())
+    tensors = sorted(
+        (name, each.dtype, each.shape) for name, each in weights(folder).tensors.items()
+    )
     digest = hashlib.sha256(json.dumps([config(folder), tensors], sort_keys=True).encode())
     return digest.hexdigest()[:16]
 
 
 # ---------------------------------------------------------------- a run's copy
 def keep(folder: Path, run_dir: Path, *, anew: bool = False) -> None:
-    """Copy the folder's small files into a run directory, so that the run can be resumed and exported without it.
+    """Copy the folder's small files into a run directory, so that the run can be resumed and
+    exported without it.
 
     Args:
         anew: the run has no checkpoint yet: it may have been started from another folder before.
@@ -375,7 +478,9 @@ def keep(folder: Path, run_dir: Path, *, anew: bool = False) -> None:
     target.mkdir(parents=True)
     for name in SMALL_FILES:
         copy(folder / name, target / name)
-    (target / FINGERPRINT).write_text(fingerprint(folder) + "\n", encoding="utf-8")  # last: the copy is whole
+    (target / FINGERPRINT).write_text(
+        fingerprint(folder) + "\n", encoding="utf-8"
+    )  # last: the copy is whole
 
 
 def copy(file: Path, target: Path) -> None:

@@ -1,4 +1,6 @@
-"""Models that generate text in one process: of a run, of a Hugging Face folder, or with peft's adapters added."""
+"""Models that generate text in one process: of a run, of a Hugging Face folder, or with peft's
+adapters added.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ LONGEST = 8192  # positions; of a longer text, the newest half of them is read a
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in evaluation mode, its tokenizer with the folder it is from, and the ids that end a text."""
+    """A model in evaluation mode, its tokenizer with the folder it is from, and the ids that end a
+    text.
+    """
 
     model: nn.Module
     folder: Path
@@ -35,27 +39,42 @@ class Loaded:
 
     @classmethod
     def of(cls, model: nn.Module, path: Path, ends: list[int]) -> Loaded:
-        """Read the tokenizer. A text ends where the next document begins if the folder does not say."""
+        """Read the tokenizer.
+
+        A text ends where the next document begins if the folder does not say.
+        """
         tokenizer = _tokenizer(path / folder.TOKENIZER)
         begins = tokens.document_token(tokenizer)
         return cls(model, path, tokenizer, ends or ([] if begins is None else [begins]))
 
 
 def load_run(
-    path: Path, *, device: str = "cpu", best: bool = False, overrides: Sequence[str] = (), trust: bool = False
+    path: Path,
+    *,
+    device: str = "cpu",
+    best: bool = False,
+    overrides: Sequence[str] = (),
+    trust: bool = False,
 ) -> Loaded:
-    """Load the model of a run or of one of its checkpoints. Options and errors are those of `loading.open_run`."""
+    """Load the model of a run or of one of its checkpoints.
+
+    Options and errors are those of `loading.open_run`.
+    """
     cfg, checkpoint = loading.open_run(path, best=best, overrides=[*overrides], trust=trust)
     run_dir = Path(cfg.run.dir)
     if not (run_dir / folder.TOKENIZER).exists():
-        raise ConfigError(f"{path}: this run's data have no tokenizer, so there is no text to sample.")
+        raise ConfigError(
+            f"{path}: this run's data have no tokenizer, so there is no text to sample."
+        )
     kept = folder.kept_in(run_dir)
     model = loading.load_task(cfg, checkpoint).get_submodule("model").to(device)
     return Loaded.of(model, run_dir, [] if kept is None else folder.end_tokens(kept))
 
 
 def load(path: Path, *, base: str | None = None, device: str = "cpu") -> Loaded:
-    """Load a model's folder, or an adapter's on top of its base. On CPUs in fp32, else in the folder's type.
+    """Load a model's folder, or an adapter's on top of its base.
+
+    On CPUs in fp32, else in the folder's type.
 
     What the decoder does not compute, transformers does.
 
@@ -63,21 +82,28 @@ def load(path: Path, *, base: str | None = None, device: str = "cpu") -> Loaded:
         base: the adapter's base model; None: the one that its adapter_config.json names.
 
     Raises:
-        ConfigError: a folder that is no language model's, is not whole, or is not the one that the adapter belongs to.
+        ConfigError: a folder that is no language model's, is not whole, or is not the one that the
+            adapter belongs to.
     """
     is_adapter = (path / peft.CONFIG).is_file()
     if base is not None and not is_adapter:
-        raise ConfigError(f"--base {base}: only for an adapter's folder, which {path} is not. Leave it out.")
+        raise ConfigError(
+            f"--base {base}: only for an adapter's folder, which {path} is not. Leave it out."
+        )
     whole = base_of(path, base) if is_adapter else path
     try:
         model = _read(whole, device=device)
     except ConfigError as error:  # of a folder that nobody typed as a setting
-        raise ConfigError([each.replace(f"{check.KEY}=", "", 1) for each in error.problems]) from error
+        raise ConfigError(
+            [each.replace(f"{check.KEY}=", "", 1) for each in error.problems]
+        ) from error
     if is_adapter:
         peft.add_to(model, path)
     own = next((each for each in (path, whole) if (each / folder.TOKENIZER).is_file()), None)
     if own is None:
-        raise ConfigError(f"{path}: there is no {folder.TOKENIZER}. Copy that of the model into it.")
+        raise ConfigError(
+            f"{path}: there is no {folder.TOKENIZER}. Copy that of the model into it."
+        )
     ends = [*folder.end_tokens(whole), *(folder.end_tokens(path) if is_adapter else [])]
     return Loaded.of(model, own, [*dict.fromkeys(ends)])
 
@@ -104,30 +130,50 @@ def _built_by_transformers(whole: Path, config: dict[str, Any], refused: ConfigE
         is_ours = config.get("model_type") in (*architecture.FAMILIES, *architecture.MIXTURES)
         raise ConfigError([*(refused.problems if is_ours else []), *error.problems]) from None
     named = [str(each) for each in config.get("architectures") or []]
-    if named and all(each.endswith(("Classification", "MaskedLM", "QuestionAnswering")) for each in named):
+    if named and all(
+        each.endswith(("Classification", "MaskedLM", "QuestionAnswering")) for each in named
+    ):
         raise ConfigError(
-            f"{whole}: architectures={', '.join(named)}: no model that continues texts. Name a causal model."
+            f"{whole}: architectures={', '.join(named)}: no model that continues texts. Name a "
+            "causal model."
         )
-    node = {"_target_": others.CAUSAL, "_partial_": True, "pretrained": str(whole), "context": LONGEST}
+    node = {
+        "_target_": others.CAUSAL,
+        "_partial_": True,
+        "pretrained": str(whole),
+        "context": LONGEST,
+    }
     model = built.build(node)
     if problems := built.weight_problems(model):
         raise ConfigError(problems)
-    own = getattr(model.inner.config.get_text_config(), "max_position_embeddings", None)  # also of GPT-2's n_positions
+    own = getattr(
+        model.inner.config.get_text_config(), "max_position_embeddings", None
+    )  # also of GPT-2's n_positions
     longest = architecture.longest_context(config) or own, built.positions(model)
     model.context = min([LONGEST, *filter(None, longest)])  # BLOOM and Mamba say nothing
     return model
 
 
-def answers(loaded: Loaded, chats: Sequence[Sequence[Message]], *, template: ChatTemplate, **options: Any) -> list[str]:
-    """Return the assistant's next message in each conversation, generated together. Options are `complete`'s."""
+def answers(
+    loaded: Loaded, chats: Sequence[Sequence[Message]], *, template: ChatTemplate, **options: Any
+) -> list[str]:
+    """Return the assistant's next message in each conversation, generated together.
+
+    Options are `complete`'s.
+    """
     tokenizer, end, room = loaded.tokenizer, template.end_of_turn, int(loaded.model.context)  # pyright: ignore[reportArgumentType]
     texts = [template.render(messages, add_generation_prompt=True) for messages in chats]
-    prompts = [tokenizer.encode(text, add_special_tokens=False).ids[-(room - 1) :] for text in texts]
+    prompts = [
+        tokenizer.encode(text, add_special_tokens=False).ids[-(room - 1) :] for text in texts
+    ]
     last = tokenizer.encode(end, add_special_tokens=False).ids if end else []
     ends = [*(last if len(last) == 1 else []), *loaded.ends]
     found = generation.complete(loaded.model, prompts, eot=ends, **options)
     new = [ids[len(prompt) :] for ids, prompt in zip(found, prompts, strict=True)]
-    decoded = (tokenizer.decode(ids[: -1 if ids[-1] in ends else None], skip_special_tokens=False) for ids in new)
+    decoded = (
+        tokenizer.decode(ids[: -1 if ids[-1] in ends else None], skip_special_tokens=False)
+        for ids in new
+    )
     return [(text.partition(end)[0] if end else text).strip() for text in decoded]
 
 
@@ -141,7 +187,10 @@ def _tokenizer(file: Path) -> Tokenizer:
 
 
 def base_of(path: Path, base: str | None) -> Path:
-    """Return the checked folder of an adapter's base model: `base`, else the one that its adapter_config.json names."""
+    """Return the checked folder of an adapter's base model.
+
+    `base`, else the one that its adapter_config.json names.
+    """
     name = base or folder.read_json(path / peft.CONFIG).get("base_model_name_or_path")
     if not name:
         raise ConfigError(f"{path / peft.CONFIG} names no base model. Type --base FOLDER.")
@@ -149,7 +198,11 @@ def base_of(path: Path, base: str | None) -> Path:
         found = folder.find(str(name))
     except ConfigError as error:
         if base:
-            raise ConfigError([problem.replace("model.pretrained=", "--base ") for problem in error.problems]) from None
-        raise ConfigError(f"{path}: the adapter's base model {name} is not there. Type --base FOLDER.") from None
+            raise ConfigError(
+                [problem.replace("model.pretrained=", "--base ") for problem in error.problems]
+            ) from None
+        raise ConfigError(
+            f"{path}: the adapter's base model {name} is not there. Type --base FOLDER."
+        ) from None
     peft.check_base(path, found)
     return found

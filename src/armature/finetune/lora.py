@@ -1,7 +1,10 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685): a frozen matrix W learns W + scale · B A, whose rank is small.
+"""Low-rank adapters (LoRA, arXiv:2106.09685): a frozen matrix W learns W + scale · B A, whose rank
+is small.
 
-An adapter is part of its Linear, whose weight keeps its name: plans, checkpoints and every strategy see the same model
-with a few more parameters per Linear. The frozen weights may be held in 4 bits (QLoRA, arXiv:2305.14314; `nf4.py`).
+An adapter is part of its Linear, whose weight keeps its name: plans, checkpoints and every strategy
+see the same model
+with a few more parameters per Linear. The frozen weights may be held in 4 bits (QLoRA,
+arXiv:2305.14314; `nf4.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ TINY = torch.finfo(torch.float32).tiny
 class LoraLinear(nn.Linear):
     """A Linear with an adapter: x (…, in) to W x + b + scale · B A x (…, out).
 
-    A is (rank, in) and random, B (out, rank) and zero at first, so training begins with the Linear's own output.
+    A is (rank, in) and random, B (out, rank) and zero at first, so training begins with the
+    Linear's own output.
     """
 
     lora_A: nn.Parameter
@@ -65,7 +69,12 @@ class LoraLinear(nn.Linear):
         local: Any = x
         mask = F.dropout(torch.ones_like(local.to_local().detach()), self.dropout)
         return x * type(local).from_local(
-            mask, local.device_mesh, local.placements, run_check=False, shape=x.shape, stride=x.stride()
+            mask,
+            local.device_mesh,
+            local.placements,
+            run_check=False,
+            shape=x.shape,
+            stride=x.stride(),
         )
 
     @override
@@ -80,9 +89,9 @@ class LoraNf4Linear(LoraLinear, nf4.Nf4Linear):
 class DoraLinear(LoraLinear):
     """A Linear with an adapter that learns the rows' norms m apart (DoRA, arXiv:2402.09353).
 
-    Its matrix is m · (W + scale · B A) / ‖W + scale · B A‖. The norms that divide are constants in backward (section
-    4.3). `lora_magnitude` (out,) is m − ‖W‖: it begins at zero, whatever W is, and training with the Linear's own
-    output.
+    Its matrix is m · (W + scale · B A) / ‖W + scale · B A‖. The norms that divide are constants in
+    backward (section 4.3). `lora_magnitude` (out,) is m − ‖W‖: it begins at zero, whatever W is,
+    and training with the Linear's own output.
     """
 
     lora_magnitude: nn.Parameter
@@ -103,7 +112,8 @@ class DoraLinear(LoraLinear):
         """Return m / ‖W + scale · B A‖ (out,) in fp32: 1 at first."""
         with torch.autocast(self.weight.device.type, enabled=False):
             with torch.no_grad():
-                # ‖W + s B A‖² from small products: B A has the weight's size, and selective recomputation would keep it
+                # ‖W + s B A‖² from small products: B A has the weight's size, and selective
+                # recomputation would keep it
                 w, a, b = (each.float() for each in (self.weight, self.lora_A, self.lora_B))
                 own = row_norms(w).square()
                 change = self.scale * ((2 * (w @ a.mT) + self.scale * (b @ (a @ a.mT))) * b).sum(1)
@@ -116,14 +126,16 @@ class Lora:
 
     Args:
         rank: of the adapters.
-        alpha: the adapter's output is multiplied by alpha / rank; with `rslora` by alpha / sqrt(rank)
-            (arXiv:2312.03732), which keeps its size for any rank.
+        alpha: the adapter's output is multiplied by alpha / rank; with `rslora` by alpha /
+            sqrt(rank) (arXiv:2312.03732), which keeps its size for any rank.
         dropout: of the adapter's input.
-        targets: patterns of the Linears that get an adapter: their whole names, or the last part ("q", "blocks.0.*");
-            None: every Linear inside the model's blocks.
+        targets: patterns of the Linears that get an adapter: their whole names, or the last part
+            ("q", "blocks.0.*"); None: every Linear inside the model's blocks.
         dora: learn the norms of each adapted matrix's rows apart (`DoraLinear`).
-        train: patterns of other parameters, or modules, that are trained as a whole ("embed", "*_norm.weight").
-        quantize: nf4 holds the frozen Linears inside the model's blocks in 4 bits, whether they have an adapter or not.
+        train: patterns of other parameters, or modules, that are trained as a whole ("embed",
+            "*_norm.weight").
+        quantize: nf4 holds the frozen Linears inside the model's blocks in 4 bits, whether they
+            have an adapter or not.
     """
 
     def __init__(
@@ -142,7 +154,8 @@ class Lora:
             problems.append(f"task.adapter.quantize={quantize}: type nf4 or null.")
         if dora and quantize is not None:
             problems.append(
-                "task.adapter.dora=true: has not been compared on weights of 4 bits. Type task.adapter.quantize=null."
+                "task.adapter.dora=true: has not been compared on weights of 4 bits. Type "
+                "task.adapter.quantize=null."
             )
         if problems:
             raise ConfigError(problems)
@@ -155,28 +168,42 @@ class Lora:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def add_to(self, model: nn.Module) -> None:
-        """Freeze all but adapters and what `train` names. Raises ConfigError for a pattern without a match."""
-        linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        """Freeze all but adapters and what `train` names.
+
+        Raises ConfigError for a pattern without a match.
+        """
+        linears = {
+            name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
+        }
         # last parts of names of weights on which adapters would do nothing and 4 bits would fail
         read_directly = getattr(model, "read_directly", ())
         past = {name for name in linears if name.rpartition(".")[2] in read_directly}
         targets = self._chosen(model, linears, past)
         extra = self._trained(model)
-        tied = [name for name, param in model.named_parameters(remove_duplicate=False) if name in extra]
-        if hooked := [name for name in targets if linears[name]._forward_hooks or linears[name]._forward_pre_hooks]:
+        tied = [
+            name for name, param in model.named_parameters(remove_duplicate=False) if name in extra
+        ]
+        if hooked := [
+            name
+            for name in targets
+            if linears[name]._forward_hooks or linears[name]._forward_pre_hooks
+        ]:
             raise ConfigError(
-                f"task.adapter.targets: {', '.join(hooked[:3])} has hooks (as weight_norm), which an adapter loses. "
+                f"task.adapter.targets: {', '.join(hooked[:3])} has hooks (as weight_norm), which "
+                "an adapter loses. "
                 "Leave it out of task.adapter.targets."
             )
         if special := [name for name in targets if type(linears[name]) is not nn.Linear]:
             raise ConfigError(
-                f"task.adapter.targets: {', '.join(special[:3])} is a {type(linears[special[0]]).__name__}, which "
+                f"task.adapter.targets: {', '.join(special[:3])} is a "
+                f"{type(linears[special[0]]).__name__}, which "
                 f"takes no adapter. Train it as a whole: task.adapter.train=[{special[0]}]."
             )
         times = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
         if shared := [name for name in targets if times[id(linears[name].weight)] > 1]:
             raise ConfigError(
-                f"task.adapter.targets: {', '.join(shared[:3])} shares its weight with another module, which its "
+                f"task.adapter.targets: {', '.join(shared[:3])} shares its weight with another "
+                "module, which its "
                 "adapter would not reach. Leave it out of task.adapter.targets."
             )
         if self.quantize is not None:
@@ -188,13 +215,17 @@ class Lora:
         plain = DoraLinear if self.dora else LoraLinear
         for name in targets:
             kind = LoraNf4Linear if isinstance(linears[name], nf4.Nf4Linear) else plain
-            linears[name] = kind(linears[name], rank=self.rank, scale=self.scale, dropout=self.dropout)
+            linears[name] = kind(
+                linears[name], rank=self.rank, scale=self.scale, dropout=self.dropout
+            )
         for name, module in linears.items():
             if isinstance(module, LoraLinear | nf4.Nf4Linear):
                 owner, _, last = name.rpartition(".")
                 setattr(model.get_submodule(owner), last, module)
         if any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules()):
-            torch.backends.mha.set_fastpath_enabled(False)  # it reads weights past the Linears' forward
+            torch.backends.mha.set_fastpath_enabled(
+                False
+            )  # it reads weights past the Linears' forward
         if (own := getattr(model, "initialize_parameter", None)) is not None:
             model.initialize_parameter = partial(_initialize, own)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
 
@@ -204,34 +235,48 @@ class Lora:
                 raise ConfigError("task.adapter: the model has no torch.nn.Linear to adapt.")
             if not _is_repeated(chosen[0]) and (kind := _kind_in_blocks(model)):
                 raise ConfigError(
-                    f"task.adapter.targets=null: adapters are for every torch.nn.Linear inside the model's blocks, and "
-                    f"these have none: their matrices are of {kind}. Train the whole model, or name one of those "
+                    "task.adapter.targets=null: adapters are for every torch.nn.Linear inside the "
+                    "model's blocks, and "
+                    f"these have none: their matrices are of {kind}. Train the whole model, or "
+                    "name one of those "
                     f"outside in task.adapter.targets: {', '.join(chosen)}."
                 )
             return chosen
-        if missing := [each for each in self.targets if not any(_matches(name, each) for name in linears)]:
+        if missing := [
+            each for each in self.targets if not any(_matches(name, each) for name in linears)
+        ]:
             raise ConfigError(
-                f"task.adapter.targets={self.targets}: no Linear matches {', '.join(missing)}. There are: "
+                f"task.adapter.targets={self.targets}: no Linear matches {', '.join(missing)}. "
+                "There are: "
                 f"{_kinds(linears)}."
             )
         chosen = [name for name in linears if any(_matches(name, each) for each in self.targets)]
         if odd := [name for name in chosen if name in past]:
             raise ConfigError(
-                f"task.adapter.targets={self.targets}: the weights of {_kinds(odd)} are read past their Linears, so "
+                f"task.adapter.targets={self.targets}: the weights of {_kinds(odd)} are read past "
+                "their Linears, so "
                 "that an adapter would do nothing. Leave them out."
             )
         return chosen
 
     def _in_4_bits(self, linears: dict[str, nn.Linear], trained: set[str]) -> dict[str, nn.Linear]:
-        """Return these Linears in 4 bits, without those that have hooks or a weight that is trained as a whole."""
+        """Return these Linears in 4 bits, without those that have hooks or a weight that is trained
+        as a whole.
+        """
         chosen = {
             name: linear
             for name, linear in linears.items()
-            if f"{name}.weight" not in trained and not (linear._forward_hooks or linear._forward_pre_hooks)
+            if f"{name}.weight" not in trained
+            and not (linear._forward_hooks or linear._forward_pre_hooks)
         }
-        if odd := [f"{name} ({linear.in_features})" for name, linear in chosen.items() if not nf4.fits(linear)]:
+        if odd := [
+            f"{name} ({linear.in_features})"
+            for name, linear in chosen.items()
+            if not nf4.fits(linear)
+        ]:
             raise ConfigError(
-                f"task.adapter.quantize={self.quantize} holds rows in blocks of {nf4.BLOCK} elements, which do not "
+                f"task.adapter.quantize={self.quantize} holds rows in blocks of {nf4.BLOCK} "
+                "elements, which do not "
                 f"divide those of {_kinds(odd)}. Type task.adapter.quantize=null."
             )
         return {name: nf4.Nf4Linear(linear) for name, linear in chosen.items()}
@@ -240,37 +285,54 @@ class Lora:
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         found: set[str] = set()
         for pattern in self.train:
-            matching = {name for name in names if any(_matches(part, pattern) for part in _with_owners(name))}
+            matching = {
+                name
+                for name in names
+                if any(_matches(part, pattern) for part in _with_owners(name))
+            }
             if not matching:
                 raise ConfigError(
-                    f"task.adapter.train={self.train}: no parameter matches {pattern}. There are: {_kinds(names)}."
+                    f"task.adapter.train={self.train}: no parameter matches {pattern}. There are: "
+                    f"{_kinds(names)}."
                 )
             found |= matching
         return found
 
 
 def merge(model: nn.Module) -> nn.Module:
-    """Add each adapter to its weight, and return the model with plain Linears. All parts must be whole.
+    """Add each adapter to its weight, and return the model with plain Linears.
+
+    All parts must be whole.
 
     Weights of 4 bits become fp32, others are changed in place.
     """
     for name, module in list(model.named_modules()):
         if isinstance(module, LoraLinear | nf4.Nf4Linear):
             is_dense = not isinstance(module, nf4.Nf4Linear)
-            weight = module.weight if is_dense else nn.Parameter(module.dense(), requires_grad=False)
+            weight = (
+                module.weight if is_dense else nn.Parameter(module.dense(), requires_grad=False)
+            )
             if isinstance(module, LoraLinear):
                 change = getattr(module, "lora_magnitude", None)
                 with torch.no_grad():
                     norms = None if change is None else row_norms(weight) + change
-                    weight.copy_(merged(weight, module.lora_A, module.lora_B, scale=module.scale, norms=norms))
-            plain = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None, device="meta")
+                    weight.copy_(
+                        merged(
+                            weight, module.lora_A, module.lora_B, scale=module.scale, norms=norms
+                        )
+                    )
+            plain = nn.Linear(
+                module.in_features, module.out_features, bias=module.bias is not None, device="meta"
+            )
             plain.weight, plain.bias = weight, module.bias
             owner, _, last = name.rpartition(".")
             setattr(model.get_submodule(owner), last, plain)
     return model
 
 
-def merged(weight: Tensor, a: Tensor, b: Tensor, *, scale: float, norms: Tensor | None = None) -> Tensor:
+def merged(
+    weight: Tensor, a: Tensor, b: Tensor, *, scale: float, norms: Tensor | None = None
+) -> Tensor:
     """Return W + scale · B A in fp32, with these norms of its rows (out,) if they are given."""
     whole = weight.float() + scale * (b.float() @ a.float())
     return whole if norms is None else whole * (norms / row_norms(whole).clamp_min(TINY))[:, None]
@@ -295,7 +357,10 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def initialize(name: str, param: Tensor, generator: torch.Generator | None) -> None:
-    """Fill one part of an adapter: A as torch fills a Linear's weight (and peft its A), the others with zeros."""
+    """Fill one part of an adapter.
+
+    A as torch fills a Linear's weight (and peft its A), the others with zeros.
+    """
     with torch.no_grad():
         if name.endswith("lora_A"):
             nn.init.kaiming_uniform_(param, a=math.sqrt(5), generator=generator)
@@ -325,7 +390,9 @@ def _inside(linears: dict[str, nn.Linear]) -> list[str]:
 
 
 def _kind_in_blocks(model: nn.Module) -> str | None:
-    """Return the class of a module in the model's blocks that has a matrix and is no Linear and no embedding."""
+    """Return the class of a module in the model's blocks that has a matrix and is no Linear and no
+    embedding.
+    """
     for name, module in model.named_modules():
         is_matrix = any(param.ndim > 1 for param in module.parameters(recurse=False))
         if is_matrix and _is_repeated(name) and not isinstance(module, nn.Linear | nn.Embedding):
@@ -340,5 +407,7 @@ def _is_repeated(name: str) -> bool:
 
 def _kinds(names: Any) -> str:
     """Return names with * in place of the blocks' numbers, each once."""
-    kinds = dict.fromkeys(".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names)
+    kinds = dict.fromkeys(
+        ".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names
+    )
     return ", ".join(kinds) or "none"

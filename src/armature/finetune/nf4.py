@@ -1,7 +1,9 @@
-"""NF4, frozen weights of 4 bits (QLoRA, arXiv:2305.14314), in tensors that can be sharded as their matrix is.
+"""NF4, frozen weights of 4 bits (QLoRA, arXiv:2305.14314), in tensors that can be sharded as their
+matrix is.
 
-A matrix (out, in) becomes three: `codes` uint8 (out, in / 2), two elements to a byte; `scales` uint8 (out, in / 64),
-one for each block of 64 elements; `row` (out, 1), the row's largest value. A block's largest value is scales · row /
+A matrix (out, in) becomes three: `codes` uint8 (out, in / 2), two elements to a byte; `scales`
+uint8 (out, in / 64), one for each block of 64 elements; `row` (out, 1), the row's largest value. A
+block's largest value is scales · row /
 255. That is 4.125 bits for each element, and 32 for each row. Codes are those of bitsandbytes.
 """
 
@@ -26,27 +28,48 @@ PARTS = ("codes", "scales", "row")
 BLOCK = 64  # elements of a row that share a scale
 # quantiles of a normal distribution, scaled to -1 … 1 (arXiv:2305.14314, appendix E)
 LEVELS = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
 
 
 def quantize(weight: Tensor, *, largest: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes, scales and row of a matrix (out, in); `in` is a multiple of 64.
 
-    `row` holds the bits of fp32 values as int32: what changes a model's type (precision plugins, FSDP's mixed
+    `row` holds the bits of fp32 values as int32: what changes a model's type (precision plugins,
+    FSDP's mixed
     precision) would round it otherwise.
 
     Args:
-        largest: the rows' largest absolute values (out, 1) in fp32, if `weight` is a part of the columns.
+        largest: the rows' largest absolute values (out, 1) in fp32, if `weight` is a part of the
+            columns.
     """
     blocks = weight.float().unflatten(1, (-1, BLOCK))
     block_max = blocks.abs().amax(-1)
     row = block_max.amax(1, keepdim=True) if largest is None else largest
     scaled = blocks * (1.0 / block_max.clamp(min=1e-38))[..., None]  # as bitsandbytes computes it
-    levels = torch.tensor(LEVELS, device=weight.device, dtype=torch.float32)  # the default may be bf16
-    codes = torch.bucketize(scaled, (levels[:-1] + levels[1:]) / 2, out_int32=True).to(torch.uint8).flatten(1)
+    levels = torch.tensor(
+        LEVELS, device=weight.device, dtype=torch.float32
+    )  # the default may be bf16
+    codes = (
+        torch.bucketize(scaled, (levels[:-1] + levels[1:]) / 2, out_int32=True)
+        .to(torch.uint8)
+        .flatten(1)
+    )
     scales = (block_max / row.clamp(min=1e-38) * 255).round().to(torch.uint8)
     return codes[:, ::2] << 4 | codes[:, 1::2], scales, row.view(torch.int32)
 
@@ -63,7 +86,9 @@ def dequantize(codes: Tensor, scales: Tensor, row: Tensor, *, dtype: torch.dtype
 
 
 def plain_kernel(codes: Tensor, block_max: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the matrix (out, in) of codes (out, in / 2) and blocks' largest values (out, in / 64) in fp32."""
+    """Return the matrix (out, in) of codes (out, in / 2) and blocks' largest values (out, in / 64)
+    in fp32.
+    """
     values = F.embedding(codes.int(), _pairs(codes.device))
     return values.view(*block_max.shape, BLOCK).mul_(block_max[..., None]).flatten(1).to(dtype)
 
@@ -71,12 +96,17 @@ def plain_kernel(codes: Tensor, block_max: Tensor, dtype: torch.dtype) -> Tensor
 @functools.cache
 def _pairs(device: torch.device) -> Tensor:
     """Return the two elements of each byte (256, 2)."""
-    levels = torch.tensor(LEVELS, device=device, dtype=torch.float32)  # cached: the default may be bf16 now
+    levels = torch.tensor(
+        LEVELS, device=device, dtype=torch.float32
+    )  # cached: the default may be bf16 now
     return torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
 
 
 def bitsandbytes_kernel() -> Callable[[Tensor, Tensor, torch.dtype], Tensor]:
-    """Return bitsandbytes' function in place of `plain_kernel`. Raises ImportError if it is not installed."""
+    """Return bitsandbytes' function in place of `plain_kernel`.
+
+    Raises ImportError if it is not installed.
+    """
     logger = logging.getLogger("bitsandbytes")
     before = logger.level
     logger.setLevel(logging.ERROR)  # it reports kernels for other devices that it does not find
@@ -98,7 +128,9 @@ def computes_alike(kernel: Callable[..., Tensor], device: torch.device) -> bool:
     codes = torch.arange(256, dtype=torch.uint8, device=device).repeat(4).view(2, 512)
     block_max = torch.linspace(1e-4, 3.0, 32, device=device, dtype=torch.float32).view(2, 16)
     types = (torch.float32, torch.bfloat16, torch.float16)
-    return all(torch.equal(kernel(codes, block_max, t), plain_kernel(codes, block_max, t)) for t in types)
+    return all(
+        torch.equal(kernel(codes, block_max, t), plain_kernel(codes, block_max, t)) for t in types
+    )
 
 
 @functools.cache
@@ -118,10 +150,12 @@ def _kernel(device: torch.device) -> Callable[[Tensor, Tensor, torch.dtype], Ten
 
 
 class Nf4Linear(nn.Linear):
-    """A Linear whose frozen weight is held in 4 bits. Forward and backward each compute the matrix anew.
+    """A Linear whose frozen weight is held in 4 bits.
 
-    It has `codes`, `scales` and `row` in place of `weight`; the bias is that of the Linear it replaces. It computes
-    the product in the input's type, or in autocast's.
+    Forward and backward each compute the matrix anew.
+
+    It has `codes`, `scales` and `row` in place of `weight`; the bias is that of the Linear it
+    replaces. It computes the product in the input's type, or in autocast's.
     """
 
     codes: nn.Parameter
@@ -146,7 +180,9 @@ class Nf4Linear(nn.Linear):
         return dequantize(self.codes, self.scales, self.row, dtype=dtype)
 
     def empty_weight(self) -> Tensor:
-        """Return an uninitialized matrix (out, in) in fp32, sharded as the codes are, to read values into."""
+        """Return an uninitialized matrix (out, in) in fp32, sharded as the codes are, to read
+        values into.
+        """
         codes: Any = self.codes.detach()
         local = codes.to_local() if hasattr(codes, "to_local") else codes
         weight = torch.empty(local.shape[0], local.shape[1] * 2, device=local.device)
@@ -154,7 +190,10 @@ class Nf4Linear(nn.Linear):
 
     @torch.no_grad()
     def fill(self, weight: Tensor) -> None:
-        """Take the values of a matrix that is sharded as `empty_weight`'s. Called by all ranks that hold a part."""
+        """Take the values of a matrix that is sharded as `empty_weight`'s.
+
+        Called by all ranks that hold a part.
+        """
         largest: Any = weight.float().abs().amax(1, keepdim=True)
         values: Any = weight
         if hasattr(values, "to_local"):
@@ -167,7 +206,10 @@ class Nf4Linear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """input (…, in) times the transposed matrix, plus bias. Autograd keeps the 4 bits, and nothing of the matrix."""
+    """input (…, in) times the transposed matrix, plus bias.
+
+    Autograd keeps the 4 bits, and nothing of the matrix.
+    """
 
     @staticmethod
     @override
@@ -193,9 +235,13 @@ def _sharded_as(tensor: Any, local: Tensor) -> Tensor:
     """Return a DTensor of this rank's part of a matrix (out, in), sharded as the codes `tensor`."""
     columns = tensor.shape[1] * 2
     return type(tensor).from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=(tensor.shape[0], columns),
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=(tensor.shape[0], columns),
         stride=(columns, 1),
-    )  # fmt: skip
+    )
 
 
 def in_4_bits(model: nn.Module) -> dict[str, Nf4Linear]:
@@ -210,19 +256,25 @@ def weight_of(name: str) -> str:
 
 
 def parts_of(name: str) -> list[str]:
-    """Return the names of all parts of a matrix, given that of its codes; of another parameter its own."""
+    """Return the names of all parts of a matrix, given that of its codes; of another parameter its
+    own.
+    """
     owner, _, last = name.rpartition(".")
     return [f"{owner}.{part}" for part in PARTS] if last == "codes" else [name]
 
 
 def elements(name: str, param: Tensor) -> int:
-    """Return how many elements of a model a parameter holds: of the parts of a matrix, the codes hold all."""
+    """Return how many elements of a model a parameter holds: of the parts of a matrix, the codes
+    hold all.
+    """
     last = name.rpartition(".")[2] if param.dtype in (torch.uint8, torch.int32) else ""
     return 2 * param.numel() if last == "codes" else 0 if last in PARTS else param.numel()
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return the weight that the parts of `parts_of` are: in fp32 if it has 4 bits, else as it is."""
+    """Return the weight that the parts of `parts_of` are: in fp32 if it has 4 bits, else as it
+    is.
+    """
     return parts[0] if len(parts) == 1 else dequantize(*parts, dtype=torch.float32)
 
 

@@ -1,4 +1,5 @@
-"""Models that transformers or timm itself computes: what can be said of their folders before torch is imported.
+"""Models that transformers or timm itself computes: what can be said of their folders before torch
+is imported.
 
 `built.py` checks the rest against the model itself.
 """
@@ -25,26 +26,45 @@ _TEXT = ("text_config", "decoder", "generator", "language_config", "llm_config")
 
 
 def arguments(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
-    """Return what config.json says of a model's arguments. Raises ConfigError with everything that is wrong with it."""
+    """Return what config.json says of a model's arguments.
+
+    Raises ConfigError with everything that is wrong with it.
+    """
     require_transformers(f"model.pretrained={name}")
     found = []
     if not isinstance(config.get("model_type"), str):
         found.append("it lacks model_type")
     if config.get("quantization_config"):
-        found.append("quantization_config: its weights are quantized. Name the folder of the original weights")
+        found.append(
+            "quantization_config: its weights are quantized. Name the folder of the original "
+            "weights"
+        )
     if found:
-        raise ConfigError([f"model.pretrained={name}: config.json: {problem}." for problem in found])
+        raise ConfigError(
+            [f"model.pretrained={name}: config.json: {problem}." for problem in found]
+        )
     return {"vocab_size": vocab_size(config)}
 
 
 def image_arguments(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
-    """Return what config.json of timm says of a model's arguments. Raises ConfigError for a folder of another kind."""
+    """Return what config.json of timm says of a model's arguments.
+
+    Raises ConfigError for a folder of another kind.
+    """
     if importlib.util.find_spec("timm") is None:
-        raise ConfigError(f"model.pretrained={name}: this model needs timm, which is not installed. {_INSTALL_TIMM}.")
-    if not isinstance(config.get("architecture"), str):
-        kind = f", but model_type={config['model_type']}, as transformers writes" if "model_type" in config else ""
         raise ConfigError(
-            f"model.pretrained={name}: config.json: it has no architecture, the name of a model of timm{kind}. Name a "
+            f"model.pretrained={name}: this model needs timm, which is not installed. "
+            f"{_INSTALL_TIMM}."
+        )
+    if not isinstance(config.get("architecture"), str):
+        kind = (
+            f", but model_type={config['model_type']}, as transformers writes"
+            if "model_type" in config
+            else ""
+        )
+        raise ConfigError(
+            f"model.pretrained={name}: config.json: it has no architecture, the name of a model of "
+            f"timm{kind}. Name a "
             "folder as timm's save_for_hf writes it."
         )
     made: Any = config.get("pretrained_cfg") or config  # older folders have its entries at the top
@@ -55,17 +75,26 @@ def image_arguments(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
         channels = shape[0] if channels is None else channels
         size = shape[1] if size is None and made.get("fixed_input_size") else size
     size = size[0] if isinstance(size, list) else size
-    return {key: value for key, value in (("image_size", size), ("channels", channels)) if value is not None}
+    return {
+        key: value
+        for key, value in (("image_size", size), ("channels", channels))
+        if value is not None
+    }
 
 
 def normalization(config: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Return the mean and the deviation of each channel that a model of timm was trained with, as far as it says so."""
+    """Return the mean and the deviation of each channel that a model of timm was trained with, as
+    far as it says so.
+    """
     made: Any = config.get("pretrained_cfg") or config
     return {key: list(made[key]) for key in ("mean", "std") if isinstance(made.get(key), list)}
 
 
 def class_names(config: Mapping[str, Any]) -> list[str] | None:
-    """Return a classifier's classes in the order of their numbers; None: it has no head, or no names of them."""
+    """Return a classifier's classes in the order of their numbers.
+
+    None: it has no head, or no names of them.
+    """
     classes, named = config.get("architectures"), config.get("id2label")
     if not any(str(each).endswith("ForSequenceClassification") for each in classes or []):
         return None
@@ -76,14 +105,20 @@ def class_names(config: Mapping[str, Any]) -> list[str] | None:
 
 
 def vocab_size(config: Mapping[str, Any]) -> int | None:
-    """Return the number of tokens that a model knows; None if config.json leaves it to transformers."""
+    """Return the number of tokens that a model knows.
+
+    None if config.json leaves it to transformers.
+    """
     parts = [config, *(config.get(key) or {} for key in _TEXT)]
     sizes = (part.get("vocab_size") for part in parts if isinstance(part, Mapping))
     return next((size for size in sizes if isinstance(size, int)), None)
 
 
 def require_transformers(what: str) -> None:
-    """Raise ConfigError if transformers is missing or too old. It is not imported, which takes seconds."""
+    """Raise ConfigError if transformers is missing or too old.
+
+    It is not imported, which takes seconds.
+    """
     needed = f"{what}: this model needs transformers {'.'.join(map(str, OLDEST))} or newer"
     try:
         version = importlib.metadata.version("transformers")

@@ -1,4 +1,6 @@
-"""peft's folders: adapter_config.json and adapter_model.safetensors, written from a run and added to a decoder."""
+"""peft's folders: adapter_config.json and adapter_model.safetensors, written from a run and added
+to a decoder.
+"""
 
 from __future__ import annotations
 
@@ -30,44 +32,89 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _NORMS = "lora_magnitude_vector"
 _KNOWN = {  # settings of peft's that are read, or that do not change what a trained adapter adds
-    "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config", "exclude_modules",
-    "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha",
-    "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_type", "peft_version",
-    "qalora_group_size", "r", "revision", "runtime_config", "target_modules", "task_type", "use_dora", "use_rslora",
-}  # fmt: skip
-_INITIALIZED = (None, True, False, "gaussian", "eva", "orthogonal")  # with others peft changes the base's weights
+    "auto_mapping",
+    "base_model_name_or_path",
+    "bias",
+    "corda_config",
+    "eva_config",
+    "exclude_modules",
+    "inference_mode",
+    "init_lora_weights",
+    "layers_pattern",
+    "layers_to_transform",
+    "loftq_config",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_ga_config",
+    "megatron_config",
+    "megatron_core",
+    "peft_type",
+    "peft_version",
+    "qalora_group_size",
+    "r",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
+    "use_dora",
+    "use_rslora",
+}
+_INITIALIZED = (
+    None,
+    True,
+    False,
+    "gaussian",
+    "eva",
+    "orthogonal",
+)  # with others peft changes the base's weights
 
 
 def export(cfg: DictConfig, checkpoint: Path, target: Path, *, average: bool = False) -> str:
     """Write the folder, read it back, and return what was written, as a line.
 
-    Raises ConfigError for a run without adapters, or one that trained other weights as well, which the form lacks.
+    Raises ConfigError for a run without adapters, or one that trained other weights as well, which
+    the form lacks.
     """
     adapter = adapter_of(cfg)
     if adapter is None:
-        raise ConfigError(f"{cfg.run.dir}: the run has no adapters (task.adapter). Leave --adapter out.")
+        raise ConfigError(
+            f"{cfg.run.dir}: the run has no adapters (task.adapter). Leave --adapter out."
+        )
     if adapter.train:
         raise ConfigError(
-            f"{cfg.run.dir}: the run trained task.adapter.train={adapter.train} as well, which an adapter's folder "
+            f"{cfg.run.dir}: the run trained task.adapter.train={adapter.train} as well, which an "
+            "adapter's folder "
             "does not hold. Leave --adapter out: the whole model is written."
         )
     form = form_of(cfg)
-    source = Source(checkpoint, form.module_name, average=average, adapter=adapter, shapes=form.shapes)
+    source = Source(
+        checkpoint, form.module_name, average=average, adapter=adapter, shapes=form.shapes
+    )
     if adapter.dora:
         source.add_base(cfg)
     tensors: dict[str, Tensor] = {}
     for name in source.adapters:
         module = _PREFIX + name.removesuffix(".weight")
         a, b, *_ = source.read_adapter(name)
-        tensors |= {f"{module}.lora_A.weight": a.contiguous(), f"{module}.lora_B.weight": b.contiguous()}
+        tensors |= {
+            f"{module}.lora_A.weight": a.contiguous(),
+            f"{module}.lora_B.weight": b.contiguous(),
+        }
         if adapter.dora:
             tensors[f"{module}.{_NORMS}"] = source.read_norms(name)
     config = {
-        "peft_type": "LORA", "task_type": task_type(cfg), "inference_mode": True, "bias": "none",
-        "base_model_name_or_path": base.name_of(cfg, checkpoint), "target_modules": targets(source),
-        "r": adapter.rank, "lora_alpha": adapter.alpha, "lora_dropout": adapter.dropout, "use_rslora": adapter.rslora,
+        "peft_type": "LORA",
+        "task_type": task_type(cfg),
+        "inference_mode": True,
+        "bias": "none",
+        "base_model_name_or_path": base.name_of(cfg, checkpoint),
+        "target_modules": targets(source),
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": adapter.dropout,
+        "use_rslora": adapter.rslora,
         "use_dora": adapter.dora,
-    }  # fmt: skip
+    }
     with files.folder_beside(target) as beside:
         part = beside / target.name
         part.mkdir()
@@ -85,12 +132,17 @@ def export(cfg: DictConfig, checkpoint: Path, target: Path, *, average: bool = F
 
 
 def task_type(cfg: DictConfig) -> str | None:
-    """Return peft's word for what the model does. With that for classifiers it would look for a head in the folder."""
+    """Return peft's word for what the model does.
+
+    With that for classifiers it would look for a head in the folder.
+    """
     return None if cfg.model._target_ == others.CLASSIFIER else "CAUSAL_LM"
 
 
 def targets(source: Source) -> list[str]:
-    """Return which modules have adapters: the last parts of their names where all of that name have one."""
+    """Return which modules have adapters: the last parts of their names where all of that name have
+    one.
+    """
     adapted = {name.removesuffix(".weight") for name in source.adapters}
     every = {name.removesuffix(".weight") for name in (*source.names, *source.lacking)}
     last = {name.rpartition(".")[2] for name in adapted}
@@ -100,7 +152,9 @@ def targets(source: Source) -> list[str]:
 
 @dataclass(frozen=True)
 class Settings:
-    """What adapter_config.json says that changes the result: the rank, the factor of B A, and whether it is DoRA."""
+    """What adapter_config.json says that changes the result: the rank, the factor of B A, and
+    whether it is DoRA.
+    """
 
     rank: int
     scale: float
@@ -120,7 +174,8 @@ def settings(path: Path) -> Settings:
     problems += [f"lora_alpha={alpha}"] * (not isinstance(alpha, int | float))
     if problems:
         raise ConfigError(
-            f"{path / CONFIG}: {', '.join(problems)}: only LoRA and DoRA of whole matrices are read. "
+            f"{path / CONFIG}: {', '.join(problems)}: only LoRA and DoRA of whole matrices are "
+            "read. "
             "Merge the adapter with peft (merge_and_unload), and name the folder of the result."
         )
     scale = float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)  # pyright: ignore[reportArgumentType, reportOperatorIssue]
@@ -130,11 +185,14 @@ def settings(path: Path) -> Settings:
 def read(path: Path, own: Settings, weights: Mapping[str, Any]) -> dict[str, list[Tensor]]:
     """Return A, B and, of DoRA, the rows' norms by Hugging Face's names of the weights.
 
-    Raises ConfigError with everything that does not belong to these weights, of which only the shapes are read.
+    Raises ConfigError with everything that does not belong to these weights, of which only the
+    shapes are read.
     """
     adapters = _read(path, dora=own.dora)
     if problems := _mismatches(adapters, weights, own.rank):
-        raise ConfigError(f"{path}: adapter and base model do not belong together: {folder.some(problems)}.")
+        raise ConfigError(
+            f"{path}: adapter and base model do not belong together: {folder.some(problems)}."
+        )
     return adapters
 
 
@@ -158,9 +216,11 @@ def add_to(model: nn.Module, path: Path) -> None:
 
 
 def check_base(path: Path, whole: Path) -> None:
-    """Raise ConfigError if a folder that `export` wrote has the adapters of another model than the folder `whole`.
+    """Raise ConfigError if a folder that `export` wrote has the adapters of another model than the
+    folder `whole`.
 
-    Another fine-tune of the same model is said, and allowed. Folders of other programs do not say what they belong to.
+    Another fine-tune of the same model is said, and allowed. Folders of other programs do not say
+    what they belong to.
     """
     try:
         with safe_open(path / WEIGHTS, framework="pt") as opened:
@@ -174,11 +234,14 @@ def check_base(path: Path, whole: Path) -> None:
         return
     if found["fingerprint"] != saved.get("fingerprint"):
         raise ConfigError(
-            f"{path}: the adapters were trained on another model ({saved.get('folder')}) than {whole}: "
-            f"{folder.CONFIG}, or names, types or shapes of tensors differ. Type --base with that model's folder."
+            f"{path}: the adapters were trained on another model ({saved.get('folder')}) than "
+            f"{whole}: "
+            f"{folder.CONFIG}, or names, types or shapes of tensors differ. Type --base with that "
+            "model's folder."
         )
     log.warning(
-        "%s: the adapters were trained on %s. The weights of %s have other values, as those of another fine-tune.",
+        "%s: the adapters were trained on %s. The weights of %s have other values, as those of "
+        "another fine-tune.",
         path, saved.get("folder"), whole,
     )  # fmt: skip
 
@@ -190,7 +253,8 @@ def compare(path: Path, expected: Mapping[str, Tensor], adapter: Lora) -> bool:
     """
     if odd := [name for name, value in expected.items() if value.isnan().any()]:
         raise ConfigError(
-            f"{path.name}: the run's adapters hold NaN: {folder.some(odd)}. Name an earlier checkpoint, such "
+            f"{path.name}: the run's adapters hold NaN: {folder.some(odd)}. Name an earlier "
+            "checkpoint, such "
             "as outputs/RUN/checkpoints/step=000100."
         )
     own = settings(path)
@@ -201,10 +265,13 @@ def compare(path: Path, expected: Mapping[str, Tensor], adapter: Lora) -> bool:
         for name, parts in found.items()
         for kind, part in zip(kinds, parts, strict=True)
     }
-    same = tensors.keys() == expected.keys() and all(torch.equal(tensors[name], expected[name]) for name in expected)
+    same = tensors.keys() == expected.keys() and all(
+        torch.equal(tensors[name], expected[name]) for name in expected
+    )
     if not same or own != Settings(adapter.rank, adapter.scale, adapter.dora):
         raise ConfigError(
-            f"{path.name}: what was written is not what the run holds, so it was removed. Please report this with the "
+            f"{path.name}: what was written is not what the run holds, so it was removed. Please "
+            "report this with the "
             "run's config.yaml."
         )
     return own.dora or any(bool(parts[1].any()) for parts in found.values())
@@ -216,26 +283,35 @@ def _read(path: Path, *, dora: bool) -> dict[str, list[Tensor]]:
     Raises ConfigError for files that hold something else.
     """
     if not (path / WEIGHTS).is_file():
-        raise ConfigError(f"{path / WEIGHTS}: this file is missing. Pickled adapters (.bin) are never loaded.")
+        raise ConfigError(
+            f"{path / WEIGHTS}: this file is missing. Pickled adapters (.bin) are never loaded."
+        )
     try:
         tensors = load_file(path / WEIGHTS)
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{path / WEIGHTS}: it cannot be read ({error}). Copy it again.") from None
+        raise ConfigError(
+            f"{path / WEIGHTS}: it cannot be read ({error}). Copy it again."
+        ) from None
     parts: dict[str, dict[str, Tensor]] = {}
     for name, value in tensors.items():
         module, _, part = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
         parts.setdefault(f"{module}.weight", {})[part] = value
     needed = ["lora_A", "lora_B", *[_NORMS] * dora]
-    if odd := [name for name, found in parts.items() if set(found) != {*needed}] or [str(path)] * (not parts):
+    if odd := [name for name, found in parts.items() if set(found) != {*needed}] or [str(path)] * (
+        not parts
+    ):
         which = "no pair of lora_A and lora_B" + f" with a {_NORMS}" * dora
         raise ConfigError(f"{path / WEIGHTS}: {folder.some(odd)}: {which}.")
     return {name: [found[part] for part in needed] for name, found in parts.items()}
 
 
-def _mismatches(adapters: dict[str, list[Tensor]], weights: Mapping[str, Any], rank: int) -> list[str]:
+def _mismatches(
+    adapters: dict[str, list[Tensor]], weights: Mapping[str, Any], rank: int
+) -> list[str]:
     unknown = [f"the model has no {name}" for name in adapters if name not in weights]
     wrong = [
-        f"{name} is {tuple(weights[name].shape)}, and its adapter {tuple(b.shape)} × {tuple(a.shape)} of rank {rank}"
+        f"{name} is {tuple(weights[name].shape)}, and its adapter {tuple(b.shape)} × "
+        f"{tuple(a.shape)} of rank {rank}"
         for name, (a, b, *norms) in adapters.items()
         if name in weights
         and (

@@ -1,6 +1,9 @@
-"""The environment variables between a launcher and its ranks. No other module reads or writes them. Torch-free.
+"""The environment variables between a launcher and its ranks.
 
-Set by torchrun and by torch's elastic agent; under `srun`, `launcher.slurm` sets the first group from Slurm's own.
+No other module reads or writes them. Torch-free.
+
+Set by torchrun and by torch's elastic agent; under `srun`, `launcher.slurm` sets the first group
+from Slurm's own.
 
     RANK, WORLD_SIZE                 this rank, and the number of ranks on all machines
     LOCAL_RANK, LOCAL_WORLD_SIZE     the same on this machine
@@ -35,9 +38,18 @@ from armature.errors import ConfigError
 Number = TypeVar("Number", int, float)
 _DEBUG_LEVELS = ("OFF", "INFO", "DETAIL")
 RECORDED_COLLECTIVES = "1024"
-EXPORT_NAME = "Export MASTER_ADDR with the name or the IP address of rank 0's machine (on it, type hostname -I)."
+EXPORT_NAME = (
+    "Export MASTER_ADDR with the name or the IP address of rank 0's machine (on it, "
+    "type hostname -I)."
+)
 NAME_SECONDS = 60  # until a name that does not resolve counts as wrong
-SET_FOR_RANKS = ("ARMATURE_ATTEMPT", "ARMATURE_HEARTBEATS", "ARMATURE_STORE", "ARMATURE_RESIZED", "ARMATURE_DEADLINE")
+SET_FOR_RANKS = (
+    "ARMATURE_ATTEMPT",
+    "ARMATURE_HEARTBEATS",
+    "ARMATURE_STORE",
+    "ARMATURE_RESIZED",
+    "ARMATURE_DEADLINE",
+)
 
 
 def is_joined() -> bool:
@@ -46,13 +58,19 @@ def is_joined() -> bool:
 
 
 def forget_lone_rank() -> None:
-    """Remove a RANK without WORLD_SIZE, which is left over from another command: Lightning would read it."""
+    """Remove a RANK without WORLD_SIZE, which is left over from another command.
+
+    Lightning would read it.
+    """
     if not is_joined():
         os.environ.pop("RANK", None)
 
 
 def number(name: str, default: Number) -> Number:
-    """Return a variable as a number of the default's type. Raises ConfigError if it is none, or is negative."""
+    """Return a variable as a number of the default's type.
+
+    Raises ConfigError if it is none, or is negative.
+    """
     value = os.environ.get(name)
     if not value:
         return default
@@ -61,11 +79,15 @@ def number(name: str, default: Number) -> Number:
     except ValueError:
         found = None
     if found is None or not 0 <= found < math.inf:
-        raise ConfigError(f"{name}={value}: must be a number; a launcher sets it. Type unset {name}.")
+        raise ConfigError(
+            f"{name}={value}: must be a number; a launcher sets it. Type unset {name}."
+        )
     return found
 
 
-def unknown_interfaces(environ: Mapping[str, str], *, gpus: bool = True) -> Iterator[tuple[str, str]]:
+def unknown_interfaces(
+    environ: Mapping[str, str], *, gpus: bool = True
+) -> Iterator[tuple[str, str]]:
     """Yield a problem and its remedy for network interfaces that are to be used and are missing.
 
     Args:
@@ -78,7 +100,11 @@ def unknown_interfaces(environ: Mapping[str, str], *, gpus: bool = True) -> Iter
         if not wanted or typed.startswith("^"):
             continue
         exact = name.startswith("GLOO") or typed.startswith("=")
-        if not any(have == each or (not exact and have.startswith(each)) for have in known for each in wanted):
+        if not any(
+            have == each or (not exact and have.startswith(each))
+            for have in known
+            for each in wanted
+        ):
             remedy = f"Type unset {name}, or export {name}= with one of {', '.join(sorted(known))}."
             yield f"{name}={typed}: this machine has no such network interface.", remedy
 
@@ -88,7 +114,10 @@ def debug_problem() -> str | None:
     typed = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF")
     if typed.upper() in _DEBUG_LEVELS:
         return None
-    return f"TORCH_DISTRIBUTED_DEBUG={typed}: must be {', '.join(_DEBUG_LEVELS)}. Type unset TORCH_DISTRIBUTED_DEBUG."
+    return (
+        f"TORCH_DISTRIBUTED_DEBUG={typed}: must be {', '.join(_DEBUG_LEVELS)}. Type unset "
+        "TORCH_DISTRIBUTED_DEBUG."
+    )
 
 
 def rank() -> int:
@@ -96,7 +125,8 @@ def rank() -> int:
 
 
 def is_first(*names: str) -> bool:
-    """Return False in all processes but one, by the first of these variables that is set; True if it is no number.
+    """Return False in all processes but one, by the first of these variables that is set; True if
+    it is no number.
 
     For what is reported before the ranks have met, also about these variables themselves.
     """
@@ -130,7 +160,8 @@ def meets_nowhere() -> bool:
 
 
 def wait_for_main_address() -> None:
-    """Return when the name MASTER_ADDR resolves: a cluster may know it some seconds after the processes start.
+    """Return when the name MASTER_ADDR resolves: a cluster may know it some seconds after the
+    processes start.
 
     Raises:
         ConfigError: it does not in NAME_SECONDS. torch would try for many minutes without a word.
@@ -143,7 +174,8 @@ def wait_for_main_address() -> None:
         except (OSError, UnicodeError) as error:
             if time.monotonic() >= deadline:
                 raise ConfigError(
-                    f"MASTER_ADDR={main_address()}: this machine cannot resolve the name ({error}). {EXPORT_NAME}"
+                    f"MASTER_ADDR={main_address()}: this machine cannot resolve the name "
+                    f"({error}). {EXPORT_NAME}"
                 ) from None
         time.sleep(1)
 
@@ -158,7 +190,11 @@ def set_rank(
 ) -> None:  # fmt: skip
     """Make this process a rank. An address or a port that is set already is kept."""
     os.environ.update(
-        RANK=rank, WORLD_SIZE=world_size, LOCAL_RANK=local_rank, LOCAL_WORLD_SIZE=local_world_size, GROUP_RANK=node_rank
+        RANK=rank,
+        WORLD_SIZE=world_size,
+        LOCAL_RANK=local_rank,
+        LOCAL_WORLD_SIZE=local_world_size,
+        GROUP_RANK=node_rank,
     )
     if "MASTER_ADDR" not in os.environ:
         os.environ["MASTER_ADDR"] = main_address()
@@ -170,7 +206,9 @@ def is_under_agent() -> bool:
 
 
 def rendezvous() -> str | None:
-    """Return the name under which agents of several machines meet, or None if it identifies no run."""
+    """Return the name under which agents of several machines meet, or None if it identifies no
+    run.
+    """
     name = os.environ.get("TORCHELASTIC_RUN_ID")
     return name if name != "none" else None  # torchrun's default
 
@@ -180,21 +218,27 @@ def is_restarted() -> bool:
 
 
 def types_again() -> bool:
-    """Return whether a machine has typed the command of this start again: a restart of ranks, or Slurm's requeue."""
+    """Return whether a machine has typed the command of this start again: a restart of ranks, or
+    Slurm's requeue.
+    """
     return is_restarted() or number("SLURM_RESTART_COUNT", 0) > 0
 
 
 def record_collectives() -> None:
-    """Let torch remember this process's last collectives, for the report about a hang and to find a straggler.
+    """Let torch remember this process's last collectives, for the report about a hang and to find a
+    straggler.
 
-    Call it before the first. NCCL's note how long they take on the device only with TORCH_NCCL_ENABLE_TIMING=1: torch
-    warns that its events make a hang of its own watchdog likelier, so that is the user's to set.
+    Call it before the first. NCCL's note how long they take on the device only with
+    TORCH_NCCL_ENABLE_TIMING=1: torch warns that its events make a hang of its own watchdog
+    likelier, so that is the user's to set.
     """
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED_COLLECTIVES)
 
 
 def share_sources() -> None:
-    """Let processes that a launcher of Hydra's starts elsewhere (joblib, submitit) import what is in src/."""
+    """Let processes that a launcher of Hydra's starts elsewhere (joblib, submitit) import what is
+    in src/.
+    """
     sources, known = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")
     if sources not in (known or "").split(os.pathsep):
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sources, known]))
@@ -204,7 +248,9 @@ def error_file() -> Path | None:
     return Path(file) if (file := os.environ.get("TORCHELASTIC_ERROR_FILE")) else None
 
 
-def rank_variables(*, attempt: int, heartbeats: Path, resized: str, store: Path | None) -> dict[str, str]:
+def rank_variables(
+    *, attempt: int, heartbeats: Path, resized: str, store: Path | None
+) -> dict[str, str]:
     """Return what the ranks of an attempt need; `store` is None for ranks on several machines."""
     return {
         "ARMATURE_ATTEMPT": str(attempt),
@@ -223,7 +269,9 @@ def heartbeat_folder() -> Path | None:
 
 
 def watched_rank(environ: Mapping[str, str], *, heartbeats: Path) -> int | None:
-    """Return the rank of the process with this environment, or None if it is no rank with that heartbeat folder."""
+    """Return the rank of the process with this environment, or None if it is no rank with that
+    heartbeat folder.
+    """
     watched = environ.get("ARMATURE_HEARTBEATS") == str(heartbeats) and "RANK" in environ
     return int(environ["RANK"]) if watched else None
 

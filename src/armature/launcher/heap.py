@@ -1,7 +1,9 @@
-"""Let glibc's heap keep what training on a CPU frees: the next step allocates the same tensors again. Torch-free.
+"""Let glibc's heap keep what training on a CPU frees: the next step allocates the same tensors
+again. Torch-free.
 
-By default glibc returns large blocks to the system, which hands them out again page by page, filled with zeros. Every
-page of every step's tensors is then a page fault. On a GPU it would only cost memory: the tensors are not in this heap.
+By default glibc returns large blocks to the system, which hands them out again page by page, filled
+with zeros. Every page of every step's tensors is then a page fault. On a GPU it would only cost
+memory: the tensors are not in this heap.
 
 A user's own choice stays: variables MALLOC_…, GLIBC_TUNABLES, or another allocator by LD_PRELOAD.
 """
@@ -10,11 +12,18 @@ import ctypes
 import os
 import sys
 
-HUGE_PAGES = "glibc.malloc.hugetlb=1"  # glibc 2.35 asks for transparent huge pages; earlier versions ignore it
+# glibc 2.35 asks for transparent huge pages; earlier versions ignore it
+HUGE_PAGES = "glibc.malloc.hugetlb=1"
 MIB = 1 << 20
 SETTINGS = {  # by variable: the number of mallopt's parameter, and its value
-    "MALLOC_MMAP_THRESHOLD_": (-3, 2**31 - 1),  # bytes from which a block is a mapping of its own: mallopt's maximum
-    "MALLOC_TRIM_THRESHOLD_": (-1, -1),  # bytes free at the heap's end from which they are returned: never
+    "MALLOC_MMAP_THRESHOLD_": (
+        -3,
+        2**31 - 1,
+    ),  # bytes from which a block is a mapping of its own: mallopt's maximum
+    "MALLOC_TRIM_THRESHOLD_": (
+        -1,
+        -1,
+    ),  # bytes free at the heap's end from which they are returned: never
     "MALLOC_TOP_PAD_": (-2, 64 * MIB),  # bytes by which the heap grows beyond what is needed
 }
 OLD_MMAP_LIMIT = 32 * MIB  # glibc before 2.35 refuses a higher MALLOC_MMAP_THRESHOLD_
@@ -28,18 +37,24 @@ def keep_freed_memory(accelerator: str) -> bool:
     if mallopt is None:  # musl has none
         return False
     results = [mallopt(number, value) for number, value in SETTINGS.values()]
-    return all(results[1:]) and bool(results[0] or mallopt(SETTINGS["MALLOC_MMAP_THRESHOLD_"][0], OLD_MMAP_LIMIT))
+    return all(results[1:]) and bool(
+        results[0] or mallopt(SETTINGS["MALLOC_MMAP_THRESHOLD_"][0], OLD_MMAP_LIMIT)
+    )
 
 
 def variables(accelerator: str) -> dict[str, str]:
-    """Return the environment that sets the heap of a program of another kind as `keep_freed_memory` sets ours."""
+    """Return the environment that sets the heap of a program of another kind as `keep_freed_memory`
+    sets ours.
+    """
     if accelerator != "cpu" or is_set_by_user() or sys.platform != "linux":
         return {}
     return {name: str(value) for name, (_, value) in SETTINGS.items()}
 
 
 def rank_variables(accelerator: str) -> dict[str, str]:
-    """Return the variables for ranks that this process starts: glibc reads some settings only when a process starts."""
+    """Return the variables for ranks that this process starts: glibc reads some settings only when
+    a process starts.
+    """
     if accelerator != "cpu" or is_set_by_user() or sys.platform != "linux":
         return {}
     return {"GLIBC_TUNABLES": HUGE_PAGES}
@@ -47,5 +62,9 @@ def rank_variables(accelerator: str) -> dict[str, str]:
 
 def is_set_by_user() -> bool:
     """Return whether the environment says how to allocate, other than by `rank_variables`."""
-    chosen = os.environ.get("LD_PRELOAD") or os.environ.get("GLIBC_TUNABLES") not in (None, "", HUGE_PAGES)
+    chosen = os.environ.get("LD_PRELOAD") or os.environ.get("GLIBC_TUNABLES") not in (
+        None,
+        "",
+        HUGE_PAGES,
+    )
     return bool(chosen) or any(name.startswith("MALLOC_") for name in os.environ)

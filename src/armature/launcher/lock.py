@@ -1,14 +1,15 @@
-"""One process per run directory: a second one would mix its rows and checkpoints with the first one's.
+"""One process per run directory: a second one would mix its rows and checkpoints with the first
+one's.
 
-The process that starts the ranks holds the lock (rank 0, if torchrun, srun or agents of several machines start them),
-in the run directory and in the run's folder under `checkpoint.root`. The file `.lock` says who holds it; its holder
-touches it every REFRESH_SECONDS. A lock is taken over
+The process that starts the ranks holds the lock (rank 0, if torchrun, srun or agents of several
+machines start them), in the run directory and in the run's folder under `checkpoint.root`. The file
+`.lock` says who holds it; its holder touches it every REFRESH_SECONDS. A lock is taken over
 
 at once                  if the holder is a dead process of this machine, or an earlier start of the same job
 after SILENCE_SECONDS    without a touch, if the holder is on another machine or in another container
 
-No clock is compared with another machine's: ages are differences of modification times in one file system, and a
-process that cannot tell waits to see whether the holder touches its lock.
+No clock is compared with another machine's: ages are differences of modification times in one file
+system, and a process that cannot tell waits to see whether the holder touches its lock.
 """
 
 import errno
@@ -42,7 +43,13 @@ WAIT_SECONDS = 1.0  # between two looks at another machine's lock
 SETTLE_SECONDS = 0.5  # after which the winner of a takeover makes sure that it has won
 EXIT_LOST = 1
 FILES_TO_RESTORE = {"config.yaml", "overrides.txt", "tokenizer.json", "classes.json"}
-NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)  # file systems without hard links
+NO_LINKS = (
+    errno.EPERM,
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+    errno.ENOSYS,
+    errno.EMLINK,
+)  # file systems without hard links
 
 
 def _now() -> str:
@@ -55,7 +62,9 @@ class Holder:
 
     host: str
     pid: int
-    machine: str  # differs between machines and containers of the same name, and changes when a machine starts again
+    # differs between machines and containers of the same name, and changes when a machine starts
+    # again
+    machine: str
     started: str  # start time of the process: a later process may get its id
     job: str  # the Slurm job, or the rendezvous of agents on several machines; empty: neither
     restart: int  # how often Slurm has requeued that job
@@ -65,7 +74,8 @@ class Holder:
     @classmethod
     def this_process(cls, cfg: DictConfig) -> "Holder":
         pid, (job, restart) = os.getpid(), slurm.job()
-        # under our own agents, the rendezvous is named after the run, as that of any other start of it
+        # under our own agents, the rendezvous is named after the run, as that of any other start of
+        # it
         job = job or cfg.launch.rdzv_endpoint or environment.rendezvous() or ""
         return cls(socket.gethostname(), pid, machine(), _start_time(pid) or "", job, restart)
 
@@ -90,7 +100,9 @@ class Holder:
         return self.is_here() and _start_time(self.pid) != self.started
 
     def precedes(self, other: "Holder") -> bool:
-        """Return True if this process belongs to an earlier start of the other one's job, which has ended it."""
+        """Return True if this process belongs to an earlier start of the other one's job, which has
+        ended it.
+        """
         if not self.job or self.job != other.job:
             return False
         agents = not self.job.startswith(slurm.JOB)  # they may give rank 0 to another machine
@@ -103,15 +115,24 @@ class Holder:
 
 
 def machine() -> str:
-    """Return an identity of what process ids count in: this machine since its start, or this container."""
-    parts = [Path("/proc/sys/kernel/random/boot_id").read_text().strip()] if sys.platform == "linux" else []
+    """Return an identity of what process ids count in: this machine since its start, or this
+    container.
+    """
+    parts = (
+        [Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
+        if sys.platform == "linux"
+        else []
+    )
     with suppress(OSError):
         parts.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(parts)
 
 
 def _start_time(pid: int) -> str | None:
-    """Return when a process was started, or None if it has ended. On Linux, changes of the clock do not move it."""
+    """Return when a process was started, or None if it has ended.
+
+    On Linux, changes of the clock do not move it.
+    """
     if sys.platform == "linux":
         try:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -127,7 +148,9 @@ def _start_time(pid: int) -> str | None:
 
 # ---------------------------------------------------------------- where locks are kept
 class _InFiles:
-    """A lock in a file system: created by a hard link and taken away by a rename, both of which only one can do."""
+    """A lock in a file system: created by a hard link and taken away by a rename, both of which
+    only one can do.
+    """
 
     settle, interval = 0.0, REFRESH_SECONDS
 
@@ -137,7 +160,9 @@ class _InFiles:
     def read(self) -> tuple[str, Any] | None:
         """Return the text, and a version that changes with each touch; None if there is no lock."""
         try:
-            with self.file.open(encoding="utf-8", errors="replace") as stream:  # opening asks an NFS server again
+            with self.file.open(
+                encoding="utf-8", errors="replace"
+            ) as stream:  # opening asks an NFS server again
                 status = os.fstat(stream.fileno())
                 return stream.read(), (status.st_ino, status.st_mtime_ns)
         except FileNotFoundError:
@@ -158,7 +183,9 @@ class _InFiles:
             try:
                 os.link(claim, self.file)
             except FileExistsError:
-                return claim.stat().st_nlink == 2  # an NFS server's reply was lost, and its repetition failed
+                return (
+                    claim.stat().st_nlink == 2
+                )  # an NFS server's reply was lost, and its repetition failed
             except OSError as error:
                 if error.errno not in NO_LINKS:
                     raise
@@ -177,7 +204,9 @@ class _InFiles:
             os.rename(self.file, taken)
         except FileNotFoundError:
             return
-        if taken.read_text(encoding="utf-8", errors="replace") != text:  # another process was faster: give it back
+        if (
+            taken.read_text(encoding="utf-8", errors="replace") != text
+        ):  # another process was faster: give it back
             with suppress(FileExistsError):
                 os.link(taken, self.file)
         taken.unlink()
@@ -192,7 +221,9 @@ class _InFiles:
 
 
 class _InObjects:
-    """A lock in an object store, which can only replace objects: of several that write it, the last one has won."""
+    """A lock in an object store, which can only replace objects: of several that write it, the last
+    one has won.
+    """
 
     settle, interval = 2.0, 3 * REFRESH_SECONDS
 
@@ -203,7 +234,9 @@ class _InObjects:
     def read(self) -> tuple[str, Any] | None:
         try:
             with directory.errors_of_store(self.folder):
-                text, _, touches = self.file.read_text(encoding="utf-8", errors="replace").partition("\n")
+                text, _, touches = self.file.read_text(
+                    encoding="utf-8", errors="replace"
+                ).partition("\n")
         except FileNotFoundError:
             return None
         return f"{text}\n", (text, touches)
@@ -238,7 +271,10 @@ class Lock:
         self.next_touch = 0.0  # monotonic time
 
     def acquire(self) -> None:
-        """Take the lock. ConfigError: another process holds it; on one machine that is known at once."""
+        """Take the lock.
+
+        ConfigError: another process holds it; on one machine that is known at once.
+        """
         settle = self.store.settle
         while True:
             if (found := self.store.read()) is None:
@@ -250,7 +286,9 @@ class Lock:
             holder = Holder.parse(text)
             if (why := self._why_stale(holder, version)) is None:
                 self._refuse(holder)
-            log.warning("%s is taken over from %s, which %s.", self.folder, holder or "another process", why)
+            log.warning(
+                "%s is taken over from %s, which %s.", self.folder, holder or "another process", why
+            )
             self.store.remove(text)
             settle = max(settle, SETTLE_SECONDS)
 
@@ -264,7 +302,8 @@ class Lock:
         who = f"{holder} since {holder.since}" if holder is not None else "another process"
         remedy = f", or end that one: {holder.how_to_end()}" if holder is not None else ""
         raise ConfigError(
-            f"{self.folder} is in use by {who}. Two processes in one run directory would mix their rows and "
+            f"{self.folder} is in use by {who}. Two processes in one run directory would mix their "
+            "rows and "
             f"checkpoints. Type another run.name{remedy}"
         )
 
@@ -279,7 +318,11 @@ class Lock:
                 return None
         age = self.store.age(version)
         if age < SILENCE_SECONDS:
-            log.warning("%s: waiting to see whether %s still runs.", self.folder, holder or "its last process")
+            log.warning(
+                "%s: waiting to see whether %s still runs.",
+                self.folder,
+                holder or "its last process",
+            )
         end = time.monotonic() + SILENCE_SECONDS - max(age, 0.0)
         while time.monotonic() < end:
             time.sleep(WAIT_SECONDS)
@@ -291,7 +334,10 @@ class Lock:
         return f"has been silent for {max(age, SILENCE_SECONDS):.0f} s"
 
     def keep(self) -> bool:
-        """Touch the lock if it is time. Return False if it is missing; end this process if another one has taken it."""
+        """Touch the lock if it is time.
+
+        Return False if it is missing; end this process if another one has taken it.
+        """
         if time.monotonic() < self.next_touch:
             return True
         self.next_touch = time.monotonic() + self.store.interval
@@ -314,9 +360,11 @@ class Lock:
 
 
 def check(cfg: DictConfig) -> None:
-    """Raise ConfigError if another job holds the run directory; this one's rank 0 may hold it already.
+    """Raise ConfigError if another job holds the run directory; this one's rank 0 may hold it
+    already.
 
-    For agents on several machines, which write to it before the rank that holds the lock has started.
+    For agents on several machines, which write to it before the rank that holds the lock has
+    started.
     """
     lock = Lock(Path(cfg.run.dir), own=Holder.this_process(cfg))
     if (found := lock.store.read()) is None:
@@ -329,7 +377,10 @@ def check(cfg: DictConfig) -> None:
 
 @contextmanager
 def hold(cfg: DictConfig) -> Iterator[None]:
-    """Hold the locks of a run while entered. ConfigError: another process holds one, or a folder cannot be written."""
+    """Hold the locks of a run while entered.
+
+    ConfigError: another process holds one, or a folder cannot be written.
+    """
     run_dir = Path(cfg.run.dir)
     folders = [run_dir, *([resume.folder(run_dir, cfg)] if cfg.checkpoint.root else [])]
     own = Holder.this_process(cfg)
@@ -345,7 +396,9 @@ def hold(cfg: DictConfig) -> Iterator[None]:
                 key = "run.root" if folder == run_dir else "checkpoint.root"
                 other = f"{key} or run.name" if folder == run_dir else key
                 why = f"{folder} cannot be written ({error.strerror or error})"
-                raise ConfigError(f"{key}={OmegaConf.select(cfg, key)}: {why}. Type another {other}.") from error
+                raise ConfigError(
+                    f"{key}={OmegaConf.select(cfg, key)}: {why}. Type another {other}."
+                ) from error
             locks.append(lock)
         with _Keeper(run_dir, locks):
             yield
@@ -357,7 +410,9 @@ def hold(cfg: DictConfig) -> Iterator[None]:
 
 
 class _Keeper:
-    """A thread that keeps the locks, and restores a run directory that somebody has deleted or renamed."""
+    """A thread that keeps the locks, and restores a run directory that somebody has deleted or
+    renamed.
+    """
 
     def __init__(self, run_dir: Path, locks: list[Lock]) -> None:
         self.run_dir, self.locks = run_dir, locks
@@ -392,12 +447,17 @@ class _Keeper:
             (self.run_dir / name).write_bytes(self.contents[name])
         if missing:
             log.error(
-                "%s was deleted or renamed while the run trains. Training continues in a new one; what was in the old "
+                "%s was deleted or renamed while the run trains. Training continues in a new one; "
+                "what was in the old "
                 "one, such as checkpoints, is no longer there.", self.run_dir
             )  # fmt: skip
 
 
 def _end_lost(folder: Path, holder: Holder | None) -> NoReturn:
-    """End this process, and with it its ranks, without another write: the run directory belongs to another one."""
-    os.write(2, f"\n{folder} was taken over by {holder or 'another process'}: this one ends.\n".encode())
+    """End this process, and with it its ranks, without another write: the run directory belongs to
+    another one.
+    """
+    os.write(
+        2, f"\n{folder} was taken over by {holder or 'another process'}: this one ends.\n".encode()
+    )
     os._exit(EXIT_LOST)

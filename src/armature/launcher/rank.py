@@ -1,7 +1,9 @@
 """A rank as the elastic agent starts it: `python -m armature.launcher.rank RUN_DIR`.
 
-It handles signals before the slow imports. No process of a run outlives the one that started it, however that one
-ended: SIGKILL cannot be handled, and an orphan would hold its GPU and write into the run directory of the next start.
+It handles signals before the slow imports. No process of a run outlives the one that started it,
+however that one
+ended: SIGKILL cannot be handled, and an orphan would hold its GPU and write into the run directory
+of the next start.
 """
 
 import atexit
@@ -18,10 +20,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(*, any_thread: bool = False) -> None:
-    """Make this process, and those that it forks, such as data loader workers, end with their parents.
+    """Make this process, and those that it forks, such as data loader workers, end with their
+    parents.
 
     Args:
-        any_thread: another thread than the parent's main one may have started this process, and end before the parent.
+        any_thread: another thread than the parent's main one may have started this process, and end
+            before the parent.
     """
     parent = os.getppid()
     if sys.platform == "linux":
@@ -31,7 +35,9 @@ def end_with_parent(*, any_thread: bool = False) -> None:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
         def in_child() -> None:
-            if threading.get_ident() == main:  # another thread may end before the children that it started
+            if (
+                threading.get_ident() == main
+            ):  # another thread may end before the children that it started
                 end_with_parent_thread()
 
         if not any_thread:
@@ -47,7 +53,9 @@ def end_with_parent(*, any_thread: bool = False) -> None:
 
 
 def leave(code: int = 0) -> NoReturn:
-    """End a finished rank without the interpreter's teardown: a gloo thread can abort it, which counts as failed."""
+    """End a finished rank without the interpreter's teardown: a gloo thread can abort it, which
+    counts as failed.
+    """
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -55,7 +63,9 @@ def leave(code: int = 0) -> NoReturn:
 
 
 def leave_at_exit(code: int) -> None:
-    """Call `leave` when this process ends: after its error is shown, and before torch tears down its process group."""
+    """Call `leave` when this process ends: after its error is shown, and before torch tears down
+    its process group.
+    """
 
     def leave_now() -> None:
         atexit.unregister(leave_now)
@@ -65,9 +75,12 @@ def leave_at_exit(code: int) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends a rank without a traceback
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # Ctrl-C during the imports ends a rank without a traceback
     end_with_parent()
-    gc.disable()  # garbage collection during imports takes a quarter of the start; the worker enables it again
+    # garbage collection during imports takes a quarter of the start; the worker enables it again
+    gc.disable()
     from armature import worker
     from armature.launcher import streams
 

@@ -1,4 +1,7 @@
-"""What the files of a run directory say about the run: running, finished, stopped or failed. Torch-free."""
+"""What the files of a run directory say about the run: running, finished, stopped or failed.
+
+Torch-free.
+"""
 
 import json
 import time
@@ -9,7 +12,9 @@ from armature.launcher import lock
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """Return summary.json if the newest start has written it: each start writes overrides.txt first."""
+    """Return summary.json if the newest start has written it: each start writes overrides.txt
+    first.
+    """
     file, typed = path / "summary.json", path / "overrides.txt"
     try:
         if not file.is_file():  # reading a pipe might never end
@@ -33,11 +38,16 @@ def state(path: Path, summary: dict[str, Any]) -> str:
 
 
 def is_held(file: Path) -> bool:
-    """Return whether the process that wrote a lock lives; of one on another machine, whether it touched it lately."""
+    """Return whether the process that wrote a lock lives; of one on another machine, whether it
+    touched it lately.
+    """
     if not file.is_file():
         return False
     try:
-        text, silent = file.read_text(encoding="utf-8", errors="replace"), time.time() - file.stat().st_mtime
+        text, silent = (
+            file.read_text(encoding="utf-8", errors="replace"),
+            time.time() - file.stat().st_mtime,
+        )
     except OSError:
         return False
     holder = lock.Holder.parse(text)

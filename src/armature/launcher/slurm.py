@@ -19,20 +19,27 @@ _OF_STEP = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_PROCID", "SLURM_LOCALID", "SLURM
 
 
 def join(cfg: DictConfig) -> None:
-    """Make this process a rank if `srun` started it as one, or prepare it to start the ranks of its node.
+    """Make this process a rank if `srun` started it as one, or prepare it to start the ranks of its
+    node.
 
-    A rank's variables (`launcher.environment`) are set from Slurm's. With one task per node and several devices,
-    `launch.rdzv_endpoint` is set instead, and the elastic agents of the nodes meet there. The shell of a batch script
-    has SLURM_NTASKS too, but no step: there the elastic agent starts the ranks. A step whose nodes or tasks differ
+    A rank's variables (`launcher.environment`) are set from Slurm's. With one task per node and
+    several devices, `launch.rdzv_endpoint` is set instead, and the elastic agents of the nodes meet
+    there. The shell of a batch script
+    has SLURM_NTASKS too, but no step: there the elastic agent starts the ranks. A step whose nodes
+    or tasks differ
     from the configuration is refused, since its ranks would wait for ever.
     """
     environ = os.environ
     if environment.is_joined() or tasks() < 2:
         return
-    needed = [*_OF_STEP, *([] if environ.get("MASTER_ADDR") else ["SLURM_STEP_NODELIST"])]  # where the ranks meet
+    needed = [
+        *_OF_STEP,
+        *([] if environ.get("MASTER_ADDR") else ["SLURM_STEP_NODELIST"]),
+    ]  # where the ranks meet
     if lacking := [name for name in needed if not environ.get(name)]:
         raise ConfigError(
-            f"SLURM_STEP_ID={environ['SLURM_STEP_ID']}, but {', '.join(lacking)} without a value, which srun sets: "
+            f"SLURM_STEP_ID={environ['SLURM_STEP_ID']}, but {', '.join(lacking)} without a value, "
+            "which srun sets: "
             "these variables are left from another job. Type unset SLURM_STEP_ID."
         )
     per_node = environ["SLURM_STEP_TASKS_PER_NODE"]  # such as 4(x2), or 3,1 if the nodes differ
@@ -43,28 +50,39 @@ def join(cfg: DictConfig) -> None:
         )
     if not re.fullmatch(r"\d+(\(x\d+\))?", per_node):
         raise ConfigError(
-            f"SLURM_STEP_TASKS_PER_NODE={per_node}: must be as in 4(x2); srun sets it. Type unset SLURM_STEP_ID."
+            f"SLURM_STEP_TASKS_PER_NODE={per_node}: must be as in 4(x2); srun sets it. Type unset "
+            "SLURM_STEP_ID."
         )
     on_node, nodes = int(per_node.split("(")[0]), environment.number("SLURM_STEP_NUM_NODES", 1)
     if on_node == 1 and cfg.trainer.devices > 1:
         if cfg.trainer.num_nodes != nodes:
             raise ConfigError(
-                f"trainer.num_nodes={cfg.trainer.num_nodes}, but srun started one task on each of {nodes} nodes. "
+                f"trainer.num_nodes={cfg.trainer.num_nodes}, but srun started one task on each of "
+                f"{nodes} nodes. "
                 f"Type trainer.num_nodes={nodes}."
             )
         cfg.launch.rdzv_endpoint = cfg.launch.rdzv_endpoint or f"{_first_host()}:{_port()}"
         return
-    numbers = {name: environment.number(name, 0) for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")}
+    numbers = {
+        name: environment.number(name, 0)
+        for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
+    }
     if numbers["SLURM_PROCID"] >= tasks():
         raise ConfigError(
-            f"SLURM_PROCID={environ['SLURM_PROCID']} of SLURM_STEP_NUM_TASKS={environ['SLURM_STEP_NUM_TASKS']}: tasks "
-            "of a heterogeneous job count over its components. Start the run in one component: srun --het-group=0."
+            f"SLURM_PROCID={environ['SLURM_PROCID']} of "
+            f"SLURM_STEP_NUM_TASKS={environ['SLURM_STEP_NUM_TASKS']}: tasks "
+            "of a heterogeneous job count over its components. Start the run in one component: "
+            "srun --het-group=0."
         )
     environment.set_rank(
-        rank=environ["SLURM_PROCID"], world_size=environ["SLURM_STEP_NUM_TASKS"],
-        local_rank=environ["SLURM_LOCALID"], local_world_size=str(on_node), node_rank=environ["SLURM_NODEID"],
-        main_address=_first_host, main_port=_port(),
-    )  # fmt: skip
+        rank=environ["SLURM_PROCID"],
+        world_size=environ["SLURM_STEP_NUM_TASKS"],
+        local_rank=environ["SLURM_LOCALID"],
+        local_world_size=str(on_node),
+        node_rank=environ["SLURM_NODEID"],
+        main_address=_first_host,
+        main_port=_port(),
+    )
 
 
 def tasks() -> int:
@@ -79,7 +97,8 @@ def job() -> tuple[str, int]:
 
 
 def stop_at(minutes: float | None) -> float | None:
-    """Return the Unix time at which a run should save and stop, or None: so many minutes before the job's end.
+    """Return the Unix time at which a run should save and stop, or None: so many minutes before the
+    job's end.
 
     A job whose limit is shorter than twice that stops when a quarter of its time remains.
     """
@@ -91,7 +110,8 @@ def stop_at(minutes: float | None) -> float | None:
     if end <= time.time():
         if environment.rank() == 0:
             log.warning(
-                "Slurm job %s should have ended already, by SLURM_JOB_END_TIME: these variables are left from another "
+                "Slurm job %s should have ended already, by SLURM_JOB_END_TIME: these variables "
+                "are left from another "
                 "job, or its time limit was raised. The run does not stop ahead of a limit.",
                 os.environ.get("SLURM_JOB_ID"),
             )
@@ -105,8 +125,12 @@ def times() -> tuple[float | None, float | None]:
     """Return the job's begin and end, as Unix time; None if unknown or without a limit."""
     environ = os.environ
     if "SLURM_JOB_END_TIME" in environ:
-        return environment.number("SLURM_JOB_START_TIME", 0.0) or None, environment.number("SLURM_JOB_END_TIME", 0.0)
-    if "SLURM_JOB_ID" not in environ or environment.rank() != 0:  # one query per job; the ranks agree on when to stop
+        return environment.number("SLURM_JOB_START_TIME", 0.0) or None, environment.number(
+            "SLURM_JOB_END_TIME", 0.0
+        )
+    if (
+        "SLURM_JOB_ID" not in environ or environment.rank() != 0
+    ):  # one query per job; the ranks agree on when to stop
         return None, None
     try:
         text = _scontrol("job", environ["SLURM_JOB_ID"])  # Slurm before 22.05 sets no variables
@@ -126,13 +150,17 @@ def _unix(text: str | None) -> float | None:
 
 
 def _first_host() -> str:
-    """Return the step's first node: its name, or its address in Slurm if the name is not in the DNS."""
+    """Return the step's first node: its name, or its address in Slurm if the name is not in the
+    DNS.
+    """
     host = _first_of(os.environ["SLURM_STEP_NODELIST"])
     try:
         socket.getaddrinfo(host, None)
     except OSError:
         with suppress(OSError, subprocess.SubprocessError):  # a container without Slurm's programs
-            fields = dict(field.split("=", 1) for field in _scontrol("node", host).split() if "=" in field)
+            fields = dict(
+                field.split("=", 1) for field in _scontrol("node", host).split() if "=" in field
+            )
             return fields.get("NodeAddr", host)
     return host
 
@@ -144,11 +172,20 @@ def _first_of(nodes: str) -> str:
 
 
 def _scontrol(*arguments: str) -> str:
-    command, environ = ["scontrol", "show", *arguments], {**os.environ, "SLURM_TIME_FORMAT": "standard"}
-    return subprocess.run(command, capture_output=True, text=True, check=True, env=environ, timeout=60).stdout
+    command, environ = (
+        ["scontrol", "show", *arguments],
+        {**os.environ, "SLURM_TIME_FORMAT": "standard"},
+    )
+    return subprocess.run(
+        command, capture_output=True, text=True, check=True, env=environ, timeout=60
+    ).stdout
 
 
 def _port() -> int:
-    """Return a port that differs between the jobs on a machine, and between a job's restarts (orphaned ranks)."""
-    job, step, restart = (environment.number(f"SLURM_{name}", 0) for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))
+    """Return a port that differs between the jobs on a machine, and between a job's restarts
+    (orphaned ranks).
+    """
+    job, step, restart = (
+        environment.number(f"SLURM_{name}", 0) for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT")
+    )
     return 20000 + (job * 7 + step + restart * 3) % 12000

@@ -1,4 +1,7 @@
-"""Let a run survive the end of the terminal or the pipe that it prints to. Its logs are in the run directory."""
+"""Let a run survive the end of the terminal or the pipe that it prints to.
+
+Its logs are in the run directory.
+"""
 
 import errno
 import os
@@ -7,7 +10,9 @@ from typing import Any
 
 
 class _Lasting:
-    """A stream that prints to nowhere once writing has failed: a closed pipe or terminal, or a full disk."""
+    """A stream that prints to nowhere once writing has failed: a closed pipe or terminal, or a full
+    disk.
+    """
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -29,8 +34,13 @@ class _Lasting:
             self._discard(error)
 
     def _discard(self, error: OSError) -> None:
-        if error.errno == errno.ENOSPC and self is sys.stdout:  # unlike a pipe's end, nobody has asked for that
-            print(f"The output cannot be written ({error.strerror}): it is incomplete.", file=sys.stderr)
+        if (
+            error.errno == errno.ENOSPC and self is sys.stdout
+        ):  # unlike a pipe's end, nobody has asked for that
+            print(
+                f"The output cannot be written ({error.strerror}): it is incomplete.",
+                file=sys.stderr,
+            )
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())  # what is still in its buffer goes there too
         os.close(nowhere)

@@ -1,6 +1,7 @@
 """Start the ranks of this machine, and restart them from the last checkpoint after a failure.
 
-On one machine, each attempt is a call of torch's elastic agent, and this module decides what follows:
+On one machine, each attempt is a call of torch's elastic agent, and this module decides what
+follows:
 
 a rank was killed or hangs            all ranks restart, up to `launch.max_restarts` times
 a Python error in a rank              the same, if a checkpoint was saved since the attempt began; else the run ends
@@ -30,7 +31,15 @@ from omegaconf import DictConfig
 
 from armature import hardware, run_dir
 from armature.checkpoint import directory, resume
-from armature.errors import ConfigError, EndedByCode, MicroBatchTooLarge, NotFinite, NotSaved, RunFailed, brief
+from armature.errors import (
+    ConfigError,
+    EndedByCode,
+    MicroBatchTooLarge,
+    NotFinite,
+    NotSaved,
+    RunFailed,
+    brief,
+)
 from armature.launcher import environment, hang, heap
 from armature.launcher.watch import SHUTDOWN_SECONDS, RankWatcher
 from armature.validation import memory, micro_batch, resize
@@ -40,8 +49,18 @@ SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 ATTEMPTS_WITHOUT_CHECKPOINT = 2
 SOURCES = str(Path(__file__).parents[2])
 WATCH_SECONDS = 60.0  # that the ranks of several machines have to end by themselves when they hang
-CRASHES = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")  # never caused by the loss of another rank
-LOST_CONNECTION = ("by peer", "Broken pipe", "remote process exited")  # in errors caused by another rank's end
+CRASHES = (
+    "SIGKILL",
+    "SIGSEGV",
+    "SIGBUS",
+    "SIGILL",
+    "SIGFPE",
+)  # never caused by the loss of another rank
+LOST_CONNECTION = (
+    "by peer",
+    "Broken pipe",
+    "remote process exited",
+)  # in errors caused by another rank's end
 
 
 @dataclass(frozen=True)
@@ -49,14 +68,21 @@ class Failure:
     what: str  # one line, such as "rank 1 was killed by SIGKILL"
     text: str  # all that is known, with the traceback if there is one
     is_error: bool = False  # a Python error
-    stopped_by: str | None = None  # the signal that ends a run, if it reached the rank before its handler was installed
+    stopped_by: str | None = (
+        None  # the signal that ends a run, if it reached the rank before its handler was installed
+    )
     problems: tuple[str, ...] = ()  # of the configuration, if a rank raised a ConfigError
-    too_large: bool = False  # memory ran out, and the rank has recorded a smaller micro-batch to continue with
+    too_large: bool = (
+        False  # memory ran out, and the rank has recorded a smaller micro-batch to continue with
+    )
     is_final: bool = False  # no restart would help; the text needs no traceback
 
 
 def run(cfg: DictConfig) -> None:
-    """Train in ranks of their own. Raise RunFailed if a signal or a failure ends the run, and a rank's ConfigError."""
+    """Train in ranks of their own.
+
+    Raise RunFailed if a signal or a failure ends the run, and a rank's ConfigError.
+    """
     before = _summary_written(cfg)
     with Stop(grace_seconds=cfg.launch.grace_seconds) as stop:
         try:
@@ -76,18 +102,28 @@ def _summary_written(cfg: DictConfig) -> int:
 
 
 def stopped(cfg: DictConfig, name: str, *, step: int | None = None) -> RunFailed:
-    """Return the error of a stopped run. Its exit code tells a batch script whether to queue the run again."""
+    """Return the error of a stopped run.
+
+    Its exit code tells a batch script whether to queue the run again.
+    """
     after = f" after step {step}" if step is not None else ""
     how = "Stopped before the job's time limit" if name == "time_limit" else f"Stopped by {name}"
     return RunFailed(f"{how}{after}.", EXIT_CODES.get(name, 1), run_name=cfg.run.name)
 
 
 class Stop:
-    """While entered, raise the first signal as an exception; Ctrl-C after it kills all ranks at once."""
+    """While entered, raise the first signal as an exception.
+
+    Ctrl-C after it kills all ranks at once.
+    """
 
     def __init__(self, *, grace_seconds: float) -> None:
-        self.grace_seconds = grace_seconds  # how long the agent waits for the ranks to end before it kills them
-        self.received: signal.Signals | None = None  # the first; later ones do not change why the run stops
+        self.grace_seconds = (
+            grace_seconds  # how long the agent waits for the ranks to end before it kills them
+        )
+        self.received: signal.Signals | None = (
+            None  # the first; later ones do not change why the run stops
+        )
         self.watcher: RankWatcher | None = None  # of the current attempt
         self._previous: dict[int, Any] = {}
         self._previous_hook = sys.unraisablehook
@@ -97,7 +133,10 @@ class Stop:
         sys.unraisablehook = self._raise_again
         if threading.current_thread() is threading.main_thread():
             for number in (getattr(signal, name) for name in SIGNALS if hasattr(signal, name)):
-                if number == getattr(signal, "SIGHUP", None) and signal.getsignal(number) == signal.SIG_IGN:
+                if (
+                    number == getattr(signal, "SIGHUP", None)
+                    and signal.getsignal(number) == signal.SIG_IGN
+                ):
                     continue  # nohup
                 self._previous[number] = signal.signal(number, self._handle)
         return self
@@ -109,7 +148,9 @@ class Stop:
             signal.signal(number, handler)
 
     def _raise_again(self, dropped: Any) -> None:
-        """Repeat the signal if it came within a finalizer or a weak reference's callback, whose exceptions are lost."""
+        """Repeat the signal if it came within a finalizer or a weak reference's callback, whose
+        exceptions are lost.
+        """
         if self.received is None or type(dropped.exc_value).__name__ != "SignalException":
             self._previous_hook(dropped)
             return
@@ -117,7 +158,11 @@ class Stop:
         threading.Timer(0.02, self._repeat).start()
 
     def _repeat(self) -> None:
-        if self._lost and self.received is not None and (main := threading.main_thread().ident) is not None:
+        if (
+            self._lost
+            and self.received is not None
+            and (main := threading.main_thread().ident) is not None
+        ):
             signal.pthread_kill(main, self.received)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -132,7 +177,9 @@ class Stop:
         if self.watcher is not None:
             self.watcher.set_kill_deadline(seconds=self.grace_seconds + SHUTDOWN_SECONDS)
         if number == signal.SIGINT:  # print() is not safe here: its buffer may be in use
-            os.write(2, b"\nEnding after this step. Ctrl-C again ends at once, without a checkpoint.\n")
+            os.write(
+                2, b"\nEnding after this step. Ctrl-C again ends at once, without a checkpoint.\n"
+            )
         self._raise()
 
     def _raise(self) -> None:
@@ -145,7 +192,9 @@ class Stop:
 class _Attempts:
     def __init__(self, cfg: DictConfig, folder: Path, stop: Stop) -> None:
         self.cfg, self.folder, self.stop = cfg, folder, stop
-        self.asked = cfg  # as in the run directory; cfg is for the next attempt, perhaps on fewer ranks
+        self.asked = (
+            cfg  # as in the run directory; cfg is for the next attempt, perhaps on fewer ranks
+        )
         self.started = 0  # attempts so far, those with a smaller micro-batch included
 
     def run(self) -> None:
@@ -155,15 +204,20 @@ class _Attempts:
         without_checkpoint = 0
         for attempt in range(launch.max_restarts + 1 if one_machine else 1):
             before = self._last_checkpoint_step()
-            failure = self._attempt_that_fits(max_restarts=0 if one_machine else launch.max_restarts)
+            failure = self._attempt_that_fits(
+                max_restarts=0 if one_machine else launch.max_restarts
+            )
             if failure is None:
                 return
             progress = self._last_checkpoint_step() > before
-            without_checkpoint, first = (0, None) if progress else (without_checkpoint + 1, first or failure)
+            without_checkpoint, first = (
+                (0, None) if progress else (without_checkpoint + 1, first or failure)
+            )
             self._end_if_final(failure, progress=progress, remaining=launch.max_restarts - attempt)
             if first is not None and without_checkpoint == ATTEMPTS_WITHOUT_CHECKPOINT:
                 raise RunFailed(
-                    f"{first.text}\nno progress: {without_checkpoint} attempts in a row ended without a new "
+                    f"{first.text}\nno progress: {without_checkpoint} attempts in a row ended "
+                    "without a new "
                     f"checkpoint, this one first; in the last, {failure.what}."
                 )
             change = self._resize(failure, progress=progress)
@@ -176,15 +230,23 @@ class _Attempts:
             print(message, file=sys.stderr, flush=True)
 
     def _attempt_that_fits(self, *, max_restarts: int) -> Failure | None:
-        """Run the ranks, anew with the smaller micro-batch that a rank has recorded whenever memory runs out."""
+        """Run the ranks, anew with the smaller micro-batch that a rank has recorded whenever memory
+        runs out.
+        """
         while True:
             failure = self.attempt(self.started, max_restarts=max_restarts)
             self.started += 1
             if failure is None or not failure.too_large or self.cfg.launch.rdzv_endpoint:
                 return failure
             self.cfg = self.cfg.copy()
-            self.cfg.run.micro_batch_size = run_dir.read(Path(self.cfg.run.dir)).run.micro_batch_size
-            print(f"{failure.what} The run resumes from {self._resume_point()}.", file=sys.stderr, flush=True)
+            self.cfg.run.micro_batch_size = run_dir.read(
+                Path(self.cfg.run.dir)
+            ).run.micro_batch_size
+            print(
+                f"{failure.what} The run resumes from {self._resume_point()}.",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def attempt(self, number: int, *, max_restarts: int) -> Failure | None:
         """Run the ranks once, by a call of the elastic agent. Return None if they finished."""
@@ -192,33 +254,46 @@ class _Attempts:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-        agent_log = logging.getLogger("torch.distributed.elastic")  # it reports failures, which we describe ourselves
+        agent_log = logging.getLogger(
+            "torch.distributed.elastic"
+        )  # it reports failures, which we describe ourselves
         agent_log.handlers, agent_log.propagate = [logging.NullHandler()], False
         cfg, beats = self.cfg, self.folder / "heartbeats"
         nodes, endpoint = cfg.trainer.num_nodes, cfg.launch.rdzv_endpoint
-        # on one machine in files, in a folder that only this user can open: torch unpickles what it reads from a store,
-        # and its TCP store listens on all interfaces
+        # on one machine in files, in a folder that only this user can open: torch unpickles what it
+        # reads from a store, and its TCP store listens on all interfaces
         file = {} if endpoint else {"store_type": "file"}
         # torch 2.11 has no such option, and waits for 30 s
         takes = "shutdown_timeout" in {field.name for field in fields(LaunchConfig)}
         grace: Any = {"shutdown_timeout": cfg.launch.grace_seconds} if takes else {}
         config = LaunchConfig(
-            min_nodes=nodes, max_nodes=nodes, nproc_per_node=cfg.trainer.devices, run_id=Path(cfg.run.dir).name,
-            rdzv_backend="c10d", rdzv_endpoint=endpoint or str(self.folder / f"rendezvous{number}"), rdzv_configs=file,
+            min_nodes=nodes,
+            max_nodes=nodes,
+            nproc_per_node=cfg.trainer.devices,
+            run_id=Path(cfg.run.dir).name,
+            rdzv_backend="c10d",
+            rdzv_endpoint=endpoint or str(self.folder / f"rendezvous{number}"),
+            rdzv_configs=file,
             local_addr=None if endpoint else "localhost",
-            max_restarts=max_restarts, monitor_interval=0.1, **grace,
+            max_restarts=max_restarts,
+            monitor_interval=0.1,
+            **grace,
             logs_specs=DefaultLogsSpecs(log_dir=str(self.folder)),
             signals_to_handle="",  # our handlers stay, also after the agent has returned
-        )  # fmt: skip
+        )
         oom_kills = _oom_kills()
         timeout = cfg.launch.hang_timeout
-        if endpoint:  # the ranks watch themselves (training/hang_watch.py): this process knows only its own ones
+        if endpoint:
+            # the ranks watch themselves (training/hang_watch.py): this process knows only its own
+            # ones
             timeout = None if timeout in ("auto", None) else timeout + WATCH_SECONDS
         watcher = RankWatcher(beats, ranks=cfg.trainer.devices, hang_timeout=timeout)
         with _environment(self._variables(number, beats)), watcher:
             self.stop.watcher = watcher
             try:
-                elastic_launch(config, sys.executable)("-u", "-P", "-m", "armature.launcher.rank", cfg.run.dir)
+                elastic_launch(config, sys.executable)(
+                    "-u", "-P", "-m", "armature.launcher.rank", cfg.run.dir
+                )
             except ChildFailedError as error:
                 now = _oom_kills()
                 oom = None if oom_kills is None or now is None else now > oom_kills
@@ -234,7 +309,8 @@ class _Attempts:
         return {
             **process_variables(devices, _script_folder()),
             **heap.rank_variables(self.cfg.trainer.accelerator),
-            # a restarted rank must not read addresses of the failed attempt in the agent's own store
+            # a restarted rank must not read addresses of the failed attempt in the agent's own
+            # store
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             **(loopback_variables() if one_machine else {}),
             **environment.rank_variables(
@@ -263,17 +339,25 @@ class _Attempts:
         if failure.is_final:
             raise RunFailed(failure.text)
         if remaining <= 0 and self.cfg.launch.max_restarts and not self.cfg.launch.rdzv_endpoint:
-            raise RunFailed(f"{failure.text}\nlaunch.max_restarts={self.cfg.launch.max_restarts}: no restart remains.")
+            raise RunFailed(
+                f"{failure.text}\nlaunch.max_restarts={self.cfg.launch.max_restarts}: no restart "
+                "remains."
+            )
         if remaining <= 0 or self.cfg.launch.rdzv_endpoint or (failure.is_error and not progress):
             raise RunFailed(failure.text)
 
     def _resize(self, failure: Failure, *, progress: bool) -> str:
-        """Choose the number of ranks for the next attempt. Return the change in words, for the restart message."""
+        """Choose the number of ranks for the next attempt.
+
+        Return the change in words, for the restart message.
+        """
         cfg, devices, least = self.cfg, self.cfg.trainer.devices, self.cfg.launch.min_ranks
         available = _gpus_now() if cfg.trainer.accelerator == "gpu" else devices
         if available < (least or devices):
             asked = f"launch.min_ranks={least}" if least else f"trainer.devices={devices}"
-            raise RunFailed(f"{failure.text}\nThis machine has {available} GPUs now, fewer than {asked}.")
+            raise RunFailed(
+                f"{failure.text}\nThis machine has {available} GPUs now, fewer than {asked}."
+            )
         if least is None or (progress and available >= devices):
             return ""
         found = resize.fewer(cfg, most=min(devices - 1, available), least=least)
@@ -282,15 +366,24 @@ class _Attempts:
         self.cfg = found
         micro, before = (micro_batch.decided(each).data.micro_batch_size for each in (found, cfg))
         kept = f", data.micro_batch_size={micro}" if micro != before else ""
-        return f" on {found.trainer.devices} rank{'s' * (found.trainer.devices > 1)} instead of {devices}{kept}"
+        return (
+            f" on {found.trainer.devices} rank{'s' * (found.trainer.devices > 1)} instead of "
+            f"{devices}{kept}"
+        )
 
 
 def describe(
-    failures: dict[int, Any], watcher: RankWatcher, folder: Path, *, oom: bool | None, remedy: str = ""
+    failures: dict[int, Any],
+    watcher: RankWatcher,
+    folder: Path,
+    *,
+    oom: bool | None,
+    remedy: str = "",
 ) -> Failure:
     """Return the failure of the rank that failed first; the others failed because of it.
 
-    `oom`: True if the system has killed processes for lack of memory during the attempt; None if unknown.
+    `oom`: True if the system has killed processes for lack of memory during the attempt; None if
+    unknown.
     `remedy`: what to type if memory has run out.
     """
     if watcher.hung:
@@ -303,10 +396,16 @@ def describe(
     log = f"its log is {folder / 'logs' / f'rank_{rank:04d}.log'}."
     if _was_killed(failure):
         name = signal.Signals(-failure.exitcode).name
-        guess = {True: ", since the machine ran out of memory", None: ", probably out of memory", False: ""}[oom]
+        guess = {
+            True: ", since the machine ran out of memory",
+            None: ", probably out of memory",
+            False: "",
+        }[oom]
         what = f"rank {rank} was killed by {name}{guess if name == 'SIGKILL' else ''}"
         advice = remedy if name == "SIGKILL" else ""
-        return Failure(what, f"R{what[1:]}; {log}{advice}", stopped_by=name if name in SIGNALS else None)
+        return Failure(
+            what, f"R{what[1:]}; {log}{advice}", stopped_by=name if name in SIGNALS else None
+        )
     message, text = _error(failure)
     kind, _, rest = message.partition(": ")
     if kind == NotFinite.__name__:
@@ -315,7 +414,8 @@ def describe(
         return Failure(rest, rest, is_final=True)
     text = brief(text or "", points=False) or text or failure.message
     return Failure(
-        f"rank {rank} failed with {message.splitlines()[0] if message else f'exit code {failure.exitcode}'}",
+        f"rank {rank} failed with "
+        f"{message.splitlines()[0] if message else f'exit code {failure.exitcode}'}",
         f"{text}\nRank {rank} failed first (exit code {failure.exitcode}); {log}",
         is_error=True,
         problems=tuple(rest.splitlines()) if kind == ConfigError.__name__ else (),
@@ -328,7 +428,11 @@ def _hang(watcher: RankWatcher, folder: Path) -> Failure:
     seconds = max(watcher.hung[rank].seconds for rank in ranks)
     several = len(ranks) > 1
     log = folder / "logs" / ("rank_*.log" if several else f"rank_{ranks[0]:04d}.log")
-    why = "stopped by a signal such as SIGSTOP" if stopped else f"{'their' if several else 'its'} stacks are in {log}"
+    why = (
+        "stopped by a signal such as SIGSTOP"
+        if stopped
+        else f"{'their' if several else 'its'} stacks are in {log}"
+    )
     what = f"{hang.named(ranks)} made no step for {seconds:.0f} s ({why})"
     verdict = hang.verdict(watcher.blocked, ranks=watcher.asked) if not stopped else ""
     file = folder / "logs" / hang.REPORT
@@ -341,9 +445,12 @@ def _hang(watcher: RankWatcher, folder: Path) -> Failure:
 
 def _cause_key(rank: int, failure: Any, watcher: RankWatcher) -> tuple[bool, bool, float]:
     """Return a sort key that puts the likely first failure first."""
-    # a killed process loses its connections before it is gone: another's error about them can be older than its death
+    # a killed process loses its connections before it is gone: another's error about them can be
+    # older than its death
     killed = _was_killed(failure)
-    crashed = killed and signal.Signals(-failure.exitcode).name in CRASHES and rank not in watcher.ended
+    crashed = (
+        killed and signal.Signals(-failure.exitcode).name in CRASHES and rank not in watcher.ended
+    )
     follows = not killed and any(words in _error(failure)[0] for words in LOST_CONNECTION)
     return not crashed, follows, _failed_at(rank, failure, watcher)
 
@@ -353,14 +460,23 @@ def _was_killed(failure: Any) -> bool:
 
 
 def _error(failure: Any) -> tuple[str, str | None]:
-    """Return a rank's Python error (`ArithmeticError: …`) and its traceback; empty if it left none."""
-    data = failure.error_file_data.get("message", {}) if isinstance(failure.error_file_data, dict) else {}
+    """Return a rank's Python error (`ArithmeticError: …`) and its traceback; empty if it left
+    none.
+    """
+    data = (
+        failure.error_file_data.get("message", {})
+        if isinstance(failure.error_file_data, dict)
+        else {}
+    )
     data = data if isinstance(data, dict) else {}
     return str(data.get("message", "")), data.get("extraInfo", {}).get("py_callstack")
 
 
 def _failed_at(rank: int, failure: Any, watcher: RankWatcher) -> float:
-    """Return the Unix time of a failure. The agent knows whole seconds only, in which several ranks may fail."""
+    """Return the Unix time of a failure.
+
+    The agent knows whole seconds only, in which several ranks may fail.
+    """
     file = Path(failure.error_file)
     if file.is_file():
         return file.stat().st_mtime
@@ -368,7 +484,8 @@ def _failed_at(rank: int, failure: Any, watcher: RankWatcher) -> float:
 
 
 def process_variables(devices: int, folder: str | None) -> dict[str, str]:
-    """Return what processes of this machine need: modules of this project and of a folder, and a share of the cores.
+    """Return what processes of this machine need: modules of this project and of a folder, and a
+    share of the cores.
 
     And one order of Python's sets, which the users' data may depend on, for all ranks and restarts.
     """
@@ -379,35 +496,56 @@ def process_variables(devices: int, folder: str | None) -> dict[str, str]:
 
 
 def loopback_variables() -> dict[str, str]:
-    """Return what keeps the connections of gloo and NCCL within this machine, unless an interface is chosen."""
+    """Return what keeps the connections of gloo and NCCL within this machine, unless an interface
+    is chosen.
+    """
     name = "lo" if sys.platform == "linux" else "lo0"
-    return {key: name for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if key not in os.environ}
+    return {
+        key: name for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if key not in os.environ
+    }
 
 
 def _script_folder() -> str | None:
-    """Return the folder of the script that was started, whose modules its ranks can import as it does."""
+    """Return the folder of the script that was started, whose modules its ranks can import as it
+    does.
+    """
     file = getattr(sys.modules["__main__"], "__file__", None)
     return str(Path(file).resolve().parent) if file else None
 
 
 def _oom_kills() -> int | None:
-    """Return how many processes Linux has killed for lack of memory since boot (containers included), or None."""
+    """Return how many processes Linux has killed for lack of memory since boot (containers
+    included), or None.
+    """
     try:
-        return int(dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())["oom_kill"])
+        return int(
+            dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())["oom_kill"]
+        )
     except (OSError, KeyError):
         return None
 
 
 def _gpus_now() -> int:
-    """Return the number of GPUs, found by a new process: the driver's answer never changes within a process."""
-    command = [sys.executable, "-P", "-c", "from armature import hardware; print(hardware.gpu_count())"]
+    """Return the number of GPUs, found by a new process: the driver's answer never changes within a
+    process.
+    """
+    command = [
+        sys.executable,
+        "-P",
+        "-c",
+        "from armature import hardware; print(hardware.gpu_count())",
+    ]
     environ = {**os.environ, "PYTHONPATH": SOURCES}
-    return int(subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout)
+    return int(
+        subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout
+    )
 
 
 @contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set variables for the ranks, and reset them afterwards: a sweep's next trial starts in this process."""
+    """Set variables for the ranks, and reset them afterwards: a sweep's next trial starts in this
+    process.
+    """
     before = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:

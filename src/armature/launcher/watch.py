@@ -1,7 +1,8 @@
 """Watch the ranks that this process started: which died first and why, and which hang.
 
-The agent knows only that a rank has failed. A thread here records the order of deaths, since the later ones have errors
-of their own, and kills ranks that make no progress, which no process notices by itself.
+The agent knows only that a rank has failed. A thread here records the order of deaths, since the
+later ones have errors of their own, and kills ranks that make no progress, which no process notices
+by itself.
 """
 
 import os
@@ -19,8 +20,12 @@ import psutil
 from armature.launcher import environment, hang
 
 POLL_SECONDS = 0.2
-AUTO_SECONDS, AUTO_STEPS = 300.0, 20  # launch.hang_timeout=auto: the larger of these seconds and slowest steps
-# how long the others may take to end once a rank has failed; some wait for it in calls that never return
+AUTO_SECONDS, AUTO_STEPS = (
+    300.0,
+    20,
+)  # launch.hang_timeout=auto: the larger of these seconds and slowest steps
+# how long the others may take to end once a rank has failed; some wait for it in calls that never
+# return
 SHUTDOWN_SECONDS = 5.0
 
 
@@ -28,10 +33,14 @@ SHUTDOWN_SECONDS = 5.0
 class Rank:
     number: int
     pid: int
-    handle: int | None  # process file descriptor, readable once the process has died; None if the system has none
+    handle: (
+        int | None
+    )  # process file descriptor, readable once the process has died; None if the system has none
     beat: int = 0  # modification time of its last heartbeat, in ns
     idle: float | None = None  # seconds since then; None before the first heartbeat
-    slowest: float = 0.0  # seconds of its slowest step; infinite while none is due (validation, a save)
+    slowest: float = (
+        0.0  # seconds of its slowest step; infinite while none is due (validation, a save)
+    )
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,8 @@ class RankWatcher:
     Args:
         folder: the ranks' heartbeats (ARMATURE_HEARTBEATS), each a file named after its process id.
         ranks: how many this process starts.
-        hang_timeout: seconds without a heartbeat after which a rank is killed; None: never; auto: see AUTO_SECONDS.
+        hang_timeout: seconds without a heartbeat after which a rank is killed; None: never; auto:
+            see AUTO_SECONDS.
 
     Attributes:
         blocked: what the ranks were doing when they were found to hang (`launcher.hang`).
@@ -92,7 +102,10 @@ class RankWatcher:
             _kill_group(pid)
 
     def set_kill_deadline(self, *, seconds: float) -> None:
-        """Kill the ranks after so many seconds. They were asked to end, so one that fails shortens no other's time."""
+        """Kill the ranks after so many seconds.
+
+        They were asked to end, so one that fails shortens no other's time.
+        """
         self._asked_to_end = True
         self._kill_deadline = (time.monotonic() + seconds, list(self._groups))
 
@@ -103,7 +116,9 @@ class RankWatcher:
                 self._find_ranks()
             self._wait_for_deaths()
             now = time.monotonic()
-            self._check_heartbeats(min(now - before, 1.0))  # 1.0: if the whole machine was suspended, no rank hangs
+            self._check_heartbeats(
+                min(now - before, 1.0)
+            )  # 1.0: if the whole machine was suspended, no rank hangs
             before = now
             self._kill_overdue_ranks()
 
@@ -148,14 +163,17 @@ class RankWatcher:
         timeout = self._timeout()
         if timeout is None or not any(seconds > timeout for _, seconds in idle):
             return
-        # ranks wait for each other, so all stop within the second that may lie between two heartbeats
+        # ranks wait for each other, so all stop within the second that may lie between two
+        # heartbeats
         threshold = timeout - min(2.0, timeout / 2)
         stale = [(rank, seconds) for rank, seconds in idle if seconds > threshold]
         for rank, seconds in stale:
             self.hung[rank.number] = Hang(seconds, stopped=_is_stopped(rank.pid))
         for rank, _ in idle:
             with suppress(ProcessLookupError):
-                os.kill(rank.pid, signal.SIGUSR2)  # the worker writes all threads' stacks to the rank's log
+                os.kill(
+                    rank.pid, signal.SIGUSR2
+                )  # the worker writes all threads' stacks to the rank's log
         self.asked = sorted(rank.number for rank in self._ranks.values())
         self.blocked = hang.ask(self.folder, self.asked)
         for rank, _ in stale:
@@ -163,9 +181,14 @@ class RankWatcher:
             rank.idle = None
 
     def _timeout(self) -> float | None:
-        """Return the seconds after which ranks hang. While one validates or saves, the others may wait for it."""
+        """Return the seconds after which ranks hang.
+
+        While one validates or saves, the others may wait for it.
+        """
         if isinstance(self.hang_timeout, str):  # auto
-            return max([AUTO_SECONDS, *(AUTO_STEPS * rank.slowest for rank in self._ranks.values())])
+            return max(
+                [AUTO_SECONDS, *(AUTO_STEPS * rank.slowest for rank in self._ranks.values())]
+            )
         return self.hang_timeout
 
     def _kill_overdue_ranks(self) -> None:
@@ -197,7 +220,9 @@ def _handle(pid: int) -> int | None:
 def _exit_code(handle: int) -> int | None:
     """Return the exit code of a dead process, without reaping it: the agent does."""
     with suppress(ChildProcessError):
-        if (status := os.waitid(os.P_PIDFD, handle, os.WEXITED | os.WNOWAIT | os.WNOHANG)) is not None:
+        if (
+            status := os.waitid(os.P_PIDFD, handle, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        ) is not None:
             return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
     return None
 

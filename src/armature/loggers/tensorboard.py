@@ -1,8 +1,9 @@
-"""A TensorBoard logger without a thread: one row of numbers is one event, and the rows of a second are one write.
+"""A TensorBoard logger without a thread: one row of numbers is one event, and the rows of a second
+are one write.
 
-torch's writer makes one event of each number and hands it through a queue to a thread, which opens the file again for
-each event. With six numbers per row that costs 320 µs of CPU per step; here a row costs 10 µs. The checksum, which
-tensorboard computes in Python, would double that.
+torch's writer makes one event of each number and hands it through a queue to a thread, which opens
+the file again for each event. With six numbers per row that costs 320 µs of CPU per step; here a
+row costs 10 µs. The checksum, which tensorboard computes in Python, would double that.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ log = logging.getLogger(__name__)
 
 
 def _guarded(write: Callable[..., object]) -> Any:
-    """Return a method of TensorBoard that writes on rank 0 only, and no more after a write has failed."""
+    """Return a method of TensorBoard that writes on rank 0 only, and no more after a write has
+    failed.
+    """
 
     @rank_zero_only
     def guarded(self: TensorBoard, *args: Any, **kwargs: Any) -> None:
@@ -36,7 +39,8 @@ def _guarded(write: Callable[..., object]) -> Any:
         except OSError as error:
             self._failed = True
             log.error(
-                "TensorBoard's events could not be written (%s). The run continues without them; metrics.csv has "
+                "TensorBoard's events could not be written (%s). The run continues without them; "
+                "metrics.csv has "
                 "the same numbers.", error,
             )  # fmt: skip
 
@@ -46,26 +50,36 @@ def _guarded(write: Callable[..., object]) -> Any:
 class TensorBoard(TensorBoardLogger):
     """Lightning's logger, with the same arguments and the same display in TensorBoard.
 
-    If writing fails, such as on a full disk, logging ends and the run continues. If `save_dir` is an object store,
-    events go through tensorboard's own writer.
+    If writing fails, such as on a full disk, logging ends and the run continues. If `save_dir` is
+    an object store, events go through tensorboard's own writer.
 
     Args:
-        metric: name of the value that the HPARAMS tab shows beside the hyperparameters; None: `hp_metric`, if logged.
+        metric: name of the value that the HPARAMS tab shows beside the hyperparameters; None:
+            `hp_metric`, if logged.
     """
 
     def __init__(
-        self, save_dir: str | Path, *args: Any, prefix: str = "", metric: str | None = None, **kwargs: Any
+        self,
+        save_dir: str | Path,
+        *args: Any,
+        prefix: str = "",
+        metric: str | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(save_dir, *args, prefix=prefix, **kwargs)
         self.prefix = f"{prefix}{self.LOGGER_JOIN_CHAR}" if prefix else ""
         self._failed = False
-        self._early: dict[str, Any] | None = {}  # hyperparameters until the first row; None after it
+        self._early: (
+            dict[str, Any] | None
+        ) = {}  # hyperparameters until the first row; None after it
         self._metrics = ["hp_metric" if metric is None else metric]
 
     @override
     @_guarded
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        if any(isinstance(value, dict) for value in metrics.values()):  # several curves in one chart
+        if any(
+            isinstance(value, dict) for value in metrics.values()
+        ):  # several curves in one chart
             super().log_metrics(metrics, step)
         elif metrics:
             self.write_rows([{**metrics, "step": step or 0}])
@@ -91,7 +105,10 @@ class TensorBoard(TensorBoardLogger):
     @override
     @_guarded
     def log_hyperparams(self, params: Any, metrics: Any = None, step: int | None = None) -> None:
-        """Write all that come before the first row together with it: TensorBoard shows only one set of a run."""
+        """Write all that come before the first row together with it.
+
+        TensorBoard shows only one set of a run.
+        """
         if self._early is None:
             super().log_hyperparams(params, metrics, step)
             return
@@ -120,7 +137,11 @@ class TensorBoard(TensorBoardLogger):
 def _flat(value: Any, path: str = "") -> dict[str, Any]:
     """Return the values below `path` by their full keys, as TensorBoard takes them."""
     if isinstance(value, Mapping):
-        return {k: v for key in value for k, v in _flat(value[key], f"{path}/{key}" if path else str(key)).items()}
+        return {
+            k: v
+            for key in value
+            for k, v in _flat(value[key], f"{path}/{key}" if path else str(key)).items()
+        }
     return {path: value if isinstance(value, (bool, int, float)) else str(value)}
 
 
@@ -137,7 +158,9 @@ class EventWriter:
             replaced.close()
             self._file = Path(replaced._file_name).open("ab")  # noqa: SIM115 (until `close`)
             self._append = lambda event: self._file.write(_record(event.SerializeToString()))
-        self._waiting: list[tuple[float, int, dict[str, float]]] = []  # time, step and values by tag
+        self._waiting: list[
+            tuple[float, int, dict[str, float]]
+        ] = []  # time, step and values by tag
         self._next_write = 0.0
         self._event: Any = event_pb2.Event  # pyright: ignore[reportAttributeAccessIssue]
         self._summary: Any = summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
@@ -148,7 +171,13 @@ class EventWriter:
     def add_rows(self, rows: Iterable[Mapping[str, Any]], *, prefix: str) -> None:
         now = time.time()
         for row in rows:  # numbers now: a tensor may change until they are written
-            self._waiting.append((now, int(row["step"]), {prefix + k: float(v) for k, v in row.items() if k != "step"}))
+            self._waiting.append(
+                (
+                    now,
+                    int(row["step"]),
+                    {prefix + k: float(v) for k, v in row.items() if k != "step"},
+                )
+            )
         if time.monotonic() >= self._next_write:
             self.flush()
 
@@ -161,7 +190,9 @@ class EventWriter:
         value_of, summary_of = self._summary.Value, self._summary
         for wall_time, step, row in waiting:
             values = [value_of(tag=tag, simple_value=value) for tag, value in row.items()]
-            self._append(self._event(wall_time=wall_time, step=step, summary=summary_of(value=values)))
+            self._append(
+                self._event(wall_time=wall_time, step=step, summary=summary_of(value=values))
+            )
         self._file.flush()
         self._next_write = time.monotonic() + SECONDS_BETWEEN_WRITES
 
@@ -171,7 +202,9 @@ class EventWriter:
 
 
 def _record(data: bytes) -> bytes:
-    """Return an event as TensorFlow frames it: its length and its bytes, each followed by a masked CRC-32C."""
+    """Return an event as TensorFlow frames it: its length and its bytes, each followed by a masked
+    CRC-32C.
+    """
     length = struct.pack("<Q", len(data))
     return b"".join((length, _masked_checksum(length), data, _masked_checksum(data)))
 

@@ -1,4 +1,6 @@
-"""Names of adapters' parameters (`armature.finetune.lora`), which a folder's weights do not have."""
+"""Names of adapters' parameters (`armature.finetune.lora`), which a folder's weights do not
+have.
+"""
 
 ADAPTERS = ("lora_A", "lora_B", "lora_magnitude")  # the last one of DoRA
 

@@ -1,4 +1,6 @@
-"""The mean loss over the targets that count, shared by models, tasks and data, and how a tensor axis shards it."""
+"""The mean loss over the targets that count, shared by models, tasks and data, and how a tensor
+axis shards it.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +11,30 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORED = -100  # a target that counts neither in a loss nor in a metric; torch's default `ignore_index`
+IGNORED = (
+    -100
+)  # a target that counts neither in a loss nor in a metric; torch's default `ignore_index`
 
 
 def mean_cross_entropy(logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
-    """Return the mean over the targets (N,) that are not IGNORED, in nats, for logits (N, classes); 0 if none count."""
+    """Return the mean over the targets (N,) that are not IGNORED, in nats, for logits (N, classes);
+    0 if none count.
+    """
     logits = logits.float()  # the sum is in fp32
-    total = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing)
+    total = F.cross_entropy(
+        logits, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing
+    )
     return total / (targets != IGNORED).sum().clamp(min=1)
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross-entropy of each target (…), in fp32 and nats, for logits (…, classes); 0 where it is IGNORED."""
+    """Return the cross-entropy of each target (…), in fp32 and nats, for logits (…, classes); 0
+    where it is IGNORED.
+    """
     logits_NV = logits.float().flatten(0, -2)
-    return F.cross_entropy(logits_NV, targets.flatten(), ignore_index=IGNORED, reduction="none").view(targets.shape)
+    return F.cross_entropy(
+        logits_NV, targets.flatten(), ignore_index=IGNORED, reduction="none"
+    ).view(targets.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +44,8 @@ class VocabularyShard:
     Attributes:
         start: the first word of this rank.
         size: words of all ranks.
-        all_max, all_sum: replace a tensor by its maximum or sum over the ranks that hold the other parts.
+        all_max, all_sum: replace a tensor by its maximum or sum over the ranks that hold the other
+            parts.
     """
 
     start: int

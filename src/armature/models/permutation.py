@@ -1,4 +1,6 @@
-"""Reordering of rows whose backward reorders too, instead of adding rows up in an order that is not fixed."""
+"""Reordering of rows whose backward reorders too, instead of adding rows up in an order that is not
+fixed.
+"""
 
 from __future__ import annotations
 
@@ -23,5 +25,8 @@ class _Permute(torch.autograd.Function):
 
 
 def permute(x: Tensor, order_M: Tensor) -> Tensor:
-    """Return `x[order_M]` for a permutation of x's rows (M, ...). The same bits in every run, also of the gradient."""
+    """Return `x[order_M]` for a permutation of x's rows (M, ...).
+
+    The same bits in every run, also of the gradient.
+    """
     return _Permute.apply(x, order_M)  # pyright: ignore[reportReturnType]

@@ -1,4 +1,6 @@
-"""How a model may be sharded, as data: written next to the model, read by `armature.parallel.apply`. Torch-free."""
+"""How a model may be sharded, as data: written next to the model, read by
+`armature.parallel.apply`. Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,17 @@ TENSOR_STYLES = {
     "row_of_whole": "a row whose inputs are whole, of which each rank takes its part",
     "vocabulary": "an Embedding whose rows are sharded",
     "logits": "a Linear whose outputs are sharded and go into the model's loss",
-    "sequence": "a norm over a shard of the positions, or over all of them without sequence parallelism",
+    "sequence": "a norm over a shard of the positions, or over all of them without sequence "
+    "parallelism",
     "heads": "a norm inside of columns: a full copy on every rank, which sees some of the heads",
     "gather": "a module around columns, whose first input is gathered once for all of them",
 }
 
 CONTEXT_STYLES = {
-    "part": "a module whose first input is (B, T): it gets its rank's part of the positions, and all that follow do",
-    "heads": "attention without weights, called with queries, keys and values (B, heads, T, K) first",
+    "part": "a module whose first input is (B, T): it gets its rank's part of the positions, and "
+    "all that follow do",
+    "heads": "attention without weights, called with queries, keys and values (B, heads, T, K) "
+    "first",
 }
 
 
@@ -31,25 +36,30 @@ class Plan:
     """Names are those of the unsharded model's submodules. Patterns may contain `*`.
 
     Attributes:
-        blocks: the ModuleDict (or ModuleList or Sequential, without a pipeline) of repeated blocks: the unit of
-            sharding, recomputation, compilation and pipeline stages.
-        first, last: submodules that only the first or only the last pipeline stage holds, in calling order.
-        tensor: module name pattern → style of `TENSOR_STYLES`. Every rank holds a full copy of unmatched modules.
+        blocks: the ModuleDict (or ModuleList or Sequential, without a pipeline) of repeated blocks:
+            the unit of sharding, recomputation, compilation and pipeline stages.
+        first, last: submodules that only the first or only the last pipeline stage holds, in
+            calling order.
+        tensor: module name pattern → style of `TENSOR_STYLES`. Every rank holds a full copy of
+            unmatched modules.
         optional: patterns of `tensor` that match nothing in some sizes of the model.
         divided: constructor arguments that the tensor axis must divide.
-        sequence: constructor argument that counts the positions (dim 1 of activations); None: the model's norms
-            cannot work on a shard of them.
-        context: module name pattern → style of `CONTEXT_STYLES`: what a context axis changes. All other modules must
-            work on each position by itself. Empty: there can be no context axis.
-        heads: constructor argument that counts the heads of "heads", which tensor × context must divide.
+        sequence: constructor argument that counts the positions (dim 1 of activations); None: the
+            model's norms cannot work on a shard of them.
+        context: module name pattern → style of `CONTEXT_STYLES`: what a context axis changes. All
+            other modules must work on each position by itself. Empty: there can be no context axis.
+        heads: constructor argument that counts the heads of "heads", which tensor × context must
+            divide.
         layers: constructor argument that counts the blocks.
         tied: constructor argument that makes first and last share a parameter, or None.
         no_tensor: why there can be no tensor axis, with what to type instead, or None.
-        from_instance: the model makes its plan when it is built, as its attribute `plan`; this one says only that.
-        needs_inputs: constructor argument that makes every block depend on the model's inputs, which only a
-            pipeline's first stage has, or None.
-        experts: pattern of the modules that hold a mixture's experts, or None. Each is called with rows sorted by
-            expert (M, D) and the number of each expert's rows (E,); dim 0 of its parameters counts the experts.
+        from_instance: the model makes its plan when it is built, as its attribute `plan`; this one
+            says only that.
+        needs_inputs: constructor argument that makes every block depend on the model's inputs,
+            which only a pipeline's first stage has, or None.
+        experts: pattern of the modules that hold a mixture's experts, or None. Each is called with
+            rows sorted by expert (M, D) and the number of each expert's rows (E,); dim 0 of its
+            parameters counts the experts.
         expert_count: constructor argument that counts the experts, or None.
     """
 
@@ -73,14 +83,21 @@ class Plan:
     def __post_init__(self) -> None:
         for pattern, style in self.tensor.items():
             if style not in TENSOR_STYLES:
-                raise ValueError(f"{pattern!r}: no tensor style {style!r}; there are {', '.join(TENSOR_STYLES)}")
+                raise ValueError(
+                    f"{pattern!r}: no tensor style {style!r}; there are {', '.join(TENSOR_STYLES)}"
+                )
         for pattern, style in self.context.items():
             if style not in CONTEXT_STYLES:
-                raise ValueError(f"{pattern!r}: no context style {style!r}; there are {', '.join(CONTEXT_STYLES)}")
+                raise ValueError(
+                    f"{pattern!r}: no context style {style!r}; there are "
+                    f"{', '.join(CONTEXT_STYLES)}"
+                )
 
 
 def module_beside(module: str, name: str) -> ModuleType | None:
-    """Return `name` (a model's plan or check) in the package of `module`, which defines the model's class, or None."""
+    """Return `name` (a model's plan or check) in the package of `module`, which defines the model's
+    class, or None.
+    """
     package = module.rpartition(".")[0]
     if not package or package.split(".")[0] in ("torch", "lightning"):
         return None
@@ -92,6 +109,8 @@ def module_beside(module: str, name: str) -> ModuleType | None:
 
 
 def plan_beside(module: str) -> Plan | None:
-    """Return `PLAN` of the module `plan` next to `module`, which defines the model's class, or None."""
+    """Return `PLAN` of the module `plan` next to `module`, which defines the model's class, or
+    None.
+    """
     found = module_beside(module, "plan")
     return found.PLAN if found is not None else None

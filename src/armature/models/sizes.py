@@ -10,8 +10,12 @@ LARGEST = 2**24  # of a size; no model comes near it, and checks may count up to
 FEWER = {"layers": 10_000, "image_size": 2**16, "experts": 2**16}
 
 
-def whole_numbers(args: Mapping[str, Any], names: Iterable[str], *, optional: Iterable[str] = ()) -> list[str]:
-    """Return a problem for each named argument that is given and is not a whole number of at least 1."""
+def whole_numbers(
+    args: Mapping[str, Any], names: Iterable[str], *, optional: Iterable[str] = ()
+) -> list[str]:
+    """Return a problem for each named argument that is given and is not a whole number of at least
+    1.
+    """
     problems = []
     for name in names:
         value = args.get(name)

@@ -23,7 +23,8 @@ class Match:
     """How the tensors of a folder fit a model.
 
     Attributes:
-        found: the folder's name of each parameter and persistent buffer; tied parameters under all their names.
+        found: the folder's name of each parameter and persistent buffer; tied parameters under all
+            their names.
         missing: the model's names that the folder lacks.
         surplus: the folder's names that the model lacks.
         converted: the folder's names of tensors that the library would put together or take apart.
@@ -64,7 +65,9 @@ class WrappedModel(nn.Module):
         return self
 
     def disable_dropout(self) -> bool:
-        """Let the model compute in training what it does in evaluation, adapters apart. Return whether it had dropout.
+        """Let the model compute in training what it does in evaluation, adapters apart.
+
+        Return whether it had dropout.
 
         Some models have a rate in place of a module.
         """
@@ -72,9 +75,15 @@ class WrappedModel(nn.Module):
         for module in self.inner.modules():
             if any(is_adapter(name) for name, _ in module.named_parameters(recurse=False)):
                 continue
-            for holder in filter(None, (module, getattr(module, "config", None))):  # some read the rate from there
+            for holder in filter(
+                None, (module, getattr(module, "config", None))
+            ):  # some read the rate from there
                 for key, value in list(vars(holder).items()):
-                    is_rate = "dropout" in key or "pdrop" in key or (key == "p" and isinstance(holder, nn.Dropout))
+                    is_rate = (
+                        "dropout" in key
+                        or "pdrop" in key
+                        or (key == "p" and isinstance(holder, nn.Dropout))
+                    )
                     if is_rate and isinstance(value, float) and value > 0:
                         setattr(holder, key, 0.0)
                         found = True
@@ -85,21 +94,30 @@ class WrappedModel(nn.Module):
         raise NotImplementedError
 
     def names_in(self, saved: Collection[str]) -> dict[str, str]:
-        """Return the folder's name of each parameter and buffer that it holds, given the names of its tensors.
+        """Return the folder's name of each parameter and buffer that it holds, given the names of
+        its tensors.
 
         Raises ValueError if the folder lacks one, other than the parts that `may_be_new`.
         """
         found = self.match(saved)
         if lacking := [name for name in found.missing if not self.may_be_new(name)]:
-            raise ValueError(f"{self.pretrained}: its files lack {lacking[0]}, and {len(lacking) - 1} more")
-        return {f"inner.{own}": theirs for own, theirs in found.found.items() if not self.begins_anew(own)}
+            raise ValueError(
+                f"{self.pretrained}: its files lack {lacking[0]}, and {len(lacking) - 1} more"
+            )
+        return {
+            f"inner.{own}": theirs
+            for own, theirs in found.found.items()
+            if not self.begins_anew(own)
+        }
 
     def saved_name(self, name: str) -> str:
         """Return the name under which the library saves a parameter or buffer."""
         return module_name(name)
 
     def may_be_new(self, name: str) -> bool:
-        """Return whether a folder may lack a parameter (by its name in `inner`), which then begins at random."""
+        """Return whether a folder may lack a parameter (by its name in `inner`), which then begins
+        at random.
+        """
         return False
 
     def may_be_left(self, name: str) -> bool:
@@ -107,7 +125,9 @@ class WrappedModel(nn.Module):
         return False
 
     def begins_anew(self, name: str) -> bool:
-        """Return whether a parameter (by its name in `inner`) is not read, although the folder may have it."""
+        """Return whether a parameter (by its name in `inner`) is not read, although the folder may
+        have it.
+        """
         return False
 
     @property
@@ -130,9 +150,11 @@ def module_name(name: str) -> str:
 
 @contextmanager
 def weights_on(device: torch.device) -> Iterator[None]:
-    """Let modules that are built have their parameters on `device`, and their buffers, with values, on the CPU.
+    """Let modules that are built have their parameters on `device`, and their buffers, with values,
+    on the CPU.
 
-    Libraries compute tables, such as rotary frequencies, in constructors and keep them in buffers that no checkpoint
+    Libraries compute tables, such as rotary frequencies, in constructors and keep them in buffers
+    that no checkpoint
     holds: on the meta device they would be lost.
     """
 

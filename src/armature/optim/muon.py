@@ -1,7 +1,9 @@
-"""Muon: orthogonalized momentum for hidden matrices, and AdamW for everything else, in one optimizer.
+"""Muon: orthogonalized momentum for hidden matrices, and AdamW for everything else, in one
+optimizer.
 
-Keller Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), with the step size of
-"Muon is Scalable for LLM Training" (arXiv:2502.16982), which makes the update as large as AdamW's.
+Keller Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), with the
+step size of "Muon is Scalable for LLM Training" (arXiv:2502.16982), which makes the update as large
+as AdamW's.
 """
 
 from __future__ import annotations
@@ -24,19 +26,21 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
 class Muon(Optimizer):
-    """Takes the groups of `parameter_groups`: orthogonalizes those with `hidden=True`, and applies AdamW to the others.
+    """Takes the groups of `parameter_groups`: orthogonalizes those with `hidden=True`, and applies
+    AdamW to the others.
 
-    `lr` is the rate of both: each hidden update is scaled to a root mean square of 0.2, about that of AdamW.
-    `precision` is the run's: with "bf16-mixed" and "bf16-true" the iteration runs in bf16, otherwise in fp32, where a
-    step is the same under every layout up to rounding.
+    `lr` is the rate of both: each hidden update is scaled to a root mean square of 0.2, about that
+    of AdamW.
+    `precision` is the run's: with "bf16-mixed" and "bf16-true" the iteration runs in bf16,
+    otherwise in fp32, where a step is the same under every layout up to rounding.
 
-    With `base_width`, `lr` is the rate of a model of that width, and hidden matrices of this model get
-    sqrt(base_width / width) of it. An update's largest singular value is its root mean square times the square root of
-    the width, so this keeps it constant (arXiv:2310.17813).
+    With `base_width`, `lr` is the rate of a model of that width, and hidden matrices of this model
+    get sqrt(base_width / width) of it. An update's largest singular value is its root mean square
+    times the square root of the width, so this keeps it constant (arXiv:2310.17813).
 
     Attributes:
-        matrix_work: who orthogonalizes which matrix. A strategy of several ranks sets one that divides the work and
-            gathers matrices that are sharded.
+        matrix_work: who orthogonalizes which matrix. A strategy of several ranks sets one that
+            divides the work and gathers matrices that are sharded.
     """
 
     unsupported_strategies: ClassVar[dict[str, str]] = {  # read from the source before launch
@@ -44,15 +48,30 @@ class Muon(Optimizer):
     }
 
     def __init__(
-        self, params: Iterable[dict[str, Any]], *, lr: float = 2e-3, weight_decay: float = 0.1, momentum: float = 0.95,
-        newton_schulz_steps: int = 5, precision: str = "32-true", betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8, base_width: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        params: Iterable[dict[str, Any]],
+        *,
+        lr: float = 2e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        newton_schulz_steps: int = 5,
+        precision: str = "32-true",
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        base_width: int | None = None,
+    ) -> None:
         defaults = {
-            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "newton_schulz_steps": newton_schulz_steps,
-            "betas": tuple(betas), "eps": eps, "hidden": False,
-        }  # fmt: skip
-        params = transferred_rates(params, lr=lr, weight_decay=weight_decay, base_width=base_width, power=0.5)
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "newton_schulz_steps": newton_schulz_steps,
+            "betas": tuple(betas),
+            "eps": eps,
+            "hidden": False,
+        }
+        params = transferred_rates(
+            params, lr=lr, weight_decay=weight_decay, base_width=base_width, power=0.5
+        )
         super().__init__(params, defaults)
         self.matrix_work: Any = LocalMatrices()
         self._dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
@@ -60,14 +79,17 @@ class Muon(Optimizer):
             for param in group["params"]:
                 if group["hidden"] and param.ndim not in (2, 3):
                     raise ValueError(
-                        "Muon orthogonalizes matrices, and stacks of them, only. Got a hidden parameter "
+                        "Muon orthogonalizes matrices, and stacks of them, only. Got a hidden "
+                        "parameter "
                         f"{tuple(param.shape)}"
                     )
         others = [p for group in self.param_groups if not group["hidden"] for p in group["params"]]
         if stacks := [tuple(p.shape) for p in others if p.ndim == 3 and p.shape[0] > 1]:
             log.warning(
-                "Muon leaves %d three-dimensional parameters to AdamW, such as one of %s. If they are stacks of "
-                "matrices inside the model's blocks, set `stacked = True` on the class of the module that holds them.",
+                "Muon leaves %d three-dimensional parameters to AdamW, such as one of %s. If they "
+                "are stacks of "
+                "matrices inside the model's blocks, set `stacked = True` on the class of the "
+                "module that holds them.",
                 len(stacks), stacks[0],
             )  # fmt: skip
 
@@ -99,17 +121,24 @@ class Muon(Optimizer):
             momentum = state["momentum_buffer"]
             momentum.lerp_(grad, 1 - group["momentum"])
             updates.append(grad.lerp(momentum, group["momentum"]).to(self._dtype))
-        updates = self.matrix_work.map(updates, partial(orthogonalize, steps=group["newton_schulz_steps"]))
+        updates = self.matrix_work.map(
+            updates, partial(orthogonalize, steps=group["newton_schulz_steps"])
+        )
         for param, update in zip(params, updates, strict=True):
             param.mul_(1 - group["lr"] * group["weight_decay"])
-            param.add_(update.to(param.dtype), alpha=-group["lr"] * 0.2 * max(param.shape[-2:]) ** 0.5)
+            param.add_(
+                update.to(param.dtype), alpha=-group["lr"] * 0.2 * max(param.shape[-2:]) ** 0.5
+            )
 
     def _adamw_step(self, params: list[Tensor], group: dict[str, Any]) -> None:
         for param in params:
             state = self.state[param]
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
+                state["exp_avg"], state["exp_avg_sq"] = (
+                    torch.zeros_like(param),
+                    torch.zeros_like(param),
+                )
         states = [self.state[param] for param in params]
         adamw(
             params,
@@ -118,9 +147,15 @@ class Muon(Optimizer):
             [state["exp_avg_sq"] for state in states],
             [],
             [state["step"] for state in states],
-            fused=True, amsgrad=False, maximize=False, lr=group["lr"], weight_decay=group["weight_decay"],
-            beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"],
-        )  # fmt: skip
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            eps=group["eps"],
+        )
 
 
 class LocalMatrices:
@@ -132,8 +167,10 @@ class LocalMatrices:
     def map(self, matrices: list[Tensor], function: Callable[[Tensor], Tensor]) -> list[Tensor]:
         if any(hasattr(matrix, "full_tensor") for matrix in matrices):
             raise TypeError(
-                "Muon needs whole matrices, and this one is sharded over ranks. Our strategies handle that; in your "
-                "own loop, set optimizer.matrix_work = armature.parallel.distributed_matrices.DistributedMatrices()."
+                "Muon needs whole matrices, and this one is sharded over ranks. Our strategies "
+                "handle that; in your "
+                "own loop, set optimizer.matrix_work = "
+                "armature.parallel.distributed_matrices.DistributedMatrices()."
             )
         return [function(matrix) for matrix in matrices]
 

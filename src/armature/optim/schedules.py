@@ -1,6 +1,7 @@
 """Learning-rate schedules: a factor of the peak rate as a function of the optimizer step.
 
-Lengths (`warmup`, `decay`) are optimizer steps if they are whole numbers, and a share of the run if below 1.0. `final`
+Lengths (`warmup`, `decay`) are optimizer steps if they are whole numbers, and a share of the run if
+below 1.0. `final`
 is the factor after the last step: the last step's own is one step before it.
 """
 
@@ -17,8 +18,8 @@ from torch.optim.lr_scheduler import LambdaLR
 class Schedule(LambdaLR):
     """A LambdaLR whose state is the step alone.
 
-    The peak rates come from the configuration, and the factor from the step. So a run can resume under a layout with
-    other parameter groups, or with another rate.
+    The peak rates come from the configuration, and the factor from the step. So a run can resume
+    under a layout with other parameter groups, or with another rate.
     """
 
     def __init__(self, optimizer: Optimizer, factor: Callable[[int], float]) -> None:
@@ -29,14 +30,17 @@ class Schedule(LambdaLR):
         return super().get_lr()
 
     def _include_added_groups(self, step: int) -> None:
-        """Let groups that a hook added to the optimizer (`unfreeze_and_add_param_group`) keep their share of the rate.
+        """Let groups that a hook added to the optimizer (`unfreeze_and_add_param_group`) keep their
+        share of the rate.
 
         Args:
             step: the step for which their rates were set.
         """
         for group in self.optimizer.param_groups[len(self.base_lrs) :]:
             share = group["lr"] / (self.lr_lambdas[0](step) or 1.0)
-            peak = share if share <= max(self.base_lrs) else group["lr"]  # a rate that is more than others' is its peak
+            peak = (
+                share if share <= max(self.base_lrs) else group["lr"]
+            )  # a rate that is more than others' is its peak
             self.base_lrs.append(group.setdefault("initial_lr", peak))
             self.lr_lambdas.append(self.lr_lambdas[0])
 
@@ -47,34 +51,52 @@ class Schedule(LambdaLR):
         self.last_epoch, self._step_count = state_dict["last_epoch"], state_dict["_step_count"]
         self._include_added_groups(self.last_epoch)
         self._last_lr = [
-            base * factor(self.last_epoch) for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)
+            base * factor(self.last_epoch)
+            for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)
         ]
-        for group, base, lr in zip(self.optimizer.param_groups, self.base_lrs, self._last_lr, strict=True):
+        for group, base, lr in zip(
+            self.optimizer.param_groups, self.base_lrs, self._last_lr, strict=True
+        ):
             group["initial_lr"], group["lr"] = base, lr
 
 
-def cosine(optimizer: Optimizer, total_steps: int, *, warmup: int | float = 0.02, final: float = 0.1) -> Schedule:
+def cosine(
+    optimizer: Optimizer, total_steps: int, *, warmup: int | float = 0.02, final: float = 0.1
+) -> Schedule:
     """Return warm-up, then half a cosine down to `final` (arXiv:1608.03983)."""
     start = _steps("scheduler.warmup", warmup, total_steps)
     return Schedule(
         optimizer,
         lambda step: (
             _warmup_factor(step, start)
-            * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * _progress(step, start, total_steps))))
+            * (
+                final
+                + (1 - final) * 0.5 * (1 + math.cos(math.pi * _progress(step, start, total_steps)))
+            )
         ),
     )
 
 
-def linear(optimizer: Optimizer, total_steps: int, *, warmup: int | float = 0.02, final: float = 0.0) -> Schedule:
+def linear(
+    optimizer: Optimizer, total_steps: int, *, warmup: int | float = 0.02, final: float = 0.0
+) -> Schedule:
     """Return warm-up, then a straight line down to `final` (to zero: arXiv:2502.15938)."""
     start = _steps("scheduler.warmup", warmup, total_steps)
     return Schedule(
-        optimizer, lambda step: _warmup_factor(step, start) * (1 - (1 - final) * _progress(step, start, total_steps))
+        optimizer,
+        lambda step: (
+            _warmup_factor(step, start) * (1 - (1 - final) * _progress(step, start, total_steps))
+        ),
     )
 
 
 def wsd(
-    optimizer: Optimizer, total_steps: int, *, warmup: int | float = 0.02, decay: int | float = 0.4, final: float = 0.0
+    optimizer: Optimizer,
+    total_steps: int,
+    *,
+    warmup: int | float = 0.02,
+    decay: int | float = 0.4,
+    final: float = 0.0,
 ) -> Schedule:
     """Return warm-up, a stable phase, and a linear decay at the end (MiniCPM, arXiv:2404.06395).
 
@@ -84,11 +106,15 @@ def wsd(
     end = total_steps - _steps("scheduler.decay", decay, total_steps)
     if end < start:
         raise ValueError(
-            f"scheduler.warmup={warmup} and scheduler.decay={decay} together are longer than the run's "
+            f"scheduler.warmup={warmup} and scheduler.decay={decay} together are longer than the "
+            "run's "
             f"{total_steps} steps: shorten one, or give both as shares of the run (below 1.0)"
         )
     return Schedule(
-        optimizer, lambda step: _warmup_factor(step, start) * (1 - (1 - final) * _progress(step, end, total_steps))
+        optimizer,
+        lambda step: (
+            _warmup_factor(step, start) * (1 - (1 - final) * _progress(step, end, total_steps))
+        ),
     )
 
 
@@ -102,12 +128,18 @@ def _steps(key: str, value: int | float, total_steps: int) -> int:
     if isinstance(value, float) and 0.0 <= value < 1.0:
         return round(value * total_steps)
     if value < 0 or value != int(value):
-        raise ValueError(f"{key}={value} must be a whole number of optimizer steps, or a share of the run below 1.0")
+        raise ValueError(
+            f"{key}={value} must be a whole number of optimizer steps, or a share of the run below "
+            "1.0"
+        )
     return int(value)
 
 
 def _warmup_factor(step: int, warmup: int) -> float:
-    """Return a factor that rises to 1 at step `warmup`. The first step's is above zero, so no step is wasted."""
+    """Return a factor that rises to 1 at step `warmup`.
+
+    The first step's is above zero, so no step is wasted.
+    """
     return min(1.0, (step + 1) / (warmup + 1))
 
 

@@ -1,6 +1,7 @@
 """Line charts as SVG, without a plotting library.
 
-Colors are CSS variables: `standalone` sets them for one theme, or for both by the reader's preference; a page sets them
+Colors are CSS variables: `standalone` sets them for one theme, or for both by the reader's
+preference; a page sets them
 for all its charts.
 """
 
@@ -16,16 +17,36 @@ POINTS = 500  # of a line, at most twice as many: a chart has fewer pixels
 SERIES = 8  # colors, used in turn
 THEMES = {
     "light": {
-        "ground": "#ffffff", "text": "#1f2328", "quiet": "#656d76", "grid": "#e3e6ea", "mark": "#9a6700",
-        "c0": "#0969da", "c1": "#d1570a", "c2": "#1a7f37", "c3": "#8250df", "c4": "#bf3989", "c5": "#8a6a00",
-        "c6": "#0f7f86", "c7": "#cf222e",
+        "ground": "#ffffff",
+        "text": "#1f2328",
+        "quiet": "#656d76",
+        "grid": "#e3e6ea",
+        "mark": "#9a6700",
+        "c0": "#0969da",
+        "c1": "#d1570a",
+        "c2": "#1a7f37",
+        "c3": "#8250df",
+        "c4": "#bf3989",
+        "c5": "#8a6a00",
+        "c6": "#0f7f86",
+        "c7": "#cf222e",
     },
     "dark": {
-        "ground": "#0d1117", "text": "#e6edf3", "quiet": "#9198a1", "grid": "#2b3138", "mark": "#d29922",
-        "c0": "#58a6ff", "c1": "#f0883e", "c2": "#3fb950", "c3": "#bc8cff", "c4": "#f778ba", "c5": "#d4b106",
-        "c6": "#39c5cf", "c7": "#ff7b72",
+        "ground": "#0d1117",
+        "text": "#e6edf3",
+        "quiet": "#9198a1",
+        "grid": "#2b3138",
+        "mark": "#d29922",
+        "c0": "#58a6ff",
+        "c1": "#f0883e",
+        "c2": "#3fb950",
+        "c3": "#bc8cff",
+        "c4": "#f778ba",
+        "c5": "#d4b106",
+        "c6": "#39c5cf",
+        "c7": "#ff7b72",
     },
-}  # fmt: skip
+}
 LEFT, RIGHT, TOP, BOTTOM = 58, 16, 34, 38  # pixels around the plot
 LEGEND_LINE, LETTER = 18, 6.6  # pixels
 
@@ -48,7 +69,8 @@ class Line:
 class Chart:
     """Curves over one horizontal axis. `marks` are dashed vertical lines with a text.
 
-    `x_ticks` replace round numbers where they do not overlap; `x_margin` is a share of the axis, at both ends.
+    `x_ticks` replace round numbers where they do not overlap; `x_margin` is a share of the axis, at
+    both ends.
     """
 
     title: str
@@ -65,9 +87,11 @@ class Chart:
 
 
 def smooth(ys: Sequence[float], window: int) -> list[float]:
-    """Return the mean over a centered window, which shrinks towards both ends and leaves out what is not finite.
+    """Return the mean over a centered window, which shrinks towards both ends and leaves out what
+    is not finite.
 
-    An even window counts one more. Sums are exact, as whole multiples of a power of two: in sums of floats, a value of
+    An even window counts one more. Sums are exact, as whole multiples of a power of two: in sums of
+    floats, a value of
     1e20 would leave zeros behind it.
     """
     ratios = [float(y).as_integer_ratio() if math.isfinite(y) else None for y in ys]
@@ -108,9 +132,11 @@ def render(chart: Chart) -> str:
     plot = _Plot(chart)
     title = escape(chart.title, quote=True)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-label="{title}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
+        f'aria-label="{title}" '
         f'font-family="system-ui,-apple-system,Segoe UI,Helvetica,Arial,sans-serif" font-size="12">',
-        f'<text x="{LEFT - 46}" y="20" font-size="14" font-weight="600" fill="var(--text)">{title}</text>',
+        f'<text x="{LEFT - 46}" y="20" font-size="14" font-weight="600" '
+        f'fill="var(--text)">{title}</text>',
     ]
     if chart.note:
         parts.append(label(width - RIGHT, 20, chart.note, anchor="end"))
@@ -145,14 +171,22 @@ def _variables(theme: str) -> str:
     return ";".join(f"--{name}:{color}" for name, color in THEMES[theme].items())
 
 
-def label(x: float, y: float, text: str, *, anchor: str = "start", color: str = "quiet", size: int = 12) -> str:
+def label(
+    x: float, y: float, text: str, *, anchor: str = "start", color: str = "quiet", size: int = 12
+) -> str:
     """Return a text whose color is one of THEMES."""
     sized = f' font-size="{size}"' if size != 12 else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="var(--{color})"{sized}>{escape(text)}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" '
+        f'fill="var(--{color})"{sized}>{escape(text)}</text>'
+    )
 
 
 def _legend(chart: Chart) -> tuple[list[str], int]:
-    """Return the legend's elements below the plot, and the pixels that they take. A single curve needs none."""
+    """Return the legend's elements below the plot, and the pixels that they take.
+
+    A single curve needs none.
+    """
     named = [line for line in chart.lines if line.label]
     if len(named) < 2:
         return [], 0
@@ -165,7 +199,8 @@ def _legend(chart: Chart) -> tuple[list[str], int]:
         y = chart.height + 8 + row * LEGEND_LINE
         thick = min(line.width, 6.0)
         parts.append(
-            f'<line x1="{x:.1f}" x2="{x + 16:.1f}" y1="{y}" y2="{y}" stroke="var(--c{line.color % SERIES})" '
+            f'<line x1="{x:.1f}" x2="{x + 16:.1f}" y1="{y}" y2="{y}" '
+            f'stroke="var(--c{line.color % SERIES})" '
             f'stroke-width="{max(thick, 2.5):.1f}"/>'
         )
         parts.append(label(x + 21, y + 4, name, color="text"))
@@ -179,7 +214,12 @@ class _Plot:
     def __init__(self, chart: Chart) -> None:
         self.chart = chart
         xs = [x for line in chart.lines for x in line.xs if math.isfinite(x)]
-        ys = [y for line in chart.lines for y in line.ys if math.isfinite(y) and (y > 0 or not chart.log)]
+        ys = [
+            y
+            for line in chart.lines
+            for y in line.ys
+            if math.isfinite(y) and (y > 0 or not chart.log)
+        ]
         self.has_values = bool(xs and ys)
         self.x_low, self.x_high = (min(xs), max(xs)) if xs else (0.0, 1.0)
         if self.x_high <= self.x_low:
@@ -211,16 +251,25 @@ class _Plot:
         low, high = self.y_low, self.y_high
         if self.chart.log:
             value, low, high = math.log10(value), math.log10(low), math.log10(high)
-        return self.chart.height - BOTTOM - (value - low) / (high - low) * (self.chart.height - TOP - BOTTOM)
+        return (
+            self.chart.height
+            - BOTTOM
+            - (value - low) / (high - low) * (self.chart.height - TOP - BOTTOM)
+        )
 
     def axes(self) -> list[str]:
         chart, bottom = self.chart, self.chart.height - BOTTOM
-        ticks = log_ticks(self.y_low, self.y_high) if chart.log else linear_ticks(self.y_low, self.y_high)
+        ticks = (
+            log_ticks(self.y_low, self.y_high)
+            if chart.log
+            else linear_ticks(self.y_low, self.y_high)
+        )
         parts = []
         for value in ticks:
             y = self.y(value)
             parts.append(
-                f'<line x1="{LEFT}" x2="{chart.width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="var(--grid)"/>'
+                f'<line x1="{LEFT}" x2="{chart.width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" '
+                'stroke="var(--grid)"/>'
             )
             parts.append(label(LEFT - 8, y + 4, number(value), anchor="end"))
         round_numbers = linear_ticks(self.x_low, self.x_high, count=max(3, chart.width // 110))
@@ -243,7 +292,8 @@ class _Plot:
             x = self.x(at)
             title = f"<title>{escape(text)}</title>"
             parts.append(
-                f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}" stroke="var(--mark)" stroke-dasharray="4 3">'
+                f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}" stroke="var(--mark)" '
+                'stroke-dasharray="4 3">'
                 f"{title}</line>"
             )
             if x - last > LETTER * len(text) + 8:
@@ -273,8 +323,10 @@ class _Plot:
         for piece in pieces:
             if len(piece) > 1:
                 yield (
-                    f'<polyline points="{" ".join(piece)}" fill="none" stroke="{color}" stroke-width="{line.width}" '
-                    f'stroke-opacity="{line.opacity}" stroke-linejoin="round" stroke-linecap="round"/>'
+                    f'<polyline points="{" ".join(piece)}" fill="none" stroke="{color}" '
+                    f'stroke-width="{line.width}" '
+                    f'stroke-opacity="{line.opacity}" stroke-linejoin="round" '
+                    'stroke-linecap="round"/>'
                 )
             for point in piece if line.dots or len(piece) == 1 else ():
                 x, y = point.split(",")
@@ -299,7 +351,12 @@ def log_ticks(low: float, high: float) -> list[float]:
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     every = max(1, (last - first) // 6)
     for digits in ((1,), (1, 3), (1, 2, 5), range(1, 10)):
-        ticks = [d * 10.0**p for p in range(first, last + 1, every) for d in digits if low <= d * 10.0**p <= high]
+        ticks = [
+            d * 10.0**p
+            for p in range(first, last + 1, every)
+            for d in digits
+            if low <= d * 10.0**p <= high
+        ]
         if len(ticks) >= 3:
             return ticks
     return linear_ticks(low, high)

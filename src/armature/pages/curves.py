@@ -11,14 +11,22 @@ from armature.pages.history import History
 
 SMOOTHED = 60  # fewer values are shown as they are
 WINDOW_SHARE = 40  # the smoothing window is this part of the values
-MOST_OTHERS = 24  # charts of values under other names than ours: a callback may log a hundred of them
+MOST_OTHERS = (
+    24  # charts of values under other names than ours: a callback may log a hundred of them
+)
 PHASES = ("data", "forward", "backward", "optimizer", "communication", "other")
 
 
 def metric(
-    runs: Sequence[History], name: str, *, window: int | None = None, x: str = "step", marks: bool = False
+    runs: Sequence[History],
+    name: str,
+    *,
+    window: int | None = None,
+    x: str = "step",
+    marks: bool = False,
 ) -> Chart:
-    """Return one metric of several runs, each in its color; of one run, also with its restarts marked.
+    """Return one metric of several runs, each in its color; of one run, also with its restarts
+    marked.
 
     Args:
         window: values to smooth over; None: a 40th of them, 1: no smoothing.
@@ -27,18 +35,29 @@ def metric(
     for i, run in enumerate(runs):
         xs, ys = run.curve(name, x=x)
         lines += curve(xs, ys, label=run.name if len(runs) > 1 else "", color=i, window=window)
-    starts = [(float(start[x]), "restart") for start in runs[0].starts if start.get(x)] if marks and x == "step" else []
+    starts = (
+        [(float(start[x]), "restart") for start in runs[0].starts if start.get(x)]
+        if marks and x == "step"
+        else []
+    )
     return Chart(title=name, lines=lines, x_label=x, marks=starts)
 
 
 def curve(
-    xs: Sequence[float], ys: Sequence[float], *, label: str = "", color: int = 0, window: int | None = None
+    xs: Sequence[float],
+    ys: Sequence[float],
+    *,
+    label: str = "",
+    color: int = 0,
+    window: int | None = None,
 ) -> list[Line]:
     """Return the lines of a curve: one, or the raw values and their mean."""
     if not xs:
         return []
     if window is None:
-        window = len(ys) // WINDOW_SHARE if len(ys) >= SMOOTHED and len(ys) // WINDOW_SHARE > 2 else 1
+        window = (
+            len(ys) // WINDOW_SHARE if len(ys) >= SMOOTHED and len(ys) // WINDOW_SHARE > 2 else 1
+        )
     if window == 1:
         return [Line(xs=xs, ys=ys, label=label, color=color, dots=len(xs) <= 40)]
     raw = Line(xs=xs, ys=ys, color=color, width=1.0, opacity=0.3)
@@ -46,7 +65,9 @@ def curve(
 
 
 def learning(run: History) -> list[Chart]:
-    """Return the charts of what was learned: the loss, the module's own values, validation metrics."""
+    """Return the charts of what was learned: the loss, the module's own values, validation
+    metrics.
+    """
     names = [name for name in run.values if _many(run, name)]
     first = ["train/loss", *filter(run.is_of_validation, names), "train/grad_norm"]
     ordered = [n for n in dict.fromkeys(first) if n in names]
@@ -65,7 +86,9 @@ def learning(run: History) -> list[Chart]:
 
 
 def some(names: Iterable[str]) -> tuple[list[str], str]:
-    """Return the columns that are drawn, and a note about others: ours all, and so many that the module logged."""
+    """Return the columns that are drawn, and a note about others: ours all, and so many that the
+    module logged.
+    """
     names = list(names)
     ours = [name for name in names if name.startswith("train/")]
     others = [name for name in names if name not in ours]
@@ -74,9 +97,15 @@ def some(names: Iterable[str]) -> tuple[list[str], str]:
 
 
 def experts(run: History) -> list[Chart]:
-    """Return the load of a mixture's experts: its extremes in every step, and each expert's in the last one."""
+    """Return the load of a mixture's experts: its extremes in every step, and each expert's in the
+    last one.
+    """
     found = [(name, *run.curve(f"experts/load_{name}", x="step")) for name in ("max", "min")]
-    lines = [line for i, (name, xs, ys) in enumerate(found) for line in curve(xs, ys, label=name, color=i)]
+    lines = [
+        line
+        for i, (name, xs, ys) in enumerate(found)
+        for line in curve(xs, ys, label=name, color=i)
+    ]
     title = "tokens of the most and the least used expert, times the mean"
     drawn = [Chart(title=title, lines=lines, from_zero=True)] if lines else []
     loads = run.summary.get("expert_load")
@@ -102,7 +131,10 @@ def schedule(run: History) -> list[Chart]:
 def speed(run: History) -> list[Chart]:
     """Return throughput, the split of a step and its waiting for data."""
     drawn = []
-    for name, title in (("tokens_per_second", "tokens per second"), ("samples_per_second", "samples per second")):
+    for name, title in (
+        ("tokens_per_second", "tokens per second"),
+        ("samples_per_second", "samples per second"),
+    ):
         xs, ys = run.curve(name)
         if xs:
             drawn.append(Chart(title=title, lines=curve(xs, ys), from_zero=True))
@@ -127,12 +159,16 @@ def speed(run: History) -> list[Chart]:
             )
         )
     if run.curve("mfu")[0]:
-        drawn.append(Chart(title="model FLOPs utilization", lines=curve(*run.curve("mfu")), from_zero=True))
+        drawn.append(
+            Chart(title="model FLOPs utilization", lines=curve(*run.curve("mfu")), from_zero=True)
+        )
     return drawn
 
 
 def memory(run: History) -> list[Chart]:
-    """Return the GiB of each rank over time, from the events of validations, and what timings.csv has."""
+    """Return the GiB of each rank over time, from the events of validations, and what timings.csv
+    has.
+    """
     ranks: dict[int, tuple[list[float], list[float]]] = {}
     for event in run.events:
         values = event.get("memory_gib") if event["event"] == "memory" else None
@@ -142,11 +178,22 @@ def memory(run: History) -> list[Chart]:
                 xs.append(float(event["step"]))
                 ys.append(float(value))
     shown = sorted(ranks)[:16]
-    lines = [Line(xs=ranks[rank][0], ys=ranks[rank][1], label=f"rank {rank}", color=rank, dots=True) for rank in shown]
+    lines = [
+        Line(xs=ranks[rank][0], ys=ranks[rank][1], label=f"rank {rank}", color=rank, dots=True)
+        for rank in shown
+    ]
     note = f"16 of {len(ranks)} ranks" if len(ranks) > 16 else ""
-    drawn = [Chart(title="peak memory per rank, GiB", lines=lines, from_zero=True, note=note)] if lines else []
+    drawn = (
+        [Chart(title="peak memory per rank, GiB", lines=lines, from_zero=True, note=note)]
+        if lines
+        else []
+    )
     names = [name for name in run.timings if name.startswith("memory/") and run.curve(name)[0]]
     labels = [name.removeprefix("memory/").removesuffix("_gib") for name in names]
     found = [run.curve(name) for name in names]
     lines = [Line(xs=xs, ys=ys, label=labels[i], color=i) for i, (xs, ys) in enumerate(found)]
-    return drawn + ([Chart(title="memory of the fullest rank, GiB", lines=lines, from_zero=True)] if lines else [])
+    return drawn + (
+        [Chart(title="memory of the fullest rank, GiB", lines=lines, from_zero=True)]
+        if lines
+        else []
+    )

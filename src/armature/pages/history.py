@@ -1,4 +1,7 @@
-"""The files of a run, read for its pages. A missing or damaged file only leaves its part of a page empty."""
+"""The files of a run, read for its pages.
+
+A missing or damaged file only leaves its part of a page empty.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +35,10 @@ class History:
 
     Attributes:
         metrics, timings: the columns of metrics.csv and timings.csv.
-        events: the lines of report.jsonl, without samples after the checkpoint from which a later start resumed.
-        config: config.yaml by dotted key; references are not resolved, so that it holds nothing of the environment.
+        events: the lines of report.jsonl, without samples after the checkpoint from which a later
+            start resumed.
+        config: config.yaml by dotted key; references are not resolved, so that it holds nothing of
+            the environment.
     """
 
     path: Path
@@ -49,37 +54,58 @@ class History:
 
     @property
     def values(self) -> list[str]:
-        """Names of what was trained and measured: the columns of metrics.csv that are not about the step."""
+        """Names of what was trained and measured: the columns of metrics.csv that are not about the
+        step.
+        """
         about = ("step", "epoch", "samples", "tokens", "lr")
-        return [name for name in self.metrics if name not in about and not name.startswith("experts/")]
+        return [
+            name for name in self.metrics if name not in about and not name.startswith("experts/")
+        ]
 
     def is_of_validation(self, name: str) -> bool:
-        """Return whether a value comes from validation: ours begin with val/, modules also log val_loss."""
+        """Return whether a value comes from validation: ours begin with val/, modules also log
+        val_loss.
+        """
         if name.startswith("train"):
             return False
-        return name == self.config.get("checkpoint.monitor") or _OF_VALIDATION.match(name) is not None
+        return (
+            name == self.config.get("checkpoint.monitor") or _OF_VALIDATION.match(name) is not None
+        )
 
     @property
     def starts(self) -> list[dict[str, Any]]:
         return [event for event in self.events if event.get("event") == "start"]
 
     def curve(self, name: str, *, x: str = "step") -> tuple[list[float], list[float]]:
-        """Return the values of a column of either file over those of `x`; rows without one of them are left out."""
+        """Return the values of a column of either file over those of `x`; rows without one of them
+        are left out.
+        """
         for table in (self.metrics, self.timings):
             if name in table and x in table:
                 pairs = zip(table[x], table[name], strict=True)
-                # a value that is infinite or NaN is written as such and stays; an empty cell is None
-                found = [(a, b) for a, b in pairs if a is not None and b is not None and math.isfinite(a)]
+                # a value that is infinite or NaN is written as such and stays; an empty cell is
+                # None
+                found = [
+                    (a, b) for a, b in pairs if a is not None and b is not None and math.isfinite(a)
+                ]
                 return [a for a, _ in found], [b for _, b in found]
         return [], []
 
     def columns(self, *prefixes: str) -> list[str]:
         """Return names of columns that start with one of the prefixes, in the files' order."""
-        return [name for table in (self.metrics, self.timings) for name in table if name.startswith(prefixes)]
+        return [
+            name
+            for table in (self.metrics, self.timings)
+            for name in table
+            if name.startswith(prefixes)
+        ]
 
 
 def read(path: Path, *, newest: Mapping[str, Any] | None = None) -> History:
-    """Return what the files of a run directory hold. `newest`: a row of metrics.csv that is not written yet."""
+    """Return what the files of a run directory hold.
+
+    `newest`: a row of metrics.csv that is not written yet.
+    """
     metrics = read_table(path / "metrics.csv")
     if newest and "step" in newest and newest["step"] not in metrics.get("step", [])[-1:]:
         count = len(metrics.get("step", []))
@@ -96,15 +122,24 @@ def not_runs(paths: Iterable[Path]) -> list[str]:
     """Return a problem for each path that is no run directory."""
     kept = ("config.yaml", "metrics.csv")  # os.path.isfile raises for no name, however long
     wrong = [path for path in paths if not any(os.path.isfile(path / name) for name in kept)]
-    return [f"{path}: not a run directory. Type outputs/<run.name>; scripts/runs.py lists them." for path in wrong]
+    return [
+        f"{path}: not a run directory. Type outputs/<run.name>; scripts/runs.py lists them."
+        for path in wrong
+    ]
 
 
 def read_table(file: Path) -> Table:
-    """Return the columns of a file of numbers. A line that is being written, or damaged, is skipped."""
+    """Return the columns of a file of numbers.
+
+    A line that is being written, or damaged, is skipped.
+    """
     columns: dict[str, list[Any]] = {}
     if not file.is_file():  # reading a pipe might never end
         return columns
-    with suppress(OSError, ValueError, csv.Error), file.open(newline="", encoding="utf-8", errors="replace") as stream:
+    with (
+        suppress(OSError, ValueError, csv.Error),
+        file.open(newline="", encoding="utf-8", errors="replace") as stream,
+    ):
         rows = csv.reader(stream)
         names = next(rows, [])
         if "step" not in names:
@@ -126,13 +161,21 @@ def _number(text: str) -> float | None:
 
 
 def read_events(file: Path) -> list[dict[str, Any]]:
-    """Return the events, without samples that a later start, which resumed before them, has made void."""
+    """Return the events, without samples that a later start, which resumed before them, has made
+    void.
+    """
     events: list[dict[str, Any]] = []
     for event in _lines(file):
         if event["event"] == "start":
-            events = [each for each in events if each["event"] == "start" or each["step"] <= event["step"]]
-        elif events and events[-1]["event"] == event["event"] and events[-1]["step"] == event["step"]:
-            events.pop()  # the same step again: the end of a run that validated there, or a start that added nothing
+            events = [
+                each for each in events if each["event"] == "start" or each["step"] <= event["step"]
+            ]
+        elif (
+            events and events[-1]["event"] == event["event"] and events[-1]["step"] == event["step"]
+        ):
+            # the same step again: the end of a run that validated there, or a start that added
+            # nothing
+            events.pop()
         events.append(event)
     return events
 
@@ -158,7 +201,11 @@ def read_config(file: Path) -> dict[str, Any]:
         found = OmegaConf.to_container(read_raw(file), resolve=False)
     except (ConfigError, RecursionError):  # it may be nested without end
         return {}
-    return {key: value for key, value in flat(found) if not f"{key}.".startswith(tuple(f"{name}." for name in WRITTEN))}
+    return {
+        key: value
+        for key, value in flat(found)
+        if not f"{key}.".startswith(tuple(f"{name}." for name in WRITTEN))
+    }
 
 
 def flat(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -180,7 +227,8 @@ def defaults(folder: Path = CONFIGS) -> dict[str, Any]:
 
 
 def _composed(folder: Path, name: str, *, group: str) -> dict[str, Any]:
-    """Merge a file with those in its defaults list, as Hydra does, but for experiments, debug, sweeps and local.
+    """Merge a file with those in its defaults list, as Hydra does, but for experiments, debug,
+    sweeps and local.
 
     Reading these few files takes 0.1 s, composing with Hydra half a second.
     """
@@ -202,15 +250,25 @@ def _composed(folder: Path, name: str, *, group: str) -> dict[str, Any]:
 
 
 def decided(path: Path, usual: dict[str, Any]) -> set[str]:
-    """Return the keys whose default is auto, if neither the run's overrides nor its experiment's file sets them."""
+    """Return the keys whose default is auto, if neither the run's overrides nor its experiment's
+    file sets them.
+    """
     overrides = path / "overrides.txt"
-    lines = overrides.read_text(encoding="utf-8", errors="replace").splitlines() if overrides.is_file() else []
-    typed: dict[str, Any] = {key: value for key, _, value in (line.lstrip("+").partition("=") for line in lines)}
+    lines = (
+        overrides.read_text(encoding="utf-8", errors="replace").splitlines()
+        if overrides.is_file()
+        else []
+    )
+    typed: dict[str, Any] = {
+        key: value for key, _, value in (line.lstrip("+").partition("=") for line in lines)
+    }
     try:
         for group in ("experiment", "debug"):
             if name := typed.get(group):
                 typed |= dict(flat(_composed(CONFIGS, name, group=group)))
-    except Exception:  # a file that is not here any more, or of another folder: nothing is known of it
+    except (
+        Exception
+    ):  # a file that is not here any more, or of another folder: nothing is known of it
         return set()
     return {key for key, value in usual.items() if value == "auto" and key not in typed}
 
@@ -219,7 +277,9 @@ def changed(config: dict[str, Any], usual: dict[str, Any]) -> set[str]:
     """Return the keys whose value differs from the default one, or that have none."""
     if not usual:
         return set()
-    return {key for key, value in config.items() if key not in usual or not _same(value, usual[key])}
+    return {
+        key for key, value in config.items() if key not in usual or not _same(value, usual[key])
+    }
 
 
 def _same(a: Any, b: Any) -> bool:

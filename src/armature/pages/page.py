@@ -1,4 +1,6 @@
-"""What the pages share: one self-contained HTML file, which a browser lets neither load nor run anything."""
+"""What the pages share: one self-contained HTML file, which a browser lets neither load nor run
+anything.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +14,26 @@ from typing import Any
 from armature.pages import chart
 
 STYLE = Path(__file__).with_name("page.css")
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
+    "form-action 'none'"
+)
 
 
 def page(title: str, body: Iterable[str]) -> str:
     """Return a whole page. Every part of `body` is HTML, whose texts are escaped already."""
-    return "\n".join([
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(title)}</title>",
-        f"<style>{chart.stylesheet()}{STYLE.read_text(encoding='utf-8')}</style></head><body><main>",
-        *body,
-        "</main></body></html>\n",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{escape(title)}</title>",
+            f"<style>{chart.stylesheet()}{STYLE.read_text(encoding='utf-8')}</style></head><body><main>",
+            *body,
+            "</main></body></html>\n",
+        ]
+    )
 
 
 def charts(drawn: Sequence[chart.Chart], *, name: str) -> str:
@@ -42,9 +49,13 @@ def charts(drawn: Sequence[chart.Chart], *, name: str) -> str:
         linear = chart.render(each)
         logarithmic = chart.render(_logarithmic(each)) if _has_positive(each) else linear
         boxes.append(
-            f'<div class="chart"><div class="linear">{linear}</div><div class="logarithmic">{logarithmic}</div></div>'
+            f'<div class="chart"><div class="linear">{linear}</div><div '
+            f'class="logarithmic">{logarithmic}</div></div>'
         )
-    switch = f'<input type="checkbox" class="log" id="{name}"> <label for="{name}">logarithmic axis</label>'
+    switch = (
+        f'<input type="checkbox" class="log" id="{name}"> <label for="{name}">logarithmic '
+        "axis</label>"
+    )
     return f'<div>{switch}<div class="charts">{"".join(boxes)}</div></div>'
 
 
@@ -65,7 +76,9 @@ def tile(name: str, value: str) -> str:
     return f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
 
 
-def table(rows: Iterable[Sequence[str]], head: Sequence[str] = (), *, classes: Sequence[str] = ()) -> str:
+def table(
+    rows: Iterable[Sequence[str]], head: Sequence[str] = (), *, classes: Sequence[str] = ()
+) -> str:
     """Return a table of cells that are HTML; `classes` of the rows."""
     kinds = [*classes]
     lines = [f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr>"] if head else []

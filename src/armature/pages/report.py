@@ -35,7 +35,10 @@ def make(path: Path, *, running: bool = False, newest: Mapping[str, Any] | None 
         body += ["<h2>Learning</h2>", charts(learned, name="learning")]
     if used := curves.experts(run):
         body += ["<h2>Experts</h2>", plain_charts(used)]
-    body += ["<h2>Learning rate and speed</h2>", plain_charts([*curves.schedule(run), *curves.speed(run)])]
+    body += [
+        "<h2>Learning rate and speed</h2>",
+        plain_charts([*curves.schedule(run), *curves.speed(run)]),
+    ]
     if not run.columns("time/"):
         body.append(f'<p class="quiet">{escape(HOW_TO_SPLIT)}</p>')
     if used := curves.memory(run):
@@ -52,9 +55,13 @@ def make(path: Path, *, running: bool = False, newest: Mapping[str, Any] | None 
 def _head(run: History, *, running: bool) -> Iterator[str]:
     if run.summary:
         reason = str(run.summary.get("stop_reason"))
-        state, kind = (reason, "finished") if reason == "finished" else (f"stopped ({reason})", "stopped")
+        state, kind = (
+            (reason, "finished") if reason == "finished" else (f"stopped ({reason})", "stopped")
+        )
     else:
-        state, kind = ("running when this was written", "") if running else ("not finished", "failed")
+        state, kind = (
+            ("running when this was written", "") if running else ("not finished", "failed")
+        )
     made = time.strftime("%Y-%m-%d %H:%M")
     yield f'<h1>{escape(run.name)}</h1><p><span class="state {kind}">{escape(state)}</span> '
     yield f'<span class="quiet">as of {made} · {escape(str(run.path))}</span></p>'
@@ -70,7 +77,12 @@ def _tiles(run: History) -> str:
     step = run.summary.get("global_step")
     if not isinstance(step, int):
         step = int(max(filter(math.isfinite, steps), default=0))
-    found = [("optimizer step", f"{step:,} of {planned:,}" if isinstance(planned, int) and planned else f"{step:,}")]
+    found = [
+        (
+            "optimizer step",
+            f"{step:,} of {planned:,}" if isinstance(planned, int) and planned else f"{step:,}",
+        )
+    ]
     _, losses = run.curve("train/loss")
     if losses:
         found.append(("newest train/loss", number(losses[-1])))
@@ -81,15 +93,25 @@ def _tiles(run: History) -> str:
     for name, value in (final if isinstance(final, dict) else {}).items():
         if name.startswith("test/") and isinstance(value, int | float):
             found.append((name, number(value)))
-    for key, name in (("tokens_per_second", "tokens per second"), ("samples_per_second", "samples per second")):
+    for key, name in (
+        ("tokens_per_second", "tokens per second"),
+        ("samples_per_second", "samples per second"),
+    ):
         _, rates = run.curve(key)
         if rates:
             rate = run.summary.get(key)
-            found.append((name, f"{rate if isinstance(rate, int | float) else sorted(rates)[len(rates) // 2]:,.0f}"))
+            found.append(
+                (
+                    name,
+                    f"{rate if isinstance(rate, int | float) else sorted(rates)[len(rates) // 2]:,.0f}",
+                )
+            )
             break
     if isinstance(seconds := run.summary.get("seconds"), int | float):
         found.append(("newest start took", duration(seconds)))
-    if isinstance(count := run.summary.get("parameters") or _newest_start(run).get("parameters"), int):
+    if isinstance(
+        count := run.summary.get("parameters") or _newest_start(run).get("parameters"), int
+    ):
         found.append(("parameters", f"{count:,}"))
     found.append(("restarts", str(max(0, len(run.starts) - 1))))
     return f'<div class="tiles">{"".join(tile(name, value) for name, value in found)}</div>'
@@ -100,8 +122,16 @@ def _newest_start(run: History) -> dict[str, Any]:
 
 
 def _samples(run: History) -> Iterator[str]:
-    texts = [event for event in run.events if event["event"] == "text" and isinstance(event.get("text"), str)]
-    images = [event for event in run.events if event["event"] == "images" and isinstance(event.get("images"), list)]
+    texts = [
+        event
+        for event in run.events
+        if event["event"] == "text" and isinstance(event.get("text"), str)
+    ]
+    images = [
+        event
+        for event in run.events
+        if event["event"] == "images" and isinstance(event.get("images"), list)
+    ]
     if not texts and not images:
         return
     yield "<h2>Samples over time</h2>"
@@ -134,7 +164,10 @@ def _show_images(event: dict[str, Any]) -> str:
         wrong = bool(target) and predicted != target
         said = f"{predicted}, not {target}" if wrong else predicted
         kind = ' class="wrong"' if wrong else ""
-        figures.append(f'<figure{kind}><img src="{address}" alt="{escape(said, quote=True)}">{escape(said)}</figure>')
+        figures.append(
+            f'<figure{kind}><img src="{address}" '
+            f'alt="{escape(said, quote=True)}">{escape(said)}</figure>'
+        )
     return f'<div class="images">{"".join(figures)}</div>'
 
 
@@ -148,10 +181,17 @@ def png(pixels: str, *, width: int, height: int) -> str:
     rows = b"".join(b"\0" + raw[i : i + line] for i in range(0, len(raw), line))
 
     def part(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     head = struct.pack(">IIBBBBB", width, height, 8, 2 if channels == 3 else 0, 0, 0, 0)
-    file = b"\x89PNG\r\n\x1a\n" + part(b"IHDR", head) + part(b"IDAT", zlib.compress(rows)) + part(b"IEND", b"")
+    file = (
+        b"\x89PNG\r\n\x1a\n"
+        + part(b"IHDR", head)
+        + part(b"IDAT", zlib.compress(rows))
+        + part(b"IEND", b"")
+    )
     return "data:image/png;base64," + base64.b64encode(file).decode()
 
 
@@ -184,7 +224,11 @@ def _environment(run: History) -> Iterator[str]:
     commit = start.get("commit")
     if commit:
         facts["commit"] = f"{commit}{' and uncommitted changes' if start.get('dirty') else ''}"
-    facts |= {key: start[key] for key in ("python", "system", "processor", "devices", "host") if start.get(key)}
+    facts |= {
+        key: start[key]
+        for key in ("python", "system", "processor", "devices", "host")
+        if start.get(key)
+    }
     versions = start.get("versions")
     facts |= versions if isinstance(versions, dict) else {}
     if facts:

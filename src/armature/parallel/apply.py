@@ -1,4 +1,7 @@
-"""Parallelize a model over a mesh as its plan says. All kinds of parallelism meet here, in one fixed order."""
+"""Parallelize a model over a mesh as its plan says.
+
+All kinds of parallelism meet here, in one fixed order.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,27 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from armature.errors import ConfigError
 from armature.models.plan import Plan, plan_beside
-from armature.parallel import blocks, copies, dtensors, experts, initialization, pipeline, tensor, ties
+from armature.parallel import (
+    blocks,
+    copies,
+    dtensors,
+    experts,
+    initialization,
+    pipeline,
+    tensor,
+    ties,
+)
 from armature.parallel import mesh as meshes
 from armature.parallel.context import Positions
 from armature.parallel.gathered import Gathered
@@ -28,7 +46,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of `strategies.mesh.MeshStrategy`, whose constructor documents them, with every default resolved.
+    """The options of `strategies.mesh.MeshStrategy`, whose constructor documents them, with every
+    default resolved.
 
     Attributes:
         keep_last_gathered: keep the unit that backward starts with gathered after forward.
@@ -57,7 +76,9 @@ class Options:
 class ParallelizedModel:
     """A model on this rank."""
 
-    parts: list[nn.Module]  # one per pipeline stage that this rank holds; without a pipeline, the model itself
+    parts: list[
+        nn.Module
+    ]  # one per pipeline stage that this rank holds; without a pipeline, the model itself
     bubble_share: float = 0.0  # share of a step that the pipeline's schedule leaves idle
     runner: pipeline.Runner | None = None  # runs the pipeline's stages
 
@@ -75,11 +96,13 @@ def parallelize(
     expert_ranks: DeviceMesh | None = None,
     gathered: Gathered | None = None,
 ) -> ParallelizedModel:
-    """Parallelize a model that is on the meta device, and initialize the weights that this rank holds.
+    """Parallelize a model that is on the meta device, and initialize the weights that this rank
+    holds.
 
     Args:
         device: where the weights go, unless they are offloaded to the CPU.
-        prefix: the prefix of the model's parameter names in the names that decide the initial weights ("model.").
+        prefix: the prefix of the model's parameter names in the names that decide the initial
+            weights ("model.").
         positions: this rank's on the context axis, or None without one.
         expert_ranks: `mesh.expert_mesh`, if there is an expert axis.
         gathered: watches the units that are sharded.
@@ -99,24 +122,42 @@ def parallelize(
     if positions is not None:
         if plan is None or not plan.context:
             raise ConfigError(
-                f"strategy.context={positions.size}: {type(model).__name__} has no plan that names its attention in "
-                "`context`. Write it in a plan.py next to the model's module, or type strategy=fsdp."
+                f"strategy.context={positions.size}: {type(model).__name__} has no plan that names "
+                "its attention in "
+                "`context`. Write it in a plan.py next to the model's module, or type "
+                "strategy=fsdp."
             )
         positions.divide(model, plan)
         if stages is None:
             positions.divide_calls(model)
-    # 2. experts, on ranks of their own. Their weights are sharded here: what follows leaves them alone
+    # 2. experts, on ranks of their own. Their weights are sharded here: what follows leaves them
+    # alone
     spread = None
-    if plan is not None and plan.experts is not None and (options.expert > 1 or mesh["tensor"].size() > 1):
+    if (
+        plan is not None
+        and plan.experts is not None
+        and (options.expert > 1 or mesh["tensor"].size() > 1)
+    ):
         # all ranks make the mesh's groups together, also those of a stage without experts
-        spread = meshes.expert_mesh(mesh, expert=options.expert) if expert_ranks is None else expert_ranks
-        loss_ranks, arguments = mesh["replicate"].size() * mesh["shard"].size(), sharding_arguments(options)
+        spread = (
+            meshes.expert_mesh(mesh, expert=options.expert)
+            if expert_ranks is None
+            else expert_ranks
+        )
+        loss_ranks, arguments = (
+            mesh["replicate"].size() * mesh["shard"].size(),
+            sharding_arguments(options),
+        )
         for holder in experts.find(model, plan.experts):
             experts.shard(holder, spread, loss_ranks=loss_ranks, **arguments)
     # 3. tensor: matrices, the vocabulary and its loss
     if mesh["tensor"].size() > 1:
-        sequence_parallel = options.sequence_parallel and plan is not None and plan.sequence is not None
-        tensor.shard_modules(model, styles, mesh=mesh["tensor"], sequence_parallel=sequence_parallel)
+        sequence_parallel = (
+            options.sequence_parallel and plan is not None and plan.sequence is not None
+        )
+        tensor.shard_modules(
+            model, styles, mesh=mesh["tensor"], sequence_parallel=sequence_parallel
+        )
         if "logits" in styles.values():
             unshard = tensor.shard_loss(model, mesh=mesh["tensor"])
             for part in parts:
@@ -128,15 +169,20 @@ def parallelize(
     if options.compile == "block":
         blocks.compile_forward(repeated, mode=options.compile_mode)
     # 7. shard: units of blocks, and one unit for each end
-    data_mesh = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]  # two axes: HSDP
-    if data_mesh.size() > 1 or options.cpu_offload:  # FSDP2 moves offloaded weights to the GPU, of one rank as well
+    data_mesh = (
+        mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
+    )  # two axes: HSDP
+    if (
+        data_mesh.size() > 1 or options.cpu_offload
+    ):  # FSDP2 moves offloaded weights to the GPU, of one rank as well
         if plan is None and data_mesh.size() > 1:
             _warn_of_no_plan(type(model).__name__)
         _refuse_scripted(model, prefix)
         for part in parts:
             shard_parameters(part, plan, mesh=data_mesh, options=options)
     elif spread is not None and stages is not None:
-        # torch's schedules keep experts gathered until the end of a step's backward, if the stage is an FSDP module
+        # torch's schedules keep experts gathered until the end of a step's backward, if the stage
+        # is an FSDP module
         for part in parts:
             fully_shard(part, mesh=spread["rest"], ignored_params=set(part.parameters()))
     if gathered is not None:
@@ -148,25 +194,37 @@ def parallelize(
     weights_device = torch.device("cpu") if options.cpu_offload else device
     meta_names = initialization.materialize(model, device=weights_device, buffers_device=device)
     # 9. initialize by name
-    initialization.initialize_by_name(model, seed=options.seed, names=meta_names.difference(imported), prefix=prefix)
+    initialization.initialize_by_name(
+        model, seed=options.seed, names=meta_names.difference(imported), prefix=prefix
+    )
     # 10. pipeline schedule
     if stages is None:
         if unshard is not None:
             tensor.gather_outputs(model, unshard)
         return ParallelizedModel(parts=parts)
     runner = pipeline.Runner(
-        model=model, stages=stages, group=pipe.get_group(), device=device, schedule=options.schedule,
-        microbatches=options.microbatches, unshard_outputs=unshard or torch.clone, positions=positions,
+        model=model,
+        stages=stages,
+        group=pipe.get_group(),
+        device=device,
+        schedule=options.schedule,
+        microbatches=options.microbatches,
+        unshard_outputs=unshard or torch.clone,
+        positions=positions,
         data_group=meshes.data_group(mesh) if data_mesh.size() > 1 else None,
-    )  # fmt: skip
+    )
     pipeline.install_runner(model, runner)
     share = bubble_share(options.schedule, ranks=pipe.size(), microbatches=options.microbatches)
     return ParallelizedModel(parts=parts, bubble_share=share, runner=runner)
 
 
 def _head_hooks(model: nn.Module) -> dict[nn.Module, list[int]]:
-    """Return the ids of the hooks of each module that must know its strategy's from others (`decoder.loss.Head`)."""
-    return {module: module.hook_ids for module in model.modules() if hasattr(module, "layout_hooks")}  # pyright: ignore[reportReturnType]
+    """Return the ids of the hooks of each module that must know its strategy's from others
+    (`decoder.loss.Head`).
+    """
+    return {
+        module: module.hook_ids for module in model.modules() if hasattr(module, "layout_hooks")
+    }  # pyright: ignore[reportReturnType]
 
 
 def repeated_blocks(model: nn.Module, plan: Plan | None) -> list[nn.Module]:
@@ -174,22 +232,31 @@ def repeated_blocks(model: nn.Module, plan: Plan | None) -> list[nn.Module]:
     return [model] if plan is None else list(model.get_submodule(plan.blocks).children())
 
 
-def shard_parameters(model: nn.Module, plan: Plan | None, *, mesh: DeviceMesh, options: Options) -> None:
+def shard_parameters(
+    model: nn.Module, plan: Plan | None, *, mesh: DeviceMesh, options: Options
+) -> None:
     """Apply fully_shard (FSDP2) to units of blocks, to each end, and to all remaining parameters.
 
-    The unit that backward starts with, the last end or the remaining parameters, stays gathered after forward. It does
-    not if a module has several models (a GAN, a teacher and a student): code between their forwards and backwards
-    changes weights and `requires_grad`, and must find all of them sharded. Without gradients everything is resharded
-    after forward: no backward follows, and the next forward would otherwise use the weights of this one.
+    The unit that backward starts with, the last end or the remaining parameters, stays gathered
+    after forward. It does not if a module has several models (a GAN, a teacher and a student): code
+    between their forwards and backwards changes weights and `requires_grad`, and must find all of
+    them sharded. Without gradients everything is resharded
+    after forward: no backward follows, and the next forward would otherwise use the weights of this
+    one.
     """
     arguments = {"mesh": mesh, **sharding_arguments(options)}
     stay_gathered = {**arguments, "reshard_after_forward": not options.keep_last_gathered}
-    sharded, is_split = [model], any(isinstance(param, DTensor) for param in model.parameters())  # by a tensor axis
+    sharded, is_split = (
+        [model],
+        any(isinstance(param, DTensor) for param in model.parameters()),
+    )  # by a tensor axis
     dtensors.watch_weights(model)
     dtensors.carry_hooks(model)
     # weights that must not be rounded to `param_dtype`: in one process they are not
     rounds = options.param_dtype is not None
-    exact = [module for module in model.modules() if rounds and getattr(module, "full_precision", False)]
+    exact = [
+        module for module in model.modules() if rounds and getattr(module, "full_precision", False)
+    ]
     for module in exact:
         own = {**arguments, "mp_policy": MixedPrecisionPolicy(reduce_dtype=options.reduce_dtype)}
         fully_shard(module, **own)
@@ -218,25 +285,33 @@ def shard_parameters(model: nn.Module, plan: Plan | None, *, mesh: DeviceMesh, o
                 module.reshard()  # pyright: ignore[reportCallIssue]
 
     model.register_forward_hook(reshard_without_grad)
-    compiled = any("forward" in vars(module) for module in model.modules())  # a copy would call the first one's
+    compiled = any(
+        "forward" in vars(module) for module in model.modules()
+    )  # a copy would call the first one's
     if len(sharded) == 1 + len(exact) and not is_split and not compiled:
         for module in exact:
             copies.allow(module, lambda copied: None)  # the whole copy is sharded below
-        copied = replace(options, keep_last_gathered=False)  # with it, the LightningModule has several models
+        copied = replace(
+            options, keep_last_gathered=False
+        )  # with it, the LightningModule has several models
         copies.allow(model, partial(shard_parameters, plan=plan, mesh=mesh, options=copied))
 
 
 def sharding_arguments(options: Options) -> dict[str, Any]:
     """Return the arguments of fully_shard that all units share."""
     return {
-        "mp_policy": MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype
+        ),
         "offload_policy": CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
         "reshard_after_forward": options.reshard_after_forward,
     }
 
 
 def sharding_units(model: nn.Module, plan: Plan, *, min_num_params: int) -> list[list[nn.Module]]:
-    """Return lists of consecutive blocks that are gathered together, or [] if the model has at most one unit's size."""
+    """Return lists of consecutive blocks that are gathered together, or [] if the model has at most
+    one unit's size.
+    """
 
     def size(*modules: nn.Module) -> int:  # in parameters on one rank of the tensor axis
         return sum(local_part(param).numel() for module in modules for param in module.parameters())
@@ -261,11 +336,14 @@ def plan_of(model: nn.Module) -> Plan | None:
 
 
 def _refuse_scripted(model: nn.Module, prefix: str) -> None:
-    """Raise ConfigError if a part that TorchScript made has weights: nothing can replace them by their shards."""
+    """Raise ConfigError if a part that TorchScript made has weights: nothing can replace them by
+    their shards.
+    """
     for name, part in model.named_modules():
         if isinstance(part, torch.jit.ScriptModule) and next(part.parameters(), None) is not None:
             raise ConfigError(
-                f"{prefix}{name}".rstrip(".") + ": torch.jit made this module and it has weights, which cannot be "
+                f"{prefix}{name}".rstrip(".")
+                + ": torch.jit made this module and it has weights, which cannot be "
                 "sharded. Train the module itself and script it afterwards, or type strategy=ddp."
             )
 
@@ -273,7 +351,8 @@ def _refuse_scripted(model: nn.Module, prefix: str) -> None:
 @cache
 def _warn_of_no_plan(kind: str) -> None:
     log.warning(
-        "%s has no plan: it is sharded as one unit, so each rank gathers all of its weights at once. Write a plan.py "
+        "%s has no plan: it is sharded as one unit, so each rank gathers all of its weights at "
+        "once. Write a plan.py "
         "beside it that names its blocks, and each rank gathers the weights of one block at a time.",
         kind,
     )

@@ -1,4 +1,7 @@
-"""Float8, activation checkpointing and compilation of a model's blocks, in place. Parameter names stay the same."""
+"""Float8, activation checkpointing and compilation of a model's blocks, in place.
+
+Parameter names stay the same.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,9 @@ from torch.utils.checkpoint import (
 
 from armature.data import cache
 
-# operators whose results cost more to recompute than to store: matrix products, attention, and sums over ranks.
-# A gather over the tensor axis is repeated in backward: its result holds the positions of all ranks
+# operators whose results cost more to recompute than to store: matrix products, attention, and sums
+# over ranks. A gather over the tensor axis is repeated in backward: its result holds the positions
+# of all ranks
 EXPENSIVE_OPERATORS = (
     "aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_dot_product_flash_attention",
     "aten._scaled_dot_product_efficient_attention", "aten._scaled_dot_product_cudnn_attention",
@@ -28,23 +32,33 @@ EXPENSIVE_OPERATORS = (
     "_c10d_functional.all_reduce", "_c10d_functional.all_to_all_single", "aten._grouped_mm",
     "flex_attention", "inductor_compiled_code",  # inside a compiled block, and compiled on its own
 )  # fmt: skip
-# what FSDP calls around units inside a block, such as experts: not as often when the block is computed again
-_PROFILER = (torch.ops.profiler._record_function_enter_new, torch.ops.profiler._record_function_exit)
+# what FSDP calls around units inside a block, such as experts: not as often when the block is
+# computed again
+_PROFILER = (
+    torch.ops.profiler._record_function_enter_new,
+    torch.ops.profiler._record_function_exit,
+)
 LABELS = {getattr(packet, overload) for packet in _PROFILER for overload in packet.overloads()}
 
 
 def convert_to_float8(modules: Iterable[nn.Module], *, float8: bool | str) -> None:
-    """Let the Linears inside multiply in float8, forward and backward; weights and the optimizer keep their type.
+    """Let the Linears inside multiply in float8, forward and backward; weights and the optimizer
+    keep their type.
 
-    torchao scales each tensor by its largest value, anew in every step. The hardware needs sizes that are multiples of
-    16: a Linear with other sizes is not converted. "emulate" rounds to float8 and multiplies in the tensors' own type.
+    torchao scales each tensor by its largest value, anew in every step. The hardware needs sizes
+    that are multiples of
+    16: a Linear with other sizes is not converted. "emulate" rounds to float8 and multiplies in the
+    tensors' own type.
     """
     if not float8:
         return
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     def fits(module: nn.Module, _: str) -> bool:
-        return isinstance(module, nn.Linear) and module.in_features % 16 == 0 == module.out_features % 16
+        return (
+            isinstance(module, nn.Linear)
+            and module.in_features % 16 == 0 == module.out_features % 16
+        )
 
     config = Float8LinearConfig(emulate=float8 == "emulate")
     for module in modules:
@@ -54,8 +68,8 @@ def convert_to_float8(modules: Iterable[nn.Module], *, float8: bool | str) -> No
 def checkpoint_activations(blocks: Iterable[nn.Module], *, mode: str | int) -> None:
     """Store less of the forward pass, and compute it again in backward.
 
-    That is for `every` block, or every n-th if the mode is a number. `selective` stores the results of matrix products,
-    attention and sums over ranks in every block, and recomputes the rest.
+    That is for `every` block, or every n-th if the mode is a number. `selective` stores the results
+    of matrix products, attention and sums over ranks in every block, and recomputes the rest.
     """
     if mode == "none":
         return
@@ -86,14 +100,17 @@ def compile_forward(modules: Iterable[nn.Module], *, mode: str = "default") -> N
 class CompiledForward:
     """A compiled method. Its deep copies and pickles belong to their own module.
 
-    `torch.compile` returns a function, which `copy.deepcopy` does not copy: a teacher would compute with the weights of
+    `torch.compile` returns a function, which `copy.deepcopy` does not copy: a teacher would compute
+    with the weights of
     the model that it was copied from.
     """
 
     def __init__(self, forward: Callable[..., Any], mode: str) -> None:
         self._compiled = torch.compile(forward, mode=mode)
         self._forward, self._mode = forward, mode
-        functools.update_wrapper(self, forward, updated=())  # its signature: others look for names of arguments
+        functools.update_wrapper(
+            self, forward, updated=()
+        )  # its signature: others look for names of arguments
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._compiled(*args, **kwargs)
@@ -103,9 +120,11 @@ class CompiledForward:
 
 
 def set_compile_cache_dir() -> None:
-    """Let torch keep compiled code beside the prepared corpora, unless TORCHINDUCTOR_CACHE_DIR names another folder.
+    """Let torch keep compiled code beside the prepared corpora, unless TORCHINDUCTOR_CACHE_DIR
+    names another folder.
 
-    torch's default is a temporary folder, which is deleted with the container and, on many clusters, with the job.
+    torch's default is a temporary folder, which is deleted with the container and, on many
+    clusters, with the job.
     """
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 

@@ -1,10 +1,15 @@
-"""The context axis: ranks share samples, and each computes its part of the positions (Ulysses, arXiv:2309.14509).
+"""The context axis: ranks share samples, and each computes its part of the positions (Ulysses,
+arXiv:2309.14509).
 
-Only attention looks at other positions. An exchange before it gives each rank all positions of some of the heads, and
-one after it gives back its positions of all heads. What surrounds the model keeps its meaning: whole samples go in, and
-the loss over all targets, or the outputs of all positions, come out, the same on all ranks of the axis.
+Only attention looks at other positions. An exchange before it gives each rank all positions of some
+of the heads, and
+one after it gives back its positions of all heads. What surrounds the model keeps its meaning:
+whole samples go in, and
+the loss over all targets, or the outputs of all positions, come out, the same on all ranks of the
+axis.
 
-Shapes: B batch, T positions of a sample, H query heads, G key-value heads, K head width, C ranks of the axis. H and G
+Shapes: B batch, T positions of a sample, H query heads, G key-value heads, K head width, C ranks of
+the axis. H and G
 are those of one rank of the tensor axis.
 """
 
@@ -34,50 +39,73 @@ class Positions:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.size, self.rank = group, group.size(), group.rank()
-        self._calls: list[tuple[ExitStack, Tensor | None]] = []  # of models that are running, innermost last
+        self._calls: list[
+            tuple[ExitStack, Tensor | None]
+        ] = []  # of models that are running, innermost last
 
     def part(self, x: Tensor) -> Tensor:
         """Return this rank's positions (dim 1) of x: (B, T, …) to (B, T / C, …)."""
         if x.ndim < 2 or x.shape[1] % self.size:
             raise ConfigError(
-                f"strategy.context={self.size} does not divide the {x.shape[1] if x.ndim > 1 else 1} positions (dim 1) "
+                f"strategy.context={self.size} does not divide the "
+                f"{x.shape[1] if x.ndim > 1 else 1} positions (dim 1) "
                 f"of a batch of shape {tuple(x.shape)}. Type another length, or strategy.context=1."
             )
         return x.chunk(self.size, 1)[self.rank]
 
     def whole(self, x: Tensor) -> Tensor:
-        """Return all positions of outputs: (B, T / C, …) to (B, T, …). All ranks must use them alike."""
+        """Return all positions of outputs: (B, T / C, …) to (B, T, …).
+
+        All ranks must use them alike.
+        """
         return _Whole.apply(x, self.group)
 
     def share(self, targets: Tensor) -> Tensor | None:
-        """Return the factor of this rank's mean loss (see `weigh`): the mean over ranks is that over all targets.
+        """Return the factor of this rank's mean loss (see `weigh`): the mean over ranks is that
+        over all targets.
 
         Args:
-            targets: of all positions. None is returned if they are no classes: then the parts count alike.
+            targets: of all positions. None is returned if they are no classes: then the parts count
+                alike.
         """
         if targets.is_floating_point():
             return None
         counted = targets != IGNORED
-        return self.part(counted).sum(dtype=torch.float32) * self.size / counted.sum(dtype=torch.float32).clamp(min=1)
+        return (
+            self.part(counted).sum(dtype=torch.float32)
+            * self.size
+            / counted.sum(dtype=torch.float32).clamp(min=1)
+        )
 
     def mean(self, loss: Tensor) -> Tensor:
-        """Return the mean over the ranks. Gradients pass as they are: sharding averages them over these ranks, too."""
+        """Return the mean over the ranks.
+
+        Gradients pass as they are: sharding averages them over these ranks, too.
+        """
         return _Mean.apply(loss, self.group)
 
     # ------------------------------------------------------------ attention
     def to_heads(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Exchange queries, keys and values at once: (B, H, T / C, K) to (B, H / C, T, K)."""
         q_BHTK, k_BGTK, v_BGTK, *others = args
-        q_BHTK, k_BGTK = q_BHTK.to(v_BGTK.dtype), k_BGTK.to(v_BGTK.dtype)  # autocast normalizes them in fp32
-        if (copies := self.size // math.gcd(self.size, k_BGTK.shape[1])) > 1:  # fewer heads than ranks
+        q_BHTK, k_BGTK = (
+            q_BHTK.to(v_BGTK.dtype),
+            k_BGTK.to(v_BGTK.dtype),
+        )  # autocast normalizes them in fp32
+        if (
+            copies := self.size // math.gcd(self.size, k_BGTK.shape[1])
+        ) > 1:  # fewer heads than ranks
             k_BGTK, v_BGTK = (x.repeat_interleave(copies, dim=1) for x in (k_BGTK, v_BGTK))
         if q_BHTK.shape[1] % self.size:
             raise ConfigError(
-                f"strategy.context={self.size} does not divide the {q_BHTK.shape[1]} heads of this rank's attention. "
+                f"strategy.context={self.size} does not divide the {q_BHTK.shape[1]} heads of this "
+                "rank's attention. "
                 "Type a number that does."
             )
         parts = [x.chunk(self.size, 1) for x in (q_BHTK, k_BGTK, v_BGTK)]
-        sent = torch.stack([torch.cat(of_rank, 1) for of_rank in zip(*parts, strict=True)])  # (C, B, heads, T / C, K)
+        sent = torch.stack(
+            [torch.cat(of_rank, 1) for of_rank in zip(*parts, strict=True)]
+        )  # (C, B, heads, T / C, K)
         received = exchange(sent, self.group).split([of_all[0].shape[1] for of_all in parts], 2)
         # each its own copy: what attention keeps of one must not keep the memory of all three
         return *(x.movedim(0, 2).flatten(2, 3) for x in received), *others
@@ -89,7 +117,9 @@ class Positions:
 
     # ------------------------------------------------------------ models
     def divide(self, model: nn.Module, plan: Plan) -> None:
-        """Let modules work on this rank's positions, and attention on all positions of this rank's heads."""
+        """Let modules work on this rank's positions, and attention on all positions of this rank's
+        heads.
+        """
         for name, style in match(model, plan.context).items():
             module = model.get_submodule(name)
             if style == "part":
@@ -99,7 +129,9 @@ class Positions:
                 module.register_forward_hook(self.to_positions)
 
     def divide_calls(self, model: nn.Module) -> None:
-        """Let calls of the model with whole samples return losses of all targets, or outputs of all positions."""
+        """Let calls of the model with whole samples return losses of all targets, or outputs of all
+        positions.
+        """
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end, with_kwargs=True, always_call=True)
 
@@ -125,7 +157,8 @@ class Positions:
             return None
         if not isinstance(output, Tensor):
             raise TypeError(
-                f"strategy.context={self.size}: {type(model).__name__}.forward must return a loss, or outputs "
+                f"strategy.context={self.size}: {type(model).__name__}.forward must return a loss, "
+                "or outputs "
                 f"(B, T, …) as one tensor. Got {type(output).__name__}."
             )
         if output.ndim:
@@ -136,7 +169,12 @@ class Positions:
 def match(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
     """Return the style of each module that a pattern of a plan's `context` names."""
     names = [name for name, _ in model.named_modules()]
-    return {name: style for pattern, style in styles.items() for name in names if fnmatchcase(name, pattern)}
+    return {
+        name: style
+        for pattern, style in styles.items()
+        for name in names
+        if fnmatchcase(name, pattern)
+    }
 
 
 class _Mean(torch.autograd.Function):
@@ -158,12 +196,16 @@ class _Whole(torch.autograd.Function):
     @override
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.group = group
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        parts = [
+            torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())
+        ]
         dist.all_gather(parts, x.contiguous(), group=group)
         return torch.cat(parts, 1)
 
     @staticmethod
     @override
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        size = ctx.group.size()  # sharding divides by it: each rank has the gradient of its own part only
+        size = (
+            ctx.group.size()
+        )  # sharding divides by it: each rank has the gradient of its own part only
         return grads[0].chunk(size, 1)[ctx.group.rank()] * size, None

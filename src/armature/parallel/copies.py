@@ -1,4 +1,6 @@
-"""Copies of sharded weights: a teacher that `on_fit_start` makes, a snapshot at the end of an epoch, a file."""
+"""Copies of sharded weights: a teacher that `on_fit_start` makes, a snapshot at the end of an
+epoch, a file.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from torch.distributed.tensor import DTensor
 from armature.errors import ConfigError, place_of_call
 
 SHARDING = ("torch.distributed.fsdp", "armature.parallel")  # modules whose hooks belong to sharding
-HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))  # torch's dicts of hooks
+HOOKS = tuple(
+    name for name in vars(nn.Module()) if name.endswith("_hooks")
+)  # torch's dicts of hooks
 STATE_PREFIX = "__composable_api"  # of the attributes in which torch keeps what sharding needs
 
 
@@ -49,7 +53,9 @@ def _unsharded_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         if isinstance(unit, FSDPModule):
             unit.reshard()
     for param in model.parameters():
-        memo[id(param)] = nn.Parameter(param.detach().full_tensor().clone(), requires_grad=param.requires_grad)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+        memo[id(param)] = nn.Parameter(
+            param.detach().full_tensor().clone(), requires_grad=param.requires_grad
+        )  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     kept = {key: value for key, value in model.__dict__.items() if not key.startswith(STATE_PREFIX)}
     hooks = {id(hook): hook for hooks in _hooks(model) for hook in hooks.values() if _shards(hook)}
     memo |= hooks | {id(model.__dict__["_armature_shard"]): None}
@@ -76,26 +82,34 @@ def _shards(hook: Any) -> bool:
 
 
 def refuse_pickles() -> None:
-    """Let torch.save and pickle refuse a sharded tensor, of which torch would write this rank's part without a word."""
+    """Let torch.save and pickle refuse a sharded tensor, of which torch would write this rank's
+    part without a word.
+    """
     DTensor.__reduce_ex__ = _refuse  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def refuse_pickled_states(module: nn.Module, *, gathers: bool = False) -> None:
-    """Let torch.save and pickle refuse state dicts of a module and its parts, of which each rank has plain tensors.
+    """Let torch.save and pickle refuse state dicts of a module and its parts, of which each rank
+    has plain tensors.
 
-    A stage of a pipeline has the weights of its blocks, and ZeRO-3 leaves weights empty between steps. A part without
-    weights, such as a metric, is whole.
+    A stage of a pipeline has the weights of its blocks, and ZeRO-3 leaves weights empty between
+    steps. A part without weights, such as a metric, is whole.
 
     Args:
-        gathers: weights are whole at times, as within ZeRO-3's GatheredParameters; then nothing is refused.
+        gathers: weights are whole at times, as within ZeRO-3's GatheredParameters; then nothing is
+            refused.
     """
     for part in module.modules():
         if next(part.parameters(), None) is not None:
             part.register_state_dict_post_hook(_mark_unless_whole if gathers else _mark)
 
 
-def _mark_unless_whole(module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]) -> None:
-    if any(param.numel() != getattr(param, "ds_numel", param.numel()) for param in module.parameters()):
+def _mark_unless_whole(
+    module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]
+) -> None:
+    if any(
+        param.numel() != getattr(param, "ds_numel", param.numel()) for param in module.parameters()
+    ):
         _mark(module, state_dict, prefix, local_metadata)
 
 
@@ -112,11 +126,16 @@ class _OfOneRank:
 
 
 def _refuse(part: DTensor | _OfOneRank, protocol: Any) -> NoReturn:
-    what = f"a tensor of size {tuple(part.shape)}" if isinstance(part, DTensor) else "this state dict"
+    what = (
+        f"a tensor of size {tuple(part.shape)}" if isinstance(part, DTensor) else "this state dict"
+    )
     raise ConfigError(
-        f"{place_of_call() or 'torch.save'}: {what} is sharded over ranks, and a file or pickle would hold this rank's "
+        f"{place_of_call() or 'torch.save'}: {what} is sharded over ranks, and a file or pickle "
+        "would hold this rank's "
         "part of it. On all ranks, type weights = armature.full_state_dict(self), with "
-        'prefix="net." for the weights of self.net, and save these on rank 0; or trainer.save_checkpoint("x.ckpt"). '
-        "The run's own checkpoints hold everything: armature.load and scripts/convert.py read them. Or type "
+        'prefix="net." for the weights of self.net, and save these on rank 0; or '
+        'trainer.save_checkpoint("x.ckpt"). '
+        "The run's own checkpoints hold everything: armature.load and scripts/convert.py read "
+        "them. Or type "
         "strategy=ddp."
     )

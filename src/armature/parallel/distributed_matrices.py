@@ -1,9 +1,11 @@
-"""Work on whole matrices, such as Muon's, shared by the ranks that would otherwise all do the same work.
+"""Work on whole matrices, such as Muon's, shared by the ranks that would otherwise all do the same
+work.
 
-Each rank works on some of the matrices. If every rank holds all of them, one collective sends the results to the
-others. If they are sharded, one all-to-all gathers each matrix on one rank, and another one sends the shards of the
-results back. This communicates as many elements as the ranks hold; an all-gather of every matrix would send that times
-the number of ranks. All matrices of a step travel together, unless they are large.
+Each rank works on some of the matrices. If every rank holds all of them, one collective sends the
+results to the others. If they are sharded, one all-to-all gathers each matrix on one rank, and
+another one sends the shards of the results back. This communicates as many elements as the ranks
+hold; an all-gather of every matrix would send that times the number of ranks. All matrices of a
+step travel together, unless they are large.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -18,16 +20,21 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 Function = Callable[[Tensor], Tensor]  # from an unsharded matrix to one of the same shape and dtype
-# What a rank holds at once besides its weights: all results, or its shards and its share of the work
+# What a rank holds at once besides its weights: all results, or its shards and its share of the
+# work
 MAX_ROUND_ELEMENTS, MAX_SHARD_ELEMENTS = 2**28, 2**26
-ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 warns of the older name
+ALL_GATHER = getattr(
+    dist, "all_gather_single", dist.all_gather_into_tensor
+)  # torch 2.13 warns of the older name
 
 
 class DistributedMatrices:
-    """Replaces `optim.muon.LocalMatrices`. Every rank must pass the same matrices in the same order.
+    """Replaces `optim.muon.LocalMatrices`.
 
-    The ranks of `group` hold the same unsharded matrices and share the work on them. Without a group every rank works
-    on all of them. Sharded matrices bring their own group.
+    Every rank must pass the same matrices in the same order.
+
+    The ranks of `group` hold the same unsharded matrices and share the work on them. Without a
+    group every rank works on all of them. Sharded matrices bring their own group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -46,7 +53,11 @@ class DistributedMatrices:
                 together.setdefault(key, (group, dim is None, []))[2].append(i)
         for group, whole, indices in together.values():
             # of sharded matrices, each rank has work in each round
-            room, least = (MAX_ROUND_ELEMENTS, 1) if whole else (MAX_SHARD_ELEMENTS * group.size(), group.size())
+            room, least = (
+                (MAX_ROUND_ELEMENTS, 1)
+                if whole
+                else (MAX_SHARD_ELEMENTS * group.size(), group.size())
+            )
             current, used = [], 0
             for i in indices:
                 if len(current) >= least and used + matrices[i].numel() > room:
@@ -58,7 +69,9 @@ class DistributedMatrices:
         return rounds
 
     def map(self, matrices: list[Tensor], function: Function) -> list[Tensor]:
-        """Return `function` of each unsharded matrix of one of the `rounds`, sharded as the matrix is."""
+        """Return `function` of each unsharded matrix of one of the `rounds`, sharded as the matrix
+        is.
+        """
         group, dim = self._held(matrices[0])
         if group is None:
             return [_replicated(matrix, function) for matrix in matrices]
@@ -68,13 +81,19 @@ class DistributedMatrices:
         return _exchanged(matrices, function, dims=dims, group=group)  # pyright: ignore[reportArgumentType]
 
     def _held(self, matrix: Tensor) -> tuple[dist.ProcessGroup | None, int | None]:
-        """Return the ranks that share the work on a matrix (None: all do it), and its sharded dim (None: unsharded)."""
+        """Return the ranks that share the work on a matrix (None: all do it), and its sharded dim
+        (None: unsharded).
+        """
         if not isinstance(matrix, DTensor):
             return self.group, None
         if matrix.ndim == 3:  # a stack: each rank has matrices of its own
             return None, None
         mesh = matrix.device_mesh
-        sharded = [(i, p) for i, p in enumerate(matrix.placements) if not p.is_replicate() and mesh.size(i) > 1]
+        sharded = [
+            (i, p)
+            for i, p in enumerate(matrix.placements)
+            if not p.is_replicate() and mesh.size(i) > 1
+        ]
         if len(sharded) != 1:
             return None, None
         axis, placement = sharded[0]
@@ -93,16 +112,24 @@ def _replicated(matrix: Tensor, function: Function) -> Tensor:
 
 
 def _stacked(stack: DTensor, function: Function) -> DTensor:
-    """Let each rank work on the matrices that it holds. Only axes that cut matrices are gathered."""
+    """Let each rank work on the matrices that it holds.
+
+    Only axes that cut matrices are gathered.
+    """
     cut = [isinstance(p, Shard) and p.dim > 0 for p in stack.placements]
-    placements = [Replicate() if is_cut else p for is_cut, p in zip(cut, stack.placements, strict=True)]
+    placements = [
+        Replicate() if is_cut else p for is_cut, p in zip(cut, stack.placements, strict=True)
+    ]
     whole = stack.redistribute(placements=placements) if any(cut) else stack
     result = _sharded_like(whole, function(whole.to_local()))
     return result.redistribute(placements=stack.placements) if any(cut) else result
 
 
 def _shares(matrices: Sequence[Tensor], *, ranks: int) -> list[list[int]]:
-    """Return the indices of the matrices that each rank works on. The largest come first, to the least loaded rank."""
+    """Return the indices of the matrices that each rank works on.
+
+    The largest come first, to the least loaded rank.
+    """
     shares: list[list[int]] = [[] for _ in range(ranks)]
     work = [matrix.numel() * min(matrix.shape[-2:]) for matrix in matrices]
     load = [0] * ranks
@@ -113,8 +140,12 @@ def _shares(matrices: Sequence[Tensor], *, ranks: int) -> list[list[int]]:
     return shares
 
 
-def _broadcast(matrices: list[Tensor], function: Function, *, group: dist.ProcessGroup) -> list[Tensor]:
-    """Let each rank work on its share of matrices that every rank holds, and send the results to all ranks."""
+def _broadcast(
+    matrices: list[Tensor], function: Function, *, group: dist.ProcessGroup
+) -> list[Tensor]:
+    """Let each rank work on its share of matrices that every rank holds, and send the results to
+    all ranks.
+    """
     rank, ranks = group.rank(), group.size()
     shares = _shares(matrices, ranks=ranks)
     sizes = [sum(matrices[i].numel() for i in share) for share in shares]
@@ -139,13 +170,18 @@ def _broadcast(matrices: list[Tensor], function: Function, *, group: dist.Proces
 def _parts(flat: Tensor, matrices: Sequence[Tensor], share: Sequence[int]) -> list[Tensor]:
     """Return views of a flat tensor, one after the other, of the shapes of these matrices."""
     sizes = [matrices[i].numel() for i in share]
-    return [part.view(matrices[i].shape) for i, part in zip(share, flat[: sum(sizes)].split(sizes), strict=True)]
+    return [
+        part.view(matrices[i].shape)
+        for i, part in zip(share, flat[: sum(sizes)].split(sizes), strict=True)
+    ]
 
 
 def _exchanged(
     matrices: list[DTensor], function: Function, *, dims: list[int], group: dist.ProcessGroup
 ) -> list[Tensor]:
-    """Gather each matrix on the rank that works on it, all by one all-to-all, and send the results' shards back."""
+    """Gather each matrix on the rank that works on it, all by one all-to-all, and send the results'
+    shards back.
+    """
     rank, ranks = group.rank(), group.size()
     shares = _shares(matrices, ranks=ranks)
     order, own = [i for share in shares for i in share], shares[rank]
@@ -157,11 +193,15 @@ def _exchanged(
     outgoing = torch.cat([shards[i].reshape(-1) for i in order])
     incoming = outgoing.new_empty(sum(received))
     dist.all_to_all_single(incoming, outgoing, received, sent, group=group)
-    arrived = [part.split(sizes) for part, sizes in zip(incoming.split(received), arriving, strict=True)]
+    arrived = [
+        part.split(sizes) for part, sizes in zip(incoming.split(received), arriving, strict=True)
+    ]
     for k, i in enumerate(own):
         pieces = [parts[k].view(shape) for parts, shape in zip(arrived, shapes[i], strict=True)]
         result = function(torch.cat(pieces, dims[i]))
-        for piece, shard in zip(pieces, result.split([piece.shape[dims[i]] for piece in pieces], dims[i]), strict=True):
+        for piece, shard in zip(
+            pieces, result.split([piece.shape[dims[i]] for piece in pieces], dims[i]), strict=True
+        ):
             piece.copy_(shard)
     dist.all_to_all_single(outgoing, incoming, sent, received, group=group)
     parts = dict(zip(order, outgoing.split([shards[i].numel() for i in order]), strict=True))
@@ -176,10 +216,17 @@ def _shard_shapes(shape: torch.Size, *, dim: int, ranks: int) -> list[torch.Size
 
 
 def _sharded_like(matrix: DTensor, local: Tensor) -> DTensor:
-    if local.device.type != matrix.device_mesh.device_type:  # offloaded: from_local would move it to the mesh's device
+    if (
+        local.device.type != matrix.device_mesh.device_type
+    ):  # offloaded: from_local would move it to the mesh's device
         result: Any = torch.empty_like(matrix)
         result.to_local().copy_(local)
         return result
     return DTensor.from_local(
-        local, matrix.device_mesh, matrix.placements, run_check=False, shape=matrix.shape, stride=matrix.stride()
+        local,
+        matrix.device_mesh,
+        matrix.placements,
+        run_check=False,
+        shape=matrix.shape,
+        stride=matrix.stride(),
     )

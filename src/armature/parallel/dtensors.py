@@ -1,4 +1,6 @@
-"""What user code does with sharded weights and gradients, and torch does wrongly, in silence, or not at all."""
+"""What user code does with sharded weights and gradients, and torch does wrongly, in silence, or
+not at all.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +20,26 @@ from typing_extensions import override
 
 from armature.errors import ConfigError
 
-_MOST_BYTES = 1 << 26  # of gathered weights that parts kept for `check_parts` hold; the newest part is always kept
+_MOST_BYTES = (
+    1 << 26
+)  # of gathered weights that parts kept for `check_parts` hold; the newest part is always kept
 _watches_parts = False
 WATCHED_FORWARDS = 6  # of a model, for changes of its weights
-MIXED = "mixed torch.Tensor and DTensor"  # in torch's error for an operation of a sharded weight and a plain tensor
+# in torch's error for an operation of a sharded weight and a plain tensor
+MIXED = "mixed torch.Tensor and DTensor"
 
 
 def support_user_code(*, watch_parts: bool = False) -> None:
-    """Let `weight.data = …` and `weight[…] = …` change a sharded weight, and `norm()` return an ordinary number.
+    """Let `weight.data = …` and `weight[…] = …` change a sharded weight, and `norm()` return an
+    ordinary number.
 
-    With `watch_parts`, `check_parts` finds changes of rows in place. Activations must not be DTensors then.
+    With `watch_parts`, `check_parts` finds changes of rows in place. Activations must not be
+    DTensors then.
 
-    torch's own assignments leave the shard as it is, without an error: a momentum teacher would never move, and rows
-    would never be set, since torch gathers a tensor before it takes rows of it. Lightning's `grad_norm` puts norms into
-    `torch.tensor([…])`, which cannot read DTensors. torch.optim.Rprop sets elements by masks, for which torch has no
-    rule.
+    torch's own assignments leave the shard as it is, without an error: a momentum teacher would
+    never move, and rows would never be set, since torch gathers a tensor before it takes rows of
+    it. Lightning's `grad_norm` puts norms into `torch.tensor([…])`, which cannot read DTensors.
+    torch.optim.Rprop sets elements by masks, for which torch has no rule.
     """
     DTensor.data = property(Tensor.data.__get__, _assign)  # pyright: ignore[reportAttributeAccessIssue]
     global _watches_parts
@@ -43,19 +50,33 @@ def support_user_code(*, watch_parts: bool = False) -> None:
     for name in ("item", "tolist", "__float__", "__int__", "__bool__"):
         setattr(DTensor, name, _whole_reader(name))
     for name in (
-        "chunk", "diagonal", "dsplit", "hsplit", "narrow", "select", "split", "tensor_split", "unbind", "vsplit",
-    ):  # fmt: skip
+        "chunk",
+        "diagonal",
+        "dsplit",
+        "hsplit",
+        "narrow",
+        "select",
+        "split",
+        "tensor_split",
+        "unbind",
+        "vsplit",
+    ):
         setattr(DTensor, name, _part_taker(name))
 
 
 @torch.no_grad()
 def _assign(target: DTensor, value: Tensor) -> None:
-    same = isinstance(value, DTensor) and value.shape == target.shape and value.dtype == target.dtype
+    same = (
+        isinstance(value, DTensor) and value.shape == target.shape and value.dtype == target.dtype
+    )
     if not same:
         raise TypeError(
-            f"param.data = …: the weight is sharded over ranks, as a DTensor of shape {tuple(target.shape)} and type "
-            f"{target.dtype}, and the value is a {type(value).__name__} of {tuple(value.shape)}, {value.dtype}. "
-            "Compute it from weights that are sharded alike, outside of the models' forward; or type strategy=ddp."
+            "param.data = …: the weight is sharded over ranks, as a DTensor of shape "
+            f"{tuple(target.shape)} and type "
+            f"{target.dtype}, and the value is a {type(value).__name__} of {tuple(value.shape)}, "
+            f"{value.dtype}. "
+            "Compute it from weights that are sharded alike, outside of the models' forward; or "
+            "type strategy=ddp."
         )
     target.copy_(value)  # in place: FSDP's own flat shard shares this memory
 
@@ -66,7 +87,9 @@ def _norm(self: DTensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _whole_reader(name: str) -> Callable[[DTensor], Any]:
-    """Return a method that reads a value of all ranks; torch's own reads this rank's part of a sum, mean or maximum."""
+    """Return a method that reads a value of all ranks; torch's own reads this rank's part of a sum,
+    mean or maximum.
+    """
     function = getattr(Tensor, name)
 
     def read(self: DTensor) -> Any:
@@ -89,18 +112,24 @@ def _set_items(self: DTensor, key: Any, value: Any) -> None:
             whole[pytree.tree_map_only(DTensor, DTensor.full_tensor, key)] = (
                 value.full_tensor() if isinstance(value, DTensor) else value
             )
-            replicated = DTensor.from_local(whole, self.device_mesh, [Replicate()] * self.device_mesh.ndim)
+            replicated = DTensor.from_local(
+                whole, self.device_mesh, [Replicate()] * self.device_mesh.ndim
+            )
             self.copy_(replicated.redistribute(placements=self.placements))
 
 
-_parts: list[tuple[DTensor, int, int]] = []  # that were gathered to be read, with versions and bytes of the whole
+_parts: list[
+    tuple[DTensor, int, int]
+] = []  # that were gathered to be read, with versions and bytes of the whole
 _changed_parts = False  # whether one that is no longer kept was changed
 
 
 def _get_items(self: DTensor, key: Any) -> Any:
     part = _taken(Tensor.__getitem__, self, key)
     keys = key if isinstance(key, tuple) else (key,)
-    if all(isinstance(each, int | slice | None) or each is Ellipsis for each in keys):  # a view in one process
+    if all(
+        isinstance(each, int | slice | None) or each is Ellipsis for each in keys
+    ):  # a view in one process
         _watch(self, part)
     return part
 
@@ -120,13 +149,23 @@ def _part_taker(name: str) -> Callable[..., Any]:
 def _taken(function: Callable[..., Any], whole: DTensor, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_inference_mode_enabled() or whole.is_inference():
         return function(whole, *args, **kwargs)
-    with torch.inference_mode(False), torch.no_grad():  # in inference mode torch makes no view of a sharded weight
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):  # in inference mode torch makes no view of a sharded weight
         return function(whole, *args, **kwargs)
 
 
 def _watch(whole: DTensor, part: Any) -> None:
-    learns = torch.is_grad_enabled() and whole.requires_grad  # a change of the part is an error of torch's then
-    if _watches_parts and not learns and isinstance(part, DTensor) and _shards(part) < _shards(whole):
+    learns = (
+        torch.is_grad_enabled() and whole.requires_grad
+    )  # a change of the part is an error of torch's then
+    if (
+        _watches_parts
+        and not learns
+        and isinstance(part, DTensor)
+        and _shards(part) < _shards(whole)
+    ):
         if part.is_inference():  # it has no version
             return
         _parts.append((part, part._version, whole.numel() * whole.element_size()))
@@ -145,27 +184,35 @@ def _shards(tensor: DTensor) -> int:
 
 
 def check_parts() -> None:
-    """Raise ConfigError if a part of a sharded weight or gradient was changed in place: it was a copy."""
+    """Raise ConfigError if a part of a sharded weight or gradient was changed in place: it was a
+    copy.
+    """
     global _changed_parts
     while _parts:
         _forget_part()
     changed, _changed_parts = _changed_parts, False
     if changed:
         raise ConfigError(
-            "Rows of a sharded weight or gradient were changed in place, as in weight[0].zero_(), but they were "
-            "gathered copies: the change was lost. Write weight[0] = 0, which works, or type strategy=ddp."
+            "Rows of a sharded weight or gradient were changed in place, as in weight[0].zero_(), "
+            "but they were "
+            "gathered copies: the change was lost. Write weight[0] = 0, which works, or type "
+            "strategy=ddp."
         )
 
 
-# ---------------------------------------------------------------- weights used outside of their model's forward
+# ---------------------------------------------------------------- weights used outside of their
+# model's forward
 @contextmanager
 def gathers() -> Iterator[None]:
     """Within this context, an operation of sharded weights and plain tensors gathers the weights.
 
-    A model's forward has gathered weights, but a step may use layers without it: `self.net[:3](x)`, a method other than
-    forward, `F.linear(x, self.net.weight)`. All ranks must reach the operation, as they must reach a forward.
+    A model's forward has gathered weights, but a step may use layers without it: `self.net[:3](x)`,
+    a method other than forward, `F.linear(x, self.net.weight)`. All ranks must reach the operation,
+    as they must reach a forward.
     """
-    before = vars(DTensor)["__torch_function__"]  # a step of manual optimization calls backward within
+    before = vars(DTensor)[
+        "__torch_function__"
+    ]  # a step of manual optimization calls backward within
     DTensor.__torch_function__ = classmethod(_gather_if_mixed)  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
@@ -174,7 +221,9 @@ def gathers() -> Iterator[None]:
 
 
 def with_whole_loss(output: Any) -> Any:
-    """Return what training_step returns with its loss, if that was made of sharded weights alone, as one number."""
+    """Return what training_step returns with its loss, if that was made of sharded weights alone,
+    as one number.
+    """
     if isinstance(output, dict) and isinstance(output.get("loss"), DTensor):
         return {**output, "loss": _gathered(output["loss"])}
     return _gathered(output) if isinstance(output, DTensor) else output
@@ -182,9 +231,18 @@ def with_whole_loss(output: Any) -> Any:
 
 # what asks for, or sets, something of the weight itself
 _OF_THE_LEAF = (
-    "__get__", "__set__", "__delete__", "__deepcopy__", "__reduce_ex__", "backward", "detach", "grad", "register_hook",
-    "register_post_accumulate_grad_hook", "retain_grad",
-)  # fmt: skip
+    "__get__",
+    "__set__",
+    "__delete__",
+    "__deepcopy__",
+    "__reduce_ex__",
+    "backward",
+    "detach",
+    "grad",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "retain_grad",
+)
 
 
 def _placed(tensor: DTensor) -> DTensor:
@@ -194,7 +252,9 @@ def _placed(tensor: DTensor) -> DTensor:
 
 
 class _Placed(torch.autograd.Function):
-    """The weight itself; its gradient is sharded as it is: that of a sum is whole on each rank, which FSDP misreads."""
+    """The weight itself; its gradient is sharded as it is: that of a sum is whole on each rank,
+    which FSDP misreads.
+    """
 
     @staticmethod
     @override
@@ -209,17 +269,27 @@ class _Placed(torch.autograd.Function):
 
 
 def _learns_beside(args: Any) -> bool:
-    """Return whether a plain tensor that learns, as a gathered weight does, is an operand beside a sharded one.
+    """Return whether a plain tensor that learns, as a gathered weight does, is an operand beside a
+    sharded one.
 
-    An operation that torch begins with both and refuses spoils the plain one's graph: backward then fails.
+    An operation that torch begins with both and refuses spoils the plain one's graph: backward then
+    fails.
     """
-    plain = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)]
+    plain = [
+        leaf
+        for leaf in pytree.tree_leaves(args)
+        if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)
+    ]
     return any(leaf.requires_grad for leaf in plain)
 
 
-def _gather_if_mixed(cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+def _gather_if_mixed(
+    cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+) -> Any:
     changed = args[:1] if _is_in_place(func.__name__) else (kwargs or {}).get("out")
-    whole = changed is not None and not pytree.tree_any(lambda leaf: isinstance(leaf, DTensor), changed)
+    whole = changed is not None and not pytree.tree_any(
+        lambda leaf: isinstance(leaf, DTensor), changed
+    )
     of_leaf = changed is not None or func.__name__ in _OF_THE_LEAF or not torch.is_grad_enabled()
     # torch has an error of its own for a plain number that a sharded weight is added to in place
     if not whole and (of_leaf or not _learns_beside(args)):
@@ -228,7 +298,9 @@ def _gather_if_mixed(cls: type, func: Callable[..., Any], types: Any, args: Any 
         try:
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
         except RuntimeError as error:
-            if MIXED not in str(error) or changed is not None:  # a gathered weight would change, and the weight not
+            if (
+                MIXED not in str(error) or changed is not None
+            ):  # a gathered weight would change, and the weight not
                 raise
     args, kwargs = pytree.tree_map_only(DTensor, _gathered, (args, kwargs or {}))
     return func(*args, **kwargs)
@@ -248,7 +320,9 @@ def _gathered(tensor: DTensor) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """The whole tensor; its gradient is the mean over ranks, as that of weights which a forward gathers."""
+    """The whole tensor; its gradient is the mean over ranks, as that of weights which a forward
+    gathers.
+    """
 
     @staticmethod
     @override
@@ -260,39 +334,52 @@ class _Gather(torch.autograd.Function):
     @override
     def backward(ctx: Any, grad: Tensor) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad.is_cuda:
-            torch.cuda.synchronize(grad.device)  # FSDP adds to the same gradient on a stream of its own
+            torch.cuda.synchronize(
+                grad.device
+            )  # FSDP adds to the same gradient on a stream of its own
         summed = DTensor.from_local(grad / ctx.mesh.size(), ctx.mesh, [Partial()] * ctx.mesh.ndim)
-        return summed.redistribute(placements=[Replicate() if p.is_partial() else p for p in ctx.placements])
+        return summed.redistribute(
+            placements=[Replicate() if p.is_partial() else p for p in ctx.placements]
+        )
 
 
 def watch_weights(model: nn.Module) -> None:
     """Let a model's first forwards in training raise ConfigError if they change a weight.
 
-    Call it before `fully_shard`. A forward has gathered copies of the weights, and changes of a copy are lost. Only a
-    few forwards are watched, since a sum over each weight costs time.
+    Call it before `fully_shard`. A forward has gathered copies of the weights, and changes of a
+    copy are lost. Only a few forwards are watched, since a sum over each weight costs time.
     """
     before: dict[str, Tensor] = {}
     forwards_left = WATCHED_FORWARDS
 
     def sums_now() -> dict[str, Tensor]:
-        gathered = {n: p.detach() for n, p in model.named_parameters() if not isinstance(p, DTensor)}
+        gathered = {
+            n: p.detach() for n, p in model.named_parameters() if not isinstance(p, DTensor)
+        }
         return {n: sums(p) for n, p in gathered.items() if counts(p)}
 
     def begin(*_: Any) -> None:
-        before.clear()  # of a forward that was computed again for backward, which ends it where it has what it needs
+        # of a forward that was computed again for backward, which ends it where it has what it
+        # needs
+        before.clear()
         before.update(sums_now() if forwards_left and model.training else {})
 
     def end(*_: Any) -> None:
         nonlocal forwards_left
         if before:
             forwards_left -= 1
-            changed = [n for n, value in sums_now().items() if n in before and not alike(value, before[n])]
+            changed = [
+                n for n, value in sums_now().items() if n in before and not alike(value, before[n])
+            ]
             before.clear()
             if changed:
                 raise ConfigError(
-                    f"{type(model).__name__}.forward changes weights: {', '.join(changed[:3])} (an initialization from "
-                    "the first batch, or max_norm). Sharded over ranks, they are copies there, and the change would be "
-                    "lost. Move the change into the LightningModule, before the forward or into on_train_batch_end, "
+                    f"{type(model).__name__}.forward changes weights: {', '.join(changed[:3])} (an "
+                    "initialization from "
+                    "the first batch, or max_norm). Sharded over ranks, they are copies there, and "
+                    "the change would be "
+                    "lost. Move the change into the LightningModule, before the forward or into "
+                    "on_train_batch_end, "
                     "where it works, or type strategy=ddp."
                 )
 
@@ -301,7 +388,9 @@ def watch_weights(model: nn.Module) -> None:
 
 
 def unobserved(hook: Callable[..., None]) -> Callable[..., None]:
-    """Hide a hook's operators from dispatch modes: selective recomputation compares those of both forwards."""
+    """Hide a hook's operators from dispatch modes: selective recomputation compares those of both
+    forwards.
+    """
     return _disable_current_modes()(hook)
 
 
@@ -311,8 +400,12 @@ def counts(weight: Tensor) -> bool:
 
 
 def sums(weight: Tensor) -> Tensor:
-    dtype = torch.promote_types(weight.dtype, torch.float32)  # a sum in bf16 would not see a row that changes
-    return torch.stack([weight.sum(dtype=dtype), torch.linalg.vector_norm(weight, dtype=dtype).to(dtype)])
+    dtype = torch.promote_types(
+        weight.dtype, torch.float32
+    )  # a sum in bf16 would not see a row that changes
+    return torch.stack(
+        [weight.sum(dtype=dtype), torch.linalg.vector_norm(weight, dtype=dtype).to(dtype)]
+    )
 
 
 def alike(a: Tensor, b: Tensor) -> bool:
@@ -320,39 +413,53 @@ def alike(a: Tensor, b: Tensor) -> bool:
 
 
 def learn_gradient_types(model: nn.Module) -> None:
-    """Let FSDP look again at which weights are trained: a unit that was all frozen has no type for its gradients."""
+    """Let FSDP look again at which weights are trained: a unit that was all frozen has no type for
+    its gradients.
+    """
     for part in model.modules():
         if isinstance(part, FSDPModule):
             unit: Any = part._get_fsdp_state()
-            for group in getattr(unit, "_fsdp_param_groups", None) or [unit._fsdp_param_group]:  # one in older torch
+            for group in getattr(unit, "_fsdp_param_groups", None) or [
+                unit._fsdp_param_group
+            ]:  # one in older torch
                 if group is not None:
                     group._init_mp_dtypes()
 
 
 # ---------------------------------------------------------------- attributes and hooks of weights
 def carry_attributes(before: Iterable[tuple[str, nn.Parameter]], module: nn.Module) -> None:
-    """Give parameters that took others' place the attributes of these, such as `_no_weight_decay` (S4, Mamba)."""
+    """Give parameters that took others' place the attributes of these, such as `_no_weight_decay`
+    (S4, Mamba).
+    """
     now = dict(module.named_parameters())
     for name, param in before:
         if name in now and now[name] is not param:
-            vars(now[name]).update({key: value for key, value in vars(param).items() if key not in vars(now[name])})
+            vars(now[name]).update(
+                {key: value for key, value in vars(param).items() if key not in vars(now[name])}
+            )
 
 
 def carry_hooks(model: nn.Module) -> None:
-    """Let hooks that `weight.register_hook` has added see the gradients of gathered weights, each rank's own.
+    """Let hooks that `weight.register_hook` has added see the gradients of gathered weights, each
+    rank's own.
 
-    Call it before `fully_shard`, which puts other tensors in place of the weights; their hooks would be lost.
+    Call it before `fully_shard`, which puts other tensors in place of the weights; their hooks
+    would be lost.
     """
     known: dict[int, Tensor] = {}  # by id, of all owners: tied weights have several
     for owner in model.modules():
         hooks: dict[str, Mapping[Any, Any]] = {
-            name: p._backward_hooks for name, p in owner._parameters.items() if p is not None and p._backward_hooks
+            name: p._backward_hooks
+            for name, p in owner._parameters.items()
+            if p is not None and p._backward_hooks
         }
         if hooks:
             owner.register_forward_pre_hook(partial(_install, hooks, known))
 
 
-def _install(hooks: dict[str, Mapping[Any, Any]], known: dict[int, Tensor], owner: nn.Module, _: Any) -> None:
+def _install(
+    hooks: dict[str, Mapping[Any, Any]], known: dict[int, Tensor], owner: nn.Module, _: Any
+) -> None:
     for name, functions in hooks.items():
         weight = getattr(owner, name)  # gathered by now, and the same tensor in each forward
         if weight.requires_grad and id(weight) not in known:
@@ -371,23 +478,32 @@ def names_with_lost_hooks(module: nn.Module, *, sharded: bool, carried: bool) ->
     """Return the weights with hooks that would never be called.
 
     Args:
-        sharded: whether the weights have been sharded. Then FSDP calls hooks for gradients that have been added, and no
-            others; before, it is the other way round if hooks are `carried`.
+        sharded: whether the weights have been sharded. Then FSDP calls hooks for gradients that
+            have been added, and no others; before, it is the other way round if hooks are
+            `carried`.
     """
     if sharded:
-        return [n for n, param in module.named_parameters() if isinstance(param, DTensor) and param._backward_hooks]
+        return [
+            n
+            for n, param in module.named_parameters()
+            if isinstance(param, DTensor) and param._backward_hooks
+        ]
     hooked = (
-        (n, p._post_accumulate_grad_hooks or (not carried and p._backward_hooks)) for n, p in module.named_parameters()
+        (n, p._post_accumulate_grad_hooks or (not carried and p._backward_hooks))
+        for n, p in module.named_parameters()
     )
     return [name for name, hooks in hooked if hooks]
 
 
 def refuse_functional_calls(model: nn.Module) -> None:
-    """Raise ConfigError where torch.func.functional_call computes with an FSDP unit, which may end the process.
+    """Raise ConfigError where torch.func.functional_call computes with an FSDP unit, which may end
+    the process.
 
     It puts other tensors in the place of weights, or keeps gathered ones, whose memory FSDP frees.
     """
-    if isinstance(model, FSDPModule):  # not parts of it: a head with hooks of others makes all logits
+    if isinstance(
+        model, FSDPModule
+    ):  # not parts of it: a head with hooks of others makes all logits
         model.register_forward_pre_hook(_check_caller, prepend=True)
 
 
@@ -399,7 +515,8 @@ def _check_caller(unit: nn.Module, args: Any) -> None:
         frame = frame.f_back if frame is not None else None
         if frame is not None and frame.f_code.co_name == "_functional_call":
             raise ConfigError(
-                f"{type(unit).__name__.removeprefix('FSDP')}: torch.func.functional_call puts tensors in the place of "
+                f"{type(unit).__name__.removeprefix('FSDP')}: torch.func.functional_call puts "
+                "tensors in the place of "
                 "sharded weights, which FSDP cannot gather. Type strategy=ddp, or strategy=single."
             )
 

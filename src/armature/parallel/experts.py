@@ -1,7 +1,7 @@
 """The expert axis: each rank holds some of a mixture's experts, and tokens travel to them and back.
 
-Its ranks are those of the shard and tensor axes (and of the context axis): the processes do not become more. The ranks
-that hold the same experts (`rest`) shard their weights (FSDP2).
+Its ranks are those of the shard and tensor axes (and of the context axis): the processes do not
+become more. The ranks that hold the same experts (`rest`) shard their weights (FSDP2).
 
 Shapes: M rows that leave this rank, D width, E experts, R ranks of the axis.
 """
@@ -31,34 +31,45 @@ def find(model: nn.Module, pattern: str) -> list[nn.Module]:
 
 
 def shard(experts: nn.Module, mesh: DeviceMesh, *, loss_ranks: int, **arguments: Any) -> None:
-    """Spread experts over `mesh`'s axes expert, rest and replicate, before anything around them is sharded.
+    """Spread experts over `mesh`'s axes expert, rest and replicate, before anything around them is
+    sharded.
 
     Args:
         experts: called with rows sorted by expert (M, D) and the number of each expert's rows (E,).
-        loss_ranks: ranks that have a loss of their own, over which gradients are averaged. Those of the tensor axis
-            have other tokens of the same loss.
+        loss_ranks: ranks that have a loss of their own, over which gradients are averaged. Those of
+            the tensor axis have other tokens of the same loss.
         arguments: of fully_shard.
     """
     axis, rest = mesh["expert"], mesh["rest"]
     count = next(experts.parameters()).shape[0]
     if count % axis.size():
-        raise ConfigError(f"strategy.expert={axis.size()} does not divide the model's {count} experts. Type a divisor.")
+        raise ConfigError(
+            f"strategy.expert={axis.size()} does not divide the model's {count} experts. Type a "
+            "divisor."
+        )
     for name, param in [*experts.named_parameters()]:
         distributed = distribute_tensor(param, axis, [Shard(0)], src_data_rank=None)
-        experts.register_parameter(name, nn.Parameter(distributed, requires_grad=param.requires_grad))
+        experts.register_parameter(
+            name, nn.Parameter(distributed, requires_grad=param.requires_grad)
+        )
     _exchange_rows(experts, axis)
-    dim = 0 if count % (axis.size() * rest.size()) == 0 else 1  # each rank's experts, or a part of each
+    dim = (
+        0 if count % (axis.size() * rest.size()) == 0 else 1
+    )  # each rank's experts, or a part of each
     data_mesh = mesh["replicate", "rest"] if mesh["replicate"].size() > 1 else rest
     fully_shard(experts, mesh=data_mesh, shard_placement_fn=lambda _: Shard(dim), **arguments)
     assert isinstance(experts, FSDPModule)
     experts.set_gradient_divide_factor(float(loss_ranks))
-    # torch 2.13: without it a factor needs NCCL's PREMUL_SUM; with it, a group of one rank would divide twice
+    # torch 2.13: without it a factor needs NCCL's PREMUL_SUM; with it, a group of one rank would
+    # divide twice
     experts.set_force_sum_reduction_for_comms(rest.size() > 1)
     experts.register_forward_hook(_reshard_without_grad)
 
 
 def _reshard_without_grad(experts: Any, *_: Any) -> None:
-    if not torch.is_grad_enabled():  # no backward follows, and the next forward would use the weights of this one
+    if (
+        not torch.is_grad_enabled()
+    ):  # no backward follows, and the next forward would use the weights of this one
         experts.reshard()
 
 
@@ -74,7 +85,9 @@ def _exchange_rows(experts: nn.Module, axis: DeviceMesh) -> None:
         sent, received = row_lengths(x_MD, count_E.view(ranks, -1), arriving_RE)
         x_MD = exchange(x_MD, group, received=received, sent=sent)  # sorted by rank, then by expert
         number_E = torch.arange(arriving_RE.shape[1], device=x_MD.device)
-        expert_M = number_E.repeat(ranks).repeat_interleave(arriving_RE.flatten(), output_size=sum(received))
+        expert_M = number_E.repeat(ranks).repeat_interleave(
+            arriving_RE.flatten(), output_size=sum(received)
+        )
         order_M = expert_M.argsort(stable=True)
         with _plain_parameters(experts):
             y_MD = compute(permute(x_MD, order_M), arriving_RE.sum(0))
@@ -83,14 +96,23 @@ def _exchange_rows(experts: nn.Module, axis: DeviceMesh) -> None:
     experts.forward = forward
 
 
-def row_lengths(x_MD: Tensor, leaving_RE: Tensor, arriving_RE: Tensor) -> tuple[list[int], list[int]]:
-    """Return how many rows this rank sends to each rank, and receives from each. Waits for the device."""
+def row_lengths(
+    x_MD: Tensor, leaving_RE: Tensor, arriving_RE: Tensor
+) -> tuple[list[int], list[int]]:
+    """Return how many rows this rank sends to each rank, and receives from each.
+
+    Waits for the device.
+    """
     sent, received = torch.stack([leaving_RE.sum(1), arriving_RE.sum(1)]).tolist()
     return sent, received
 
 
 def exchange(
-    x: Tensor, group: dist.ProcessGroup, *, received: list[int] | None = None, sent: list[int] | None = None
+    x: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    received: list[int] | None = None,
+    sent: list[int] | None = None,
 ) -> Tensor:
     """Send x's rows to the ranks in turn, in equal parts or `sent` of them. Differentiable."""
     return wait_tensor(all_to_all_single(x.contiguous(), received, sent, group))

@@ -1,4 +1,6 @@
-"""What ranks gather of sharded weights for their forwards, so that ranks which differ in it are named."""
+"""What ranks gather of sharded weights for their forwards, so that ranks which differ in it are
+named.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ class _Kept:
 class Gathered:
     """Counts how often this rank gathered each unit of sharded models, and knows the whole weights.
 
-    A collective knows its tensors by their order alone: ranks that gather different units of one size at the same time
+    A collective knows its tensors by their order alone: ranks that gather different units of one
+    size at the same time
     mix their weights without an error.
 
     Attributes:
@@ -57,18 +60,25 @@ class Gathered:
         """Watch the units of a model. Call it after `fully_shard`.
 
         Args:
-            staged: a pipeline's schedule calls backward, in parts that give whole weights their gradients for a time.
+            staged: a pipeline's schedule calls backward, in parts that give whole weights their
+                gradients for a time.
         """
         for path, unit in model.named_modules():
             if isinstance(unit, FSDPModule) and (own := _weights_of(cast(nn.Module, unit))):
-                self._watch_unit(f"{name}.{path}" if path else name, cast(nn.Module, unit), own, staged=staged)
+                self._watch_unit(
+                    f"{name}.{path}" if path else name, cast(nn.Module, unit), own, staged=staged
+                )
 
-    def _watch_unit(self, name: str, unit: nn.Module, own: list[tuple[str, nn.Module, str]], *, staged: bool) -> None:
+    def _watch_unit(
+        self, name: str, unit: nn.Module, own: list[tuple[str, nn.Module, str]], *, staged: bool
+    ) -> None:
         index = len(self.names)
         self.names.append(name)
         self.counts.append(0)
         (_, holder, weight), *_ = own
-        mesh = getattr(holder, weight).device_mesh  # gathered weights have none, or that of a tensor axis alone
+        mesh = getattr(
+            holder, weight
+        ).device_mesh  # gathered weights have none, or that of a tensor axis alone
         knows_whole = False
 
         def before(*_: Any) -> None:
@@ -79,7 +89,10 @@ class Gathered:
         def after(*_: Any) -> None:
             nonlocal knows_whole
             if not knows_whole:  # torch makes them once
-                self._whole += [(f"{name}.{path}", weakref.ref(getattr(part, weight))) for path, part, weight in own]
+                self._whole += [
+                    (f"{name}.{path}", weakref.ref(getattr(part, weight)))
+                    for path, part, weight in own
+                ]
                 knows_whole = True
 
         forwards_left = dtensors.WATCHED_FORWARDS  # of sums, which cost time
@@ -88,15 +101,25 @@ class Gathered:
             nonlocal forwards_left
             for path, part, key in own:
                 weight = getattr(part, key)
-                if getattr(weight, "device_mesh", None) != mesh and not weight.is_inference():  # that has no version
-                    summed = forwards_left and not isinstance(weight, DTensor) and dtensors.counts(weight)
+                if (
+                    getattr(weight, "device_mesh", None) != mesh and not weight.is_inference()
+                ):  # that has no version
+                    summed = (
+                        forwards_left
+                        and not isinstance(weight, DTensor)
+                        and dtensors.counts(weight)
+                    )
                     sums = dtensors.sums(weight.detach()) if summed else None
                     kept = _Kept(f"{name}.{path}", part, key, weight, weight._version, sums)
                     self._kept[index, path] = kept
             forwards_left = max(0, forwards_left - 1)
 
-        untraced: Any = torch.compiler.disable  # as torch's own hooks are: users may compile the unit
-        unit.register_forward_pre_hook(untraced(before), prepend=True)  # of torch's own hook, which gathers
+        untraced: Any = (
+            torch.compiler.disable
+        )  # as torch's own hooks are: users may compile the unit
+        unit.register_forward_pre_hook(
+            untraced(before), prepend=True
+        )  # of torch's own hook, which gathers
         if not staged:
             unit.register_forward_pre_hook(untraced(after))
             unit.register_forward_hook(untraced(dtensors.unobserved(keep)))
@@ -106,28 +129,44 @@ class Gathered:
         self._kept.clear()
 
     def require_unchanged(self, module: nn.Module, *, layout: str) -> None:
-        """Raise ConfigError if a weight was changed after the forward that had gathered it, which would be lost."""
+        """Raise ConfigError if a weight was changed after the forward that had gathered it, which
+        would be lost.
+        """
         for kept in self._kept.values():
             if kept.has_changed():
                 raise ConfigError(
-                    f"{type(module).__name__}.training_step changes {kept.name} after the model's forward, which has "
-                    f"gathered a copy of it for backward under {layout}: the change would be lost. Change it before "
+                    f"{type(module).__name__}.training_step changes {kept.name} after the model's "
+                    "forward, which has "
+                    f"gathered a copy of it for backward under {layout}: the change would be lost. "
+                    "Change it before "
                     "the forward or in on_train_batch_end, or type strategy=ddp."
                 )
 
-    def require_reduced(self, module: nn.Module, optimizer: torch.optim.Optimizer, *, layout: str) -> None:
-        """Raise ConfigError if a whole weight has a gradient, which no optimizer sees. Backward takes those it made."""
-        name = next((name for name, weight in self._whole if getattr(weight(), "grad", None) is not None), None)
+    def require_reduced(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, *, layout: str
+    ) -> None:
+        """Raise ConfigError if a whole weight has a gradient, which no optimizer sees.
+
+        Backward takes those it made.
+        """
+        name = next(
+            (name for name, weight in self._whole if getattr(weight(), "grad", None) is not None),
+            None,
+        )
         if name is not None:
             raise ConfigError(
-                f"{type(module).__name__}: the step of {type(optimizer).__name__} did not see the gradient of {name}, "
-                f"a copy that {layout} gathered for the forward. Call self.manual_backward(loss) instead of setting "
+                f"{type(module).__name__}: the step of {type(optimizer).__name__} did not see the "
+                f"gradient of {name}, "
+                f"a copy that {layout} gathered for the forward. Call self.manual_backward(loss) "
+                "instead of setting "
                 "p.grad yourself, or type strategy=single trainer.devices=1."
             )
 
 
 def _weights_of(unit: nn.Module) -> list[tuple[str, nn.Module, str]]:
-    """Return the path, module and name of each weight that is sharded with this unit, not with one inside it."""
+    """Return the path, module and name of each weight that is sharded with this unit, not with one
+    inside it.
+    """
 
     def parts(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
         yield path, module

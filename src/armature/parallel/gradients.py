@@ -1,8 +1,9 @@
-"""Norms, scaling and clipping of tensors that are sharded over any mesh, equal to those of the unsharded model.
+"""Norms, scaling and clipping of tensors that are sharded over any mesh, equal to those of the
+unsharded model.
 
-torch's own clip_grad_norm_ refuses gradients on different meshes. Here each rank squares the part that it holds and
-divides by the number of ranks that hold the same part, and one all-reduce of a small tensor adds the squares up,
-whatever the layout.
+torch's own clip_grad_norm_ refuses gradients on different meshes. Here each rank squares the part
+that it holds and divides by the number of ranks that hold the same part, and one all-reduce of a
+small tensor adds the squares up, whatever the layout.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -19,26 +20,34 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-Part = tuple[Tensor, int]  # this rank's part of a tensor, and the number of different parts of that tensor
+Part = tuple[
+    Tensor, int
+]  # this rank's part of a tensor, and the number of different parts of that tensor
 _PIECE_ELEMENTS = 1 << 15
 
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor; it shares memory with the tensor.
 
-    Sums, and products with a number, need only the parts, even if the parts are sums that are not reduced yet.
+    Sums, and products with a number, need only the parts, even if the parts are sums that are not
+    reduced yet.
     """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_parts(tensors: Iterable[Tensor]) -> list[Part]:
-    """Return this rank's part of each tensor; of a sparse one its values, which share memory if it is coalesced."""
+    """Return this rank's part of each tensor; of a sparse one its values, which share memory if it
+    is coalesced.
+    """
     parts = [(local_part(tensor).detach(), _part_count(tensor)) for tensor in tensors]
     return [(part.coalesce().values() if part.is_sparse else part, count) for part, count in parts]
 
 
 def local_gradients(parameters: Iterable[Tensor]) -> list[Part]:
-    """Return `local_parts` of the gradients of the parameters that have one. Sparse ones are coalesced for it."""
+    """Return `local_parts` of the gradients of the parameters that have one.
+
+    Sparse ones are coalesced for it.
+    """
     graded = [param for param in parameters if param.grad is not None]
     _reduce_partial(graded)
     for param in graded:
@@ -48,40 +57,69 @@ def local_gradients(parameters: Iterable[Tensor]) -> list[Part]:
 
 
 def _reduce_partial(params: Iterable[Tensor]) -> None:
-    """Add up the gradients that are sums over ranks, together: sequence parallelism leaves those of norms so."""
+    """Add up the gradients that are sums over ranks, together: sequence parallelism leaves those of
+    norms so.
+    """
     alike: dict[Any, list[Tensor]] = {}
     for param in params:
         grad = param.grad
-        if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
-            sums = tuple(placement if placement.is_partial() else Replicate() for placement in grad.placements)
+        if isinstance(grad, DTensor) and any(
+            placement.is_partial() for placement in grad.placements
+        ):
+            sums = tuple(
+                placement if placement.is_partial() else Replicate()
+                for placement in grad.placements
+            )
             alike.setdefault((grad.device_mesh, sums, grad.dtype, grad.device), []).append(param)
     for (mesh, sums, _, _), held in alike.items():
         parts = [local_part(param.grad) for param in held]  # pyright: ignore[reportArgumentType]
-        flat = DTensor.from_local(torch.cat([part.reshape(-1) for part in parts]), mesh, sums, run_check=False)
+        flat = DTensor.from_local(
+            torch.cat([part.reshape(-1) for part in parts]), mesh, sums, run_check=False
+        )
         flat = flat.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
-        for param, part, added in zip(held, parts, flat.split([part.numel() for part in parts]), strict=True):
+        for param, part, added in zip(
+            held, parts, flat.split([part.numel() for part in parts]), strict=True
+        ):
             grad: Any = param.grad
-            reduced = [Replicate() if placement.is_partial() else placement for placement in grad.placements]
+            reduced = [
+                Replicate() if placement.is_partial() else placement
+                for placement in grad.placements
+            ]
             param.grad = DTensor.from_local(
-                added.view(part.shape), mesh, reduced, run_check=False, shape=grad.shape, stride=grad.stride()
+                added.view(part.shape),
+                mesh,
+                reduced,
+                run_check=False,
+                shape=grad.shape,
+                stride=grad.stride(),
             )
 
 
 def _part_count(tensor: Tensor) -> int:
     if not isinstance(tensor, DTensor):
         return 1
-    return math.prod(tensor.device_mesh.size(i) for i, p in enumerate(tensor.placements) if not p.is_replicate())
+    return math.prod(
+        tensor.device_mesh.size(i) for i, p in enumerate(tensor.placements) if not p.is_replicate()
+    )
 
 
 def total_norm(
-    parts: Sequence[Part], *, ranks: int, sharded: bool, device: torch.device, add_up: Callable[[Tensor], Tensor]
+    parts: Sequence[Part],
+    *,
+    ranks: int,
+    sharded: bool,
+    device: torch.device,
+    add_up: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Return the 2-norm of the unsharded model's gradient, a 0-dim fp32 tensor, the same on every rank.
+    """Return the 2-norm of the unsharded model's gradient, a 0-dim fp32 tensor, the same on every
+    rank.
 
     Args:
         ranks: the number of ranks that together hold this rank's pipeline stage.
-        sharded: whether ranks hold different parts, whose squares must be added up. The same on every rank.
-        add_up: returns the sum of a 0-dim fp32 tensor over all ranks; called if the parts are `sharded`.
+        sharded: whether ranks hold different parts, whose squares must be added up. The same on
+            every rank.
+        add_up: returns the sum of a 0-dim fp32 tensor over all ranks; called if the parts are
+            `sharded`.
     """
     pieces = [piece for part in parts for piece in _pieces(*part)]
     total = _squares(pieces, ranks=ranks, sharded=sharded, device=device).sum()
@@ -90,14 +128,25 @@ def total_norm(
 
 @torch.no_grad()
 def norms(
-    parts: Sequence[Part], groups: Sequence[int], *, count: int, ranks: int, sharded: bool, device: torch.device
+    parts: Sequence[Part],
+    groups: Sequence[int],
+    *,
+    count: int,
+    ranks: int,
+    sharded: bool,
+    device: torch.device,
 ) -> Tensor:
-    """Return the 2-norm of each group (0 to count - 1) of unsharded tensors and of all, the same on every rank.
+    """Return the 2-norm of each group (0 to count - 1) of unsharded tensors and of all, the same on
+    every rank.
 
     Returns:
         (count + 1,) in fp32; the last one is the norm of all groups together.
     """
-    pieces = [(piece, group) for part, group in zip(parts, groups, strict=True) for piece in _pieces(*part)]
+    pieces = [
+        (piece, group)
+        for part, group in zip(parts, groups, strict=True)
+        for piece in _pieces(*part)
+    ]
     squares = torch.zeros(count, dtype=torch.float32, device=device)
     index = _copy_of([group for _, group in pieces], dtype=torch.long, device=device)
     added = _squares([piece for piece, _ in pieces], ranks=ranks, sharded=sharded, device=device)
@@ -108,11 +157,15 @@ def norms(
 
 
 def _squares(pieces: Sequence[Part], *, ranks: int, sharded: bool, device: torch.device) -> Tensor:
-    """Return the square of each piece's 2-norm, (len(pieces),) in fp32, so that a sum over all ranks counts it once."""
+    """Return the square of each piece's 2-norm, (len(pieces),) in fp32, so that a sum over all
+    ranks counts it once.
+    """
     if not pieces:
         return torch.zeros(0, dtype=torch.float32, device=device)
     own = [torch.view_as_real(piece) if piece.is_complex() else piece for piece, _ in pieces]
-    dtype = reduce(torch.promote_types, {piece.dtype for piece in own}, torch.float32)  # some parts may be float64
+    dtype = reduce(
+        torch.promote_types, {piece.dtype for piece in own}, torch.float32
+    )  # some parts may be float64
     each = torch._foreach_norm(own, 2, dtype=dtype)
     # one copy for all norms of offloaded gradients
     alike = [torch.stack([*norms]) for _, norms in groupby(each, key=lambda norm: norm.device)]
@@ -126,23 +179,32 @@ def _squares(pieces: Sequence[Part], *, ranks: int, sharded: bool, device: torch
 
 
 def _copy_of(values: Sequence[float], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return numbers on a device. torch.tensor(…, device=…) would wait for all that the device still has to compute."""
+    """Return numbers on a device. torch.tensor(…, device=…) would wait for all that the device
+    still has to compute.
+    """
     values_on_host = torch.tensor(values, dtype=dtype)
-    return values_on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values_on_host
+    return (
+        values_on_host.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else values_on_host
+    )
 
 
 def _pieces(part: Tensor, parts: int) -> list[Part]:
-    """Cut a large part on a CPU, which adds squares up one by one in fp32: over millions, the fifth digit is wrong."""
+    """Cut a large part on a CPU, which adds squares up one by one in fp32: over millions, the fifth
+    digit is wrong.
+    """
     if part.device.type != "cpu" or part.numel() <= _PIECE_ELEMENTS or not part.is_contiguous():
         return [(part, parts)]
     return [(piece, parts) for piece in part.view(-1).split(_PIECE_ELEMENTS)]
 
 
 def average(parameters: Iterable[Tensor], *, group: dist.ProcessGroup) -> None:
-    """Let each backward replace the gradients of parameters that every rank of `group` holds by their mean.
+    """Let each backward replace the gradients of parameters that every rank of `group` holds by
+    their mean.
 
-    Every backward must reach the same ones on all ranks. What earlier micro-batches have added is equal on all ranks,
-    so averaging it again does not change it.
+    Every backward must reach the same ones on all ranks. What earlier micro-batches have added is
+    equal on all ranks, so averaging it again does not change it.
     """
 
     def replace(param: Tensor) -> None:

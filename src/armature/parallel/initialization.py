@@ -1,4 +1,6 @@
-"""Initial weights by parameter name and seed: the same model under every layout, whatever part a rank holds."""
+"""Initial weights by parameter name and seed: the same model under every layout, whatever part a
+rank holds.
+"""
 
 from __future__ import annotations
 
@@ -18,27 +20,41 @@ def generator_for(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
-def materialize(module: nn.Module, *, device: torch.device, buffers_device: torch.device | None = None) -> set[str]:
-    """Allocate meta parameters on `device`, and move the others there. Return the names of those that were meta.
+def materialize(
+    module: nn.Module, *, device: torch.device, buffers_device: torch.device | None = None
+) -> set[str]:
+    """Allocate meta parameters on `device`, and move the others there.
 
-    `buffers_device`: where buffers go, if not there. FSDP brings offloaded parameters to the GPU, and no buffers.
+    Return the names of those that were meta.
+
+    `buffers_device`: where buffers go, if not there. FSDP brings offloaded parameters to the GPU,
+    and no buffers.
     """
-    meta_names = {name for name, param in module.named_parameters(remove_duplicate=False) if param.is_meta}
+    meta_names = {
+        name for name, param in module.named_parameters(remove_duplicate=False) if param.is_meta
+    }
     if buffers := [name for name, buffer in module.named_buffers() if buffer.is_meta]:
-        raise ValueError(f"Buffers {', '.join(buffers)} are on the meta device: make their values in forward instead.")
+        raise ValueError(
+            f"Buffers {', '.join(buffers)} are on the meta device: make their values in forward "
+            "instead."
+        )
     if not meta_names:
         module.to(device)
         _move_buffers(module, device=buffers_device)
         return meta_names
     swap = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)  # keeps parameters the same objects, and so tied
+    torch.__future__.set_swap_module_params_on_conversion(
+        True
+    )  # keeps parameters the same objects, and so tied
     try:
         module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swap)
     for param in module.parameters():
         if param._backward_hooks:
-            param._backward_hooks = param._backward_hooks  # registers them anew: torch's own record stayed behind
+            param._backward_hooks = (
+                param._backward_hooks
+            )  # registers them anew: torch's own record stayed behind
     _move_buffers(module, device=buffers_device)
     return meta_names
 
@@ -50,24 +66,34 @@ def _move_buffers(module: nn.Module, *, device: torch.device | None) -> None:
                 part._buffers[name] = None if buffer is None else buffer.to(device)
 
 
-def initialize_by_name(module: nn.Module, *, seed: int, names: set[str] | None = None, prefix: str = "") -> None:
+def initialize_by_name(
+    module: nn.Module, *, seed: int, names: set[str] | None = None, prefix: str = ""
+) -> None:
     """Initialize parameters through the `initialize_parameter` of the model that owns them.
 
     Only one unsharded parameter, in fp32 on the CPU, is in memory at a time.
 
     Args:
         names: the parameters of `module` to initialize; None: all.
-        prefix: prefix of `module`'s parameter names in the names that seed the generators. A LightningModule's `model`
-            has the prefix "model.", so that the same seed gives the same weights in a bare loop and under a strategy.
+        prefix: prefix of `module`'s parameter names in the names that seed the generators. A
+            LightningModule's `model` has the prefix "model.", so that the same seed gives the same
+            weights in a bare loop and under a strategy.
     """
-    owners = {name: owner for name, owner in module.named_modules() if hasattr(owner, "initialize_parameter")}
+    owners = {
+        name: owner
+        for name, owner in module.named_modules()
+        if hasattr(owner, "initialize_parameter")
+    }
     done: set[Tensor] = set()
 
     def initial(name: str, shape: Sequence[int]) -> Tensor:
-        owner = next((o for o in sorted(owners, key=len) if not o or name.startswith(f"{o}.")), None)
+        owner = next(
+            (o for o in sorted(owners, key=len) if not o or name.startswith(f"{o}.")), None
+        )
         if owner is None:
             raise ConfigError(
-                f"Parameter {name!r} was built on the meta device, but its model has no initialize_parameter(name, "
+                f"Parameter {name!r} was built on the meta device, but its model has no "
+                "initialize_parameter(name, "
                 "param, generator) to fill it: add one, or build the model on a real device."
             )
         full = torch.empty(tuple(shape), dtype=torch.float32)
@@ -90,7 +116,9 @@ def initialize_by_name(module: nn.Module, *, seed: int, names: set[str] | None =
 
 @torch.no_grad()
 def place(full: Tensor, param: Tensor) -> None:
-    """Copy this rank's part of a whole tensor, of which every rank has the same, into a parameter."""
+    """Copy this rank's part of a whole tensor, of which every rank has the same, into a
+    parameter.
+    """
     if isinstance(param, DTensor):
         full = full.to(param.device, param.dtype)
         # src_data_rank=None: no communication

@@ -17,13 +17,23 @@ MAX_OBJECTS = 50_000  # that are searched
 MAX_DEPTH = 6
 OF_TORCH = ("_parameters", "_modules")  # dicts in which a module keeps its attributes
 CLOSED = (
-    Tensor, str, bytes, int, float, complex, type, types.BuiltinFunctionType, types.ModuleType, L.Trainer,
+    Tensor,
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type,
+    types.BuiltinFunctionType,
+    types.ModuleType,
+    L.Trainer,
     L.LightningDataModule,
-)  # fmt: skip
+)
 
 
 def find(roots: Mapping[str, Any], weights: Mapping[nn.Parameter, str]) -> dict[str, str]:
-    """Return where attributes of the roots, or what these hold, still have one of the `weights`, and its name.
+    """Return where attributes of the roots, or what these hold, still have one of the `weights`,
+    and its name.
 
     The search ends after MAX_OBJECTS objects, those that are near to a root first.
     """
@@ -76,7 +86,9 @@ def _content(cell: types.CellType) -> Any:
         return None
 
 
-def names_of(module: nn.Module, before: Iterable[tuple[str, nn.Parameter]]) -> dict[nn.Parameter, str]:
+def names_of(
+    module: nn.Module, before: Iterable[tuple[str, nn.Parameter]]
+) -> dict[nn.Parameter, str]:
     """Return those of the named parameters `before` that are no longer in the module."""
     present = set(module.parameters())
     return {param: name for name, param in before if param not in present}

@@ -13,19 +13,28 @@ if TYPE_CHECKING:
 
 # slowest first: the ranks of a tensor group are neighbors
 AXES = ("pipe", "replicate", "shard", "context", "tensor")
-# precision → type in which sharded weights are gathered; their gradients are reduced in fp32. Others: the weights' own
+# precision → type in which sharded weights are gathered; their gradients are reduced in fp32.
+# Others: the weights' own
 GATHERED_IN = {"bf16-mixed": "bfloat16", "bf16-true": "bfloat16", "16-mixed": "float16"}
 
 
 def resolve(sizes: Mapping[str, int | str], *, world_size: int) -> dict[str, int]:
     """Return the axes' sizes; the one that is `auto` takes the remaining processes."""
     asked = ", ".join(f"strategy.{axis}={sizes[axis]}" for axis in AXES)
-    wrong = [f"strategy.{axis}={size}" for axis, size in sizes.items() if size != "auto" and not _is_whole(size)]
+    wrong = [
+        f"strategy.{axis}={size}"
+        for axis, size in sizes.items()
+        if size != "auto" and not _is_whole(size)
+    ]
     if wrong:
-        raise ValueError(f"{', '.join(wrong)}: must be a number of ranks, or auto. Type 1 for an unused axis.")
+        raise ValueError(
+            f"{', '.join(wrong)}: must be a number of ranks, or auto. Type 1 for an unused axis."
+        )
     known = {axis: int(size) for axis, size in sizes.items() if size != "auto"}
     if bad := [f"strategy.{axis}={size}" for axis, size in known.items() if size < 1]:
-        raise ValueError(f"{', '.join(bad)}: an axis has at least one rank. Type 1 for an unused axis.")
+        raise ValueError(
+            f"{', '.join(bad)}: an axis has at least one rank. Type 1 for an unused axis."
+        )
     unknown = [axis for axis in AXES if axis not in known]
     if len(unknown) > 1:
         raise ValueError(f"{asked}: only one axis may be auto, the others need a number.")
@@ -35,8 +44,12 @@ def resolve(sizes: Mapping[str, int | str], *, world_size: int) -> dict[str, int
     if not unknown and product == world_size:
         return {axis: known[axis] for axis in AXES}
     multiple = max(1, round(world_size / product)) * product
-    remedy = f"trainer.devices={multiple}" if unknown else f"trainer.devices={product}, or one axis auto"
-    raise ValueError(f"{asked}: {product} does not make up the {world_size} processes. Type {remedy}.")
+    remedy = (
+        f"trainer.devices={multiple}" if unknown else f"trainer.devices={product}, or one axis auto"
+    )
+    raise ValueError(
+        f"{asked}: {product} does not make up the {world_size} processes. Type {remedy}."
+    )
 
 
 def _is_whole(size: int | str) -> bool:
@@ -44,22 +57,26 @@ def _is_whole(size: int | str) -> bool:
 
 
 def shards_sequence(option: bool | str, *, device: str, expert: int = 1) -> bool:
-    """Return whether activations are sharded over the tensor axis; auto: except on CPUs without an expert axis.
+    """Return whether activations are sharded over the tensor axis; auto: except on CPUs without an
+    expert axis.
 
-    It saves memory, of which a CPU's host has most, for two collectives where one would do. An expert axis needs it:
-    tensor ranks would otherwise send the same tokens.
+    It saves memory, of which a CPU's host has most, for two collectives where one would do. An
+    expert axis needs it: tensor ranks would otherwise send the same tokens.
     """
     return device != "cpu" or expert > 1 if option == "auto" else bool(option)
 
 
 def build(sizes: Mapping[str, int], *, device_type: str) -> DeviceMesh:
-    """Return the mesh pipe × replicate × shard × tensor, whose axis "shard" is the ranks that shard weights.
+    """Return the mesh pipe × replicate × shard × tensor, whose axis "shard" is the ranks that shard
+    weights.
 
-    Those are the ranks of the axes shard and context together: ranks that share samples have the same weights too.
+    Those are the ranks of the axes shard and context together: ranks that share samples have the
+    same weights too.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    # it logs on every rank that gathering a doubly sharded tensor takes two collectives, which users cannot change
+    # it logs on every rank that gathering a doubly sharded tensor takes two collectives, which
+    # users cannot change
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     ranks = {**sizes, "shard": sizes["shard"] * sizes["context"]}
     names = tuple(axis for axis in AXES if axis != "context")
@@ -72,14 +89,21 @@ def context_group(sizes: Mapping[str, int]) -> dist.ProcessGroup:
 
     context, tensor = sizes["context"], sizes["tensor"]
     block = context * tensor
-    starts = (first + place for first in range(0, math.prod(sizes.values()), block) for place in range(tensor))
-    group, _ = dist.new_subgroups_by_enumeration([[*range(start, start + block, tensor)] for start in starts])
+    starts = (
+        first + place
+        for first in range(0, math.prod(sizes.values()), block)
+        for place in range(tensor)
+    )
+    group, _ = dist.new_subgroups_by_enumeration(
+        [[*range(start, start + block, tensor)] for start in starts]
+    )
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
 def expert_mesh(mesh: DeviceMesh, *, expert: int) -> DeviceMesh:
-    """Return the same ranks as pipe × replicate × rest × expert: each stage's experts are on ranks of their own.
+    """Return the same ranks as pipe × replicate × rest × expert: each stage's experts are on ranks
+    of their own.
 
     `expert` and `rest`, which shards each expert's weights, are all ranks of a replica of a stage.
     """
@@ -97,11 +121,14 @@ def expert_problem(expert: int, sizes: Mapping[str, int]) -> str | None:
     asked = ", ".join(f"strategy.{axis}={size}" for axis, size in borrowed.items())
     fits = [n for n in range(1, ranks + 1) if ranks % n == 0]
     return (
-        f"strategy.expert={expert} does not divide the {ranks} ranks that it is made of ({asked}). Type "
+        f"strategy.expert={expert} does not divide the {ranks} ranks that it is made of ({asked}). "
+        "Type "
         f"strategy.expert={min(fits, key=lambda n: abs(n - expert))}."
     )
 
 
 def data_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the group of ranks with different samples or positions and the same stage and part of the tensor axis."""
+    """Return the group of ranks with different samples or positions and the same stage and part of
+    the tensor axis.
+    """
     return mesh["replicate", "shard"]._flatten("data").get_group()

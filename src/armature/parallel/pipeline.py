@@ -1,4 +1,5 @@
-"""The pipeline axis: a model split into stages, and a schedule that runs when the model is called with targets.
+"""The pipeline axis: a model split into stages, and a schedule that runs when the model is called
+with targets.
 
 What a schedule computes inside training_step is handed to backward: `scheduled_loss.py`.
 """
@@ -48,16 +49,27 @@ class Stages:
 
     indices: list[int]  # among the stages of all ranks
     count: int  # of the stages of all ranks
-    parts: list[nn.Module]  # for each of this rank's stages, a view of the model with only its blocks and ends
+    parts: list[
+        nn.Module
+    ]  # for each of this rank's stages, a view of the model with only its blocks and ends
 
 
 def split(
-    model: nn.Module, plan: Plan, *, rank: int, ranks: int, schedule: str, block_counts: list[int] | None = None
+    model: nn.Module,
+    plan: Plan,
+    *,
+    rank: int,
+    ranks: int,
+    schedule: str,
+    block_counts: list[int] | None = None,
 ) -> Stages:
-    """Delete what this rank does not hold from the model, and make a view of the model for each of its stages.
+    """Delete what this rank does not hold from the model, and make a view of the model for each of
+    its stages.
 
-    Names never change: the names of deleted blocks are missing, and an end that this rank does not hold is None.
-    Without `block_counts`, stages are balanced by parameter count (`blocks_of_stages`), including the ends.
+    Names never change: the names of deleted blocks are missing, and an end that this rank does not
+    hold is None.
+    Without `block_counts`, stages are balanced by parameter count (`blocks_of_stages`), including
+    the ends.
     """
     if problems := stage_ownership_problems(model):
         raise ConfigError(problems)
@@ -72,23 +84,30 @@ def split(
         if stage not in held:
             for end in ends:
                 setattr(model, end, None)
-    parts = [_stage_view(model, plan, names=held[i], first=i == 0, last=i == count - 1) for i in held]
+    parts = [
+        _stage_view(model, plan, names=held[i], first=i == 0, last=i == count - 1) for i in held
+    ]
     return Stages(indices=list(held), count=count, parts=parts)
 
 
 def blocks_of_stages(
     model: nn.Module, plan: Plan, *, count: int, block_counts: list[int] | None = None
 ) -> list[list[str]]:
-    """Return the names of each stage's blocks, balanced by parameter count unless `block_counts` says how many.
+    """Return the names of each stage's blocks, balanced by parameter count unless `block_counts`
+    says how many.
 
-    `used_share` is the share of a module's parameters that a token uses (1 without it). The embedding counts in full.
+    `used_share` is the share of a module's parameters that a token uses (1 without it). The
+    embedding counts in full.
     """
     blocks: nn.ModuleDict = model.get_submodule(plan.blocks)  # pyright: ignore[reportAssignmentType]
 
     def cost(module: nn.Module | None) -> int:
         parts = [*module.modules()] if module is not None else []
         shares: dict[Any, Any] = {
-            p: part.used_share for part in parts if hasattr(part, "used_share") for p in part.parameters()
+            p: part.used_share
+            for part in parts
+            if hasattr(part, "used_share")
+            for p in part.parameters()
         }
         params = {p: None for part in parts for p in part.parameters()}
         return round(sum(p.numel() * shares.get(p, 1) for p in params))
@@ -103,8 +122,13 @@ def blocks_of_stages(
     return [[*islice(names, size)] for size in sizes]
 
 
-def _stage_view(model: nn.Module, plan: Plan, *, names: list[str], first: bool, last: bool) -> nn.Module:
-    """Return a copy of the model with only the named blocks. It shares their parameters, but has hooks of its own."""
+def _stage_view(
+    model: nn.Module, plan: Plan, *, names: list[str], first: bool, last: bool
+) -> nn.Module:
+    """Return a copy of the model with only the named blocks.
+
+    It shares their parameters, but has hooks of its own.
+    """
     view = copy.copy(model)
     for name, value in view.__dict__.items():
         if isinstance(value, dict) and name not in ("_parameters", "_buffers"):
@@ -131,7 +155,9 @@ class Message:
 
 
 def encode_shape(tensor: Tensor) -> Tensor:
-    """Return a tensor's shape and dtype as (HEADER_BYTES,) of uint8, for a rank that has to allocate it."""
+    """Return a tensor's shape and dtype as (HEADER_BYTES,) of uint8, for a rank that has to
+    allocate it.
+    """
     text = " ".join([str(tensor.dtype).removeprefix("torch."), *map(str, tensor.shape)])
     return torch.frombuffer(bytearray(text.encode().ljust(HEADER_BYTES)), dtype=torch.uint8)
 
@@ -143,7 +169,10 @@ def decode_shape(header: Tensor) -> tuple[torch.Size, torch.dtype]:
 
 @dataclass
 class Runner:
-    """Runs this rank's stages. A call with inputs and targets returns the loss, one with inputs alone the outputs."""
+    """Runs this rank's stages.
+
+    A call with inputs and targets returns the loss, one with inputs alone the outputs.
+    """
 
     model: nn.Module
     stages: Stages
@@ -151,17 +180,29 @@ class Runner:
     device: torch.device
     schedule: str
     microbatches: int
-    unshard_outputs: Callable[[Tensor], Tensor]  # all-gathers the last stage's outputs if the tensor axis shards them
+    unshard_outputs: Callable[
+        [Tensor], Tensor
+    ]  # all-gathers the last stage's outputs if the tensor axis shards them
     positions: Positions | None = None  # this rank's on the context axis
-    data_group: dist.ProcessGroup | None = None  # ranks with other samples that shard this stage's weights
-    target_weights: TargetWeights | None = None  # None: each batch's loss is the mean over its own targets
-    loss_scale: Callable[[], Tensor | None] = lambda: None  # returns fp16's factor of the loss, 0-dim, or None
-    schedules: dict[Any, Any] = field(default_factory=dict)  # torch's, by the inputs' shape and dtype
+    data_group: dist.ProcessGroup | None = (
+        None  # ranks with other samples that shard this stage's weights
+    )
+    target_weights: TargetWeights | None = (
+        None  # None: each batch's loss is the mean over its own targets
+    )
+    loss_scale: Callable[[], Tensor | None] = lambda: (
+        None
+    )  # returns fp16's factor of the loss, 0-dim, or None
+    schedules: dict[Any, Any] = field(
+        default_factory=dict
+    )  # torch's, by the inputs' shape and dtype
     # shape and dtype of what a stage receives, by (stage, shape of the micro-batch)
     activation_shapes: dict[Any, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
     step_scale: Tensor | None = None  # this step's `loss_scale`
     # number of targets that divides a micro-batch's summed loss, 0-dim
-    loss_divisor: Tensor | None = None  # None: the targets are no classes, and the mean over micro-batches is the loss
+    loss_divisor: Tensor | None = (
+        None  # None: the targets are no classes, and the mean over micro-batches is the loss
+    )
 
     def __call__(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
         for part in self.stages.parts:
@@ -172,7 +213,11 @@ class Runner:
                     "A pipeline trains only through a call with targets. Got model(inputs): write "
                     "loss = model(inputs, targets) in training_step."
                 )
-            with nullcontext() if self.positions is None else randomness.own_draws(self.positions.rank):
+            with (
+                nullcontext()
+                if self.positions is None
+                else randomness.own_draws(self.positions.rank)
+            ):
                 return self.train(inputs, targets)
         outputs = self.evaluate(inputs)
         if targets is not None:
@@ -183,10 +228,15 @@ class Runner:
         return outputs if self.positions is None else self.positions.whole(outputs)
 
     def _loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of outputs of this rank's positions, whose mean over the context axis is that of all."""
+        """Return the loss of outputs of this rank's positions, whose mean over the context axis is
+        that of all.
+        """
         if self.positions is None:
             return self.model.loss(outputs, targets)  # pyright: ignore[reportCallIssue]
-        loss, share = self.model.loss(outputs, self.positions.part(targets)), self.positions.share(targets)  # pyright: ignore[reportCallIssue]
+        loss, share = (
+            self.model.loss(outputs, self.positions.part(targets)),
+            self.positions.share(targets),
+        )  # pyright: ignore[reportCallIssue]
         return weigh(loss, share)
 
     def _mean(self, loss: Tensor) -> Tensor:
@@ -198,18 +248,21 @@ class Runner:
 
     @property
     def forward_takes_targets(self) -> bool:
-        """Whether the last stage's forward returns the loss: the model can compute it without holding all the outputs.
+        """Whether the last stage's forward returns the loss: the model can compute it without
+        holding all the outputs.
 
-        Only if a rank has one stage, since torch calls all of a rank's stages with the same arguments.
+        Only if a rank has one stage, since torch calls all of a rank's stages with the same
+        arguments.
         """
         alone = self.stages.indices == [self.stages.count - 1] and self.positions is None
         return alone and getattr(self.model, "computes_loss_in_forward", False)
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Run forward and backward of all micro-batches, and return the mean loss over their valid targets, 0-dim.
+        """Run forward and backward of all micro-batches, and return the mean loss over their valid
+        targets, 0-dim.
 
-        If `target_weights` counts targets, gradients are computed of the loss multiplied by their number, and with
-        fp16 by `loss_scale`, since they pass through fp16 here.
+        If `target_weights` counts targets, gradients are computed of the loss multiplied by their
+        number, and with fp16 by `loss_scale`, since they pass through fp16 here.
         """
         is_new = self._is_new(inputs)
         schedule, losses = self._schedule(inputs, is_new=is_new), []
@@ -226,12 +279,17 @@ class Runner:
             targets = self.positions.part(targets)
         # of a mixture's tokens: torch finds shapes with a first pass of its own
         limit: Any = getattr(self.model, "counted_passes", None) if is_new else None
-        with without_gradients(params), nullcontext() if limit is None else limit(self.microbatches):
+        with (
+            without_gradients(params),
+            nullcontext() if limit is None else limit(self.microbatches),
+        ):
             schedule.step(
-                *((inputs,) if 0 in self.stages.indices else ()), target=targets if self.holds_last else None,
-                losses=losses if self.holds_last else None, return_outputs=False,
+                *((inputs,) if 0 in self.stages.indices else ()),
+                target=targets if self.holds_last else None,
+                losses=losses if self.holds_last else None,
+                return_outputs=False,
                 **({"targets": targets} if self.forward_takes_targets else {}),
-            )  # fmt: skip
+            )
             grads = [param.grad for param in params]
         mean = torch.stack([loss.detach() for loss in losses]).mean() if losses else None
         loss = self._mean(self._broadcast_from_last(mean, scalar=True))
@@ -242,9 +300,11 @@ class Runner:
         return ScheduledLoss.apply(loss.requires_grad_(), params, grads, factor)  # pyright: ignore[reportReturnType]
 
     def _weighted_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return a micro-batch's loss, weighted so that the mean over micro-batches is the mean over valid targets.
+        """Return a micro-batch's loss, weighted so that the mean over micro-batches is the mean
+        over valid targets.
 
-        With a context axis these are targets of this rank's positions, and the mean is also over the axis.
+        With a context axis these are targets of this rank's positions, and the mean is also over
+        the axis.
         """
         loss = outputs if self.forward_takes_targets else self.model.loss(outputs, targets)  # pyright: ignore[reportCallIssue]
         loss = loss if self.step_scale is None else loss * self.step_scale
@@ -254,9 +314,11 @@ class Runner:
         return weigh(loss, (targets != IGNORED).sum() * pieces / self.loss_divisor)
 
     def _is_new(self, inputs: Tensor) -> bool:
-        """Return whether torch has to find the shapes that stages exchange, on this rank or on another data rank.
+        """Return whether torch has to find the shapes that stages exchange, on this rank or on
+        another data rank.
 
-        It finds them with a first pass, which gathers sharded weights: all ranks that shard them must run it. The
+        It finds them with a first pass, which gathers sharded weights: all ranks that shard them
+        must run it. The
         answer travels in the CPU's memory, so that nobody waits for a GPU.
         """
         is_new = (inputs.shape, inputs.dtype) not in self.schedules
@@ -267,11 +329,15 @@ class Runner:
         return is_new or bool(anywhere)
 
     def _schedule(self, inputs: Tensor, *, is_new: bool) -> Any:
-        """Return the schedule for inputs of this shape: the first step fixes the shapes that stages exchange."""
+        """Return the schedule for inputs of this shape: the first step fixes the shapes that stages
+        exchange.
+        """
         key = (inputs.shape, inputs.dtype)
         if is_new:
             stages = [
-                pipelining.PipelineStage(part, index, self.stages.count, self.device, group=self.group)
+                pipelining.PipelineStage(
+                    part, index, self.stages.count, self.device, group=self.group
+                )
                 for part, index in zip(self.stages.parts, self.stages.indices, strict=True)
             ]
             self.schedules[key] = SCHEDULE_CLASSES[self.schedule](
@@ -284,15 +350,19 @@ class Runner:
     def evaluate(self, inputs: Tensor) -> Tensor | None:
         """Return the outputs on the ranks of the last stage, None on others.
 
-        Every batch has `microbatches` equal chunks, filled with its last sample: each chunk gathers sharded weights, so
+        Every batch has `microbatches` equal chunks, filled with its last sample: each chunk gathers
+        sharded weights, so
         data ranks whose batches have other sizes must compute as many.
 
-        Every output is sent between the slot in which it is computed and the next one, and a rank starts all that it
-        sends and receives there together. NCCL works through a rank's operations in order, and a send waits for its
+        Every output is sent between the slot in which it is computed and the next one, and a rank
+        starts all that it sends and receives there together. NCCL works through a rank's operations
+        in order, and a send waits for its
         receive: ranks that start them in different orders would wait for each other forever.
         """
         missing = -len(inputs) % self.microbatches
-        chunks = torch.cat([inputs, inputs[-1:].expand(missing, *inputs.shape[1:])]).chunk(self.microbatches)
+        chunks = torch.cat([inputs, inputs[-1:].expand(missing, *inputs.shape[1:])]).chunk(
+            self.microbatches
+        )
         parts = dict(zip(self.stages.indices, self.stages.parts, strict=True))
         slot_of = partial(evaluation_slot, ranks=self.group.size(), schedule=self.schedule)
         units = {slot_of(stage, i): (stage, i) for stage in parts for i in range(len(chunks))}
@@ -318,14 +388,20 @@ class Runner:
         return torch.cat(outputs)[: len(inputs)] if self.holds_last else None
 
     def _exchange_known(self, sent: Message | None, received: Message | None) -> None:
-        """Send one message and receive another. Their shape and dtype go first if the inputs' shape is new."""
+        """Send one message and receive another.
+
+        Their shape and dtype go first if the inputs' shape is new.
+        """
         shapes = self.activation_shapes
         new_sent, new_received = (
-            None if message is None or message.key in shapes else message for message in (sent, received)
+            None if message is None or message.key in shapes else message
+            for message in (sent, received)
         )
         if new_sent is not None and new_sent.content is not None:
             shapes[new_sent.key] = new_sent.content.shape, new_sent.content.dtype
-            new_sent = Message(new_sent.stage, new_sent.inputs, encode_shape(new_sent.content).to(self.device))
+            new_sent = Message(
+                new_sent.stage, new_sent.inputs, encode_shape(new_sent.content).to(self.device)
+            )
         if new_received is not None:
             header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=self.device)
             new_received = Message(new_received.stage, new_received.inputs, header)
@@ -339,7 +415,9 @@ class Runner:
 
     def _exchange(self, sent: Message | None, received: Message | None) -> None:
         operations = [
-            dist.P2POp(function, message.content, self._rank_of(message.stage - back), group=self.group)
+            dist.P2POp(
+                function, message.content, self._rank_of(message.stage - back), group=self.group
+            )
             for function, message, back in ((dist.isend, sent, 0), (dist.irecv, received, 1))
             if message is not None and message.content is not None
         ]
@@ -348,11 +426,18 @@ class Runner:
 
     def _rank_of(self, stage: int) -> int:
         ranks = self.group.size()
-        holder = next(r for r in range(ranks) if stage in stages_of_rank(r, ranks=ranks, schedule=self.schedule))
+        holder = next(
+            r
+            for r in range(ranks)
+            if stage in stages_of_rank(r, ranks=ranks, schedule=self.schedule)
+        )
         return dist.get_global_rank(self.group, holder)
 
     def _broadcast_from_last(self, value: Tensor | None, *, scalar: bool) -> Tensor:
-        """Return the last stage's value (None elsewhere) on all stages, in fp32. A scalar's shape is not sent."""
+        """Return the last stage's value (None elsewhere) on all stages, in fp32.
+
+        A scalar's shape is not sent.
+        """
         source, shape = self._rank_of(self.stages.count - 1), ()
         if not scalar:
             box: list[Any] = [tuple(value.shape) if value is not None else None]
@@ -365,11 +450,16 @@ class Runner:
 
 
 def install_runner(model: nn.Module, runner: Runner) -> None:
-    """Let a call of the model run its pipeline. The class is swapped, since a wrapper would prefix parameter names."""
+    """Let a call of the model run its pipeline.
+
+    The class is swapped, since a wrapper would prefix parameter names.
+    """
     base = type(model)
 
     def call(self: nn.Module, *args: Any) -> Tensor:
         return self.__dict__["_runner"](*args)
 
     model.__dict__["_runner"] = runner
-    model.__class__ = type(base.__name__, (base,), {"__call__": call, "__module__": base.__module__})
+    model.__class__ = type(
+        base.__name__, (base,), {"__call__": call, "__module__": base.__module__}
+    )

@@ -19,7 +19,9 @@ from armature.parallel.tensor import adapter_problem, match_styles
 
 
 def problems(make: Callable[[], nn.Module], plan: Plan, sizes: Mapping[str, int]) -> list[str]:
-    """Return where a plan does not fit its model: names that do not exist, matrices that an axis does not divide."""
+    """Return where a plan does not fit its model: names that do not exist, matrices that an axis
+    does not divide.
+    """
     with torch.device("meta"):
         model = make()
     name = type(model).__name__
@@ -35,7 +37,10 @@ def problems(make: Callable[[], nn.Module], plan: Plan, sizes: Mapping[str, int]
         return [f"The plan's blocks={plan.blocks!r} is no submodule of {name}: correct plan.py."]
     lists = nn.ModuleDict if sizes["pipe"] > 1 else nn.ModuleDict | nn.ModuleList | nn.Sequential
     if not isinstance(blocks, lists):
-        return [f"The plan's blocks={plan.blocks!r} is a {type(blocks).__name__}; {name} needs an nn.ModuleDict there."]
+        return [
+            f"The plan's blocks={plan.blocks!r} is a {type(blocks).__name__}; {name} needs an "
+            "nn.ModuleDict there."
+        ]
     found = [
         f"The plan's {which}={end!r} is no submodule of {name}: correct plan.py."
         for which, ends in (("first", plan.first), ("last", plan.last))
@@ -59,7 +64,8 @@ def problems(make: Callable[[], nn.Module], plan: Plan, sizes: Mapping[str, int]
         found += _indivisible(model, styles, tensor=sizes["tensor"])
         counts = {each: getattr(model, each, None) for each in plan.divided}
         found += [
-            f"strategy.tensor={sizes['tensor']} does not divide the model's {each}={count}. Type another "
+            f"strategy.tensor={sizes['tensor']} does not divide the model's {each}={count}. Type "
+            "another "
             "strategy.tensor, or strategy=fsdp."
             for each, count in counts.items()
             if isinstance(count, int) and count % sizes["tensor"]
@@ -72,51 +78,78 @@ def _context_problems(model: nn.Module, plan: Plan, *, context: int) -> list[str
     for pattern in plan.context:
         matching = match(model, {pattern: plan.context[pattern]})
         if not matching:
-            found.append(f"The plan's context pattern {pattern!r} matches no module of {name}: correct plan.py.")
-        weights = [each for each in matching if any(True for _ in model.get_submodule(each).parameters())]
+            found.append(
+                f"The plan's context pattern {pattern!r} matches no module of {name}: correct "
+                "plan.py."
+            )
+        weights = [
+            each for each in matching if any(True for _ in model.get_submodule(each).parameters())
+        ]
         if plan.context[pattern] == "heads" and weights:
-            found.append(f"The plan's context style 'heads' is for modules without weights, but {weights[0]} has some.")
+            found.append(
+                "The plan's context style 'heads' is for modules without weights, but "
+                f"{weights[0]} has some."
+            )
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
         found.append(
-            f"strategy.context={context}: {name} has BatchNorm, whose statistics are over all positions. Type "
+            f"strategy.context={context}: {name} has BatchNorm, whose statistics are over all "
+            "positions. Type "
             "strategy=fsdp, or take another norm."
         )
     return found
 
 
 def adapter_problems(make: Callable[[], nn.Module], adapter: Lora, layout: Layout) -> list[str]:
-    """Return why adapters do not fit a model: patterns without a match, a rank of the pipeline that trains nothing."""
+    """Return why adapters do not fit a model: patterns without a match, a rank of the pipeline that
+    trains nothing.
+    """
     try:
         with torch.device("meta"):
             model = make()
-    except Exception:  # of another's model, whose constructor needs real tensors: the ranks build it
+    except (
+        Exception
+    ):  # of another's model, whose constructor needs real tensors: the ranks build it
         return []
     try:
         adapter.add_to(model)
     except ConfigError as error:
         return error.problems
     if not any(param.requires_grad for param in model.parameters()):
-        return ["task.adapter trains nothing. Type task.adapter.targets=null for all Linears in the blocks."]
+        return [
+            "task.adapter trains nothing. Type task.adapter.targets=null for all Linears in the "
+            "blocks."
+        ]
     adapted = [each for each in model.modules() if isinstance(each, LoraLinear)]
     most = max((min(each.in_features, each.out_features) for each in adapted), default=adapter.rank)
     if adapter.rank > most:
-        return [f"task.adapter.rank={adapter.rank}: no adapted Linear has a rank above {most}. Type at most that."]
+        return [
+            f"task.adapter.rank={adapter.rank}: no adapted Linear has a rank above {most}. Type at "
+            "most that."
+        ]
     if (plan := layout.plan) is None:
         return []
     found = []
     if layout.axes["tensor"] > 1:
         styles = match_styles(model, plan)
-        adapted = {styles[n] for n, m in model.named_modules() if isinstance(m, LoraLinear) and n in styles}
-        found += [problem for style in sorted(adapted) if (problem := adapter_problem(style)) is not None]
+        adapted = {
+            styles[n] for n, m in model.named_modules() if isinstance(m, LoraLinear) and n in styles
+        }
+        found += [
+            problem for style in sorted(adapted) if (problem := adapter_problem(style)) is not None
+        ]
     return found + (_idle_ranks(model, plan, layout) if layout.axes["pipe"] > 1 else [])
 
 
 def _idle_ranks(model: nn.Module, plan: Plan, layout: Layout) -> list[str]:
-    """Return the ranks of the pipeline whose stages have no trained parameter: an optimizer needs one."""
+    """Return the ranks of the pipeline whose stages have no trained parameter: an optimizer needs
+    one.
+    """
     ranks, schedule = layout.axes["pipe"], layout.options["schedule"]
     count = ranks * SCHEDULES[schedule].stages_per_rank
     of_stages = blocks_of_stages(model, plan, count=count, block_counts=layout.options["stages"])
-    trained = {_stage_part(name, plan) for name, param in model.named_parameters() if param.requires_grad}
+    trained = {
+        _stage_part(name, plan) for name, param in model.named_parameters() if param.requires_grad
+    }
     found = []
     for rank in range(ranks):
         stages = stages_of_rank(rank, ranks=ranks, schedule=schedule)
@@ -124,8 +157,10 @@ def _idle_ranks(model: nn.Module, plan: Plan, layout: Layout) -> list[str]:
         ends = ["first"] * (0 in stages) + ["last"] * (count - 1 in stages)
         if not trained & {*blocks, *ends}:
             found.append(
-                f"strategy.pipe={ranks}: rank {rank} of the pipeline holds {plan.blocks} {', '.join(blocks)}, and "
-                "task.adapter trains nothing there. Adapt Linears in these blocks too (task.adapter.targets), or type "
+                f"strategy.pipe={ranks}: rank {rank} of the pipeline holds {plan.blocks} "
+                f"{', '.join(blocks)}, and "
+                "task.adapter trains nothing there. Adapt Linears in these blocks too "
+                "(task.adapter.targets), or type "
                 "strategy=fsdp."
             )
     return found
@@ -137,12 +172,22 @@ def _stage_part(name: str, plan: Plan) -> str:
 
 
 def _indivisible(model: nn.Module, styles: dict[str, str], *, tensor: int) -> list[str]:
-    dims = {"column": 0, "column_gathered": 0, "logits": 0, "vocabulary": 0, "row": 1, "row_of_whole": 1}
+    dims = {
+        "column": 0,
+        "column_gathered": 0,
+        "logits": 0,
+        "vocabulary": 0,
+        "row": 1,
+        "row_of_whole": 1,
+    }
     found = {}
     for name, style in styles.items():
         weight = getattr(model.get_submodule(name), "weight", None)
         if style in dims and weight is not None and weight.shape[dims[style]] % tensor:
             dim, shape = dims[style], tuple(weight.shape)
-            message = f"strategy.tensor={tensor} does not divide dim {dim} of {name}.weight {shape}, a {style}."
+            message = (
+                f"strategy.tensor={tensor} does not divide dim {dim} of {name}.weight "
+                f"{shape}, a {style}."
+            )
             found[style, shape] = message
     return list(found.values())

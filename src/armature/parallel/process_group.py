@@ -1,4 +1,6 @@
-"""The default process group and this process's rank in it, from the variables that the launcher sets."""
+"""The default process group and this process's rank in it, from the variables that the launcher
+sets.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,11 @@ PATIENCE = timedelta(weeks=1)
 
 
 class RankEnvironment(ClusterEnvironment):
-    """RANK, WORLD_SIZE, LOCAL_RANK, GROUP_RANK, MASTER_ADDR, MASTER_PORT; one process if they are not set.
+    """RANK, WORLD_SIZE, LOCAL_RANK, GROUP_RANK, MASTER_ADDR, MASTER_PORT; one process if they are
+    not set.
 
-    Every strategy gets it, so that Lightning neither guesses a scheduler nor starts processes itself.
+    Every strategy gets it, so that Lightning neither guesses a scheduler nor starts processes
+    itself.
     """
 
     @property
@@ -51,7 +55,9 @@ class RankEnvironment(ClusterEnvironment):
 
     def set_world_size(self, size: int) -> None:
         if size != self.world_size():
-            raise RuntimeError(f"The Trainer counts {size} processes, but WORLD_SIZE={self.world_size()}")
+            raise RuntimeError(
+                f"The Trainer counts {size} processes, but WORLD_SIZE={self.world_size()}"
+            )
 
     def set_global_rank(self, rank: int) -> None:
         pass
@@ -65,11 +71,13 @@ def init(
     store: Any = None,
     alone: bool = False,
 ) -> None:
-    """Join the default process group, unless the group exists already, or there is only one process and not `alone`.
+    """Join the default process group, unless the group exists already, or there is only one process
+    and not `alone`.
 
-    `auto` is gloo on CPU and NCCL on GPU. On a GPU, gloo is set up for CPU tensors too: checkpoints and objects use it.
-    The timeout is that of a collective, in this group and in all groups that are created later; None: torch's.
-    `store` is where the ranks meet; None: where the launcher's variables say.
+    `auto` is gloo on CPU and NCCL on GPU. On a GPU, gloo is set up for CPU tensors too: checkpoints
+    and objects use it.
+    The timeout is that of a collective, in this group and in all groups that are created later;
+    None: torch's. `store` is where the ranks meet; None: where the launcher's variables say.
     """
     if dist.is_initialized() or (environment.world_size() == 1 and not alone):
         return
@@ -79,17 +87,23 @@ def init(
         torch.cuda.set_device(device)
     both = "cpu:gloo,cuda:nccl"
     backend = {"auto": both if on_gpu else "gloo", "nccl": both}.get(backend, backend)
-    if timeout is not None:  # for the groups that a mesh or DeepSpeed creates later: they do not inherit this timeout
+    if (
+        timeout is not None
+    ):  # for the groups that a mesh or DeepSpeed creates later: they do not inherit this timeout
         for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
             setattr(dist.distributed_c10d, name, timeout)
     meeting_point = _meeting_point(store)
     if not meeting_point:
         environment.wait_for_main_address()
-    dist.init_process_group(backend, timeout=timeout, device_id=device if "nccl" in backend else None, **meeting_point)
+    dist.init_process_group(
+        backend, timeout=timeout, device_id=device if "nccl" in backend else None, **meeting_point
+    )
 
 
 def _meeting_point(store: Any) -> dict[str, Any]:
-    """Return where the ranks meet: in a file if they are on one machine, since a port would be open to everybody."""
+    """Return where the ranks meet: in a file if they are on one machine, since a port would be open
+    to everybody.
+    """
     size, file = environment.world_size(), environment.store_file()
     if store is None and size == 1:
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
@@ -119,7 +133,10 @@ def all_gather_object(obj: T, *, group: dist.ProcessGroup | None = None) -> list
 
 
 def gather_object(obj: T) -> list[T]:
-    """Return every rank's plain object, in order of ranks, on rank 0; nothing elsewhere. Called by all ranks."""
+    """Return every rank's plain object, in order of ranks, on rank 0; nothing elsewhere.
+
+    Called by all ranks.
+    """
     if not dist.is_initialized():
         return [obj]
     gathered: list[T] | None = [obj] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -129,7 +146,9 @@ def gather_object(obj: T) -> list[T]:
 
 @contextmanager
 def patient_group() -> Iterator[dist.ProcessGroup | None]:
-    """Yield a group of all ranks for a collective that may take hours, since one of them works alone meanwhile."""
+    """Yield a group of all ranks for a collective that may take hours, since one of them works
+    alone meanwhile.
+    """
     group: Any = dist.new_group(backend="gloo", timeout=PATIENCE) if dist.is_initialized() else None  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield group
@@ -146,7 +165,10 @@ def all_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def on_all_ranks(work: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return every rank's result of `work`, in order of ranks. An error of one rank is raised on all ranks."""
+    """Return every rank's result of `work`, in order of ranks.
+
+    An error of one rank is raised on all ranks.
+    """
     result, error = None, None
     try:
         result = work()
@@ -163,7 +185,10 @@ def on_all_ranks(work: Callable[[], T], *, group: dist.ProcessGroup | None = Non
 
 
 def on_rank_0(work: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
-    """Call `work` on rank 0 only, and return its result on all ranks. An error is raised on all ranks."""
+    """Call `work` on rank 0 only, and return its result on all ranks.
+
+    An error is raised on all ranks.
+    """
     return on_all_ranks(lambda: work() if rank() == 0 else None, group=group)[0]  # pyright: ignore[reportReturnType]
 
 
@@ -176,16 +201,20 @@ def ranks() -> int:
 
 
 class Vote:
-    """The maximum over all ranks of several numbers, one call late, so that no rank waits for the others.
+    """The maximum over all ranks of several numbers, one call late, so that no rank waits for the
+    others.
 
-    All ranks must call it equally often. The CPUs communicate, on GPUs too: no rank waits for its device's queue.
+    All ranks must call it equally often. The CPUs communicate, on GPUs too: no rank waits for its
+    device's queue.
     """
 
     def __init__(self) -> None:
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
 
     def __call__(self, *numbers: int) -> list[int]:
-        """Submit this call's numbers and return the maximum of the previous call's; a single process gets its own."""
+        """Submit this call's numbers and return the maximum of the previous call's; a single
+        process gets its own.
+        """
         if ranks() == 1:  # a strategy of several may have a group of one
             return [*numbers]
         result = self.finish() or [0] * len(numbers)
@@ -196,7 +225,10 @@ class Vote:
         return result
 
     def finish(self) -> list[int]:
-        """Return the result of the previous call, or [] if there was none. No collective is pending afterwards."""
+        """Return the result of the previous call, or [] if there was none.
+
+        No collective is pending afterwards.
+        """
         if self._pending is None:
             return []
         box, work = self._pending
@@ -211,6 +243,9 @@ def destroying_waits() -> bool:
 
 
 def destroy() -> None:
-    """Leave the group. A rank that exits without this may abort, which an elastic agent takes for a failure."""
+    """Leave the group.
+
+    A rank that exits without this may abort, which an elastic agent takes for a failure.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()

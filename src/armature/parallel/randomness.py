@@ -16,10 +16,18 @@ from armature.parallel import process_group
 def capture() -> dict[str, Any]:
     """Return everything that the next draw depends on, as tensors and plain values."""
     version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = cast(tuple[str, Any, int, int, float], np.random.get_state(legacy=True))
+    name, keys, position, has_gauss, cached = cast(
+        tuple[str, Any, int, int, float], np.random.get_state(legacy=True)
+    )
     state: dict[str, Any] = {
         "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
-        "numpy": (str(name), torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)),
+        "numpy": (
+            str(name),
+            torch.from_numpy(keys.astype(np.int64)),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ),
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -36,7 +44,9 @@ def restore(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
-    elif torch.cuda.is_available():  # of a CPU: else all ranks would draw the GPU's numbers of the set-up
+    elif (
+        torch.cuda.is_available()
+    ):  # of a CPU: else all ranks would draw the GPU's numbers of the set-up
         torch.cuda.manual_seed(torch.initial_seed())
 
 
@@ -44,7 +54,9 @@ OF_ALL_RANKS = -1  # a stream that no rank trains with
 
 
 def begin(*, seed: int, stream: int, step: int = 0) -> None:
-    """Seed streams that differ between ranks with different data, and from what was drawn before `step`."""
+    """Seed streams that differ between ranks with different data, and from what was drawn before
+    `step`.
+    """
     torch.manual_seed(seed * 1_000_003 + stream + step * 7_919)
     random.seed(f"{seed}/{stream}/{step}")
     np.random.seed((seed * 1_000_003 + stream + step * 7_919) % 2**32)
@@ -52,9 +64,11 @@ def begin(*, seed: int, stream: int, step: int = 0) -> None:
 
 @contextmanager
 def own_draws(place: int) -> Iterator[None]:
-    """Let ranks that draw the same numbers draw others from torch inside the context, each by its `place`.
+    """Let ranks that draw the same numbers draw others from torch inside the context, each by its
+    `place`.
 
-    Code outside of a model, such as a random mask of the inputs, must draw the same on ranks that share samples. Inside
+    Code outside of a model, such as a random mask of the inputs, must draw the same on ranks that
+    share samples. Inside
     of it they must not: dropout of different positions is independent.
     """
     seed = random.getrandbits(60)  # leaves torch's streams as they are without this
@@ -70,7 +84,9 @@ def own_draws(place: int) -> Iterator[None]:
 
 
 class RankRandomState:
-    """A random state of this rank that is held until `restore`: what is drawn until then has no later effect."""
+    """A random state of this rank that is held until `restore`: what is drawn until then has no
+    later effect.
+    """
 
     def __init__(self) -> None:
         self._held: dict[str, Any] | None = None
@@ -92,17 +108,30 @@ class RankRandomState:
             self._held, self._begins = None, False
 
     def gather(self, layout: str) -> dict[str, Any]:
-        """Return the states of all ranks, for a checkpoint: those held, before the first batch. Called by all ranks."""
+        """Return the states of all ranks, for a checkpoint: those held, before the first batch.
+
+        Called by all ranks.
+        """
         own = self._held if self._begins else capture()
         return {"layout": layout, "ranks": process_group.all_gather_object(own)}
 
-    def load(self, saved: dict[str, Any] | None, *, layout: str, seed: int, stream: int, step: int) -> None:
+    def load(
+        self, saved: dict[str, Any] | None, *, layout: str, seed: int, stream: int, step: int
+    ) -> None:
         """Hold this rank's state from a checkpoint, if it has any.
 
-        Under another layout ranks draw different numbers anyway. They then begin new streams at the checkpoint's step.
+        Under another layout ranks draw different numbers anyway. They then begin new streams at the
+        checkpoint's step.
         """
-        known = (layout, layout.partition(" sequence_parallel=")[0])  # earlier versions did not state it
-        if saved is not None and saved["layout"] in known and len(saved["ranks"]) == process_group.ranks():
+        known = (
+            layout,
+            layout.partition(" sequence_parallel=")[0],
+        )  # earlier versions did not state it
+        if (
+            saved is not None
+            and saved["layout"] in known
+            and len(saved["ranks"]) == process_group.ranks()
+        ):
             self._held = saved["ranks"][process_group.rank()]
         else:
             begin(seed=seed, stream=stream, step=step)

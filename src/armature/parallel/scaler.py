@@ -1,4 +1,6 @@
-"""fp16's loss scaler under any layout: all ranks agree whether a gradient overflowed, and skip the step together."""
+"""fp16's loss scaler under any layout: all ranks agree whether a gradient overflowed, and skip the
+step together.
+"""
 
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
@@ -17,7 +19,10 @@ from armature.parallel.gradients import local_gradients
 
 
 def precision_arguments(precision: str, *, mesh: bool) -> dict[str, Any]:
-    """Return Lightning's arguments for a precision. It refuses fp16 under a mesh by name, but not as a plugin."""
+    """Return Lightning's arguments for a precision.
+
+    It refuses fp16 under a mesh by name, but not as a plugin.
+    """
     if mesh and precision == "16-mixed":
         return {"plugins": [MixedPrecision("16-mixed", "cuda")]}
     return {"precision": precision}
@@ -29,13 +34,16 @@ class SharedScaler(torch.amp.GradScaler):
     Each rank looks for infinities in the parts that it holds, and one all-reduce tells all others.
 
     Attributes:
-        skipped: whether the newest step was left out because of an overflow; the same on every rank.
+        skipped: whether the newest step was left out because of an overflow; the same on every
+            rank.
     """
 
     skipped: bool = False
 
     @classmethod
-    def replacing(cls, scaler: torch.amp.GradScaler, *, device: torch.device, ranks: int) -> SharedScaler:
+    def replacing(
+        cls, scaler: torch.amp.GradScaler, *, device: torch.device, ranks: int
+    ) -> SharedScaler:
         """Return one with the state of `scaler`, which has made no step."""
         shared = cls(device=device.type)
         shared.load_state_dict(scaler.state_dict())
@@ -50,11 +58,16 @@ class SharedScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         parts: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         with torch.no_grad():
-            for part, _ in local_gradients(param for group in optimizer.param_groups for param in group["params"]):
+            for part, _ in local_gradients(
+                param for group in optimizer.param_groups for param in group["params"]
+            ):
                 parts.setdefault((part.device, part.dtype), []).append(part)
             for (device, dtype), grads in parts.items():
                 if dtype == torch.float16 and not allow_fp16:
-                    raise ValueError("A loss scaler needs weights in fp32: their fp16 gradients cannot be unscaled.")
+                    raise ValueError(
+                        "A loss scaler needs weights in fp32: their fp16 gradients cannot be "
+                        "unscaled."
+                    )
                 found = torch.zeros_like(found_inf, device=device)
                 torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inv_scale.to(device))
                 found_inf = torch.maximum(found_inf, found.to(found_inf.device))
@@ -64,25 +77,39 @@ class SharedScaler(torch.amp.GradScaler):
 
     @override
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Unscale an optimizer's gradients, once before its step: clipping them in manual optimization did."""
+        """Unscale an optimizer's gradients, once before its step: clipping them in manual
+        optimization did.
+        """
         if self._per_optimizer_states[id(optimizer)]["stage"] is not OptState.UNSCALED:
             super().unscale_(optimizer)
 
     @override
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Change the scale after an optimizer's step. Gradients of others may be unscaled already, and stay so."""
+        """Change the scale after an optimizer's step.
+
+        Gradients of others may be unscaled already, and stay so.
+        """
         unscaled = self.forget_unscaled()
         super().update(new_scale)
         self._per_optimizer_states.update(unscaled)
 
     def forget_unscaled(self) -> dict[int, dict[str, Any]]:
-        """Forget, and return, which gradients are unscaled: if no step was made of them, the next ones are scaled."""
+        """Forget, and return, which gradients are unscaled: if no step was made of them, the next
+        ones are scaled.
+        """
         states = self._per_optimizer_states
-        return {key: states.pop(key) for key, state in [*states.items()] if state["stage"] is OptState.UNSCALED}
+        return {
+            key: states.pop(key)
+            for key, state in [*states.items()]
+            if state["stage"] is OptState.UNSCALED
+        }
 
     @override
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Step unless a rank has found an infinity or NaN. Reading that is the step's only host synchronization."""
+        """Step unless a rank has found an infinity or NaN.
+
+        Reading that is the step's only host synchronization.
+        """
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.READY:
             self.unscale_(optimizer)

@@ -1,8 +1,9 @@
 """Gradients that a pipeline's schedule has computed by the time that backward is called.
 
-Lightning calls zero_grad between training_step and backward, but a schedule computes gradients inside training_step.
-They are removed from the parameters there, and an autograd node (`ScheduledLoss`) adds them in backward, so that
-accumulation, the division of the loss and clipping need no special case.
+Lightning calls zero_grad between training_step and backward, but a schedule computes gradients
+inside training_step. They are removed from the parameters there, and an autograd node
+(`ScheduledLoss`) adds them in backward, so that accumulation, the division of the loss and clipping
+need no special case.
 """
 
 from __future__ import annotations
@@ -19,16 +20,23 @@ from armature.parallel.gradients import local_part
 
 
 class ScheduledLoss(torch.autograd.Function):
-    """The loss of one step of the schedule, whose backward adds the gradients that the schedule computed.
+    """The loss of one step of the schedule, whose backward adds the gradients that the schedule
+    computed.
 
     `grads` are those of the loss multiplied by `factor` (0-dim; None: 1).
     """
 
     @staticmethod
     def forward(
-        ctx: Any, loss: Tensor, params: list[Tensor], grads: list[Tensor | None], factor: Tensor | None
+        ctx: Any,
+        loss: Tensor,
+        params: list[Tensor],
+        grads: list[Tensor | None],
+        factor: Tensor | None,
     ) -> Tensor:
-        ctx.pairs = [(param, grad) for param, grad in zip(params, grads, strict=True) if grad is not None]
+        ctx.pairs = [
+            (param, grad) for param, grad in zip(params, grads, strict=True) if grad is not None
+        ]
         ctx.factor = factor
         return loss.clone()
 
@@ -48,7 +56,9 @@ class ScheduledLoss(torch.autograd.Function):
 
 @contextmanager
 def without_gradients(params: list[nn.Parameter]) -> Iterator[None]:
-    """Remove the parameters' gradients inside the context, and restore the previous ones at its end."""
+    """Remove the parameters' gradients inside the context, and restore the previous ones at its
+    end.
+    """
     previous = [param.grad for param in params]
     for param in params:
         param.grad = None

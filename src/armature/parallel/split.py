@@ -14,7 +14,8 @@ class Schedule(NamedTuple):
     """How a schedule assigns stages to ranks."""
 
     stages_per_rank: int
-    v_shaped: bool  # the second stages run back along the ranks, so that the first rank holds the last stage too
+    # the second stages run back along the ranks, so that the first rank holds the last stage too
+    v_shaped: bool
 
 
 SCHEDULES = {
@@ -25,10 +26,14 @@ SCHEDULES = {
 }
 
 
-def balance_blocks(costs: Sequence[int], *, stages: int, first: int = 0, last: int = 0) -> list[int]:
-    """Return how many consecutive blocks each stage takes, so that the most expensive stage is as cheap as possible.
+def balance_blocks(
+    costs: Sequence[int], *, stages: int, first: int = 0, last: int = 0
+) -> list[int]:
+    """Return how many consecutive blocks each stage takes, so that the most expensive stage is as
+    cheap as possible.
 
-    `costs` are those of the blocks; `first` and `last` of what only the first and only the last stage hold.
+    `costs` are those of the blocks; `first` and `last` of what only the first and only the last
+    stage hold.
     """
     n = len(costs)
     if n < stages:
@@ -36,14 +41,23 @@ def balance_blocks(costs: Sequence[int], *, stages: int, first: int = 0, last: i
     sums = [0, *accumulate(costs)]
 
     def price(stage: int, start: int, end: int) -> int:
-        return sums[end] - sums[start] + (first if stage == 0 else 0) + (last if stage == stages - 1 else 0)
+        return (
+            sums[end]
+            - sums[start]
+            + (first if stage == 0 else 0)
+            + (last if stage == stages - 1 else 0)
+        )
 
-    # best[s][e]: cost of the most expensive of stages 0 … s if they hold the first e blocks, and where stage s starts
+    # best[s][e]: cost of the most expensive of stages 0 … s if they hold the first e blocks, and
+    # where stage s starts
     best: list[dict[int, tuple[int, int]]] = [{e: (price(0, 0, e), 0) for e in range(1, n + 1)}]
     for stage in range(1, stages):
         best.append(
             {
-                end: min((max(best[-1][start][0], price(stage, start, end)), start) for start in range(stage, end))
+                end: min(
+                    (max(best[-1][start][0], price(stage, start, end)), start)
+                    for start in range(stage, end)
+                )
                 for end in range(stage + 1, n + 1)
             }
         )
@@ -54,40 +68,54 @@ def balance_blocks(costs: Sequence[int], *, stages: int, first: int = 0, last: i
 
 
 def stages_of_rank(rank: int, *, ranks: int, schedule: str) -> list[int]:
-    """Return the indices of the stages that a rank of the pipeline axis holds, in the order of the model."""
+    """Return the indices of the stages that a rank of the pipeline axis holds, in the order of the
+    model.
+    """
     stages_per_rank, v_shaped = SCHEDULES[schedule]
-    return [rank, 2 * ranks - 1 - rank] if v_shaped else [rank + ranks * i for i in range(stages_per_rank)]
+    return (
+        [rank, 2 * ranks - 1 - rank]
+        if v_shaped
+        else [rank + ranks * i for i in range(stages_per_rank)]
+    )
 
 
 def evaluation_slot(stage: int, micro_batch: int, *, ranks: int, schedule: str) -> int:
-    """Return when a stage computes a micro-batch of an evaluation, as a position in an order that all ranks share.
+    """Return when a stage computes a micro-batch of an evaluation, as a position in an order that
+    all ranks share.
 
-    A stage follows the one before it by exactly one slot, and no rank has two units of work in one slot. Interleaved
-    stages take as many micro-batches in turn as there are ranks.
+    A stage follows the one before it by exactly one slot, and no rank has two units of work in one
+    slot. Interleaved stages take as many micro-batches in turn as there are ranks.
     """
     stages_per_rank, v_shaped = SCHEDULES[schedule]
-    if v_shaped:  # a rank's two stages differ by an odd number, so one works in even slots and the other one in odd
+    if v_shaped:
+        # a rank's two stages differ by an odd number, so one works in even slots and the other one
+        # in odd
         return stage + 2 * micro_batch
     rounds, place = divmod(micro_batch, ranks)
     return stage + rounds * ranks * stages_per_rank + place
 
 
 def stage_ownership_problems(model: nn.Module) -> list[str]:
-    """Return the problem that a model holds parameters itself: stages are made of submodules, so none owns them."""
+    """Return the problem that a model holds parameters itself: stages are made of submodules, so
+    none owns them.
+    """
     names = ", ".join(name for name, _ in model.named_parameters(recurse=False))
     problem = (
-        f"{type(model).__name__} holds {names} itself, so no pipeline stage owns it. Put it into a submodule that the "
+        f"{type(model).__name__} holds {names} itself, so no pipeline stage owns it. Put it into a "
+        "submodule that the "
         "plan names in first or last."
     )
     return [problem] if names else []
 
 
 def bubble_share(schedule: str, *, ranks: int, microbatches: int) -> float:
-    """Return the share of a step in which a rank is idle, if forward takes 1, backward 2 and communication no time.
+    """Return the share of a step in which a rank is idle, if forward takes 1, backward 2 and
+    communication no time.
 
-    GPipe and 1F1B idle for p - 1 of m + p - 1 micro-batches' time (p ranks, m micro-batches); v interleaved stages per
-    rank idle for 1/v of that (arXiv:2104.04473, section 2.2). The zero-bubble schedule has no idle time with 2p - 1
-    micro-batches or more (arXiv:2401.10241); with fewer, each missing micro-batch costs one slot.
+    GPipe and 1F1B idle for p - 1 of m + p - 1 micro-batches' time (p ranks, m micro-batches); v
+    interleaved stages per rank idle for 1/v of that (arXiv:2104.04473, section 2.2). The
+    zero-bubble schedule has no idle time with 2p - 1 micro-batches or more (arXiv:2401.10241); with
+    fewer, each missing micro-batch costs one slot.
     """
     if schedule == "zero_bubble":
         missing = max(0, 2 * ranks - 1 - microbatches)
@@ -97,20 +125,25 @@ def bubble_share(schedule: str, *, ranks: int, microbatches: int) -> float:
 
 
 def pieces_in_flight(schedule: str, *, rank: int, ranks: int, microbatches: int) -> float:
-    """Return how many micro-batches' activations a rank holds at once; half of one is that of one of two stages.
+    """Return how many micro-batches' activations a rank holds at once; half of one is that of one
+    of two stages.
 
-    GPipe holds all. 1F1B runs as many forwards ahead as ranks follow; interleaved stages twice as many and one round
-    (arXiv:2104.04473, section 2.2). For zero_bubble it is the least.
+    GPipe holds all. 1F1B runs as many forwards ahead as ranks follow; interleaved stages twice as
+    many and one round (arXiv:2104.04473, section 2.2). For zero_bubble it is the least.
     """
     stages = SCHEDULES[schedule].stages_per_rank
     if schedule == "gpipe":
         return microbatches
     if schedule == "interleaved_1f1b":
-        return min((stages - 1) * ranks + 2 * (ranks - 1 - rank) + 1, stages * microbatches) / stages
+        return (
+            min((stages - 1) * ranks + 2 * (ranks - 1 - rank) + 1, stages * microbatches) / stages
+        )
     return min(ranks - rank, microbatches)
 
 
-def step_seconds(compute: float, communication: float, *, bubble_share: float) -> tuple[float, float]:
+def step_seconds(
+    compute: float, communication: float, *, bubble_share: float
+) -> tuple[float, float]:
     """Return seconds of a step with all communication hidden behind computation, and with none.
 
     What is not hidden makes a micro-batch's slot longer, and the idle slots with it.

@@ -11,16 +11,20 @@ from torch import Tensor
 
 from armature.errors import ConfigError
 
-LEFT_OUT = 4096.0  # in the place of the wish to stop, of a rank that leaves out the step; more than ranks on CPUs
+# in the place of the wish to stop, of a rank that leaves out the step; more than ranks on CPUs
+LEFT_OUT = 4096.0
 
 
 class StepSum:
-    """The numbers of targets, the squares of sharded gradients and the wish to stop, added up over all ranks.
+    """The numbers of targets, the squares of sharded gradients and the wish to stop, added up over
+    all ranks.
 
-    Where ranks hold different parts of the gradients, their squares are added up in each step, and everything else
-    travels with them (`add_up`). Otherwise it is sent while backward runs (`start`), so that nobody waits for it.
+    Where ranks hold different parts of the gradients, their squares are added up in each step, and
+    everything else travels with them (`add_up`). Otherwise it is sent while backward runs
+    (`start`), so that nobody waits for it.
 
-    A GPU's sum has a place for the wish to stop as well, which stays 0: the host would wait for the device to read it.
+    A GPU's sum has a place for the wish to stop as well, which stays 0: the host would wait for the
+    device to read it.
 
     Attributes:
         wants_to_stop: asked on this rank when a sum is sent; None: nobody wants to know.
@@ -32,7 +36,9 @@ class StepSum:
         self.forget()
 
     def forget(self) -> None:
-        self._sum: Tensor | None = None  # last: how many ranks want to stop; before it: targets, if they were sent
+        self._sum: Tensor | None = (
+            None  # last: how many ranks want to stop; before it: targets, if they were sent
+        )
         self._work: dist.Work | None = None
         self._has_targets = self._tells_of_stop = False
 
@@ -43,13 +49,17 @@ class StepSum:
         self._has_targets = True
 
     def add_up(self, squares: Tensor, targets: Tensor | None) -> Tensor:
-        """Return the sum of `squares` over all ranks, 0-dim fp32 like `targets`. All ranks must call it.
+        """Return the sum of `squares` over all ranks, 0-dim fp32 like `targets`.
 
-        The tensor that is sent has one size, whatever it holds: how a collective splits it decides in which order
+        All ranks must call it.
+
+        The tensor that is sent has one size, whatever it holds: how a collective splits it decides
+        in which order
         numbers are added.
 
         Raises:
-            ConfigError: other ranks leave out the step. A GPU's host does not look; those ranks raise it.
+            ConfigError: other ranks leave out the step. A GPU's host does not look; those ranks
+                raise it.
         """
         wish, zero = self._own_wish(squares.device), self._zero_on(squares.device)
         counted = zero if targets is None else targets.to(squares.device)
@@ -71,11 +81,16 @@ class StepSum:
         _check_left_out(sent)
 
     def targets(self) -> Tensor | None:
-        """Return the number of targets on all ranks, or None if it was not sent since `forget` was called."""
+        """Return the number of targets on all ranks, or None if it was not sent since `forget` was
+        called.
+        """
         return self._arrived()[-2] if self._has_targets else None
 
     def stop_is_wanted(self) -> bool | None:
-        """Return whether a rank wanted to stop, the same on all ranks; None: no sum was sent since the last call."""
+        """Return whether a rank wanted to stop, the same on all ranks.
+
+        None: no sum was sent since the last call.
+        """
         tells, self._tells_of_stop = self._tells_of_stop, False
         return bool(self._arrived()[-1]) if tells else None
 
@@ -102,8 +117,11 @@ def _check_left_out(added: Tensor) -> None:
     ranks, left_out = dist.get_world_size(), int(added[-1] // LEFT_OUT)
     if 0 < left_out < ranks:
         raise ConfigError(
-            f"optimizer_step makes the step on {ranks - left_out} of {ranks} ranks and leaves it out on {left_out}. "
-            "Sharded gradients have one norm, for which those ranks wait. Decide by what all ranks know, such as "
-            "self.all_gather(loss).mean(); or type trainer.on_nan=skip, which leaves out the steps whose loss or "
+            f"optimizer_step makes the step on {ranks - left_out} of {ranks} ranks and leaves it "
+            f"out on {left_out}. "
+            "Sharded gradients have one norm, for which those ranks wait. Decide by what all ranks "
+            "know, such as "
+            "self.all_gather(loss).mean(); or type trainer.on_nan=skip, which leaves out the steps "
+            "whose loss or "
             "gradient is not finite."
         )

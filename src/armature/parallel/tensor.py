@@ -1,7 +1,9 @@
-"""The tensor axis: a model's matrices are sharded over ranks, as its plan says. Exact, including the vocabulary's loss.
+"""The tensor axis: a model's matrices are sharded over ranks, as its plan says.
 
-Activations between blocks are (B, T, D): batch, positions, width. With sequence parallelism each rank holds a part of
-the positions (dim 1) there, otherwise each rank holds all of them.
+Exact, including the vocabulary's loss.
+
+Activations between blocks are (B, T, D): batch, positions, width. With sequence parallelism each
+rank holds a part of the positions (dim 1) there, otherwise each rank holds all of them.
 """
 
 from __future__ import annotations
@@ -17,8 +19,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from typing_extensions import override
 
@@ -32,7 +46,9 @@ from armature.parallel import ties
 
 
 def gathered(x: Tensor, device_mesh: DeviceMesh, layout: Shard | Replicate) -> DTensor:
-    """Return all of x, a DTensor or this rank's part under `layout`, in the type in which it is computed with."""
+    """Return all of x, a DTensor or this rank's part under `layout`, in the type in which it is
+    computed with.
+    """
     x = to_compute_dtype(x)  # the matrix products that follow would, after the gather
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, device_mesh, [layout], run_check=False)
@@ -54,13 +70,15 @@ class GatherInput(ParallelStyle):
 
 
 class ReplicatedParameters(ParallelStyle):
-    """Every rank holds all of a module's own parameters, and computes with them as a single process does.
+    """Every rank holds all of a module's own parameters, and computes with them as a single process
+    does.
 
-    The parameters become DTensors like all others, since an optimizer cannot step both kinds in one call. In forward
-    the module sees plain tensors.
+    The parameters become DTensors like all others, since an optimizer cannot step both kinds in one
+    call. In forward the module sees plain tensors.
 
     Args:
-        gradient: Replicate if every rank computes the whole gradient, Partial if each adds a part of it.
+        gradient: Replicate if every rank computes the whole gradient, Partial if each adds a part
+            of it.
     """
 
     def __init__(self, gradient: Replicate | Partial | None = None) -> None:
@@ -72,7 +90,9 @@ class ReplicatedParameters(ParallelStyle):
 
 
 class Logits(ColwiseParallel):
-    """Shards the classes. A head that computes its loss from its own part of the classes is called with all positions.
+    """Shards the classes.
+
+    A head that computes its loss from its own part of the classes is called with all positions.
 
     It says so by an attribute `vocabulary` (`models.decoder.loss.Head`).
     """
@@ -103,9 +123,14 @@ class Logits(ColwiseParallel):
 
 
 def compute_with_parts(
-    module: nn.Module, device_mesh: DeviceMesh, placement: Placement, *, gradient: Placement | None = None
+    module: nn.Module,
+    device_mesh: DeviceMesh,
+    placement: Placement,
+    *,
+    gradient: Placement | None = None,
 ) -> None:
-    """Distribute a module's own parameters as DTensors, and let its forward see this rank's parts as plain tensors.
+    """Distribute a module's own parameters as DTensors, and let its forward see this rank's parts
+    as plain tensors.
 
     Their gradients have `gradient`, by default the same placement.
     """
@@ -140,14 +165,18 @@ def torch_styles(*, sequence_parallel: bool) -> dict[str, ParallelStyle]:
         "row_of_whole": RowwiseParallel(input_layouts=Replicate(), output_layouts=between_blocks),
         "vocabulary": RowwiseParallel(input_layouts=Replicate(), output_layouts=between_blocks),
         "logits": Logits(between_blocks),
-        "sequence": SequenceParallel(use_local_output=True) if sequence_parallel else ReplicatedParameters(),
+        "sequence": SequenceParallel(use_local_output=True)
+        if sequence_parallel
+        else ReplicatedParameters(),
         "heads": ReplicatedParameters(Partial()),
         "gather": GatherInput(between_blocks),
     }
 
 
 def match_styles(model: nn.Module, plan: Plan) -> dict[str, str]:
-    """Return the tensor style of each module that a pattern of the plan names; the last matching pattern wins."""
+    """Return the tensor style of each module that a pattern of the plan names; the last matching
+    pattern wins.
+    """
     names = [name for name, _ in model.named_modules()]
     styles, problems = {}, []
     for pattern, style in plan.tensor.items():
@@ -155,21 +184,34 @@ def match_styles(model: nn.Module, plan: Plan) -> dict[str, str]:
         styles |= dict.fromkeys(matching, style)
         if not matching and pattern not in plan.optional:
             problems.append(
-                f"The plan's tensor pattern {pattern!r} matches no module of {type(model).__name__}: correct plan.py"
+                f"The plan's tensor pattern {pattern!r} matches no module of "
+                f"{type(model).__name__}: correct plan.py"
             )
     if problems:
         raise ConfigError(problems)
     return styles
 
 
-def shard_modules(model: nn.Module, styles: dict[str, str], *, mesh: DeviceMesh, sequence_parallel: bool) -> None:
+def shard_modules(
+    model: nn.Module, styles: dict[str, str], *, mesh: DeviceMesh, sequence_parallel: bool
+) -> None:
     """Shard the modules that this rank holds, and replicate every parameter that no style names."""
     tied, by_name = ties.find(model), torch_styles(sequence_parallel=sequence_parallel)
-    frozen = {name for name, param in model.named_parameters(remove_duplicate=False) if not param.requires_grad}
+    frozen = {
+        name
+        for name, param in model.named_parameters(remove_duplicate=False)
+        if not param.requires_grad
+    }
     for name, module in model.named_modules():
         if name in styles:
-            adapters = {each: module._parameters.pop(each) for each in ADAPTERS if each in module._parameters}
-            with divided_as_weight(module, mesh) if isinstance(module, Nf4Linear) else nullcontext():
+            adapters = {
+                each: module._parameters.pop(each)
+                for each in ADAPTERS
+                if each in module._parameters
+            }
+            with (
+                divided_as_weight(module, mesh) if isinstance(module, Nf4Linear) else nullcontext()
+            ):
                 parallelize_module(module, mesh, by_name[styles[name]], src_data_rank=None)
             divide_adapter(module, adapters, mesh=mesh, style=styles[name])
         own = list(module.parameters(recurse=False))
@@ -177,7 +219,9 @@ def shard_modules(model: nn.Module, styles: dict[str, str], *, mesh: DeviceMesh,
             parallelize_module(module, mesh, ReplicatedParameters())
     ties.restore(model, tied)
     for name, param in model.named_parameters(remove_duplicate=False):
-        param.requires_grad_(name not in frozen)  # torch's SequenceParallel makes new parameters, which are trained
+        param.requires_grad_(
+            name not in frozen
+        )  # torch's SequenceParallel makes new parameters, which are trained
 
 
 _COLUMNS, _ROWS = ("column", "column_gathered"), ("row", "row_of_whole")  # styles of Linears
@@ -188,14 +232,17 @@ def adapter_problem(style: str) -> str | None:
     if style in (*_COLUMNS, *_ROWS):
         return None
     return (
-        f"task.adapter: a Linear whose tensor style is {style!r} takes no adapter under a tensor axis. Leave it out of "
+        f"task.adapter: a Linear whose tensor style is {style!r} takes no adapter under a tensor "
+        "axis. Leave it out of "
         "task.adapter.targets, or type strategy=fsdp."
     )
 
 
 @contextmanager
 def divided_as_weight(module: Nf4Linear, mesh: DeviceMesh) -> Iterator[None]:
-    """Divide a matrix of 4 bits as the style within the context divides a parameter `weight`, which it lacks."""
+    """Divide a matrix of 4 bits as the style within the context divides a parameter `weight`, which
+    it lacks.
+    """
     parts = {name: module._parameters.pop(name) for name in PARTS}
     stand_in = torch.empty(module.out_features, module.in_features, device="meta")
     module.register_parameter("weight", nn.Parameter(stand_in, requires_grad=False))
@@ -212,8 +259,8 @@ def divided_as_weight(module: Nf4Linear, mesh: DeviceMesh) -> Iterator[None]:
 def divide_adapter(
     module: nn.Module, adapters: dict[str, nn.Parameter | None], *, mesh: DeviceMesh, style: str
 ) -> None:
-    """Distribute an adapter (`finetune.lora`) as its matrix: of a column-sharded one the rows of B and of the
-    magnitudes, of a row-sharded one A's columns. The rest is whole on every rank.
+    """Distribute an adapter (`finetune.lora`) as its matrix: of a column-sharded one the rows of B
+    and of the magnitudes, of a row-sharded one A's columns. The rest is whole on every rank.
     """
     of_rows: dict[str, Placement] = {"lora_B": Shard(0), "lora_magnitude": Shard(0)}
     placements = of_rows if style in _COLUMNS else {"lora_A": Shard(1)}
@@ -221,11 +268,15 @@ def divide_adapter(
         assert param is not None
         if (problem := adapter_problem(style)) is not None:
             raise ConfigError(problem)
-        distributed = distribute_tensor(param, mesh, [placements.get(name, Replicate())], src_data_rank=None)
+        distributed = distribute_tensor(
+            param, mesh, [placements.get(name, Replicate())], src_data_rank=None
+        )
         module._parameters[name] = nn.Parameter(distributed, requires_grad=param.requires_grad)
 
 
-@dataclass(frozen=True, slots=True)  # slots: functools.wraps copies a __dict__, and with it whose loss this is
+@dataclass(
+    frozen=True, slots=True
+)  # slots: functools.wraps copies a __dict__, and with it whose loss this is
 class ShardedLoss:
     """A model's loss, called with outputs whose classes (the last dim) are sharded over `mesh`."""
 
@@ -241,7 +292,8 @@ class ShardedLoss:
 
 
 def shard_loss(model: nn.Module, *, mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
-    """Let the model's loss take outputs whose classes (the last dim) are sharded, through torch's loss_parallel.
+    """Let the model's loss take outputs whose classes (the last dim) are sharded, through torch's
+    loss_parallel.
 
     Return a function that all-gathers such outputs: (…, classes / ranks) to (…, classes).
     """
@@ -250,7 +302,9 @@ def shard_loss(model: nn.Module, *, mesh: DeviceMesh) -> Callable[[Tensor], Tens
 
 
 def gather_outputs(model: nn.Module, unshard: Callable[[Tensor], Tensor]) -> None:
-    """Return unsharded outputs from calls of the model without targets; calls with targets return the loss as it is."""
+    """Return unsharded outputs from calls of the model without targets; calls with targets return
+    the loss as it is.
+    """
 
     def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         has_targets = (len(args) > 1 and args[1] is not None) or kwargs.get("targets") is not None

@@ -10,11 +10,16 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def sharded_like(target: Any, value: Any) -> Any:
-    """Return this rank's part of a whole tensor if `target` is sharded, or the value itself if they do not fit.
+    """Return this rank's part of a whole tensor if `target` is sharded, or the value itself if they
+    do not fit.
 
     No communication: every rank has the whole tensor, and all have the same.
     """
-    if not isinstance(target, DTensor) or isinstance(value, DTensor) or not isinstance(value, Tensor):
+    if (
+        not isinstance(target, DTensor)
+        or isinstance(value, DTensor)
+        or not isinstance(value, Tensor)
+    ):
         return value
     if value.shape != target.shape:
         return value  # load_state_dict names it
@@ -25,7 +30,9 @@ def sharded_like(target: Any, value: Any) -> Any:
 def accept(model: nn.Module) -> None:
     """Let `load_state_dict` of a sharded model, and of its parts, take whole weights."""
     for part in model.modules():
-        if not isinstance(part, torch.jit.ScriptModule):  # which takes no such hook; its weights are whole
+        if not isinstance(
+            part, torch.jit.ScriptModule
+        ):  # which takes no such hook; its weights are whole
             part.register_load_state_dict_pre_hook(_shard)
 
 

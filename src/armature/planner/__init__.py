@@ -1,1 +1,3 @@
-"""What a run will need, by closed formulas and without torch: memory, seconds, and the layouts that fit."""
+"""What a run will need, by closed formulas and without torch: memory, seconds, and the layouts that
+fit.
+"""

@@ -1,4 +1,6 @@
-"""What a forward pass keeps for backward, by closed formulas: the part of `memory.py` that grows with the batch."""
+"""What a forward pass keeps for backward, by closed formulas: the part of `memory.py` that grows
+with the batch.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from armature.planner.setup import Setup
 def kept_by_block(setup: Setup, recompute: str | int) -> float:
     """Return bytes that one block keeps of one sample's forward pass for backward."""
     cost, c, tensor = setup.cost, setup.compute_bytes, setup.axes["tensor"]
-    between = tensor if setup.sequence_parallel else 1  # ranks that share the positions between blocks
+    between = (
+        tensor if setup.sequence_parallel else 1
+    )  # ranks that share the positions between blocks
     positions, copied = cost.positions / setup.axes["context"], cost.keys * (setup.key_copies - 1)
     if recompute == "none":
         norms = cost.norms * norm_bytes(setup) * cost.width / between
@@ -25,10 +29,16 @@ def kept_by_block(setup: Setup, recompute: str | int) -> float:
         products = (cost.products - cost.outputs) / tensor + cost.outputs
         if setup.adapters is not None:  # each Linear has two more products
             rows = sum(rows for rows, _ in cost.linears)
-            products += (rows - cost.outputs) / tensor + cost.outputs + setup.adapters.rank * len(cost.linears)
+            products += (
+                (rows - cost.outputs) / tensor
+                + cost.outputs
+                + setup.adapters.rank * len(cost.linears)
+            )
         if setup.axes["context"] > 1:  # what the exchanges bring is kept, too
             products += (2 * cost.queries + cost.keys + copied) / tensor
-        if setup.expert > 1:  # so are the rows that arrive and return; products are as many as rows arrive
+        if (
+            setup.expert > 1
+        ):  # so are the rows that arrive and return; products are as many as rows arrive
             beyond = setup.expert_load - 1
             products += ((2 + beyond) * cost.rows + beyond * (cost.routed - cost.rows) / 2) / tensor
         return positions * (stream + c * products)
@@ -36,13 +46,20 @@ def kept_by_block(setup: Setup, recompute: str | int) -> float:
 
 
 def norm_bytes(setup: Setup) -> float:
-    """Return bytes that a norm keeps per element. A frozen one keeps its input, and not what its weight multiplies."""
+    """Return bytes that a norm keeps per element.
+
+    A frozen one keeps its input, and not what its weight multiplies.
+    """
     return setup.cost.norm_bytes / (1 if setup.adapters is None else 2)
 
 
 def residual_bytes(setup: Setup) -> int:
     """Return bytes of an element of the residual stream: of the embedding's output."""
-    return setup.gathered_bytes if is_sharded(setup) or setup.kind == "deepspeed" else setup.weight_bytes
+    return (
+        setup.gathered_bytes
+        if is_sharded(setup) or setup.kind == "deepspeed"
+        else setup.weight_bytes
+    )
 
 
 def recomputed_blocks(setup: Setup, blocks: int) -> int:
@@ -56,7 +73,9 @@ def kept_by_blocks(setup: Setup, blocks: int) -> float:
     """Return bytes that the blocks keep of one sample."""
     recomputed = recomputed_blocks(setup, blocks)
     how = "every" if str(setup.recompute).isdigit() else setup.recompute
-    return recomputed * kept_by_block(setup, how) + (blocks - recomputed) * kept_by_block(setup, "none")
+    return recomputed * kept_by_block(setup, how) + (blocks - recomputed) * kept_by_block(
+        setup, "none"
+    )
 
 
 def samples_in_flight(setup: Setup, stage: int) -> float:
@@ -69,7 +88,9 @@ def samples_in_flight(setup: Setup, stage: int) -> float:
 
 
 def micro_batches_in_flight(setup: Setup, rank: int) -> float:
-    return pieces_in_flight(setup.schedule, rank=rank, ranks=setup.axes["pipe"], microbatches=setup.microbatches)
+    return pieces_in_flight(
+        setup.schedule, rank=rank, ranks=setup.axes["pipe"], microbatches=setup.microbatches
+    )
 
 
 def is_unsharded(setup: Setup) -> bool:

@@ -1,4 +1,6 @@
-"""strategy=auto: the simplest strategy that fits, by closed formulas; and the warning before a launch that will not."""
+"""strategy=auto: the simplest strategy that fits, by closed formulas; and the warning before a
+launch that will not.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,24 @@ from armature.validation import signatures
 GIB = 2**30
 AUTO = "armature.strategies.auto.auto"
 TENSOR = 8  # ranks of one machine that may share each matrix
-WIDE_BLOCK = 500_000_000  # parameters from which on an eighth of a block's matrices still fills a GPU (width 8,192)
+# parameters from which on an eighth of a block's matrices still fills a GPU (width 8,192)
+WIDE_BLOCK = 500_000_000
 LARGE_WORLD = 64  # ranks from which on gathering weights within a machine pays
-HEADROOM = 0.1  # share of the device left free: a test holds the formulas within this of the simulator
-PLAN_COMMAND = "python scripts/plan.py with this command's overrides and hardware=this lists what fits."
+HEADROOM = (
+    0.1  # share of the device left free: a test holds the formulas within this of the simulator
+)
+PLAN_COMMAND = (
+    "python scripts/plan.py with this command's overrides and hardware=this lists what fits."
+)
 Problems = Callable[[DictConfig], list[str]]
 
 
 @dataclass(frozen=True)
 class Try:
-    """One strategy that auto may choose, and its predicted peak. `options` of the mesh; None: single or ddp."""
+    """One strategy that auto may choose, and its predicted peak.
+
+    `options` of the mesh; None: single or ddp.
+    """
 
     name: str
     options: dict[str, int | str] | None
@@ -41,17 +51,20 @@ class Try:
         return f"{self.name}{' with activation_checkpointing=every' if self.recompute else ''}"
 
 
-def decide(cfg: DictConfig, *, memory_bytes: int | None, problems: Problems) -> tuple[DictConfig, str | None]:
+def decide(
+    cfg: DictConfig, *, memory_bytes: int | None, problems: Problems
+) -> tuple[DictConfig, str | None]:
     """Return the configuration with auto's choice, and a line that says what was chosen and why.
 
-    The line is None, and the configuration as it was, if the strategy is another. `single` and `ddp` stay `auto`, so
-    that a run may go on with more or fewer processes.
+    The line is None, and the configuration as it was, if the strategy is another. `single` and
+    `ddp` stay `auto`, so that a run may go on with more or fewer processes.
 
     Args:
         memory_bytes: of one device; None: unknown.
         problems: returns what is wrong with a layout.
 
-    Raises ConfigError if the optimizer's step does not fit under any strategy, whatever the micro-batch.
+    Raises ConfigError if the optimizer's step does not fit under any strategy, whatever the
+    micro-batch.
     """
     if OmegaConf.select(cfg, "strategy._target_") != AUTO:
         return cfg, None
@@ -80,24 +93,34 @@ def decide(cfg: DictConfig, *, memory_bytes: int | None, problems: Problems) -> 
             blocked += found
             tried.remove(each)
     shards = not blocked or any(each.options is not None for each in tried)  # some axis can do it
-    if shards and str(cfg.task._target_).startswith("armature."):  # a user's task may freeze weights
+    if shards and str(cfg.task._target_).startswith(
+        "armature."
+    ):  # a user's task may freeze weights
         _refuse(cfg, setup, tried, memory_bytes=memory_bytes, problems=problems)
     best = min(tried, key=lambda each: each.peak.total_bytes)
     needs = f"{_size(best.peak.total_bytes)} of {_size(memory_bytes)} per device (predicted)"
     why = "" if shards else f" Sharding is not possible: {blocked[0]}"
-    return _with(cfg, best), f"strategy=auto: {best.words}, which needs least of all: {needs}.{why} {PLAN_COMMAND}"
+    return _with(
+        cfg, best
+    ), f"strategy=auto: {best.words}, which needs least of all: {needs}.{why} {PLAN_COMMAND}"
 
 
 def _room(cfg: DictConfig, memory_bytes: int) -> float:
-    """Return the bytes that a predicted peak may take; the formulas are of uncompiled blocks, which keep more."""
+    """Return the bytes that a predicted peak may take; the formulas are of uncompiled blocks, which
+    keep more.
+    """
     compiled = OmegaConf.select(cfg, "strategy.compile", default="none") != "none"
     return memory_bytes * (1 if compiled else 1 - HEADROOM)
 
 
-def micro_batch_size(cfg: DictConfig, layout: Layout, *, memory_bytes: int | None) -> tuple[int, str] | None:
-    """Return what `data.micro_batch_size=auto` begins with, and a line that says why; None: a rank's whole share.
+def micro_batch_size(
+    cfg: DictConfig, layout: Layout, *, memory_bytes: int | None
+) -> tuple[int, str] | None:
+    """Return what `data.micro_batch_size=auto` begins with, and a line that says why; None: a
+    rank's whole share.
 
-    It is the largest that fits by the formulas: a search downward from the whole share would take a start per size.
+    It is the largest that fits by the formulas: a search downward from the whole share would take a
+    start per size.
     """
     try:
         setup = setup_of(cfg, layout) if cfg.data.micro_batch_size == "auto" else None
@@ -108,9 +131,12 @@ def micro_batch_size(cfg: DictConfig, layout: Layout, *, memory_bytes: int | Non
     fitting = _fitting(setup, room=_room(cfg, memory_bytes))
     if fitting.micro == setup.micro:
         return None
-    needs = f"{_size(memory.peak(fitting).total_bytes)} of {_size(memory_bytes)} per device (predicted)"
+    needs = (
+        f"{_size(memory.peak(fitting).total_bytes)} of {_size(memory_bytes)} per device (predicted)"
+    )
     return fitting.micro, (
-        f"data.micro_batch_size=auto: {fitting.micro} of the {setup.micro} samples that a rank has per step, which "
+        f"data.micro_batch_size=auto: {fitting.micro} of the {setup.micro} samples that a rank has "
+        "per step, which "
         f"needs {needs}."
     )
 
@@ -137,13 +163,20 @@ def _unknown(cfg: DictConfig, setup: Setup | None, memory_bytes: int | None) -> 
 
 
 def _tries(cfg: DictConfig, setup: Setup, *, room: float) -> Iterator[Try]:
-    """Yield the strategies from the simplest on, each first as typed and then, all of them, with recomputation.
+    """Yield the strategies from the simplest on, each first as typed and then, all of them, with
+    recomputation.
 
-    With data.micro_batch_size=auto, each with the largest micro-batch that fits: it costs less than another strategy.
+    With data.micro_batch_size=auto, each with the largest micro-batch that fits: it costs less than
+    another strategy.
     """
     world, devices = setup.world_size, cfg.trainer.devices
-    plain: list[tuple[str, dict[str, int | str] | None]] = [("single" if world == 1 else "ddp", None)]
-    if world > 1 and set(cfg.strategy) <= {"_target_", *signatures.defaults_of(STRATEGIES["mesh"])}:  # else ddp's own
+    plain: list[tuple[str, dict[str, int | str] | None]] = [
+        ("single" if world == 1 else "ddp", None)
+    ]
+    if world > 1 and set(cfg.strategy) <= {
+        "_target_",
+        *signatures.defaults_of(STRATEGIES["mesh"]),
+    }:  # else ddp's own
         tensor = math.gcd(min(TENSOR, devices), setup.cost.key_heads or TENSOR)
         wide = setup.cost.block - setup.cost.experts >= WIDE_BLOCK and 1 < devices < world
         if wide and tensor > 1:
@@ -159,8 +192,12 @@ def _tries(cfg: DictConfig, setup: Setup, *, room: float) -> Iterator[Try]:
                 yield Try(name, options, recompute, memory.peak(tried))
 
 
-def _setup(cfg: DictConfig, setup: Setup, options: Mapping[str, int | str] | None, *, recompute: bool) -> Setup | None:
-    """Return the run under mesh axes (None: as it is), or None if the axes or the batch do not divide."""
+def _setup(
+    cfg: DictConfig, setup: Setup, options: Mapping[str, int | str] | None, *, recompute: bool
+) -> Setup | None:
+    """Return the run under mesh axes (None: as it is), or None if the axes or the batch do not
+    divide.
+    """
     if recompute:
         setup = setup.with_(recompute="every")
     if options is None:
@@ -194,19 +231,24 @@ def _line(chosen: Try, tried: Sequence[Try], memory_bytes: int) -> str:
     if not tried:
         return f"{line}."
     before = next((each for each in tried if each.name == chosen.name), tried[0])
-    return f"{line}; {before.name}{' without' if before.name == chosen.name else ''} would need " + (
-        f"{_size(before.peak.total_bytes)}."
+    return (
+        f"{line}; {before.name}{' without' if before.name == chosen.name else ''} would need "
+        + (f"{_size(before.peak.total_bytes)}.")
     )
 
 
 def _refuse(
     cfg: DictConfig, setup: Setup, tried: Sequence[Try], *, memory_bytes: int, problems: Problems
 ) -> None:  # fmt: skip
-    """Raise ConfigError if the optimizer's step alone takes more than a device has under all that was tried."""
+    """Raise ConfigError if the optimizer's step alone takes more than a device has under all that
+    was tried.
+    """
     least = min(each.peak.least_bytes for each in tried)
     if least <= memory_bytes:
         return
-    whole = min(each.peak.state_bytes * (1 if each.options is None else setup.world_size) for each in tried)
+    whole = min(
+        each.peak.state_bytes * (1 if each.options is None else setup.world_size) for each in tried
+    )
     enough = next(
         (
             n
@@ -215,23 +257,42 @@ def _refuse(
         ),
         None,
     )
-    advice = f"{enough} such devices hold it under strategy=fsdp" if enough else "1,024 devices would not either"
+    advice = (
+        f"{enough} such devices hold it under strategy=fsdp"
+        if enough
+        else "1,024 devices would not either"
+    )
     offload = "strategy=fsdp strategy.cpu_offload=true"
     if setup.world_size == 1:  # fsdp shards nothing there, and offloads nothing
         changed = cfg.copy()
         OmegaConf.set_struct(changed, False)
-        changed.strategy = {"_target_": STRATEGIES["deepspeed"], "seed": cfg.seed, "activation_checkpointing": "none"}
-        other = "optimizer=adamw " if any("optimizer=adamw" in each for each in problems(changed)) else ""
+        changed.strategy = {
+            "_target_": STRATEGIES["deepspeed"],
+            "seed": cfg.seed,
+            "activation_checkpointing": "none",
+        }
+        other = (
+            "optimizer=adamw "
+            if any("optimizer=adamw" in each for each in problems(changed))
+            else ""
+        )
         offload = f"{other}strategy=deepspeed_zero3_offload"
     raise ConfigError(
-        f"strategy=auto: weights, gradients and optimizer state of {setup.cost.parameters:,} parameters take at least "
-        f"{_size(least)} per device in the optimizer's step, and one has {_size(memory_bytes)}. {advice}; {offload} "
+        f"strategy=auto: weights, gradients and optimizer state of {setup.cost.parameters:,} "
+        "parameters take at least "
+        f"{_size(least)} per device in the optimizer's step, and one has {_size(memory_bytes)}. "
+        f"{advice}; {offload} "
         f"keeps them in the host's memory. {PLAN_COMMAND}"
     )
 
 
-def warning(cfg: DictConfig, layout: Layout, *, memory_bytes: int | None) -> tuple[str, memory.Peak] | None:
-    """Return a line if a run's predicted peak exceeds the device, with the peak; None if it fits or is unknown."""
+def warning(
+    cfg: DictConfig, layout: Layout, *, memory_bytes: int | None
+) -> tuple[str, memory.Peak] | None:
+    """Return a line if a run's predicted peak exceeds the device, with the peak.
+
+    None if it fits or is unknown.
+    """
     try:
         setup = setup_of(cfg, layout)
     except ConfigError:
@@ -241,19 +302,25 @@ def warning(cfg: DictConfig, layout: Layout, *, memory_bytes: int | None) -> tup
     assert setup is not None
     assert memory_bytes is not None
     peak = memory.peak(setup)
-    compiled = layout.options.get("compile", "none") != "none"  # the formulas are of uncompiled blocks, which keep more
+    compiled = (
+        layout.options.get("compile", "none") != "none"
+    )  # the formulas are of uncompiled blocks, which keep more
     if (peak.least_bytes if compiled else peak.total_bytes) <= memory_bytes:
         return None
     kinds = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in peak.bytes_by_kind.items())
     line = (
         f"Memory will probably run out: a rank needs {_size(peak.total_bytes)}, and its device has "
-        f"{_size(memory_bytes)} (predicted, in GiB: {kinds}, allowance {peak.allowance_bytes / GIB:.1f})."
+        f"{_size(memory_bytes)} (predicted, in GiB: {kinds}, allowance "
+        f"{peak.allowance_bytes / GIB:.1f})."
     )
     return line, peak
 
 
 def device_memory_bytes(cfg: DictConfig) -> int | None:
-    """Return the memory of one device of this machine, None if unknown; CPU processes share the machine's."""
+    """Return the memory of one device of this machine, None if unknown.
+
+    CPU processes share the machine's.
+    """
     if cfg.trainer.accelerator == "gpu":
         return hardware.gpu_memory_bytes()
     if cfg.trainer.accelerator == "cpu":

@@ -1,7 +1,9 @@
-"""Compute-optimal sizes (Hoffmann et al., 2022, arXiv:2203.15556): how large a model, on how many tokens.
+"""Compute-optimal sizes (Hoffmann et al., 2022, arXiv:2203.15556): how large a model, on how many
+tokens.
 
-Approach 1 of the paper (section 3.1, tables 2 and 3): parameters and tokens both grow with the square root of the
-compute, and 5.76e23 FLOPs are best spent on 67 billion parameters and 1.5 trillion tokens.
+Approach 1 of the paper (section 3.1, tables 2 and 3): parameters and tokens both grow with the
+square root of the compute, and 5.76e23 FLOPs are best spent on 67 billion parameters and 1.5
+trillion tokens.
 """
 
 from __future__ import annotations
@@ -38,11 +40,16 @@ def optimal_tokens(parameters: int) -> Optimum:
 
 
 def flops_of(text: str, *, flops_per_device_second: float) -> float:
-    """Return the FLOPs of a budget: a number of them, or of device hours as in 5000h at a rate that is reached."""
+    """Return the FLOPs of a budget: a number of them, or of device hours as in 5000h at a rate that
+    is reached.
+    """
     try:
         number = float(text.removesuffix("h"))
     except ValueError:
         number = 0.0
     if not 1 <= number <= (MOST_HOURS if text.endswith("h") else MOST_FLOPS):
-        raise ConfigError(f"--budget {text}: type a number of FLOPs, such as 1e22, or of device hours, such as 5000h.")
+        raise ConfigError(
+            f"--budget {text}: type a number of FLOPs, such as 1e22, or of device hours, such as "
+            "5000h."
+        )
     return number * 3600 * flops_per_device_second if text.endswith("h") else number

@@ -31,7 +31,9 @@ class Choice:
 
 
 def choices(*, devices: int, num_nodes: int, experts: int = 1) -> Iterator[Choice]:
-    """Yield the layouts of devices × machines that make sense for some model, with so many experts per block."""
+    """Yield the layouts of devices × machines that make sense for some model, with so many experts
+    per block.
+    """
     world = devices * num_nodes
     if world == 1:
         yield Choice(name="single", words="strategy=single", strategy=_target("single"), effort=0)
@@ -40,9 +42,11 @@ def choices(*, devices: int, num_nodes: int, experts: int = 1) -> Iterator[Choic
     yield Choice(name="ddp", words="strategy=ddp", strategy=_target("ddp"), effort=1)
     yield _mesh(f"fsdp {world}", "strategy=fsdp", {"shard": world}, 2)
     yield _mesh(
-        f"fsdp {world}, weights stay gathered", "strategy=fsdp strategy.reshard_after_forward=false",
-        {"shard": world, "reshard_after_forward": False}, 3,
-    )  # fmt: skip
+        f"fsdp {world}, weights stay gathered",
+        "strategy=fsdp strategy.reshard_after_forward=false",
+        {"shard": world, "reshard_after_forward": False},
+        3,
+    )
     if num_nodes > 1 and devices > 1:
         yield _mesh(
             f"hsdp {num_nodes} × {devices}", f"strategy=hsdp strategy.shard={devices}",
@@ -56,7 +60,9 @@ def choices(*, devices: int, num_nodes: int, experts: int = 1) -> Iterator[Choic
             yield _mesh(f"tensor {tensor}", "strategy=tensor", {"shard": 1, "tensor": tensor}, 4)
         else:
             words = f"strategy=fsdp_tensor strategy.tensor={tensor}"
-            yield _mesh(f"fsdp {shard} × tensor {tensor}", words, {"shard": shard, "tensor": tensor}, 4)
+            yield _mesh(
+                f"fsdp {shard} × tensor {tensor}", words, {"shard": shard, "tensor": tensor}, 4
+            )
     for context in _powers(min(devices, LONGEST_CONTEXT)):
         if world % context == 0:
             shard = world // context
@@ -66,7 +72,10 @@ def choices(*, devices: int, num_nodes: int, experts: int = 1) -> Iterator[Choic
     yield from _of_experts(experts, devices=devices, num_nodes=num_nodes)
     yield from _pipelines(world, devices)
     yield _mesh(
-        f"fsdp {world}, offloaded", "strategy=fsdp strategy.cpu_offload=true", {"shard": world, "cpu_offload": True}, 8
+        f"fsdp {world}, offloaded",
+        "strategy=fsdp strategy.cpu_offload=true",
+        {"shard": world, "cpu_offload": True},
+        8,
     )
     yield from _deepspeed()
 
@@ -101,21 +110,29 @@ def _pipelines(world: int, devices: int) -> Iterator[Choice]:
                 yield _mesh(
                     f"pipe {pipe} × fsdp {rest} × tensor {tensor}",
                     f"strategy=3d strategy.pipe={pipe} strategy.tensor={tensor}",
-                    {"pipe": pipe, "shard": rest, "tensor": tensor, "microbatches": max(4, pipe)}, 6,
-                )  # fmt: skip
+                    {"pipe": pipe, "shard": rest, "tensor": tensor, "microbatches": max(4, pipe)},
+                    6,
+                )
 
 
 def _deepspeed() -> Iterator[Choice]:
     for stage, words in ((1, "deepspeed_zero1"), (2, "deepspeed"), (3, "deepspeed_zero3")):
         options = {"stage": stage}
-        yield Choice(name=f"ZeRO-{stage}", words=f"strategy={words}", strategy=_target("deepspeed", options), effort=7)
+        yield Choice(
+            name=f"ZeRO-{stage}",
+            words=f"strategy={words}",
+            strategy=_target("deepspeed", options),
+            effort=7,
+        )
     yield _zero_offload()
 
 
 def _zero_offload() -> Choice:
     options = {"stage": 3, "offload_optimizer": True, "offload_parameters": True}
     words = "strategy=deepspeed_zero3_offload"
-    return Choice(name="ZeRO-3, offloaded", words=words, strategy=_target("deepspeed", options), effort=9)
+    return Choice(
+        name="ZeRO-3, offloaded", words=words, strategy=_target("deepspeed", options), effort=9
+    )
 
 
 def _mesh(name: str, words: str, options: Mapping[str, Any], effort: int) -> Choice:
@@ -123,7 +140,12 @@ def _mesh(name: str, words: str, options: Mapping[str, Any], effort: int) -> Cho
 
 
 def _target(kind: str, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    return {"_target_": STRATEGIES[kind], "seed": "${seed}", "activation_checkpointing": "none", **(options or {})}
+    return {
+        "_target_": STRATEGIES[kind],
+        "seed": "${seed}",
+        "activation_checkpointing": "none",
+        **(options or {}),
+    }
 
 
 def _powers(most: int) -> Iterator[int]:
@@ -137,12 +159,21 @@ def applied(cfg: DictConfig, choice: Choice, *, devices: int, num_nodes: int) ->
     """Return a copy of the configuration under a layout."""
     changed = cfg.copy()
     OmegaConf.set_struct(changed, False)
-    kept = {key: cfg.strategy[key] for key in ("compile", "compile_mode", "float8") if key in cfg.strategy}
+    kept = {
+        key: cfg.strategy[key]
+        for key in ("compile", "compile_mode", "float8")
+        if key in cfg.strategy
+    }
     OmegaConf.update(changed, "strategy", {**kept, **choice.strategy}, merge=False)
     changed.trainer.devices, changed.trainer.num_nodes = devices, num_nodes
     return changed
 
 
 def refusals(cfg: DictConfig) -> list[str]:
-    """Return why a configuration's layout cannot run; [] if it can. DeepSpeed need not be installed here."""
-    return [each for each in checks.layout_problems(cfg) if "deepspeed is not installed" not in each]
+    """Return why a configuration's layout cannot run; [] if it can.
+
+    DeepSpeed need not be installed here.
+    """
+    return [
+        each for each in checks.layout_problems(cfg) if "deepspeed is not installed" not in each
+    ]

@@ -1,4 +1,6 @@
-"""Every layout for a number of devices, with the best micro-batch and recomputation of each, ranked."""
+"""Every layout for a number of devices, with the best micro-batch and recomputation of each,
+ranked.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,27 @@ from armature.planner.devices import Device
 from armature.planner.layouts import Choice
 from armature.planner.setup import LANGUAGE_MODELING, Setup, setup_of
 
-MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # samples per rank that are tried
+MICRO_BATCHES = (
+    1,
+    2,
+    3,
+    4,
+    6,
+    8,
+    12,
+    16,
+    24,
+    32,
+    48,
+    64,
+    96,
+    128,
+)  # samples per rank that are tried
 PIECES = (4, 8, 16, 32)  # of a pipeline's micro-batch
 ENOUGH_POSITIONS = 16_384  # of a micro-batch, with which a GPU's kernels are busy
-NEAR = 0.1  # relative difference of throughput below which the simpler layout comes first: predictions are no better
+# relative difference of throughput below which the simpler layout comes first: predictions are no
+# better
+NEAR = 0.1
 COUNTS = (1, 2, 4, 8, 16, 32, 64)  # devices that are tried if none are named
 
 
@@ -54,7 +73,9 @@ class Candidate:
 
     @property
     def other_batch(self) -> bool:
-        """Whether the global batch is not the configured one, since that does not divide among the ranks."""
+        """Whether the global batch is not the configured one, since that does not divide among the
+        ranks.
+        """
         return "data.global_batch_size=" in self.words
 
     @property
@@ -67,7 +88,9 @@ class Candidate:
 
     @property
     def effort(self) -> float:
-        """What orders equals: the parts that can go wrong; wide blocks on several machines ask for a tensor axis."""
+        """What orders equals: the parts that can go wrong; wide blocks on several machines ask for
+        a tensor axis.
+        """
         axes, wide = self.setup.axes, self.setup.cost.block >= WIDE_BLOCK and self.num_nodes > 1
         return 1.5 if wide and axes["tensor"] > 1 and axes["pipe"] == 1 else self.choice.effort
 
@@ -91,7 +114,10 @@ class Fixed:
 
 
 def counts(device: Device, *, devices: int | None, num_nodes: int | None) -> list[tuple[int, int]]:
-    """Return (devices per machine, machines) to try. ConfigError: more devices than a machine has."""
+    """Return (devices per machine, machines) to try.
+
+    ConfigError: more devices than a machine has.
+    """
     most = device.devices_per_machine
     if devices is not None and (problem := device.too_many(devices)):
         raise ConfigError(problem)
@@ -101,7 +127,9 @@ def counts(device: Device, *, devices: int | None, num_nodes: int | None) -> lis
 
 
 def _pair(device: Device, count: int) -> tuple[int, int]:
-    """Return devices per machine and machines of at least `count` devices: several machines are whole."""
+    """Return devices per machine and machines of at least `count` devices: several machines are
+    whole.
+    """
     most = device.devices_per_machine
     return min(count, most), -(-count // most)
 
@@ -109,18 +137,28 @@ def _pair(device: Device, count: int) -> tuple[int, int]:
 def rank(
     cfg: DictConfig, device: Device, pairs: Sequence[tuple[int, int]], *, fixed: Fixed
 ) -> tuple[list[Candidate], list[Candidate]]:
-    """Return the layouts that can run, the fastest that fits first and then those that need least; and the refused."""
-    found = [each for devices, nodes in pairs for each in _of_count(cfg, device, devices, nodes, fixed=fixed)]
-    return sort(each for each in found if each.refused is None), [each for each in found if each.refused is not None]
+    """Return the layouts that can run, the fastest that fits first and then those that need least;
+    and the refused.
+    """
+    found = [
+        each
+        for devices, nodes in pairs
+        for each in _of_count(cfg, device, devices, nodes, fixed=fixed)
+    ]
+    return sort(each for each in found if each.refused is None), [
+        each for each in found if each.refused is not None
+    ]
 
 
 def order(each: Candidate, *, fastest: float = 1.0) -> tuple[int, float, float, float, float]:
-    """Sort key: what fits with room, what fits, what does not; what keeps the global batch, which decides the result;
-    then by throughput, and what is near by simplicity.
+    """Sort key: what fits with room, what fits, what does not; what keeps the global batch, which
+    decides the result; then by throughput, and what is near by simplicity.
     """
     if not each.fits:
         return 2, each.peak_bytes, each.effort, 0.0, 0.0
-    steps = math.floor(math.log(fastest / each.rate) / math.log(1 + NEAR)) if fastest > each.rate else 0
+    steps = (
+        math.floor(math.log(fastest / each.rate) / math.log(1 + NEAR)) if fastest > each.rate else 0
+    )
     return int(each.margin < HEADROOM), each.other_batch, steps, each.effort, -each.rate
 
 
@@ -128,13 +166,17 @@ def sort(found: Iterable[Candidate]) -> list[Candidate]:
     """Return candidates from the best to the worst."""
     found = list(found)
     fastest = {
-        other: max((each.rate for each in found if each.fits and each.other_batch == other), default=1.0)
+        other: max(
+            (each.rate for each in found if each.fits and each.other_batch == other), default=1.0
+        )
         for other in (False, True)
     }
     return sorted(found, key=lambda each: order(each, fastest=fastest[each.other_batch]))
 
 
-def _of_count(cfg: DictConfig, device: Device, devices: int, num_nodes: int, *, fixed: Fixed) -> Iterator[Candidate]:
+def _of_count(
+    cfg: DictConfig, device: Device, devices: int, num_nodes: int, *, fixed: Fixed
+) -> Iterator[Candidate]:
     shared, plan = device.shared_by(devices), Layout.of(cfg).plan
     count = cfg.model.get(plan.expert_count) if plan is not None and plan.expert_count else None
     experts = count if isinstance(count, int) else 1
@@ -150,9 +192,12 @@ def _of_count(cfg: DictConfig, device: Device, devices: int, num_nodes: int, *, 
 def _best(
     cfg: DictConfig, device: Device, choice: Choice, *, devices: int, num_nodes: int, fixed: Fixed
 ) -> Candidate | None:  # fmt: skip
-    """Return a layout's fastest variant that fits, or the one that needs least. Changes the batch sizes of `cfg`.
+    """Return a layout's fastest variant that fits, or the one that needs least.
 
-    None: it has no formula, as adapters have none under DeepSpeed, or fewer blocks than pipeline stages.
+    Changes the batch sizes of `cfg`.
+
+    None: it has no formula, as adapters have none under DeepSpeed, or fewer blocks than pipeline
+    stages.
     """
     layout = Layout.of(cfg)
     size = batching.configured_batch_size(cfg.data) or layout.data_ranks
@@ -165,14 +210,18 @@ def _best(
         return None
     share = batch // layout.data_ranks
     variants = [
-        setup.with_(micro=micro, accumulate=share // micro, recompute=recompute, microbatches=number)
+        setup.with_(
+            micro=micro, accumulate=share // micro, recompute=recompute, microbatches=number
+        )
         for micro in ([fixed.micro] if fixed.micro else MICRO_BATCHES)
         for recompute in ([fixed.recompute] if fixed.recompute else layouts.RECOMPUTE)
         for number in pieces
         if share % micro == 0 and micro % number == 0
     ] or [setup]
     candidates = [
-        _candidate(each, device, choice, devices=devices, num_nodes=num_nodes, size=size, fixed=fixed)
+        _candidate(
+            each, device, choice, devices=devices, num_nodes=num_nodes, size=size, fixed=fixed
+        )
         for each in variants
     ]
     best = min(candidates, key=_variant_order)
@@ -181,11 +230,18 @@ def _best(
 
 
 def _variant_order(each: Candidate) -> tuple[int, float, float, float]:
-    """Sort key of one layout's variants: with room, then by throughput, then with kernels that are large enough."""
+    """Sort key of one layout's variants: with room, then by throughput, then with kernels that are
+    large enough.
+    """
     if not each.fits:
         return 2, each.peak_bytes, 0.0, 0.0
     positions = min(each.setup.micro * each.setup.cost.positions, ENOUGH_POSITIONS)
-    return int(each.margin < HEADROOM), -round(math.log(each.rate) / math.log(1.02)), -positions, each.peak_bytes
+    return (
+        int(each.margin < HEADROOM),
+        -round(math.log(each.rate) / math.log(1.02)),
+        -positions,
+        each.peak_bytes,
+    )
 
 
 def _batch(size: int, data_ranks: int, fixed: Fixed, *, least: int) -> int:
@@ -195,17 +251,31 @@ def _batch(size: int, data_ranks: int, fixed: Fixed, *, least: int) -> int:
 
 
 def _candidate(
-    setup: Setup, device: Device, choice: Choice, *, devices: int, num_nodes: int, size: int, fixed: Fixed
+    setup: Setup,
+    device: Device,
+    choice: Choice,
+    *,
+    devices: int,
+    num_nodes: int,
+    size: int,
+    fixed: Fixed,
 ) -> Candidate:
     step = seconds.step_seconds(setup, device)
     return Candidate(
-        choice=choice, devices=devices, num_nodes=num_nodes, setup=setup, peak_bytes=memory.peak(setup).total_bytes,
-        capacity_bytes=device.memory_bytes, units_per_second=step.units_per_second,
+        choice=choice,
+        devices=devices,
+        num_nodes=num_nodes,
+        setup=setup,
+        peak_bytes=memory.peak(setup).total_bytes,
+        capacity_bytes=device.memory_bytes,
+        units_per_second=step.units_per_second,
         words=_words(setup, choice, devices=devices, num_nodes=num_nodes, size=size, fixed=fixed),
-    )  # fmt: skip
+    )
 
 
-def _words(setup: Setup, choice: Choice, *, devices: int, num_nodes: int, size: int, fixed: Fixed) -> str:
+def _words(
+    setup: Setup, choice: Choice, *, devices: int, num_nodes: int, size: int, fixed: Fixed
+) -> str:
     words = [choice.words]
     if setup.axes["pipe"] > 1 and setup.microbatches != 4:
         words.append(f"strategy.microbatches={setup.microbatches}")
@@ -223,7 +293,8 @@ def _words(setup: Setup, choice: Choice, *, devices: int, num_nodes: int, size: 
 
 # ---------------------------------------------------------------- what would help
 def remedies(each: Candidate, device: Device) -> dict[str, float]:
-    """Return what would make a layout fit, with the bytes that it would then need; empty if nothing of these does.
+    """Return what would make a layout fit, with the bytes that it would then need; empty if nothing
+    of these does.
 
     What contains another remedy is left out.
     """
@@ -231,7 +302,9 @@ def remedies(each: Candidate, device: Device) -> dict[str, float]:
     for words, changed in _smaller(each.setup, devices=each.devices):
         if found and "strategy.tensor=" in words:  # the others change less
             continue
-        contains = any(set(shorter.split()) - {"instead"} <= set(words.split()) for shorter in found)
+        contains = any(
+            set(shorter.split()) - {"instead"} <= set(words.split()) for shorter in found
+        )
         if contains:
             continue
         needed = memory.peak(changed).total_bytes
@@ -241,11 +314,19 @@ def remedies(each: Candidate, device: Device) -> dict[str, float]:
 
 
 def _refused(cfg: DictConfig | None, setup: Setup) -> bool:
-    """Return whether the run cannot be as `setup` says. For DeepSpeed, `text` names the optimizer that it needs."""
+    """Return whether the run cannot be as `setup` says.
+
+    For DeepSpeed, `text` names the optimizer that it needs.
+    """
     if cfg is None or setup.kind != "mesh":
         return False
     changed = cfg.copy()
-    options = {**setup.axes, "expert": setup.expert, "cpu_offload": setup.offload, "microbatches": setup.microbatches}
+    options = {
+        **setup.axes,
+        "expert": setup.expert,
+        "cpu_offload": setup.offload,
+        "microbatches": setup.microbatches,
+    }
     options |= {"activation_checkpointing": setup.recompute, "_target_": STRATEGIES["mesh"]}
     changed.strategy = {**cfg.strategy, **options}
     changed.data.micro_batch_size = setup.micro
@@ -273,30 +354,49 @@ def _smaller(setup: Setup, *, devices: int) -> Iterator[tuple[str, Setup]]:
             offloaded = setup.with_(kind="mesh", axes=axes, offload=True)
             words = f"{'strategy=fsdp ' if setup.kind == 'ddp' else ''}strategy.cpu_offload=true"
             yield words, offloaded
-            yield f"{words} strategy.activation_checkpointing=every", offloaded.with_(recompute="every")
+            yield (
+                f"{words} strategy.activation_checkpointing=every",
+                offloaded.with_(recompute="every"),
+            )
         elif setup.world_size == 1:
             offloaded = setup.with_(kind="deepspeed", stage=3, offload=True, offload_optimizer=True)
             yield "strategy=deepspeed_zero3_offload", offloaded
 
 
 def _with_tensor(setup: Setup, *, devices: int) -> Iterator[tuple[str, Setup]]:
-    """Yield the run with a tensor axis inside a machine, of as many samples per step, each block recomputed."""
+    """Yield the run with a tensor axis inside a machine, of as many samples per step, each block
+    recomputed.
+    """
     heads = setup.cost.key_heads
-    if heads == 0 or any(setup.axes[axis] > 1 for axis in ("tensor", "pipe", "context")) or setup.expert > 1:
+    if (
+        heads == 0
+        or any(setup.axes[axis] > 1 for axis in ("tensor", "pipe", "context"))
+        or setup.expert > 1
+    ):
         return
     size = 2
     while size <= min(devices, layouts.LONGEST_TENSOR) and heads % size == 0:
         if setup.world_size % size:
             return
         axes = {**setup.axes, "replicate": 1, "shard": setup.world_size // size, "tensor": size}
-        words = f"strategy=fsdp_tensor strategy.tensor={size} strategy.activation_checkpointing=every instead"
+        words = (
+            f"strategy=fsdp_tensor strategy.tensor={size} "
+            "strategy.activation_checkpointing=every instead"
+        )
         share = setup.accumulate * setup.micro * size
-        yield words, setup.with_(kind="mesh", axes=axes, micro=1, accumulate=share, recompute="every")
+        yield (
+            words,
+            setup.with_(kind="mesh", axes=axes, micro=1, accumulate=share, recompute="every"),
+        )
         size *= 2
 
 
-def with_adapters(cfg: DictConfig, device: Device, runs: Sequence[Candidate], *, fixed: Fixed) -> list[Candidate]:
-    """Return what trains adapters on the fewest devices instead, if no full training fits there without the host."""
+def with_adapters(
+    cfg: DictConfig, device: Device, runs: Sequence[Candidate], *, fixed: Fixed
+) -> list[Candidate]:
+    """Return what trains adapters on the fewest devices instead, if no full training fits there
+    without the host.
+    """
     fewest = min((each.world_size for each in runs), default=0)
     there = [each for each in runs if each.world_size == fewest]
     if any(each.fits and not each.offloaded for each in there):
@@ -315,8 +415,13 @@ def with_adapters(cfg: DictConfig, device: Device, runs: Sequence[Candidate], *,
     return [each for each in found if each is not None and each.refused is None and each.fits]
 
 
-def devices_needed(cfg: DictConfig, device: Device, *, fixed: Fixed, most: int = 4096) -> int | None:
-    """Return the fewest devices on which some layout fits, among powers of two; None if more than `most` are needed."""
+def devices_needed(
+    cfg: DictConfig, device: Device, *, fixed: Fixed, most: int = 4096
+) -> int | None:
+    """Return the fewest devices on which some layout fits, among powers of two.
+
+    None if more than `most` are needed.
+    """
     count = 1
     while count <= most:
         devices, num_nodes = _pair(device, count)

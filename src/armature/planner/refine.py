@@ -15,11 +15,16 @@ from armature.planner.ranking import Candidate
 
 log = logging.getLogger(__name__)
 MOST = 3  # layouts that are simulated
-DEPTHS = (3, 5)  # layers of the two models that are simulated for one with many; the rest lies on a straight line
+DEPTHS = (
+    3,
+    5,
+)  # layers of the two models that are simulated for one with many; the rest lies on a straight line
 
 
 def simulated(cfg: DictConfig, device: Device, runs: Sequence[Candidate]) -> list[Candidate]:
-    """Return the ranking with the first layouts' memory and throughput as simulated; as it was if that fails."""
+    """Return the ranking with the first layouts' memory and throughput as simulated; as it was if
+    that fails.
+    """
     chosen = [each for each in runs if each.setup.kind != "deepspeed"][:MOST]
     if device.accelerator == "cpu" or not chosen:
         return list(runs)
@@ -28,7 +33,10 @@ def simulated(cfg: DictConfig, device: Device, runs: Sequence[Candidate]) -> lis
     requests = []
     for each in chosen:
         changed = layouts.applied(cfg, each.choice, devices=each.devices, num_nodes=each.num_nodes)
-        changed.data.micro_batch_size, changed.data.global_batch_size = each.setup.micro, each.setup.global_batch_size
+        changed.data.micro_batch_size, changed.data.global_batch_size = (
+            each.setup.micro,
+            each.setup.global_batch_size,
+        )
         changed.strategy.activation_checkpointing = each.setup.recompute
         if each.setup.axes["pipe"] > 1:
             changed.strategy.microbatches = each.setup.microbatches
@@ -38,14 +46,22 @@ def simulated(cfg: DictConfig, device: Device, runs: Sequence[Candidate]) -> lis
         requests.append(simulation.Request(cfg=changed, rank=rank, device=device, depths=depths))
     try:
         results = simulation.simulate_all(requests)
-    except (ConfigError, simulation.SimulationFailed, OSError) as error:  # no compiler, a CUDA build of torch, …
-        log.warning("The best layouts are not simulated, and the formulas stand: %s", error_line(error))
+    except (
+        ConfigError,
+        simulation.SimulationFailed,
+        OSError,
+    ) as error:  # no compiler, a CUDA build of torch, …
+        log.warning(
+            "The best layouts are not simulated, and the formulas stand: %s", error_line(error)
+        )
         return list(runs)
     found = {id(each): result for each, result in zip(chosen, results, strict=True)}
     for each in chosen:
         if isinstance(result := found[id(each)], Exception):
             log.warning(
-                "%s was not simulated: %s", each.choice.name, str(result).splitlines()[0] if str(result) else result
+                "%s was not simulated: %s",
+                each.choice.name,
+                str(result).splitlines()[0] if str(result) else result,
             )
     return ranking.sort(_with(each, found.get(id(each))) for each in runs)
 

@@ -1,7 +1,8 @@
-"""Seconds of a training step by a roofline, with all communication hidden behind arithmetic, and with none.
+"""Seconds of a training step by a roofline, with all communication hidden behind arithmetic, and
+with none.
 
-The rates are the simulator's, and the memory traffic of a block is fitted to it (docs/planner.md says how far to trust
-the result).
+The rates are the simulator's, and the memory traffic of a block is fitted to it (docs/planner.md
+says how far to trust the result).
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from armature.planner.devices import MATRIX_SHARE, MEMORY_SHARE, Device
 from armature.planner.setup import Setup
 
 HOST_BYTES_PER_SECOND = 20e9  # between a device and its host's memory: PCIe 4.0 x16, shared
-HOST_STEP_BYTES_PER_SECOND = 10e9  # of weights, gradients and state that a CPU's optimizer reads and writes, per rank
+HOST_STEP_BYTES_PER_SECOND = (
+    10e9  # of weights, gradients and state that a CPU's optimizer reads and writes, per rank
+)
 # memory traffic of operators without arithmetic, in bytes per byte that a block keeps
 FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 5.4, 10.7
 LOGIT_TRAFFIC = 60  # bytes per logit, forward and backward
@@ -60,7 +63,11 @@ class Seconds:
 def step_seconds(setup: Setup, device: Device) -> Seconds:
     """Return the seconds of one optimizer step."""
     pipe = setup.axes["pipe"]
-    bubble = split.bubble_share(setup.schedule, ranks=pipe, microbatches=setup.microbatches) if pipe > 1 else 0.0
+    bubble = (
+        split.bubble_share(setup.schedule, ranks=pipe, microbatches=setup.microbatches)
+        if pipe > 1
+        else 0.0
+    )
     sent, offloaded = _communication(setup, device), _offload(setup)
     return Seconds(
         compute=_compute(setup, device) + offloaded, communication=sent, bubble_share=bubble,
@@ -69,7 +76,9 @@ def step_seconds(setup: Setup, device: Device) -> Seconds:
 
 
 def peak_flops(setup: Setup, device: Device) -> float:
-    """Return the FLOP/s of matrix products; a type that the device lacks runs in the next larger one."""
+    """Return the FLOP/s of matrix products; a type that the device lacks runs in the next larger
+    one.
+    """
     if setup.compute_bytes > 2:
         return device.peak("tf32" if setup.compute_bytes == 4 else "float64")
     return device.peak("bfloat16" if "bf16" in setup.precision else "float16")
@@ -77,33 +86,62 @@ def peak_flops(setup: Setup, device: Device) -> float:
 
 def _compute(setup: Setup, device: Device) -> float:
     cost, tensor, pipe = setup.cost, setup.axes["tensor"], setup.axes["pipe"]
-    flops_rate, bytes_rate = peak_flops(setup, device) * MATRIX_SHARE, device.memory_bytes_per_second * MEMORY_SHARE
+    flops_rate, bytes_rate = (
+        peak_flops(setup, device) * MATRIX_SHARE,
+        device.memory_bytes_per_second * MEMORY_SHARE,
+    )
     samples = setup.micro * setup.accumulate
     tokens, blocks = samples * cost.positions / setup.axes["context"], setup.blocks_by_rank
-    # a block, forward: a multiplication and an addition for each weight, and twice for each pair of positions
+    # a block, forward: a multiplication and an addition for each weight, and twice for each pair of
+    # positions
     products = tokens * 2 * cost.block_matrices / tensor / flops_rate
     attention = tokens * 4 * cost.attention * cost.positions / tensor / flops_rate
     kept = samples * activations.kept_by_block(setup, "none") / bytes_rate
     forward = products + attention + FORWARD_TRAFFIC * kept + _dequantized(setup, bytes_rate)
-    towards = 2 if setup.adapters is None else 1  # inputs and weights; frozen weights have no gradients
-    backward = towards * products + 2.5 * attention + BACKWARD_TRAFFIC * kept + _dequantized(setup, bytes_rate)
+    towards = (
+        2 if setup.adapters is None else 1
+    )  # inputs and weights; frozen weights have no gradients
+    backward = (
+        towards * products
+        + 2.5 * attention
+        + BACKWARD_TRAFFIC * kept
+        + _dequantized(setup, bytes_rate)
+    )
     again = {"none": 0.0, "selective": FORWARD_TRAFFIC * kept, "every": forward}
-    recomputed = again[setup.recompute] if setup.recompute in again else forward / int(setup.recompute)
+    recomputed = (
+        again[setup.recompute] if setup.recompute in again else forward / int(setup.recompute)
+    )
     losses = samples * cost.losses / setup.axes["context"]
     head = 2 * (1 + towards) * losses * cost.head_matrices / tensor / flops_rate
     head += LOGIT_TRAFFIC * losses * cost.classes / tensor / bytes_rate
-    ranks = setup.weight_ranks if setup.kind == "mesh" else setup.world_size if setup.kind == "deepspeed" else 1
+    ranks = (
+        setup.weight_ranks
+        if setup.kind == "mesh"
+        else setup.world_size
+        if setup.kind == "deepspeed"
+        else 1
+    )
     local = setup.trained / (ranks * tensor * pipe)
-    step = 0.0 if setup.offload or setup.offload_optimizer else OPTIMIZER_TRAFFIC * local / bytes_rate
+    step = (
+        0.0 if setup.offload or setup.offload_optimizer else OPTIMIZER_TRAFFIC * local / bytes_rate
+    )
     block = forward + backward + recomputed
     return max(max(blocks) * block, blocks[-1] * block + head) + step
 
 
 def _dequantized(setup: Setup, bytes_rate: float) -> float:
-    """Return seconds in which one block's matrices of 4 bits are made ready for the micro-batches of a step."""
+    """Return seconds in which one block's matrices of 4 bits are made ready for the micro-batches
+    of a step.
+    """
     if setup.matrix_bytes is None:
         return 0.0
-    return setup.accumulate * DEQUANTIZE_TRAFFIC * setup.cost.block_matrices / setup.axes["tensor"] / bytes_rate
+    return (
+        setup.accumulate
+        * DEQUANTIZE_TRAFFIC
+        * setup.cost.block_matrices
+        / setup.axes["tensor"]
+        / bytes_rate
+    )
 
 
 def _offload(setup: Setup) -> float:
@@ -112,7 +150,11 @@ def _offload(setup: Setup) -> float:
         return 0.0
     ranks = setup.weight_ranks if setup.kind == "mesh" else setup.world_size
     local = setup.cost.parameters / (ranks * setup.axes["tensor"] * setup.axes["pipe"])
-    copied = (setup.weight_bytes + setup.compute_bytes) * local * (2 * setup.accumulate if setup.offload else 1)
+    copied = (
+        (setup.weight_bytes + setup.compute_bytes)
+        * local
+        * (2 * setup.accumulate if setup.offload else 1)
+    )
     stepped = OPTIMIZER_TRAFFIC * local
     return copied / HOST_BYTES_PER_SECOND + stepped / HOST_STEP_BYTES_PER_SECOND
 
@@ -137,12 +179,19 @@ def _communication(setup: Setup, device: Device) -> float:
     seconds = _weights(setup, device)
     replicated = 2 * setup.reduced_bytes * trained / setup.weight_ranks * micro_steps
     seconds += _ring(replicated, axes["replicate"], stride * setup.weight_ranks, device)
-    others = _context(setup, device) + _experts(setup, device) + _tensor(setup, device) + _pipeline(setup, device)
+    others = (
+        _context(setup, device)
+        + _experts(setup, device)
+        + _tensor(setup, device)
+        + _pipeline(setup, device)
+    )
     return seconds + others
 
 
 def _weights(setup: Setup, device: Device) -> float:
-    """Return seconds in which weights are gathered and gradients scattered: with an expert axis, the rank's experts."""
+    """Return seconds in which weights are gathered and gradients scattered: with an expert axis,
+    the rank's experts.
+    """
     cost, axes, steps = setup.cost, setup.axes, setup.accumulate
     low, reduced = setup.gathered_bytes, setup.reduced_bytes
     gathers = steps * (2 if setup.reshard else 1)
@@ -151,48 +200,77 @@ def _weights(setup: Setup, device: Device) -> float:
     last = 0  # the last unit's weights stay gathered until backward
     if setup.reshard and axes["pipe"] == 1:
         last = cost.first if cost.tied else cost.last
-    packed = 0.0 if setup.matrix_bytes is None else cost.blocks * (low * cost.block_matrices - setup.matrix_bytes)
-    size = (gathers * (low * others - packed) - steps * low * last + steps * reduced * min(others, setup.trained)) / (
-        axes["tensor"] * axes["pipe"]
+    packed = (
+        0.0
+        if setup.matrix_bytes is None
+        else cost.blocks * (low * cost.block_matrices - setup.matrix_bytes)
     )
+    size = (
+        gathers * (low * others - packed)
+        - steps * low * last
+        + steps * reduced * min(others, setup.trained)
+    ) / (axes["tensor"] * axes["pipe"])
     seconds = _ring(size, setup.weight_ranks, axes["tensor"], device)
     own = (gathers * low + steps * reduced) * experts / (setup.expert * axes["pipe"])
-    return seconds + _ring(own, setup.weight_ranks * axes["tensor"] // setup.expert, setup.expert, device)
+    return seconds + _ring(
+        own, setup.weight_ranks * axes["tensor"] // setup.expert, setup.expert, device
+    )
 
 
 def _experts(setup: Setup, device: Device) -> float:
-    """Return seconds of the exchanges of tokens with their experts: there and back, forward and backward."""
+    """Return seconds of the exchanges of tokens with their experts: there and back, forward and
+    backward.
+    """
     if setup.expert == 1:
         return 0.0
     cost, shared = setup.cost, setup.axes["context"] * setup.axes["tensor"]
     exchanges = 2 * (3 if setup.recompute == "every" else 2)
-    size = setup.micro * setup.accumulate * cost.positions / shared * cost.rows * setup.compute_bytes
-    return _ring(exchanges * max(setup.blocks_by_rank) * size * setup.expert_load, setup.expert, 1, device)
+    size = (
+        setup.micro * setup.accumulate * cost.positions / shared * cost.rows * setup.compute_bytes
+    )
+    return _ring(
+        exchanges * max(setup.blocks_by_rank) * size * setup.expert_load, setup.expert, 1, device
+    )
 
 
 def _context(setup: Setup, device: Device) -> float:
-    """Return seconds of the exchanges around attention: queries, keys, values and results, forward and backward."""
+    """Return seconds of the exchanges around attention: queries, keys, values and results, forward
+    and backward.
+    """
     cost, context, tensor = setup.cost, setup.axes["context"], setup.axes["tensor"]
     passes = 3 if setup.recompute == "every" else 2
     elements = (2 * cost.queries + cost.keys * setup.key_copies) / tensor
-    size = setup.micro * setup.accumulate * cost.positions / context * elements * setup.compute_bytes
+    size = (
+        setup.micro * setup.accumulate * cost.positions / context * elements * setup.compute_bytes
+    )
     return _ring(passes * max(setup.blocks_by_rank) * size, context, tensor, device)
 
 
 def _tensor(setup: Setup, device: Device) -> float:
-    """Return seconds of the activations' gathers and scattered sums: two of each per block in forward and in backward.
+    """Return seconds of the activations' gathers and scattered sums: two of each per block in
+    forward and in backward.
 
-    Backward repeats a recomputed block's gathers, and all but the last of its sums; selective recomputation keeps sums.
-    Without sequence parallelism an all-reduce takes the place of a sum and the next gather.
+    Backward repeats a recomputed block's gathers, and all but the last of its sums; selective
+    recomputation keeps sums. Without sequence parallelism an all-reduce takes the place of a sum
+    and the next gather.
     """
     cost, sequence = setup.cost, setup.sequence_parallel
-    repeated = {"none": 0, "selective": 2 if sequence else 0}.get(str(setup.recompute), 3 if sequence else 2)
+    repeated = {"none": 0, "selective": 2 if sequence else 0}.get(
+        str(setup.recompute), 3 if sequence else 2
+    )
     blocks = max(setup.blocks_by_rank)
     if str(setup.recompute).isdigit():
         repeated *= activations.recomputed_blocks(setup, blocks) / blocks
     elements = setup.micro * setup.accumulate * cost.positions / setup.axes["context"] * cost.width
-    ends = 2 * (setup.compute_bytes + activations.residual_bytes(setup))  # head; embedding, both forward and backward
-    return _ring(((8 + repeated) * blocks * setup.compute_bytes + ends) * elements, setup.axes["tensor"], 1, device)
+    ends = 2 * (
+        setup.compute_bytes + activations.residual_bytes(setup)
+    )  # head; embedding, both forward and backward
+    return _ring(
+        ((8 + repeated) * blocks * setup.compute_bytes + ends) * elements,
+        setup.axes["tensor"],
+        1,
+        device,
+    )
 
 
 def _pipeline(setup: Setup, device: Device) -> float:
@@ -206,14 +284,23 @@ def _pipeline(setup: Setup, device: Device) -> float:
         sent -= 2 if v_shaped else 1
     shared = (setup.axes["tensor"] if setup.sequence_parallel else 1) * setup.axes["context"]
     elements = setup.micro * setup.accumulate * setup.cost.positions * setup.cost.width / shared
-    return sent * elements * activations.residual_bytes(setup) / _rate(2, setup.world_size // pipe, device)
+    return (
+        sent
+        * elements
+        * activations.residual_bytes(setup)
+        / _rate(2, setup.world_size // pipe, device)
+    )
 
 
 def _ring(size: float, ranks: int, stride: int, device: Device) -> float:
-    """Return seconds in which a ring of ranks gathers or reduces `size` bytes; an all-reduce is two of them."""
+    """Return seconds in which a ring of ranks gathers or reduces `size` bytes; an all-reduce is two
+    of them.
+    """
     return size * (ranks - 1) / ranks / _rate(ranks, stride, device) if ranks > 1 else 0.0
 
 
 def _rate(ranks: int, stride: int, device: Device) -> float:
     """Return bytes per second of one rank: its link, or its part of its machine's network."""
-    return device.link_rate(ranks=ranks, here=max(1, min(ranks, device.devices_per_machine // stride)))
+    return device.link_rate(
+        ranks=ranks, here=max(1, min(ranks, device.devices_per_machine // stride))
+    )

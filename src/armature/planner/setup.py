@@ -30,7 +30,9 @@ KNOWN_OPTIMIZERS = ("adam", "adamw", "fusedadam", "muon", "sgd")
 
 @dataclass(frozen=True, kw_only=True)
 class Adapters:
-    """Low-rank adapters of all Linears inside the blocks, which alone are trained; the matrices may have 4 bits."""
+    """Low-rank adapters of all Linears inside the blocks, which alone are trained; the matrices may
+    have 4 bits.
+    """
 
     rank: int
     in_4_bits: bool = False
@@ -42,15 +44,17 @@ class Setup:
     """How one model is trained.
 
     Attributes:
-        kind: single, ddp, mesh or deepspeed, as `layout.Layout` has it; `stage` and `offload` belong to DeepSpeed, and
-            `offload` (weights, gradients and optimizer state in the host's memory) to a mesh, too.
+        kind: single, ddp, mesh or deepspeed, as `layout.Layout` has it; `stage` and `offload`
+            belong to DeepSpeed, and `offload` (weights, gradients and optimizer state in the host's
+            memory) to a mesh, too.
         micro: samples per rank in one forward pass; `accumulate` of them make a step.
         recompute: none, selective, every, or a number n: each n-th block.
-        expert: ranks that share out a mixture's experts; `expert_load` is the share of tokens that come to the rank
-            with most of them, over the mean.
+        expert: ranks that share out a mixture's experts; `expert_load` is the share of tokens that
+            come to the rank with most of them, over the mean.
         averaged: whether a fp32 average of the trained weights is kept (callbacks=ema).
         separate_buckets: whether ddp's gradients lie beside the buckets that it sends.
-        matrix_state, other_state: bytes of optimizer state per parameter of hidden matrices, and of all others.
+        matrix_state, other_state: bytes of optimizer state per parameter of hidden matrices, and of
+            all others.
     """
 
     cost: Cost
@@ -104,14 +108,18 @@ class Setup:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of an element of gathered weights, and of a unit's gradients before they are reduced."""
+        """Bytes of an element of gathered weights, and of a unit's gradients before they are
+        reduced.
+        """
         if self.kind != "mesh":
             return self.compute_bytes
         return self.compute_bytes if self.param_dtype is None else _element_bytes(self.param_dtype)
 
     @property
     def reduced_bytes(self) -> int:
-        """Bytes of an element of the gradients that a mesh reduces: fp32 with 16-bit products, else as computed."""
+        """Bytes of an element of the gradients that a mesh reduces: fp32 with 16-bit products, else
+        as computed.
+        """
         if self.reduce_dtype is not None:
             return _element_bytes(self.reduce_dtype)
         return 4 if self.precision in GATHERED_IN else self.gathered_bytes
@@ -123,7 +131,9 @@ class Setup:
 
     @property
     def data_ranks(self) -> int:
-        return self.axes["replicate"] * self.axes["shard"] if self.kind == "mesh" else self.world_size
+        return (
+            self.axes["replicate"] * self.axes["shard"] if self.kind == "mesh" else self.world_size
+        )
 
     @property
     def weight_ranks(self) -> int:
@@ -170,7 +180,8 @@ def _balanced(cost: Cost, stages: int) -> Sequence[int]:
 
 
 def cost_of(cfg: DictConfig) -> Cost | None:
-    """Return what the configured model costs, by the `cost.py` beside it; None if there is none, or no model.
+    """Return what the configured model costs, by the `cost.py` beside it; None if there is none, or
+    no model.
 
     A sample is as long as the data say, which may be less than the model allows.
     """
@@ -186,18 +197,23 @@ def cost_of(cfg: DictConfig) -> Cost | None:
         formula = getattr(module, "cost", None)
         own = {key: value for key, value in args.items() if key not in signatures.HYDRA_KEYS}
         cost = formula(own) if formula is not None else None
-    except Exception as error:  # a user's file of this name may be about anything, and a prediction must not end a run
-        log.warning("%s: its cost.py is not used, since it fails: %s", cfg.model._target_, error_line(error))
+    except Exception as error:
+        # a user's file of this name may be about anything, and a prediction must not end a run
+        log.warning(
+            "%s: its cost.py is not used, since it fails: %s", cfg.model._target_, error_line(error)
+        )
         return None
     return cost if isinstance(cost, Cost) else None
 
 
 def setup_of(cfg: DictConfig, layout: Layout) -> Setup | None:
-    """Return the numbers of a configuration with its `auto` values decided; None if the model has no formula.
+    """Return the numbers of a configuration with its `auto` values decided; None if the model has
+    no formula.
 
-    With adapters (`task.adapter`) there is one if all Linears inside the blocks have them and nothing else is trained,
-    without DeepSpeed. There is none for pairs, which are several rows and pass the model twice, nor for the schedule
-    zero_bubble, which keeps activations for gradients that it computes later.
+    With adapters (`task.adapter`) there is one if all Linears inside the blocks have them and
+    nothing else is trained, without DeepSpeed. There is none for pairs, which are several rows and
+    pass the model twice, nor for the schedule zero_bubble, which keeps activations for gradients
+    that it computes later.
 
     Raises ConfigError if the batch does not divide.
     """
@@ -216,29 +232,49 @@ def setup_of(cfg: DictConfig, layout: Layout) -> Setup | None:
     options, pipe = layout.options, layout.axes["pipe"]
     reshard = options.get("reshard_after_forward")
     expert = options.get("expert", 1)
-    sequence = shards_sequence(options.get("sequence_parallel", "auto"), device=cfg.trainer.accelerator, expert=expert)
+    sequence = shards_sequence(
+        options.get("sequence_parallel", "auto"), device=cfg.trainer.accelerator, expert=expert
+    )
     return Setup(
-        cost=cost, kind=layout.kind, axes=dict(layout.axes), world_size=layout.world_size,
-        micro=batches.micro_batch_size, accumulate=batches.accumulate, precision=cfg.trainer.precision,
-        recompute=options.get("activation_checkpointing", "none"), matrix_state=matrix_state, other_state=other_state,
-        reshard=pipe == 1 if reshard is None else reshard, sequence_parallel=sequence,
-        schedule=options.get("schedule", "1f1b"), microbatches=options.get("microbatches", 4),
-        min_unit=options.get("min_num_params", 8_000_000), stage=options.get("stage", 0),
+        cost=cost,
+        kind=layout.kind,
+        axes=dict(layout.axes),
+        world_size=layout.world_size,
+        micro=batches.micro_batch_size,
+        accumulate=batches.accumulate,
+        precision=cfg.trainer.precision,
+        recompute=options.get("activation_checkpointing", "none"),
+        matrix_state=matrix_state,
+        other_state=other_state,
+        reshard=pipe == 1 if reshard is None else reshard,
+        sequence_parallel=sequence,
+        schedule=options.get("schedule", "1f1b"),
+        microbatches=options.get("microbatches", 4),
+        min_unit=options.get("min_num_params", 8_000_000),
+        stage=options.get("stage", 0),
         offload=options.get("cpu_offload", False) or options.get("offload_parameters", False),
-        offload_optimizer=options.get("offload_optimizer", False), on_cpu=cfg.trainer.accelerator == "cpu",
-        adapters=_adapters(adapter) if adapter else None, expert=expert, averaged=bool(config.averages(cfg)),
+        offload_optimizer=options.get("offload_optimizer", False),
+        on_cpu=cfg.trainer.accelerator == "cpu",
+        adapters=_adapters(adapter) if adapter else None,
+        expert=expert,
+        averaged=bool(config.averages(cfg)),
         separate_buckets=layout.kind == "ddp" and not options.get("gradient_as_bucket_view", True),
-        param_dtype=options.get("param_dtype"), reduce_dtype=options.get("reduce_dtype"),
-    )  # fmt: skip
+        param_dtype=options.get("param_dtype"),
+        reduce_dtype=options.get("reduce_dtype"),
+    )
 
 
 def _adapters(node: Mapping[str, Any]) -> Adapters:
     given = {**signatures.defaults_of(LORA), **node}
-    return Adapters(rank=given["rank"], in_4_bits=given["quantize"] is not None, dropout=bool(given["dropout"]))
+    return Adapters(
+        rank=given["rank"], in_4_bits=given["quantize"] is not None, dropout=bool(given["dropout"])
+    )
 
 
 def _adapts_all(cfg: DictConfig, cost: Cost) -> bool:
-    """Return whether adapters of all the blocks' Linears are all that is trained, by a loss that `cost` is of."""
+    """Return whether adapters of all the blocks' Linears are all that is trained, by a loss that
+    `cost` is of.
+    """
     adapter, known = cfg.task.adapter, str(cfg.task._target_) == LANGUAGE_MODELING
     ours = known and str(adapter.get("_target_")) == LORA
     others = any(adapter.get(key) for key in ("targets", "train", "dora"))
@@ -246,13 +282,18 @@ def _adapts_all(cfg: DictConfig, cost: Cost) -> bool:
 
 
 def knows_optimizer(cfg: DictConfig) -> bool:
-    """Return whether `optimizer_bytes` is of the run's optimizer: a class that it knows, and not one of the task's."""
+    """Return whether `optimizer_bytes` is of the run's optimizer: a class that it knows, and not
+    one of the task's.
+    """
     name = str(cfg.optimizer._target_).rpartition(".")[2].lower()
     return name in KNOWN_OPTIMIZERS and bool(signatures.accepted(cfg.task, ["optimizer"]))
 
 
 def optimizer_bytes(cfg: DictConfig) -> tuple[int, int]:
-    """Return bytes of fp32 state per parameter of hidden matrices, and of the rest. An unknown class counts as Adam."""
+    """Return bytes of fp32 state per parameter of hidden matrices, and of the rest.
+
+    An unknown class counts as Adam.
+    """
     name = str(cfg.optimizer._target_).rpartition(".")[2].lower()
     if name == "muon":
         return MOMENTUM_BYTES, ADAM_BYTES

@@ -19,19 +19,27 @@ DAY = 24 * 3600
 
 
 def shown(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the layouts to show: the best, or if the number of devices was left open the best of each number."""
+    """Return the layouts to show: the best, or if the number of devices was left open the best of
+    each number.
+    """
     counts = sorted({each.world_size for each in candidates})
     if len(counts) < 2:
         return list(candidates[:MOST_SHOWN])
-    return [each for n in counts for each in [c for c in candidates if c.world_size == n][:MOST_OF_EACH]]
+    return [
+        each for n in counts for each in [c for c in candidates if c.world_size == n][:MOST_OF_EACH]
+    ]
 
 
 def table(candidates: Sequence[Candidate], *, units: float | None, unit: str) -> list[str]:
     """Return one line per layout. `units`: tokens or samples of the whole run; None: no times."""
     found = shown(candidates)
-    in_days = units is not None and max((units / each.units_per_second[0] for each in found), default=0) >= DAY
+    in_days = (
+        units is not None
+        and max((units / each.units_per_second[0] for each in found), default=0) >= DAY
+    )
     lines = [
-        f"{'layout':<34}{'GPUs':>5}{'micro':>6} {'recompute':<10}{'GiB':>7}{'free':>7}{f'{unit}/s':>21}"
+        f"{'layout':<34}{'GPUs':>5}{'micro':>6} "
+        f"{'recompute':<10}{'GiB':>7}{'free':>7}{f'{unit}/s':>21}"
         f"{('days' if in_days else 'hours') if units else '':>16}{'GPU hours' if units else '':>24}".rstrip()
     ]
     for each in found:
@@ -39,8 +47,10 @@ def table(candidates: Sequence[Candidate], *, units: float | None, unit: str) ->
         spans = _times(each, units, in_days=in_days) if units else ("", "")
         star = "*" if each.simulated else ""
         line = (
-            f"{each.choice.name + star:<34}{each.world_size:>5}{each.setup.micro:>6} {each.setup.recompute!s:<10}"
-            f"{each.peak_bytes / GIB:>7.1f}{each.margin:>7.0%}{f'{low:,.0f}-{high:,.0f}':>21} {spans[0]:>15}"
+            f"{each.choice.name + star:<34}{each.world_size:>5}{each.setup.micro:>6} "
+            f"{each.setup.recompute!s:<10}"
+            f"{each.peak_bytes / GIB:>7.1f}{each.margin:>7.0%}{f'{low:,.0f}-{high:,.0f}':>21} "
+            f"{spans[0]:>15}"
             f" {spans[1]:>23}{'' if each.margin >= HEADROOM else '  tight' if each.fits else '  does not fit'}"
         )
         other = f"  global batch {each.setup.global_batch_size}" if each.other_batch else ""
@@ -51,12 +61,15 @@ def table(candidates: Sequence[Candidate], *, units: float | None, unit: str) ->
 
 
 def _uneven(best: Candidate) -> list[str]:
-    """Return what the best layout of a mixture needs if a rank gets more than its share of tokens."""
+    """Return what the best layout of a mixture needs if a rank gets more than its share of
+    tokens.
+    """
     if not best.setup.cost.experts:
         return []
     peak = memory.peak(best.setup.with_(expert_load=UNEVEN)).total_bytes
     return [
-        f"All experts are taken to get equally many tokens. A rank with {UNEVEN} × the mean needs {peak / GIB:.1f} GiB "
+        f"All experts are taken to get equally many tokens. A rank with {UNEVEN} × the mean needs "
+        f"{peak / GIB:.1f} GiB "
         f"in place of {best.peak_bytes / GIB:.1f} ({best.choice.name})."
     ]
 
@@ -64,20 +77,26 @@ def _uneven(best: Candidate) -> list[str]:
 def _hosts(found: Sequence[Candidate]) -> list[str]:
     """Return what offloaded layouts keep in the memory of a machine's host."""
     sizes = [
-        memory.peak(each.setup.with_(offload=False, offload_optimizer=False)).state_bytes * each.devices
+        memory.peak(each.setup.with_(offload=False, offload_optimizer=False)).state_bytes
+        * each.devices
         for each in found
         if each.offloaded
     ]
     if not sizes:
         return []
-    return [f"Offloaded layouts also take {_gib(sizes)} of the memory of each machine's host, which is not checked."]
+    return [
+        f"Offloaded layouts also take {_gib(sizes)} of the memory of each machine's host, which is "
+        "not checked."
+    ]
 
 
 def _times(each: Candidate, units: float, *, in_days: bool) -> tuple[str, str]:
     low, high = each.units_per_second
     least, most = units / high / 3600, units / low / 3600
     hours = 24 if in_days else 1
-    return _span(least / hours, most / hours), _span(least * each.world_size, most * each.world_size)
+    return _span(least / hours, most / hours), _span(
+        least * each.world_size, most * each.world_size
+    )
 
 
 def _span(least: float, most: float) -> str:
@@ -108,7 +127,9 @@ def report(
         lines += [] if place else ["", "Type:"]
         lines.append(f"  {_command(typed, each.words)}")
     if any(each.other_batch for each in best.values()):
-        lines.append("  (data.global_batch_size: one that divides among the ranks; this changes the result)")
+        lines.append(
+            "  (data.global_batch_size: one that divides among the ranks; this changes the result)"
+        )
     if not fitting:
         lines += ["", "Nothing of these fits."]
     if helped := _helped(runs, refused, device):
@@ -128,7 +149,11 @@ def adapted(candidates: Sequence[Candidate], *, typed: str, unit: str) -> list[s
         return []
     count = candidates[0].world_size
     gpus = "one GPU" if count == 1 else f"{count} GPUs"
-    lines = ["", f"Weights that are trained already (model.pretrained) can be fine-tuned on {gpus} by adapters:"]
+    lines = [
+        "",
+        f"Weights that are trained already (model.pretrained) can be fine-tuned on {gpus} by "
+        "adapters:",
+    ]
     for each in candidates:
         low, high = each.units_per_second
         lines.append(f"  {_command(typed, each.words)}")
@@ -144,7 +169,9 @@ def _command(typed: str, words: str) -> str:
 
 
 def _helped(runs: Sequence[Candidate], refused: Sequence[Candidate], device: Device) -> list[str]:
-    """Return what would make layouts fit that do not, the same for several numbers of devices in one line."""
+    """Return what would make layouts fit that do not, the same for several numbers of devices in
+    one line.
+    """
     excluded = next((str(each.refused) for each in refused if each.setup.kind == "deepspeed"), "")
     found: dict[tuple[str, ...], list[tuple[Candidate, dict[str, float]]]] = {}
     for each in (each for each in runs if not each.fits):
@@ -155,7 +182,10 @@ def _helped(runs: Sequence[Candidate], refused: Sequence[Candidate], device: Dev
         parts = [f"{words} ({_gib([remedies[words] for _, remedies in those])})" for words in keys]
         lines.append(f"  {_named([each for each, _ in those])}: {'; or '.join(parts)}")
     if "optimizer=adamw" in excluded:  # DeepSpeed does not take the configured one
-        lines = [line.replace("strategy=deepspeed", "optimizer=adamw strategy=deepspeed") for line in lines]
+        lines = [
+            line.replace("strategy=deepspeed", "optimizer=adamw strategy=deepspeed")
+            for line in lines
+        ]
     return lines
 
 
@@ -169,16 +199,20 @@ def _named(candidates: Sequence[Candidate]) -> str:
     counts: dict[str, list[int]] = {}
     for each in candidates:
         counts.setdefault(each.choice.name, []).append(each.world_size)
-    parts = [f"{name} on {', '.join(map(str, sorted(numbers)))}" for name, numbers in counts.items()]
+    parts = [
+        f"{name} on {', '.join(map(str, sorted(numbers)))}" for name, numbers in counts.items()
+    ]
     return f"{'; '.join(parts[:4])}{' …' if len(parts) > 4 else ''}"
 
 
 def optimum_lines(best: Optimum, *, parameters: int, matching: Optimum) -> list[str]:
     """Return what is said of compute-optimal sizes."""
     return [
-        f"{best.flops:.2e} FLOPs are best spent on {best.parameters / 1e9:,.2f} billion parameters and "
+        f"{best.flops:.2e} FLOPs are best spent on {best.parameters / 1e9:,.2f} billion parameters "
+        "and "
         f"{best.tokens / 1e9:,.1f} billion tokens (Hoffmann et al., 2022, approach 1).",
-        f"This model, {parameters / 1e9:,.2f} billion parameters, is the optimum for {matching.flops:.2e} FLOPs on "
+        f"This model, {parameters / 1e9:,.2f} billion parameters, is the optimum for "
+        f"{matching.flops:.2e} FLOPs on "
         f"{matching.tokens / 1e9:,.1f} billion tokens; with {best.flops:.2e} FLOPs it sees "
         f"{best.flops / 6 / parameters / 1e9:,.1f} billion.",
     ]

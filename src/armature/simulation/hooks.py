@@ -1,4 +1,7 @@
-"""What the meter must be told by torch's own code: FSDP's buffers, DTensor's rehearsals, storages that are resized."""
+"""What the meter must be told by torch's own code.
+
+FSDP's buffers, DTensor's rehearsals, storages that are resized.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,18 @@ def install(meter: Meter) -> None:
         wrap(owner, name, with_values)  # a mesh computes with tensors of ranks, which have values
     for name in ("foreach_all_gather", "foreach_reduce"):
         wrap(_fsdp_param_group, name, lambda function: _of_kind(meter, "communication", function))
-    wrap(_fsdp_param.FSDPParam, "init_all_gather_outputs", lambda f: _of_kind(meter, "gathered weights", f))
+    wrap(
+        _fsdp_param.FSDPParam,
+        "init_all_gather_outputs",
+        lambda f: _of_kind(meter, "gathered weights", f),
+    )
     wrap(_fsdp_param_group.FSDPParamGroup, "post_backward", lambda f: _noting_gradients(meter, f))
     # it runs each operator once on tensors of global size, to learn shapes
     wrap(ShardingPropagator, "_propagate_tensor_meta_non_cached", lambda f: _unnoticed(meter, f))
     wrap(_fsdp_init, "_move_states_to_device", _moving)
-    wrap(torch.UntypedStorage, "resize_", lambda f: _noting_sizes(meter, f))  # no dispatch mode sees it
+    wrap(
+        torch.UntypedStorage, "resize_", lambda f: _noting_sizes(meter, f)
+    )  # no dispatch mode sees it
 
 
 def wrap(owner: Any, name: str, make: Callable[[Function], Function]) -> None:

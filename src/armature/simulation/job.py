@@ -1,4 +1,6 @@
-"""One rank of a run in this process, which ends afterwards: it has replaced functions of torch, Lightning and ours."""
+"""One rank of a run in this process, which ends afterwards: it has replaced functions of torch,
+Lightning and ours.
+"""
 
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
@@ -47,20 +49,42 @@ def record(cfg: DictConfig, *, rank: int, device: Device) -> dict[str, Any]:
     recorder = order.Recorder()
     report = run(cfg, rank=rank, device=device, recorder=recorder)
     issued = [asdict(each) for each in recorder.record]
-    return {"report": report.to_dict(), "record": issued, "validation_syncs": recorder.validation_syncs}
+    return {
+        "report": report.to_dict(),
+        "record": issued,
+        "validation_syncs": recorder.validation_syncs,
+    }
 
 
 def run(
-    cfg: DictConfig, *, rank: int, device: Device, expert_load: float = 1.0, recorder: order.Recorder | None = None
-) -> Report:  # fmt: skip
-    """Simulate one rank of a composed configuration. Raises ConfigError, and whatever the run raises."""
-    with tempfile.TemporaryDirectory(prefix="armature-simulation-", ignore_cleanup_errors=True) as folder:
-        return _run(cfg, Path(folder), rank=rank, device=device, expert_load=expert_load, recorder=recorder)
+    cfg: DictConfig,
+    *,
+    rank: int,
+    device: Device,
+    expert_load: float = 1.0,
+    recorder: order.Recorder | None = None,
+) -> Report:
+    """Simulate one rank of a composed configuration.
+
+    Raises ConfigError, and whatever the run raises.
+    """
+    with tempfile.TemporaryDirectory(
+        prefix="armature-simulation-", ignore_cleanup_errors=True
+    ) as folder:
+        return _run(
+            cfg, Path(folder), rank=rank, device=device, expert_load=expert_load, recorder=recorder
+        )
 
 
 def _run(
-    cfg: DictConfig, folder: Path, *, rank: int, device: Device, expert_load: float, recorder: order.Recorder | None
-) -> Report:  # fmt: skip
+    cfg: DictConfig,
+    folder: Path,
+    *,
+    rank: int,
+    device: Device,
+    expert_load: float,
+    recorder: order.Recorder | None,
+) -> Report:
     world_size = _world_size(cfg, device)
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank}: the run has ranks 0 to {world_size - 1}.")
@@ -68,10 +92,13 @@ def _run(
     substitutes.install(devices=cfg.trainer.devices, capability=device.capability)
     fake_cuda.present(
         fake_cuda.Device(
-            name=f"NVIDIA {device.name.upper().replace('_', ' ')}", memory_bytes=device.memory_bytes,
-            capability=device.capability, processors=device.processors, count=cfg.trainer.devices,
+            name=f"NVIDIA {device.name.upper().replace('_', ' ')}",
+            memory_bytes=device.memory_bytes,
+            capability=device.capability,
+            processors=device.processors,
+            count=cfg.trainer.devices,
         )
-    )  # fmt: skip
+    )
     cfg = pretrained.fill(cfg)
     notes = settings.simplify(cfg, root=str(folder))
     (folder / cfg.run.name / "logs").mkdir(parents=True)
@@ -80,19 +107,29 @@ def _run(
     layout = Layout.of(cfg)
     if layout.kind == "deepspeed":
         return deepspeed.report(
-            cfg, layout, rank=rank, device=device,
-            simulate=lambda single, shares: _simulate(single, rank=0, device=device, notes=notes, shares=shares),
-        )  # fmt: skip
+            cfg,
+            layout,
+            rank=rank,
+            device=device,
+            simulate=lambda single, shares: _simulate(
+                single, rank=0, device=device, notes=notes, shares=shares
+            ),
+        )
     if layout.axes["pipe"] > 1:
         stage_0 = rank % (world_size // layout.axes["pipe"])  # the pipe axis is the outermost
         boundary = _in_child(lambda: _boundary(cfg, rank=stage_0, device=device))
         substitutes.pipeline(boundary)
-        notes.append("All stages of the pipeline are taken to send tensors of one shape, as those of equal blocks do.")
+        notes.append(
+            "All stages of the pipeline are taken to send tensors of one shape, as those of equal "
+            "blocks do."
+        )
     if layout.kind != "single":
         _join(rank, world_size=world_size, devices=cfg.trainer.devices)
     if settings.experts_travel(layout):
         notes.append("All experts are taken to get equally many tokens, if nothing else is said.")
-    return _simulate(cfg, rank=rank, device=device, notes=notes, expert_load=expert_load, recorder=recorder)
+    return _simulate(
+        cfg, rank=rank, device=device, notes=notes, expert_load=expert_load, recorder=recorder
+    )
 
 
 def _join(rank: int, *, world_size: int, devices: int) -> None:
@@ -104,7 +141,9 @@ def _join(rank: int, *, world_size: int, devices: int) -> None:
 
 
 def _boundary(cfg: DictConfig, *, rank: int, device: Device) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return shape and dtype of what the first stage of a pipeline sends, which only a simulation of it knows."""
+    """Return shape and dtype of what the first stage of a pipeline sends, which only a simulation
+    of it knows.
+    """
     substitutes.pipeline(None)
     _join(rank, world_size=Layout.of(cfg).world_size, devices=cfg.trainer.devices)
     try:
@@ -119,7 +158,9 @@ class ChildFailed(Exception):
 
 
 def _in_child(function: Callable[[], Any]) -> Any:
-    """Return what a function returns in a process of its own, since it replaces functions of torch."""
+    """Return what a function returns in a process of its own, since it replaces functions of
+    torch.
+    """
     read, write = os.pipe()
     if (child := os.fork()) == 0:
         try:
@@ -148,9 +189,15 @@ def _world_size(cfg: DictConfig, device: Device) -> int:
 
 
 def _simulate(
-    cfg: DictConfig, *, rank: int, device: Device, notes: list[str], recorder: order.Recorder | None = None,
-    shares: Mapping[str, float] | None = None, expert_load: float = 1.0,
-) -> Report:  # fmt: skip
+    cfg: DictConfig,
+    *,
+    rank: int,
+    device: Device,
+    notes: list[str],
+    recorder: order.Recorder | None = None,
+    shares: Mapping[str, float] | None = None,
+    expert_load: float = 1.0,
+) -> Report:
     layout = Layout.of(cfg)
     tf32 = cfg.trainer.matmul_precision != "highest"
     meter = Meter(layout.axes, Roofline(device=device, rank=rank, tf32=tf32))
@@ -198,7 +245,9 @@ def _simulate(
 
 
 def _note_answers(error: Exception, meter: Meter) -> None:
-    """Say with an error which lines read values before it, since it may follow from what they were answered."""
+    """Say with an error which lines read values before it, since it may follow from what they were
+    answered.
+    """
     if meter.answered:
         error.add_note(
             "Fake tensors have no values: 1.0, 0 or False was read instead by "
@@ -207,7 +256,9 @@ def _note_answers(error: Exception, meter: Meter) -> None:
 
 
 def _few_micro_batches(data: Any, layout: Layout) -> int:
-    """Return a global batch of at most MICRO_BATCHES micro-batches; the others of a step are like the middle one."""
+    """Return a global batch of at most MICRO_BATCHES micro-batches; the others of a step are like
+    the middle one.
+    """
     micro = data.micro_batch_size
     data.simulated_of = data.global_batch_size
     if not isinstance(micro, int):
@@ -216,7 +267,9 @@ def _few_micro_batches(data: Any, layout: Layout) -> int:
 
 
 def _logits_sizes(cfg: DictConfig, layout: Layout) -> frozenset[int]:
-    """Return the sizes of the dimension along which a language model's vocabulary lies, whole and on one rank."""
+    """Return the sizes of the dimension along which a language model's vocabulary lies, whole and
+    on one rank.
+    """
     size = (cfg.model or {}).get("vocab_size")
     return frozenset() if not size else frozenset({size, math.ceil(size / layout.axes["tensor"])})
 
@@ -230,54 +283,95 @@ def _with_repeats(probe: Probe, repeats: int) -> dict[str, Any]:
 
     def more(total: Any, before: Any, after: Any) -> Any:
         if isinstance(total, dict):
-            return {key: more(total[key], (before or {}).get(key), (after or {}).get(key)) for key in total}
+            return {
+                key: more(total[key], (before or {}).get(key), (after or {}).get(key))
+                for key in total
+            }
         if isinstance(total, tuple):
             before, after = before or (0.0,) * len(total), after or (0.0,) * len(total)
-            return tuple(t + (a - b) * repeats for t, b, a in zip(total, before, after, strict=True))
+            return tuple(
+                t + (a - b) * repeats for t, b, a in zip(total, before, after, strict=True)
+            )
         return total + ((after or 0) - (before or 0)) * repeats
 
     return {key: more(probe.result[key], first[key], second[key]) for key in probe.result}
 
 
 def _report(
-    cfg: DictConfig, run: worker.Run, meter: Meter, probe: Probe, *, rank: int, device: Device, layout: Layout,
+    cfg: DictConfig,
+    run: worker.Run,
+    meter: Meter,
+    probe: Probe,
+    *,
+    rank: int,
+    device: Device,
+    layout: Layout,
     notes: list[str],
-) -> Report:  # fmt: skip
+) -> Report:
     strategy: Any = StrategyMixin.find(run.trainer) or run.trainer.strategy
     data, world_size = run.data, layout.world_size
-    repeats = (data.simulated_of - data.global_batch_size) // max(1, _micro(data, layout) * layout.data_ranks)
+    repeats = (data.simulated_of - data.global_batch_size) // max(
+        1, _micro(data, layout) * layout.data_ranks
+    )
     counted = _with_repeats(probe, repeats)
     return Report(
-        rank=rank, world_size=world_size, axes=dict(layout.axes) if layout.kind == "mesh" else {"data": world_size},
-        hardware=device.name, parameters=getattr(strategy, "parameter_count", 0), held=probe.held,
-        peak=meter.peak, peak_by_kind={kind: size for kind, size in meter.peak_by_kind.items() if size},
-        peak_by_phase=meter.peak_by_phase, peak_at=meter.peak_at,
-        allowance=memory.allowance_bytes(meter.peak, ranks=world_size), capacity=device.memory_bytes,
-        flops=counted["flops"], operators=counted["operators"],
+        rank=rank,
+        world_size=world_size,
+        axes=dict(layout.axes) if layout.kind == "mesh" else {"data": world_size},
+        hardware=device.name,
+        parameters=getattr(strategy, "parameter_count", 0),
+        held=probe.held,
+        peak=meter.peak,
+        peak_by_kind={kind: size for kind, size in meter.peak_by_kind.items() if size},
+        peak_by_phase=meter.peak_by_phase,
+        peak_at=meter.peak_at,
+        allowance=memory.allowance_bytes(meter.peak, ranks=world_size),
+        capacity=device.memory_bytes,
+        flops=counted["flops"],
+        operators=counted["operators"],
         volumes=[
             Volume(axis=axis, kind=kind, ranks=ranks, calls=calls, bytes=size, seconds=seconds)
             for (axis, kind, ranks), (calls, size, seconds) in sorted(counted["volumes"].items())
         ],
-        syncs=counted["syncs"], compute_seconds=counted["seconds"],
-        bubble_share=getattr(strategy, "bubble_share", 0.0), samples_per_step=data.simulated_of,
-        tokens_per_sample=data.tokens_per_sample, model_flops=_model_flops(run, probe),
+        syncs=counted["syncs"],
+        compute_seconds=counted["seconds"],
+        bubble_share=getattr(strategy, "bubble_share", 0.0),
+        samples_per_step=data.simulated_of,
+        tokens_per_sample=data.tokens_per_sample,
+        model_flops=_model_flops(run, probe),
         peak_flops=meter.roofline.peak(_compute_type(str(cfg.trainer.precision))),
         notes=(*notes, *_assumptions(meter)),
-    )  # fmt: skip
+    )
 
 
 def _compute_type(precision: str) -> torch.dtype:
-    """Return the type of the matrix products, whose rate MFU is a share of: V100 and T4 have none of bf16."""
+    """Return the type of the matrix products, whose rate MFU is a share of.
+
+    V100 and T4 have none of bf16.
+    """
     if precision.startswith("64"):
         return torch.float64
-    return torch.bfloat16 if "bf16" in precision else torch.float16 if "16" in precision else torch.float32
+    return (
+        torch.bfloat16
+        if "bf16" in precision
+        else torch.float16
+        if "16" in precision
+        else torch.float32
+    )
 
 
 def _assumptions(meter: Meter) -> list[str]:
-    lines = {taken: [line for line, each in meter.assumed.items() if each == taken] for taken in get_args(Assumed)}
-    consequences = {"largest": "at most what is printed", "smallest": "at least what is printed, and may be higher"}
+    lines = {
+        taken: [line for line, each in meter.assumed.items() if each == taken]
+        for taken in get_args(Assumed)
+    }
+    consequences = {
+        "largest": "at most what is printed",
+        "smallest": "at least what is printed, and may be higher",
+    }
     return [
-        f"The size of a result depends on values ({', '.join(found)}): the {taken} possible is taken, so the peak is "
+        f"The size of a result depends on values ({', '.join(found)}): the {taken} possible is "
+        "taken, so the peak is "
         f"{consequences[taken]}."
         for taken, found in lines.items()
         if found
@@ -294,6 +388,8 @@ def _model_flops(run: worker.Run, probe: Probe) -> float | None:
     batch = probe.first_batch
     if make is None or not isinstance(batch, dict) or "inputs" not in batch:
         return None
-    shapes = {key: torch.empty(batch[key].shape, dtype=batch[key].dtype, device="meta") for key in batch}
+    shapes = {
+        key: torch.empty(batch[key].shape, dtype=batch[key].dtype, device="meta") for key in batch
+    }
     found = flops.flops_per_sample(make, shapes["inputs"], shapes.get("targets"))
     return None if found is None else found * run.data.simulated_of

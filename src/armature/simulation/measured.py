@@ -1,4 +1,6 @@
-"""The same step in real processes: what ranks on gloo hold and send, to compare simulations with. Nothing is replaced.
+"""The same step in real processes: what ranks on gloo hold and send, to compare simulations with.
+
+Nothing is replaced.
 
     python -m armature.simulation.measured CASES.json     prints one JSON line for each case
 
@@ -24,13 +26,21 @@ SECONDS = 300  # for all ranks of a case
 
 
 def measure(cases: Sequence[tuple[DictConfig, int]]) -> list[dict[str, Any]]:
-    """Return {"held": bytes by kind, "volumes": [[axis, kind, ranks, calls, bytes], …]} of a rank for each case."""
-    plain = [{"cfg": OmegaConf.to_container(cfg, resolve=False), "rank": rank} for cfg, rank in cases]
+    """Return {"held": bytes by kind, "volumes": [[axis, kind, ranks, calls, bytes], …]} of a rank
+    for each case.
+    """
+    plain = [
+        {"cfg": OmegaConf.to_container(cfg, resolve=False), "rank": rank} for cfg, rank in cases
+    ]
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(plain, file)
         file.flush()
         command = [sys.executable, "-m", "armature.simulation.measured", file.name]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "OMP_NUM_THREADS": "1",
+        }
         result = subprocess.run(command, capture_output=True, text=True, env=environment)
     if result.returncode:
         raise RuntimeError(f"exit code {result.returncode}:\n{result.stderr}")
@@ -78,9 +88,13 @@ def _run_rank(cfg: DictConfig, rank: int, *, ranks: int, folder: Path, writes: b
         faulthandler.dump_traceback_later(SECONDS, exit=True)
         if ranks > 1:
             os.environ |= {
-                "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks),
-                "GROUP_RANK": "0", "ARMATURE_STORE": str(folder / "store"),
-            }  # fmt: skip
+                "RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_RANK": str(rank),
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "GROUP_RANK": "0",
+                "ARMATURE_STORE": str(folder / "store"),
+            }
         found = _step(cfg)
         if writes:
             (folder / "result.json").write_text(json.dumps(found))

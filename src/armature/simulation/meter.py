@@ -1,4 +1,5 @@
-"""Counts what passes through torch's dispatcher: live memory, FLOPs, seconds, collectives, host waits.
+"""Counts what passes through torch's dispatcher: live memory, FLOPs, seconds, collectives, host
+waits.
 
 `Collectives` alone also works in a real run, on real tensors; `Meter` is for fake ones.
 """
@@ -17,7 +18,9 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed._tools import fake_collectives  # gives c10d's operators a form without values
+from torch.distributed._tools import (
+    fake_collectives,
+)  # gives c10d's operators a form without values
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -27,18 +30,31 @@ from armature.parallel import mesh
 from armature.simulation.roofline import Roofline
 
 KINDS = {  # by the start of an operator's name
-    "reduce_scatter": "reduce_scatter", "reduce": "reduce", "allgather": "all_gather", "all_gather": "all_gather",
-    "allreduce": "all_reduce", "all_reduce": "all_reduce", "broadcast": "broadcast", "alltoall": "all_to_all",
-    "all_to_all": "all_to_all", "shard_dim_alltoall": "all_to_all", "send": "send", "isend": "send",
-}  # fmt: skip
+    "reduce_scatter": "reduce_scatter",
+    "reduce": "reduce",
+    "allgather": "all_gather",
+    "all_gather": "all_gather",
+    "allreduce": "all_reduce",
+    "all_reduce": "all_reduce",
+    "broadcast": "broadcast",
+    "alltoall": "all_to_all",
+    "all_to_all": "all_to_all",
+    "shard_dim_alltoall": "all_to_all",
+    "send": "send",
+    "isend": "send",
+}
 COPIES = ("aten::_to_copy", "aten::copy_")
 Assumed = Literal["largest", "smallest"]
 ROUNDING = 512  # bytes; the caching allocator rounds up to it
-LIBRARIES = tuple({str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib", "platlib")})
+LIBRARIES = tuple(
+    {str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib", "platlib")}
+)
 
 
 def _grouped_flops(a_shape: Any, b_shape: Any, *_: Any, **__: Any) -> int:
-    """Return the FLOPs of a grouped product: each row (or, of two matrices, each inner index) is in one group."""
+    """Return the FLOPs of a grouped product: each row (or, of two matrices, each inner index) is in
+    one group.
+    """
     groups = a_shape[0] if len(a_shape) == len(b_shape) == 3 else 1
     return 2 * groups * a_shape[-2] * a_shape[-1] * b_shape[-1]
 
@@ -54,7 +70,8 @@ def kind_of(func: Any) -> str | None:
 
 
 class Collectives(TorchDispatchMode):
-    """Count calls and bytes of collectives by (axis, kind, ranks): bytes of the reduced tensor, or the gathered one.
+    """Count calls and bytes of collectives by (axis, kind, ranks): bytes of the reduced tensor, or
+    the gathered one.
 
     Args:
         sizes: of the mesh's axes; a group is named after the axes along which its ranks differ.
@@ -71,7 +88,11 @@ class Collectives(TorchDispatchMode):
             return NotImplemented  # dispatched again as its collectives
         out = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
-            self.collective(func, args, [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)])
+            self.collective(
+                func,
+                args,
+                [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)],
+            )
         return out
 
     def collective(self, func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
@@ -89,10 +110,14 @@ class Collectives(TorchDispatchMode):
         return 0.0
 
     def group(self, group: dist.ProcessGroup) -> tuple[str, list[int]]:
-        """Return the axis of a group, such as "shard", "replicate+shard" or "world", and its ranks."""
+        """Return the axis of a group, such as "shard", "replicate+shard" or "world", and its
+        ranks.
+        """
         if group.group_name not in self._groups:
             members = dist.get_process_group_ranks(group)
-            different = [axis for axis in mesh.AXES if len({self._place(rank, axis) for rank in members}) > 1]
+            different = [
+                axis for axis in mesh.AXES if len({self._place(rank, axis) for rank in members}) > 1
+            ]
             axis = "+".join(different) if any(size > 1 for size in self.sizes.values()) else "world"
             self._groups[group.group_name] = axis or "self", members
         return self._groups[group.group_name]
@@ -110,13 +135,15 @@ class Meter(Collectives):
 
     Attributes:
         kind, phase: of tensors that are made now.
-        paused: count nothing, such as while DTensor rehearses an operator on tensors of global size.
+        paused: count nothing, such as while DTensor rehearses an operator on tensors of global
+            size.
         logits: sizes of a last dimension that make a tensor logits.
         total: live bytes by kind.
         syncs: how often the host waits for the device, by the line of code.
         answered: lines that read a value, which a fake tensor does not have.
         assumed: lines at which the size of a result depends on values → which result is taken.
-        shares: of each kind's bytes, what this rank would hold of them; 1 for kinds that are not named.
+        shares: of each kind's bytes, what this rank would hold of them; 1 for kinds that are not
+            named.
     """
 
     def __init__(self, sizes: Mapping[str, int], roofline: Roofline) -> None:
@@ -201,7 +228,9 @@ class Meter(Collectives):
     def _own_new(self, tensor: torch.Tensor) -> None:
         if tensor.device.type == "cuda" and tensor.untyped_storage()._cdata not in self._live:
             computed = self.kind in ("activations", "temporary") and tensor.dim() > 1
-            self.own(tensor, "logits" if computed and tensor.shape[-1] in self.logits else self.kind)
+            self.own(
+                tensor, "logits" if computed and tensor.shape[-1] in self.logits else self.kind
+            )
 
     # ------------------------------------------------------------ operators
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -212,7 +241,9 @@ class Meter(Collectives):
             return func(*args, **kwargs)
         if func.name() == "aten::_local_scalar_dense":
             (tensor,) = args
-            if getattr(tensor, "constant", None) is not None or not isinstance(tensor, torch._subclasses.FakeTensor):
+            if getattr(tensor, "constant", None) is not None or not isinstance(
+                tensor, torch._subclasses.FakeTensor
+            ):
                 return func(*args, **kwargs)
             line = where()
             self.answered[line] = None
@@ -233,17 +264,23 @@ class Meter(Collectives):
             self._worked(func, args, kwargs, out, ins, outs)
         return out
 
-    def _worked(self, func: Any, args: Any, kwargs: Any, out: Any, ins: list[Any], outs: list[Any]) -> None:
+    def _worked(
+        self, func: Any, args: Any, kwargs: Any, out: Any, ins: list[Any], outs: list[Any]
+    ) -> None:
         packet, flops = func._overloadpacket, 0
         if packet in flop_registry:
             flops = flop_registry[packet](*args, **kwargs, out_val=out)
             self.flops[self.phase] += flops
         self.operators += 1
         moved = sum(t.numel() * t.element_size() for t in ins + outs)
-        self.seconds[self.phase] += self.roofline.operator(flops, moved, ins[0].dtype if ins else torch.float32)
+        self.seconds[self.phase] += self.roofline.operator(
+            flops, moved, ins[0].dtype if ins else torch.float32
+        )
 
     def _copied(self, func: Any, args: Any, kwargs: Any, ins: list[Any], outs: list[Any]) -> None:
-        """Count copies between host and device for which the host waits: all but those from pinned memory."""
+        """Count copies between host and device for which the host waits: all but those from pinned
+        memory.
+        """
         in_place = func is torch.ops.aten.copy_.default
         source, target = (ins[-1], ins[0]) if in_place else (ins[0], outs[0])
         if source.is_cuda == target.is_cuda:
@@ -253,7 +290,10 @@ class Meter(Collectives):
             self.wait("to host" if source.is_cuda else "to device")
 
     def wait(self, why: str, *, assumed: Assumed | None = None) -> None:
-        """Count a wait of the host for the device; `assumed`: its result, whose size depends on values, is that one."""
+        """Count a wait of the host for the device.
+
+        `assumed`: its result, whose size depends on values, is that one.
+        """
         if self.paused:
             return
         line = where()
@@ -270,13 +310,19 @@ class Meter(Collectives):
 
 
 def where() -> str:
-    """Return the innermost line that is neither a library's nor the simulator's, as folder/file.py:line."""
+    """Return the innermost line that is neither a library's nor the simulator's, as
+    folder/file.py:line.
+    """
     return line_of(traceback.extract_stack())
 
 
 def line_of(frames: Sequence[traceback.FrameSummary]) -> str:
     own = str(Path(__file__).parent)
     outside = [frame for frame in frames if not frame.filename.startswith((own, "<"))]
-    users = [f for f in outside if not f.filename.startswith(LIBRARIES) and "site-packages" not in f.filename]
+    users = [
+        f
+        for f in outside
+        if not f.filename.startswith(LIBRARIES) and "site-packages" not in f.filename
+    ]
     innermost = (users or outside or frames)[-1]
     return f"{'/'.join(Path(innermost.filename).parts[-2:])}:{innermost.lineno}"

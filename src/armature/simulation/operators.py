@@ -1,8 +1,10 @@
-"""Operators that need values, or a build of torch with CUDA: what they return on fake tensors instead.
+"""Operators that need values, or a build of torch with CUDA: what they return on fake tensors
+instead.
 
-Where the size of a result depends on values (boolean masks, `nonzero`, `unique`, packed sequences), it is the largest
-that it can be, so that the peak is at most what is printed. `bincount` and `repeat_interleave` have no largest result:
-theirs has `minlength` bins, or one of each, and the peak may be higher.
+Where the size of a result depends on values (boolean masks, `nonzero`, `unique`, packed sequences),
+it is the largest that it can be, so that the peak is at most what is printed. `bincount` and
+`repeat_interleave` have no largest result: theirs has `minlength` bins, or one of each, and the
+peak may be higher.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -39,7 +41,10 @@ NEEDS_VALUES = (  # in messages of torch
 
 
 def install(meter: Meter) -> None:
-    """Replace operators, for the rest of this process. `meter` notes each wait of the host for the device."""
+    """Replace operators, for the rest of this process.
+
+    `meter` notes each wait of the host for the device.
+    """
     fake_cuda.on_wait = lambda: meter.wait("synchronize")
 
     def sized(answer: Callable[..., Any], assumed: Assumed) -> Callable[..., Any]:
@@ -65,21 +70,31 @@ def install(meter: Meter) -> None:
 
     largest = {
         aten.nonzero.default: lambda x: _indices(x, x.numel(), x.dim()),
-        aten.masked_select.default: lambda x, mask: x.new_empty(torch.broadcast_shapes(x.shape, mask.shape).numel()),
+        aten.masked_select.default: lambda x, mask: x.new_empty(
+            torch.broadcast_shapes(x.shape, mask.shape).numel()
+        ),
         aten._unique2.default: lambda x, *_, **__: _unique(x, None),
         aten.unique_dim.default: lambda x, dim, *_, **__: _unique(x, dim),
-        aten.unique_consecutive.default: lambda x, inverse=False, counts=False, dim=None: _unique(x, dim),
+        aten.unique_consecutive.default: lambda x, inverse=False, counts=False, dim=None: _unique(
+            x, dim
+        ),
     }
     smallest = {
         aten.bincount.default: lambda x, weights=None, minlength=0: (
-            _indices(x, max(1, minlength)) if weights is None else weights.new_empty(max(1, minlength))
+            _indices(x, max(1, minlength))
+            if weights is None
+            else weights.new_empty(max(1, minlength))
         ),
         aten.repeat_interleave.Tensor: lambda x, *, output_size=None: _indices(
             x, x.numel() if output_size is None else output_size
         ),
     }
-    fake_impls.op_implementations_dict |= {operator: sized(answer, "largest") for operator, answer in largest.items()}
-    fake_impls.op_implementations_dict |= {operator: sized(answer, "smallest") for operator, answer in smallest.items()}
+    fake_impls.op_implementations_dict |= {
+        operator: sized(answer, "largest") for operator, answer in largest.items()
+    }
+    fake_impls.op_implementations_dict |= {
+        operator: sized(answer, "smallest") for operator, answer in smallest.items()
+    }
     fake_impls.op_implementations_dict[aten.equal.default] = equal
     fake_impls.op_implementations_dict |= {
         operator: _within(answer) for operator, answer in (BATCH_NORM | CELLS).items()
@@ -94,23 +109,35 @@ def install(meter: Meter) -> None:
 
 
 def explained(error: BaseException) -> ConfigError | None:
-    """Return the line that needs values which tensors do not have, or None if that is not what happened."""
+    """Return the line that needs values which tensors do not have, or None if that is not what
+    happened.
+    """
     if (operator := lacking(error)) is None:
         return None
     line = line_of(traceback.extract_tb(error.__traceback__))
     return ConfigError(
-        f"{line}: {operator} needs the values of a tensor, and simulated tensors have none. Leave this line out of the "
+        f"{line}: {operator} needs the values of a tensor, and simulated tensors have none. Leave "
+        "this line out of the "
         "simulated run. Training is not affected."
     )
 
 
 def lacking(error: BaseException) -> str | None:
-    """Return the operator that failed because tensors have no values, or None if that is not what happened."""
-    known = isinstance(error, DataDependentOutputException | DynamicOutputShapeException | UnsupportedOperatorException)
-    if not known and not (isinstance(error, RuntimeError) and any(words in str(error) for words in NEEDS_VALUES)):
+    """Return the operator that failed because tensors have no values, or None if that is not what
+    happened.
+    """
+    known = isinstance(
+        error,
+        DataDependentOutputException | DynamicOutputShapeException | UnsupportedOperatorException,
+    )
+    if not known and not (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in NEEDS_VALUES)
+    ):
         return None
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    dispatched = [frame.f_locals for frame in frames if frame.f_code is Meter.__torch_dispatch__.__code__]
+    dispatched = [
+        frame.f_locals for frame in frames if frame.f_code is Meter.__torch_dispatch__.__code__
+    ]
     func = dispatched[-1].get("func") if dispatched else None  # a frame may have been cleared
     return "this operator" if func is None else func.name()
 
@@ -157,10 +184,17 @@ def _gru_cell(gates: Tensor, others: Tensor, hidden: Tensor, *_: Any) -> tuple[T
     return torch.empty_like(hidden), hidden.new_empty(len(hidden), 5 * hidden.shape[1])
 
 
-def _gru_cell_backward(grad: Tensor, workspace: Tensor, has_bias: bool) -> tuple[Tensor | None, ...]:
+def _gru_cell_backward(
+    grad: Tensor, workspace: Tensor, has_bias: bool
+) -> tuple[Tensor | None, ...]:
     gates = 3 * grad.shape[1]
     biases = [grad.new_empty(gates) if has_bias else None for _ in range(2)]
-    return grad.new_empty(len(grad), gates), grad.new_empty(len(grad), gates), torch.empty_like(grad), *biases
+    return (
+        grad.new_empty(len(grad), gates),
+        grad.new_empty(len(grad), gates),
+        torch.empty_like(grad),
+        *biases,
+    )
 
 
 CELLS = {  # torch has no form without values
@@ -170,7 +204,9 @@ CELLS = {  # torch has no form without values
 
 
 def _packing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a packing by other operators, since the backward of torch's own reads the sizes of the batch."""
+    """Return a packing by other operators, since the backward of torch's own reads the sizes of the
+    batch.
+    """
 
     def call(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
         if not isinstance(x, FakeTensor):
@@ -204,7 +240,9 @@ def _keeping_sizes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unpack(data: Tensor, sizes: Tensor, batch_first: bool, *_: Any) -> tuple[Tensor, Tensor]:
-    steps = _whole(data, steps=len(sizes), batch=int(sizes[0])).reshape(len(sizes), -1, *data.shape[1:])
+    steps = _whole(data, steps=len(sizes), batch=int(sizes[0])).reshape(
+        len(sizes), -1, *data.shape[1:]
+    )
     lengths = torch.full((steps.shape[1],), steps.shape[0], dtype=torch.int64)
     return steps.transpose(0, 1) if batch_first else steps, lengths
 

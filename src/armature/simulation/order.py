@@ -1,9 +1,10 @@
 """Whether all ranks' communication would meet on GPUs, from what each rank's own run has issued.
 
-NCCL works through the operations of a communicator in the order in which a rank issues them, a send ends when its
-receive has begun, and communicators must be used in one order on all ranks. gloo buffers messages instead, so what
-hangs on GPUs can pass every test on CPUs. Here every rank of a layout runs alone, its operations are recorded, and
-then all records are played together by NCCL's rules.
+NCCL works through the operations of a communicator in the order in which a rank issues them, a send
+ends when its receive has begun, and communicators must be used in one order on all ranks. gloo
+buffers messages instead, so what hangs on GPUs can pass every test on CPUs. Here every rank of a
+layout runs alone, its operations are recorded, and then all records are played together by NCCL's
+rules.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -35,12 +36,22 @@ MAX_RANKS = 64
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 WAITS = ("wait_tensor", "monitored_barrier")
 OBJECTS = (  # they send bytes of any number, which a simulation does not have
-    "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "send_object_list",
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "scatter_object_list",
+    "send_object_list",
     "recv_object_list",
-)  # fmt: skip
+)
 STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 OWN = str(Path(__file__).parent)
-PLUMBING = ("torch/_compile.py", "torch/_dynamo", "torch/_ops.py", "torch/utils/_", "c10d_logger.py")
+PLUMBING = (
+    "torch/_compile.py",
+    "torch/_dynamo",
+    "torch/_ops.py",
+    "torch/utils/_",
+    "c10d_logger.py",
+)
 
 
 @dataclass(frozen=True)
@@ -51,7 +62,9 @@ class Operation:
     group: tuple[int, ...]
     peer: int = -1  # of a send or receive; the source of a broadcast; -1: none
     bytes: int = 0  # of the largest tensor
-    splits: tuple[int, ...] = ()  # elements that an all-to-all sends to each rank of the group, then receives from each
+    splits: tuple[
+        int, ...
+    ] = ()  # elements that an all-to-all sends to each rank of the group, then receives from each
 
     @property
     def is_to_one(self) -> bool:
@@ -59,9 +72,15 @@ class Operation:
 
     def __str__(self) -> str:
         if self.is_to_one:
-            return f"{self.kind} of {self.bytes} bytes {'to' if self.kind == 'send' else 'from'} rank {self.peer}"
+            return (
+                f"{self.kind} of {self.bytes} bytes {'to' if self.kind == 'send' else 'from'} "
+                f"rank {self.peer}"
+            )
         source = f" from rank {self.peer}" if self.peer >= 0 else ""
-        return f"{self.kind} of {self.bytes} bytes{source} among ranks {', '.join(map(str, self.group))}"
+        return (
+            f"{self.kind} of {self.bytes} bytes{source} among ranks "
+            f"{', '.join(map(str, self.group))}"
+        )
 
 
 @dataclass
@@ -112,7 +131,11 @@ class Recorder(TorchDispatchMode):
     def _note(self, func: Any, args: Any, kwargs: Any) -> None:
         kind: str = func.__name__.split(".")[0].strip("_")
         group = _group_of(args)
-        if kind.startswith(WAITS) or group is None or len(members := dist.get_process_group_ranks(group)) == 1:
+        if (
+            kind.startswith(WAITS)
+            or group is None
+            or len(members := dist.get_process_group_ranks(group)) == 1
+        ):
             return
         kind = "send" if kind == "isend" else "recv" if kind == "irecv" else kind
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -145,7 +168,9 @@ class Recorder(TorchDispatchMode):
     def _of_objects(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self._silent:
-                self.record.append(Issued([_object_operation(name, args, kwargs)], innermost_line()))
+                self.record.append(
+                    Issued([_object_operation(name, args, kwargs)], innermost_line())
+                )
             with self._silence():  # its parts
                 return function(*args, **kwargs)
 
@@ -179,12 +204,16 @@ def _group_of(args: Any) -> dist.ProcessGroup | None:
 
 
 def _object_operation(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Operation:
-    group = kwargs.get("group") or next((arg for arg in args if isinstance(arg, dist.ProcessGroup)), None)
+    group = kwargs.get("group") or next(
+        (arg for arg in args if isinstance(arg, dist.ProcessGroup)), None
+    )
     members = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))  # pyright: ignore[reportArgumentType]
     kind = {"send_object_list": "send", "recv_object_list": "recv"}.get(name, name)
     peer = next((kwargs[key] for key in ("src", "dst") if kwargs.get(key) is not None), None)
     if peer is None:
-        grouped = next((kwargs[key] for key in ("group_src", "group_dst") if kwargs.get(key) is not None), None)
+        grouped = next(
+            (kwargs[key] for key in ("group_src", "group_dst") if kwargs.get(key) is not None), None
+        )
         given = next((arg for arg in args if isinstance(arg, int)), None)
         peer = members[grouped] if grouped is not None else given
     if peer is None:
@@ -193,7 +222,9 @@ def _object_operation(name: str, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def innermost_line() -> str:
-    """Return the innermost line of code that belongs to no library and not to the simulation; else the innermost."""
+    """Return the innermost line of code that belongs to no library and not to the simulation; else
+    the innermost.
+    """
     frame, innermost = sys._getframe(1), None
     while frame is not None:
         file = frame.f_code.co_filename
@@ -205,7 +236,9 @@ def innermost_line() -> str:
         frame = frame.f_back
     if innermost is None:
         return "?"
-    file = innermost.f_code.co_filename.rpartition("site-packages/")[2].removeprefix(os.getcwd() + os.sep)
+    file = innermost.f_code.co_filename.rpartition("site-packages/")[2].removeprefix(
+        os.getcwd() + os.sep
+    )
     return f"{file}:{innermost.f_lineno} in {innermost.f_code.co_name}"
 
 
@@ -243,13 +276,17 @@ def problems(records: Sequence[Record]) -> list[str]:
         if not queue.issued:
             lines.append(f"  rank {rank} has ended")
             continue
-        waiting = "; ".join(f"{operation}{_lacks(rank, operation, queues)}" for operation in queue.open)
+        waiting = "; ".join(
+            f"{operation}{_lacks(rank, operation, queues)}" for operation in queue.open
+        )
         lines.append(f"  rank {rank} at {queue.issued[0].line}: {waiting}")
     return ["\n".join(lines)]
 
 
 def _meet(rank: int, queues: list[_Queue]) -> bool:
-    """Close the first open operation of a rank that all others of it have come to; return whether there is one."""
+    """Close the first open operation of a rank that all others of it have come to; return whether
+    there is one.
+    """
     for operation in queues[rank].open:
         if operation.is_to_one:
             counterpart = _counterpart(rank, operation)
@@ -274,7 +311,10 @@ def _counterpart(rank: int, operation: Operation) -> Operation:
 
 def _same(operation: Operation, others: Sequence[Operation]) -> Operation | None:
     key = (operation.kind, operation.group, operation.peer, operation.bytes)
-    return next((other for other in others if (other.kind, other.group, other.peer, other.bytes) == key), None)
+    return next(
+        (other for other in others if (other.kind, other.group, other.peer, other.bytes) == key),
+        None,
+    )
 
 
 def _splits_agree(group: tuple[int, ...], found: dict[int, Operation]) -> bool:
@@ -282,7 +322,9 @@ def _splits_agree(group: tuple[int, ...], found: dict[int, Operation]) -> bool:
     size = len(group)
     splits = [found[rank].splits for rank in group]
     return all(
-        not splits[i] or not splits[j] or splits[i][j] == splits[j][size + i] for i in range(size) for j in range(size)
+        not splits[i] or not splits[j] or splits[i][j] == splits[j][size + i]
+        for i in range(size)
+        for j in range(size)
     )
 
 
@@ -295,13 +337,15 @@ def _lacks(rank: int, operation: Operation, queues: list[_Queue]) -> str:
     if not absent:
         return ", whose parts have other sizes on other ranks"
     return (
-        f", which {', '.join(f'rank {other}' for other in absent)} {'have' if len(absent) > 1 else 'has'} not come to"
+        f", which {', '.join(f'rank {other}' for other in absent)} "
+        f"{'have' if len(absent) > 1 else 'has'} not come to"
     )
 
 
 # ---------------------------------------------------------------- a run
 def check(cfg: DictConfig, *, device: Device) -> list[str]:
-    """Simulate all ranks of a composed configuration, in a validation and a training step; return what would hang.
+    """Simulate all ranks of a composed configuration, in a validation and a training step; return
+    what would hang.
 
     Raises:
         ConfigError: more than MAX_RANKS ranks, or a mistake in the configuration.
@@ -310,10 +354,13 @@ def check(cfg: DictConfig, *, device: Device) -> list[str]:
     ranks = cfg.trainer.devices * cfg.trainer.num_nodes
     if ranks > MAX_RANKS:
         raise ConfigError(
-            f"--order simulates each of the run's {ranks} ranks, and takes at most {MAX_RANKS}. Type smaller axes: 2 "
+            f"--order simulates each of the run's {ranks} ranks, and takes at most {MAX_RANKS}. "
+            "Type smaller axes: 2 "
             "ranks along each axis (4 along pipe) issue the same operations in the same order."
         )
-    requests = [processes.Request(cfg=cfg, rank=rank, device=device, record=True) for rank in range(ranks)]
+    requests = [
+        processes.Request(cfg=cfg, rank=rank, device=device, record=True) for rank in range(ranks)
+    ]
     found: list[Any] = processes.simulate_all(requests)
     for result in found:
         if isinstance(result, Exception):
@@ -325,6 +372,8 @@ def issued_from(entry: dict[str, Any]) -> Issued:
     """Return an entry of a record from JSON."""
 
     def operation(values: dict[str, Any]) -> Operation:
-        return Operation(**{**values, "group": tuple(values["group"]), "splits": tuple(values["splits"])})
+        return Operation(
+            **{**values, "group": tuple(values["group"]), "splits": tuple(values["splits"])}
+        )
 
     return Issued([operation(values) for values in entry["operations"]], entry["line"])

@@ -1,4 +1,6 @@
-"""Callbacks that watch one optimizer step, simulated (`Probe`) or real (`MeasuredStep`), and end the run after it."""
+"""Callbacks that watch one optimizer step, simulated (`Probe`) or real (`MeasuredStep`), and end
+the run after it.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,18 @@ class StepEnded(BaseException):
 
 
 def held_bytes(trainer: L.Trainer) -> dict[str, int]:
-    """Return the bytes of parameters, gradients and optimizer state that this rank has on its device."""
+    """Return the bytes of parameters, gradients and optimizer state that this rank has on its
+    device.
+    """
     if hasattr(trainer.strategy, "deepspeed_engine"):
         return deepspeed.engine_bytes(trainer.strategy)
     device, params = trainer.strategy.root_device.type, list(trainer.lightning_module.parameters())
-    values = (value for optimizer in trainer.optimizers for each in optimizer.state.values() for value in each.values())
+    values = (
+        value
+        for optimizer in trainer.optimizers
+        for each in optimizer.state.values()
+        for value in each.values()
+    )
     return {
         "parameters": _bytes(params, device),
         "gradients": _bytes((param.grad for param in params), device),
@@ -44,7 +53,8 @@ def _bytes(values: Iterator[Any] | list[Any], device: str) -> int:
 class MeasuredStep(L.Callback):
     """Counts the collectives of one optimizer step of a real run.
 
-    That is the first step; of a pipeline the second: see `Probe`. DeepSpeed's engine creates its state in the first.
+    That is the first step; of a pipeline the second: see `Probe`. DeepSpeed's engine creates its
+    state in the first.
     """
 
     def __init__(self, axes: Mapping[str, int], *, engine: bool) -> None:
@@ -60,10 +70,14 @@ class MeasuredStep(L.Callback):
             self.bucket = max(self.bucket, deepspeed.bucket_bytes(trainer.strategy))
 
         for param in pl_module.parameters() if self.engine else ():
-            param.register_post_accumulate_grad_hook(note_bucket)  # the engine frees it after backward
+            param.register_post_accumulate_grad_hook(
+                note_bucket
+            )  # the engine frees it after backward
 
     @override
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx == self.first_batch * trainer.accumulate_grad_batches:
             self.collectives.__enter__()
 
@@ -82,9 +96,10 @@ class MeasuredStep(L.Callback):
 class Probe(L.Callback):
     """Tells the meter what is happening, and ends the run after the measured step.
 
-    That is the first one; of a pipeline the second, since in the first torch runs each stage once more to learn shapes.
-    The optimizer's state is created before that step: later steps have it from the start. The middle one of several
-    micro-batches counts for all that are left out (`repeats`).
+    That is the first one; of a pipeline the second, since in the first torch runs each stage once
+    more to learn shapes. The optimizer's state is created before that step: later steps have it
+    from the start. The middle one of several micro-batches counts for all that are left out
+    (`repeats`).
     """
 
     def __init__(self, meter: Meter, *, logits: frozenset[int], steps_before: int) -> None:
@@ -111,7 +126,9 @@ class Probe(L.Callback):
         meter.logits = self.logits
 
     def _graded(self, param: torch.Tensor) -> None:
-        if param.grad is not None and not (isinstance(param, DTensor) and not isinstance(param.grad, DTensor)):
+        if param.grad is not None and not (
+            isinstance(param, DTensor) and not isinstance(param.grad, DTensor)
+        ):
             self.meter.own(param.grad, "gradients")
 
     def _own_state(self, optimizer: Any) -> None:
@@ -124,7 +141,9 @@ class Probe(L.Callback):
         self.meter.phase, self.meter.kind = name, PHASES[name]
 
     @override
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx == self._begins * trainer.accumulate_grad_batches:
             self.first_batch, self.batches = batch, []
             self.meter.restart()
@@ -146,7 +165,9 @@ class Probe(L.Callback):
         self.held = held_bytes(trainer)
 
     @override
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.batches.append(counts(self.meter))
 
     def step_ended(self) -> None:
@@ -178,6 +199,9 @@ class Validation(L.Callback):
 def counts(meter: Meter) -> dict[str, Any]:
     """Return a copy of what has been counted so far."""
     return {
-        "flops": dict(meter.flops), "seconds": dict(meter.seconds), "syncs": dict(meter.syncs),
-        "operators": meter.operators, "volumes": {key: tuple(value) for key, value in meter.volumes.items()},
-    }  # fmt: skip
+        "flops": dict(meter.flops),
+        "seconds": dict(meter.seconds),
+        "syncs": dict(meter.syncs),
+        "operators": meter.operators,
+        "volumes": {key: tuple(value) for key, value in meter.volumes.items()},
+    }

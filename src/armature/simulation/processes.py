@@ -45,7 +45,9 @@ class SimulationFailed(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One rank of one configuration. `depths`: extrapolate from two numbers of layers, instead of simulating all.
+    """One rank of one configuration.
+
+    `depths`: extrapolate from two numbers of layers, instead of simulating all.
 
     `expert_load`: tokens of this rank's experts, over the mean of all ranks.
     """
@@ -60,21 +62,30 @@ class Request:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What one rank issues to others in a validation and an optimizer step, as JSON (`order.issued_from`)."""
+    """What one rank issues to others in a validation and an optimizer step, as JSON
+    (`order.issued_from`).
+    """
 
     report: Report
     record: list[dict[str, Any]]
-    validation_syncs: dict[str, int]  # host synchronizations of the validation's batches, by line of code
+    validation_syncs: dict[
+        str, int
+    ]  # host synchronizations of the validation's batches, by line of code
 
 
-def simulate(cfg: DictConfig, *, rank: int = 0, device: Device, depths: tuple[int, int] | None = None) -> Report:
-    """Simulate one optimizer step of one rank of a composed configuration on `device`, whatever this machine has.
+def simulate(
+    cfg: DictConfig, *, rank: int = 0, device: Device, depths: tuple[int, int] | None = None
+) -> Report:
+    """Simulate one optimizer step of one rank of a composed configuration on `device`, whatever
+    this machine has.
 
     Args:
-        depths: simulate models of these numbers of layers (`model.layers`) instead, and extrapolate linearly.
+        depths: simulate models of these numbers of layers (`model.layers`) instead, and extrapolate
+            linearly.
 
     Raises:
-        ConfigError: the configuration's mistakes, as train.py reports them; no compiler for the fake device.
+        ConfigError: the configuration's mistakes, as train.py reports them; no compiler for the
+            fake device.
         SimulationFailed: the model or the strategy raised.
     """
     (result,) = simulate_all([Request(cfg=cfg, rank=rank, device=device, depths=depths)])
@@ -84,7 +95,9 @@ def simulate(cfg: DictConfig, *, rank: int = 0, device: Device, depths: tuple[in
 
 
 def simulate_all(requests: Sequence[Request]) -> list[Report | ConfigError | SimulationFailed]:
-    """Simulate many ranks and layouts, as many at once as there are cores. Errors are returned in the place of reports.
+    """Simulate many ranks and layouts, as many at once as there are cores.
+
+    Errors are returned in the place of reports.
 
     Raises:
         ConfigError: no compiler for the fake device.
@@ -125,8 +138,13 @@ class _Server:
 
     def __init__(self) -> None:
         fake_cuda.compiled()  # its errors are reported here
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS) or k in KEPT}
-        environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+        environment = {
+            k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS) or k in KEPT
+        }
+        environment |= {
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "OMP_NUM_THREADS": "1",
+        }
         self.process = subprocess.Popen(
             [sys.executable, "-m", "armature.simulation.serve", str(hardware.cpu_count())],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
@@ -136,7 +154,9 @@ class _Server:
     def run(self, jobs: Sequence[dict[str, Any]]) -> list[Report | ConfigError | SimulationFailed]:
         try:
             return self._run(jobs)
-        except BaseException:  # what it still answers to these jobs must not be taken for answers to others
+        except (
+            BaseException
+        ):  # what it still answers to these jobs must not be taken for answers to others
             _server.cache_clear()
             self.process.kill()
             raise
@@ -151,7 +171,9 @@ class _Server:
         replies: dict[int, Report | ConfigError | SimulationFailed] = {}
         while len(replies) < len(jobs):
             if not (line := self.process.stdout.readline()):
-                raise SimulationFailed("The process of the simulator has ended. Its messages are above.")
+                raise SimulationFailed(
+                    "The process of the simulator has ended. Its messages are above."
+                )
             reply = json.loads(line)
             replies[reply["number"]] = _result(reply)
         return [replies[number] for number in range(len(jobs))]
@@ -167,10 +189,16 @@ class _Server:
 
 def _result(reply: dict[str, Any]) -> Any:
     if "record" in reply:
-        return Recorded(Report.from_dict(reply["report"]), reply["record"], reply["validation_syncs"])
+        return Recorded(
+            Report.from_dict(reply["report"]), reply["record"], reply["validation_syncs"]
+        )
     if "report" in reply:
         return Report.from_dict(reply["report"])
-    return ConfigError(reply["problems"]) if "problems" in reply else SimulationFailed(reply["failure"])
+    return (
+        ConfigError(reply["problems"])
+        if "problems" in reply
+        else SimulationFailed(reply["failure"])
+    )
 
 
 @cache

@@ -17,7 +17,8 @@ class Volume:
     """One kind of collective along one axis, per optimizer step.
 
     Attributes:
-        bytes: of the gathered or reduced tensors, as this rank holds them; `seconds`: if nothing else runs.
+        bytes: of the gathered or reduced tensors, as this rank holds them; `seconds`: if nothing
+            else runs.
     """
 
     axis: str
@@ -30,12 +31,16 @@ class Volume:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """One rank of a run. Bytes are of its device's memory, FLOPs and seconds those of one optimizer step.
+    """One rank of a run.
+
+    Bytes are of its device's memory, FLOPs and seconds those of one optimizer step.
 
     Attributes:
         held: bytes at the end of backward by kind: parameters, gradients, optimizer state.
-        peak: most bytes that are allocated at once; `peak_by_kind` then, `peak_by_phase` in each phase.
-        allowance: bytes that come on top: CUDA's context, buffers of NCCL and cuBLAS, fragmentation.
+        peak: most bytes that are allocated at once; `peak_by_kind` then, `peak_by_phase` in each
+            phase.
+        allowance: bytes that come on top: CUDA's context, buffers of NCCL and cuBLAS,
+            fragmentation.
         capacity: bytes of the device.
         syncs: how often the host waits for the device, by line of code.
         compute_seconds: by phase; without waiting for others.
@@ -85,20 +90,28 @@ class Report:
 
     @property
     def step_seconds(self) -> tuple[float, float]:
-        """Seconds of an optimizer step: with all communication hidden behind computation, and with none."""
+        """Seconds of an optimizer step: with all communication hidden behind computation, and with
+        none.
+        """
         compute = sum(self.compute_seconds.values())
-        return split.step_seconds(compute, self.communication_seconds, bubble_share=self.bubble_share)
+        return split.step_seconds(
+            compute, self.communication_seconds, bubble_share=self.bubble_share
+        )
 
     @property
     def rate(self) -> tuple[float, float]:
-        """Tokens (or samples) per second of all ranks: with no communication hidden, and with all."""
+        """Tokens (or samples) per second of all ranks: with no communication hidden, and with
+        all.
+        """
         count = self.samples_per_step * (self.tokens_per_sample or 1)
         hidden, exposed = self.step_seconds
         return count / exposed, count / hidden
 
     @property
     def mfu(self) -> tuple[float, float] | None:
-        """Share of the devices' peak that the model's FLOPs reach: with no communication hidden, and with all."""
+        """Share of the devices' peak that the model's FLOPs reach: with no communication hidden,
+        and with all.
+        """
         if self.model_flops is None:
             return None
         hidden, exposed = self.step_seconds
@@ -114,7 +127,9 @@ class Report:
 
 
 def extrapolated(small: Report, large: Report, *, depths: tuple[int, int], depth: int) -> Report:
-    """Return the report of a model of `depth` layers, on the straight line through two shallower ones."""
+    """Return the report of a model of `depth` layers, on the straight line through two shallower
+    ones.
+    """
     share = (depth - depths[0]) / (depths[1] - depths[0])
 
     def line(a: Any, b: Any) -> Any:
@@ -129,28 +144,45 @@ def extrapolated(small: Report, large: Report, *, depths: tuple[int, int], depth
     for volume in large.volumes:
         before = volumes.get((volume.axis, volume.kind, volume.ranks))
         numbers = {
-            n: line(getattr(before, n) if before else 0, getattr(volume, n)) for n in ("calls", "bytes", "seconds")
+            n: line(getattr(before, n) if before else 0, getattr(volume, n))
+            for n in ("calls", "bytes", "seconds")
         }
         values["volumes"].append(dataclasses.replace(volume, **numbers))
     for name in (
-        "held", "peak", "peak_by_kind", "peak_by_phase", "flops", "operators", "compute_seconds", "model_flops",
-        "parameters", "allowance", "syncs",
-    ):  # fmt: skip
+        "held",
+        "peak",
+        "peak_by_kind",
+        "peak_by_phase",
+        "flops",
+        "operators",
+        "compute_seconds",
+        "model_flops",
+        "parameters",
+        "allowance",
+        "syncs",
+    ):
         values[name] = line(getattr(small, name), getattr(large, name))
     note = f"Extrapolated linearly from {depths[0]} and {depths[1]} layers to {depth}."
     if depths[0] < 3:
-        note += " In fewer than 3, no block lies between two others, so memory may be far off: type --depths 3,5."
+        note += (
+            " In fewer than 3, no block lies between two others, so memory may be far off: "
+            "type --depths 3,5."
+        )
     values["parameters"] = round(values["parameters"])
     return dataclasses.replace(large, **values, notes=(*large.notes, note))
 
 
 # ---------------------------------------------------------------- text
 def text(reports: Sequence[Report]) -> str:
-    """Return the reports of some ranks of one run as a page of text; uneven loads of experts as lines of their own."""
+    """Return the reports of some ranks of one run as a page of text; uneven loads of experts as
+    lines of their own.
+    """
     uneven = [report for report in reports if report.expert_load != 1]
     reports = [report for report in reports if report.expert_load == 1]
     first = reports[0]
-    layout = " × ".join(f"{axis} {size}" for axis, size in first.axes.items() if size > 1) or "one rank"
+    layout = (
+        " × ".join(f"{axis} {size}" for axis, size in first.axes.items() if size > 1) or "one rank"
+    )
     devices = f"{first.world_size} × {first.hardware}"
     lines = [f"{first.parameters:,} parameters on {devices}: {layout}", ""]
     for report in reports:
@@ -165,13 +197,21 @@ def text(reports: Sequence[Report]) -> str:
 def _memory(report: Report) -> list[str]:
     verdict = "fits" if report.fits else "does NOT fit"
     head = (
-        f"rank {report.rank}: {report.needed / GIB:.1f} GiB of {report.capacity / GIB:.1f} GiB, {verdict} "
+        f"rank {report.rank}: {report.needed / GIB:.1f} GiB of {report.capacity / GIB:.1f} GiB, "
+        f"{verdict} "
         f"(peak {report.peak / GIB:.2f} GiB in {report.peak_at})"
     )
-    kinds = {**dict(sorted(report.peak_by_kind.items(), key=lambda item: -item[1])), "allowance": report.allowance}
-    by_kind = [f"  {kind:<20}{size / GIB:9.2f} GiB" for kind, size in kinds.items() if size > 0.005 * GIB]
+    kinds = {
+        **dict(sorted(report.peak_by_kind.items(), key=lambda item: -item[1])),
+        "allowance": report.allowance,
+    }
+    by_kind = [
+        f"  {kind:<20}{size / GIB:9.2f} GiB" for kind, size in kinds.items() if size > 0.005 * GIB
+    ]
     if not by_kind:
-        by_kind = [f"  {kind:<20}{size / 2**20:9.3f} MiB" for kind, size in kinds.items() if size > 0]
+        by_kind = [
+            f"  {kind:<20}{size / 2**20:9.3f} MiB" for kind, size in kinds.items() if size > 0
+        ]
     phases = ", ".join(f"{phase} {size / GIB:.2f}" for phase, size in report.peak_by_phase.items())
     return [head, *by_kind, f"  peak by phase, GiB: {phases}"]
 
@@ -179,7 +219,8 @@ def _memory(report: Report) -> list[str]:
 def _uneven(report: Report) -> str:
     (low, high), verdict = report.rate, "fits" if report.fits else "does NOT fit"
     return (
-        f"rank {report.rank}, if its experts get {report.expert_load:g} × the mean number of tokens: "
+        f"rank {report.rank}, if its experts get {report.expert_load:g} × the mean number of "
+        "tokens: "
         f"{report.needed / GIB:.1f} GiB, {verdict}; {low:,.0f} to {high:,.0f} tokens/s"
     )
 
@@ -188,27 +229,36 @@ def _speed(report: Report) -> list[str]:
     hidden, exposed = report.step_seconds
     unit = "tokens" if report.tokens_per_sample else "samples"
     (low, high), compute = report.rate, sum(report.compute_seconds.values())
-    phases = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in report.compute_seconds.items() if seconds)
+    phases = ", ".join(
+        f"{phase} {seconds:.3f}" for phase, seconds in report.compute_seconds.items() if seconds
+    )
     lines = [
         f"step of {report.samples_per_step:,} samples: {hidden:.3f} to {exposed:.3f} s "
         "(all or no communication hidden)",
-        f"  computation {compute:.3f} s ({phases}), communication {report.communication_seconds:.3f} s"
+        f"  computation {compute:.3f} s ({phases}), communication "
+        f"{report.communication_seconds:.3f} s"
         + (f", idle in the pipeline {report.bubble_share:.0%}" if report.bubble_share else ""),
-        f"  {sum(report.flops.values()):.4g} FLOPs of rank {report.rank}, {report.operators:,.0f} operators",
+        f"  {sum(report.flops.values()):.4g} FLOPs of rank {report.rank}, {report.operators:,.0f} "
+        "operators",
         f"  {low:,.0f} to {high:,.0f} {unit}/s, "
         f"{low / report.world_size:,.0f} to {high / report.world_size:,.0f} per GPU",
     ]
-    return lines + ([f"  MFU {report.mfu[0]:.1%} to {report.mfu[1]:.1%}"] if report.mfu is not None else [])
+    return lines + (
+        [f"  MFU {report.mfu[0]:.1%} to {report.mfu[1]:.1%}"] if report.mfu is not None else []
+    )
 
 
 def _communication(report: Report) -> list[str]:
     if not report.volumes:
         return ["no communication"]
-    lines = [f"communication per step of rank {report.rank}, bytes of the gathered or reduced tensors:"]
+    lines = [
+        f"communication per step of rank {report.rank}, bytes of the gathered or reduced tensors:"
+    ]
     for v in sorted(report.volumes, key=lambda volume: -volume.bytes):
         size = f"{v.bytes / GIB:,.3f} GiB" if v.bytes >= 2**20 else f"{v.bytes:,.0f} B"
         lines.append(
-            f"  {v.axis:<18}{v.kind:<15}{v.ranks:5d} ranks {v.calls:8,.0f} calls {size:>16} {v.seconds:8.3f} s"
+            f"  {v.axis:<18}{v.kind:<15}{v.ranks:5d} ranks {v.calls:8,.0f} calls {size:>16} "
+            f"{v.seconds:8.3f} s"
         )
     return lines
 
@@ -220,5 +270,8 @@ def _syncs(reports: Sequence[Report]) -> list[str]:
             found[line] = max(found.get(line, 0), count)
     if not found:
         return ["the host never waits for the device in a step"]
-    lines = [f"  {count:6,.0f} × {line}" for line, count in sorted(found.items(), key=lambda item: -item[1])]
+    lines = [
+        f"  {count:6,.0f} × {line}"
+        for line, count in sorted(found.items(), key=lambda item: -item[1])
+    ]
     return ["the host waits for the device, per step:", *lines]

@@ -1,4 +1,6 @@
-"""The warm process of the simulator: reads jobs, one JSON line each up to an empty line, and forks for each of them."""
+"""The warm process of the simulator: reads jobs, one JSON line each up to an empty line, and forks
+for each of them.
+"""
 
 from armature.launcher import rank
 from armature.simulation import fake_cuda
@@ -21,8 +23,12 @@ from typing import Any
 
 
 def main() -> None:
-    logging.getLogger("torch.utils.flop_counter").setLevel(logging.ERROR)  # on import it warns that triton is missing
-    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)  # one watches the parent
+    logging.getLogger("torch.utils.flop_counter").setLevel(
+        logging.ERROR
+    )  # on import it warns that triton is missing
+    warnings.filterwarnings(
+        "ignore", "This process .* is multi-threaded", DeprecationWarning
+    )  # one watches the parent
     from armature.simulation import job  # noqa: F401  # the import that every simulation would pay for
 
     gc.freeze()
@@ -33,14 +39,18 @@ def main() -> None:
         while batch or running:
             while batch and len(running) < at_once:
                 each = batch.pop(0)
-                with tempfile.NamedTemporaryFile(prefix="armature-simulation-", delete=False) as file:
+                with tempfile.NamedTemporaryFile(
+                    prefix="armature-simulation-", delete=False
+                ) as file:
                     reply = Path(file.name)
                 if (child := os.fork()) == 0:
                     _simulate(each, reply)
                 running[child] = each["number"], reply
             child, status = os.wait()
             number, reply = running.pop(child)
-            text = reply.read_text() or json.dumps({"failure": f"The simulation ended with status {status}."})
+            text = reply.read_text() or json.dumps(
+                {"failure": f"The simulation ended with status {status}."}
+            )
             reply.unlink()
             replies.write(json.dumps({**json.loads(text), "number": number}) + "\n")
             replies.flush()
@@ -56,7 +66,9 @@ def _batch() -> list[dict[str, Any]]:
 
 
 def _simulate(each: dict[str, Any], reply: Path) -> None:
-    """Write the reply and end this process, without the clean-up of a run that stopped in its middle."""
+    """Write the reply and end this process, without the clean-up of a run that stopped in its
+    middle.
+    """
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)
     os.dup2(silent, 2)

@@ -1,6 +1,8 @@
-"""What one rank of a run does with others, with files and with values, replaced for the rest of this process.
+"""What one rank of a run does with others, with files and with values, replaced for the rest of
+this process.
 
-Other ranks are taken to say what this one says. Data and checkpoints are real, and made outside of the simulation.
+Other ranks are taken to say what this one says. Data and checkpoints are real, and made outside of
+the simulation.
 """
 
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
@@ -32,11 +34,20 @@ from armature.simulation.meter import Meter
 from armature.strategies.ddp import DDP
 from armature.training import agreement
 
-DATA_METHODS = ("prepare_data", "setup", "train_dataloader", "val_dataloader", "test_dataloader", "save_assets")
+DATA_METHODS = (
+    "prepare_data",
+    "setup",
+    "train_dataloader",
+    "val_dataloader",
+    "test_dataloader",
+    "save_assets",
+)
 
 
 def install(*, devices: int, capability: tuple[int, int]) -> None:
-    """Replace functions of ours, torch and Lightning: all that do not need to know the configuration."""
+    """Replace functions of ours, torch and Lightning: all that do not need to know the
+    configuration.
+    """
     _devices(devices, capability)
     _objects()
     _data()
@@ -46,7 +57,9 @@ def install(*, devices: int, capability: tuple[int, int]) -> None:
         wrap(randomness, name, with_values)
     wrap(agreement, "stop_together", with_values)  # a number without a value would end the run
     initialization.initialize_by_name = lambda *args, **kwargs: None  # weights have no values
-    device_dtype_mixin._DeviceDtypeModuleMixin.cpu = lambda self: self  # fake tensors cannot be swapped
+    device_dtype_mixin._DeviceDtypeModuleMixin.cpu = lambda self: (
+        self
+    )  # fake tensors cannot be swapped
     torch.Tensor.pin_memory = lambda self, device=None: self
     torch.Tensor.record_stream = lambda self, stream: None
     _ddp()
@@ -62,7 +75,8 @@ def _devices(count: int, capability: tuple[int, int]) -> None:
 
 
 def experts_load(meter: Meter, *, load: float) -> None:
-    """Let all experts get equally many rows, and this rank's `load` times as many as others' send to them.
+    """Let all experts get equally many rows, and this rank's `load` times as many as others' send
+    to them.
 
     The host's waits for the real numbers are counted.
     """
@@ -113,7 +127,9 @@ def data_module(data: Any) -> None:
 
 
 def _ddp() -> None:
-    ddp._verify_param_shape_across_processes = ddp._sync_module_states = lambda *args, **kwargs: None  # read values
+    ddp._verify_param_shape_across_processes = ddp._sync_module_states = lambda *args, **kwargs: (
+        None
+    )  # read values
 
     def reduce(state: Any, bucket: Any) -> Any:
         # the fake group's own future holds no tensors, for which DDP asks it
@@ -134,15 +150,19 @@ def _ddp() -> None:
     DDP.block_backward_sync = _blocking(DDP.block_backward_sync)
 
 
-# With find_unused_parameters DDP's reducer reads which parameters were used from memory that fake tensors do not have.
-# It reduces all buckets after each backward, and a number for each parameter: that is done here in its place.
+# With find_unused_parameters DDP's reducer reads which parameters were used from memory that fake
+# tensors do not have. It reduces all buckets after each backward, and a number for each parameter:
+# that is done here in its place.
 def _with_unused_parameters(setup_model: Any) -> Any:
     def call(self: DDP, model: Any) -> Any:
         self.simulated_buckets = None  # pyright: ignore[reportAttributeAccessIssue]
         finds_unused = self._ddp_kwargs.pop("find_unused_parameters", False)
         if finds_unused:
             params = [param for param in model.parameters() if param.requires_grad]
-            limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, int(self._ddp_kwargs.get("bucket_cap_mb") or 25) * 2**20]
+            limits = [
+                dist._DEFAULT_FIRST_BUCKET_BYTES,
+                int(self._ddp_kwargs.get("bucket_cap_mb") or 25) * 2**20,
+            ]
             found = dist._compute_bucket_assignment_by_size(params, limits)[0]
             self.simulated_buckets = [[params[i] for i in bucket] for bucket in found]  # pyright: ignore
         wrapped = setup_model(self, model)
@@ -160,7 +180,11 @@ def _reducing_all_buckets(post_backward: Any) -> Any:
             return
         device = self.root_device
         for bucket in self.simulated_buckets:
-            dist.all_reduce(torch.empty(sum(param.numel() for param in bucket), dtype=bucket[0].dtype, device=device))
+            dist.all_reduce(
+                torch.empty(
+                    sum(param.numel() for param in bucket), dtype=bucket[0].dtype, device=device
+                )
+            )
         count = sum(map(len, self.simulated_buckets))
         dist.all_reduce(torch.empty(count, dtype=torch.int32, device=device))
 
@@ -189,7 +213,8 @@ class BoundaryFound(BaseException):
 
 
 def pipeline(boundary: tuple[tuple[int, ...], torch.dtype] | None) -> None:
-    """Let the neighbors of a stage send what the first stage sends; None: raise BoundaryFound as soon as that is known.
+    """Let the neighbors of a stage send what the first stage sends; None: raise BoundaryFound as
+    soon as that is known.
 
     All stages are taken to send the same shape, as those of equal blocks do.
     """
@@ -204,7 +229,9 @@ def pipeline(boundary: tuple[tuple[int, ...], torch.dtype] | None) -> None:
         shape, dtype = boundary
         strides = torch.empty(shape, device="meta").stride()
         forward = source < self.stage_index
-        meta = _TensorMeta(shape=torch.Size(shape), stride=strides, dtype=dtype, requires_grad=forward)
+        meta = _TensorMeta(
+            shape=torch.Size(shape), stride=strides, dtype=dtype, requires_grad=forward
+        )
         if forward:
             return pipeline_stage._StageForwardMeta(forward_metas=(meta,))
         return pipeline_stage._StageBackwardMeta(backward_metas=(meta,))
@@ -217,7 +244,10 @@ def pipeline(boundary: tuple[tuple[int, ...], torch.dtype] | None) -> None:
         if received is not None:
             assert boundary is not None
             shape, dtype = boundary
-            self.activation_shapes[received.key] = torch.Size([received.inputs[0], *shape[1:]]), dtype
+            self.activation_shapes[received.key] = (
+                torch.Size([received.inputs[0], *shape[1:]]),
+                dtype,
+            )
         exchange(self, sent, received)
 
     Runner._exchange_known = exchange_known

@@ -11,13 +11,23 @@ if TYPE_CHECKING:
 
 
 def auto(
-    *, seed: int = 0, activation_checkpointing: str | int = "none", compile: str = "none",
-    compile_mode: str = "default", float8: bool | str = False, backend: str = "auto",
+    *,
+    seed: int = 0,
+    activation_checkpointing: str | int = "none",
+    compile: str = "none",
+    compile_mode: str = "default",
+    float8: bool | str = False,
+    backend: str = "auto",
     comm_hook: Literal["bf16", "fp16"] | None = None,
-    sync_batchnorm: bool = True, static_graph: bool = False, find_unused_parameters: bool | None = None,
+    sync_batchnorm: bool = True,
+    static_graph: bool = False,
+    find_unused_parameters: bool | None = None,
     gradient_as_bucket_view: bool = True,
-) -> Strategy:  # fmt: skip
-    """Return `single` for one process, `ddp` for several. Each option is named: another one is a mistake."""
+) -> Strategy:
+    """Return `single` for one process, `ddp` for several.
+
+    Each option is named: another one is a mistake.
+    """
     options: dict[str, Any] = {
         "seed": seed, "activation_checkpointing": activation_checkpointing, "compile": compile,
         "compile_mode": compile_mode, "float8": float8,
@@ -29,6 +39,11 @@ def auto(
     from armature.strategies.ddp import DDP
 
     return DDP(
-        **options, backend=backend, comm_hook=comm_hook, sync_batchnorm=sync_batchnorm, static_graph=static_graph,
-        find_unused_parameters=find_unused_parameters, gradient_as_bucket_view=gradient_as_bucket_view,
-    )  # fmt: skip
+        **options,
+        backend=backend,
+        comm_hook=comm_hook,
+        sync_batchnorm=sync_batchnorm,
+        static_graph=static_graph,
+        find_unused_parameters=find_unused_parameters,
+        gradient_as_bucket_view=gradient_as_bucket_view,
+    )

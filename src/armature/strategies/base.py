@@ -1,4 +1,7 @@
-"""The common part of all strategies, mixed in before one of Lightning's: `class DDP(StrategyMixin, DDPStrategy)`."""
+"""The common part of all strategies, mixed in before one of Lightning's.
+
+`class DDP(StrategyMixin, DDPStrategy)`.
+"""
 
 from __future__ import annotations
 
@@ -35,22 +38,27 @@ from armature.strategies.gradients import GradientMixin
 
 
 class StrategyMixin(GradientMixin, CheckpointMixin):
-    """Build the model with initial weights by name, and give the trainer and callbacks typed access.
+    """Build the model with initial weights by name, and give the trainer and callbacks typed
+    access.
 
     Attributes:
         seed: decides the initial weights and the random streams.
-        held: whether the checkpoint that is loaded afterwards holds the weight of a name. Models that name a Hugging
-            Face folder get the others from it.
+        held: whether the checkpoint that is loaded afterwards holds the weight of a name. Models
+            that name a Hugging Face folder get the others from it.
         imported: the parameters that come from such folders, by the name of their model.
-        initial_weights: a checkpoint, or a .ckpt of Lightning's, whose weights training starts with, instead of the
-            seed's.
-        parameter_count: of the unsharded model, whatever part of it is on this rank; a weight of 4 bits counts as one.
+        initial_weights: a checkpoint, or a .ckpt of Lightning's, whose weights training starts
+            with, instead of the seed's.
+        parameter_count: of the unsharded model, whatever part of it is on this rank; a weight of 4
+            bits counts as one.
         trained_count: those of them that are trained.
         frozen_bytes: of the others, as far as checkpoints hold them.
         remedies: what to type after an error of torch's, by words of its message.
-        replicates_weights: whether `replicated_weights` are the same on all ranks, and ordinary tensors.
-        fetches_weights: whether weights may lie elsewhere than on the device that computes, until they are used.
-        bubble_share: share of a step in which the pipeline's schedule leaves a rank idle; 0 without a pipeline.
+        replicates_weights: whether `replicated_weights` are the same on all ranks, and ordinary
+            tensors.
+        fetches_weights: whether weights may lie elsewhere than on the device that computes, until
+            they are used.
+        bubble_share: share of a step in which the pipeline's schedule leaves a rank idle; 0 without
+            a pipeline.
         gathered: what this rank has gathered of sharded weights; nothing under other strategies.
     """
 
@@ -62,16 +70,22 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
     remedies: ClassVar[dict[str, str]] = {}
 
     def configure_mixin(
-        self, seed: int, activation_checkpointing: str | int, compile: str, compile_mode: str, float8: bool | str
+        self,
+        seed: int,
+        activation_checkpointing: str | int,
+        compile: str,
+        compile_mode: str,
+        float8: bool | str,
     ) -> None:
         """Called by constructors, after Lightning's own.
 
         Args:
-            activation_checkpointing: none; every block; n, for every n-th; or selective, which recomputes all but
-                matrix products and attention.
+            activation_checkpointing: none; every block; n, for every n-th; or selective, which
+                recomputes all but matrix products and attention.
             compile: none, block (each block on its own) or model (the whole).
             compile_mode: torch.compile's.
-            float8: whether the blocks' matrix products run in float8; "emulate" computes the same results without it.
+            float8: whether the blocks' matrix products run in float8; "emulate" computes the same
+                results without it.
         """
         self.seed, self.sizes = seed, {}
         self.parameter_count = self.trained_count = self.frozen_bytes = 0
@@ -81,7 +95,11 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         self.imported: dict[str, set[str]] = {}
         self.cluster_environment = process_group.RankEnvironment()
         self.grad_norm, self.target_weights, self.steps_made = None, TargetWeights(), Counter()
-        self.random_state, self.bucket_order, self._extra_state = randomness.RankRandomState(), BucketOrder(), {}
+        self.random_state, self.bucket_order, self._extra_state = (
+            randomness.RankRandomState(),
+            BucketOrder(),
+            {},
+        )
         self.first_flags, self.first_groups, self.first_sizes = {}, {}, {}
         self.first_classes = None
 
@@ -95,19 +113,23 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         """Return the trainer's strategy, or raise TypeError if it is not one of ours."""
         if (strategy := cls.find(trainer)) is None:
             raise TypeError(
-                f"strategy={type(trainer.strategy).__name__}: this needs a strategy of armature.strategies, such as "
+                f"strategy={type(trainer.strategy).__name__}: this needs a strategy of "
+                "armature.strategies, such as "
                 "strategy=ddp or strategy=fsdp."
             )
         return strategy
 
     def return_to_device(self) -> None:
-        """Move the model to the device again, from which Lightning's teardown moves it to the CPU."""
+        """Move the model to the device again, from which Lightning's teardown moves it to the
+        CPU.
+        """
         self.module.to(self.root_device)
 
     def join_group(self) -> None:
         """Join the process group if the worker has not: one rank.
 
-        Lightning's own group has no backend for CPU tensors on a GPU, which votes and checkpoints need.
+        Lightning's own group has no backend for CPU tensors on a GPU, which votes and checkpoints
+        need.
         """
         backend = getattr(self, "process_group_backend", None) or "auto"
         process_group.init(backend, self.root_device.type, alone=True)
@@ -115,7 +137,9 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        torch.manual_seed(self.seed)  # a model that is not initialized by name is built alike on every rank
+        torch.manual_seed(
+            self.seed
+        )  # a model that is not initialized by name is built alike on every rank
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
@@ -124,7 +148,9 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         super().setup(trainer)
         for optimizer in self.optimizers:
             # Adafactor computes means over rows and columns of whole weights
-            whole = whole_optimizers.is_saved_whole(optimizer) or isinstance(optimizer, torch.optim.Adafactor)
+            whole = whole_optimizers.is_saved_whole(optimizer) or isinstance(
+                optimizer, torch.optim.Adafactor
+            )
             if whole and not self.saves_files:
                 raise ConfigError(whole_optimizers.needs_whole_model(optimizer))
             if isinstance(optimizer, Muon):
@@ -136,13 +162,20 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
                 whole_optimizers.check(optimizer, names, held=self.module.state_dict())
         self.first_classes = [optimizers.class_of(optimizer) for optimizer in self.optimizers]
         self.first_groups = {
-            i: {names[param] for group in optimizer.param_groups for param in group["params"] if param in names}
+            i: {
+                names[param]
+                for group in optimizer.param_groups
+                for param in group["params"]
+                if param in names
+            }
             for i, optimizer in enumerate(self.optimizers)
         }
         if trainer.state.fn == TrainerFn.FITTING:
             if getattr(trainer, "begins_random_streams", False):
                 self.random_state.begin(seed=self.seed, stream=self.rng_stream)
-                if not self.sharded:  # weights that `on_fit_start` or `on_train_start` draws are alike on every rank
+                if (
+                    not self.sharded
+                ):  # weights that `on_fit_start` or `on_train_start` draws are alike on every rank
                     randomness.begin(seed=self.seed, stream=randomness.OF_ALL_RANKS)
             else:
                 randomness.begin(seed=self.seed, stream=self.rng_stream)
@@ -151,10 +184,14 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
     def build_once(self) -> None:
         if getattr(self.module, "_armature_built", False):
             return
-        if lazy := [name for name, param in self.module.named_parameters() if nn.parameter.is_lazy(param)]:
+        if lazy := [
+            name for name, param in self.module.named_parameters() if nn.parameter.is_lazy(param)
+        ]:
             raise ConfigError(
-                f"{type(self.module).__name__}: {', '.join(lazy[:3])} take their shape from the first batch "
-                "(LazyLinear and its like), but optimizers and checkpoints need it before. Pass one batch through the "
+                f"{type(self.module).__name__}: {', '.join(lazy[:3])} take their shape from the "
+                "first batch "
+                "(LazyLinear and its like), but optimizers and checkpoints need it before. Pass "
+                "one batch through the "
                 "model at the end of __init__ or configure_model."
             )
         models = models_of(self.module)
@@ -162,15 +199,22 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         params = dict(self.module.named_parameters(remove_duplicate=False))
         names = {f"{name}.{own}" for name, names in self.imported.items() for own in names}
         filled = {params[name] for name in names if name in params}
-        self.from_base = names | {name for name, param in params.items() if param in filled}  # tied ones have two
-        adapted = tuple(f"{name}." for name, model in models if any(is_adapter(n) for n, _ in model.named_parameters()))
+        self.from_base = names | {
+            name for name, param in params.items() if param in filled
+        }  # tied ones have two
+        adapted = tuple(
+            f"{name}."
+            for name, model in models
+            if any(is_adapter(n) for n, _ in model.named_parameters())
+        )
         self.frozen_base = {
             name for name, param in params.items()
             if param in filled and not param.requires_grad and name.startswith(adapted)
         }  # fmt: skip
         self._count()
         self.build(self.module)
-        # else Lightning converts the module after a checkpoint is loaded, whose weights of 64-true fp32 would round
+        # else Lightning converts the module after a checkpoint is loaded, whose weights of 64-true
+        # fp32 would round
         self.precision_plugin.convert_module(self.module)
         for name, model in models:
             if self.imported[name]:
@@ -190,30 +234,45 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
                 self.frozen_bytes += param.numel() * param.element_size()
 
     def _names_to_import(self, name: str, model: nn.Module) -> set[str]:
-        """Return the names of what comes from the model's folder, which is not needed if a checkpoint holds all."""
-        own = [each for each, _ in model.named_parameters(remove_duplicate=False) if not is_adapter(each)]
+        """Return the names of what comes from the model's folder, which is not needed if a
+        checkpoint holds all.
+        """
+        own = [
+            each
+            for each, _ in model.named_parameters(remove_duplicate=False)
+            if not is_adapter(each)
+        ]
         if all(self.held(f"{name}.{each}") for each in own):
             return set()
-        return {each for each in huggingface.imported_names(model) if not self.held(f"{name}.{each}")}
+        return {
+            each for each in huggingface.imported_names(model) if not self.held(f"{name}.{each}")
+        }
 
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Create what `configure_model` makes on the CPU, whose random numbers are the same under every strategy.
+        """Create what `configure_model` makes on the CPU, whose random numbers are the same under
+        every strategy.
 
-        Lightning's single device and ddp would draw them on the GPU, and sharded strategies on the CPU.
+        Lightning's single device and ddp would draw them on the GPU, and sharded strategies on the
+        CPU.
         """
         with self.precision_plugin.tensor_init_context():
             yield
 
     def build(self, module: L.LightningModule) -> None:
-        """Give the module its weights. Called once, after configure_model and before the optimizers are created."""
+        """Give the module its weights.
+
+        Called once, after configure_model and before the optimizers are created.
+        """
         for _, model in models_of(module):
             repeated = apply.repeated_blocks(model, apply.plan_of(model))
             blocks.convert_to_float8(repeated, float8=self.float8)
             blocks.checkpoint_activations(repeated, mode=self.activation_checkpointing)
             if self.compile != "none":
-                blocks.compile_forward(repeated if self.compile == "block" else [model], mode=self.compile_mode)
+                blocks.compile_forward(
+                    repeated if self.compile == "block" else [model], mode=self.compile_mode
+                )
         meta_names = initialization.materialize(module, device=self.root_device)
         initialization.initialize_by_name(module, seed=self.seed, names=meta_names - self.from_base)
 
@@ -227,7 +286,9 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         return True
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """Return this rank's part of the weights by name, as the optimizer steps them. None is gathered afterwards.
+        """Return this rank's part of the weights by name, as the optimizer steps them.
+
+        None is gathered afterwards.
 
         Frozen weights of 4 bits are left out: their bytes are no values.
         """
@@ -239,18 +300,26 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         return dict(self.module.named_parameters())
 
     def why_unequal(self) -> str:
-        """Return why `replicated_weights` may differ between ranks after a step, and what to do about it."""
+        """Return why `replicated_weights` may differ between ranks after a step, and what to do
+        about it.
+        """
         return (
-            "Code beside the optimizer changes it by a rank's own samples or random numbers, or its gradients are not "
-            "reduced, as of a parameter that configure_optimizers makes (make it in __init__), or by loss.backward() "
-            "(call self.manual_backward(loss)). Reduce what changes it over the ranks (trainer.strategy.reduce, "
-            "self.all_gather), draw it once and send it (trainer.strategy.broadcast), or type strategy=single "
+            "Code beside the optimizer changes it by a rank's own samples or random numbers, or "
+            "its gradients are not "
+            "reduced, as of a parameter that configure_optimizers makes (make it in __init__), or "
+            "by loss.backward() "
+            "(call self.manual_backward(loss)). Reduce what changes it over the ranks "
+            "(trainer.strategy.reduce, "
+            "self.all_gather), draw it once and send it (trainer.strategy.broadcast), or type "
+            "strategy=single "
             "trainer.devices=1."
         )
 
     def names_of_all_ranks(self, names: Iterable[str]) -> list[str]:
         """Return the names that any rank has, each once, sorted. Called by all ranks."""
-        return sorted({name for of_rank in process_group.all_gather_object([*names]) for name in of_rank})
+        return sorted(
+            {name for of_rank in process_group.all_gather_object([*names]) for name in of_rank}
+        )
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -266,24 +335,38 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
             exception.args = (remedy,)
 
     def remedy(self, exception: BaseException) -> str | None:
-        """Return what to type after an error of torch's, with its message, or None if that is not known or in it."""
+        """Return what to type after an error of torch's, with its message, or None if that is not
+        known or in it.
+        """
         message = str(exception)
         found = next((remedy for words, remedy in self.remedies.items() if words in message), None)
-        return None if found is None or message.startswith(found) else f"{found} torch reports: {message}"
+        return (
+            None
+            if found is None or message.startswith(found)
+            else f"{found} torch reports: {message}"
+        )
 
     local = staticmethod(gradients.local_part)
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # as a penalty on sharded weights
+        tensor = (
+            tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        )  # as a penalty on sharded weights
         op = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
-        # the mean of whole numbers would be truncated, and `self.log(…, sync_dist=True)` counts its samples that way
+        # the mean of whole numbers would be truncated, and `self.log(…, sync_dist=True)` counts its
+        # samples that way
         if isinstance(tensor, Tensor) and not tensor.is_floating_point() and op in ("mean", "avg"):
             tensor = tensor.float()
         reduced = super().reduce(tensor, group, reduce_op)
         copies = self.world_size // self.data_size
         sums = group in (None, dist.group.WORLD) and op in (None, "sum", dist.ReduceOp.SUM)
-        if copies == 1 or not sums or not isinstance(reduced, Tensor) or reduced.dtype == torch.bool:
+        if (
+            copies == 1
+            or not sums
+            or not isinstance(reduced, Tensor)
+            or reduced.dtype == torch.bool
+        ):
             return reduced
         # else each sample counts several times
         exact = reduced.is_floating_point() or reduced.is_complex()
@@ -292,7 +375,9 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        yes = int(process_group.all_sum(torch.tensor(int(decision))))  # of processes: `reduce` counts parts of the data
+        yes = int(
+            process_group.all_sum(torch.tensor(int(decision)))
+        )  # of processes: `reduce` counts parts of the data
         return yes == self.world_size if all else yes > 0
 
     @override
@@ -300,11 +385,16 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if group in (None, dist.group.WORLD):  # torch would abort, hang or return garbage
             shapes = process_group.all_gather_object(tuple(tensor.shape))
-            if other := next((rank for rank, shape in enumerate(shapes) if shape != shapes[0]), None):
+            if other := next(
+                (rank for rank, shape in enumerate(shapes) if shape != shapes[0]), None
+            ):
                 raise ConfigError(
-                    f"self.all_gather: a tensor has shape {shapes[0]} on rank 0 and {shapes[other]} on rank {other}. "
-                    "Only equal shapes can be gathered, and an evaluation whose number of samples the ranks do not "
-                    "divide gives some ranks one more. Log a torchmetrics object (CatMetric holds all values), gather "
+                    f"self.all_gather: a tensor has shape {shapes[0]} on rank 0 and "
+                    f"{shapes[other]} on rank {other}. "
+                    "Only equal shapes can be gathered, and an evaluation whose number of samples "
+                    "the ranks do not "
+                    "divide gives some ranks one more. Log a torchmetrics object (CatMetric holds "
+                    "all values), gather "
                     "with torch.distributed.all_gather_object, or leave out the last few samples."
                 )
             gathered = super().all_gather(tensor, group=group, sync_grads=sync_grads)
@@ -315,7 +405,8 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
 def models_of(module: nn.Module, *, prefix: str = "") -> list[tuple[str, nn.Module]]:
     """Return the modules that have weights and a forward, outermost ones only, with their names.
 
-    A child without a forward, such as a ModuleList, is a container: its own children are the models. A metric is none,
+    A child without a forward, such as a ModuleList, is a container: its own children are the
+    models. A metric is none,
     even if it holds a network, as FID does: every rank has the whole.
     """
     models: list[tuple[str, nn.Module]] = []
@@ -330,12 +421,15 @@ def models_of(module: nn.Module, *, prefix: str = "") -> list[tuple[str, nn.Modu
 
 
 def has_forward(module: nn.Module) -> bool:
-    # looked up without a call: TorchScript's modules define it by a descriptor that classes cannot be asked for
+    # looked up without a call: TorchScript's modules define it by a descriptor that classes cannot
+    # be asked for
     return inspect.getattr_static(type(module), "forward") is not nn.Module.forward
 
 
 def move_others(module: nn.Module, models: set[nn.Module], device: torch.device) -> None:
-    """Move to the device what `module` holds besides the modules in `models`: its own tensors, metrics and the like."""
+    """Move to the device what `module` holds besides the modules in `models`: its own tensors,
+    metrics and the like.
+    """
     for param in module._parameters.values():
         if param is not None:
             param.data = param.data.to(device)

@@ -1,9 +1,10 @@
 """The order of gradients in DDP's buckets, which a resumed run takes from its checkpoint.
 
-DDP starts with one bucket, in the order of the parameters. After its first step (of a static graph: the second) it
-makes new ones, in the order in which gradients became ready. A sum over three or more ranks depends on where a gradient
-lies in its bucket, and a kernel's result may depend on how it is aligned. So a resumed run has the buckets of the run
-that was stopped from its first step on, and keeps them.
+DDP starts with one bucket, in the order of the parameters. After its first step (of a static graph:
+the second) it makes new ones, in the order in which gradients became ready. A sum over three or
+more ranks depends on where a gradient lies in its bucket, and a kernel's result may depend on how
+it is aligned. So a resumed run has the buckets of the run that was stopped from its first step on,
+and keeps them.
 """
 
 from __future__ import annotations
@@ -56,12 +57,16 @@ class BucketOrder:
         self._names: Sequence[str] = ()
         self._reduced: Sequence[str] = ()
         self._ready: list[str] = []
-        self._notes = self._learns = False  # whether this backward is noted; whether it is a static graph's first
+        self._notes = self._learns = (
+            False  # whether this backward is noted; whether it is a static graph's first
+        )
         self._handles: list[RemovableHandle] = []
 
     @property
     def names(self) -> Sequence[str]:
-        """Names of the parameters, those without a gradient last, as DDP has them; empty until they are known."""
+        """Names of the parameters, those without a gradient last, as DDP has them; empty until they
+        are known.
+        """
         return self._names
 
     @names.setter
@@ -80,7 +85,9 @@ class BucketOrder:
             if self._notes:
                 self._ready.append(wrapped.reduced[param])
 
-        self._handles = [param.register_post_accumulate_grad_hook(note) for param in wrapped.reduced]
+        self._handles = [
+            param.register_post_accumulate_grad_hook(note) for param in wrapped.reduced
+        ]
 
     def backward_begins(self, *, reduces: bool) -> None:
         """Called before each backward that goes through the strategy. Others are not DDP's."""
@@ -94,7 +101,9 @@ class BucketOrder:
         if self._learns:
             self._learns = False
             return
-        ready = dict.fromkeys(self._ready[::-1])  # DDP counts the last of several of a reentrant checkpoint
+        ready = dict.fromkeys(
+            self._ready[::-1]
+        )  # DDP counts the last of several of a reentrant checkpoint
         self._names = [*[*ready][::-1], *(name for name in self._reduced if name not in ready)]
         self.stop_watching()
 

@@ -46,31 +46,42 @@ SCHEDULES = "lr_schedulers"
 
 
 class SavedOptimizer(dict[str, Any]):
-    """An optimizer in `checkpoint["optimizer_states"]` of a checkpoint that is loaded: its parameter groups."""
+    """An optimizer in `checkpoint["optimizer_states"]` of a checkpoint that is loaded: its
+    parameter groups.
+    """
 
     def __missing__(self, key: str) -> Any:
         raise KeyError(
-            f"{key}: an optimizer's state is loaded by parameter names after on_load_checkpoint, part by part. Remove "
-            "entries of checkpoint['optimizer_states'] to begin with a new state, or put a state_dict() in their place."
+            f"{key}: an optimizer's state is loaded by parameter names after on_load_checkpoint, "
+            "part by part. Remove "
+            "entries of checkpoint['optimizer_states'] to begin with a new state, or put a "
+            "state_dict() in their place."
         )
 
 
 class CheckpointMixin(LayoutMixin):
     """Checkpoints that every layout can read.
 
-    As in Lightning, weights, data and callbacks are restored before `on_fit_start`, the optimizers' state after it.
+    As in Lightning, weights, data and callbacks are restored before `on_fit_start`, the optimizers'
+    state after it.
 
     Attributes:
-        random_state: this rank's random state of the loaded checkpoint, which training restores before its first draw.
-        bucket_order: of the gradients that DDP reduces; other strategies keep that of the checkpoint.
+        random_state: this rank's random state of the loaded checkpoint, which training restores
+            before its first draw.
+        bucket_order: of the gradients that DDP reduces; other strategies keep that of the
+            checkpoint.
         first_flags: `state.flags` of the module when it was set up.
         first_sizes: sizes of the module's buffers when it was built.
         first_groups: the names of each optimizer's parameters when it was set up, by its index.
-        first_classes: the optimizers' classes when they were set up; None once another one was warned of.
-        saves_files: whether `trainer.save_checkpoint("x.ckpt")` can write one file: every rank holds the whole model.
-        base: what a checkpoint's manifest says of the folder that frozen weights came from (`finetune.base.record`).
-            The checkpoint then leaves these weights out. None: it holds all weights.
-        from_base: the weights that came from folders at this start, by name. A checkpoint that is loaded may lack them.
+        first_classes: the optimizers' classes when they were set up; None once another one was
+            warned of.
+        saves_files: whether `trainer.save_checkpoint("x.ckpt")` can write one file: every rank
+            holds the whole model.
+        base: what a checkpoint's manifest says of the folder that frozen weights came from
+            (`finetune.base.record`). The checkpoint then leaves these weights out. None: it holds
+            all weights.
+        from_base: the weights that came from folders at this start, by name. A checkpoint that is
+            loaded may lack them.
         frozen_base: those of them that were frozen then.
         copies_buffers: whether each step begins with rank 0's buffers on all ranks.
         before_loading: called with a checkpoint that has been read, before anything loads it.
@@ -90,10 +101,14 @@ class CheckpointMixin(LayoutMixin):
     frozen_base: Set[str] = frozenset()
     _extra_state: dict[str, Callable[[], Mapping[str, Tensor]]]
     _loading: Path | None = None  # between `load_checkpoint` and the optimizers' state
-    _late: Mapping[str, Any] = MappingProxyType({})  # what `on_fit_start` makes: weights of modules, and buffers
+    _late: Mapping[str, Any] = MappingProxyType(
+        {}
+    )  # what `on_fit_start` makes: weights of modules, and buffers
     copies_buffers: bool = False
     _named_buffers: Set[str] = frozenset()  # that differ between ranks, and were warned of
-    _first_names: Set[str] | None = None  # of weights and saved buffers, when training began; of those warned of, too
+    _first_names: Set[str] | None = (
+        None  # of weights and saved buffers, when training began; of those warned of, too
+    )
     before_loading: Sequence[Callable[[dict[str, Any]], None]] = ()
     restore_checkpoint_after_setup = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
     lightning_restore_optimizer = True  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
@@ -103,7 +118,8 @@ class CheckpointMixin(LayoutMixin):
         raise NotImplementedError
 
     def register_extra_state(self, name: str, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
-        """Save tensors with the weights as `.extra.<name>.<key>`, and fill them when a checkpoint is loaded.
+        """Save tensors with the weights as `.extra.<name>.<key>`, and fill them when a checkpoint
+        is loaded.
 
         `tensors` is called at each save and load, and returns the tensors by their keys.
         """
@@ -112,7 +128,11 @@ class CheckpointMixin(LayoutMixin):
     def extra_tensors(self) -> dict[str, Tensor]:
         """Return the registered tensors under their names in checkpoints."""
         registered = self._extra_state.items()
-        return {f"{state.EXTRA}.{name}.{key}": value for name, call in registered for key, value in call().items()}
+        return {
+            f"{state.EXTRA}.{name}.{key}": value
+            for name, call in registered
+            for key, value in call().items()
+        }
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -120,7 +140,9 @@ class CheckpointMixin(LayoutMixin):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state tensors by parameter name, and the groups' hyperparameters with their parameters' names."""
+        """Return the state tensors by parameter name, and the groups' hyperparameters with their
+        parameters' names.
+        """
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         if whole_optimizers.is_saved_whole(optimizer):
@@ -128,14 +150,22 @@ class CheckpointMixin(LayoutMixin):
                 raise ConfigError(whole_optimizers.needs_whole_model(optimizer))
             return {"whole": whole_optimizers.whole_state(optimizer)}
         names, index = state.parameter_names(self.module), self.optimizers.index(optimizer)
-        whole_optimizers.check(optimizer, names, held=self.module.state_dict())  # a hook may have unfrozen a weight
+        whole_optimizers.check(
+            optimizer, names, held=self.module.state_dict()
+        )  # a hook may have unfrozen a weight
         tensors = optimizers.by_weight(optimizer, names, index=index)
         of_groups, first = optimizers.group_names(optimizer, names), self.first_groups.get(index)
         groups = optimizers.param_groups(optimizer, of_groups)
         of_names = [group for group in groups if group[optimizers.NAMES]]
-        added = (group for group in of_names if first is not None and not first.intersection(group[optimizers.NAMES]))
+        added = (
+            group
+            for group in of_names
+            if first is not None and not first.intersection(group[optimizers.NAMES])
+        )
         for number, group in enumerate(added, start=1):
-            group[optimizers.ADDED] = number  # equal groups without a number would be merged into one
+            group[optimizers.ADDED] = (
+                number  # equal groups without a number would be merged into one
+            )
         return {"tensors": tensors, "groups": groups}
 
     @override
@@ -145,27 +175,42 @@ class CheckpointMixin(LayoutMixin):
         """Write a checkpoint. All ranks must call this with the same path.
 
         Args:
-            filepath: where a checkpoint that is not the run's own is written: one file in Lightning's form if it is
-                named like one (`x.ckpt`) and every rank holds the whole model, otherwise a directory.
-            storage_options: the `CheckpointWriter` of the run's own checkpoints; None: write in the foreground, and
-                leave `last` as it is.
+            filepath: where a checkpoint that is not the run's own is written: one file in
+                Lightning's form if it is named like one (`x.ckpt`) and every rank holds the whole
+                model, otherwise a directory.
+            storage_options: the `CheckpointWriter` of the run's own checkpoints; None: write in the
+                foreground, and leave `last` as it is.
 
         Raises:
-            ConfigError: a module or callback put something into it that is not plain, or whose name is one of ours.
+            ConfigError: a module or callback put something into it that is not plain, or whose name
+                is one of ours.
         """
         if not isinstance(storage_options, CheckpointWriter | None):
-            raise TypeError(f"storage_options must be a CheckpointWriter or None. Got {storage_options!r}")
+            raise TypeError(
+                f"storage_options must be a CheckpointWriter or None. Got {storage_options!r}"
+            )
         dtensors.check_parts()  # the change of a row in the last hook before a save
         if storage_options is None:
-            filepath = process_group.broadcast_object(filepath)  # ModelCheckpoint's holds a metric of this rank
+            filepath = process_group.broadcast_object(
+                filepath
+            )  # ModelCheckpoint's holds a metric of this rank
         path = resume.to_path(filepath)
-        rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", state.OPTIMIZER)}
+        rest = {
+            key: value
+            for key, value in checkpoint.items()
+            if key not in ("state_dict", state.OPTIMIZER)
+        }
         if taken := [key for key in rest if str(key).startswith(state.RESERVED)]:
             raise ConfigError(
-                f"checkpoint['{taken[0]}']: entries that begin with '{state.RESERVED}' are ours. Type another key in "
+                f"checkpoint['{taken[0]}']: entries that begin with '{state.RESERVED}' are ours. "
+                "Type another key in "
                 "on_save_checkpoint."
             )
-        rest |= {SCHEDULES: [*map(schedules.without_objects, rest[SCHEDULES])]} if SCHEDULES in rest else {}
+        rest |= (
+            {SCHEDULES: [*map(schedules.without_objects, rest[SCHEDULES])]}
+            if SCHEDULES in rest
+            else {}
+        )
         meta, weights = plain.plain_checkpoint(rest), checkpoint["state_dict"]
         tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
         others = {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
@@ -183,13 +228,17 @@ class CheckpointMixin(LayoutMixin):
         digests = of_ranks.digests(meta, callbacks) if several else {}
         meta |= others
         left_out = self.unchanged_base()
-        tensors = {name: value for name, value in tensors.items() if name not in left_out} | self.extra_tensors()
+        tensors = {
+            name: value for name, value in tensors.items() if name not in left_out
+        } | self.extra_tensors()
         if self._keeps_gradients and state.OPTIMIZER in checkpoint:
             tensors |= state.pending_gradients(self.module)
         groups = []
         for index, saved in enumerate(checkpoint.get(state.OPTIMIZER, [])):
             if "whole" in saved:
-                meta |= plain.plain_checkpoint({f"{whole_optimizers.WHOLE}.{index}": saved["whole"]})
+                meta |= plain.plain_checkpoint(
+                    {f"{whole_optimizers.WHOLE}.{index}": saved["whole"]}
+                )
                 groups.append([])
                 continue
             tensors |= saved["tensors"]
@@ -221,27 +270,45 @@ class CheckpointMixin(LayoutMixin):
 
     @property
     def _keeps_gradients(self) -> bool:
-        """Whether the next step may add to the gradients of earlier batches, which Lightning else sets to None."""
+        """Whether the next step may add to the gradients of earlier batches, which Lightning else
+        sets to None.
+        """
         if not self.module.automatic_optimization:
             return True
         own = hooks.is_overridden(self.module, "optimizer_zero_grad", L.LightningModule)
-        return own and not hooks.only_calls(self.module.optimizer_zero_grad, ("zero_grad", "optimizer_zero_grad"))
+        return own and not hooks.only_calls(
+            self.module.optimizer_zero_grad, ("zero_grad", "optimizer_zero_grad")
+        )
 
     def unchanged_base(self) -> set[str]:
-        """Return the weights that checkpoints leave out: those that are as they were in the base model."""
+        """Return the weights that checkpoints leave out: those that are as they were in the base
+        model.
+        """
         if self.base is None:
             return set()
-        stepped = {param for each in self.optimizers if isinstance(each, Optimizer) for param in _stepped(each)}
+        stepped = {
+            param
+            for each in self.optimizers
+            if isinstance(each, Optimizer)
+            for param in _stepped(each)
+        }
         own = state.state_of_parameters(self.module)
-        changed = {n for n, v in own.items() if isinstance(v, Tensor) and (v.requires_grad or v in stepped)}
+        changed = {
+            n for n, v in own.items() if isinstance(v, Tensor) and (v.requires_grad or v in stepped)
+        }
         return {*self.frozen_base} - changed
 
     # ------------------------------------------------------------ loading
     @override
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Return Lightning's checkpoint. Its `state_dict` holds this rank's tensors if anybody may want to change them.
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Return Lightning's checkpoint.
 
-        Otherwise it has none, and `load_model_state_dict` loads the weights in place, without a second copy.
+        Its `state_dict` holds this rank's tensors if anybody may want to change them.
+
+        Otherwise it has none, and `load_model_state_dict` loads the weights in place, without a
+        second copy.
         """
         checkpoint = self._read_checkpoint(resume.to_path(checkpoint_path))
         for function in self.before_loading:
@@ -254,13 +321,17 @@ class CheckpointMixin(LayoutMixin):
         if directory.is_file(path):
             return lightning_file.read(path)
         meta = self.load_random_state(plain.restored(storage.read_meta(path)))
-        of_ranks.restore(meta, layout=self.layout, fits=self.module.trainer.state.fn == TrainerFn.FITTING)
+        of_ranks.restore(
+            meta, layout=self.layout, fits=self.module.trainer.state.fn == TrainerFn.FITTING
+        )
         meta[state.OPTIMIZER] = [
             meta.get(f"{whole_optimizers.WHOLE}.{index}", SavedOptimizer(param_groups=groups))
             for index, groups in enumerate(meta.get(state.GROUPS, ()))
         ]
         self.bucket_order.names = meta.pop(state.BUCKETS, ())
-        grown = buffers.resized(self.module, self.first_sizes)  # since an older checkpoint was saved
+        grown = buffers.resized(
+            self.module, self.first_sizes
+        )  # since an older checkpoint was saved
         buffers.resize(path, self.module, {*meta.pop(buffers.RESIZED, ()), *grown})
         if self._hooks_change_weights:
             meta["state_dict"] = self.read_weights(path)
@@ -279,9 +350,13 @@ class CheckpointMixin(LayoutMixin):
         )
 
     def load_random_state(self, meta: dict[str, Any]) -> dict[str, Any]:
-        """Move the random states out of a loaded checkpoint into `random_state`, and return the rest."""
+        """Move the random states out of a loaded checkpoint into `random_state`, and return the
+        rest.
+        """
         saved, step = meta.pop(state.RANDOM, None), meta.get("global_step", 0)
-        self.random_state.load(saved, layout=self.layout, seed=self.seed, stream=self.rng_stream, step=step)
+        self.random_state.load(
+            saved, layout=self.layout, seed=self.seed, stream=self.rng_stream, step=step
+        )
         return meta
 
     @property
@@ -294,21 +369,29 @@ class CheckpointMixin(LayoutMixin):
         late, fits = {}, self.module.trainer.state.fn == TrainerFn.FITTING
         options: Any = {"may_lack": self.from_base.__contains__, "grows": fits and self._grows}
         if "state_dict" in checkpoint:
-            late = state.place_weights(self._source, self.module, checkpoint["state_dict"], strict=strict, **options)
+            late = state.place_weights(
+                self._source, self.module, checkpoint["state_dict"], strict=strict, **options
+            )
         elif self._loading is not None:
             late = state.load_weights(self._loading, self.module, strict=strict, **options)
         self._late = late if fits else {}
         if not fits:
             _warn_of_left_out(self._source, late)
         if self._loading is not None and not fits:
-            optimizers.load_optimizers(self._loading, self.module, [], groups=[], extra=self.extra_tensors())
+            optimizers.load_optimizers(
+                self._loading, self.module, [], groups=[], extra=self.extra_tensors()
+            )
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizers' state, and the tensors that callbacks have registered in `on_fit_start`."""
+        """Load the optimizers' state, and the tensors that callbacks have registered in
+        `on_fit_start`.
+        """
         if late := dict(self._late):
             self._late = {}
-            state.place_late_weights(self._source, self.module, late, strict=self.module.strict_loading)
+            state.place_late_weights(
+                self._source, self.module, late, strict=self.module.strict_loading
+            )
         states, path, self._loading = checkpoint[state.OPTIMIZER], self._loading, None
         state.set_flags(self.module, checkpoint.get(state.FLAGS, {}))
         if path is None:  # a file, which holds them as Lightning does
@@ -319,21 +402,27 @@ class CheckpointMixin(LayoutMixin):
             if not isinstance(given, SavedOptimizer):
                 whole_optimizers.load_whole(optimizer, given)
         self._gradients = optimizers.load_optimizers(
-            path, self.module, self.optimizers, groups=saved, classes=checkpoint.get(optimizers.CLASSES, ()),
+            path,
+            self.module,
+            self.optimizers,
+            groups=saved,
+            classes=checkpoint.get(optimizers.CLASSES, ()),
             extra=self.extra_tensors(),
-        )  # fmt: skip
+        )
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
         self.note_names()
-        # pending gradients are put in place, once; not before the loops run: Lightning sets them to None before
+        # pending gradients are put in place, once; not before the loops run: Lightning sets them to
+        # None before
         gradients, self._gradients = self._gradients or {}, None
         for param, gradient in gradients.items():
             param.grad = gradient.detach()
 
     def load_initial_weights(self, path: Path) -> None:
-        """Load the weights alone; of a .ckpt after the module's `on_load_checkpoint`, which may rename them.
+        """Load the weights alone; of a .ckpt after the module's `on_load_checkpoint`, which may
+        rename them.
 
         Adapters that the checkpoint does not have begin anew.
         """
@@ -344,7 +433,11 @@ class CheckpointMixin(LayoutMixin):
         checkpoint = lightning_file.read(path)
         self.module.on_load_checkpoint(checkpoint)
         late = state.place_weights(
-            path, self.module, checkpoint["state_dict"], strict=self.module.strict_loading, may_lack=self._may_lack
+            path,
+            self.module,
+            checkpoint["state_dict"],
+            strict=self.module.strict_loading,
+            may_lack=self._may_lack,
         )
         _warn_of_left_out(path, late)
 
@@ -356,58 +449,94 @@ class CheckpointMixin(LayoutMixin):
     def _may_lack(self, name: str) -> bool:
         return is_adapter(name) or name in self.from_base
 
-    # ------------------------------------------------------------ what callbacks freeze and unfreeze
+    # ------------------------------------------------------------ what callbacks freeze and
+    # unfreeze
     def _changed_flags(self) -> dict[str, bool]:
-        """Return what has changed since the start, such as `requires_grad` of weights that a callback unfroze."""
+        """Return what has changed since the start, such as `requires_grad` of weights that a
+        callback unfroze.
+        """
         first = self.first_flags
-        return {name: value for name, value in state.flags(self.module).items() if first.get(name, value) != value}
+        return {
+            name: value
+            for name, value in state.flags(self.module).items()
+            if first.get(name, value) != value
+        }
 
     def note_names(self) -> None:
-        """Note once which weights and buffers there are when everything is loaded: a resume can load these."""
+        """Note once which weights and buffers there are when everything is loaded: a resume can
+        load these.
+        """
         if self._first_names is None:
             self._first_names = {*state.module_state(self.module)}
 
     def _warn_of_late_names(self) -> None:
-        """Name each weight or buffer that has come while training, and that no hook prepares a resume for."""
+        """Name each weight or buffer that has come while training, and that no hook prepares a
+        resume for.
+        """
         names = {*state.module_state(self.module)}
         known = {*buffers.resized(self.module, self.first_sizes)}
         late = sorted(names - self._first_names - known) if self._first_names is not None else []
         if late and not self._hooks_change_weights:
             self._first_names = names | (self._first_names or set())
             rank_zero_warn(
-                f"Checkpoints hold {', '.join(late[:5])}{' …' if len(late) > 5 else ''}, which did not exist when "
-                f"training began, so no resume can load them: it builds {type(self.module).__name__} anew. Make them "
-                "in __init__ or configure_model, or in on_load_checkpoint if checkpoint['state_dict'] has them."
+                f"Checkpoints hold {', '.join(late[:5])}{' …' if len(late) > 5 else ''}, which did "
+                "not exist when "
+                "training began, so no resume can load them: it builds "
+                f"{type(self.module).__name__} anew. Make them "
+                "in __init__ or configure_model, or in on_load_checkpoint if "
+                "checkpoint['state_dict'] has them."
             )
 
     def _warn_of_other_optimizers(self) -> None:
-        """Name optimizers, once, that have come while training into the places of others of other classes."""
-        own, first = [optimizers.class_of(optimizer) for optimizer in self.optimizers], self.first_classes
+        """Name optimizers, once, that have come while training into the places of others of other
+        classes.
+        """
+        own, first = (
+            [optimizers.class_of(optimizer) for optimizer in self.optimizers],
+            self.first_classes,
+        )
         if first is None or own == first:
             return
         self.first_classes = None
         rank_zero_warn(
-            f"Checkpoints hold the state of {', '.join(own)}, but configure_optimizers of {type(self.module).__name__} "
-            f"returned {', '.join(first)} when the run was set up, as it does at a resume. So no resume can load them. "
-            "Return all optimizers from configure_optimizers, and choose in training_step which one steps "
+            f"Checkpoints hold the state of {', '.join(own)}, but configure_optimizers of "
+            f"{type(self.module).__name__} "
+            f"returned {', '.join(first)} when the run was set up, as it does at a resume. So no "
+            "resume can load them. "
+            "Return all optimizers from configure_optimizers, and choose in training_step which "
+            "one steps "
             "(self.automatic_optimization = False)."
         )
 
-    # ------------------------------------------------------------ buffers that ranks have on their own
+    # ------------------------------------------------------------ buffers that ranks have on their
+    # own
     def _warn_of_unequal_buffers(self, names: Collection[str]) -> None:
         """Name each buffer once per run."""
-        new, self._named_buffers = sorted({*names} - self._named_buffers), self._named_buffers | {*names}
+        new, self._named_buffers = (
+            sorted({*names} - self._named_buffers),
+            self._named_buffers | {*names},
+        )
         if new:
-            rank_zero_warn((buffers.COPIED if self.copies_buffers else buffers.NOT_COPIED).format(", ".join(new)))
+            rank_zero_warn(
+                (buffers.COPIED if self.copies_buffers else buffers.NOT_COPIED).format(
+                    ", ".join(new)
+                )
+            )
 
 
 def _warn_of_left_out(source: Path, late: Mapping[str, Any]) -> None:
     if late:
-        rank_zero_warn(f"{source}: {', '.join(late)} is not loaded, since the module does not have it.")
+        rank_zero_warn(
+            f"{source}: {', '.join(late)} is not loaded, since the module does not have it."
+        )
 
 
 def _stepped(optimizer: Optimizer) -> set[Tensor]:
-    """Return the parameters that an optimizer may have changed: all of its own, if state does not tell which."""
+    """Return the parameters that an optimizer may have changed: all of its own, if state does not
+    tell which.
+    """
     own = {param for group in optimizer.param_groups for param in group["params"]}
-    tells = bool(optimizer.state) and not whole_optimizers.is_saved_whole(optimizer)  # SGD without momentum has none
+    tells = bool(optimizer.state) and not whole_optimizers.is_saved_whole(
+        optimizer
+    )  # SGD without momentum has none
     return {param for param in own if param in optimizer.state} if tells else own

@@ -1,4 +1,6 @@
-"""Data parallelism: every rank holds the whole model and a part of the batch, and gradients are averaged."""
+"""Data parallelism: every rank holds the whole model and a part of the batch, and gradients are
+averaged.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,13 @@ from armature.strategies.base import StrategyMixin
 from armature.strategies.buckets import OrderedDDP
 
 
-def rounded_to_bf16(group, bucket):  # without annotations: DDP refuses strings, as `from __future__` makes them
-    """Call torch's hook under another name: DDP refuses that name on a CPU, although gloo can sum bf16."""
+def rounded_to_bf16(
+    group, bucket
+):  # without annotations: DDP refuses strings, as `from __future__` makes them
+    """Call torch's hook under another name.
+
+    DDP refuses that name on a CPU, although gloo can sum bf16.
+    """
     return default_hooks.bf16_compress_hook(group, bucket)
 
 
@@ -40,34 +47,52 @@ class DDP(StrategyMixin, DDPStrategy):
 
     Args:
         backend: `auto` (gloo on CPU, NCCL on GPU), or a backend's name.
-        comm_hook: send gradients as bf16 or fp16, which halves the traffic and rounds the gradients.
-        sync_batchnorm: compute BatchNorm's statistics over the batch of all ranks, as one process with that batch
-            does. Otherwise the statistics of smaller batches change the result.
-        static_graph: the same parameters take part in every step, so that DDP can plan its buckets once.
-        find_unused_parameters: allow steps that do not use all parameters; costs a walk over the graph per step.
-            None: only with manual optimization, where each of several losses uses some of the parameters.
-        gradient_as_bucket_view: gradients are views of the buckets that are sent, which saves one copy of them.
+        comm_hook: send gradients as bf16 or fp16, which halves the traffic and rounds the
+            gradients.
+        sync_batchnorm: compute BatchNorm's statistics over the batch of all ranks, as one process
+            with that batch does. Otherwise the statistics of smaller batches change the result.
+        static_graph: the same parameters take part in every step, so that DDP can plan its buckets
+            once.
+        find_unused_parameters: allow steps that do not use all parameters; costs a walk over the
+            graph per step. None: only with manual optimization, where each of several losses uses
+            some of the parameters.
+        gradient_as_bucket_view: gradients are views of the buckets that are sent, which saves one
+            copy of them.
     """
 
     reduces_gradients_once = True
     saves_files = True
     copies_buffers = True
     replicates_weights = True
-    remedies: ClassVar = {"Expected to have finished reduction": UNUSED}  # Lightning names a strategy of its own
+    remedies: ClassVar = {
+        "Expected to have finished reduction": UNUSED
+    }  # Lightning names a strategy of its own
 
     def __init__(
-        self, *, seed: int = 0, backend: str = "auto", comm_hook: Literal["bf16", "fp16"] | None = None,
-        sync_batchnorm: bool = True, static_graph: bool = False, find_unused_parameters: bool | None = None,
+        self,
+        *,
+        seed: int = 0,
+        backend: str = "auto",
+        comm_hook: Literal["bf16", "fp16"] | None = None,
+        sync_batchnorm: bool = True,
+        static_graph: bool = False,
+        find_unused_parameters: bool | None = None,
         gradient_as_bucket_view: bool = True,
-        activation_checkpointing: str | int = "none", compile: str = "none", compile_mode: str = "default",
+        activation_checkpointing: str | int = "none",
+        compile: str = "none",
+        compile_mode: str = "default",
         float8: bool | str = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(
             process_group_backend=None if backend == "auto" else backend, static_graph=static_graph,
             gradient_as_bucket_view=gradient_as_bucket_view,
         )  # fmt: skip
         self.find_unused_parameters = find_unused_parameters
-        self.comm_hook, self.static_graph, self.sync_batchnorm = comm_hook, static_graph, sync_batchnorm
+        self.comm_hook, self.static_graph, self.sync_batchnorm = (
+            comm_hook,
+            static_graph,
+            sync_batchnorm,
+        )
         self.configure_mixin(seed, activation_checkpointing, compile, compile_mode, float8)
 
     @override
@@ -87,9 +112,13 @@ class DDP(StrategyMixin, DDPStrategy):
 
     @override
     def why_unequal(self) -> str:
-        trained = [(name, param) for name, param in self.module.named_parameters() if param.requires_grad]
+        trained = [
+            (name, param) for name, param in self.module.named_parameters() if param.requires_grad
+        ]
         unused = [name for name, param in trained if param.grad is None]
-        if self._ddp_kwargs["find_unused_parameters"] or not 0 < len(unused) < len(trained):  # all: they are cleared
+        if self._ddp_kwargs["find_unused_parameters"] or not 0 < len(unused) < len(
+            trained
+        ):  # all: they are cleared
             return super().why_unequal()
         return f"{', '.join(unused[:3])}{' …' if len(unused) > 3 else ''}: {UNUSED}"
 
@@ -110,7 +139,9 @@ class DDP(StrategyMixin, DDPStrategy):
 
     @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        order = process_group.broadcast_object(self.bucket_order.names if self._makes_new_buckets else ())
+        order = process_group.broadcast_object(
+            self.bucket_order.names if self._makes_new_buckets else ()
+        )
         device_ids = self.determine_ddp_device_ids()
         if device_ids is None:
             return OrderedDDP(model, order=order, **self._ddp_kwargs)
@@ -149,17 +180,25 @@ class DDP(StrategyMixin, DDPStrategy):
 
     @override
     def reduce_changed(self, changed: Sequence[Tensor]) -> None:
-        if self._ddp_kwargs["find_unused_parameters"] and not any(param.requires_grad for param in changed):
+        if self._ddp_kwargs["find_unused_parameters"] and not any(
+            param.requires_grad for param in changed
+        ):
             return  # frozen weights are unused ones
         wrapped, self.model = self.model, self.module
         assert isinstance(wrapped, DistributedDataParallel)
-        wrapped._check_reducer_finalized()  # an error of the step before would be lost with its reducer
+        # an error of the step before would be lost with its reducer
+        wrapped._check_reducer_finalized()
         trainer = self.module.trainer
         if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches:
-            for param in changed:  # what this step's earlier micro-batches have added is not reduced yet
+            for (
+                param
+            ) in changed:  # what this step's earlier micro-batches have added is not reduced yet
                 if param.grad is not None and not param.requires_grad:
                     dist.all_reduce(param.grad.div_(self.world_size))
-        del wrapped.logger, wrapped.reducer  # with the last reference, its hooks on the weights are removed
+        del (
+            wrapped.logger,
+            wrapped.reducer,
+        )  # with the last reference, its hooks on the weights are removed
         self._ddp_kwargs["init_sync"] = False  # the ranks are alike
         self._first_step = trainer.global_step  # a static graph is learned anew
         self.configure_ddp()

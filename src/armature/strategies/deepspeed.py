@@ -1,4 +1,6 @@
-"""DeepSpeed's ZeRO stages through Lightning's strategy, also on CPUs, with checkpoints that every strategy reads."""
+"""DeepSpeed's ZeRO stages through Lightning's strategy, also on CPUs, with checkpoints that every
+strategy reads.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,13 @@ _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"
 
 
 class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
-    """DeepSpeed's engine, with initial weights, gradient norms and checkpoints as under every other strategy.
+    """DeepSpeed's engine, with initial weights, gradient norms and checkpoints as under every other
+    strategy.
 
     Args:
         stage: 1 shards the optimizer's state, 2 also gradients, 3 also weights.
-        offload_optimizer, offload_parameters: keep them in the CPU's memory; parameters need stage 3.
+        offload_optimizer, offload_parameters: keep them in the CPU's memory; parameters need stage
+            3.
         config: further entries of DeepSpeed's own configuration, which override ours.
         backend, activation_checkpointing, compile, compile_mode, float8: as for every strategy.
     """
@@ -44,28 +48,47 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
     masks_updates = False  # the engine makes the step
 
     def __init__(
-        self, *, seed: int = 0, stage: int = 2, offload_optimizer: bool = False, offload_parameters: bool = False,
-        backend: str = "auto", config: dict[str, Any] | None = None,
-        activation_checkpointing: str | int = "none", compile: str = "none", compile_mode: str = "default",
+        self,
+        *,
+        seed: int = 0,
+        stage: int = 2,
+        offload_optimizer: bool = False,
+        offload_parameters: bool = False,
+        backend: str = "auto",
+        config: dict[str, Any] | None = None,
+        activation_checkpointing: str | int = "none",
+        compile: str = "none",
+        compile_mode: str = "default",
         float8: bool | str = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(
-            stage=stage, offload_optimizer=offload_optimizer, offload_parameters=offload_parameters,
-            process_group_backend=None if backend == "auto" else backend, overlap_comm=torch.cuda.is_available(),
-            logging_batch_size_per_gpu=1,  # "auto" would iterate over the train loader; only a log line uses the number
-        )  # fmt: skip
-        # with offloaded state the configured optimizer is slower than DeepSpeed's own, but computes the same
+            stage=stage,
+            offload_optimizer=offload_optimizer,
+            offload_parameters=offload_parameters,
+            process_group_backend=None if backend == "auto" else backend,
+            overlap_comm=torch.cuda.is_available(),
+            # "auto" would iterate over the train loader; only a log line uses the number
+            logging_batch_size_per_gpu=1,
+        )
+        # with offloaded state the configured optimizer is slower than DeepSpeed's own, but computes
+        # the same
         merged = OmegaConf.merge(self.config, {"zero_force_ds_cpu_optimizer": False}, config or {})
         self.config = cast(dict[str, Any], OmegaConf.to_container(merged, resolve=True))
         self.fetches_weights = self.zero_stage_3
         self._groups: list[list[str]] = []
-        self._stepped: set[str] = set()  # the weights of which the engine has fp32 copies and the optimizer's state
-        self._replaced_scale: tuple[float, float] | None = None  # the engine's own loss scale and that of this step
+        self._stepped: set[str] = (
+            set()
+        )  # the weights of which the engine has fp32 copies and the optimizer's state
+        self._replaced_scale: tuple[float, float] | None = (
+            None  # the engine's own loss scale and that of this step
+        )
         self.configure_mixin(seed, activation_checkpointing, compile, compile_mode, float8)
 
     @override
     def _format_config(self) -> None:
-        assert isinstance(self.config, dict)  # Lightning leaves 16 bits off where any entry of theirs was typed
+        assert isinstance(
+            self.config, dict
+        )  # Lightning leaves 16 bits off where any entry of theirs was typed
         typed = {key: self.config.pop(key) for key in ("fp16", "bf16") if key in self.config}
         super()._format_config()
         for key, entries in typed.items():
@@ -74,22 +97,31 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
     @override
     def setup_environment(self) -> None:
         # DeepSpeed calls what torch 2.13 has renamed
-        warnings.filterwarnings("ignore", message=".*(all_gather_into|reduce_scatter)_tensor` is deprecated")
+        warnings.filterwarnings(
+            "ignore", message=".*(all_gather_into|reduce_scatter)_tensor` is deprecated"
+        )
         self.join_group()
-        DDPStrategy.setup_environment(self)  # DeepSpeedStrategy's refuses a CPU, on which the engine works
+        DDPStrategy.setup_environment(
+            self
+        )  # DeepSpeedStrategy's refuses a CPU, on which the engine works
         torch.manual_seed(self.seed)
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
         super().setup(trainer)
-        # on the instance: Lightning's plugin has no state, since DeepSpeed's own checkpoints would hold it
+        # on the instance: Lightning's plugin has no state, since DeepSpeed's own checkpoints would
+        # hold it
         plugin: Any = self.precision_plugin
         plugin.state_dict, plugin.load_state_dict = self._scaler_state, self._load_scaler_state
 
     def _scaler_state(self) -> dict[str, Any]:
         """Return the state of fp16's dynamic loss scale, or nothing."""
         scaler = getattr(self._zero, "loss_scaler", None)
-        return {key: getattr(scaler, key) for key in _SCALER_STATE} if getattr(scaler, "dynamic", False) else {}
+        return (
+            {key: getattr(scaler, key) for key in _SCALER_STATE}
+            if getattr(scaler, "dynamic", False)
+            else {}
+        )
 
     def _load_scaler_state(self, saved: Mapping[str, Any]) -> None:
         for key in self._scaler_state().keys() & saved.keys():
@@ -97,7 +129,9 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
 
     @override
     def setup_distributed(self) -> None:
-        process_group.on_all_ranks(extension_locks.clear if self.local_rank == 0 else lambda: None)  # then all compile
+        process_group.on_all_ranks(
+            extension_locks.clear if self.local_rank == 0 else lambda: None
+        )  # then all compile
         self.set_world_ranks()
         self._init_deepspeed_distributed()
 
@@ -130,12 +164,17 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         names = state.parameter_names(self.module)
         # the engine flattens them now
         self._groups = [group for group in optimizers.group_names(optimizer, names) if group]
-        self._stepped = {names[p] for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+        self._stepped = {
+            names[p] for group in optimizer.param_groups for p in group["params"] if p.requires_grad
+        }
         return optimizer, scheduler
 
     @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        # Lightning has divided the loss by the number of micro-batches; the engine would do so again
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        # Lightning has divided the loss by the number of micro-batches; the engine would do so
+        # again
         return super().backward(closure_loss, optimizer, *args, scale_wrt_gas=False, **kwargs)
 
     @override
@@ -150,7 +189,11 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
     @property
     @override
     def skipped_step(self) -> bool:
-        return self.scales_loss and not self._skips_step and not self.deepspeed_engine.was_step_applied()
+        return (
+            self.scales_loss
+            and not self._skips_step
+            and not self.deepspeed_engine.was_step_applied()
+        )
 
     @property
     @override
@@ -183,18 +226,24 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         return bool(self.deepspeed_engine.is_gradient_accumulation_boundary())
 
     @override
-    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any
+    ) -> Any:
         try:
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         finally:
             if self._replaced_scale is not None:
                 (own, replaced), self._replaced_scale = self._replaced_scale, None
                 # fp16's may have changed during the step
-                self._zero.loss_scaler.cur_scale = own * (self._zero.loss_scaler.cur_scale / replaced)
+                self._zero.loss_scaler.cur_scale = own * (
+                    self._zero.loss_scaler.cur_scale / replaced
+                )
         norm = self.deepspeed_engine.get_global_grad_norm()
         if norm is not None:
             norm = torch.as_tensor(norm, dtype=torch.float32)
-            self.grad_norm = norm.where(norm >= 0, torch.nan)  # the engine writes -1 for one that is not finite
+            self.grad_norm = norm.where(
+                norm >= 0, torch.nan
+            )  # the engine writes -1 for one that is not finite
         return result
 
     # ------------------------------------------------------------ checkpoints
@@ -204,28 +253,44 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
 
     def _flat(self) -> list[Tensor]:
         """Return this rank's flat fp32 partitions, which the wrapped optimizer steps."""
-        for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
+        for name in (
+            "fp32_partitioned_groups_flat",
+            "single_partition_of_fp32_groups",
+            "fp32_groups_flat_partition",
+        ):
             if hasattr(self._zero, name):
                 return list(getattr(self._zero, name))
-        raise TypeError(f"DeepSpeed's {type(self._zero).__name__} has no fp32 partitions under a known name.")
+        raise TypeError(
+            f"DeepSpeed's {type(self._zero).__name__} has no fp32 partitions under a known name."
+        )
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return unsharded fp32 weights; rank i % N has parameter i, so that N ranks write in parallel."""
+        """Return unsharded fp32 weights; rank i % N has parameter i, so that N ranks write in
+        parallel.
+        """
         from deepspeed.utils import safe_get_full_fp32_param
 
         tensors, left_out = {}, self.unchanged_base()
         for i, (name, param) in enumerate(self.module.named_parameters()):
             if name in left_out:
                 continue
-            full = cast(Tensor, safe_get_full_fp32_param(param)) if name in self._stepped else self._gathered(param)
+            full = (
+                cast(Tensor, safe_get_full_fp32_param(param))
+                if name in self._stepped
+                else self._gathered(param)
+            )
             if i % self.world_size == self.global_rank:
                 tensors[name] = full.detach().to("cpu", copy=True)
         for first, *others in ties.find(self.module):
             tensors |= {other: tensors[first] for other in others if first in tensors}
         if self.global_rank == 0:
             weights = dict(self.module.named_parameters(remove_duplicate=False))
-            tensors |= {name: value for name, value in self.module.state_dict().items() if name not in weights}
+            tensors |= {
+                name: value
+                for name, value in self.module.state_dict().items()
+                if name not in weights
+            }
         return tensors
 
     def _gathered(self, param: nn.Parameter) -> Tensor:
@@ -243,7 +308,9 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         sample = inner.state.get(self._flat()[0], {})
         shaped = [k for k, v in sample.items() if isinstance(v, Tensor) and v.ndim > 0]
         tensors: dict[str, Any] = {}
-        for i, (name, param) in enumerate(p for p in self.module.named_parameters() if p[0] in self._stepped):
+        for i, (name, param) in enumerate(
+            p for p in self.module.named_parameters() if p[0] in self._stepped
+        ):
             here = i % self.world_size == self.global_rank
             prefix = f"{state.OPTIMIZER_TENSORS}.0.{name}."
             for key in shaped:
@@ -251,7 +318,9 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
                 if here:
                     tensors[prefix + key] = full.detach().to("cpu", copy=True)
             if here:
-                tensors |= {prefix + key: value for key, value in sample.items() if key not in shaped}
+                tensors |= {
+                    prefix + key: value for key, value in sample.items() if key not in shaped
+                }
         return {"tensors": tensors, "groups": optimizers.param_groups(inner, self._groups)}
 
     @override
@@ -266,7 +335,9 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights and the optimizer's state: the engine, which holds both, is made in `setup`."""
+        """Load the weights and the optimizer's state: the engine, which holds both, is made in
+        `setup`.
+        """
         from deepspeed import zero
 
         assert self._loading is not None
@@ -279,8 +350,12 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
             state.check_names(path, held, list(self.module.state_dict()), may_lack=self.from_base)
 
         def whole(names: list[str]) -> dict[str, Any]:
-            read = state.load_tensors(path, [name for name in names if changed is None or name not in changed], saved)
-            return read | {name: changed[name] for name in names if changed is not None and name in changed}
+            read = state.load_tensors(
+                path, [name for name in names if changed is None or name not in changed], saved
+            )
+            return read | {
+                name: changed[name] for name in names if changed is not None and name in changed
+            }
 
         fitting = bool(self._groups and checkpoint[state.OPTIMIZER])
         shaped = self._create_state(path, saved) if fitting else []
@@ -291,7 +366,10 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
             keys = [key for key in shaped if prefix + key in saved]
             full = whole([name, *(prefix + key for key in keys)])
             if full[name].shape != getattr(param, "ds_shape", param.shape):
-                raise ValueError(f"{path}: {name} is {tuple(full[name].shape)} there and {tuple(param.shape)} here.")
+                raise ValueError(
+                    f"{path}: {name} is {tuple(full[name].shape)} there and {tuple(param.shape)} "
+                    "here."
+                )
             # the weights that the model computes with; with stage 3, this rank's part of them
             gathered = zero.GatheredParameters([param], modifier_rank=0, enabled=self.zero_stage_3)
             with torch.no_grad(), gathered:
@@ -307,23 +385,33 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         for name, value in self.module.named_buffers():
             if name in held:
                 value.copy_(whole([name])[name])
-        tensors = {*dict(self.module.named_parameters(remove_duplicate=False)), *dict(self.module.named_buffers())}
+        tensors = {
+            *dict(self.module.named_parameters(remove_duplicate=False)),
+            *dict(self.module.named_buffers()),
+        }
         own = [name for name in self.module.state_dict() if name in held and name not in tensors]
         kept = {name: others[name] if name in others else whole([name])[name] for name in own}
-        state.load_tensors_of(path, self.module, kept, strict=False)  # of get_extra_state, and metrics
+        state.load_tensors_of(
+            path, self.module, kept, strict=False
+        )  # of get_extra_state, and metrics
         if fitting:
             optimizers.restore_groups(
                 self._zero.optimizer, self._groups, checkpoint[state.OPTIMIZER][0]["param_groups"]
             )
 
     def _set_full(self, param: Any, value: Tensor, key: str | None = None) -> None:
-        """Set this rank's part of a weight that the engine steps, or of its state of a key, from the whole."""
+        """Set this rank's part of a weight that the engine steps, or of its state of a key, from
+        the whole.
+        """
         from deepspeed import utils
 
         set_weight, set_state = utils.safe_set_full_fp32_param, utils.safe_set_full_optimizer_state
         if self.zero_stage_3 and param.ds_numel % dist.get_world_size(param.ds_process_group):
             # the last rank's part is padded, where these two fail
-            set_weight, set_state = utils.safe_set_local_fp32_param, utils.safe_set_local_optimizer_state
+            set_weight, set_state = (
+                utils.safe_set_local_fp32_param,
+                utils.safe_set_local_optimizer_state,
+            )
             size, rank = param.ds_tensor.ds_numel, dist.get_rank(param.ds_process_group)
             part = value.flatten()[size * rank : size * (rank + 1)]
             value = nn.functional.pad(part, (0, size - part.numel()))
@@ -334,20 +422,26 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
             set_state(param, value, key)
 
     def _create_state(self, checkpoint: Path, saved: dict[str, Any]) -> list[str]:
-        """Create empty optimizer state on the flat partitions, and return the keys with one value per weight."""
+        """Create empty optimizer state on the flat partitions, and return the keys with one value
+        per weight.
+        """
         prefixes = [
             f"{state.OPTIMIZER_TENSORS}.0.{name}."
             for name, _ in self.module.named_parameters()
             if name in self._stepped
         ]
-        like = next((prefix for prefix in prefixes if any(key.startswith(prefix) for key in saved)), None)
+        like = next(
+            (prefix for prefix in prefixes if any(key.startswith(prefix) for key in saved)), None
+        )
         if like is None:
             return []
         keys = [key.removeprefix(like) for key in saved if key.startswith(like)]
         values = state.load_tensors(checkpoint, [like + key for key in keys], saved)
         shaped = [key for key in keys if getattr(values[like + key], "ndim", 0) > 0]
         inner, of_flat = self._zero.optimizer, getattr(self._zero, "sub_group_to_group_id", None)
-        for i, flat in enumerate(self._flat()):  # stage 3 has several flat tensors of a group, and empties the groups
+        for i, flat in enumerate(
+            self._flat()
+        ):  # stage 3 has several flat tensors of a group, and empties the groups
             on_device = _counts_on_device(inner.param_groups[i if of_flat is None else of_flat[i]])
             for key in keys:
                 value = values[like + key]
@@ -360,17 +454,25 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         return shaped
 
     def _link_optimizer_state(self) -> None:
-        """Link each weight to its optimizer state. The engine does so only once, after stepping the first group."""
+        """Link each weight to its optimizer state.
+
+        The engine does so only once, after stepping the first group.
+        """
         if self.zero_stage_3:  # nothing to link
             return
         for name in ("_hp_optimizer_states_linked", "_lazy_init_hp_params_optimizer_state"):
             if not hasattr(self._zero, name):
                 engine = type(self._zero).__name__
-                raise TypeError(f"DeepSpeed's {engine} has no {name}: install a version that requirements.txt allows.")
+                raise TypeError(
+                    f"DeepSpeed's {engine} has no {name}: install a version that requirements.txt "
+                    "allows."
+                )
         self._zero._hp_optimizer_states_linked = False
         self._zero._lazy_init_hp_params_optimizer_state()
 
 
 def _counts_on_device(group: Mapping[str, Any]) -> bool:
-    """Return whether the kernels of a group read its number of steps on the device of its weights."""
+    """Return whether the kernels of a group read its number of steps on the device of its
+    weights.
+    """
     return bool(group.get("fused") or group.get("capturable"))

@@ -1,4 +1,6 @@
-"""Gradients under any strategy: weights of micro-batches by their targets, scaling, clipping and norms."""
+"""Gradients under any strategy: weights of micro-batches by their targets, scaling, clipping and
+norms.
+"""
 
 from __future__ import annotations
 
@@ -34,22 +36,26 @@ CLIPPING_HOOKS = ("configure_gradient_clipping", "clip_gradients")
 
 
 class GradientMixin(LayoutMixin):
-    """Gradients as the unsharded model would have them, whatever the layout and the number of micro-batches.
+    """Gradients as the unsharded model would have them, whatever the layout and the number of
+    micro-batches.
 
-    A loss is the mean over one micro-batch's targets. Where an optimizer step has several micro-batches, each loss is
-    weighted by its number of targets, and once all targets are counted the gradients are multiplied by
-    `gradient_scale`: as part of clipping, or before the first hook that reads gradients.
+    A loss is the mean over one micro-batch's targets. Where an optimizer step has several
+    micro-batches, each loss is weighted by its number of targets, and once all targets are counted
+    the gradients are multiplied by `gradient_scale`: as part of clipping, or before the first hook
+    that reads gradients.
 
     Attributes:
-        grad_norm: norm of the unsharded model's gradient before clipping, in this optimizer step; 0-dim fp32. None
-            if no step has been made since it was logged.
-        gradients_are_scaled: whether this step's gradients have been multiplied by `gradient_scale`.
+        grad_norm: norm of the unsharded model's gradient before clipping, in this optimizer step;
+            0-dim fp32. None if no step has been made since it was logged.
+        gradients_are_scaled: whether this step's gradients have been multiplied by
+            `gradient_scale`.
         target_weights: the numbers of targets in this step.
         steps_made: by each optimizer in this process, those that are left out included.
-        on_nan: what happens to a step whose gradient is not finite: `ignore` makes its update, `skip` leaves it out,
-            `stop` and `rollback` leave out the later ones too, until the run is ended.
-        update_mask: leaves out steps; with fp16 the loss scaler does, and the mask only restores buffers. None: nothing
-            leaves out a step, or the scaler alone.
+        on_nan: what happens to a step whose gradient is not finite: `ignore` makes its update,
+            `skip` leaves it out, `stop` and `rollback` leave out the later ones too, until the run
+            is ended.
+        update_mask: leaves out steps; with fp16 the loss scaler does, and the mask only restores
+            buffers. None: nothing leaves out a step, or the scaler alone.
         masks_updates: whether `on_nan=skip` is possible.
         reduces_gradients_once: whether only the backward of a step's last micro-batch communicates.
     """
@@ -66,8 +72,11 @@ class GradientMixin(LayoutMixin):
     _data_ranks: int
     _weighs_targets: bool
     _hooks_read_gradients: bool = False
-    _norm_sums_targets: bool = False  # whether the step's targets are added up with the norm, in one collective
-    _skips_step: bool = False  # training_step returned None, after which Lightning clips but the scaler makes no step
+    _norm_sums_targets: bool = (
+        False  # whether the step's targets are added up with the norm, in one collective
+    )
+    # training_step returned None, after which Lightning clips but the scaler makes no step
+    _skips_step: bool = False
     # weights, and whether their gradients are reduced over the ranks; of one rank, none
     _reduced: Sequence[tuple[Tensor, bool]] = ()
     _mixtures: Sequence[Any] = ()  # models with experts, whose load is leveled (models/mixture)
@@ -75,18 +84,31 @@ class GradientMixin(LayoutMixin):
     @override
     def setup(self, trainer: L.Trainer) -> None:
         super().setup(trainer)
-        # on the instance, not in a subclass: there are many plugins, and their class names are keys in checkpoints
+        # on the instance, not in a subclass: there are many plugins, and their class names are keys
+        # in checkpoints
         plugin: Any = self.precision_plugin
         plugin.clip_gradients = self.clip_gradients
-        plugin._after_closure = partial(self._after_closure, partial(type(plugin)._after_closure, plugin))
+        plugin._after_closure = partial(
+            self._after_closure, partial(type(plugin)._after_closure, plugin)
+        )
         if type(getattr(plugin, "scaler", None)) is torch.amp.GradScaler:
-            plugin.scaler = SharedScaler.replacing(plugin.scaler, device=self.root_device, ranks=self.world_size)
+            plugin.scaler = SharedScaler.replacing(
+                plugin.scaler, device=self.root_device, ranks=self.world_size
+            )
         self._trainer, self._data_ranks = trainer, self.data_size
-        self._reduced = [(p, p.requires_grad) for p in self.module.parameters()] if self.world_size > 1 else ()
-        self._weighs_targets = self.can_weigh_targets and getattr(self.module, "mean_over_targets", False)
+        self._reduced = (
+            [(p, p.requires_grad) for p in self.module.parameters()] if self.world_size > 1 else ()
+        )
+        self._weighs_targets = self.can_weigh_targets and getattr(
+            self.module, "mean_over_targets", False
+        )
         self.target_weights.reset()
-        own_hooks = any(is_overridden(hook, self.module) for hook in (HOOK, "configure_gradient_clipping"))
-        self._hooks_read_gradients = own_hooks or any(map(needs_scaled_gradients, trainer.callbacks))  # pyright: ignore[reportAttributeAccessIssue]
+        own_hooks = any(
+            is_overridden(hook, self.module) for hook in (HOOK, "configure_gradient_clipping")
+        )
+        self._hooks_read_gradients = own_hooks or any(
+            map(needs_scaled_gradients, trainer.callbacks)
+        )  # pyright: ignore[reportAttributeAccessIssue]
         clips = is_overridden("clip_gradients", self.module)
         self._norm_sums_targets = self.sharded and not self._hooks_read_gradients and not clips
         self.update_mask = self._make_mask()
@@ -94,13 +116,22 @@ class GradientMixin(LayoutMixin):
 
     # ------------------------------------------------------------ steps that are left out
     def _make_mask(self) -> UpdateMask | None:
-        if self.on_nan == "ignore" or not self.module.automatic_optimization or not self.masks_updates:
+        if (
+            self.on_nan == "ignore"
+            or not self.module.automatic_optimization
+            or not self.masks_updates
+        ):
             return None
-        restores, searches = self.on_nan == "skip", next(filter(needs_closure, self.optimizers), None)
+        restores, searches = (
+            self.on_nan == "skip",
+            next(filter(needs_closure, self.optimizers), None),
+        )
         if restores and searches is not None:
             raise ConfigError(
-                f"trainer.on_nan=skip: {type(searches).__name__} changes the weights between several gradients of "
-                "a step, which cannot be left out. Type trainer.on_nan=rollback, or trainer.on_nan=stop."
+                f"trainer.on_nan=skip: {type(searches).__name__} changes the weights between "
+                "several gradients of "
+                "a step, which cannot be left out. Type trainer.on_nan=rollback, or "
+                "trainer.on_nan=stop."
             )
         if searches is not None or (self.scaler is not None and not restores):
             return None  # a line search may try weights whose loss is infinite
@@ -124,10 +155,11 @@ class GradientMixin(LayoutMixin):
                 self.update_mask.step_ended()
 
     def leave_out_together(self, optimizer: Optimizer, steps_before: int) -> None:
-        """Raise ConfigError if the module's `optimizer_step` has left out the step on some ranks only.
+        """Raise ConfigError if the module's `optimizer_step` has left out the step on some ranks
+        only.
 
-        The others wait for this rank where they add up the norm of sharded gradients, unless the module clips them
-        itself. It costs ranks that make the step nothing.
+        The others wait for this rank where they add up the norm of sharded gradients, unless the
+        module clips them itself. It costs ranks that make the step nothing.
         """
         if self.sharded and self.steps_made[optimizer] == steps_before and self._adds_up_norm:
             self.target_weights.step_sum.leave_out(self.root_device)
@@ -138,10 +170,12 @@ class GradientMixin(LayoutMixin):
         return True
 
     def _rebalance_experts(self, complete: bool, *, left_out: bool = False) -> None:
-        """Let mixtures of experts level the load of the step that was made, which is added up over all ranks.
+        """Let mixtures of experts level the load of the step that was made, which is added up over
+        all ranks.
 
-        Tokens are whole numbers, so their sums are the same under every layout. Ranks that compute the same count the
-        same, which multiplies all sums alike. A mask restores the biases, which are buffers, if it leaves out the step.
+        Tokens are whole numbers, so their sums are the same under every layout. Ranks that compute
+        the same count the same, which multiplies all sums alike. A mask restores the biases, which
+        are buffers, if it leaves out the step.
         """
         for mixture in self._mixtures if complete else ():
             load_LE: Tensor = mixture.take_load(device=self.root_device)
@@ -150,12 +184,17 @@ class GradientMixin(LayoutMixin):
 
     @property
     def left_out(self) -> bool:
-        """Whether the newest update was left out for a gradient that was not finite, as far as the host knows."""
+        """Whether the newest update was left out for a gradient that was not finite, as far as the
+        host knows.
+        """
         return self.update_mask is not None and self.update_mask.left_out
 
     @property
     def left_out_flag(self) -> Tensor | None:
-        """What `left_out` is where only the device knows: 1 or 0, 0-dim; None if training does not go on after it."""
+        """What `left_out` is where only the device knows: 1 or 0, 0-dim.
+
+        None if training does not go on after it.
+        """
         mask = self.update_mask
         return mask.found if mask is not None and mask.restores else None
 
@@ -167,14 +206,22 @@ class GradientMixin(LayoutMixin):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module's, after counting the batch's targets if it is one of several of an optimizer step."""
+        """Call the module's, after counting the batch's targets if it is one of several of an
+        optimizer step.
+        """
         if changed := [p for p, reduced in self._reduced if p.requires_grad != reduced]:
             self.reduce_changed(changed)
         weights = self.target_weights
-        if self._weighs_targets and (self._data_ranks > 1 or self._trainer.accumulate_grad_batches > 1):
-            first = self._trainer.fit_loop.epoch_loop.batch_idx % self._trainer.accumulate_grad_batches == 0
+        if self._weighs_targets and (
+            self._data_ranks > 1 or self._trainer.accumulate_grad_batches > 1
+        ):
+            first = (
+                self._trainer.fit_loop.epoch_loop.batch_idx % self._trainer.accumulate_grad_batches
+                == 0
+            )
             if first and not self.handles_gradient_accumulation:
-                weights.reset()  # an epoch may have been left within a step, and a closure may be called twice
+                # an epoch may have been left within a step, and a closure may be called twice
+                weights.reset()
             weights.count_batch(args[0])
             self.gradients_are_scaled = False
         elif weights.batch_targets is not None:  # accumulation has ended
@@ -190,33 +237,54 @@ class GradientMixin(LayoutMixin):
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        gives_gradient = len(args) > 1 or kwargs.get("gradient") is not None  # the first of args is the optimizer
+        gives_gradient = (
+            len(args) > 1 or kwargs.get("gradient") is not None
+        )  # the first of args is the optimizer
         if not closure_loss.requires_grad or (closure_loss.numel() != 1 and not gives_gradient):
             self._refuse_loss(closure_loss)
         if changed := [p for p, reduced in self._reduced if p.requires_grad and not reduced]:
-            raise ConfigError(self._problem_of(changed, "inside training_step", "unfreeze it in on_train_batch_start"))
+            raise ConfigError(
+                self._problem_of(
+                    changed, "inside training_step", "unfreeze it in on_train_batch_start"
+                )
+            )
         with self._step_context():  # activation checkpointing computes forwards again
             return self._backward(closure_loss, *args, **kwargs)
 
     def _refuse_loss(self, loss: Tensor) -> None:
-        """Raise ConfigError for a loss that backward cannot begin at, unless the module has a backward of its own."""
-        if not is_overridden("backward", self.module) and (problem := loss_problem(loss, self.module)) is not None:
+        """Raise ConfigError for a loss that backward cannot begin at, unless the module has a
+        backward of its own.
+        """
+        if (
+            not is_overridden("backward", self.module)
+            and (problem := loss_problem(loss, self.module)) is not None
+        ):
             raise ConfigError(problem)
 
     def _step_context(self) -> AbstractContextManager[None]:
-        """Return the context of what users' code computes in a step. The strategy's own work stays out of it."""
+        """Return the context of what users' code computes in a step.
+
+        The strategy's own work stays out of it.
+        """
         return nullcontext()
 
     def _backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         trainer, plugin = self._trainer, self.precision_plugin
         micro_batches = trainer.accumulate_grad_batches
         loss = self.target_weights.weight_loss(
-            closure_loss, micro_batches=micro_batches, ranks=self.world_size, travels_with_norm=self._norm_sums_targets
+            closure_loss,
+            micro_batches=micro_batches,
+            ranks=self.world_size,
+            travels_with_norm=self._norm_sums_targets,
         )
         if self.update_mask is not None and self.update_mask.restores:
-            loss = loss * (1 + 0 * loss.detach())  # a loss that is not finite makes all ranks' gradients NaN
+            loss = loss * (
+                1 + 0 * loss.detach()
+            )  # a loss that is not finite makes all ranks' gradients NaN
         plugin_hooks = ("pre_backward", "post_backward")
-        if any(getattr(type(plugin), name) is not getattr(Precision, name) for name in plugin_hooks):
+        if any(
+            getattr(type(plugin), name) is not getattr(Precision, name) for name in plugin_hooks
+        ):
             return super().backward(loss, *args, **kwargs)  # a loss scaler
         self.pre_backward(loss)
         call_hooks(trainer, "on_before_backward", loss)
@@ -226,12 +294,16 @@ class GradientMixin(LayoutMixin):
         self.post_backward(loss)
         return loss
 
-    # ------------------------------------------------------------ weights that are frozen or unfrozen during training
+    # ------------------------------------------------------------ weights that are frozen or
+    # unfrozen during training
     def reduce_changed(self, changed: Sequence[Tensor]) -> None:
-        """Reduce the gradients of the weights that are trained now. Called by all ranks, between two steps.
+        """Reduce the gradients of the weights that are trained now.
+
+        Called by all ranks, between two steps.
 
         Args:
-            changed: weights that were frozen or unfrozen since gradients were arranged to be reduced.
+            changed: weights that were frozen or unfrozen since gradients were arranged to be
+                reduced.
 
         Raises:
             ConfigError: if that is impossible.
@@ -241,24 +313,34 @@ class GradientMixin(LayoutMixin):
     def _problem_of(self, changed: Sequence[Tensor], when: str, remedy: str) -> str:
         trained = changed[0].requires_grad
         alike = [param for param in changed if param.requires_grad == trained]
-        names = [name for name, param in self.module.named_parameters() if any(param is p for p in alike)]
+        names = [
+            name for name, param in self.module.named_parameters() if any(param is p for p in alike)
+        ]
         happened = f"was frozen when training began and is unfrozen {when}"
         result = "its gradients would not be reduced over the ranks"
         if not trained:
-            happened, result = f"was trained when training began and is frozen {when}", "it would still change"
+            happened, result = (
+                f"was trained when training began and is frozen {when}",
+                "it would still change",
+            )
         return (
-            f"{type(self.module).__name__}: {', '.join(names[:3])}{' …' if len(names) > 3 else ''} {happened}. With "
-            f"{self.layout} {result}: {remedy}, or train it from the first step on in a group whose learning rate is 0 "
+            f"{type(self.module).__name__}: {', '.join(names[:3])}{' …' if len(names) > 3 else ''} "
+            f"{happened}. With "
+            f"{self.layout} {result}: {remedy}, or train it from the first step on in a group "
+            "whose learning rate is 0 "
             "while it is to stay as it is."
         )
 
     def gradient_scale(self) -> Tensor | None:
-        """Return the factor to apply to this step's gradients before clipping (0-dim tensor), or None.
+        """Return the factor to apply to this step's gradients before clipping (0-dim tensor), or
+        None.
 
         All ranks must call it, between the backward of a step's last micro-batch and the next step.
         """
         micro_batches = self._trainer.accumulate_grad_batches
-        return self.target_weights.gradient_scale(micro_batches=micro_batches, ranks=self.world_size)
+        return self.target_weights.gradient_scale(
+            micro_batches=micro_batches, ranks=self.world_size
+        )
 
     # ------------------------------------------------------------ fp16's loss scaler
     @property
@@ -268,33 +350,49 @@ class GradientMixin(LayoutMixin):
 
     @property
     def scales_loss(self) -> bool:
-        """Whether a gradient that is not finite is an ordinary overflow of fp16, after which the scale is lowered."""
+        """Whether a gradient that is not finite is an ordinary overflow of fp16, after which the
+        scale is lowered.
+        """
         return self.scaler is not None
 
     def loss_scale(self) -> Tensor | None:
-        """Return the factor that the next loss is multiplied by before backward (0-dim), or None without a scaler."""
-        return None if self.scaler is None else self.scaler.scale(torch.ones((), device=self.root_device))  # pyright: ignore[reportReturnType]
+        """Return the factor that the next loss is multiplied by before backward (0-dim), or None
+        without a scaler.
+        """
+        return (
+            None
+            if self.scaler is None
+            else self.scaler.scale(torch.ones((), device=self.root_device))
+        )  # pyright: ignore[reportReturnType]
 
     @property
     def skipped_step(self) -> bool:
-        """Whether the newest optimizer step was left out on all ranks, because a gradient overflowed in fp16."""
+        """Whether the newest optimizer step was left out on all ranks, because a gradient
+        overflowed in fp16.
+        """
         return self.scaler is not None and self.scaler.skipped and not self._skips_step
 
     # ------------------------------------------------------------ scaling and clipping
     @property
     def _clips_itself(self) -> bool:
-        return any(hooks.is_overridden(self.module, name, L.LightningModule) for name in CLIPPING_HOOKS)
+        return any(
+            hooks.is_overridden(self.module, name, L.LightningModule) for name in CLIPPING_HOOKS
+        )
 
     @property
     def _adds_up_norm(self) -> bool:
-        """Whether each step adds up the norm: also where the module's hook of clipping calls `self.clip_gradients`."""
+        """Whether each step adds up the norm: also where the module's hook of clipping calls
+        `self.clip_gradients`.
+        """
         hook, own = CLIPPING_HOOKS
         if hooks.is_overridden(self.module, own, L.LightningModule):
             return False
         code = getattr(getattr(self.module, hook), "__code__", None)
         return not self._clips_itself or (code is not None and own in code.co_names)
 
-    def _after_closure(self, lightnings_own: partial[None], module: L.LightningModule, optimizer: Optimizer) -> None:
+    def _after_closure(
+        self, lightnings_own: partial[None], module: L.LightningModule, optimizer: Optimizer
+    ) -> None:
         if self._hooks_read_gradients:
             self.scale_gradients(optimizer)  # otherwise clipping does it in its own pass
         trainer = self._trainer
@@ -310,7 +408,9 @@ class GradientMixin(LayoutMixin):
             self.clip_gradients(optimizer, trainer.gradient_clip_val or 0.0, algorithm)
         if not self.gradients_are_scaled:
             self.scale_gradients(optimizer)
-        if self.update_mask is not None and self.scaler is None:  # the scaler leaves out the update itself
+        if (
+            self.update_mask is not None and self.scaler is None
+        ):  # the scaler leaves out the update itself
             norm = self.grad_norm
             if norm is None and self.update_mask.restores:  # the module clips itself
                 norm = self._norm_of(gradients.local_gradients(parameters_of(optimizer)))
@@ -326,7 +426,9 @@ class GradientMixin(LayoutMixin):
         self, optimizer: Optimizer, clip_val: float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:  # fmt: skip
-        """Compute the gradient's norm, then scale and clip. The precision plugin calls this before every step.
+        """Compute the gradient's norm, then scale and clip.
+
+        The precision plugin calls this before every step.
 
         Args:
             clip_val: norm or value to clip to; 0 or less: no clipping.
@@ -336,11 +438,15 @@ class GradientMixin(LayoutMixin):
         scaler = getattr(self.precision_plugin, "scaler", None)
         fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         if scaler is not None and (fused or scaler is self.scaler) and not self._skips_step:
-            # Lightning leaves it to fused optimizers, and in manual optimization to the step, which is after clipping
+            # Lightning leaves it to fused optimizers, and in manual optimization to the step, which
+            # is after clipping
             scaler.unscale_(optimizer)
         parts = gradients.local_gradients(parameters_of(optimizer))
         norm = self._norm_of(parts)  # of sharded gradients, with the numbers of targets
-        factor, self.gradients_are_scaled = None if self.gradients_are_scaled else self.gradient_scale(), True
+        factor, self.gradients_are_scaled = (
+            None if self.gradients_are_scaled else self.gradient_scale(),
+            True,
+        )
         self.grad_norm = norm = norm if factor is None else norm * factor
         clips, by_value = clip_val > 0, gradient_clip_algorithm == GradClipAlgorithmType.VALUE
         if clips and not by_value:
@@ -360,31 +466,50 @@ class GradientMixin(LayoutMixin):
     # ------------------------------------------------------------ norms, for callbacks
     @property
     def can_read_gradients(self) -> bool:
-        """True if parameters hold their unscaled gradients between backward and the optimizer step."""
+        """True if parameters hold their unscaled gradients between backward and the optimizer
+        step.
+        """
         return getattr(self.precision_plugin, "scaler", None) is None
 
     def norms(self, tensors: Sequence[Tensor], groups: Sequence[int], *, count: int) -> Tensor:
-        """Return the 2-norms of groups of tensors, and last of all tensors, as if unsharded: (count + 1,) in fp32.
+        """Return the 2-norms of groups of tensors, and last of all tensors, as if unsharded: (count
+        + 1,) in fp32.
 
         Called by all ranks, and the same on each.
 
         Args:
             tensors: weights, or tensors that are sharded like them.
-            groups: each tensor's group, from 0 to count - 1; the same groups mean the same tensors on every rank.
+            groups: each tensor's group, from 0 to count - 1; the same groups mean the same tensors
+                on every rank.
         """
         return self._norms(gradients.local_parts(tensors), groups, count=count)
 
-    def gradient_norms(self, params: Sequence[Tensor], groups: Sequence[int], *, count: int) -> Tensor:
-        """Return `norms` of the gradients of the parameters that have one, multiplied by `gradient_scale`."""
-        graded = [(param, group) for param, group in zip(params, groups, strict=True) if param.grad is not None]
+    def gradient_norms(
+        self, params: Sequence[Tensor], groups: Sequence[int], *, count: int
+    ) -> Tensor:
+        """Return `norms` of the gradients of the parameters that have one, multiplied by
+        `gradient_scale`.
+        """
+        graded = [
+            (param, group)
+            for param, group in zip(params, groups, strict=True)
+            if param.grad is not None
+        ]
         parts = gradients.local_gradients([param for param, _ in graded])
         found = self._norms(parts, [group for _, group in graded], count=count)
         scale = None if self.gradients_are_scaled else self.gradient_scale()
         return found if scale is None else found * scale
 
-    def _norms(self, parts: list[tuple[Tensor, int]], groups: Sequence[int], *, count: int) -> Tensor:
+    def _norms(
+        self, parts: list[tuple[Tensor, int]], groups: Sequence[int], *, count: int
+    ) -> Tensor:
         return gradients.norms(
-            parts, list(groups), count=count, ranks=self.ranks_per_stage, sharded=self.sharded, device=self.root_device
+            parts,
+            list(groups),
+            count=count,
+            ranks=self.ranks_per_stage,
+            sharded=self.sharded,
+            device=self.root_device,
         )
 
 
@@ -392,7 +517,8 @@ def needs_scaled_gradients(callback: L.Callback) -> bool:
     """Return whether a callback has a hook that may read gradients before clipping.
 
     A class whose hook does not read them, or that multiplies by `gradient_scale` itself, states
-    `reads_unscaled_gradients = True`. The statement is not inherited by subclasses with a hook of their own.
+    `reads_unscaled_gradients = True`. The statement is not inherited by subclasses with a hook of
+    their own.
     """
     if not is_overridden(HOOK, callback):
         return False

@@ -1,9 +1,10 @@
 """Call hooks as `lightning.pytorch.trainer.call` does, but only those that somebody overrides.
 
-A training step has ten hooks. Lightning visits every callback for each of them, wraps each visit in a context manager
-of the profiler, and writes to the module twice, which torch searches for parameters. With a dozen callbacks that takes
-about 200 µs per step. These functions look up the same hooks at the moment of the call and call them in the same order
-with the same arguments. If a run is profiled or logs at DEBUG level, Lightning's own functions are used.
+A training step has ten hooks. Lightning visits every callback for each of them, wraps each visit in
+a context manager of the profiler, and writes to the module twice, which torch searches for
+parameters. With a dozen callbacks that takes about 200 µs per step. These functions look up the
+same hooks at the moment of the call and call them in the same order with the same arguments. If a
+run is profiled or logs at DEBUG level, Lightning's own functions are used.
 """
 
 from __future__ import annotations
@@ -27,19 +28,28 @@ _DEFAULTS: dict[type, dict[str, Any]] = {
 }
 _CALLBACK_DEFAULTS = _DEFAULTS[L.Callback]
 _EMPTY_HOOKS = (  # hooks that do nothing unless a module overrides them
-    "on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
     "on_before_optimizer_step",
-)  # fmt: skip
+)
 
 
 def call_hooks(trainer: L.Trainer, name: str, *args: Any) -> Any:
-    """Call a hook of every callback that overrides it, then the LightningModule's; return what the module returns."""
+    """Call a hook of every callback that overrides it, then the LightningModule's; return what the
+    module returns.
+    """
     if is_watched(trainer):
         call._call_callback_hooks(trainer, name, *args)
         return call._call_lightning_module_hook(trainer, name, *args)
     module, default = _module_of(trainer), _CALLBACK_DEFAULTS[name]
     state = module.__dict__
-    before, state["_current_fx_name"] = state["_current_fx_name"], name  # `self.log` asks which hook it is called in
+    before, state["_current_fx_name"] = (
+        state["_current_fx_name"],
+        name,
+    )  # `self.log` asks which hook it is called in
     for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
         hook = getattr(callback, name)
         if getattr(hook, "__func__", None) is not default and callable(hook):
@@ -79,7 +89,9 @@ def _module_of(trainer: L.Trainer) -> L.LightningModule:
 
 def is_watched(trainer: L.Trainer) -> bool:
     """Return whether a profiler or a log at DEBUG level sees each hook."""
-    return not isinstance(trainer.profiler, PassThroughProfiler) or call.log.isEnabledFor(logging.DEBUG)  # pyright: ignore[reportAttributeAccessIssue]
+    return not isinstance(trainer.profiler, PassThroughProfiler) or call.log.isEnabledFor(
+        logging.DEBUG
+    )  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _call(module: L.LightningModule, name: str, hook: Any, args: tuple[Any, ...]) -> Any:
@@ -93,15 +105,27 @@ def _call(module: L.LightningModule, name: str, hook: Any, args: tuple[Any, ...]
 
 
 def only_calls(method: Callable[..., Any], names: Collection[str]) -> bool:
-    """Return whether a method does nothing but call another of one of these names, whatever its arguments."""
+    """Return whether a method does nothing but call another of one of these names, whatever its
+    arguments.
+    """
     try:
         (function,) = ast.parse(textwrap.dedent(inspect.getsource(method))).body
     except (OSError, TypeError, ValueError, SyntaxError):  # without its source
         return False
-    body = function.body if isinstance(function, ast.FunctionDef) and not function.decorator_list else []
-    if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):  # a docstring
+    body = (
+        function.body
+        if isinstance(function, ast.FunctionDef) and not function.decorator_list
+        else []
+    )
+    if (
+        body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
+    ):  # a docstring
         body = body[1:]
     if len(body) != 1 or not isinstance(body[0], ast.Expr | ast.Return):
         return False
     call = body[0].value
-    return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in names
+    return (
+        isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and call.func.attr in names
+    )

@@ -1,4 +1,6 @@
-"""The layout of a run, as strategies report it: which rank holds which part of the model, the batch and the draws."""
+"""The layout of a run, as strategies report it: which rank holds which part of the model, the batch
+and the draws.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,16 @@ from typing import TYPE_CHECKING
 import lightning as L
 
 if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DDPStrategy as _Base  # a mixin is combined with one of Lightning's
+    from lightning.pytorch.strategies import (
+        DDPStrategy as _Base,
+    )  # a mixin is combined with one of Lightning's
 else:
     _Base = object
 
 
 class LayoutMixin(_Base):
-    """The properties that gradients, checkpoints and data depend on; a strategy with a mesh overrides them.
+    """The properties that gradients, checkpoints and data depend on; a strategy with a mesh
+    overrides them.
 
     Attributes:
         sizes: of the mesh's axes, by name; empty without a mesh.
@@ -49,7 +54,10 @@ class LayoutMixin(_Base):
 
     @property
     def sample_ranks(self) -> list[int]:
-        """One rank for each part of the data, in their order, this one among them. The others compute the same."""
+        """One rank for each part of the data, in their order, this one among them.
+
+        The others compute the same.
+        """
         return [*range(self.world_size)]
 
     @property
@@ -63,7 +71,9 @@ class LayoutMixin(_Base):
 
     @property
     def ranks_per_stage(self) -> int:
-        """The number of ranks that together hold one pipeline stage, or the whole model without a pipeline."""
+        """The number of ranks that together hold one pipeline stage, or the whole model without a
+        pipeline.
+        """
         return self.world_size // self.sizes.get("pipe", 1)
 
     @property
@@ -73,10 +83,15 @@ class LayoutMixin(_Base):
 
     @property
     def can_generate(self) -> bool:
-        """True if the model can be called with any number of positions and a cache, by all ranks alike."""
+        """True if the model can be called with any number of positions and a cache, by all ranks
+        alike.
+        """
         return True
 
     @property
     def rng_stream(self) -> int:
-        """The random stream that this rank draws from. Ranks that compute the same must draw the same."""
+        """The random stream that this rank draws from.
+
+        Ranks that compute the same must draw the same.
+        """
         return self.data_rank

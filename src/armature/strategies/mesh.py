@@ -1,4 +1,6 @@
-"""Any mesh of pipeline, replicated, sharded, context and tensor axes: fsdp, hsdp, tensor, … and their hybrids."""
+"""Any mesh of pipeline, replicated, sharded, context and tensor axes: fsdp, hsdp, tensor, … and
+their hybrids.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from armature.errors import ConfigError
-from armature.parallel import apply, batchnorm, copies, dtensors, gradients, left_behind, mesh, ties, whole_weights
+from armature.parallel import (
+    apply,
+    batchnorm,
+    copies,
+    dtensors,
+    gradients,
+    left_behind,
+    mesh,
+    ties,
+    whole_weights,
+)
 from armature.parallel.context import Positions
 from armature.parallel.gathered import Gathered
 from armature.strategies.base import StrategyMixin, models_of, move_others
@@ -33,53 +45,86 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
     """Spread each model of the LightningModule over the ranks of a mesh, as its plan says.
 
     Args:
-        pipe, replicate, shard, context, tensor: sizes of the axes; one may be "auto", which takes the remaining
-            processes. The ranks of `context` share samples and shard their positions, and the weights like `shard`.
-        expert: ranks that share out a mixture's experts. They are ranks of shard, context and tensor, no further ones.
+        pipe, replicate, shard, context, tensor: sizes of the axes; one may be "auto", which takes
+            the remaining processes. The ranks of `context` share samples and shard their positions,
+            and the weights like `shard`.
+        expert: ranks that share out a mixture's experts. They are ranks of shard, context and
+            tensor, no further ones.
         backend: `auto` (gloo on CPU, NCCL on GPU), or a backend's name.
-        reshard_after_forward: free a block's gathered weights after forward (ZeRO-3), or keep them until backward
-            (ZeRO-2); None: free them, except between a pipeline's micro-batches. Several models in one
-            LightningModule always free them.
-        reduce_every_microbatch: reduce gradients in every micro-batch of a step. False: only in the last one, which
-            needs memory for unsharded gradients.
-        param_dtype, reduce_dtype: types of gathered weights and of reduced gradients; None: bf16 and fp32 with bf16
-            precision, fp16 and fp32 with 16-mixed, otherwise the weights' own.
+        reshard_after_forward: free a block's gathered weights after forward (ZeRO-3), or keep them
+            until backward (ZeRO-2); None: free them, except between a pipeline's micro-batches.
+            Several models in one LightningModule always free them.
+        reduce_every_microbatch: reduce gradients in every micro-batch of a step. False: only in the
+            last one, which needs memory for unsharded gradients.
+        param_dtype, reduce_dtype: types of gathered weights and of reduced gradients; None: bf16
+            and fp32 with bf16 precision, fp16 and fp32 with 16-mixed, otherwise the weights' own.
         cpu_offload: keep sharded weights, gradients and optimizer state in the CPU's memory.
         prefetch: the number of units that are gathered ahead of the one that computes.
-        min_num_params: consecutive blocks form one unit until they have this many parameters (counted on one rank of
-            the tensor axis), because small messages are hardly faster than larger ones. A smaller model is one unit,
-            which stays gathered until backward.
-        sequence_parallel: shard norms, and activations between blocks, over the tensor axis too, if the plan can;
-            "auto": except on CPUs.
-        schedule, microbatches, stages: of the pipeline; `stages` lists the number of blocks per stage, None balances.
-        sync_batchnorm, activation_checkpointing, compile, compile_mode, float8: as for every strategy.
+        min_num_params: consecutive blocks form one unit until they have this many parameters
+            (counted on one rank of the tensor axis), because small messages are hardly faster than
+            larger ones. A smaller model is one unit, which stays gathered until backward.
+        sequence_parallel: shard norms, and activations between blocks, over the tensor axis too, if
+            the plan can; "auto": except on CPUs.
+        schedule, microbatches, stages: of the pipeline; `stages` lists the number of blocks per
+            stage, None balances.
+        sync_batchnorm, activation_checkpointing, compile, compile_mode, float8: as for every
+            strategy.
     """
 
     replicates_weights = True
     remedies: ClassVar = REMEDIES
 
     def __init__(
-        self, *, seed: int = 0,
-        pipe: int | str = 1, replicate: int | str = 1, shard: int | str = 1,
-        context: int | str = 1, tensor: int | str = 1, expert: int = 1,
-        backend: str = "auto", reshard_after_forward: bool | None = None, reduce_every_microbatch: bool = True,
-        param_dtype: str | None = None, reduce_dtype: str | None = None, cpu_offload: bool = False, prefetch: int = 1,
-        min_num_params: int = 8_000_000, sequence_parallel: bool | str = "auto", sync_batchnorm: bool = True,
-        schedule: str = "1f1b", microbatches: int = 4, stages: Sequence[int] | None = None,
-        activation_checkpointing: str | int = "none", compile: str = "none", compile_mode: str = "default",
+        self,
+        *,
+        seed: int = 0,
+        pipe: int | str = 1,
+        replicate: int | str = 1,
+        shard: int | str = 1,
+        context: int | str = 1,
+        tensor: int | str = 1,
+        expert: int = 1,
+        backend: str = "auto",
+        reshard_after_forward: bool | None = None,
+        reduce_every_microbatch: bool = True,
+        param_dtype: str | None = None,
+        reduce_dtype: str | None = None,
+        cpu_offload: bool = False,
+        prefetch: int = 1,
+        min_num_params: int = 8_000_000,
+        sequence_parallel: bool | str = "auto",
+        sync_batchnorm: bool = True,
+        schedule: str = "1f1b",
+        microbatches: int = 4,
+        stages: Sequence[int] | None = None,
+        activation_checkpointing: str | int = "none",
+        compile: str = "none",
+        compile_mode: str = "default",
         float8: bool | str = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(process_group_backend=None if backend == "auto" else backend)
         self.requested_sizes = {
-            "pipe": pipe, "replicate": replicate, "shard": shard, "context": context, "tensor": tensor,
-        }  # fmt: skip
+            "pipe": pipe,
+            "replicate": replicate,
+            "shard": shard,
+            "context": context,
+            "tensor": tensor,
+        }
         self.reduce_every_microbatch, self.sync_batchnorm = reduce_every_microbatch, sync_batchnorm
         self.options: dict[str, Any] = {
-            "seed": seed, "schedule": schedule, "microbatches": microbatches,
-            "stages": list(stages) if stages is not None else None, "sequence_parallel": sequence_parallel,
-            "reshard_after_forward": reshard_after_forward, "param_dtype": param_dtype, "reduce_dtype": reduce_dtype,
-            "cpu_offload": cpu_offload, "prefetch": prefetch, "min_num_params": min_num_params, "expert": expert,
-        }  # fmt: skip
+            "seed": seed,
+            "schedule": schedule,
+            "microbatches": microbatches,
+            "stages": list(stages) if stages is not None else None,
+            "sequence_parallel": sequence_parallel,
+            "reshard_after_forward": reshard_after_forward,
+            "param_dtype": param_dtype,
+            "reduce_dtype": reduce_dtype,
+            "cpu_offload": cpu_offload,
+            "prefetch": prefetch,
+            "min_num_params": min_num_params,
+            "expert": expert,
+        }
         self.fetches_weights = cpu_offload
         self.applied: list[apply.ParallelizedModel] = []
         self.gathered = Gathered()
@@ -97,12 +142,18 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         self.sizes = mesh.resolve(self.requested_sizes, world_size=self.world_size)
         option, device = self.options["sequence_parallel"], self.root_device.type
         expert = self.options["expert"]
-        self.options["sequence_parallel"] = mesh.shards_sequence(option, device=device, expert=expert)
+        self.options["sequence_parallel"] = mesh.shards_sequence(
+            option, device=device, expert=expert
+        )
         if (problem := mesh.expert_problem(expert, self.sizes)) is not None:
             raise ConfigError(problem)
-        if self._device_mesh is None:  # a test after fit uses the same groups: each has buffers on a GPU
+        if (
+            self._device_mesh is None
+        ):  # a test after fit uses the same groups: each has buffers on a GPU
             self._device_mesh = mesh.build(self.sizes, device_type=self.root_device.type)
-            self.positions = Positions(mesh.context_group(self.sizes)) if self.sizes["context"] > 1 else None
+            self.positions = (
+                Positions(mesh.context_group(self.sizes)) if self.sizes["context"] > 1 else None
+            )
             if expert > 1:
                 self.expert_ranks = mesh.expert_mesh(self._device_mesh, expert=expert)
         self.module._device_mesh = self._device_mesh
@@ -124,9 +175,16 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
     @property
     @override
     def sample_ranks(self) -> list[int]:
-        context, tensor = self.sizes["context"], self._rank_on("tensor")  # "shard" is the mesh's axis of both
+        context, tensor = (
+            self.sizes["context"],
+            self._rank_on("tensor"),
+        )  # "shard" is the mesh's axis of both
         return (
-            self.device_mesh.mesh[self.stage, :, self._rank_on("shard") % context :: context, tensor].flatten().tolist()
+            self.device_mesh.mesh[
+                self.stage, :, self._rank_on("shard") % context :: context, tensor
+            ]
+            .flatten()
+            .tolist()
         )
 
     @property
@@ -138,13 +196,17 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
     @override
     def layout_notes(self) -> list[str]:
         notes = [f"expert={self.options['expert']}"] * (self.options["expert"] > 1)
-        return notes + [f"sequence_parallel={self.options['sequence_parallel']}".lower()] * (self.sizes["tensor"] > 1)
+        return notes + [f"sequence_parallel={self.options['sequence_parallel']}".lower()] * (
+            self.sizes["tensor"] > 1
+        )
 
     @property
     @override
     def can_generate(self) -> bool:
         # a pipeline, and shards of positions, only work on batches shaped like those of training
-        positions = self.positions is not None or (self.sizes["tensor"] > 1 and self.options["sequence_parallel"])
+        positions = self.positions is not None or (
+            self.sizes["tensor"] > 1 and self.options["sequence_parallel"]
+        )
         return self.sizes["pipe"] == 1 and not positions
 
     @property
@@ -155,7 +217,9 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
     # ------------------------------------------------------------ building
     @override
     def build(self, module: L.LightningModule) -> None:
-        self.precision_plugin.convert_module(module)  # bf16-true: weights that are created from here on have this type
+        self.precision_plugin.convert_module(
+            module
+        )  # bf16-true: weights that are created from here on have this type
         others = ("pipe", "context", "tensor")  # whose activations may be DTensors
         weights_only = all(self.sizes[axis] == 1 for axis in others) and self.options["expert"] == 1
         dtensors.support_user_code(watch_parts=weights_only)
@@ -166,9 +230,12 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         if self.world_size > 1:
             self._check_ties([name for name, _ in models])
         plans = {name: apply.plan_of(model) for name, model in models}
-        if options.expert > 1 and not any(plan is not None and plan.experts for plan in plans.values()):
+        if options.expert > 1 and not any(
+            plan is not None and plan.experts for plan in plans.values()
+        ):
             raise ConfigError(
-                f"strategy.expert={options.expert}: {type(module).__name__} has no model with experts. Type "
+                f"strategy.expert={options.expert}: {type(module).__name__} has no model with "
+                "experts. Type "
                 "strategy.expert=1."
             )
         if self.sync_batchnorm and self.data_size > 1:
@@ -176,12 +243,22 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         before = list(module.named_parameters())
         for name, model in models:
             applied = apply.parallelize(
-                model, plans[name], self.device_mesh, options, device=self.root_device, prefix=f"{name}.",
-                imported=self.imported[name], positions=self.positions, expert_ranks=self.expert_ranks,
+                model,
+                plans[name],
+                self.device_mesh,
+                options,
+                device=self.root_device,
+                prefix=f"{name}.",
+                imported=self.imported[name],
+                positions=self.positions,
+                expert_ranks=self.expert_ranks,
                 gathered=self.gathered,
-            )  # fmt: skip
+            )
             if applied.runner is not None:
-                applied.runner.target_weights, applied.runner.loss_scale = self.target_weights, self.loss_scale
+                applied.runner.target_weights, applied.runner.loss_scale = (
+                    self.target_weights,
+                    self.loss_scale,
+                )
             self.applied.append(applied)
             whole_weights.accept(model)
         dtensors.carry_attributes(before, module)
@@ -190,58 +267,94 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
                 copies.refuse_pickled_states(model)
         elif options.expert == 1:  # else some are another rank's
             self._check_left_behind(before)
-        self._replicate_others(module, {param for _, model in models for param in model.parameters()})
+        self._replicate_others(
+            module, {param for _, model in models for param in model.parameters()}
+        )
         self.bubble_share = max((applied.bubble_share for applied in self.applied), default=0.0)
 
     @override
     def replicated_weights(self) -> dict[str, nn.Parameter]:
         models = tuple(f"{name}." for name, _ in self._models)
-        return {name: param for name, param in self.module.named_parameters() if not name.startswith(models)}
+        return {
+            name: param
+            for name, param in self.module.named_parameters()
+            if not name.startswith(models)
+        }
 
     def _check_ties(self, models: Sequence[str]) -> None:
-        """Raise ConfigError if models share a weight: each is sharded by itself, so each would train its own copy."""
+        """Raise ConfigError if models share a weight: each is sharded by itself, so each would
+        train its own copy.
+        """
         for names in ties.find(self.module):
             holders = {self.module.get_submodule(name.rpartition(".")[0]) for name in names}
             if (
                 len(holders) > 1
-                and len({next((model for model in models if name.startswith(f"{model}.")), "") for name in names}) > 1
+                and len(
+                    {
+                        next((model for model in models if name.startswith(f"{model}.")), "")
+                        for name in names
+                    }
+                )
+                > 1
             ):
                 raise ConfigError(
-                    f"{type(self.module).__name__}: {names[0]} and {names[1]} are one weight in two models, which "
-                    f"{self.layout} shards separately: it would become two. Put both into one module that calls them "
+                    f"{type(self.module).__name__}: {names[0]} and {names[1]} are one weight in "
+                    "two models, which "
+                    f"{self.layout} shards separately: it would become two. Put both into one "
+                    "module that calls them "
                     "in its forward, or type strategy=ddp."
                 )
 
         ties.require_one_parameter(self.module, layout=self.layout)
 
     def _check_left_behind(self, before: list[tuple[str, nn.Parameter]]) -> None:
-        """Raise ConfigError if the module or a callback keeps weights that the sharded ones have replaced."""
+        """Raise ConfigError if the module or a callback keeps weights that the sharded ones have
+        replaced.
+        """
         callbacks = {type(each).__name__: each for each in self.module.trainer.callbacks}  # pyright: ignore[reportAttributeAccessIssue]
         replaced = left_behind.names_of(self.module, before)
         for place, name in left_behind.find({"self": self.module, **callbacks}, replaced).items():
             raise ConfigError(
-                f"{type(self.module).__name__}: {place} is {name} as it was before {self.layout} sharded it. What is "
-                "read there stays as it is, and what is written is lost. Take weights from self.parameters() in "
+                f"{type(self.module).__name__}: {place} is {name} as it was before {self.layout} "
+                "sharded it. What is "
+                "read there stays as it is, and what is written is lost. Take weights from "
+                "self.parameters() in "
                 "configure_optimizers, on_fit_start or later, or type strategy=ddp."
             )
 
-    def _replicate_others(self, module: L.LightningModule, sharded: set[torch.nn.Parameter]) -> None:
-        """Average the gradients of parameters that no model holds; each rank has the whole of them."""
-        move_others(module, {part for _, model in models_of(module) for part in model.modules()}, self.root_device)
+    def _replicate_others(
+        self, module: L.LightningModule, sharded: set[torch.nn.Parameter]
+    ) -> None:
+        """Average the gradients of parameters that no model holds; each rank has the whole of
+        them.
+        """
+        move_others(
+            module,
+            {part for _, model in models_of(module) for part in model.modules()},
+            self.root_device,
+        )
         others = {name: param for name, param in module.named_parameters() if param not in sharded}
         if others and self.sizes["pipe"] > 1:
             raise ValueError(
-                f"strategy.pipe={self.sizes['pipe']}: {type(module).__name__} has parameters outside of its model, and "
-                f"no stage of the pipeline owns them: {', '.join(others)}. Move them into the model."
+                f"strategy.pipe={self.sizes['pipe']}: {type(module).__name__} has parameters "
+                "outside of its model, and "
+                f"no stage of the pipeline owns them: {', '.join(others)}. Move them into the "
+                "model."
             )
         if self.data_size > 1:
             gradients.average(others.values(), group=mesh.data_group(self.device_mesh))
 
     def _resolved(self, *, several: bool) -> apply.Options:
-        """Return the options, with values in place of None; `several`: the LightningModule has more than one model."""
-        several = several and self.sizes["pipe"] == 1  # a pipeline needs weights until the end of all micro-batches
+        """Return the options, with values in place of None.
+
+        `several`: the LightningModule has more than one model.
+        """
+        several = (
+            several and self.sizes["pipe"] == 1
+        )  # a pipeline needs weights until the end of all micro-batches
         options = self.options | {
-            name: getattr(self, name) for name in ("activation_checkpointing", "compile", "compile_mode", "float8")
+            name: getattr(self, name)
+            for name in ("activation_checkpointing", "compile", "compile_mode", "float8")
         }
         options["keep_last_gathered"] = not several
         gathered = mesh.GATHERED_IN.get(str(self.precision_plugin.precision))
@@ -250,7 +363,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             options[key] = None if name is None else getattr(torch, name)
         if several and options["reshard_after_forward"] is False:
             log.warning(
-                "strategy.reshard_after_forward=false does not apply to a LightningModule with several models, whose "
+                "strategy.reshard_after_forward=false does not apply to a LightningModule with "
+                "several models, whose "
                 "weights may change between their forwards. They are resharded after forward."
             )
         if several or options["reshard_after_forward"] is None:
@@ -268,7 +382,9 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
     @override
     def leave_out_together(self, optimizer: torch.optim.Optimizer, steps_before: int) -> None:
         added_up_before = self.sizes["tensor"] > 1 and self.options["sequence_parallel"]
-        if not (added_up_before or self.options["cpu_offload"]):  # else the first wait of the others is elsewhere
+        if not (
+            added_up_before or self.options["cpu_offload"]
+        ):  # else the first wait of the others is elsewhere
             super().leave_out_together(optimizer, steps_before)
 
     @override
@@ -299,28 +415,40 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         if self.data_size > 1:
             others = [param for param in unfrozen if not isinstance(param, DTensor)]
             gradients.average(others, group=mesh.data_group(self.device_mesh))
-        self._reduced = [(param, reduced or param.requires_grad) for param, reduced in self._reduced]
+        self._reduced = [
+            (param, reduced or param.requires_grad) for param, reduced in self._reduced
+        ]
 
     @contextmanager
     @override
     def _step_context(self) -> Iterator[None]:
-        """Let user code use weights outside of their model's forward, if they are sharded over data ranks alone."""
+        """Let user code use weights outside of their model's forward, if they are sharded over data
+        ranks alone.
+        """
         others = self.sizes["pipe"] > 1 or self.sizes["tensor"] > 1 or self.options["cpu_offload"]
         sharding = self.data_size * self.sizes["context"]
-        with nullcontext() if others or sharding == 1 or self.compile != "none" else dtensors.gathers():
+        with (
+            nullcontext()
+            if others or sharding == 1 or self.compile != "none"
+            else dtensors.gathers()
+        ):
             try:
                 yield
             except Exception as error:
                 if (remedy := self.remedy(error)) is None:
                     raise
-                raise ConfigError(f"{type(self.module).__name__}, {self.layout}: {remedy}") from error
+                raise ConfigError(
+                    f"{type(self.module).__name__}, {self.layout}: {remedy}"
+                ) from error
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if not self._knows_hooks:
             self._check_hooks(sharded=True)
             self._check_sparse()
-            for part in (part for applied in self.applied for part in applied.parts if self.compile == "none"):
+            for part in (
+                part for applied in self.applied for part in applied.parts if self.compile == "none"
+            ):
                 dtensors.refuse_functional_calls(part)
             self._knows_hooks = True
         dtensors.check_parts()
@@ -341,12 +469,18 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         return result
 
     def _check_sparse(self) -> None:
-        """Raise ConfigError if a sharded weight would have sparse gradients, which no DTensor can hold."""
+        """Raise ConfigError if a sharded weight would have sparse gradients, which no DTensor can
+        hold.
+        """
         for name, part in self.module.named_modules():
-            if getattr(part, "sparse", False) is True and isinstance(getattr(part, "weight", None), DTensor):
+            if getattr(part, "sparse", False) is True and isinstance(
+                getattr(part, "weight", None), DTensor
+            ):
                 raise ConfigError(
-                    f"{name}: {type(part).__name__}(sparse=True) has gradients that cannot be sharded, under "
-                    f"{self.layout}. Type strategy=ddp, or build it with sparse=False and an optimizer such as AdamW."
+                    f"{name}: {type(part).__name__}(sparse=True) has gradients that cannot be "
+                    "sharded, under "
+                    f"{self.layout}. Type strategy=ddp, or build it with sparse=False and an "
+                    "optimizer such as AdamW."
                 )
 
     def _check_hooks(self, *, sharded: bool) -> None:
@@ -359,29 +493,40 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             remedy = "Change the gradient in on_after_backward, or type strategy=ddp."
             if carried:
                 remedy += (
-                    " Or call register_hook in __init__ or configure_model; not register_post_accumulate_grad_hook."
+                    " Or call register_hook in __init__ or configure_model; not "
+                    "register_post_accumulate_grad_hook."
                 )
             raise ConfigError(
-                f"{type(self.module).__name__}: {', '.join(names[:3])} has a hook that {self.layout} would never call. "
+                f"{type(self.module).__name__}: {', '.join(names[:3])} has a hook that "
+                f"{self.layout} would never call. "
                 f"{remedy}"
             )
 
     @contextmanager
     def _refused_optimizers(self) -> Iterator[None]:
-        """Raise ConfigError if an evaluation trains sharded weights, such as a copy that adapts to each batch.
+        """Raise ConfigError if an evaluation trains sharded weights, such as a copy that adapts to
+        each batch.
 
-        Backward averages gradients over ranks, whose batches differ there: each rank would train on all of them.
+        Backward averages gradients over ranks, whose batches differ there: each rank would train on
+        all of them.
         """
         if self.data_size == 1:
             yield
             return
 
         def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            if any(isinstance(param.grad, DTensor) for group in optimizer.param_groups for param in group["params"]):
+            if any(
+                isinstance(param.grad, DTensor)
+                for group in optimizer.param_groups
+                for param in group["params"]
+            ):
                 raise ConfigError(
-                    f"{type(self.module).__name__}: {type(optimizer).__name__} trains sharded weights within an "
-                    f"evaluation. {self.layout} averages their gradients over {self.data_size} ranks, which evaluate "
-                    "different batches, so the result would differ from that of one process. Type strategy=ddp."
+                    f"{type(self.module).__name__}: {type(optimizer).__name__} trains sharded "
+                    "weights within an "
+                    f"evaluation. {self.layout} averages their gradients over {self.data_size} "
+                    "ranks, which evaluate "
+                    "different batches, so the result would differ from that of one process. Type "
+                    "strategy=ddp."
                 )
 
         handle = register_optimizer_step_pre_hook(refuse)
@@ -409,7 +554,9 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
     @override
     def block_backward_sync(self) -> Iterator[None]:
         parts = [] if self.reduce_every_microbatch or self.sizes["pipe"] > 1 else self.applied
-        units = [part for applied in parts for part in applied.parts if isinstance(part, FSDPModule)]
+        units = [
+            part for applied in parts for part in applied.parts if isinstance(part, FSDPModule)
+        ]
         for unit in units:
             unit.set_requires_gradient_sync(False)
         try:

@@ -11,7 +11,11 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-DEVICE_TYPES = ("cuda", "mps", "xpu")  # where a number is not read without waiting for everything computed before it
+DEVICE_TYPES = (
+    "cuda",
+    "mps",
+    "xpu",
+)  # where a number is not read without waiting for everything computed before it
 
 
 class StepLeftOut(Exception):
@@ -21,19 +25,23 @@ class StepLeftOut(Exception):
 class UpdateMask:
     """Decide between backward and the optimizer's update whether the step counts.
 
-    The norm of the gradient is the same on every rank, and NaN or infinite as soon as one rank's gradient is, so it
-    tells all of them. A CPU has computed it already and reads it. On a GPU the flag stays there: a fused optimizer
-    takes it as `found_inf`, which torch has for its loss scaler. An optimizer without that is only held back if
-    `restores`, and then the host waits for the flag.
+    The norm of the gradient is the same on every rank, and NaN or infinite as soon as one rank's
+    gradient is, so it
+    tells all of them. A CPU has computed it already and reads it. On a GPU the flag stays there: a
+    fused optimizer
+    takes it as `found_inf`, which torch has for its loss scaler. An optimizer without that is only
+    held back if `restores`, and then the host waits for the flag.
 
     Args:
-        restores: training continues after a step that is left out, so buffers such as BatchNorm's statistics get their
-            values of before the step. False: every later step is left out as well, until somebody reads the flag; the
-            weights are then those that the step began with.
+        restores: training continues after a step that is left out, so buffers such as BatchNorm's
+            statistics get their values of before the step. False: every later step is left out as
+            well, until somebody reads the flag; the weights are then those that the step began
+            with.
 
     Attributes:
         left_out: whether the newest step was left out, as far as the host knows.
-        found: 1 if the newest step was left out and 0 otherwise, where the host does not know; 0-dim.
+        found: 1 if the newest step was left out and 0 otherwise, where the host does not know;
+            0-dim.
     """
 
     def __init__(self, module: LightningModule, *, restores: bool) -> None:
@@ -42,15 +50,22 @@ class UpdateMask:
         self._total: Tensor | None = None  # 0, or NaN from the first step on that is left out
         self._on_device = False  # whether the optimizer reads the flag, once that is known
         self._module = module
-        self._before: list[tuple[nn.Module, str, Tensor]] = []  # owner, name and value of each buffer
+        self._before: list[
+            tuple[nn.Module, str, Tensor]
+        ] = []  # owner, name and value of each buffer
 
     def step_begins(self) -> None:
-        """Called before each forward: remember the buffers as they were before the first of a step."""
+        """Called before each forward: remember the buffers as they were before the first of a
+        step.
+        """
         if self.restores and not self._before:
-            self._before = [(owner, name, old.detach().clone()) for owner, name, old in buffers_of(self._module)]
+            self._before = [
+                (owner, name, old.detach().clone()) for owner, name, old in buffers_of(self._module)
+            ]
 
     def apply(self, optimizer: Optimizer, norm: Tensor) -> None:
-        """Leave out the update that follows if `norm` is not finite, or an earlier one was not and nobody restores.
+        """Leave out the update that follows if `norm` is not finite, or an earlier one was not and
+        nobody restores.
 
         Raises:
             StepLeftOut: if the host knows it.
@@ -62,7 +77,8 @@ class UpdateMask:
                 self._apply_on_device(optimizer, norm)
                 return
             if not self.restores and not fused:
-                return  # waiting for the device in every step would cost more than the replay is worth
+                # waiting for the device in every step would cost more than the replay is worth
+                return
         self.left_out = not math.isfinite(norm) or (self.left_out and not self.restores)
         if self.left_out:
             raise StepLeftOut
@@ -78,7 +94,9 @@ class UpdateMask:
         optimizer.found_inf = self.found
 
     def step_ended(self) -> None:
-        """Called after the update: give the buffers their values of before a step that was left out."""
+        """Called after the update: give the buffers their values of before a step that was left
+        out.
+        """
         if self._before:
             self._restore_buffers()
 
@@ -104,13 +122,22 @@ def buffers_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 
 
 def _masks_itself(optimizer: Optimizer, device: torch.device) -> bool:
-    """Return whether the kernels read `found_inf`, but for a step that creates the optimizer's state."""
+    """Return whether the kernels read `found_inf`, but for a step that creates the optimizer's
+    state.
+    """
     if device.type == "mps":  # its kernels are given the flag and ignore it
         return False
     fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return fused and all(param.device == device for group in optimizer.param_groups for param in group["params"])
+    return fused and all(
+        param.device == device for group in optimizer.param_groups for param in group["params"]
+    )
 
 
 def _creates_state(optimizer: Optimizer) -> bool:
-    """Return whether the next step is the first of an optimizer that has state: SGD without momentum has none."""
-    return not optimizer.state and any(group.get("momentum") != 0 for group in optimizer.param_groups)
+    """Return whether the next step is the first of an optimizer that has state.
+
+    SGD without momentum has none.
+    """
+    return not optimizer.state and any(
+        group.get("momentum") != 0 for group in optimizer.param_groups
+    )

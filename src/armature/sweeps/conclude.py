@@ -1,4 +1,6 @@
-"""The answer of a sweep: at its end a ranked table is printed, and trials.csv and report.html are written."""
+"""The answer of a sweep: at its end a ranked table is printed, and trials.csv and report.html are
+written.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from armature.validation import compose
 
 log = logging.getLogger(__name__)
 MOST_ROWS = 20  # of the printed table
-_begun: list[tuple[Path, int | None]] = []  # of the sweeps of this process: directory, and the trials asked for
+_begun: list[
+    tuple[Path, int | None]
+] = []  # of the sweeps of this process: directory, and the trials asked for
 
 
 class Announce(Callback):
@@ -66,7 +70,9 @@ def conclude(folder: Path, *, asked: int | None = None) -> None:
     if len(rows) > MOST_ROWS + 1:
         lines.append(f"… and {len(rows) - MOST_ROWS - 1} more in {folder / 'trials.csv'}")
     if shares:
-        lines.append("importance: " + ", ".join(f"{key} {share:.0%}" for key, share in shares.items()))
+        lines.append(
+            "importance: " + ", ".join(f"{key} {share:.0%}" for key, share in shares.items())
+        )
     if sweep.ranked:
         lines.append(f"best: {sweep.ranked[0].path}; all of them: {folder / 'report.html'}")
     print(masked("\n".join(lines)), file=sys.stderr)

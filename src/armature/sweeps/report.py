@@ -1,4 +1,6 @@
-"""report.html of a sweep: the ranked table, the importance of the keys, and the metric over each key."""
+"""report.html of a sweep: the ranked table, the importance of the keys, and the metric over each
+key.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,17 @@ def html(sweep: Sweep, shares: Mapping[str, float]) -> str:
         table([[escape(cell) for cell in row] for row in rows], head, classes=best),
     ]
     if shares:
-        body.append('<h2>Importance</h2><p class="quiet">Share in the differences of the metric.</p>')
-        body.append(table([[escape(key), f"{share:.0%}", _bar(share)] for key, share in shares.items()]))
+        body.append(
+            '<h2>Importance</h2><p class="quiet">Share in the differences of the metric.</p>'
+        )
+        body.append(
+            table([[escape(key), f"{share:.0%}", _bar(share)] for key, share in shares.items()])
+        )
     if len(sweep.ranked) > 1:
         title = f"{sweep.monitor} by value"
-        body.append(f'<h2>{escape(title)}</h2><p class="quiet">One dot per trial, the best in orange.</p>')
+        body.append(
+            f'<h2>{escape(title)}</h2><p class="quiet">One dot per trial, the best in orange.</p>'
+        )
         body.append(plain_charts([_scatter(sweep, key) for key in sweep.keys]))
     return masked(page(name, body))
 
@@ -39,12 +47,18 @@ def _bar(share: float) -> str:
 
 
 def _scatter(sweep: Sweep, key: str) -> chart.Chart:
-    """Return the metric over one key: numbers on a linear or logarithmic axis, words side by side."""
+    """Return the metric over one key: numbers on a linear or logarithmic axis, words side by
+    side.
+    """
     texts = sorted({trial.values.get(key, "–") for trial in sweep.ranked})
     found = {text: trials.as_number(text) for text in texts}
     numbers = {text: number for text, number in found.items() if number is not None}
     words = len(numbers) < len(texts)
-    log = not words and min(numbers.values()) > 0 and max(numbers.values()) > 50 * min(numbers.values())
+    log = (
+        not words
+        and min(numbers.values()) > 0
+        and max(numbers.values()) > 50 * min(numbers.values())
+    )
     if words:
         places = {text: float(i) for i, text in enumerate(texts)}
     else:
@@ -53,7 +67,9 @@ def _scatter(sweep: Sweep, key: str) -> chart.Chart:
     if not words and sum(map(len, texts)) > MOST_LETTERS:
         ends = min(numbers.values()), max(numbers.values())
         rounded = chart.log_ticks(*ends) if log else chart.linear_ticks(*ends)
-        ticks = [(math.log10(number) if log else number, chart.number(number)) for number in rounded]
+        ticks = [
+            (math.log10(number) if log else number, chart.number(number)) for number in rounded
+        ]
     dots, best = [], sweep.ranked[0]
     for trial in reversed(sweep.ranked):  # the best on top
         text, metric = trial.values.get(key, "–"), trial.metric or 0.0
@@ -63,4 +79,10 @@ def _scatter(sweep: Sweep, key: str) -> chart.Chart:
                 title=f"trial {trial.number}: {text}, {metric:.5g}",
             )
         )  # fmt: skip
-    return chart.Chart(title=key, lines=dots, x_label="log scale" if log else "", x_ticks=sorted(ticks), x_margin=0.06)
+    return chart.Chart(
+        title=key,
+        lines=dots,
+        x_label="log scale" if log else "",
+        x_ticks=sorted(ticks),
+        x_margin=0.06,
+    )

@@ -1,11 +1,13 @@
-"""The search of `sweep=optuna`: one trial after the other, by any number of processes that were given the same command.
+"""The search of `sweep=optuna`: one trial after the other, by any number of processes that were
+given the same command.
 
 outputs/<run.name>/
   study.journal   what Optuna knows: values, intermediate and final results
   .locks/         one file per trial, locked by the process that runs it; the kernel unlocks those of a dead process
   0/  1/  …       one run directory per trial
 
-A trial that is running in the study and locked by nobody was interrupted: the next start resumes it, or records it as
+A trial that is running in the study and locked by nobody was interrupted: the next start resumes
+it, or records it as
 failed if it was interrupted before it had values.
 """
 
@@ -31,14 +33,23 @@ MOST_TRIALS = 1_000_000  # each has a directory
 HOPELESS = 5  # so many trials, all of them failed, end the search
 PRUNED = "pruned"  # attribute of a trial that its callback ended
 EXHAUSTED = "exhausted"  # attribute of a study: the sampler that has tried all its values
-SAME_RESULT = ("run.", "launch.", "strategy", "logger", "trainer.devices", "trainer.num_nodes", "trainer.accelerator")
+SAME_RESULT = (
+    "run.",
+    "launch.",
+    "strategy",
+    "logger",
+    "trainer.devices",
+    "trainer.num_nodes",
+    "trainer.accelerator",
+)
 
 
 def run(cfg: DictConfig, settings: Mapping[str, Any], typed: list[str], *, launcher: Any) -> None:
     """Run trials until there are `trials` of them.
 
     Raises:
-        ConfigError: a search space, sampler or pruner that cannot be used, or a sweep that was begun with another one.
+        ConfigError: a search space, sampler or pruner that cannot be used, or a sweep that was
+            begun with another one.
         Exception: what ended a trial of this process; the others have run.
     """
     optuna = load_optuna()
@@ -48,10 +59,13 @@ def run(cfg: DictConfig, settings: Mapping[str, Any], typed: list[str], *, launc
     _check(settings, launcher)
     (folder / LOCKS).mkdir(parents=True, exist_ok=True)
     with FileLock(folder / LOCKS / "study"):
-        study = open_study(settings["storage"] or journal(folder), name=folder.name, mode=cfg.checkpoint.mode)
+        study = open_study(
+            settings["storage"] or journal(folder), name=folder.name, mode=cfg.checkpoint.mode
+        )
         _check_same(study, folder, cfg, parameters, fixed)
         study.set_user_attr("pruner", settings["pruner"])
-    # GridSampler and BruteForceSampler call it at their last values; Optuna's own works inside study.optimize only
+    # GridSampler and BruteForceSampler call it at their last values; Optuna's own works inside
+    # study.optimize only
     study.stop = lambda: study.set_user_attr(EXHAUSTED, settings["sampler"])
     unresolved: Any = OmegaConf.to_container(cfg.hydra.sweeper, resolve=False)
     pruner = [_prune_override(unresolved["storage"], folder)] if settings["pruner"] else []
@@ -59,9 +73,13 @@ def run(cfg: DictConfig, settings: Mapping[str, Any], typed: list[str], *, launc
     for number, values in _trials(study, folder, parameters, settings):
         overrides = [*fixed, *(f"{each.key}={values[each.key]}" for each in parameters), *pruner]
         try:
-            error = _run_trial(study, folder, number, overrides, launcher=launcher, monitor=cfg.checkpoint.monitor)
+            error = _run_trial(
+                study, folder, number, overrides, launcher=launcher, monitor=cfg.checkpoint.monitor
+            )
         except SystemExit as end:
-            if end.code != EXIT_CONFIG or _is_in_vain(study, least=min(HOPELESS, settings["trials"])):
+            if end.code != EXIT_CONFIG or _is_in_vain(
+                study, least=min(HOPELESS, settings["trials"])
+            ):
                 raise  # for a signal, or because no values work
             continue
         failed = error or failed
@@ -70,7 +88,9 @@ def run(cfg: DictConfig, settings: Mapping[str, Any], typed: list[str], *, launc
 
 
 def is_hopeless(run_dir: Path, step: int, value: float, *, study: str, storage: str | None) -> bool:
-    """Record a trial's value after a validation, and return whether the study's pruner would end the trial here."""
+    """Record a trial's value after a validation, and return whether the study's pruner would end
+    the trial here.
+    """
     opened = open_study(storage or journal(run_dir.parent), name=study, create=False)
     number = int(run_dir.name)
     frozen = opened.trials[number]
@@ -112,7 +132,9 @@ def _run_trial(
         study.tell(number, state=TrialState.PRUNED, skip_if_finished=True)
     elif value is None:
         _record_failure(study, folder, number)
-        log.warning("trial %s has no %s (checkpoint.monitor), so it counts as failed.", number, monitor)
+        log.warning(
+            "trial %s has no %s (checkpoint.monitor), so it counts as failed.", number, monitor
+        )
     else:
         study.tell(number, value, skip_if_finished=True)
     return None
@@ -146,18 +168,28 @@ def _trials(
             begun = [trial for trial in trials if distributions.keys() <= trial.params.keys()]
             exhausted = study.user_attrs.get(EXHAUSTED) == settings["sampler"]
             # else these samplers would repeat a combination that another process still runs
-            all_begun = exhausted or space.all_tried(parameters, settings["sampler"], [each.params for each in begun])
-            study.sampler = _sampler(settings["sampler"], number=len(trials))  # it also ends a resumed trial
+            all_begun = exhausted or space.all_tried(
+                parameters, settings["sampler"], [each.params for each in begun]
+            )
+            study.sampler = _sampler(
+                settings["sampler"], number=len(trials)
+            )  # it also ends a resumed trial
             if found is None and len(begun) < settings["trials"] and not all_begun:
                 trial = study.ask(distributions)
                 claim = _claimed(folder, trial.number)
                 assert claim is not None  # nobody else knows this trial yet
                 found = trial, claim
         if found is None:
-            if running := [str(trial.number) for trial in begun if trial.state == TrialState.RUNNING]:
+            if running := [
+                str(trial.number) for trial in begun if trial.state == TrialState.RUNNING
+            ]:
                 log.info("Other processes still run trial %s of %s.", ", ".join(running), folder)
             if exhausted and len(begun) < settings["trials"]:
-                log.info("%s has tried all values, in %s trials.", settings["sampler"]["name"], len(begun))
+                log.info(
+                    "%s has tried all values, in %s trials.",
+                    settings["sampler"]["name"],
+                    len(begun),
+                )
             return
         trial, claim = found
         try:
@@ -167,17 +199,24 @@ def _trials(
 
 
 def _interrupted(study: Any, folder: Path, keys: list[str]) -> tuple[Any, FileLock] | None:
-    """Claim and return a trial that no process runs. One whose process ended before it had values counts as failed."""
+    """Claim and return a trial that no process runs.
+
+    One whose process ended before it had values counts as failed.
+    """
     TrialState = load_optuna().trial.TrialState
     for seen in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         claim = _claimed(folder, seen.number)
         if claim is None:
             continue
         trial = study.get_trials(deepcopy=False)[seen.number]
-        if trial.state == TrialState.RUNNING:  # else its process told the result before it released the trial
+        if (
+            trial.state == TrialState.RUNNING
+        ):  # else its process told the result before it released the trial
             if any(key not in trial.params for key in keys):
                 study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
-            elif not run_state.is_held(folder / str(trial.number) / lock.NAME):  # by a machine that does not see claims
+            elif not run_state.is_held(
+                folder / str(trial.number) / lock.NAME
+            ):  # by a machine that does not see claims
                 return trial, claim
         claim.release()
     return None
@@ -194,19 +233,27 @@ def _claimed(folder: Path, number: int) -> FileLock | None:
 
 
 def _sampler(node: Mapping[str, Any], *, number: int) -> Any:
-    """Return the sampler for one trial, whose seed depends on its number: no two processes draw the same values."""
+    """Return the sampler for one trial, whose seed depends on its number: no two processes draw the
+    same values.
+    """
     seed, name = node.get("seed"), node.get("name")
     if seed is None or name == "GridSampler":
         return plugin_of("sampler", node)
-    if name == "QMCSampler":  # another sampler draws what is not in its sequence yet: values of the first trials
+    if (
+        name == "QMCSampler"
+    ):  # another sampler draws what is not in its sequence yet: values of the first trials
         first = plugin_of("sampler", {"name": "RandomSampler", "seed": seed + number})
         return plugin_of("sampler", {"independent_sampler": first, **node})
     return plugin_of("sampler", {**node, "seed": seed + number})
 
 
 def _prune_override(storage: str | None, folder: Path) -> str:
-    """Return the override for a trial; each trial's files show it, so `storage` may refer to the environment."""
-    quote = '"' if "'" in (storage or "") else "'"  # a reference with escaped quotes is none to OmegaConf
+    """Return the override for a trial; each trial's files show it, so `storage` may refer to the
+    environment.
+    """
+    quote = (
+        '"' if "'" in (storage or "") else "'"
+    )  # a reference with escaped quotes is none to OmegaConf
     where = f",storage:{quote}{storage}{quote}" if storage else ""
     target = "_target_:armature.callbacks.prune.Prune"
     return f"+callbacks.prune={{{target},monitor:'${{checkpoint.monitor}}',study:'{folder.name}'{where}}}"
@@ -215,15 +262,20 @@ def _prune_override(storage: str | None, folder: Path) -> str:
 def _check(settings: Mapping[str, Any], launcher: Any) -> None:
     problems = []
     if not isinstance(settings["trials"], int) or not 1 <= settings["trials"] <= MOST_TRIALS:
-        problems.append(f"hydra.sweeper.trials={settings['trials']}: type a whole number from 1 to {MOST_TRIALS:,}.")
+        problems.append(
+            f"hydra.sweeper.trials={settings['trials']}: type a whole number from 1 to "
+            f"{MOST_TRIALS:,}."
+        )
     if type(launcher).__name__ != "BasicLauncher":
         problems.append(
-            f"hydra/launcher: sweep=optuna runs one trial after the other and does not use {type(launcher).__name__}. "
+            "hydra/launcher: sweep=optuna runs one trial after the other and does not use "
+            f"{type(launcher).__name__}. "
             "Leave it out, and start the same command several times for several trials at once."
         )
     if (ranks := max(environment.world_size(), slurm.tasks())) > 1:
         problems.append(
-            f"sweep=optuna was started as {ranks} ranks, and each of them would search for itself. Start it as one "
+            f"sweep=optuna was started as {ranks} ranks, and each of them would search for itself. "
+            "Start it as one "
             "task: strategy= and trainer.devices= start each trial's ranks."
         )
     for kind in ("sampler", "pruner"):
@@ -236,7 +288,9 @@ def _check(settings: Mapping[str, Any], launcher: Any) -> None:
         raise ConfigError(problems)
 
 
-def _check_same(study: Any, folder: Path, cfg: DictConfig, parameters: list[space.Parameter], fixed: list[str]) -> None:
+def _check_same(
+    study: Any, folder: Path, cfg: DictConfig, parameters: list[space.Parameter], fixed: list[str]
+) -> None:
     """Record what the sweep tries. ConfigError: an earlier start of it tried something else."""
     kept = sorted(each for each in fixed if not each.startswith(SAME_RESULT))
     here = {
@@ -249,7 +303,8 @@ def _check_same(study: Any, folder: Path, cfg: DictConfig, parameters: list[spac
         study.set_user_attr("begun", here)
         return
     problems = [
-        f"{folder} was begun with other {key}: {_shown(there[key])} there, {_shown(here[key])} here. "
+        f"{folder} was begun with other {key}: {_shown(there[key])} there, {_shown(here[key])} "
+        "here. "
         "Type another run.name."
         for key in here
         if there[key] != here[key]

@@ -1,4 +1,6 @@
-"""The values that a search may choose, in Hydra's words: interval(…), tag(log,interval(…)), range(…), choice(a,b)."""
+"""The values that a search may choose, in Hydra's words: interval(…), tag(log,interval(…)),
+range(…), choice(a,b).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from armature.sweeps.study import load_optuna
 
 @dataclass(frozen=True)
 class Parameter:
-    """One key, and the values it may take: `choices` as they are typed, or the numbers from `low` to `high`."""
+    """One key, and the values it may take.
+
+    `choices` as they are typed, or the numbers from `low` to `high`.
+    """
 
     key: str
     text: str  # as typed
@@ -33,7 +38,9 @@ class Parameter:
         if self.choices:
             return distributions.CategoricalDistribution(self.choices)
         if self.whole:
-            return distributions.IntDistribution(int(self.low), int(self.high), log=self.log, step=int(self.step or 1))
+            return distributions.IntDistribution(
+                int(self.low), int(self.high), log=self.log, step=int(self.step or 1)
+            )
         return distributions.FloatDistribution(self.low, self.high, log=self.log, step=self.step)
 
     def count(self) -> float:
@@ -45,12 +52,16 @@ class Parameter:
 
     def extremes(self) -> list[str]:
         """Return overrides to check before the first trial: every choice, or both ends."""
-        values = self.choices or ((int(self.low), int(self.high)) if self.whole else (self.low, self.high))
+        values = self.choices or (
+            (int(self.low), int(self.high)) if self.whole else (self.low, self.high)
+        )
         return [f"{self.key}={value}" for value in values]
 
 
 def read(params: Mapping[str, Any], typed: Sequence[str]) -> tuple[list[Parameter], list[str]]:
-    """Return the parameters to choose, and the overrides that stay. Typed ones replace those of `params`.
+    """Return the parameters to choose, and the overrides that stay.
+
+    Typed ones replace those of `params`.
 
     Raises:
         ConfigError: no values to choose from, or none between the ends.
@@ -60,7 +71,9 @@ def read(params: Mapping[str, Any], typed: Sequence[str]) -> tuple[list[Paramete
     keys = {override.get_key_element() for override in parsed}
     parsed += [
         each
-        for each in parser.parse_overrides([f"{key}={_typed(value)}" for key, value in params.items()])
+        for each in parser.parse_overrides(
+            [f"{key}={_typed(value)}" for key, value in params.items()]
+        )
         if each.get_key_element() not in keys
     ]
     swept = [each for each in parsed if each.is_sweep_override()]
@@ -68,7 +81,8 @@ def read(params: Mapping[str, Any], typed: Sequence[str]) -> tuple[list[Paramete
     problems = [each for each in found if isinstance(each, str)]
     if not swept:
         problems.append(
-            "sweep=optuna: nothing to choose. Type an interval, as in 'optimizer.lr=tag(log,interval(1e-4,1e-2))', "
+            "sweep=optuna: nothing to choose. Type an interval, as in "
+            "'optimizer.lr=tag(log,interval(1e-4,1e-2))', "
             "or write it under hydra.sweeper.params."
         )
     if problems:
@@ -78,32 +92,43 @@ def read(params: Mapping[str, Any], typed: Sequence[str]) -> tuple[list[Paramete
 
 
 def grid_problems(typed: Sequence[Override]) -> list[str]:
-    """Return the values that a grid cannot try one by one: an interval has no end of them, a pattern may have none."""
+    """Return the values that a grid cannot try one by one: an interval has no end of them, a
+    pattern may have none.
+    """
     found = []
     for each in typed:
         text, instead = str(each.input_line), f"a list, as in {each.get_key_element()}=A,B."
         if isinstance(each.value(), IntervalSweep):
             found.append(
-                f"{text}: an interval has no end of values. Type sweep=optuna, which chooses them, or {instead}"
+                f"{text}: an interval has no end of values. Type sweep=optuna, which chooses them, "
+                f"or {instead}"
             )
         elif each.is_sweep_override() and next(each.sweep_string_iterator(), None) is None:
             found.append(f"{text}: it names no value, and there would be no trial. Type {instead}")
     return found
 
 
-def all_tried(parameters: Sequence[Parameter], sampler: Mapping[str, Any], tried: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether trials with these values leave no combination to a sampler that repeats none."""
+def all_tried(
+    parameters: Sequence[Parameter], sampler: Mapping[str, Any], tried: Sequence[Mapping[str, Any]]
+) -> bool:
+    """Return whether trials with these values leave no combination to a sampler that repeats
+    none.
+    """
     keys = [each.key for each in parameters]
     distinct = {tuple(values[key] for key in keys) for values in tried}
     if sampler["name"] == "BruteForceSampler":
         return len(distinct) >= math.prod(each.count() for each in parameters)
     if sampler["name"] == "GridSampler" and sampler["search_space"].keys() == {*keys}:
-        return distinct.issuperset(itertools.product(*(sampler["search_space"][key] for key in keys)))
+        return distinct.issuperset(
+            itertools.product(*(sampler["search_space"][key] for key in keys))
+        )
     return False
 
 
 def _typed(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return (
+        "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    )
 
 
 def _parameter(override: Override) -> Parameter | str:
@@ -123,12 +148,20 @@ def _parameter(override: Override) -> Parameter | str:
         if not isinstance(low, int | float) or not isinstance(value.stop, int | float) or step <= 0:
             return f"{text}: type range(FIRST,END) or range(FIRST,END,STEP) with a step above 0."
         if log:
-            return f"{text}: tag(log,…) takes an interval. Type tag(log,int(interval({low},{value.stop})))."
+            return (
+                f"{text}: tag(log,…) takes an interval. Type "
+                f"tag(log,int(interval({low},{value.stop})))."
+            )
         count = math.ceil((value.stop - low) / step - 1e-9)
         if count < 1:
             return f"{text}: holds no value."
-        high, whole = low + (count - 1) * step, all(isinstance(each, int) for each in (low, value.stop, step))
+        high, whole = (
+            low + (count - 1) * step,
+            all(isinstance(each, int) for each in (low, value.stop, step)),
+        )
     else:
         choices = tuple(dict.fromkeys(override.sweep_string_iterator()))
         return Parameter(key, text, choices=choices)
-    return Parameter(key, text, low=float(low), high=float(high), step=step and float(step), log=log, whole=whole)
+    return Parameter(
+        key, text, low=float(low), high=float(high), step=step and float(step), log=log, whole=whole
+    )

@@ -1,4 +1,7 @@
-"""Optuna's study of a sweep: where it is stored, and its samplers and pruners by name. Imports optuna when called."""
+"""Optuna's study of a sweep: where it is stored, and its samplers and pruners by name.
+
+Imports optuna when called.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,12 @@ from armature.errors import ConfigError, error_line, hide
 
 JOURNAL = "study.journal"
 # packages that Optuna does not require, and imports only when one of these is used
-NEEDED = {"CmaEsSampler": "cmaes", "GPSampler": "scipy", "QMCSampler": "scipy", "WilcoxonPruner": "scipy"}
+NEEDED = {
+    "CmaEsSampler": "cmaes",
+    "GPSampler": "scipy",
+    "QMCSampler": "scipy",
+    "WilcoxonPruner": "scipy",
+}
 USUAL = {"sampler": "TPESampler", "pruner": "MedianPruner"}
 _PASSWORD = re.compile(r"://[^/@]*:([^/@]+)@")
 
@@ -27,7 +35,8 @@ def load_optuna() -> Any:
         return importlib.import_module("optuna")
     except ImportError as error:
         raise ConfigError(
-            f"sweep=optuna needs the package optuna ({error}). Type make setup EXTRAS=sweep, or pip install optuna."
+            f"sweep=optuna needs the package optuna ({error}). Type make setup EXTRAS=sweep, or "
+            "pip install optuna."
         ) from error
 
 
@@ -37,7 +46,9 @@ def journal(folder: Path) -> str:
 
 
 def where(folder: Path) -> str | None:
-    """Return the file of a sweep's study, or None if it has none: it is a grid, or its study is in a database."""
+    """Return the file of a sweep's study, or None if it has none: it is a grid, or its study is in
+    a database.
+    """
     return journal(folder) if (folder / JOURNAL).is_file() else None
 
 
@@ -55,31 +66,46 @@ def open_study(where: str, *, name: str, mode: str = "min", create: bool = True)
         storage = where if "://" in where else storages.JournalStorage(file(where))
         if not create:
             return optuna.load_study(study_name=name, storage=storage)
-        return optuna.create_study(study_name=name, storage=storage, direction=f"{mode}imize", load_if_exists=True)
+        return optuna.create_study(
+            study_name=name, storage=storage, direction=f"{mode}imize", load_if_exists=True
+        )
     except Exception as error:  # of any database's driver
-        raise ConfigError(f"hydra.sweeper.storage={where}: {error_line(error)}. Type null for a file.") from error
+        raise ConfigError(
+            f"hydra.sweeper.storage={where}: {error_line(error)}. Type null for a file."
+        ) from error
 
 
 def plugin_of(kind: str, node: Mapping[str, Any]) -> Any:
-    """Return the sampler or pruner that `name` and its arguments describe. ConfigError: there is none such."""
+    """Return the sampler or pruner that `name` and its arguments describe.
+
+    ConfigError: there is none such.
+    """
     load_optuna()
     module = importlib.import_module(f"optuna.{kind}s")
-    known = [each for each in dir(module) if each.endswith(kind.capitalize()) and not each.startswith("Base")]
+    known = [
+        each
+        for each in dir(module)
+        if each.endswith(kind.capitalize()) and not each.startswith("Base")
+    ]
     name, key = str(node.get("name")), f"hydra.sweeper.{kind}.name"
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
         hint = f" Did you mean '{near[0]}'?" if near else ""
-        raise ConfigError(f"{key}={name}: optuna.{kind}s has no such class.{hint} Options: {', '.join(known)}.")
+        raise ConfigError(
+            f"{key}={name}: optuna.{kind}s has no such class.{hint} Options: {', '.join(known)}."
+        )
     package = NEEDED.get(name)
     if package is not None and importlib.util.find_spec(package) is None:
         raise ConfigError(
-            f"{key}={name} needs the package {package}. Type pip install {package}, or {key}={USUAL[kind]}."
+            f"{key}={name} needs the package {package}. Type pip install {package}, or "
+            f"{key}={USUAL[kind]}."
         )
     arguments = {each: value for each, value in node.items() if each != "name"}
     accepted = inspect.signature(getattr(module, name)).parameters
     if unknown := sorted(each for each in arguments if each not in accepted):
         raise ConfigError(
-            f"hydra.sweeper.{kind}.{unknown[0]}: {name} has no such argument. It has {', '.join(accepted) or 'none'}."
+            f"hydra.sweeper.{kind}.{unknown[0]}: {name} has no such argument. It has "
+            f"{', '.join(accepted) or 'none'}."
         )
     try:
         with warnings.catch_warnings():

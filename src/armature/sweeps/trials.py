@@ -31,7 +31,10 @@ class Trial:
 
 @dataclass(frozen=True)
 class Sweep:
-    """`trials` are ranked: those with a metric first, by it. Trials with different metrics are in order of number."""
+    """`trials` are ranked: those with a metric first, by it.
+
+    Trials with different metrics are in order of number.
+    """
 
     path: Path
     keys: tuple[str, ...]  # what differs between the trials
@@ -48,7 +51,11 @@ class Sweep:
 
     @cached_property
     def ranked(self) -> list[Trial]:
-        return [trial for trial in self.trials if trial.metric is not None] if len(self.goals) == 1 else []
+        return (
+            [trial for trial in self.trials if trial.metric is not None]
+            if len(self.goals) == 1
+            else []
+        )
 
     @property
     def finished(self) -> int:
@@ -60,13 +67,20 @@ class Sweep:
         if len(self.goals) > 1:
             order = f"not ranked, since checkpoint.monitor differs: {', '.join(self.goals)}"
         else:
-            order = f"{self.monitor}, {'highest' if self.trials[0].mode == 'max' else 'lowest'} first"
+            order = (
+                f"{self.monitor}, {'highest' if self.trials[0].mode == 'max' else 'lowest'} first"
+            )
         return f"{self.finished} of {self.asked} trials finished; {order}"
 
 
 def read(folder: Path, *, asked: int | None = None) -> Sweep | None:
-    """Return the sweep in a directory, or None if no trial has begun. `asked`: the trials that it was to have."""
-    found = sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal() and has_begun(path))
+    """Return the sweep in a directory, or None if no trial has begun.
+
+    `asked`: the trials that it was to have.
+    """
+    found = sorted(
+        int(path.name) for path in folder.iterdir() if path.name.isdecimal() and has_begun(path)
+    )
     trials = []
     for number in found:
         path = folder / str(number)
@@ -78,7 +92,11 @@ def read(folder: Path, *, asked: int | None = None) -> Sweep | None:
         summary = run_state.read_summary(path)
         best = summary.get("best_score")
         metric = best if best is not None else summary.get("metrics", {}).get(monitor)
-        values, state, step = _typed(path), run_state.state(path, summary), summary.get("global_step")
+        values, state, step = (
+            _typed(path),
+            run_state.state(path, summary),
+            summary.get("global_step"),
+        )
         trials.append(Trial(number, path, state, step, metric, values, monitor, mode))
     if not trials:
         return None
@@ -86,7 +104,9 @@ def read(folder: Path, *, asked: int | None = None) -> Sweep | None:
     differ = tuple(key for key in keys if len({trial.values.get(key) for trial in trials}) > 1)
     if len({(trial.monitor, trial.mode) for trial in trials}) == 1:
         sign = -1 if trials[0].mode == "max" else 1
-        trials.sort(key=lambda trial: (trial.metric is None, sign * (trial.metric or 0.0), trial.number))
+        trials.sort(
+            key=lambda trial: (trial.metric is None, sign * (trial.metric or 0.0), trial.number)
+        )
     return Sweep(folder, differ, tuple(trials), max(asked or 0, len(trials)))
 
 
@@ -96,12 +116,19 @@ def has_begun(path: Path) -> bool:
 
 def newest_start(path: Path) -> list[str]:
     """Return the overrides of the newest start; each start appends its own."""
-    return (path / "overrides.txt").read_text(encoding="utf-8", errors="replace").split("\n\n")[-1].splitlines()
+    return (
+        (path / "overrides.txt")
+        .read_text(encoding="utf-8", errors="replace")
+        .split("\n\n")[-1]
+        .splitlines()
+    )
 
 
 def _typed(path: Path) -> dict[str, str]:
     pairs = (line.partition("=") for line in newest_start(path))
-    return {key.lstrip("+"): value for key, _, value in pairs if not key.lstrip("+").startswith(OWN)}
+    return {
+        key.lstrip("+"): value for key, _, value in pairs if not key.lstrip("+").startswith(OWN)
+    }
 
 
 def table(sweep: Sweep) -> list[list[str]]:
@@ -113,7 +140,9 @@ def table(sweep: Sweep) -> list[list[str]]:
         metric += "" if trial.monitor == sweep.monitor else f" {trial.monitor}"
         place = str(rank) if trial in ranked else "–"
         values = [short(trial.values.get(key, "–")) for key in sweep.keys]
-        rows.append([place, str(trial.number), metric, *values, str(trial.step or "–"), trial.state])
+        rows.append(
+            [place, str(trial.number), metric, *values, str(trial.step or "–"), trial.state]
+        )
     return rows
 
 
@@ -132,15 +161,18 @@ def as_number(value: str) -> float | None:
 
 
 def importance(sweep: Sweep) -> dict[str, float]:
-    """Return the share of each key in the differences of the metric, the largest first; {} if too few trials tell.
+    """Return the share of each key in the differences of the metric, the largest first; {} if too
+    few trials tell.
 
-    Of a search it is Optuna's PED-ANOVA. Of a grid it is the variance between the means of a key's values as a share of
-    all variance, for which each value must occur in two trials.
+    Of a search it is Optuna's PED-ANOVA. Of a grid it is the variance between the means of a key's
+    values as a share of all variance, for which each value must occur in two trials.
     """
     ranked = sweep.ranked
     if len(ranked) < 4 or len(sweep.keys) < 2:
         return {}
-    shares = _of_search(sweep) or {key: share for key in sweep.keys if (share := _explained(ranked, key)) is not None}
+    shares = _of_search(sweep) or {
+        key: share for key in sweep.keys if (share := _explained(ranked, key)) is not None
+    }
     return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
 

@@ -1,4 +1,6 @@
-"""The base class of all tasks: builds the model and its optimizer, and computes exact metrics under every layout."""
+"""The base class of all tasks: builds the model and its optimizer, and computes exact metrics under
+every layout.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,20 @@ Batch = dict[str, Tensor]
 
 
 class WeightedMean(MeanMetric):
-    """A weighted mean over samples and ranks. NaN stays NaN, without the checks that wait for the device."""
+    """A weighted mean over samples and ranks.
+
+    NaN stays NaN, without the checks that wait for the device.
+    """
 
     @override
     def update(self, value: float | Tensor, weight: float | Tensor | None = None) -> None:
         """Add values and their weights, which are broadcast to the values' shape; None: 1."""
         value = torch.as_tensor(value, device=self.device)
-        weight = torch.ones_like(value) if weight is None else torch.as_tensor(weight, device=self.device)
+        weight = (
+            torch.ones_like(value)
+            if weight is None
+            else torch.as_tensor(weight, device=self.device)
+        )
         weight = weight.broadcast_to(value.shape)
         value, weight = value.to(self.dtype), weight.to(self.dtype)
         self.mean_value += (value * weight).sum()
@@ -47,31 +56,44 @@ def inputs_and_targets(batch: Batch) -> tuple[Tensor, Tensor]:
     try:
         return batch["inputs"], batch["targets"]
     except (KeyError, TypeError, IndexError):
-        form = f"the keys {', '.join(map(str, batch))}" if isinstance(batch, dict) else f"a {type(batch).__name__}"
+        form = (
+            f"the keys {', '.join(map(str, batch))}"
+            if isinstance(batch, dict)
+            else f"a {type(batch).__name__}"
+        )
         raise TypeError(
-            f'A batch has {form}: each sample of `dataset(split)` must be {{"inputs": Tensor, "targets": Tensor}}. '
-            "For samples of another form, write a task whose training_step, validation_step and test_step read them."
+            f'A batch has {form}: each sample of `dataset(split)` must be {{"inputs": Tensor, '
+            f'"targets": Tensor}}. '
+            "For samples of another form, write a task whose training_step, validation_step and "
+            "test_step read them."
         ) from None
 
 
 class Task(L.LightningModule):
-    """Trains the model on the loss that the model computes, and measures that loss on held-out batches.
+    """Trains the model on the loss that the model computes, and measures that loss on held-out
+    batches.
 
-    `model`, `optimizer` and `scheduler` are factories: no arguments, parameter groups, (optimizer, total_steps).
+    `model`, `optimizer` and `scheduler` are factories: no arguments, parameter groups, (optimizer,
+    total_steps).
     `adapter` freezes the model and adds what is trained instead (`armature.finetune.lora.Lora`).
     A subclass adds metrics in `metrics`, `update` and `final_metrics`.
 
     Attributes:
-        mean_over_targets: the loss of `training_step` is a mean over `batch["targets"]` that are not -100. Each target
-            of an optimizer step then has the same weight, whichever micro-batch it lies in.
+        mean_over_targets: the loss of `training_step` is a mean over `batch["targets"]` that are
+            not -100. Each target of an optimizer step then has the same weight, whichever
+            micro-batch it lies in.
     """
 
     mean_over_targets = True
 
     def __init__(
-        self, model: Callable[[], nn.Module], *, optimizer: Callable[[list[dict[str, Any]]], Optimizer],
-        scheduler: Callable[..., LRScheduler] | None = None, adapter: Lora | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: Callable[[], nn.Module],
+        *,
+        optimizer: Callable[[list[dict[str, Any]]], Optimizer],
+        scheduler: Callable[..., LRScheduler] | None = None,
+        adapter: Lora | None = None,
+    ) -> None:
         super().__init__()
         self.adapter = adapter
         self.model: nn.Module | None = None
@@ -81,28 +103,37 @@ class Task(L.LightningModule):
 
     @override
     @classmethod
-    def load_from_checkpoint(cls, checkpoint_path: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Self:
+    def load_from_checkpoint(
+        cls, checkpoint_path: Any, map_location: Any = None, *args: Any, **kwargs: Any
+    ) -> Self:
         """Return a trained task, in evaluation mode if it comes from a run.
 
         Args:
-            checkpoint_path: a run directory, or a checkpoint in one, whose config.yaml says which model it is; or a
-                .ckpt from elsewhere, for which Lightning's own function needs `model`, `optimizer` and `scheduler`.
+            checkpoint_path: a run directory, or a checkpoint in one, whose config.yaml says which
+                model it is; or a .ckpt from elsewhere, for which Lightning's own function needs
+                `model`, `optimizer` and `scheduler`.
             map_location: the device; None: the CPU.
             kwargs: arguments of the constructor that override the run's.
         """
         from armature import loading
 
         if isinstance(checkpoint_path, str | Path) and loading.is_of_a_run(Path(checkpoint_path)):
-            return loading.load(checkpoint_path, device=str(map_location or "cpu"), expect=cls, **kwargs)  # pyright: ignore[reportReturnType]
+            return loading.load(
+                checkpoint_path, device=str(map_location or "cpu"), expect=cls, **kwargs
+            )  # pyright: ignore[reportReturnType]
         return super().load_from_checkpoint(checkpoint_path, map_location, *args, **kwargs)
 
     @override
     def configure_model(self) -> None:
-        """Build the model: without memory if it can initialize itself by name, which the strategy then does."""
+        """Build the model: without memory if it can initialize itself by name, which the strategy
+        then does.
+        """
         if self.model is not None:
             return
         model_class = getattr(self._make_model, "func", self._make_model)
-        with torch.device("meta") if hasattr(model_class, "initialize_parameter") else nullcontext():
+        with (
+            torch.device("meta") if hasattr(model_class, "initialize_parameter") else nullcontext()
+        ):
             self.model = self._make_model()
             if isinstance(self.adapter, Lora):
                 self.adapter.add_to(self.model)
@@ -113,16 +144,23 @@ class Task(L.LightningModule):
         optimizer = self._make_optimizer(parameter_groups(self.model))
         if self._make_scheduler is None:
             return optimizer
-        total_steps = self.trainer.max_steps if self.trainer.max_steps > 0 else self.trainer.estimated_stepping_batches
+        total_steps = (
+            self.trainer.max_steps
+            if self.trainer.max_steps > 0
+            else self.trainer.estimated_stepping_batches
+        )
         scheduler = self._make_scheduler(optimizer, total_steps=int(total_steps))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the loss of one micro-batch.
 
-        The model computes it, in `loss` (src/armature/models/<name>/model.py): a pipeline needs the loss on the stage
-        that holds the model's last part.
+        The model computes it, in `loss` (src/armature/models/<name>/model.py): a pipeline needs the
+        loss on the stage that holds the model's last part.
         """
         return self.loss_of(batch)
 
@@ -131,19 +169,26 @@ class Task(L.LightningModule):
         assert self.model is not None
         if isinstance(batch, dict) and "documents" in batch:
             raise ConfigError(
-                f"{type(self).__name__} does not read the documents of packed rows, which would be mixed. Type "
-                "data.source.packing=false, or override loss_of as armature.tasks.language_modeling does."
+                f"{type(self).__name__} does not read the documents of packed rows, which would be "
+                "mixed. Type "
+                "data.source.packing=false, or override loss_of as "
+                "armature.tasks.language_modeling does."
             )
         return self.model(*inputs_and_targets(batch))
 
     def metrics(self) -> dict[str, Metric]:
-        """Return the metrics of one evaluation, by name. Each is a sum over samples and ranks, so it is exact."""
+        """Return the metrics of one evaluation, by name.
+
+        Each is a sum over samples and ranks, so it is exact.
+        """
         return {"loss": mean_metric()}
 
     def update(self, metrics: dict[str, Metric], batch: Batch) -> None:
         """Add one batch. A batch of padding, whose targets are all -100, has no weight."""
         loss, counted = self.loss_of(batch), batch["targets"] != IGNORED
-        if batch["targets"].is_floating_point():  # -100.0 may be a number to predict, as in training
+        if batch[
+            "targets"
+        ].is_floating_point():  # -100.0 may be a number to predict, as in training
             counted = counted.any().expand_as(counted)
         metrics["loss"].update(loss, weight=counted.sum())
 
@@ -152,7 +197,10 @@ class Task(L.LightningModule):
         return values
 
     def preview(self) -> str | None:
-        """Return text that shows what was learned, or None: at validations and at the end. Called on every rank."""
+        """Return text that shows what was learned, or None: at validations and at the end.
+
+        Called on every rank.
+        """
         return None
 
     @override
@@ -183,7 +231,9 @@ class Task(L.LightningModule):
         self._metrics = {name: metric.to(self.device) for name, metric in self.metrics().items()}
 
     def _of_this_epoch(self) -> dict[str, Metric]:
-        """Return the metrics, also if a subclass's hook of the epoch's start has not called super()."""
+        """Return the metrics, also if a subclass's hook of the epoch's start has not called
+        super().
+        """
         if not self._metrics:
             self._make_metrics()
         return self._metrics
@@ -191,4 +241,6 @@ class Task(L.LightningModule):
     def _log_metrics(self, split: str) -> None:
         values = {name: float(metric.compute()) for name, metric in self._of_this_epoch().items()}
         self._metrics = {}
-        self.log_dict({f"{split}/{name}": value for name, value in self.final_metrics(values, split).items()})
+        self.log_dict(
+            {f"{split}/{name}": value for name, value in self.final_metrics(values, split).items()}
+        )

@@ -11,15 +11,18 @@ from armature.tasks.base import Batch, Task, inputs_and_targets, mean_metric
 
 
 class Classification(Task):
-    """Logs the loss in nats per sample, and accuracy: the share of samples whose likeliest class is right.
+    """Logs the loss in nats per sample, and accuracy: the share of samples whose likeliest class is
+    right.
 
-    The training loss is the model's `loss`, such as `VisionTransformer.loss`. A model without that method returns its
-    loss from `forward(inputs, targets)`, and evaluation calls it twice.
+    The training loss is the model's `loss`, such as `VisionTransformer.loss`. A model without that
+    method returns its loss from `forward(inputs, targets)`, and evaluation calls it twice.
     """
 
     @override
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Return each sample's likeliest class, and the probability of it: columns of scripts/predict.py."""
+        """Return each sample's likeliest class, and the probability of it: columns of
+        scripts/predict.py.
+        """
         assert self.model is not None
         probability, index = self.model(batch["inputs"]).float().softmax(dim=-1).max(dim=-1)
         return {"class": index, "probability": probability}
@@ -37,7 +40,9 @@ class Classification(Task):
         has_loss = callable(getattr(self.model, "loss", None))
         loss = self.model.loss(outputs, targets) if has_loss else self.loss_of(batch)  # pyright: ignore[reportCallIssue]
         metrics["loss"].update(loss, weight=counted.sum())
-        metrics["accuracy"].update((outputs.argmax(dim=-1) == targets).float(), weight=counted.float())
+        metrics["accuracy"].update(
+            (outputs.argmax(dim=-1) == targets).float(), weight=counted.float()
+        )
 
 
 class TextClassification(Classification):

@@ -1,4 +1,6 @@
-"""Direct preference optimization: of two answers to a prompt, the chosen one becomes likelier than the rejected one."""
+"""Direct preference optimization: of two answers to a prompt, the chosen one becomes likelier than
+the rejected one.
+"""
 
 from __future__ import annotations
 
@@ -35,46 +37,73 @@ log = logging.getLogger(__name__)
 class DirectPreference(LanguageModeling):
     """Trains on pairs of answers with the loss of DPO (arXiv:2305.18290, equation 7).
 
-    The loss is -log sigmoid(m), where m is the reward of the chosen answer less that of the rejected one, and an
-    answer's reward is beta × (its log-probability - its log-probability under the reference, the model before
-    training). It is a mean over pairs, so it begins at ln 2 = 0.6931 in any layout.
+    The loss is -log sigmoid(m), where m is the reward of the chosen answer less that of the
+    rejected one, and an answer's reward is beta × (its log-probability - its log-probability under
+    the reference, the model before training). It is a mean over pairs, so it begins at ln 2 =
+    0.6931 in any layout.
 
-    Logs, per pair: loss, `reward_accuracy` (share of pairs with m > 0), `reward_margin` (m), both rewards, and the
+    Logs, per pair: loss, `reward_accuracy` (share of pairs with m > 0), `reward_margin` (m), both
+    rewards, and the
     log-probabilities of both answers, in nats per answer.
 
     Args:
-        model, optimizer, scheduler, adapter, preview_prompt, preview_tokens, preview_temperature: as of
-            `LanguageModeling`.
+        model, optimizer, scheduler, adapter, preview_prompt, preview_tokens, preview_temperature:
+            as of `LanguageModeling`.
         beta: how strongly the model is held to the reference.
-        loss: "sigmoid", or "ipo", which is (m / beta - 1 / (2 beta))² (arXiv:2310.12036, equation 17).
-        label_smoothing: the share of pairs whose order is taken to be wrong (conservative DPO); with sigmoid only.
+        loss: "sigmoid", or "ipo", which is (m / beta - 1 / (2 beta))² (arXiv:2310.12036, equation
+            17).
+        label_smoothing: the share of pairs whose order is taken to be wrong (conservative DPO);
+            with sigmoid only.
         length_normalized: rewards are divided by the number of tokens of the answer.
-        reference: how the reference's log-probabilities are known: "adapters_off" computes them in each step, with the
-            model without its adapters; "cached" once, before training, and keeps them with the run. "auto" is
-            adapters_off if adapters are all that is trained, otherwise cached.
+        reference: how the reference's log-probabilities are known: "adapters_off" computes them in
+            each step, with the model without its adapters; "cached" once, before training, and
+            keeps them with the run. "auto" is adapters_off if adapters are all that is trained,
+            otherwise cached.
     """
 
     reads = "pairs"  # read from the source before launch
     mean_over_targets = False  # but over pairs, of which all micro-batches have as many
     unsupported_strategies: ClassVar[dict[str, str]] = {
-        "pipeline": "a pipeline returns the mean loss of its rows, and not each answer's. Type strategy=fsdp",
-        "deepspeed": "its losses have not been compared with one process's there. Type strategy=fsdp",
+        "pipeline": "a pipeline returns the mean loss of its rows, and not each answer's. Type "
+        "strategy=fsdp",
+        "deepspeed": "its losses have not been compared with one process's there. Type "
+        "strategy=fsdp",
     }
     COLUMNS = (
-        "reward_accuracy", "reward_margin", "chosen_reward", "rejected_reward", "chosen_logp", "rejected_logp",
-    )  # fmt: skip
+        "reward_accuracy",
+        "reward_margin",
+        "chosen_reward",
+        "rejected_reward",
+        "chosen_logp",
+        "rejected_logp",
+    )
     mean_columns = frozenset(f"train/{name}" for name in COLUMNS)
 
     def __init__(
-        self, model: Callable[[], nn.Module], *, optimizer: Callable[[list[dict[str, Any]]], Optimizer],
-        scheduler: Callable[..., LRScheduler] | None = None, adapter: Lora | None = None, beta: float = 0.1,
-        loss: str = "sigmoid", label_smoothing: float = 0.0, length_normalized: bool = False, reference: str = "auto",
-        preview_prompt: str = "", preview_tokens: int = 0, preview_temperature: float = 0.6,
-    ) -> None:  # fmt: skip
+        self,
+        model: Callable[[], nn.Module],
+        *,
+        optimizer: Callable[[list[dict[str, Any]]], Optimizer],
+        scheduler: Callable[..., LRScheduler] | None = None,
+        adapter: Lora | None = None,
+        beta: float = 0.1,
+        loss: str = "sigmoid",
+        label_smoothing: float = 0.0,
+        length_normalized: bool = False,
+        reference: str = "auto",
+        preview_prompt: str = "",
+        preview_tokens: int = 0,
+        preview_temperature: float = 0.6,
+    ) -> None:
         super().__init__(
-            model, optimizer=optimizer, scheduler=scheduler, adapter=adapter, preview_prompt=preview_prompt,
-            preview_tokens=preview_tokens, preview_temperature=preview_temperature,
-        )  # fmt: skip
+            model,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            adapter=adapter,
+            preview_prompt=preview_prompt,
+            preview_tokens=preview_tokens,
+            preview_temperature=preview_temperature,
+        )
         self.beta, self.loss, self.label_smoothing = beta, loss, label_smoothing
         self.length_normalized = length_normalized
         train = None if adapter is None else adapter.train
@@ -101,7 +130,9 @@ class DirectPreference(LanguageModeling):
         assert self.model is not None
         inputs, targets = inputs_and_targets(batch)
         if inputs.ndim != 3 or inputs.shape[1] != 2:
-            raise TypeError(f"inputs are {tuple(inputs.shape)}, not (pairs, 2, tokens). Type data=preference.")
+            raise TypeError(
+                f"inputs are {tuple(inputs.shape)}, not (pairs, 2, tokens). Type data=preference."
+            )
         inputs, targets = inputs.flatten(0, 1), targets.flatten(0, 1)
         if "per_token" in inspect.signature(type(self.model).forward).parameters:
             losses = self.model(inputs, targets, per_token=True)
@@ -111,7 +142,9 @@ class DirectPreference(LanguageModeling):
 
     def compare(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return each pair's loss (B,), and by name the values (B,) that are logged beside it."""
-        reference = self.reference_of(batch)  # first, before the activations that backward needs take memory
+        reference = self.reference_of(
+            batch
+        )  # first, before the activations that backward needs take memory
         policy = self.log_probabilities(batch)
         ratio = policy - reference
         if self.length_normalized:
@@ -123,7 +156,12 @@ class DirectPreference(LanguageModeling):
             right, wrong = F.logsigmoid(self.beta * margin), F.logsigmoid(-self.beta * margin)
             losses = -(1 - self.label_smoothing) * right - self.label_smoothing * wrong
         rewards, logp = self.beta * ratio.detach(), policy.detach()
-        values = [(margin > 0).float(), rewards[:, 0] - rewards[:, 1], *rewards.unbind(1), *logp.unbind(1)]
+        values = [
+            (margin > 0).float(),
+            rewards[:, 0] - rewards[:, 1],
+            *rewards.unbind(1),
+            *logp.unbind(1),
+        ]
         return losses, dict(zip(self.COLUMNS, values, strict=True))
 
     def reference_of(self, batch: Batch) -> Tensor:
@@ -134,8 +172,10 @@ class DirectPreference(LanguageModeling):
                 return self.log_probabilities(batch)
         if "reference" not in batch:
             raise ConfigError(
-                "The reference's log-probabilities of these pairs are not known: task.reference=cached computed those "
-                "of the run's own pairs. Name these (if reference.npz is gone, resume once, which writes it again), "
+                "The reference's log-probabilities of these pairs are not known: "
+                "task.reference=cached computed those "
+                "of the run's own pairs. Name these (if reference.npz is gone, resume once, which "
+                "writes it again), "
                 "or train with task.reference=adapters_off."
             )
         found = batch["reference"]
@@ -154,21 +194,33 @@ class DirectPreference(LanguageModeling):
     @override
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Return the answers' log-probabilities: columns of scripts/predict.py."""
-        return dict(zip(("chosen_logp", "rejected_logp"), self.log_probabilities(batch).unbind(1), strict=True))
+        return dict(
+            zip(
+                ("chosen_logp", "rejected_logp"),
+                self.log_probabilities(batch).unbind(1),
+                strict=True,
+            )
+        )
 
     # ------------------------------------------------------------ what is logged
     @override
     def metrics(self) -> dict[str, Metric]:
         return {
-            "loss": mean_metric(), "reward_accuracy": mean_metric(), "reward_margin": mean_metric(),
-            "chosen_reward": mean_metric(), "rejected_reward": mean_metric(), "chosen_logp": mean_metric(),
+            "loss": mean_metric(),
+            "reward_accuracy": mean_metric(),
+            "reward_margin": mean_metric(),
+            "chosen_reward": mean_metric(),
+            "rejected_reward": mean_metric(),
+            "chosen_logp": mean_metric(),
             "rejected_logp": mean_metric(),
-        }  # fmt: skip
+        }
 
     @override
     def update(self, metrics: dict[str, Metric], batch: Batch) -> None:
         losses, columns = self.compare(batch)
-        counted = (batch["targets"] != IGNORED).any(dim=-1).any(dim=-1).float()  # padding has no targets
+        counted = (
+            (batch["targets"] != IGNORED).any(dim=-1).any(dim=-1).float()
+        )  # padding has no targets
         for name, values in {"loss": losses, **columns}.items():
             metrics[name].update(values.where(counted > 0, 0.0), weight=counted)
 
@@ -177,11 +229,15 @@ class DirectPreference(LanguageModeling):
         return values
 
     def batch_ended(self, trainer: Any, *, stepped: bool) -> dict[str, Tensor]:
-        """Return the step's columns of metrics.csv, of this rank: the step log takes their mean over the ranks."""
+        """Return the step's columns of metrics.csv, of this rank: the step log takes their mean
+        over the ranks.
+        """
         if not stepped or not self._sums:
             return {}
         means, self._sums = torch.stack(self._sums).mean(dim=0), []
-        return {f"train/{name}": mean for name, mean in zip(self.COLUMNS, means.unbind(), strict=True)}
+        return {
+            f"train/{name}": mean for name, mean in zip(self.COLUMNS, means.unbind(), strict=True)
+        }
 
     def measured(self, trainer: Any, window: Window) -> dict[str, float]:
         """Return no timings: `batch_ended` has all columns."""
@@ -194,14 +250,17 @@ class DirectPreference(LanguageModeling):
     # ------------------------------------------------------------ the reference, before training
     @override
     def on_train_start(self) -> None:
-        step_log = next((each for each in self.trainer.callbacks if isinstance(each, StepLog)), None)  # pyright: ignore[reportAttributeAccessIssue]
+        step_log = next(
+            (each for each in self.trainer.callbacks if isinstance(each, StepLog)), None
+        )  # pyright: ignore[reportAttributeAccessIssue]
         if step_log is not None and self not in step_log.monitors:
             step_log.monitors.append(self)
         if self.reference == "cached":
             self._compute_reference()
         elif getattr(self.trainer.strategy, "initial_weights", None) is not None:
             raise ConfigError(
-                "The run begins with the weights of a checkpoint, whose adapters may be trained: without them, the "
+                "The run begins with the weights of a checkpoint, whose adapters may be trained: "
+                "without them, the "
                 "model is not the one that training begins with. Type task.reference=cached."
             )
         if step_log is not None:
@@ -209,26 +268,33 @@ class DirectPreference(LanguageModeling):
 
     @torch.no_grad()
     def _compute_reference(self) -> None:
-        """Compute the log-probabilities of all pairs with the weights that training begins with, unless it resumes."""
+        """Compute the log-probabilities of all pairs with the weights that training begins with,
+        unless it resumes.
+        """
         assert self.model is not None
         data: Any = self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
         if not hasattr(data, "set_reference"):
             raise ConfigError(
-                f"task.reference=cached: {type(data).__name__} cannot keep the reference's log-probabilities. Type "
+                f"task.reference=cached: {type(data).__name__} cannot keep the reference's "
+                "log-probabilities. Type "
                 "data=preference, or train adapters with task.reference=adapters_off."
             )
         if data.reference is not None:
             return
         if data.samples_seen:
             raise ConfigError(
-                "task.reference=cached, but the checkpoint has no log-probabilities of the reference, and its weights "
-                "are trained already. Type task.reference=adapters_off, as the run began, or resume=never."
+                "task.reference=cached, but the checkpoint has no log-probabilities of the "
+                "reference, and its weights "
+                "are trained already. Type task.reference=adapters_off, as the run began, or "
+                "resume=never."
             )
         sizes, started, found = data.splits(), time.monotonic(), {}
         if self.trainer.is_global_zero:
             # trainer.limit_train_batches takes other pairs in each epoch
             log.info("Computing the reference of all %s pairs, once.", f"{sum(sizes.values()):,}")
-        stop = next((each for each in self.trainer.callbacks if isinstance(each, StopOnSignal)), None)  # pyright: ignore[reportAttributeAccessIssue]
+        stop = next(
+            (each for each in self.trainer.callbacks if isinstance(each, StopOnSignal)), None
+        )  # pyright: ignore[reportAttributeAccessIssue]
         for split, size in sizes.items():
             indices, values = [], []
             with evaluating(self.model):
@@ -237,26 +303,33 @@ class DirectPreference(LanguageModeling):
                     columns: Any = self.trainer.strategy.predict_step(batch, 0)
                     if [*columns] != ["chosen_logp", "rejected_logp"]:
                         raise ConfigError(
-                            f"task.reference=cached: predict_step of {type(self).__name__} returns {[*columns]}, not "
+                            f"task.reference=cached: predict_step of {type(self).__name__} returns "
+                            f"{[*columns]}, not "
                             "chosen_logp and rejected_logp. Type task.reference=adapters_off."
                         )
                     values.append(torch.stack([*columns.values()], dim=1).float())
                     indices += some
                     if stop is not None:
                         stop.outside_of_steps()  # hours may pass here
-            of_ranks: Any = self.all_gather({"at": torch.tensor(indices, device=self.device), "is": torch.cat(values)})
+            of_ranks: Any = self.all_gather(
+                {"at": torch.tensor(indices, device=self.device), "is": torch.cat(values)}
+            )
             found[split] = torch.empty(size, 2, dtype=torch.float32)
             found[split][of_ranks["at"].flatten().cpu()] = of_ranks["is"].reshape(-1, 2).cpu()
         data.set_reference(found)
         if self.trainer.is_global_zero:
             data.write_reference(Path(self.trainer.default_root_dir))
             seconds = time.monotonic() - started
-            log.info("Computed the reference of %s pairs in %.0f s.", f"{sum(sizes.values()):,}", seconds)
+            log.info(
+                "Computed the reference of %s pairs in %.0f s.", f"{sum(sizes.values()):,}", seconds
+            )
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Let all of a model's modules be in evaluation mode, as without dropout, and then in the mode of each before."""
+    """Let all of a model's modules be in evaluation mode, as without dropout, and then in the mode
+    of each before.
+    """
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False

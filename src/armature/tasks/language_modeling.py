@@ -23,20 +23,27 @@ log = logging.getLogger(__name__)
 
 
 class LanguageModeling(Task):
-    """Logs the loss in nats per token, perplexity, and bits per byte if the data module has `bytes_per_token`.
+    """Logs the loss in nats per token, perplexity, and bits per byte if the data module has
+    `bytes_per_token`.
 
-    Bits per byte, unlike the other two, can be compared across tokenizers and with file compressors.
-    The training loss is the model's: `Decoder.loss`, or its twin without all the logits, `ChunkedCrossEntropy`.
+    Bits per byte, unlike the other two, can be compared across tokenizers and with file
+    compressors. The training loss is the model's: `Decoder.loss`, or its twin without all the
+    logits, `ChunkedCrossEntropy`.
     """
 
     modality = "tokens"
 
     def __init__(
-        self, model: Callable[[], nn.Module], *, optimizer: Callable[[list[dict[str, Any]]], Optimizer],
-        scheduler: Callable[..., LRScheduler] | None = None, preview_prompt: str | Sequence[str] = "auto",
+        self,
+        model: Callable[[], nn.Module],
+        *,
+        optimizer: Callable[[list[dict[str, Any]]], Optimizer],
+        scheduler: Callable[..., LRScheduler] | None = None,
+        preview_prompt: str | Sequence[str] = "auto",
         preview_tokens: int = 48,
-        preview_temperature: float = 0.6, adapter: Lora | None = None,
-    ) -> None:  # fmt: skip
+        preview_temperature: float = 0.6,
+        adapter: Lora | None = None,
+    ) -> None:
         super().__init__(model, optimizer=optimizer, scheduler=scheduler, adapter=adapter)
         self.preview_prompt, self.preview_tokens = preview_prompt, preview_tokens
         self.preview_temperature = preview_temperature
@@ -44,12 +51,16 @@ class LanguageModeling(Task):
 
     @override
     def loss_of(self, batch: Batch) -> Tensor:
-        """Return the loss. A batch with "documents" (B, T) packs several, which do not attend to each other."""
+        """Return the loss.
+
+        A batch with "documents" (B, T) packs several, which do not attend to each other.
+        """
         assert self.model is not None
         packed = {"documents": batch["documents"]} if "documents" in batch else {}
         if packed and "documents" not in inspect.signature(type(self.model).forward).parameters:
             raise ConfigError(
-                f"{type(self.model).__name__}.forward takes no documents (B, T): packed conversations would be mixed. "
+                f"{type(self.model).__name__}.forward takes no documents (B, T): packed "
+                "conversations would be mixed. "
                 "Type data.source.packing=false."
             )
         return self.model(*inputs_and_targets(batch), **packed)
@@ -58,36 +69,51 @@ class LanguageModeling(Task):
     def final_metrics(self, values: dict[str, float], split: str) -> dict[str, float]:
         loss = values["loss"]
         metrics = {**values, "perplexity": math.inf if loss > 700.0 else math.exp(loss)}
-        bytes_per_token = getattr(getattr(self.trainer, "datamodule", None), "bytes_per_token", None)
+        bytes_per_token = getattr(
+            getattr(self.trainer, "datamodule", None), "bytes_per_token", None
+        )
         if bytes_per_token is not None:
             self._name_limit(split)
             metrics["bits_per_byte"] = loss / math.log(2) / bytes_per_token(split)
         return metrics
 
     def _name_limit(self, split: str) -> None:
-        """Log once if only a part of a split is measured: the bytes per token are those of the whole split."""
+        """Log once if only a part of a split is measured: the bytes per token are those of the
+        whole split.
+        """
         key = f"limit_{split}_batches"
         limit = getattr(self.trainer, key, None)
-        if limit is None or (isinstance(limit, float) and limit == 1.0) or key in self._named_limits:
+        if (
+            limit is None
+            or (isinstance(limit, float) and limit == 1.0)
+            or key in self._named_limits
+        ):
             return
         self._named_limits.add(key)
         if self.trainer.is_global_zero:
             log.info(
-                "trainer.%s=%s: %s/bits_per_byte is approximate, since the bytes per token are those of all batches.",
+                "trainer.%s=%s: %s/bits_per_byte is approximate, since the bytes per token are "
+                "those of all batches.",
                 key, limit, split,
             )  # fmt: skip
 
     @override
     def preview(self) -> str | None:
-        """Return short texts that continue prompts, the same for the same weights; None without a tokenizer.
+        """Return short texts that continue prompts, the same for the same weights; None without a
+        tokenizer.
 
-        The prompts are `preview_prompt`, or beginnings of lines that the data hold out. They stand between ‹ and ›.
+        The prompts are `preview_prompt`, or beginnings of lines that the data hold out. They stand
+        between ‹ and ›.
         """
         data: Any = getattr(self.trainer, "datamodule", None)
         tokenizer = getattr(data, "tokenizer", None)
         if tokenizer is None or self.model is None or self.preview_tokens == 0:
             return None
-        prompts = self.preview_prompt if self.preview_prompt != "auto" else getattr(data, "prompts", list)()
+        prompts = (
+            self.preview_prompt
+            if self.preview_prompt != "auto"
+            else getattr(data, "prompts", list)()
+        )
         texts = [prompts] if isinstance(prompts, str) else [*prompts]
         prompts = [ids for text in texts if (ids := tokenizer.encode(text).ids)]
         if not prompts:
@@ -96,9 +122,13 @@ class LanguageModeling(Task):
         own = next(self.model.parameters()).device
         device = strategy.root_device if getattr(strategy, "fetches_weights", False) else own
         continued = complete(
-            self.model, prompts, max_new_tokens=self.preview_tokens, temperature=self.preview_temperature,
-            generator=torch.Generator(device).manual_seed(0), device=device,
-        )  # fmt: skip
+            self.model,
+            prompts,
+            max_new_tokens=self.preview_tokens,
+            temperature=self.preview_temperature,
+            generator=torch.Generator(device).manual_seed(0),
+            device=device,
+        )
         samples = []
         for prompt, ids in zip(prompts, continued, strict=True):
             start, whole = tokenizer.decode(prompt), tokenizer.decode(ids)

@@ -1,6 +1,8 @@
-"""What users' hooks decide on one rank must hold on all: a rank that trains on would wait for the others forever.
+"""What users' hooks decide on one rank must hold on all: a rank that trains on would wait for the
+others forever.
 
-Ranks ask each other only if the users' code may decide such a thing, since that costs time in every step.
+Ranks ask each other only if the users' code may decide such a thing, since that costs time in every
+step.
 """
 
 from __future__ import annotations
@@ -36,8 +38,10 @@ def skipped(module: Any, skips: bool, *, batch_idx: int) -> bool:
         return skips
     everyones = process_group.all_gather_object(skips)
     raise ConfigError(
-        f"{type(module).__name__}.{HOOK} returns -1 on rank {everyones.index(True)} and not on rank "
-        f"{everyones.index(False)} (batch {batch_idx}). All ranks must leave the epoch together: decide by what "
+        f"{type(module).__name__}.{HOOK} returns -1 on rank {everyones.index(True)} and not on "
+        "rank "
+        f"{everyones.index(False)} (batch {batch_idx}). All ranks must leave the epoch together: "
+        "decide by what "
         "all of them know, such as trainer.strategy.reduce(value) or self.all_gather(value)."
     )
 
@@ -62,12 +66,18 @@ def _returns_a_value(code: CodeType) -> bool:
 
 
 def stop_together(trainer: Any) -> None:
-    """Set `trainer.should_stop` on all ranks if it is set on any. Called by all ranks, equally often."""
+    """Set `trainer.should_stop` on all ranks if it is set on any.
+
+    Called by all ranks, equally often.
+    """
     trainer.should_stop = _count(trainer, trainer.should_stop) > 0
 
 
 def _count(trainer: Any, yes: bool) -> int:
-    """Return the number of ranks that say yes. The CPUs communicate, unless Lightning has made the group."""
+    """Return the number of ranks that say yes.
+
+    The CPUs communicate, unless Lightning has made the group.
+    """
     device = "cpu" if StrategyMixin.find(trainer) is not None else trainer.strategy.root_device
     return int(process_group.all_sum(torch.tensor(int(yes), device=device)))
 
@@ -79,7 +89,9 @@ def may_stop(trainer: Any) -> bool:
 
 
 def names_in_methods(owners: Iterable[Any]) -> dict[str, set[str]]:
-    """Return what the methods of users' classes mention, as attributes, globals and the like, by the method's name."""
+    """Return what the methods of users' classes mention, as attributes, globals and the like, by
+    the method's name.
+    """
     found: dict[str, set[str]] = {}
     classes = {base for owner in owners for base in type(owner).__mro__}
     users = (base for base in classes if not f"{base.__module__}.".startswith(FRAMEWORKS))

@@ -1,8 +1,8 @@
 """Name the plain attributes that a resume has lost: no checkpoint holds them, as in Lightning.
 
-A checkpoint holds a digest of each attribute of the user's module, callbacks, data module and optimizers that has
-changed since training began, on rank 0. After a resume inside an epoch, the user's own hooks have not restored what
-then differs.
+A checkpoint holds a digest of each attribute of the user's module, callbacks, data module and
+optimizers that has changed since training began, on rank 0. After a resume inside an epoch, the
+user's own hooks have not restored what then differs.
 """
 
 from __future__ import annotations
@@ -42,24 +42,54 @@ from armature.training.progress import data_of
 
 log = logging.getLogger(__name__)
 
-_MOST_BYTES, _MOST_PARTS = 4_000_000, 10_000  # of an attribute: larger ones are not compared, which would take long
+_MOST_BYTES, _MOST_PARTS = (
+    4_000_000,
+    10_000,
+)  # of an attribute: larger ones are not compared, which would take long
 _MOST_LEFT_OUT = 20  # attributes of an object that are too large: looking at each may take long
-_NUMBERS = (type(None), bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device, torch.Size)
-_ITERATOR, _UNREADABLE = "iterator", "unreadable"  # words in a digest: the value holds one, whose position is not seen
+_NUMBERS = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    np.generic,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+)
+_ITERATOR, _UNREADABLE = (
+    "iterator",
+    "unreadable",
+)  # words in a digest: the value holds one, whose position is not seen
 _UNCHANGED = "unchanged"  # begins a digest of which only types are known
 _MAKES = "value)"  # ends a word of a digest: how an object is made of its plain value
-_NO_MATTER = (io.IOBase, logging.Filterer, logging.LoggerAdapter)  # files and loggers: training does not read them
+_NO_MATTER = (
+    io.IOBase,
+    logging.Filterer,
+    logging.LoggerAdapter,
+)  # files and loggers: training does not read them
 _PLAIN = (type(None), bool, int, float, str)
 _OF_TRAINER = (  # settings that a hook may change
-    "gradient_clip_val", "gradient_clip_algorithm", "accumulate_grad_batches", "limit_train_batches",
-    "limit_val_batches", "val_check_interval", "check_val_every_n_epoch", "log_every_n_steps",
-)  # fmt: skip
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "accumulate_grad_batches",
+    "limit_train_batches",
+    "limit_val_batches",
+    "val_check_interval",
+    "check_val_every_n_epoch",
+    "log_every_n_steps",
+)
 _WITH_STATE = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler)
 _OF_FRAMEWORKS = (nn.Module, L.Trainer, Optimizer, LRScheduler)
 
 
 def digests(trainer: Any) -> dict[str, str]:
-    """Return a digest of each attribute and buffer that no checkpoint holds, by its owner's class and its name."""
+    """Return a digest of each attribute and buffer that no checkpoint holds, by its owner's class
+    and its name.
+    """
     found, module, classes = {}, trainer.lightning_module, set()
     schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
     saved = frozenset(map(id, (*module.modules(), *trainer.optimizers, *schedules)))
@@ -70,7 +100,9 @@ def digests(trainer: Any) -> dict[str, str]:
             if name not in frameworks and (digest := _digest(value, saved)) is not None:
                 found[f"{label}.{name}"] = digest
     for label, owner, names in _settings(trainer):
-        found |= {f"{label}.{name}": repr(getattr(owner, name, None)).replace(" ", "_") for name in names}
+        found |= {
+            f"{label}.{name}": repr(getattr(owner, name, None)).replace(" ", "_") for name in names
+        }
     for path, buffer in _unsaved_buffers(module):
         if (digest := _digest(buffer)) is not None:
             found[f"{type(module).__name__}.{path}"] = digest
@@ -78,22 +110,32 @@ def digests(trainer: Any) -> dict[str, str]:
 
 
 def _settings(trainer: Any) -> Iterator[tuple[str, Any, Iterable[str]]]:
-    """Yield a label, a trainer or a layer of torch, and the names of its plain attributes: a dropout's `p`."""
+    """Yield a label, a trainer or a layer of torch, and the names of its plain attributes: a
+    dropout's `p`.
+    """
     yield "Trainer", trainer, _OF_TRAINER
     module = trainer.lightning_module
     for path, part in module.named_modules():
         if _class_of(part).__module__.startswith("torch."):
-            names = [n for n, v in vars(part).items() if type(v) in _PLAIN and n[0] != "_" and n != "training"]
+            names = [
+                n
+                for n, v in vars(part).items()
+                if type(v) in _PLAIN and n[0] != "_" and n != "training"
+            ]
             yield f"{type(module).__name__}.{path}", part, names
 
 
 def _unsaved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers that a module does not save, until they are many: tables of positions hardly ever change."""
+    """Yield the buffers that a module does not save, until they are many: tables of positions
+    hardly ever change.
+    """
     left = 4 * _MOST_BYTES
     for path, part in module.named_modules():
         for name in sorted(part._non_persistent_buffers_set):
             buffer = part._buffers.get(name)
-            size = 0 if buffer is None else buffer.numel() * buffer.element_size()  # sparse ones have no nbytes
+            size = (
+                0 if buffer is None else buffer.numel() * buffer.element_size()
+            )  # sparse ones have no nbytes
             if buffer is not None and size <= left:
                 left -= size
                 yield f"{path}.{name}".removeprefix("."), buffer
@@ -102,12 +144,17 @@ def _unsaved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def changed(trainer: Any, since: Mapping[str, str] | None) -> dict[str, str]:
     """Return the digests that are not as in `since`; none if training has not begun (None).
 
-    Of others only the types are kept that a checkpoint does not give back: loading it may replace them.
+    Of others only the types are kept that a checkpoint does not give back: loading it may replace
+    them.
     """
     if since is None:
         return {}
     now = digests(trainer)
-    kept = {name: " ".join([_UNCHANGED, *types]) for name, each in now.items() if (types := _types(each))}
+    kept = {
+        name: " ".join([_UNCHANGED, *types])
+        for name, each in now.items()
+        if (types := _types(each))
+    }
     return kept | _differing(now, since)
 
 
@@ -135,25 +182,37 @@ def warn_of_lost(trainer: Any, saved: Mapping[str, str]) -> None:
     advice = ""
     if iterators:
         advice = (
-            f" An iterator cannot be saved ({', '.join(iterators)}): save how many items it has yielded, and in "
-            "on_train_start call next() as often; or return its loader from train_dataloader, in a CombinedLoader."
+            f" An iterator cannot be saved ({', '.join(iterators)}): save how many items it has "
+            "yielded, and in "
+            "on_train_start call next() as often; or return its loader from train_dataloader, in a "
+            "CombinedLoader."
         )
     if unseen := sorted(name for name in iterators if _UNREADABLE in lost[name].split()):
-        advice += f" {', '.join(unseen)}: how far it is cannot be read, so this is also named if that is done."
+        advice += (
+            f" {', '.join(unseen)}: how far it is cannot be read, so this is also named if "
+            "that is done."
+        )
     for name in sorted(lost):
         if types := sorted(_types(lost[name]) - _types(now.get(name, ""))):
-            advice += f" If {name} is saved: a checkpoint gives plain values back. Write {', '.join(types)} on loading."
+            advice += (
+                f" If {name} is saved: a checkpoint gives plain values back. Write "
+                f"{', '.join(types)} on loading."
+            )
     if lost:
         log.warning(
-            "Not as they were when the checkpoint was saved: %s. No checkpoint holds such attributes. If a step reads "
-            "one that was set before it, the resumed run differs: save it in on_save_checkpoint, state_dict or a "
+            "Not as they were when the checkpoint was saved: %s. No checkpoint holds such "
+            "attributes. If a step reads "
+            "one that was set before it, the resumed run differs: save it in on_save_checkpoint, "
+            "state_dict or a "
             "buffer (docs/resume.md).%s",
             ", ".join(sorted(lost)), advice,
         )  # fmt: skip
 
 
 def owners(trainer: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield a label, an object of a user's class, and the names of its attributes that are not the user's."""
+    """Yield a label, an object of a user's class, and the names of its attributes that are not the
+    user's.
+    """
     module, data = trainer.lightning_module, data_of(trainer)
     of_modules = vars(L.LightningModule()).keys()
     for name, part in module.named_modules():
@@ -176,7 +235,9 @@ def _is_users(value: Any) -> bool:
 
 
 def _class_of(value: Any) -> type:
-    """Return an object's class as its author wrote it: torch derives another one for a sharded module."""
+    """Return an object's class as its author wrote it: torch derives another one for a sharded
+    module.
+    """
     return next(kind for kind in type(value).__mro__ if not issubclass(kind, FSDPModule))
 
 
@@ -185,7 +246,9 @@ def _is_users_class(kind: type) -> bool:
 
 
 def _attributes(value: Any, classes: set[type]) -> Iterator[tuple[str, Any]]:
-    """Yield an object's attributes, and those of its users' classes but `classes`, to which these are added."""
+    """Yield an object's attributes, and those of its users' classes but `classes`, to which these
+    are added.
+    """
     own = {**getattr(value, "__dict__", {}), **_slots(value)}
     yield from own.items()
     for kind in type(value).__mro__:
@@ -193,7 +256,12 @@ def _attributes(value: Any, classes: set[type]) -> Iterator[tuple[str, Any]]:
             continue
         classes.add(kind)
         for name, each in vars(kind).items():
-            if not (name in own or name.startswith("__") or inspect.isroutine(each) or inspect.isdatadescriptor(each)):
+            if not (
+                name in own
+                or name.startswith("__")
+                or inspect.isroutine(each)
+                or inspect.isdatadescriptor(each)
+            ):
                 yield name, each
 
 
@@ -233,7 +301,10 @@ def _state_of(value: Any) -> Any:
     if any(isinstance(param, DTensor) for param in value.parameters()):
         raise ValueError("gathering it would need all ranks")
     metrics = [part for part in value.modules() if isinstance(part, Metric)]
-    return [dict(value.state_dict()), *((each.update_count, dict(each.metric_state)) for each in metrics)]
+    return [
+        dict(value.state_dict()),
+        *((each.update_count, dict(each.metric_state)) for each in metrics),
+    ]
 
 
 def _position_of(iterator: Iterator[Any]) -> Sequence[Any]:
@@ -245,14 +316,20 @@ def _position_of(iterator: Iterator[Any]) -> Sequence[Any]:
         return (iterator._num_yielded,)
     if type(iterator).__reduce__ is object.__reduce__:
         raise ValueError("it does not tell")
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # itertools: Python 3.14 has none
+    with warnings.catch_warnings(
+        action="ignore", category=DeprecationWarning
+    ):  # itertools: Python 3.14 has none
         reduced = iterator.__reduce__()
     return () if isinstance(reduced, str) else reduced[1:]
 
 
 def _stars_of(value: Any) -> str | None:
-    """Return the stars in `Type(**value)`, which makes an object of its plain value in a checkpoint, or None."""
-    if (dataclasses.is_dataclass(value) and not isinstance(value, type)) or isinstance(value, SimpleNamespace):
+    """Return the stars in `Type(**value)`, which makes an object of its plain value in a
+    checkpoint, or None.
+    """
+    if (dataclasses.is_dataclass(value) and not isinstance(value, type)) or isinstance(
+        value, SimpleNamespace
+    ):
         return "**"
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return "*"
@@ -266,7 +343,10 @@ class _Digest:
         self.words: set[str] = set()
 
     def add(self, value: Any) -> None:
-        """Add a value and all that it consists of. Raise ValueError if it is too large, or made anew in each step."""
+        """Add a value and all that it consists of.
+
+        Raise ValueError if it is too large, or made anew in each step.
+        """
         self.parts_left -= 1
         self._require_small(value)
         self.write(type(value).__name__.encode())
@@ -292,7 +372,10 @@ class _Digest:
             self._add_parts(value)
 
     def _add_parts(self, value: Any) -> None:
-        """Add what a container or an object of a user's class holds. Anything else counts by its type alone."""
+        """Add what a container or an object of a user's class holds.
+
+        Anything else counts by its type alone.
+        """
         parts = []
         if id(value) in self.parents or isinstance(value, _NO_MATTER):
             return
@@ -302,13 +385,17 @@ class _Digest:
             parts = list(value)
         elif isinstance(value, _WITH_STATE) and id(value) not in self.saved:
             parts = [_state_of(value)]
-        elif isinstance(value, Dataset) or (_is_users(value) and not isinstance(value, _OF_FRAMEWORKS)):
+        elif isinstance(value, Dataset) or (
+            _is_users(value) and not isinstance(value, _OF_FRAMEWORKS)
+        ):
             self._add_attributes(value)
             return
         elif isinstance(value, Iterator):
             self._add_iterator(value)
             return
-        if all(type(part) in _PLAIN for part in parts):  # a history of losses: at once, which is faster
+        if all(
+            type(part) in _PLAIN for part in parts
+        ):  # a history of losses: at once, which is faster
             self.write(repr(parts).encode())
             return
         self.parents.add(id(value))
@@ -332,7 +419,9 @@ class _Digest:
         self.parents = parents
 
     def _add_attributes(self, value: Any) -> None:
-        """Add the attributes of an object, without those that are too large: a data set's images hide no others."""
+        """Add the attributes of an object, without those that are too large: a data set's images
+        hide no others.
+        """
         parents = {*self.parents, id(value)}
         for name, each in _attributes(value, self.classes):
             self.write(name.encode())
@@ -352,14 +441,28 @@ class _Digest:
         if isinstance(value, Tensor):
             value = local_part(value)
             plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
-            if not plain or (value.requires_grad and not self.parents):  # the output of a step is made anew
+            if not plain or (
+                value.requires_grad and not self.parents
+            ):  # the output of a step is made anew
                 raise ValueError("no plain value")
-            value = value.detach().resolve_conj().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            value = (
+                value.detach()
+                .resolve_conj()
+                .cpu()
+                .contiguous()
+                .reshape(-1)
+                .view(torch.uint8)
+                .numpy()
+            )
         self.write(f"{value.dtype} {value.shape}".encode())
-        self.write(value.tobytes() if value.dtype.kind in "biufcSU" else repr(value.tolist()).encode())
+        self.write(
+            value.tobytes() if value.dtype.kind in "biufcSU" else repr(value.tolist()).encode()
+        )
 
     def _require_small(self, value: Any) -> None:
-        """Raise ValueError for what `write` would refuse once it is copied: a text, an array or a list of gigabytes."""
+        """Raise ValueError for what `write` would refuse once it is copied: a text, an array or a
+        list of gigabytes.
+        """
         size, most = 0, self.left
         if isinstance(value, Tensor | np.ndarray):
             size = value.nbytes

@@ -1,7 +1,9 @@
-"""What this rank is doing when it hangs: its stack, and the collectives that it has begun and not finished.
+"""What this rank is doing when it hangs: its stack, and the collectives that it has begun and not
+finished.
 
-The process that watches the ranks asks for it with a file (`armature.launcher.hang`). torch's flight recorder knows the
-collectives, of NCCL and of gloo alike; TORCH_FR_BUFFER_SIZE, set by the launcher, turns it on.
+The process that watches the ranks asks for it with a file (`armature.launcher.hang`). torch's
+flight recorder knows the collectives, of NCCL and of gloo alike; TORCH_FR_BUFFER_SIZE, set by the
+launcher, turns it on.
 """
 
 import json
@@ -24,7 +26,10 @@ from armature.launcher import environment, hang
 
 POLL_SECONDS = 1.0
 FRAMES = 12
-PACKAGES, TENSORS = f"{os.sep}site-packages{os.sep}", os.path.join("torch", "distributed", "tensor") + os.sep
+PACKAGES, TENSORS = (
+    f"{os.sep}site-packages{os.sep}",
+    os.path.join("torch", "distributed", "tensor") + os.sep,
+)
 OURS = str(Path(__file__).parents[1]) + os.sep
 DTENSORS = os.path.join(OURS, "parallel", "dtensors.py")  # within an operation of a sharded weight
 LOG = os.path.join("lightning", "pytorch", "core", "module.py")
@@ -33,7 +38,10 @@ REPORTED = 64  # collectives of a rank, in the report about a hang
 
 
 def answer_requests(folder: Path, *, place: Callable[[], str]) -> None:
-    """Start a thread that answers requests in the folder of heartbeats; `place` says where the run is."""
+    """Start a thread that answers requests in the folder of heartbeats.
+
+    `place` says where the run is.
+    """
     threading.Thread(target=_wait, args=(folder, place), daemon=True).start()
 
 
@@ -45,7 +53,9 @@ def _wait(folder: Path, place: Callable[[], str]) -> None:
 
 
 def record(*, place: str) -> dict[str, Any]:
-    """Return this rank's place, the stack of its main thread, its collectives, and its use of a sharded weight."""
+    """Return this rank's place, the stack of its main thread, its collectives, and its use of a
+    sharded weight.
+    """
     main = threading.main_thread().ident
     assert main is not None
     frame = sys._current_frames().get(main)
@@ -56,17 +66,28 @@ def record(*, place: str) -> dict[str, Any]:
 
 
 def reductions(frames: Sequence[FrameSummary]) -> dict[str, str | None]:
-    """Return the lines of user code, if any, that wait for others: with a sharded weight, in `self.log`, in a step."""
-    return {"sharded": sharded_use(frames), "logging": logging_call(frames), "stepping": own_step(frames)}
+    """Return the lines of user code, if any, that wait for others: with a sharded weight, in
+    `self.log`, in a step.
+    """
+    return {
+        "sharded": sharded_use(frames),
+        "logging": logging_call(frames),
+        "stepping": own_step(frames),
+    }
 
 
 def own_step(frames: Sequence[FrameSummary]) -> str | None:
-    """Return the line of the user's `optimizer_step` that makes the step, once the loss is computed, or None.
+    """Return the line of the user's `optimizer_step` that makes the step, once the loss is
+    computed, or None.
 
     Args:
         frames: a stack, innermost first.
     """
-    within = [*takewhile(lambda each: not (each.name == "optimizer_step" and is_users(each.filename)), frames)]
+    within = [
+        *takewhile(
+            lambda each: not (each.name == "optimizer_step" and is_users(each.filename)), frames
+        )
+    ]
     if len(within) == len(frames) or any(each.filename.endswith(CLOSURE) for each in within):
         return None
     step = frames[len(within)]
@@ -79,18 +100,25 @@ def logging_call(frames: Sequence[FrameSummary]) -> str | None:
     Args:
         frames: a stack, innermost first.
     """
-    calls = [i for i, each in enumerate(frames) if each.filename.endswith(LOG) and each.name in ("log", "log_dict")]
+    calls = [
+        i
+        for i, each in enumerate(frames)
+        if each.filename.endswith(LOG) and each.name in ("log", "log_dict")
+    ]
     caller = frames[calls[-1] + 1] if calls and calls[-1] + 1 < len(frames) else None
     return f"{caller.filename}:{caller.lineno} {caller.name}" if caller is not None else None
 
 
 def sharded_use(frames: Sequence[FrameSummary]) -> str | None:
-    """Return the line of user code that computes with a sharded weight, which gathers it from all ranks, or None.
+    """Return the line of user code that computes with a sharded weight, which gathers it from all
+    ranks, or None.
 
     Args:
         frames: a stack, innermost first.
     """
-    within = [*takewhile(lambda each: PACKAGES in each.filename or each.filename == DTENSORS, frames)]
+    within = [
+        *takewhile(lambda each: PACKAGES in each.filename or each.filename == DTENSORS, frames)
+    ]
     caller = frames[len(within)] if len(within) < len(frames) else None
     if caller is None or caller.filename.startswith(OURS):
         return None  # what the library computes, all ranks compute
@@ -104,16 +132,22 @@ def recorded() -> list[dict[str, Any]]:
     entries: list[dict[str, Any]] = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         if (dump := getattr(recorder, name, None)) is not None:
-            entries += json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
+            entries += json.loads(dump(includeCollectives=True, onlyActive=False)).get(
+                "entries", []
+            )
     return entries
 
 
 def collectives() -> list[dict[str, Any]]:
-    """Return the newest collectives, oldest first: group, its description, number in it, name, sizes, done."""
+    """Return the newest collectives, oldest first: group, its description, number in it, name,
+    sizes, done.
+    """
     return [
         {
             # each backend of a group counts its calls on its own
-            "group": " ".join([entry["process_group"][0], entry["profiling_name"].partition(":")[0]]),
+            "group": " ".join(
+                [entry["process_group"][0], entry["profiling_name"].partition(":")[0]]
+            ),
             "description": entry["process_group"][1],
             "number": entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
             "name": entry["profiling_name"].partition(":")[2] or entry["profiling_name"],
@@ -130,6 +164,8 @@ def _newest(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for backend in dict.fromkeys(each["profiling_name"].partition(":")[0] for each in entries):
         own = [each for each in entries if each["profiling_name"].partition(":")[0] == backend]
-        pending = (i for i, each in enumerate(own) if not (each["retired"] or each["state"] == "completed"))
+        pending = (
+            i for i, each in enumerate(own) if not (each["retired"] or each["state"] == "completed")
+        )
         found += own[min(next(pending, len(own)), max(0, len(own) - REPORTED)) :]
     return found

@@ -37,23 +37,26 @@ VOTE_STEPS = 10  # optimizer steps per vote of the ranks on whether every_n_minu
 
 
 class Checkpointing(Checkpoint):
-    """Save `step=000120/` every n steps, every n minutes and at the end; keep the newest, the best and milestones.
+    """Save `step=000120/` every n steps, every n minutes and at the end; keep the newest, the best
+    and milestones.
 
-    A checkpoint that is due at a step with validation is saved after the validation, so that its metric is known. One
-    that is saved because the run stops is saved before it; then the resumed run validates first.
+    A checkpoint that is due at a step with validation is saved after the validation, so that its
+    metric is known. One that is saved because the run stops is saved before it; then the resumed
+    run validates first.
 
     Args:
         folder: where the checkpoints are, on this machine or in an object store.
         monitor: the logged value that decides which are best; `mode` is min or max.
         keep_every_n_steps: checkpoints at multiples of it are never removed.
-        background: write in a thread, while training continues; with `idle` only where cores are idle, until the next
-            save or the end of the run waits for it.
+        background: write in a thread, while training continues; with `idle` only where cores are
+            idle, until the next save or the end of the run waits for it.
         on_failure: what the run does if a save fails (a full disk): `continue` or `stop`.
         manifest_entries: what the manifests state about the run.
         save_begins: called on each rank before a save, and before it waits for the previous one.
 
     Attributes:
-        writer: writes the checkpoints. Its last save is finished at the end of training, with or without an error.
+        writer: writes the checkpoints. Its last save is finished at the end of training, with or
+            without an error.
         scores: the monitored value by step, of the checkpoints that exist.
     """
 
@@ -80,26 +83,40 @@ class Checkpointing(Checkpoint):
         self.step_log = step_log
         self.every_n_steps = every_n_steps
         self.every = timedelta(minutes=every_n_minutes) if every_n_minutes is not None else None
-        self.keep_last, self.keep_best, self.keep_every_n_steps = keep_last, keep_best, keep_every_n_steps
+        self.keep_last, self.keep_best, self.keep_every_n_steps = (
+            keep_last,
+            keep_best,
+            keep_every_n_steps,
+        )
         self.monitor, self.mode, self.at_end = monitor, mode, at_end
         self.on_failure, self.save_begins = on_failure, save_begins
-        self.writer = CheckpointWriter(background=background, idle=idle, entries=manifest_entries, on_saved=self._saved)
+        self.writer = CheckpointWriter(
+            background=background, idle=idle, entries=manifest_entries, on_saved=self._saved
+        )
         self.scores: dict[int, float] = {}
         self._saved_at = time.monotonic()
         self._saved_step = -1
         self._newest: str | None = None  # of this start, on rank 0
         self._validated_step = -1
-        self._owes_validation = False  # a validation was due at the checkpoint's step, but did not run
+        self._owes_validation = (
+            False  # a validation was due at the checkpoint's step, but did not run
+        )
         self._due = False
         self._time_vote = Vote()
         self._warned_of_monitor = False
         self._owed_step = -1  # the loaded checkpoint's, when its validation has run
         self._weights_at_end: replicas.Sums | None = None
-        self._changed_at_end = False  # the newest checkpoint holds weights that hooks of the end have put in
+        self._changed_at_end = (
+            False  # the newest checkpoint holds weights that hooks of the end have put in
+        )
 
     def state_dict(self) -> dict[str, Any]:
         own = {"scores": dict(self.scores), "owes_validation": self._owes_validation}
-        return own | {"monitor": self.monitor, "mode": self.mode, "changed_at_end": self._changed_at_end}
+        return own | {
+            "monitor": self.monitor,
+            "mode": self.mode,
+            "changed_at_end": self._changed_at_end,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved, own = state_dict["scores"], (self.monitor, self.mode)
@@ -113,7 +130,9 @@ class Checkpointing(Checkpoint):
                     *own, *of,
                 )  # fmt: skip
         # a file server may show the ranks different files, but all decide on saves alike
-        self.scores = process_group.on_rank_0(lambda: {k: v for k, v in saved.items() if self._path(k).exists()})
+        self.scores = process_group.on_rank_0(
+            lambda: {k: v for k, v in saved.items() if self._path(k).exists()}
+        )
         self._owes_validation = state_dict["owes_validation"]
         self._changed_at_end = state_dict.get("changed_at_end", False)
 
@@ -122,11 +141,15 @@ class Checkpointing(Checkpoint):
         """The checkpoint with the best score so far, or None without any score."""
         if not self.scores:
             return None
-        return self._path((min if self.mode == "min" else max)(self.scores, key=self.scores.__getitem__))
+        return self._path(
+            (min if self.mode == "min" else max)(self.scores, key=self.scores.__getitem__)
+        )
 
     @property
     def best_model_path(self) -> str:
-        """`best`, under the name that callbacks and modules read from `trainer.checkpoint_callback`; or ""."""
+        """`best`, under the name that callbacks and modules read from
+        `trainer.checkpoint_callback`; or "".
+        """
         return str(self.best or "")
 
     @property
@@ -158,7 +181,9 @@ class Checkpointing(Checkpoint):
     @property
     def kth_best_model_path(self) -> str:
         """The checkpoint with the worst score, as ModelCheckpoint has it; or ""."""
-        worst = (max if self.mode == "min" else min)(self.scores, key=self.scores.__getitem__, default=None)
+        worst = (max if self.mode == "min" else min)(
+            self.scores, key=self.scores.__getitem__, default=None
+        )
         return "" if worst is None else str(self._path(worst))
 
     @property
@@ -172,10 +197,12 @@ class Checkpointing(Checkpoint):
         return self.keep_best
 
     def begin(self, trainer: OurTrainer) -> None:
-        """Before training: remove leftovers, and let the validation that the loaded checkpoint owes run first.
+        """Before training: remove leftovers, and let the validation that the loaded checkpoint owes
+        run first.
 
         Raises:
-            ConfigError: hyperparameters or a callback's state hold what no checkpoint can; see also `stock_callbacks`.
+            ConfigError: hyperparameters or a callback's state hold what no checkpoint can; see also
+                `stock_callbacks`.
         """
         if (strategy := StrategyMixin.find(trainer)) is not None:
             strategy.note_names()
@@ -185,12 +212,21 @@ class Checkpointing(Checkpoint):
         if trainer.is_global_zero:
             directory.clear_leftovers(self.folder)
         self._saved_at = time.monotonic()
-        self._saved_step = completed_batches(trainer)  # its checkpoint exists, or there is nothing to save yet
-        if self._changed_at_end and trainer.is_global_zero and not trainer.fit_loop.epoch_loop.last_batch_is_done:
+        self._saved_step = completed_batches(
+            trainer
+        )  # its checkpoint exists, or there is nothing to save yet
+        if (
+            self._changed_at_end
+            and trainer.is_global_zero
+            and not trainer.fit_loop.epoch_loop.last_batch_is_done
+        ):
             log.warning(
-                "The checkpoint holds weights that on_train_end of the module or a callback had put in, and training "
-                "goes on from these, with the optimizer as the last step left it. A run that was never ended would "
-                "differ. Type another run.name for such a run, or keep those weights outside of the model."
+                "The checkpoint holds weights that on_train_end of the module or a callback had "
+                "put in, and training "
+                "goes on from these, with the optimizer as the last step left it. A run that was "
+                "never ended would "
+                "differ. Type another run.name for such a run, or keep those weights outside of "
+                "the model."
             )
         self._changed_at_end = False
         self._owes_validation = self._owes_validation and trainer.enable_validation
@@ -198,15 +234,24 @@ class Checkpointing(Checkpoint):
             trainer.fit_loop.rest_of_step.append(trainer.fit_loop.epoch_loop.validate)
 
     def step_ended(self, trainer: OurTrainer) -> None:
-        """Save if due. Not in on_train_batch_end, since later callbacks' hooks may still change what is saved."""
+        """Save if due.
+
+        Not in on_train_batch_end, since later callbacks' hooks may still change what is saved.
+        """
         step = completed_batches(trainer)
-        time_is_up = self._time_is_up(trainer)  # at every step: a vote that was sent must be read at the next one
-        self._due = self._due or bool(self.every_n_steps and step % self.every_n_steps == 0) or time_is_up
+        time_is_up = self._time_is_up(
+            trainer
+        )  # at every step: a vote that was sent must be read at the next one
+        self._due = (
+            self._due or bool(self.every_n_steps and step % self.every_n_steps == 0) or time_is_up
+        )
         if self._due and not trainer.fit_loop.epoch_loop.validation_is_due:
             self._save(trainer)
 
     def validation_ended(self, trainer: OurTrainer) -> None:
-        """Save if due, or if the validation was one of the best. Not in on_validation_end: the module's comes later.
+        """Save if due, or if the validation was one of the best.
+
+        Not in on_validation_end: the module's comes later.
 
         There it may put weights back that were replaced for the validation.
         """
@@ -215,17 +260,31 @@ class Checkpointing(Checkpoint):
             self._owed_step, self._owes_validation = self._validated_step, False
         value = trainer.callback_metrics.get(self.monitor)
         score = None if value is None or not math.isfinite(value) else float(value)
-        score = process_group.broadcast_object(score)  # whatever each rank has logged, all ranks save or none does
-        if value is None and self.keep_best and trainer.is_global_zero and not self._warned_of_monitor:
+        score = process_group.broadcast_object(
+            score
+        )  # whatever each rank has logged, all ranks save or none does
+        if (
+            value is None
+            and self.keep_best
+            and trainer.is_global_zero
+            and not self._warned_of_monitor
+        ):
             self._warned_of_monitor = True
             logged = sorted(trainer.callback_metrics)
-            of_loaders = next((name for name in logged if name.startswith(f"{self.monitor}/dataloader_idx_")), None)
+            of_loaders = next(
+                (name for name in logged if name.startswith(f"{self.monitor}/dataloader_idx_")),
+                None,
+            )
             log.warning(
-                "checkpoint.monitor=%s: no logged value has that name, so no checkpoint is kept as best. "
+                "checkpoint.monitor=%s: no logged value has that name, so no checkpoint is kept as "
+                "best. "
                 "Logged are: %s.%s",
-                self.monitor, ", ".join(logged) or "nothing",
-                f" Type checkpoint.monitor={of_loaders}, or that of another loader." if of_loaders else "",
-            )  # fmt: skip
+                self.monitor,
+                ", ".join(logged) or "nothing",
+                f" Type checkpoint.monitor={of_loaders}, or that of another loader."
+                if of_loaders
+                else "",
+            )
         if self._due or self._is_best(score):
             self._save(trainer, score)
 
@@ -237,18 +296,25 @@ class Checkpointing(Checkpoint):
             self._finish_pending(trainer, last=True)
 
     def _save_at_end(self, trainer: Trainer) -> None:
-        """Save, again if hooks have changed the weights since they were noted, as StochasticWeightAveraging does."""
+        """Save, again if hooks have changed the weights since they were noted, as
+        StochasticWeightAveraging does.
+        """
         renamed, changed = set(), False
         if (before := self._weights_at_end) is not None:
             now = self._weights_at_end = _sums(trainer.lightning_module)
-            renamed, changed = before.keys() ^ now.keys(), repr(before) != repr(now)  # NaN is equal there
+            renamed, changed = (
+                before.keys() ^ now.keys(),
+                repr(before) != repr(now),
+            )  # NaN is equal there
         everyones = process_group.all_gather_object((sorted(renamed), changed))
         names = next((names for names, _ in everyones if names), [])
         if names and self._saved_step == completed_batches(trainer):
             if trainer.is_global_zero:
                 log.warning(
-                    "on_train_end has removed, added or renamed weights (%s). The last checkpoint holds all as they "
-                    "were before, since armature.load and a resume build the module anew. The test measures the new "
+                    "on_train_end has removed, added or renamed weights (%s). The last checkpoint "
+                    "holds all as they "
+                    "were before, since armature.load and a resume build the module anew. The test "
+                    "measures the new "
                     "ones; save these yourself, or make the change in a copy.",
                     ", ".join(names[:3]),
                 )
@@ -263,13 +329,19 @@ class Checkpointing(Checkpoint):
             self._failed(trainer, self._saved_step, error, final=True)
 
     def _note_weights(self, trainer: OurTrainer) -> None:
-        """Before the hooks of the end: these may put averages or the best weights in, which the test then measures."""
+        """Before the hooks of the end: these may put averages or the best weights in, which the
+        test then measures.
+        """
         self._weights_at_end = _sums(trainer.lightning_module)
-        own = is_overridden(trainer.lightning_module, "on_train_end", LightningModule)  # called after the callbacks'
+        own = is_overridden(
+            trainer.lightning_module, "on_train_end", LightningModule
+        )  # called after the callbacks'
         if own and (self.at_end or trainer.should_stop):
             trainer.fit_loop.after_train_end.append(partial(self._save_at_end, trainer))
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         if isinstance(exception, StoppedBySignal) and trainer.state.fn == "fit":
             assert isinstance(trainer, OurTrainer)
             due = self._owes_validation or trainer.fit_loop.epoch_loop.validation_is_due
@@ -290,27 +362,42 @@ class Checkpointing(Checkpoint):
     def _time_is_up(self, trainer: Trainer) -> bool:
         if self.every is None:
             return False
-        step, due = completed_batches(trainer), time.monotonic() - self._saved_at > self.every.total_seconds()
+        step, due = (
+            completed_batches(trainer),
+            time.monotonic() - self._saved_at > self.every.total_seconds(),
+        )
         if process_group.ranks() == 1:
             return due and step % VOTE_STEPS == 0
-        if step % VOTE_STEPS == VOTE_STEPS - 1:  # a step before it is read, so that no rank waits for the others
+        if (
+            step % VOTE_STEPS == VOTE_STEPS - 1
+        ):  # a step before it is read, so that no rank waits for the others
             self._time_vote(due)
         return step % VOTE_STEPS == 0 and any(self._time_vote.finish())
 
     def _is_best(self, score: float | None) -> bool:
         if not self.keep_best or score is None:
             return False
-        better = sum((s <= score) if self.mode == "min" else (s >= score) for s in self.scores.values())
+        better = sum(
+            (s <= score) if self.mode == "min" else (s >= score) for s in self.scores.values()
+        )
         return better < self.keep_best
 
     def _path(self, step: int) -> Path:
         return directory.path_of(self.folder, step)
 
-    def _save(self, trainer: Trainer, score: float | None = None, *, last: bool = False, final: bool = False) -> None:
+    def _save(
+        self,
+        trainer: Trainer,
+        score: float | None = None,
+        *,
+        last: bool = False,
+        final: bool = False,
+    ) -> None:
         """Save, unless this step is saved.
 
         Args:
-            last: no other save follows: one of this step in the background that has failed is made again.
+            last: no other save follows: one of this step in the background that has failed is made
+                again.
             final: the run has ended, and fails if this save does.
         """
         self._due = False
@@ -325,15 +412,19 @@ class Checkpointing(Checkpoint):
         replicas.check(trainer)
         if not self.folder.is_absolute() and not os.path.samestat(os.stat("."), self._place):
             raise ConfigError(
-                f"Code of this run has changed the working directory from {self._started_in}, below which its files "
-                f"are: {self.folder} is another folder now. Leave out os.chdir, use it within `with "
+                f"Code of this run has changed the working directory from {self._started_in}, "
+                "below which its files "
+                f"are: {self.folder} is another folder now. Leave out os.chdir, use it within "
+                "`with "
                 "contextlib.chdir(…)`, or type an absolute run.root."
             )
         self.step_log.flush(trainer)
         self._saved_at = time.monotonic()
         self.save_begins()
         self._finish_pending(trainer)
-        if score is not None:  # not earlier: the pending save would remove the best one before this one replaces it
+        if (
+            score is not None
+        ):  # not earlier: the pending save would remove the best one before this one replaces it
             self.scores[step] = score
         try:
             trainer.save_checkpoint(self._path(step), storage_options=self.writer)
@@ -343,31 +434,53 @@ class Checkpointing(Checkpoint):
         self.step_log.restart_clock()
 
     def _finish_pending(self, trainer: Trainer, *, last: bool = False) -> None:
-        """Wait for a save in the background, which may have failed; `last` if no other follows. Called by all ranks."""
+        """Wait for a save in the background, which may have failed.
+
+        `last` if no other follows. Called by all ranks.
+        """
         try:
             self.writer.finish()
         except OSError as error:
             failed, self._saved_step = self._saved_step, -1
             self._failed(trainer, failed, error, last=last)
 
-    def _failed(self, trainer: Trainer, step: int, error: OSError, *, last: bool = False, final: bool = False) -> None:
-        """Handle a save that failed on one of the ranks. Called by all ranks. NotSaved: the run ends because of it."""
+    def _failed(
+        self,
+        trainer: Trainer,
+        step: int,
+        error: OSError,
+        *,
+        last: bool = False,
+        final: bool = False,
+    ) -> None:
+        """Handle a save that failed on one of the ranks.
+
+        Called by all ranks. NotSaved: the run ends because of it.
+        """
         self.scores.pop(step, None)
         if final or self.on_failure == "stop":
             what = process_group.on_rank_0(partial(self._describe, step, error))
-            why = "The run is not finished without it" if final else "checkpoint.on_failure=stop ends the run"
+            why = (
+                "The run is not finished without it"
+                if final
+                else "checkpoint.on_failure=stop ends the run"
+            )
             message = (
-                f"{what} {why}: once there is room, or the store answers, type the same command with its run.name."
+                f"{what} {why}: once there is room, or the store answers, type the same "
+                "command with its run.name."
             )
             raise NotSaved(message) from error
         if trainer.is_global_zero:
             follows = "The run ends, and resumes from that one." if last else (
-                "Training continues, and the next save tries again; checkpoint.on_failure=stop ends the run instead."
+                "Training continues, and the next save tries again; checkpoint.on_failure=stop "
+                "ends the run instead."
             )  # fmt: skip
             log.error("%s %s", self._describe(step, error), follows)
 
     def _describe(self, step: int, error: OSError) -> str:
-        """Remove leftovers, which makes room, and return what failed and which checkpoint is the newest. On rank 0."""
+        """Remove leftovers, which makes room, and return what failed and which checkpoint is the
+        newest. On rank 0.
+        """
         free, newest = "", self._newest or "unknown"
         with suppress(OSError):  # the folder may not exist: the first save creates it
             if directory.is_local(self.folder):  # torch does not always report a full disk as such
@@ -376,10 +489,15 @@ class Checkpointing(Checkpoint):
             directory.clear_leftovers(self.folder)
             newest = directory.read_last(self.folder) or "none yet"
         earlier = f"Earlier ones are untouched (last: {newest})."
-        return f"The checkpoint of step {step} could not be saved: {' '.join(str(error).split())}{free}. {earlier}"
+        return (
+            f"The checkpoint of step {step} could not be saved: "
+            f"{' '.join(str(error).split())}{free}. {earlier}"
+        )
 
     def _saved(self, checkpoint: Path) -> None:
-        """On rank 0, once a checkpoint has its final name; in the writer's thread if it writes in the background."""
+        """On rank 0, once a checkpoint has its final name; in the writer's thread if it writes in
+        the background.
+        """
         directory.write_last(self.folder, checkpoint.name)
         self._newest = checkpoint.name
         newest = directory.step_of(checkpoint)
@@ -388,8 +506,14 @@ class Checkpointing(Checkpoint):
 
     def _prune(self, newest: int) -> None:
         existing = [*directory.checkpoints_in(self.folder)]
-        best = sorted(self.scores, key=self.scores.__getitem__, reverse=self.mode == "max")[: self.keep_best]
-        milestones = [step for step in existing if self.keep_every_n_steps and step % self.keep_every_n_steps == 0]
+        best = sorted(self.scores, key=self.scores.__getitem__, reverse=self.mode == "max")[
+            : self.keep_best
+        ]
+        milestones = [
+            step
+            for step in existing
+            if self.keep_every_n_steps and step % self.keep_every_n_steps == 0
+        ]
         last = [step for step in existing if step <= newest][-self.keep_last :]
         for step in directory.prune(self.folder, keep={newest, *last, *best, *milestones}):
             self.scores.pop(step, None)

@@ -10,7 +10,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from rich.console import Console, ConsoleDimensions
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from torch import nn
 
@@ -24,7 +31,9 @@ _NARROWEST = 20  # columns of a terminal that somebody can read
 
 
 class _Console(Console):
-    """rich's console, which would print nothing in a terminal that states no width, or in COLUMNS=0."""
+    """rich's console, which would print nothing in a terminal that states no width, or in
+    COLUMNS=0.
+    """
 
     @property
     def size(self) -> ConsoleDimensions:  # pyright: ignore[reportIncompatibleMethodOverride]: nobody sets it
@@ -33,7 +42,8 @@ class _Console(Console):
 
 
 class Display(Callback):
-    """Print what is trained at the start, and what came of it at the end; another callback shows progress.
+    """Print what is trained at the start, and what came of it at the end; another callback shows
+    progress.
 
     Args:
         start_line: returns the line that describes the run, once the strategy has set up the model.
@@ -47,7 +57,9 @@ class Display(Callback):
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         if self._enabled:
-            self.console.print(*args, markup=False, **{key: kwargs[key] for key in ("sep", "end") if key in kwargs})
+            self.console.print(
+                *args, markup=False, **{key: kwargs[key] for key in ("sep", "end") if key in kwargs}
+            )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._enabled = trainer.is_global_zero
@@ -57,7 +69,9 @@ class Display(Callback):
     def _show_model(self, module: LightningModule) -> None:
         """Print a line per part of the model, with its number of parameters."""
         model = getattr(module, "model", None)
-        model = model if isinstance(model, nn.Module) else module  # users' `model` may be a name or a method
+        model = (
+            model if isinstance(model, nn.Module) else module
+        )  # users' `model` may be a name or a method
         table = Table(box=None, pad_edge=False)
         for column in ("part", "type", "parameters"):
             table.add_column(column, justify="right" if column == "parameters" else "left")
@@ -86,7 +100,12 @@ class Bar(Display, ProgressBar):
     """
 
     def __init__(
-        self, start_line: Callable[[Trainer], str], *, step_log: StepLog, total_steps: int, plain_every: float = 10.0
+        self,
+        start_line: Callable[[Trainer], str],
+        *,
+        step_log: StepLog,
+        total_steps: int,
+        plain_every: float = 10.0,
     ) -> None:
         super().__init__(start_line)
         self.step_log = step_log
@@ -127,11 +146,18 @@ class Bar(Display, ProgressBar):
                 refresh_per_second=1,  # drawing takes a millisecond of a core that may be training
                 expand=True,
             )
-            self._task = self._progress.add_task("", total=self.total_steps, completed=completed_batches(trainer))
+            self._task = self._progress.add_task(
+                "", total=self.total_steps, completed=completed_batches(trainer)
+            )
             self._progress.start()
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         if not self._enabled or (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
@@ -140,13 +166,22 @@ class Bar(Display, ProgressBar):
             if now - self._printed > 0.5:
                 self._printed = now
                 self._read_logged(trainer)
-                self._progress.update(self._task, completed=completed_batches(trainer), description=self._values())
+                self._progress.update(
+                    self._task, completed=completed_batches(trainer), description=self._values()
+                )
         elif time.monotonic() - self._printed > self.plain_every:
             self._printed = time.monotonic()
             self._read_logged(trainer)
             done = completed_batches(trainer) - self._first_step
-            left = (self._printed - self._started) / done * (self.total_steps - completed_batches(trainer))
-            self.print(f"step {completed_batches(trainer)}/{self.total_steps} {self._values()} {_duration(left)} left")
+            left = (
+                (self._printed - self._started)
+                / done
+                * (self.total_steps - completed_batches(trainer))
+            )
+            self.print(
+                f"step {completed_batches(trainer)}/{self.total_steps} {self._values()} "
+                f"{_duration(left)} left"
+            )
 
     def _values(self) -> str:
         last = self.step_log.last
@@ -157,13 +192,22 @@ class Bar(Display, ProgressBar):
         unit = "samples" if per_sample is None else "tokens"
         loss = f"loss {last['train/loss']:.4f} " if "train/loss" in last else ""
         lr = f"lr {last['lr']:.2e} " if "lr" in last else ""
-        waiting = f" {self.step_log.data_wait:.0%} waiting for data" if self.step_log.data_wait > MAX_DATA_WAIT else ""
+        waiting = (
+            f" {self.step_log.data_wait:.0%} waiting for data"
+            if self.step_log.data_wait > MAX_DATA_WAIT
+            else ""
+        )
         return f"{loss}{lr}{rate:,.0f} {unit}/s{waiting}{self._logged}"
 
     def _read_logged(self, trainer: Trainer) -> None:
-        """Keep what the module logged for the bar. Only inside a step: at an epoch's end, reading is a collective."""
+        """Keep what the module logged for the bar.
+
+        Only inside a step: at an epoch's end, reading is a collective.
+        """
         logged = trainer.progress_bar_metrics
-        shown = [name for name in logged if name not in SHOWN and not name.startswith("val/")]  # val/ has its own line
+        shown = [
+            name for name in logged if name not in SHOWN and not name.startswith("val/")
+        ]  # val/ has its own line
         self._logged = "".join(f" {name} {float(logged[name]):.4g}" for name in shown)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -174,26 +218,45 @@ class Bar(Display, ProgressBar):
         self._printed = time.monotonic()
 
     def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int,
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: Any,
+        batch_idx: int,
         dataloader_idx: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if not trainer.sanity_checking:
             self._show_evaluation("validation", batch_idx, trainer.num_val_batches, dataloader_idx)
 
     def on_test_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int,
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: Any,
+        batch_idx: int,
         dataloader_idx: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._show_evaluation("test", batch_idx, trainer.num_test_batches, dataloader_idx)
 
-    def _show_evaluation(self, what: str, batch_idx: int, counts: Sequence[float], loader: int) -> None:
-        """Say how far an evaluation is that takes long: without it a run seems to hang after its last step."""
+    def _show_evaluation(
+        self, what: str, batch_idx: int, counts: Sequence[float], loader: int
+    ) -> None:
+        """Say how far an evaluation is that takes long: without it a run seems to hang after its
+        last step.
+        """
         now = time.monotonic()
-        if not self._enabled or now - self._printed <= (self.plain_every if self._progress is None else 0.5):
+        if not self._enabled or now - self._printed <= (
+            self.plain_every if self._progress is None else 0.5
+        ):
             return
         self._printed = now
         known = f"/{counts[loader]}" if math.isfinite(counts[loader]) else ""
-        text = f"{what} batch {batch_idx + 1}{known}{f' of loader {loader}' if len(counts) > 1 else ''}"
+        text = (
+            f"{what} batch "
+            f"{batch_idx + 1}{known}{f' of loader {loader}' if len(counts) > 1 else ''}"
+        )
         if self._progress is None:
             self.print(text)
         else:
@@ -203,20 +266,28 @@ class Bar(Display, ProgressBar):
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             found, of_step = trainer.callback_metrics, OF_STEPS
             # of this validation, whatever their names: values that it has replaced
-            names = sorted(name for name in found if found[name] is not self._before.get(name) and name not in of_step)
+            names = sorted(
+                name
+                for name in found
+                if found[name] is not self._before.get(name) and name not in of_step
+            )
             values = " ".join(f"{name} {float(found[name]):.4f}" for name in names)
             self.print(f"step {completed_batches(trainer)}/{self.total_steps} {values}")
 
     def _stop(self, trainer: Trainer) -> None:
         if self._progress is not None:
-            self._progress.update(self._task, completed=completed_batches(trainer), description=self._values())
+            self._progress.update(
+                self._task, completed=completed_batches(trainer), description=self._values()
+            )
             self._progress.stop()
             self._progress = None
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop(trainer)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         self._stop(trainer)
 
 

@@ -1,7 +1,7 @@
 """Save and restore what metrics have collected so far in an epoch, on any number of ranks.
 
-`self.log(..., on_epoch=True)` collects values in objects that Lightning's own checkpoints leave out, and torchmetrics'
-objects do not save their states.
+`self.log(..., on_epoch=True)` collects values in objects that Lightning's own checkpoints leave
+out, and torchmetrics' objects do not save their states.
 """
 
 from __future__ import annotations
@@ -31,18 +31,30 @@ from armature.parallel import process_group
 log = logging.getLogger(__name__)
 
 Newest = Mapping[str, Mapping[str, Any]]
-Facts = dict[str, dict[str, Any]]  # by key of the collection, or by name of the metric in the module
+Facts = dict[
+    str, dict[str, Any]
+]  # by key of the collection, or by name of the metric in the module
 _ALIKE = (dim_zero_max, dim_zero_min, dim_zero_mean)  # of equal values, each is that value
 _NOTHING = {"max": float("-inf"), "min": float("inf")}  # of sums and means: 0
-_META = ("fx", "name", "prog_bar", "logger", "on_step", "metric_attribute", "add_dataloader_idx", "dataloader_idx")
+_META = (
+    "fx",
+    "name",
+    "prog_bar",
+    "logger",
+    "on_step",
+    "metric_attribute",
+    "add_dataloader_idx",
+    "dataloader_idx",
+)
 
 
 class Results(_ResultCollection):
     """Lightning's, with whole values of sharded weights: rank 0 alone reads them, for the bar.
 
     Attributes:
-        newest: what `newest_of` returned when the checkpoint was saved that this epoch was resumed from. The values
-            stand in the rows until they are logged again or the epoch ends, as in a run that was not stopped.
+        newest: what `newest_of` returned when the checkpoint was saved that this epoch was resumed
+            from. The values stand in the rows until they are logged again or the epoch ends, as in
+            a run that was not stopped.
     """
 
     newest: Mapping[str, dict[str, Any]] = MappingProxyType({})
@@ -65,7 +77,10 @@ class Results(_ResultCollection):
     def continue_from(self, newest: Newest) -> None:
         """Take what `newest_of` returned; Lightning's bars take numbers, all else tensors."""
         self.newest = {
-            kind: {name: float(value) if kind == "pbar" else torch.as_tensor(value) for name, value in values.items()}
+            kind: {
+                name: float(value) if kind == "pbar" else torch.as_tensor(value)
+                for name, value in values.items()
+            }
             for kind, values in newest.items()
         }
 
@@ -77,11 +92,15 @@ class Results(_ResultCollection):
 
     @override
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
-        super().update_metrics(key, value.full_tensor() if isinstance(value, DTensor) else value, batch_size)  # pyright: ignore[reportAttributeAccessIssue]
+        super().update_metrics(
+            key, value.full_tensor() if isinstance(value, DTensor) else value, batch_size
+        )  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def newest_of(results: Results) -> dict[str, dict[str, Tensor]]:
-    """Return the values that were logged last in steps of this epoch, by what they are for, and by name."""
+    """Return the values that were logged last in steps of this epoch, by what they are for, and by
+    name.
+    """
     return {kind: numbers(values) for kind, values in results.metrics(on_step=True).items()}
 
 
@@ -96,7 +115,9 @@ def numbers(values: Mapping[str, Any]) -> dict[str, Tensor]:
 @contextmanager
 def without_logging(*owners: Any) -> Iterator[None]:
     """Let `self.log` of a module, and of callbacks, do nothing."""
-    own = [vars(each).get("log") for each in owners]  # Lightning sets `log` on callbacks: the module's method
+    own = [
+        vars(each).get("log") for each in owners
+    ]  # Lightning sets `log` on callbacks: the module's method
     for each in owners:
         vars(each)["log"] = lambda *args, **kwargs: None
     try:
@@ -109,7 +130,8 @@ def without_logging(*owners: Any) -> Iterator[None]:
 
 
 def collect(results: Any, module: nn.Module) -> Facts:
-    """Return, by key, this rank's sum (with its number of samples), maximum or minimum, and how it was logged.
+    """Return, by key, this rank's sum (with its number of samples), maximum or minimum, and how it
+    was logged.
 
     For a metric object: its name in the module. Its state is one of `metric_states`.
     """
@@ -140,15 +162,25 @@ def metric_states(module: nn.Module, *, evaluated: Any = MappingProxyType({})) -
     """Return the state of each metric object of the module, on the CPU, by its name in the module.
 
     Args:
-        evaluated: the results of a validation. Lightning resets the objects that it has logged at its very end, after
-            all hooks; a validation that is stopped starts anew. So their states are as after a reset.
+        evaluated: the results of a validation. Lightning resets the objects that it has logged at
+            its very end, after all hooks; a validation that is stopped starts anew. So their states
+            are as after a reset.
     """
-    ended = {id(result.value) for result in evaluated.values() if not (result.is_tensor or result.has_reset)}
+    ended = {
+        id(result.value)
+        for result in evaluated.values()
+        if not (result.is_tensor or result.has_reset)
+    }
     for collection in (m for m in module.modules() if isinstance(m, MetricCollection)):
-        list(collection.items())  # brings the states of metrics that are computed together up to date
-    metrics = {name: _reset(metric) if id(metric) in ended else metric for name, metric in _metrics(module)}
+        list(
+            collection.items()
+        )  # brings the states of metrics that are computed together up to date
+    metrics = {
+        name: _reset(metric) if id(metric) in ended else metric for name, metric in _metrics(module)
+    }
     return {
-        name: {"state": _to_cpu(_state_of(metric)), "updates": metric.update_count} for name, metric in metrics.items()
+        name: {"state": _to_cpu(_state_of(metric)), "updates": metric.update_count}
+        for name, metric in metrics.items()
     }
 
 
@@ -158,14 +190,19 @@ def _reset(metric: Metric) -> Metric:
     return metric
 
 
-def for_rank(of_ranks: list[Facts], *, rank: int, saved_data_ranks: list[int], data_ranks: list[int]) -> Facts:
+def for_rank(
+    of_ranks: list[Facts], *, rank: int, saved_data_ranks: list[int], data_ranks: list[int]
+) -> Facts:
     """Return the values that a rank continues from.
 
-    On other ranks than those of the checkpoint, what all ranks had collected is combined: the ranks that share the
-    first part of the data take sums over all, the others start from nothing. Maxima and minima go to all.
+    On other ranks than those of the checkpoint, what all ranks had collected is combined: the ranks
+    that share the
+    first part of the data take sums over all, the others start from nothing. Maxima and minima go
+    to all.
 
     Args:
-        saved_data_ranks, data_ranks: each rank's place on the data axis, when the checkpoint was saved and now.
+        saved_data_ranks, data_ranks: each rank's place on the data axis, when the checkpoint was
+            saved and now.
     """
     if saved_data_ranks == data_ranks:
         return of_ranks[rank]
@@ -175,7 +212,11 @@ def for_rank(of_ranks: list[Facts], *, rank: int, saved_data_ranks: list[int], d
             combined[key] = new if key not in combined else _combined(combined[key], new)
     if data_ranks[rank] == 0:
         return combined
-    sums = [key for key, facts in combined.items() if "value" in facts and facts["reduce_fx"] in ("mean", "sum")]
+    sums = [
+        key
+        for key, facts in combined.items()
+        if "value" in facts and facts["reduce_fx"] in ("mean", "sum")
+    ]
     return combined | {key: combined[key] | {"value": 0.0, "samples": 0} for key in sums}
 
 
@@ -185,27 +226,41 @@ def _combined(facts: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     choose = {"max": max, "min": min}.get(facts["reduce_fx"])
     if choose is not None:
         return facts | {"value": choose(facts["value"], more["value"])}
-    return facts | {"value": facts["value"] + more["value"], "samples": facts["samples"] + more["samples"]}
+    return facts | {
+        "value": facts["value"] + more["value"],
+        "samples": facts["samples"] + more["samples"],
+    }
 
 
 def restore_states(
-    module: nn.Module, of_ranks: list[Facts], *, rank: int, saved_data_ranks: list[int], data_ranks: list[int]
+    module: nn.Module,
+    of_ranks: list[Facts],
+    *,
+    rank: int,
+    saved_data_ranks: list[int],
+    data_ranks: list[int],
 ) -> None:
-    """Set the state of the module's metric objects; on fewer ranks than the checkpoint's, to what all had collected."""
+    """Set the state of the module's metric objects; on fewer ranks than the checkpoint's, to what
+    all had collected.
+    """
     saved = {name for facts in of_ranks for name in facts}
     _set_lengths(module, saved)
     metrics = dict(_metrics(module))
     unknown = sorted(saved - metrics.keys())
     if unknown and rank == 0:
         log.warning(
-            "The checkpoint has the states of metrics that the module does not have when training begins (%s). They "
-            "start anew, so values of the epoch in which the run was stopped differ. Create metrics in __init__.",
+            "The checkpoint has the states of metrics that the module does not have when training "
+            "begins (%s). They "
+            "start anew, so values of the epoch in which the run was stopped differ. Create "
+            "metrics in __init__.",
             ", ".join(unknown),
         )
     chosen, place = _one_per_data_rank(of_ranks, saved_data_ranks), data_ranks[rank]
     if saved_data_ranks == data_ranks:
         chosen, takes = [of_ranks[rank]], True
-    elif len({*data_ranks}) >= len(chosen):  # each continues one rank's, and those without one start from nothing
+    elif len({*data_ranks}) >= len(
+        chosen
+    ):  # each continues one rank's, and those without one start from nothing
         takes = place < len(chosen)
         chosen = chosen[place : place + 1] or chosen
     else:
@@ -217,13 +272,20 @@ def restore_states(
 
 
 def _set_lengths(module: nn.Module, saved: set[str]) -> None:
-    """Let each MetricTracker have as many metric objects as it had: `increment` adds one to its list."""
+    """Let each MetricTracker have as many metric objects as it had.
+
+    `increment` adds one to its list.
+    """
     for name, tracker in [*module.named_modules()]:
         if not isinstance(tracker, MetricTracker):
             continue
         before = f"{name}.".removeprefix(".")
-        steps = {each.removeprefix(before).partition(".")[0] for each in saved if each.startswith(before)}
-        while steps and tracker.n_steps < len(steps) - 1:  # one is the object that the others are copies of
+        steps = {
+            each.removeprefix(before).partition(".")[0] for each in saved if each.startswith(before)
+        }
+        while (
+            steps and tracker.n_steps < len(steps) - 1
+        ):  # one is the object that the others are copies of
             tracker.increment()
         while steps and tracker.n_steps > len(steps) - 1:
             delattr(tracker, str(tracker.n_steps))  # `del tracker[-1]` would rename the first one
@@ -233,7 +295,8 @@ def _set_state(metric: Metric, name: str, found: list[dict[str, Any]], *, takes:
     """Set a metric's state to what one rank, or several, had collected.
 
     Args:
-        takes: whether this rank continues from that; others start from nothing, but for extremes and means.
+        takes: whether this rank continues from that; others start from nothing, but for extremes
+            and means.
     """
     metric.reset()
     states = [one["state"] for one in found if one["updates"]] or [found[0]["state"]]
@@ -252,7 +315,8 @@ def _set_state(metric: Metric, name: str, found: list[dict[str, Any]], *, takes:
     metric._update_count = sum(one["updates"] for one in found)
     if lost and takes:
         log.warning(
-            "%s: %s of several ranks cannot be combined. It continues with what one of %d ranks had collected, so its "
+            "%s: %s of several ranks cannot be combined. It continues with what one of %d ranks "
+            "had collected, so its "
             "values of this epoch differ. Resume on as many ranks as before, or on more.",
             name, ", ".join(lost), len(states),
         )  # fmt: skip
@@ -262,8 +326,9 @@ def resume(results: Any, left: Facts) -> None:
     """Continue each value from where it was, when it is logged for the first time after the resume.
 
     Args:
-        left: the values that the checkpoint holds. Those that are logged again are removed; `restore` takes the others,
-            which no hook logs again in this epoch, such as `on_train_epoch_start`.
+        left: the values that the checkpoint holds. Those that are logged again are removed;
+            `restore` takes the others, which no hook logs again in this epoch, such as
+            `on_train_epoch_start`.
     """
     update = results.update_metrics
 
@@ -277,16 +342,27 @@ def resume(results: Any, left: Facts) -> None:
 
 
 def restore(
-    results: Any, before: Facts, module: nn.Module, *, reduce: Callable[..., Any], device: torch.device
+    results: Any,
+    before: Facts,
+    module: nn.Module,
+    *,
+    reduce: Callable[..., Any],
+    device: torch.device,
 ) -> None:
-    """Restore values as if they had been logged: the end of the epoch needs those that nobody logs again."""
+    """Restore values as if they had been logged: the end of the epoch needs those that nobody logs
+    again.
+    """
     metrics = dict(_metrics(module))
     for key, facts in before.items():
         meta = _Metadata(
-            **{name: facts[name] for name in _META if name in facts}, on_epoch=True, reduce_fx=facts["reduce_fx"]
+            **{name: facts[name] for name in _META if name in facts},
+            on_epoch=True,
+            reduce_fx=facts["reduce_fx"],
         )
         if "value" in facts:
-            meta.sync = _Sync(fn=reduce, _should=facts["sync"], rank_zero_only=facts["rank_zero_only"])
+            meta.sync = _Sync(
+                fn=reduce, _should=facts["sync"], rank_zero_only=facts["rank_zero_only"]
+            )
             metric = _ResultMetric(meta, is_tensor=True).to(device)
             _restore(metric, facts)
         elif facts["metric"] in metrics:
@@ -299,15 +375,20 @@ def restore(
         results[key] = metric
 
 
-def align(results: Any, module: nn.Module, *, reduce: Callable[..., Any], device: torch.device) -> list[str]:
-    """Give logged values the same order on all ranks, which reduce them one after another. Called by all ranks.
+def align(
+    results: Any, module: nn.Module, *, reduce: Callable[..., Any], device: torch.device
+) -> list[str]:
+    """Give logged values the same order on all ranks, which reduce them one after another.
 
-    Code may log a value if its batch has some samples, so ranks log other names, or the same in another order. Values
-    of different names would be mixed, or the run would hang. A value that no rank reduces stays on its own ranks, as
-    does one of a group that the caller has chosen.
+    Called by all ranks.
+
+    Code may log a value if its batch has some samples, so ranks log other names, or the same in
+    another order. Values of different names would be mixed, or the run would hang. A value that no
+    rank reduces stays on its own ranks, as does one of a group that the caller has chosen.
 
     Returns:
-        The keys that only other ranks have logged, with values that count for nothing, to be removed after the epoch.
+        The keys that only other ranks have logged, with values that count for nothing, to be
+        removed after the epoch.
     """
     own = {}
     for key, facts in collect(results, module).items():
@@ -336,7 +417,9 @@ def align(results: Any, module: nn.Module, *, reduce: Callable[..., Any], device
 
 
 def clear(results: Any, restored: Facts) -> None:
-    """Discard restored values after their epoch, so that they are logged anew with the caller's own settings."""
+    """Discard restored values after their epoch, so that they are logged anew with the caller's own
+    settings.
+    """
     vars(results).pop("update_metrics", None)
     results.newest = {}
     for key in restored:
@@ -344,13 +427,17 @@ def clear(results: Any, restored: Facts) -> None:
 
 
 def _restore(metric: Any, facts: dict[str, Any]) -> None:
-    dtype = getattr(torch, facts["type"]) if "type" in facts else None  # older checkpoints have none
+    dtype = (
+        getattr(torch, facts["type"]) if "type" in facts else None
+    )  # older checkpoints have none
     metric.value = torch.full_like(metric.value, facts["value"], dtype=dtype)
     if metric.meta.is_mean_reduction:
         metric.cumulated_batch_size = torch.full_like(metric.cumulated_batch_size, facts["samples"])
 
 
-_COUNTERS = ("_num_vals_seen",)  # of torchmetrics' running means: the place of the next value in the window
+_COUNTERS = (
+    "_num_vals_seen",
+)  # of torchmetrics' running means: the place of the next value in the window
 
 
 def _metrics(module: nn.Module) -> Iterator[tuple[str, Metric]]:
@@ -358,14 +445,22 @@ def _metrics(module: nn.Module) -> Iterator[tuple[str, Metric]]:
 
 
 def _state_of(metric: Metric) -> dict[str, Any]:
-    """Return the states, and further tensors that some metrics keep, such as MinMaxMetric's extremes."""
-    others = {key: value for key, value in vars(metric).items() if isinstance(value, Tensor) and key[0] != "_"}
+    """Return the states, and further tensors that some metrics keep, such as MinMaxMetric's
+    extremes.
+    """
+    others = {
+        key: value
+        for key, value in vars(metric).items()
+        if isinstance(value, Tensor) and key[0] != "_"
+    }
     others |= {key: vars(metric)[key] for key in _COUNTERS if key in vars(metric)}
     return others | metric.metric_state
 
 
 def _one_per_data_rank(of_ranks: list[Facts], data_ranks: list[int]) -> list[Facts]:
-    """Return one rank's of each part of the data: ranks that share a part have collected the same."""
+    """Return one rank's of each part of the data: ranks that share a part have collected the
+    same.
+    """
     return [of_ranks[data_ranks.index(place)] for place in sorted(set(data_ranks))]
 
 

@@ -1,9 +1,9 @@
 """Make hooks of the start of training and of an epoch harmless after a resume inside an epoch.
 
-`on_train_epoch_start` sets attributes for the epoch (a loss weight, a curriculum) that no checkpoint holds, so it is
-called again. `on_fit_start` and `on_train_start` are called by Lightning at each start. What they change of what the
-checkpoint holds (weights, optimizers, schedules, saved attributes) is undone: the checkpoint has it as it was inside
-the epoch.
+`on_train_epoch_start` sets attributes for the epoch (a loss weight, a curriculum) that no
+checkpoint holds, so it is called again. `on_fit_start` and `on_train_start` are called by Lightning
+at each start. What they change of what the checkpoint holds (weights, optimizers, schedules, saved
+attributes) is undone: the checkpoint has it as it was inside the epoch.
 """
 
 from __future__ import annotations
@@ -38,29 +38,43 @@ from armature.training.progress import data_of
 log = logging.getLogger(__name__)
 
 HOOK = "on_train_epoch_start"
-_HAVE_NO_STATE = ("lightning.pytorch.core.", "lightning.pytorch.callbacks.callback.", "torch.", "armature.")
+_HAVE_NO_STATE = (
+    "lightning.pytorch.core.",
+    "lightning.pytorch.callbacks.callback.",
+    "torch.",
+    "armature.",
+)
 _NOT_OF_HOOKS = {  # entries of a checkpoint that no `on_save_checkpoint` has added
     "epoch", "global_step", "loops", "callbacks", "state_dict", "optimizer_states", "lr_schedulers",
     *plain.HYPER_PARAMETERS,
 }  # fmt: skip
 _LARGE = 4_000_000  # bytes of an attribute: larger ones are not compared
 
-Saved = list[tuple[Any, set[str]]]  # objects, and the names of their attributes that a checkpoint has restored
+Saved = list[
+    tuple[Any, set[str]]
+]  # objects, and the names of their attributes that a checkpoint has restored
 
 
 def users_hooks(trainer: Any, name: str) -> list[tuple[Any, Callable[[], Any]]]:
-    """Return the hooks of a name that users wrote, with their owners, in the order in which Lightning calls them."""
+    """Return the hooks of a name that users wrote, with their owners, in the order in which
+    Lightning calls them.
+    """
     module = trainer.lightning_module
     found = [
         (callback, partial(getattr(callback, name), trainer, module))
         for callback in trainer.callbacks
         if _is_users(getattr(callback, name))
     ]
-    return [*found, *([(module, getattr(module, name))] if _is_users(getattr(module, name)) else [])]
+    return [
+        *found,
+        *([(module, getattr(module, name))] if _is_users(getattr(module, name)) else []),
+    ]
 
 
 def _is_users(hook: Any) -> bool:
-    return not f"{getattr(hook, '__module__', '')}.".startswith(NOT_USERS)  # they save what they need
+    return not f"{getattr(hook, '__module__', '')}.".startswith(
+        NOT_USERS
+    )  # they save what they need
 
 
 def random_state(trainer: Any) -> dict[str, Any] | None:
@@ -69,7 +83,8 @@ def random_state(trainer: Any) -> dict[str, Any] | None:
 
 
 def repeat(trainer: Any, saved: Saved, drawn_from: dict[str, Any] | None = None) -> None:
-    """Call the users' `on_train_epoch_start` again, and undo what it changes of what the checkpoint holds.
+    """Call the users' `on_train_epoch_start` again, and undo what it changes of what the checkpoint
+    holds.
 
     Args:
         drawn_from: the random state when the hook was called first; None: the current one.
@@ -82,12 +97,15 @@ def repeat(trainer: Any, saved: Saved, drawn_from: dict[str, Any] | None = None)
         call_all(
             [(owner, HOOK, hook) for owner, hook in hooks],
             when="it was called again after the resume inside an epoch",
-            then="What it sets for the epoch, and no checkpoint holds, is as it was at the start of the process.",
+            then="What it sets for the epoch, and no checkpoint holds, is as it was at the start "
+            "of the process.",
         )
 
 
 def call_all(hooks: Iterable[tuple[Any, str, Callable[[], Any]]], *, when: str, then: str) -> None:
-    """Call users' hooks, given with their owners and names. One that fails is reported, and the others are called.
+    """Call users' hooks, given with their owners and names.
+
+    One that fails is reported, and the others are called.
 
     Args:
         when, then: at what it failed and what follows from it, for the report.
@@ -96,7 +114,14 @@ def call_all(hooks: Iterable[tuple[Any, str, Callable[[], Any]]], *, when: str, 
         try:
             hook()
         except Exception as error:
-            log.warning("%s.%s failed when %s (%s). %s", type(owner).__name__, name, when, error_line(error), then)
+            log.warning(
+                "%s.%s failed when %s (%s). %s",
+                type(owner).__name__,
+                name,
+                when,
+                error_line(error),
+                then,
+            )
 
 
 @contextmanager
@@ -148,7 +173,8 @@ def optimizers_undone(trainer: Any) -> Iterator[None]:
 
 
 def _pass_on(trainer: Any, optimizers: list[Optimizer], names: dict[Tensor, str]) -> None:
-    """Give optimizers that a hook has put into the places of others what those hold, by parameter name.
+    """Give optimizers that a hook has put into the places of others what those hold, by parameter
+    name.
 
     Args:
         names: of the parameters before: the hook may have replaced these, too.
@@ -161,7 +187,8 @@ def _pass_on(trainer: Any, optimizers: list[Optimizer], names: dict[Tensor, str]
             continue
         if type(one) is not type(other) or whole_optimizers.is_saved_whole(one):
             log.warning(
-                "trainer.optimizers: the %s that a hook has put into the place of %s begins anew with this resume, "
+                "trainer.optimizers: the %s that a hook has put into the place of %s begins anew "
+                "with this resume, "
                 "which is not exact. Return all optimizers from configure_optimizers.",
                 type(other).__name__, type(one).__name__,
             )  # fmt: skip
@@ -169,18 +196,24 @@ def _pass_on(trainer: Any, optimizers: list[Optimizer], names: dict[Tensor, str]
         entries = {names[param]: entry for param, entry in one.state.items() if param in names}
         own = {param for group in other.param_groups for param in group["params"]}
         other.state.clear()
-        other.state.update({p: entries[name] for p, name in now.items() if p in own and name in entries})
+        other.state.update(
+            {p: entries[name] for p, name in now.items() if p in own and name in entries}
+        )
         saved = saved_optimizers.param_groups(one, saved_optimizers.group_names(one, names))
         saved_optimizers.restore_groups(other, saved_optimizers.group_names(other, now), saved)
 
 
 def _state_of(optimizer: Optimizer) -> dict[Any, Any]:
-    return {key: dict(entry) if isinstance(entry, dict) else entry for key, entry in optimizer.state.items()}
+    return {
+        key: dict(entry) if isinstance(entry, dict) else entry
+        for key, entry in optimizer.state.items()
+    }
 
 
 # ---------------------------------------------------------------- weights
 def copy_weights(trainer: Any, names: Iterable[str]) -> dict[str, Tensor]:
-    """Return copies of weights and saved buffers, if users have a hook of these names, which may change them.
+    """Return copies of weights and saved buffers, if users have a hook of these names, which may
+    change them.
 
     This rank's parts, on the CPU: a GPU that holds the model may have no room for it twice.
     """
@@ -200,7 +233,9 @@ def put_back(module: nn.Module, weights: dict[str, Tensor]) -> None:
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:
-    found = nn.Module.state_dict(module, keep_vars=True)  # also if the module has a state_dict of its own
+    found = nn.Module.state_dict(
+        module, keep_vars=True
+    )  # also if the module has a state_dict of its own
     return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
 
@@ -217,17 +252,20 @@ def set_modes(module: nn.Module, evaluating: list[str]) -> None:
         part.training = name not in names
 
 
-# ---------------------------------------------------------------- attributes that users save themselves
+# ---------------------------------------------------------------- attributes that users save
+# themselves
 class SavedAttributes:
     """Finds the attributes that code of users restores from a checkpoint, such as counters.
 
-    Made when a checkpoint has been read; `find` is called when everything has loaded its state. An attribute counts if
-    its value has changed in between, or is that of an entry of its name in the checkpoint.
+    Made when a checkpoint has been read; `find` is called when everything has loaded its state. An
+    attribute counts if its value has changed in between, or is that of an entry of its name in the
+    checkpoint.
     """
 
     def __init__(self, trainer: Any, checkpoint: Mapping[str, Any]) -> None:
         self._before = [
-            (owner, _digests(owner), _entries(trainer, owner, checkpoint)) for owner in _owners_that_load(trainer)
+            (owner, _digests(owner), _entries(trainer, owner, checkpoint))
+            for owner in _owners_that_load(trainer)
         ]
 
     def find(self) -> Saved:
@@ -235,7 +273,11 @@ class SavedAttributes:
             (
                 owner,
                 {name for name, digest in _digests(owner).items() if before.get(name) != digest}
-                | {name for name, value in vars(owner).items() if name in entries and _equal(value, entries[name])},
+                | {
+                    name
+                    for name, value in vars(owner).items()
+                    if name in entries and _equal(value, entries[name])
+                },
             )
             for owner, before, entries in self._before
         ]
@@ -253,13 +295,20 @@ def _owners_that_load(trainer: Any) -> list[Any]:
     return [
         owner
         for owner in owners
-        for hooks in [[getattr(owner, name, None) for name in ("on_load_checkpoint", "load_state_dict")]]
-        if any(hook and not f"{getattr(hook, '__module__', '')}.".startswith(_HAVE_NO_STATE) for hook in hooks)
+        for hooks in [
+            [getattr(owner, name, None) for name in ("on_load_checkpoint", "load_state_dict")]
+        ]
+        if any(
+            hook and not f"{getattr(hook, '__module__', '')}.".startswith(_HAVE_NO_STATE)
+            for hook in hooks
+        )
     ]
 
 
 def _entries(trainer: Any, owner: Any, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that an object may have put into a checkpoint, by name; also from dicts among them."""
+    """Return the values that an object may have put into a checkpoint, by name; also from dicts
+    among them.
+    """
     if isinstance(owner, L.LightningDataModule):
         found = [checkpoint.get(type(data_of(trainer)).__qualname__)]
     else:
@@ -288,7 +337,9 @@ def _equal(value: Any, saved: Any) -> bool:
 def _kept(saved: Saved) -> Iterator[None]:
     """Undo changes of attributes. What has not changed stays the same object."""
     before = []
-    for owner, name in ((owner, name) for owner, names in saved for name in names if name in vars(owner)):
+    for owner, name in (
+        (owner, name) for owner, names in saved for name in names if name in vars(owner)
+    ):
         value = vars(owner)[name]
         try:
             before.append((owner, name, copy.deepcopy(value), _digest(value)))

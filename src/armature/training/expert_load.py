@@ -1,4 +1,6 @@
-"""How evenly a mixture's experts are used: columns of metrics.csv, and each expert's load in summary.json."""
+"""How evenly a mixture's experts are used: columns of metrics.csv, and each expert's load in
+summary.json.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,11 @@ from armature.training.timings import Window
 
 
 class ExpertLoad:
-    """A monitor of the step log: the largest and smallest load of any expert, in multiples of its block's mean.
+    """A monitor of the step log: the largest and smallest load of any expert, in multiples of its
+    block's mean.
 
-    `experts/load_max` is 1 if all experts are used alike; `experts/load_min` is 0 if one is not used at all.
+    `experts/load_max` is 1 if all experts are used alike; `experts/load_min` is 0 if one is not
+    used at all.
     """
 
     def __init__(self, mixtures: list[Any]) -> None:
@@ -31,7 +35,9 @@ class ExpertLoad:
         if not stepped or not loads:
             return {}
         # dense blocks have no tokens; two mixtures may have different numbers of experts
-        lowest = [load_LE.where(load_LE.sum(1, keepdim=True) > 0, torch.inf).min() for load_LE in loads]
+        lowest = [
+            load_LE.where(load_LE.sum(1, keepdim=True) > 0, torch.inf).min() for load_LE in loads
+        ]
         highest = torch.stack([load_LE.max() for load_LE in loads]).max()
         return {"experts/load_max": highest, "experts/load_min": torch.stack(lowest).min()}
 

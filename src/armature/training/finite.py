@@ -1,4 +1,6 @@
-"""The first values of this rank that are not finite: in a batch, in modules, in the loss or in gradients."""
+"""The first values of this rank that are not finite: in a batch, in modules, in the loss or in
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,18 @@ class Finding:
     kind: str  # NaN or infinite
     order: int  # counts what was looked at before
     stage: int = 0  # of a pipeline
-    samples: list[int] = field(default_factory=list)  # indices, if only some samples of the micro-batch are affected
+    samples: list[int] = field(
+        default_factory=list
+    )  # indices, if only some samples of the micro-batch are affected
     clean: bool = True  # of a module: its inputs were finite
 
     @property
     def key(self) -> tuple[int, int, int]:
-        return PLACES.index(self.place), self.stage if self.place == "forward" else -self.stage, self.order
+        return (
+            PLACES.index(self.place),
+            self.stage if self.place == "forward" else -self.stage,
+            self.order,
+        )
 
     def __str__(self) -> str:
         subject = {
@@ -46,7 +54,8 @@ class Finding:
 
 
 class FiniteWatch:
-    """Look at the batch, the modules' outputs, the loss and the gradients of one micro-batch, in their order.
+    """Look at the batch, the modules' outputs, the loss and the gradients of one micro-batch, in
+    their order.
 
     Each look waits for the device.
 
@@ -89,19 +98,27 @@ class FiniteWatch:
                 self.look_at("parameter", name, param.grad)
 
     def _samples(self, tensor: Tensor) -> list[int]:
-        """Return the samples whose values are not finite, unless all are affected or a row is no sample."""
+        """Return the samples whose values are not finite, unless all are affected or a row is no
+        sample.
+        """
         local = local_part(tensor).detach()
         if not local.ndim or len(local) != len(self.indices):
             return []
-        bad = (~torch.isfinite(local)).flatten(1).any(1) if local.ndim > 1 else ~torch.isfinite(local)
+        bad = (
+            (~torch.isfinite(local)).flatten(1).any(1) if local.ndim > 1 else ~torch.isfinite(local)
+        )
         return [] if bad.all() else [self.indices[i] for i in bad.nonzero().flatten().tolist()]
 
     @contextmanager
     def in_forward(self, module: nn.Module, *, inside_compiled: bool = False) -> Iterator[None]:
-        """Look at what each module returns, without those inside of compiled code, which must call no hooks."""
+        """Look at what each module returns, without those inside of compiled code, which must call
+        no hooks.
+        """
         handles = [
             part.register_forward_hook(partial(self._after, _called(name, part)))
-            for name, part in (module.named_modules() if inside_compiled else _outside_compiled(module))
+            for name, part in (
+                module.named_modules() if inside_compiled else _outside_compiled(module)
+            )
         ]
         try:
             yield
@@ -111,7 +128,9 @@ class FiniteWatch:
 
     @contextmanager
     def in_step(self, module: nn.Module) -> Iterator[None]:
-        """Look at what each module takes and returns, and at the gradients that flow back there: in eager code."""
+        """Look at what each module takes and returns, and at the gradients that flow back there: in
+        eager code.
+        """
         handles = [
             part.register_forward_pre_hook(partial(self._before, _called(name, part)))
             for name, part in module.named_modules()
@@ -119,7 +138,8 @@ class FiniteWatch:
         handles += [
             param.register_hook(partial(self._gradient, "parameter", name))
             for name, param in module.named_parameters()
-            if param.requires_grad and type(param) is nn.Parameter  # before it is reduced: this rank's own
+            if param.requires_grad
+            and type(param) is nn.Parameter  # before it is reduced: this rank's own
         ]
         try:
             with self.in_forward(module, inside_compiled=True):
@@ -149,9 +169,12 @@ def kind_of(tensor: Tensor) -> str | None:
     local = torch.view_as_real(local.resolve_conj()) if local.is_complex() else local
     if not local.numel():
         return None
-    # the extremes keep NaN and infinity, and need no memory; isfinite would make copies of an activation
+    # the extremes keep NaN and infinity, and need no memory; isfinite would make copies of an
+    # activation
     ends = torch.stack(torch.aminmax(local)).tolist()
-    return "NaN" if any(map(math.isnan, ends)) else "infinite" if any(map(math.isinf, ends)) else None
+    return (
+        "NaN" if any(map(math.isnan, ends)) else "infinite" if any(map(math.isinf, ends)) else None
+    )
 
 
 def _called(name: str, module: nn.Module) -> str:
@@ -168,5 +191,7 @@ def _outside_compiled(module: nn.Module, name: str = "") -> Iterator[tuple[str, 
 def _tensors(value: Any) -> list[Tensor]:
     """Return the floating-point tensors in nested containers."""
     found: list[Tensor] = []
-    apply_to_collection(value, Tensor, lambda tensor: found.append(tensor) if tensor.is_floating_point() else None)
+    apply_to_collection(
+        value, Tensor, lambda tensor: found.append(tensor) if tensor.is_floating_point() else None
+    )
     return found

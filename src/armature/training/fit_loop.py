@@ -23,22 +23,34 @@ class FitLoop(_FitLoop):
     """Run the epochs.
 
     Args:
-        before_training: called once, when everything is set up and restored and no batch has been fetched; also if a
-            resumed run has no step left.
+        before_training: called once, when everything is set up and restored and no batch has been
+            fetched; also if a resumed run has no step left.
     """
 
     epoch_loop: EpochLoop  # unless a user has put another one of Lightning's in its place
     owes_epoch_end = False  # the run was stopped between its last step and the end of the epoch
     asks_for_data = False  # else a hook or the user's code asks a data module for its training data
 
-    def __init__(self, trainer: L.Trainer, limits: _FitLoop, *, before_training: list[Callable[[], None]]) -> None:
+    def __init__(
+        self, trainer: L.Trainer, limits: _FitLoop, *, before_training: list[Callable[[], None]]
+    ) -> None:
         super().__init__(trainer, min_epochs=limits.min_epochs, max_epochs=limits.max_epochs)
         self._before_training = before_training
-        self.before_first_batch: list[Callable[[], None]] = []  # called once, after all `on_train_start` hooks
-        self.rest_of_step: list[Callable[[], None]] = []  # then: what a stop had left, such as the step's validation
-        self.before_epoch_end: list[Callable[[], None]] = []  # called once, before ranks reduce the epoch's values
-        self.before_train_end: list[Callable[[], None]] = []  # called once, before all `on_train_end` hooks
-        self.after_train_end: list[Callable[[], None]] = []  # called once, after them, the module's own too
+        self.before_first_batch: list[
+            Callable[[], None]
+        ] = []  # called once, after all `on_train_start` hooks
+        self.rest_of_step: list[
+            Callable[[], None]
+        ] = []  # then: what a stop had left, such as the step's validation
+        self.before_epoch_end: list[
+            Callable[[], None]
+        ] = []  # called once, before ranks reduce the epoch's values
+        self.before_train_end: list[
+            Callable[[], None]
+        ] = []  # called once, before all `on_train_end` hooks
+        self.after_train_end: list[
+            Callable[[], None]
+        ] = []  # called once, after them, the module's own too
         self._epochs = self.max_epochs  # as it was last
 
     @property
@@ -55,18 +67,22 @@ class FitLoop(_FitLoop):
             raise ConfigError(found)
         self._count_frequencies_in_global_batches()
         if self._before_training:
-            self.setup_data()  # a module's configure_optimizers may have done it before, for the number of steps
+            # a module's configure_optimizers may have done it before, for the number of steps
+            self.setup_data()
             _call_once(self._before_training)
             if self.restarting and not self.epoch_loop.last_batch_is_done:
-                # the end of a shorter run had ended its epoch, too; RestoreProgress counts epochs anew
+                # the end of a shorter run had ended its epoch, too; RestoreProgress counts epochs
+                # anew
                 progress: Any = self.epoch_progress
                 progress.current.processed = 0
         super().run()
 
     def _count_frequencies_in_global_batches(self) -> None:
-        """Let the `frequency` of a step schedule count global batches if these limit the run, as `max_steps` does.
+        """Let the `frequency` of a step schedule count global batches if these limit the run, as
+        `max_steps` does.
 
-        Lightning counts micro-batches, so that the learning rate would depend on how a global batch is divided.
+        Lightning counts micro-batches, so that the learning rate would depend on how a global batch
+        is divided.
         """
         trainer, loop = self.trainer, self.epoch_loop
         limited = isinstance(loop, EpochLoop) and loop.max_global_batches is not None
@@ -76,19 +92,25 @@ class FitLoop(_FitLoop):
 
     @override
     def _iteration_based_training(self) -> bool:
-        return self.max_steps != -1  # not `trainer.max_steps`, which also reports the limit of global batches
+        return (
+            self.max_steps != -1
+        )  # not `trainer.max_steps`, which also reports the limit of global batches
 
     @override
     def setup_data(self) -> None:
         with self.asking_for_data():
             super().setup_data()
         owner: Any = self._data_source.instance
-        if hasattr(type(owner), "check_train_loader"):  # a data module of ours; a user's `__getattr__` is not asked
+        if hasattr(
+            type(owner), "check_train_loader"
+        ):  # a data module of ours; a user's `__getattr__` is not asked
             owner.check_train_loader(self.trainer.train_dataloader)
 
     @contextmanager
     def asking_for_data(self) -> Iterator[None]:
-        """Let data modules know that the loop itself asks for the training data, or begins to iterate over them."""
+        """Let data modules know that the loop itself asks for the training data, or begins to
+        iterate over them.
+        """
         self.asks_for_data = True
         try:
             yield
@@ -97,7 +119,8 @@ class FitLoop(_FitLoop):
 
     @override
     def on_advance_start(self) -> None:
-        # After a resume: the set-up, `on_train_start` of all callbacks included, must not advance the random state
+        # After a resume: the set-up, `on_train_start` of all callbacks included, must not advance
+        # the random state
         if (strategy := StrategyMixin.find(self.trainer)) is not None:
             strategy.random_state.restore()
         _call_once(self.before_first_batch)
@@ -112,7 +135,8 @@ class FitLoop(_FitLoop):
         self._stop_together()
 
     def _check_validation_hooks(self) -> None:
-        """Refuse a missing or superfluous `dataloader_idx` now: Lightning does it when the first validation begins.
+        """Refuse a missing or superfluous `dataloader_idx` now: Lightning does it when the first
+        validation begins.
 
         Of callbacks it never does: their calls fail.
         """
@@ -124,7 +148,10 @@ class FitLoop(_FitLoop):
             loop._verify_dataloader_idx_requirement()
         several = loop._is_sequential and loop.num_dataloaders > 1
         callbacks = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        found = [hook_check.loader_problems(c, L.Callback, stage="validation", several=several) for c in callbacks]
+        found = [
+            hook_check.loader_problems(c, L.Callback, stage="validation", several=several)
+            for c in callbacks
+        ]
         if problems := [each for of_callback in found for each in of_callback]:
             raise ConfigError(problems)
 
@@ -146,12 +173,19 @@ class FitLoop(_FitLoop):
         """Say that a hook has set `max_epochs`, if the run has a limit that does not follow it."""
         before, self._epochs = self._epochs, self.max_epochs
         loop = self.epoch_loop
-        if before == self._epochs or not isinstance(loop, EpochLoop) or loop.max_global_batches is None:
+        if (
+            before == self._epochs
+            or not isinstance(loop, EpochLoop)
+            or loop.max_global_batches is None
+        ):
             return
         rank_zero_warn(
-            f"trainer.fit_loop.max_epochs was set from {before} to {self._epochs}: the run ends after step "
-            f"{loop.max_global_batches} all the same, and a resume begins with {before} again. Type "
-            f"trainer.max_epochs={self._epochs}, or end a run early by self.trainer.should_stop = True."
+            f"trainer.fit_loop.max_epochs was set from {before} to {self._epochs}: the run ends "
+            "after step "
+            f"{loop.max_global_batches} all the same, and a resume begins with {before} again. "
+            "Type "
+            f"trainer.max_epochs={self._epochs}, or end a run early by self.trainer.should_stop = "
+            "True."
         )
 
     def _stop_together(self) -> None:
@@ -159,18 +193,24 @@ class FitLoop(_FitLoop):
             self.epoch_loop.stop_together()
 
     def restore_progress(self, *, epoch: int, started: bool) -> None:
-        """Set the counters of a resumed run: complete epochs, and whether some batches of the next one are done."""
+        """Set the counters of a resumed run: complete epochs, and whether some batches of the next
+        one are done.
+        """
         progress: Any = self.epoch_progress
         for count in (progress.total, progress.current):
             count.ready = count.started = epoch + started
             count.processed = count.completed = epoch
         self._restart_stage = EpochStage.RESTARTED_MID_EPOCH if started else EpochStage.NONE
-        self._restarting = False  # else the schedulers that are due at the end of this epoch would be skipped
+        self._restarting = (
+            False  # else the schedulers that are due at the end of this epoch would be skipped
+        )
         self._last_train_dl_reload_epoch = epoch
 
 
 def _call_once(functions: list[Callable[[], None]]) -> None:
-    """Call the functions, and empty their list before: what they add themselves is for the next time."""
+    """Call the functions, and empty their list before: what they add themselves is for the next
+    time.
+    """
     called = functions[:]
     functions.clear()
     for function in called:

@@ -1,9 +1,10 @@
 """FLOPs of a training step and of the hardware: the two numbers behind MFU.
 
-The count depends on the model only, by PaLM's convention (arXiv:2204.02311, appendix B): per token, 6 for each weight
-of a matrix, and 12 L H K T for attention, with the masked half of causal attention counted as if it were computed. A
-multiplication and an addition are two FLOPs. Recomputation (activation checkpointing) does not count, and neither do
-norms, activations, look-ups and the optimizer. So MFU compares across layouts and with published values.
+The count depends on the model only, by PaLM's convention (arXiv:2204.02311, appendix B): per token,
+6 for each weight of a matrix, and 12 L H K T for attention, with the masked half of causal
+attention counted as if it were computed. A multiplication and an addition are two FLOPs.
+Recomputation (activation checkpointing) does not count, and neither do norms, activations, look-ups
+and the optimizer. So MFU compares across layouts and with published values.
 """
 
 import logging
@@ -21,11 +22,14 @@ log = logging.getLogger(__name__)
 CPU = torch.device("cpu")
 
 
-def flops_per_sample(make_model: Callable[[], nn.Module], inputs: Tensor, targets: Tensor | None) -> float | None:
-    """Return the FLOPs of forward and backward of one sample through the unsharded model; None if that fails.
+def flops_per_sample(
+    make_model: Callable[[], nn.Module], inputs: Tensor, targets: Tensor | None
+) -> float | None:
+    """Return the FLOPs of forward and backward of one sample through the unsharded model; None if
+    that fails.
 
-    The model is built once more, without memory. A model with a method `flops_per_sample(inputs)` is asked. For others,
-    each operator is counted while one sample without values passes through.
+    The model is built once more, without memory. A model with a method `flops_per_sample(inputs)`
+    is asked. For others, each operator is counted while one sample without values passes through.
 
     Args:
         inputs, targets: one micro-batch; only shapes and types matter.
@@ -45,7 +49,9 @@ def flops_per_sample(make_model: Callable[[], nn.Module], inputs: Tensor, target
 
 
 def counted(model: nn.Module, inputs: Tensor, targets: Tensor | None) -> float:
-    """Return the matrix product and convolution FLOPs of forward and backward of one sample, on the meta device."""
+    """Return the matrix product and convolution FLOPs of forward and backward of one sample, on the
+    meta device.
+    """
     model.train()
     one = [tensor[:1].to("meta") for tensor in (inputs, targets) if tensor is not None]
     with FlopCounterMode(display=False) as counter:
@@ -54,8 +60,11 @@ def counted(model: nn.Module, inputs: Tensor, targets: Tensor | None) -> float:
     return float(counter.get_total_flops())
 
 
-def measured_peak(dtype: torch.dtype, *, device: torch.device = CPU, seconds: float = 0.3, size: int = 1024) -> float:
-    """Return the best rate of square matrix products on one device, in FLOP/s; on a CPU, with this process's threads.
+def measured_peak(
+    dtype: torch.dtype, *, device: torch.device = CPU, seconds: float = 0.3, size: int = 1024
+) -> float:
+    """Return the best rate of square matrix products on one device, in FLOP/s; on a CPU, with this
+    process's threads.
 
     All ranks of a machine measure at the same time, so that each measures its share.
     """

@@ -1,8 +1,9 @@
-"""Find a hang from within the ranks, if no process of ours watches all of them: several machines, torchrun, srun.
+"""Find a hang from within the ranks, if no process of ours watches all of them: several machines,
+torchrun, srun.
 
-A thread of each rank counts the seconds since its last heartbeat. When they exceed the limit, it asks all ranks what
-they are doing, through a store at MASTER_ADDR:MASTER_PORT. Every rank writes its stacks to its log and answers. The
-rank that asked first writes the report, and all end.
+A thread of each rank counts the seconds since its last heartbeat. When they exceed the limit, it
+asks all ranks what they are doing, through a store at MASTER_ADDR:MASTER_PORT. Every rank writes
+its stacks to its log and answers. The rank that asked first writes the report, and all end.
 """
 
 import faulthandler
@@ -30,7 +31,9 @@ POLL_SECONDS = 1.0
 ASK_SECONDS = 4.0  # between two looks at the store: 1,000 ranks make 250 requests per second
 ANSWER_SECONDS = 3 * ASK_SECONDS  # that all ranks have to answer
 JUDGE_SECONDS = 2 * ANSWER_SECONDS  # after which a store that is asked counts as dead
-LAST_SECONDS = 3.0  # that rank 0, which may host the store, waits for the others to read the verdict
+LAST_SECONDS = (
+    3.0  # that rank 0, which may host the store, waits for the others to read the verdict
+)
 ERRORS = (dist.DistError, RuntimeError, ValueError)
 
 
@@ -39,11 +42,15 @@ class Pulse:
     """What the watch knows of its own rank's progress."""
 
     beats: int = 0
-    slowest: float = math.inf  # seconds of the slowest step; infinite while no step is due (validation, a save)
+    slowest: float = (
+        math.inf
+    )  # seconds of the slowest step; infinite while no step is due (validation, a save)
 
 
 def is_needed() -> bool:
-    """Return whether no process of ours watches all ranks: those of one machine are, if we started them."""
+    """Return whether no process of ours watches all ranks: those of one machine are, if we started
+    them.
+    """
     return environment.world_size() > 1 and environment.store_file() is None
 
 
@@ -86,24 +93,39 @@ class HangWatch:
 
     # ------------------------------------------------------------ this rank's own progress
     def limit(self, slowest: float) -> float:
-        return max(AUTO_SECONDS, AUTO_STEPS * slowest) if self.timeout == "auto" else float(self.timeout or math.inf)
+        return (
+            max(AUTO_SECONDS, AUTO_STEPS * slowest)
+            if self.timeout == "auto"
+            else float(self.timeout or math.inf)
+        )
 
     def _watch(self) -> None:
         seconds, seen = 0.0, -1
-        while not self._over.wait(POLL_SECONDS):  # counted, not read from a clock: a machine may be suspended
-            seconds, seen = (0.0 if self.pulse.beats != seen else seconds + POLL_SECONDS), self.pulse.beats
+        while not self._over.wait(
+            POLL_SECONDS
+        ):  # counted, not read from a clock: a machine may be suspended
+            seconds, seen = (
+                (0.0 if self.pulse.beats != seen else seconds + POLL_SECONDS),
+                self.pulse.beats,
+            )
             if seconds <= self.limit(self.pulse.slowest):
                 continue
             if self._is_hang(seconds):
                 self._end(
-                    f"No step was made for {seconds:.0f} s, and no verdict about it came through the store at "
-                    f"{environment.main_address()}:{environment.main_port()}: the process or the machine of rank 0 "
-                    f"hangs, or the network is cut. Rank {self.rank} is at {blocked.record(place='')['stack'][0]}."
+                    f"No step was made for {seconds:.0f} s, and no verdict about it came through "
+                    "the store at "
+                    f"{environment.main_address()}:{environment.main_port()}: the process or the "
+                    "machine of rank 0 "
+                    f"hangs, or the network is cut. Rank {self.rank} is at "
+                    f"{blocked.record(place='')['stack'][0]}."
                 )
             seconds = 0.0
 
     def _is_hang(self, seconds: float) -> bool:
-        """Ask all ranks. Return False if one validates or saves; end in another thread if all hang."""
+        """Ask all ranks.
+
+        Return False if one validates or saves; end in another thread if all hang.
+        """
         before, beats = self._judged, self.pulse.beats
         # in a thread, since a call never returns if the store's process is stopped
         threading.Thread(target=self._ask, args=(seconds, beats), daemon=True).start()
@@ -116,7 +138,11 @@ class HangWatch:
     # ------------------------------------------------------------ through the store
     def _connect(self) -> Any:
         stores: Any = dist
-        address, port, timeout = environment.main_address(), environment.main_port(), timedelta(seconds=30)
+        address, port, timeout = (
+            environment.main_address(),
+            environment.main_port(),
+            timedelta(seconds=30),
+        )
         store = stores.TCPStore(address, port, None, False, timeout, wait_for_workers=False)
         return stores.PrefixStore(f"armature-hang/{self.attempt}", store)
 
@@ -127,7 +153,11 @@ class HangWatch:
         try:
             self._store = self._connect()
         except ERRORS as error:
-            print(f"launch.hang_timeout is off on rank {self.rank}: no store ({error}).", file=sys.stderr, flush=True)
+            print(
+                f"launch.hang_timeout is off on rank {self.rank}: no store ({error}).",
+                file=sys.stderr,
+                flush=True,
+            )
             self.stop()
         answered = 0
         while not self._over.wait(ASK_SECONDS):
@@ -141,7 +171,11 @@ class HangWatch:
         with suppress(OSError), (self.logs / f"rank_{self.rank:04d}.log").open("a") as file:
             faulthandler.dump_traceback(file, all_threads=True)
         slowest = None if math.isinf(self.pulse.slowest) else self.pulse.slowest
-        answer = {"number": number, "slowest": slowest, "record": blocked.record(place=self.place())}
+        answer = {
+            "number": number,
+            "slowest": slowest,
+            "record": blocked.record(place=self.place()),
+        }
         self._store.set(f"answer/{self.rank}", json.dumps(answer))
 
     def _obey(self, number: int) -> None:
@@ -165,40 +199,55 @@ class HangWatch:
                 time.sleep(0.5)
             answers = self._collect(number)
             goes_on = self._over.is_set() or self.pulse.beats != beats
-            text = "" if goes_on else self._judge(answers, seconds)  # the others wait for a verdict in any case
+            text = (
+                "" if goes_on else self._judge(answers, seconds)
+            )  # the others wait for a verdict in any case
             if text:
                 print(text, file=sys.stderr, flush=True)
-            self._store.set("verdict", json.dumps({"number": self._store.add("asked", 0), "text": text}))
+            self._store.set(
+                "verdict", json.dumps({"number": self._store.add("asked", 0), "text": text})
+            )
 
     def _collect(self, number: int) -> dict[int, dict[str, Any]]:
         found: dict[int, dict[str, Any]] = {}
         end = time.monotonic() + ANSWER_SECONDS
         while len(found) < self.ranks and time.monotonic() < end and not self._over.is_set():
             for rank in range(self.ranks):
-                if rank not in found and (answer := self._read(f"answer/{rank}"))["number"] >= number:
+                if (
+                    rank not in found
+                    and (answer := self._read(f"answer/{rank}"))["number"] >= number
+                ):
                     found[rank] = answer
             time.sleep(0.2)
         return found
 
     def _judge(self, answers: dict[int, dict[str, Any]], seconds: float) -> str:
         """Write the report and return what ends the run; empty if it does not hang."""
-        steps = [math.inf if answer["slowest"] is None else answer["slowest"] for answer in answers.values()]
+        steps = [
+            math.inf if answer["slowest"] is None else answer["slowest"]
+            for answer in answers.values()
+        ]
         if self.timeout == "auto" and seconds <= self.limit(max(steps, default=0.0)):
             return ""
         records = {rank: answer["record"] for rank, answer in answers.items()}
         with suppress(OSError):
-            (self.logs / hang.REPORT).write_text(hang.report(records, ranks=range(self.ranks), seconds=seconds))
+            (self.logs / hang.REPORT).write_text(
+                hang.report(records, ranks=range(self.ranks), seconds=seconds)
+            )
         verdict = hang.verdict(records, ranks=range(self.ranks))
         verdict = f" {verdict[:1].upper()}{verdict[1:]}" if verdict else ""
         return (
-            f"No step was made for {seconds:.0f} s.{verdict} {self.logs / hang.REPORT} says what each rank was doing."
+            f"No step was made for {seconds:.0f} s.{verdict} {self.logs / hang.REPORT} says "
+            "what each rank was doing."
         )
 
     def _end(self, text: str) -> None:
         if self._over.is_set():
             return
         try:  # torchrun shows the traceback
-            raise RunFailed(f"{text} launch.hang_timeout limits a step, a validation batch and a save.")
+            raise RunFailed(
+                f"{text} launch.hang_timeout limits a step, a validation batch and a save."
+            )
         except RunFailed as error:
             self.record(error)
         time.sleep(LAST_SECONDS if self.rank == 0 else 0.0)

@@ -1,4 +1,6 @@
-"""Heartbeats of a rank, for the process that watches the ranks (`launcher.watch`) or the ranks' own `HangWatch`."""
+"""Heartbeats of a rank, for the process that watches the ranks (`launcher.watch`) or the ranks' own
+`HangWatch`.
+"""
 
 import math
 import os
@@ -23,10 +25,10 @@ MIN_INTERVAL_SECONDS = 1.0  # between two beats: a beat is a system call
 class Heartbeat(Callback):
     """Note when a batch has ended or a save begins: in a file of this rank, and for its own watch.
 
-    The first beat comes at the end of the first training batch, so imports, data and compilation may take any time.
-    The file holds the seconds of the slowest optimizer step so far, or `inf` until one is measured and while no step is
-    due (between epochs, in validation and in a save).
-    If nothing watches (one process without a parent of ours), do nothing.
+    The first beat comes at the end of the first training batch, so imports, data and compilation
+    may take any time. The file holds the seconds of the slowest optimizer step so far, or `inf`
+    until one is measured and while no step is due (between epochs, in validation and in a save). If
+    nothing watches (one process without a parent of ours), do nothing.
 
     Args:
         timeout: launch.hang_timeout.
@@ -48,12 +50,19 @@ class Heartbeat(Callback):
             # agents of several machines count restarts differently, so rank 0 names the attempt
             attempt = process_group.broadcast_object(os.urandom(4).hex())
             self._watch = HangWatch(
-                self._pulse, timeout=timeout, attempt=attempt, logs=logs, place=self._place, record=record
+                self._pulse,
+                timeout=timeout,
+                attempt=attempt,
+                logs=logs,
+                place=self._place,
+                record=record,
             )
         self._trainer: Trainer | None = None
         self._next = 0.0
         self._begun = False
-        self._slowest = 0.0  # seconds of a step, without the first after a start, a validation or a save
+        self._slowest = (
+            0.0  # seconds of a step, without the first after a start, a validation or a save
+        )
         self._step_began: float | None = None
         self._resting = False
 
@@ -115,18 +124,24 @@ class Heartbeat(Callback):
 
     on_validation_start = on_test_start = on_train_epoch_end = on_train_end = on_fit_end = rest
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
         self.rest()
         self._beat_if_due()
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
-        """End this rank's own watch: an error or the end of fit follows, or another fit in this process."""
+        """End this rank's own watch: an error or the end of fit follows, or another fit in this
+        process.
+        """
         if self._watch is not None:
             self._watch.stop()
 
     teardown = stop
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         if isinstance(exception, RolledBack):  # everything is built anew, which may take any time
             self.rest()
         self.stop()

@@ -1,4 +1,6 @@
-"""Check the hooks that users define against how they are called, before training: one of the end would cost a run."""
+"""Check the hooks that users define against how they are called, before training: one of the end
+would cost a run.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,29 @@ Call = tuple[list[str], list[str]]  # the names of a hook's arguments by positio
 LOADER = "dataloader_idx"
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _NAMED = (
-    *STEPS, "setup", "teardown", "prepare_data", "configure_optimizers", "configure_callbacks", "configure_model",
-    "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "backward",
-    "transfer_batch_to_device", "train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader",
-)  # fmt: skip
-_BY_NAME = ("stage", "gradient_clip_val", "gradient_clip_algorithm")  # arguments that are passed by their names
+    *STEPS,
+    "setup",
+    "teardown",
+    "prepare_data",
+    "configure_optimizers",
+    "configure_callbacks",
+    "configure_model",
+    "configure_gradient_clipping",
+    "optimizer_step",
+    "optimizer_zero_grad",
+    "lr_scheduler_step",
+    "backward",
+    "transfer_batch_to_device",
+    "train_dataloader",
+    "val_dataloader",
+    "test_dataloader",
+    "predict_dataloader",
+)
+_BY_NAME = (
+    "stage",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+)  # arguments that are passed by their names
 # hooks of Lightning 1 that nothing calls; those that Lightning 2 refuses itself are left out
 REMOVED = {
     "on_epoch_start": "on_train_epoch_start",
@@ -70,7 +90,9 @@ def problems_of(owner: Any, base: type) -> list[str]:
     Args:
         base: the class of Lightning that defines the hooks.
     """
-    found = (_problem(owner, name, base, _calls(name, getattr(base, name))) for name in _hooks(base))
+    found = (
+        _problem(owner, name, base, _calls(name, getattr(base, name))) for name in _hooks(base)
+    )
     return [each for each in found if each is not None]
 
 
@@ -78,8 +100,13 @@ def all_loader_problems(
     module: L.LightningModule, callbacks: Sequence[L.Callback], *, stage: str, several: bool
 ) -> list[str]:
     """Return `loader_problems` of a module and callbacks."""
-    owners: list[tuple[Any, type]] = [(module, L.LightningModule), *((each, L.Callback) for each in callbacks)]
-    of_owners = [loader_problems(owner, base, stage=stage, several=several) for owner, base in owners]
+    owners: list[tuple[Any, type]] = [
+        (module, L.LightningModule),
+        *((each, L.Callback) for each in callbacks),
+    ]
+    of_owners = [
+        loader_problems(owner, base, stage=stage, several=several) for owner, base in owners
+    ]
     return [each for of_owner in of_owners for each in of_owner]
 
 
@@ -88,18 +115,32 @@ def loader_problems(owner: Any, base: type, *, stage: str, several: bool) -> lis
 
     Args:
         stage: validation or test.
-        several: whether there are several loaders, one after another, so that hooks are called with `dataloader_idx`.
+        several: whether there are several loaders, one after another, so that hooks are called with
+            `dataloader_idx`.
     """
-    found, why = [], f"there {'are several' if several else 'is one'} {stage} loader{'s' * several}, so "
+    found, why = (
+        [],
+        f"there {'are several' if several else 'is one'} {stage} loader{'s' * several}, so ",
+    )
     for name in (f"{stage}_step", f"on_{stage}_batch_start", f"on_{stage}_batch_end"):
         if hasattr(base, name) and "dataloader_iter" not in _parameters(getattr(owner, name, None)):
-            calls = [call for call in _calls(name, getattr(base, name)) if (LOADER in call[0]) == several]
-            found.append(_problem(owner, name, base, calls, why=why, define=[*calls[0][0], f"{LOADER}=0"]))
+            calls = [
+                call for call in _calls(name, getattr(base, name)) if (LOADER in call[0]) == several
+            ]
+            found.append(
+                _problem(owner, name, base, calls, why=why, define=[*calls[0][0], f"{LOADER}=0"])
+            )
     return [each for each in found if each is not None]
 
 
 def _problem(
-    owner: Any, name: str, base: type, calls: Sequence[Call], *, why: str = "", define: Sequence[str] | None = None
+    owner: Any,
+    name: str,
+    base: type,
+    calls: Sequence[Call],
+    *,
+    why: str = "",
+    define: Sequence[str] | None = None,
 ) -> str | None:
     """Return that a hook of the user's takes none of these calls, and how to define it, or None."""
     own = getattr(owner, name, None)
@@ -115,7 +156,8 @@ def _problem(
     args, keywords = calls[0]
     arguments = ", ".join(("self", *([*args, *keywords] if define is None else define)))
     return (
-        f"{type(owner).__name__}.{name}{signature}: {why}it is called with ({', '.join((*args, *keywords))})."
+        f"{type(owner).__name__}.{name}{signature}: {why}it is called with "
+        f"({', '.join((*args, *keywords))})."
         f"{_advice(signature, args)} Define it as def {name}({arguments})."
     )
 
@@ -133,7 +175,10 @@ def warnings_of(owner: Any, base: type) -> list[str]:
 
 
 def _is_own(name: str, owner: Any, base: type) -> bool:
-    """Return whether a hook is the user's. False if Lightning cannot tell, as of an object that is called."""
+    """Return whether a hook is the user's.
+
+    False if Lightning cannot tell, as of an object that is called.
+    """
     try:
         return callable(getattr(owner, name, None)) and is_overridden(name, owner, base)
     except AttributeError:
@@ -153,18 +198,26 @@ def _parameters(hook: Any) -> Collection[str]:
 
 
 def _calls(name: str, hook: Callable[..., Any]) -> list[Call]:
-    """Return the ways in which a hook may be called: the names of its arguments by position, and by keyword."""
+    """Return the ways in which a hook may be called: the names of its arguments by position, and by
+    keyword.
+    """
     if name in STEPS:
         ways = [["batch", "batch_idx"], ["batch"], ["batch", "batch_idx", LOADER]]
         return [(way, []) for way in (ways[:2] if name == "training_step" else ways)]
     taken = [*inspect.signature(hook).parameters.values()][1:]
-    needed = [each.name for each in taken if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+    needed = [
+        each.name
+        for each in taken
+        if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD
+    ]
     if name in ("configure_gradient_clipping", "optimizer_step"):  # their defaults are not used
         needed = [each.name for each in taken]
     by_name = [each for each in needed if each in _BY_NAME]
     ways = [([each for each in needed if each not in by_name], by_name)]
     names = [each.name for each in taken]
-    return [*ways, (names, [])] if LOADER in names else ways  # which is passed if there are several loaders
+    return (
+        [*ways, (names, [])] if LOADER in names else ways
+    )  # which is passed if there are several loaders
 
 
 def _takes(signature: inspect.Signature, args: list[str], keywords: list[str]) -> bool:
@@ -178,7 +231,8 @@ def _takes(signature: inspect.Signature, args: list[str], keywords: list[str]) -
 def _advice(signature: inspect.Signature, args: list[str]) -> str:
     if "optimizer_idx" in signature.parameters:
         return (
-            " Lightning 2 has no optimizer_idx: for several optimizers set self.automatic_optimization = False in "
+            " Lightning 2 has no optimizer_idx: for several optimizers set "
+            "self.automatic_optimization = False in "
             "__init__, and call opt1, opt2 = self.optimizers() in training_step."
         )
     if "outputs" in signature.parameters and "outputs" not in args:
@@ -187,9 +241,22 @@ def _advice(signature: inspect.Signature, args: list[str]) -> str:
 
 
 def _defined(owner: Any, base: type) -> Iterator[str]:
-    """Yield the methods of the user's classes that Lightning's class does not have, and that none of them names."""
+    """Yield the methods of the user's classes that Lightning's class does not have, and that none
+    of them names.
+    """
     libraries = ("armature", "lightning", "torch", "builtins")
-    classes = [cls for cls in type(owner).__mro__ if cls.__module__.partition(".")[0] not in libraries]
-    methods = {name: made for cls in classes for name, made in vars(cls).items() if inspect.isfunction(made)}
+    classes = [
+        cls for cls in type(owner).__mro__ if cls.__module__.partition(".")[0] not in libraries
+    ]
+    methods = {
+        name: made
+        for cls in classes
+        for name, made in vars(cls).items()
+        if inspect.isfunction(made)
+    }
     named = {name for made in methods.values() for name in made.__code__.co_names}
-    yield from (name for name in methods if not (hasattr(base, name) or name in named or name.startswith("_")))
+    yield from (
+        name
+        for name in methods
+        if not (hasattr(base, name) or name in named or name.startswith("_"))
+    )

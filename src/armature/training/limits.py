@@ -19,7 +19,8 @@ class Limits:
 
     Attributes:
         global_batches: global batches of the whole run.
-        epochs: the Trainer's max_epochs, which modules read: as typed, else what `global_batches` begin.
+        epochs: the Trainer's max_epochs, which modules read: as typed, else what `global_batches`
+            begin.
     """
 
     global_batches: int
@@ -38,11 +39,15 @@ class Limits:
         return cls(total, epochs or math.ceil(total * global_batch_size / samples_per_epoch))
 
     def reached(self, step: int, *, samples_per_epoch: int, global_batch_size: int) -> Limits:
-        """Return the limits of a run that resumes at `step`: Lightning refuses to resume beyond its max_epochs."""
+        """Return the limits of a run that resumes at `step`.
+
+        Lightning refuses to resume beyond its max_epochs.
+        """
         if step <= self.global_batches:
             return self
         log.warning(
-            "The run has made %d steps already, and its limits end it at step %d: nothing is left to train. Type a "
+            "The run has made %d steps already, and its limits end it at step %d: nothing is left "
+            "to train. Type a "
             "larger trainer.max_steps or trainer.max_epochs.", step, self.global_batches,
         )  # fmt: skip
         begun = math.ceil(step * min(1.0, global_batch_size / samples_per_epoch)) + 1

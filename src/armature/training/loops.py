@@ -1,6 +1,9 @@
-"""Lightning's loop over batches. This file and `fit_loop.py` are the only places that know its loops' private parts.
+"""Lightning's loop over batches.
 
-`EpochLoop.advance` and `on_advance_end` are one training step, with every hook in Lightning's order.
+This file and `fit_loop.py` are the only places that know its loops' private parts.
+
+`EpochLoop.advance` and `on_advance_end` are one training step, with every hook in Lightning's
+order.
 """
 
 from __future__ import annotations
@@ -28,7 +31,13 @@ from armature.data.prefetch import TRANSFER_HOOKS
 from armature.data.users_view import guard_steps
 from armature.errors import ConfigError, NoEndOfData
 from armature.strategies.base import StrategyMixin
-from armature.strategies.hooks import call_hooks, call_module, call_strategy, is_overridden, is_watched
+from armature.strategies.hooks import (
+    call_hooks,
+    call_module,
+    call_strategy,
+    is_overridden,
+    is_watched,
+)
 from armature.training import agreement, epoch_metrics, epoch_start, stopped_validation
 from armature.training.progress import data_of
 from armature.training.stop import StoppedBySignal
@@ -40,15 +49,19 @@ FETCH = "[_TrainingEpochLoop].train_dataloader_next"  # the name in Lightning's 
 class EpochLoop(_TrainingEpochLoop):
     """Run the steps of one epoch.
 
-    Differences from Lightning: validation also runs after the last step of the run, wherever in an epoch that is;
+    Differences from Lightning: validation also runs after the last step of the run, wherever in an
+    epoch that is;
     SIGTERM is handled by training/stop.py instead of a broadcast before each batch.
 
     Args:
         limits: Lightning's loop, whose limits this one takes over.
-        max_global_batches: end the run after so many global batches; None: Lightning's limits alone.
-        step_ended: called after each global batch, when every hook of its last micro-batch has run and its values are
-            logged, before validation. A checkpoint saved here holds the whole step.
-        validation_ended: called after each validation, when every hook of its end has run, the module's own too.
+        max_global_batches: end the run after so many global batches; None: Lightning's limits
+            alone.
+        step_ended: called after each global batch, when every hook of its last micro-batch has run
+            and its values are logged, before validation. A checkpoint saved here holds the whole
+            step.
+        validation_ended: called after each validation, when every hook of its end has run, the
+            module's own too.
 
     Attributes:
         data_wait: measures how long the loader's `next` takes, if set.
@@ -64,12 +77,18 @@ class EpochLoop(_TrainingEpochLoop):
         self._own_max_steps = limits.max_steps  # a trial of Lightning's Tuner has another limit
         self.max_global_batches = max_global_batches
         self.step_ended, self.validation_ended = step_ended, validation_ended
-        self._completed_batches: int | None = None  # unknown until a batch is trained or a checkpoint of ours is loaded
+        self._completed_batches: int | None = (
+            None  # unknown until a batch is trained or a checkpoint of ours is loaded
+        )
         self.data_wait: DataWait | None = None
         self._in_eval: list[str] | None = None  # while it validates
-        self._step_function: Any = None  # the training_step whose arguments `_takes_index` describes
+        self._step_function: Any = (
+            None  # the training_step whose arguments `_takes_index` describes
+        )
         self._takes_index = True
-        self._may_stop: bool | None = None  # whether code of users may set trainer.should_stop on some ranks only
+        self._may_stop: bool | None = (
+            None  # whether code of users may set trainer.should_stop on some ranks only
+        )
 
     @override
     def advance(self, data_fetcher: _DataFetcher) -> None:
@@ -81,7 +100,9 @@ class EpochLoop(_TrainingEpochLoop):
         if self._only_validation_is_left(data_fetcher):
             return
         completed, fetched = self.completed_batches, next(data_fetcher)
-        takes_iterator = isinstance(data_fetcher, _DataLoaderIterDataFetcher)  # whose end training_step may meet
+        takes_iterator = isinstance(
+            data_fetcher, _DataLoaderIterDataFetcher
+        )  # whose end training_step may meet
         with nullcontext() if takes_iterator else NoEndOfData("A hook or training_step"):
             skips_epoch = self._train_on(fetched, data_fetcher, completed=completed)
         if skips_epoch:
@@ -94,7 +115,9 @@ class EpochLoop(_TrainingEpochLoop):
 
         # move to the device
         progress.is_last_batch = data_fetcher.done
-        if isinstance(data_fetcher, _DataLoaderIterDataFetcher):  # training_step(dataloader_iter) moves its batches
+        if isinstance(
+            data_fetcher, _DataLoaderIterDataFetcher
+        ):  # training_step(dataloader_iter) moves its batches
             batch, index = data_fetcher._batch, data_fetcher._batch_idx
         else:
             batch = self.move_to_device(fetched[0])
@@ -104,7 +127,9 @@ class EpochLoop(_TrainingEpochLoop):
         # forward, backward, optimizer step
         outputs, skips_epoch = None, False
         if batch is None and not takes_iterator:
-            self._warning_cache.warn("train_dataloader yielded None. If this was on purpose, ignore this warning...")
+            self._warning_cache.warn(
+                "train_dataloader yielded None. If this was on purpose, ignore this warning..."
+            )
         else:
             skips_epoch = call_hooks(trainer, agreement.HOOK, batch, index) == -1
             skips_epoch = agreement.skipped(trainer.lightning_module, skips_epoch, batch_idx=index)
@@ -135,10 +160,18 @@ class EpochLoop(_TrainingEpochLoop):
             if hasattr(type(data), "skip_epoch"):  # ours, which knows the position in the data
                 data.skip_epoch()
                 # val_every_n_steps counts global batches that are trained, as after a resume
-                progress.total.ready -= 1 + (progress.current.ready - 1) % trainer.accumulate_grad_batches
+                progress.total.ready -= (
+                    1 + (progress.current.ready - 1) % trainer.accumulate_grad_batches
+                )
             return True
-        if isinstance(data_fetcher, _DataLoaderIterDataFetcher):  # training_step has fetched the batch
-            batch, index, progress.is_last_batch = data_fetcher._batch, data_fetcher._batch_idx, data_fetcher.done
+        if isinstance(
+            data_fetcher, _DataLoaderIterDataFetcher
+        ):  # training_step has fetched the batch
+            batch, index, progress.is_last_batch = (
+                data_fetcher._batch,
+                data_fetcher._batch_idx,
+                data_fetcher.done,
+            )
 
         # log
         call_hooks(trainer, "on_train_batch_end", outputs, batch, index)
@@ -165,22 +198,34 @@ class EpochLoop(_TrainingEpochLoop):
             self._batches_that_stepped += 1
         self._save_loggers_on_train_batch_end()
 
-    def _optimize(self, optimizer: Optimizer, index: int, arguments: OrderedDict[str, Any]) -> dict[str, Any]:
-        """Run forward and backward, and the optimizer's step with the last micro-batch of a global batch."""
+    def _optimize(
+        self, optimizer: Optimizer, index: int, arguments: OrderedDict[str, Any]
+    ) -> dict[str, Any]:
+        """Run forward and backward, and the optimizer's step with the last micro-batch of a global
+        batch.
+        """
         trainer, strategy, epoch = self.trainer, self.trainer.strategy, self.trainer.current_epoch
-        progress, accumulate = self.automatic_optimization.optim_progress.optimizer, trainer.accumulate_grad_batches
+        progress, accumulate = (
+            self.automatic_optimization.optim_progress.optimizer,
+            trainer.accumulate_grad_batches,
+        )
 
         def forward() -> ClosureResult:
             output = call_strategy(trainer, "training_step", *arguments.values())
             strategy.post_training_step()
             if output is None and trainer.world_size > 1:
                 raise (RuntimeError if StrategyMixin.find(trainer) is None else ConfigError)(
-                    "Skipping the `training_step` by returning None in distributed training is not supported. Return a "
+                    "Skipping the `training_step` by returning None in distributed training is not "
+                    "supported. Return a "
                     "loss on every rank: 0 times the loss trains on nothing."
                 )
-            if accumulate == 1 and isinstance(output, Tensor) and output.requires_grad:  # spares a division by 1
+            if (
+                accumulate == 1 and isinstance(output, Tensor) and output.requires_grad
+            ):  # spares a division by 1
                 return ClosureResult(output)
-            return self.automatic_optimization.output_result_cls.from_training_step_output(output, accumulate)
+            return self.automatic_optimization.output_result_cls.from_training_step_output(
+                output, accumulate
+            )
 
         def zero_grad() -> None:
             progress.zero_grad.increment_ready()
@@ -189,54 +234,91 @@ class EpochLoop(_TrainingEpochLoop):
             call_module(trainer, "optimizer_zero_grad", epoch, index, optimizer)
             progress.zero_grad.increment_completed()
 
-        def backward(loss: Tensor) -> None:  # with the hooks on_before_backward and on_after_backward
+        def backward(
+            loss: Tensor,
+        ) -> None:  # with the hooks on_before_backward and on_after_backward
             call_strategy(trainer, "backward", loss, optimizer)
 
-        no_gradients = self.automatic_optimization._skip_backward  # SWA updates BatchNorm's statistics
-        first = self.batch_idx % accumulate == 0  # with training_step(dataloader_iter), `index` is the batch's before
+        no_gradients = (
+            self.automatic_optimization._skip_backward
+        )  # SWA updates BatchNorm's statistics
+        first = (
+            self.batch_idx % accumulate == 0
+        )  # with training_step(dataloader_iter), `index` is the batch's before
         closure = Closure(
             forward,
             zero_grad_fn=zero_grad if first and not no_gradients else None,
             backward_fn=None if no_gradients else backward,
         )
-        accumulates, module, ours = self._should_accumulate(), trainer.lightning_module, StrategyMixin.find(trainer)
+        accumulates, module, ours = (
+            self._should_accumulate(),
+            trainer.lightning_module,
+            StrategyMixin.find(trainer),
+        )
         steps_before = ours.steps_made[optimizer] if ours is not None else 0
         if accumulates and not strategy.handles_gradient_accumulation:
-            with _block_parallel_sync_behavior(strategy):  # gradients are reduced with the last micro-batch
+            with _block_parallel_sync_behavior(
+                strategy
+            ):  # gradients are reduced with the last micro-batch
                 closure()
         else:
             if not accumulates:
                 progress.step.increment_ready()
-            # calls the closure, then on_before_optimizer_step and configure_gradient_clipping, then steps
-            call_module(trainer, "optimizer_step", epoch, index, strategy._lightning_optimizers[0], closure)
+            # calls the closure, then on_before_optimizer_step and configure_gradient_clipping, then
+            # steps
+            call_module(
+                trainer, "optimizer_step", epoch, index, strategy._lightning_optimizers[0], closure
+            )
             if not accumulates:
                 progress.step.increment_completed()
         result = closure.consume_result()
-        if ours is not None and not accumulates and is_overridden(module, "optimizer_step", L.LightningModule):
+        if (
+            ours is not None
+            and not accumulates
+            and is_overridden(module, "optimizer_step", L.LightningModule)
+        ):
             ours.leave_out_together(optimizer, steps_before)
         return {} if result.loss is None else result.asdict()
 
     def forward_again(self, batch: Any, index: int) -> Any:
         """Call training_step without the hooks around it, and return its output."""
-        return self.trainer.strategy.training_step(*self._build_kwargs(OrderedDict(), batch, index).values())
+        return self.trainer.strategy.training_step(
+            *self._build_kwargs(OrderedDict(), batch, index).values()
+        )
 
     # ------------------------------------------------------------ batches
     def move_to_device(self, batch: Any) -> Any:
         trainer, module = self.trainer, self.trainer.lightning_module
         strategy, datamodule = trainer.strategy, data_of(trainer)
         batch = trainer.precision_plugin.convert_input(batch)
-        if type(batch) is dict and all(type(v) is Tensor and v.device == strategy.root_device for v in batch.values()):
+        if type(batch) is dict and all(
+            type(v) is Tensor and v.device == strategy.root_device for v in batch.values()
+        ):
             owners = [(module, L.LightningModule)] + (
                 [] if datamodule is None else [(datamodule, L.LightningDataModule)]
             )
-            hooks_batch = any(is_overridden(owner, name, base) for owner, base in owners for name in TRANSFER_HOOKS)
-            if not (hooks_batch or is_overridden(strategy, "batch_to_device", Strategy) or is_watched(trainer)):
-                return dict(batch)  # a step may change its batch, and a loader that is a list gives the same one again
+            hooks_batch = any(
+                is_overridden(owner, name, base)
+                for owner, base in owners
+                for name in TRANSFER_HOOKS
+            )
+            if not (
+                hooks_batch
+                or is_overridden(strategy, "batch_to_device", Strategy)
+                or is_watched(trainer)
+            ):
+                return dict(
+                    batch
+                    # a step may change its batch, and a loader that is a list gives the same one
+                    # again
+                )
         batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
         return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
 
     @override
-    def _build_kwargs(self, kwargs: OrderedDict[str, Any], batch: Any, batch_idx: int) -> OrderedDict[str, Any]:
+    def _build_kwargs(
+        self, kwargs: OrderedDict[str, Any], batch: Any, batch_idx: int
+    ) -> OrderedDict[str, Any]:
         """Inspect training_step only if it is another function than last time: that takes 33 µs."""
         step = self.trainer.lightning_module.training_step
         function = getattr(step, "__func__", step)
@@ -274,7 +356,11 @@ class EpochLoop(_TrainingEpochLoop):
             return
         batches = (self.batch_idx if interval == "step" else trainer.current_epoch) + 1
         for config in configs if trainer.lightning_module.automatic_optimization else ():
-            if not config.reduce_on_plateau and config.interval == interval and batches % config.frequency == 0:
+            if (
+                not config.reduce_on_plateau
+                and config.interval == interval
+                and batches % config.frequency == 0
+            ):
                 self.scheduler_progress.increment_ready()
                 call_module(trainer, "lr_scheduler_step", config.scheduler, None)
                 self.scheduler_progress.increment_completed()
@@ -288,15 +374,18 @@ class EpochLoop(_TrainingEpochLoop):
     def completed_batches(self) -> int:
         """Global batches that were trained on, over all resumes.
 
-        With automatic optimization they are the optimizer steps. Manual optimization makes any number of steps per
-        batch.
+        With automatic optimization they are the optimizer steps. Manual optimization makes any
+        number of steps per batch.
         """
         return self.global_step if self._completed_batches is None else self._completed_batches
 
     @property
     def all_global_batches_are_done(self) -> bool:
         """Whether `max_global_batches` have been completed."""
-        return self.max_global_batches is not None and self.completed_batches >= self.max_global_batches
+        return (
+            self.max_global_batches is not None
+            and self.completed_batches >= self.max_global_batches
+        )
 
     @property
     def last_batch_is_done(self) -> bool:
@@ -309,7 +398,10 @@ class EpochLoop(_TrainingEpochLoop):
         return self.last_batch_is_done or self._num_ready_batches_reached()
 
     def stop_together(self) -> None:
-        """Let `trainer.should_stop`, which code of users may set on one rank, hold on all. Called by all ranks."""
+        """Let `trainer.should_stop`, which code of users may set on one rank, hold on all.
+
+        Called by all ranks.
+        """
         if self._may_stop is None:
             self._may_stop = agreement.may_stop(self.trainer)
         if self._may_stop:
@@ -321,13 +413,19 @@ class EpochLoop(_TrainingEpochLoop):
         trainer, every = self.trainer, self.trainer.val_check_batch
         steps_done = self.last_batch_is_done and self.max_steps == self._own_max_steps
         ended = self.all_global_batches_are_done or steps_done
-        if every and every != float("inf"):  # None: by the clock. This spares most steps a look at the hooks
-            batches = self.total_batch_idx if trainer.check_val_every_n_epoch is None else self.batch_idx
+        if every and every != float(
+            "inf"
+        ):  # None: by the clock. This spares most steps a look at the hooks
+            batches = (
+                self.total_batch_idx if trainer.check_val_every_n_epoch is None else self.batch_idx
+            )
             ends = ended or self.batch_progress.is_last_batch or trainer.should_stop
             if not ends and (batches + 1) % every:
                 return False
         due = super()._should_check_val_fx(data_fetcher)
-        return due or (ended and self._accumulated_batches_reached() and self.trainer.enable_validation)
+        return due or (
+            ended and self._accumulated_batches_reached() and self.trainer.enable_validation
+        )
 
     @property
     def validation_is_due(self) -> bool:
@@ -343,7 +441,9 @@ class EpochLoop(_TrainingEpochLoop):
         self._in_eval = epoch_start.in_eval(trainer.lightning_module)
         if not self._should_accumulate():  # gradients are not needed during validation
             call_module(trainer, "on_validation_model_zero_grad")
-        self.val_loop.restarting = False  # a resumed validation starts anew, since its values are not saved
+        self.val_loop.restarting = (
+            False  # a resumed validation starts anew, since its values are not saved
+        )
         before = stopped_validation.Before(trainer)
         try:
             self.val_loop.run()
@@ -360,21 +460,33 @@ class EpochLoop(_TrainingEpochLoop):
     @property
     def modules_in_eval(self) -> list[str]:
         """The names of the modules that training has in eval mode, also while it validates."""
-        return epoch_start.in_eval(self.trainer.lightning_module) if self._in_eval is None else self._in_eval
+        return (
+            epoch_start.in_eval(self.trainer.lightning_module)
+            if self._in_eval is None
+            else self._in_eval
+        )
 
     # ------------------------------------------------------------ resume
     @override
     def on_save_checkpoint(self) -> dict[str, Any]:
-        own = {} if self._completed_batches is None else {"completed_batches": self._completed_batches}
+        own = (
+            {}
+            if self._completed_batches is None
+            else {"completed_batches": self._completed_batches}
+        )
         return super().on_save_checkpoint() | own
 
     @override
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         super().on_load_checkpoint(state_dict)
-        self._completed_batches = state_dict.get("completed_batches")  # older checkpoints: as many as optimizer steps
+        self._completed_batches = state_dict.get(
+            "completed_batches"
+        )  # older checkpoints: as many as optimizer steps
 
     def _only_validation_is_left(self, data_fetcher: _DataFetcher) -> bool:
-        """Return whether a resumed epoch has no batch left; count a validation that had ended as done."""
+        """Return whether a resumed epoch has no batch left; count a validation that had ended as
+        done.
+        """
         left = False
         if self.restarting and self._should_check_val_fx(data_fetcher):
             if self.val_loop.restarted_mid_evaluation:
@@ -397,7 +509,8 @@ class EpochLoop(_TrainingEpochLoop):
         """
         mid_epoch = bool(batches) and not closing
         progress: Any = self.batch_progress
-        # The loop takes a batch that is not completed for a save at the batch's end: it completes it and continues
+        # The loop takes a batch that is not completed for a save at the batch's end: it completes
+        # it and continues
         for count, seen in (
             (progress.current, batches),
             (progress.total, step * self.trainer.accumulate_grad_batches),
@@ -409,9 +522,13 @@ class EpochLoop(_TrainingEpochLoop):
         self.restarting = bool(batches)
         self._restart_stage = BatchStage.NONE
         if batches:
-            self._restart_stage = BatchStage.RESTARTED_ON_LAST if closing else BatchStage.RESTARTED_ON_TRAIN_BATCH_END
+            self._restart_stage = (
+                BatchStage.RESTARTED_ON_LAST if closing else BatchStage.RESTARTED_ON_TRAIN_BATCH_END
+            )
         self.val_loop.restarting = False
-        self.val_loop._has_run = closing or self.last_batch_is_done  # nothing but the end of the epoch is left
+        self.val_loop._has_run = (
+            closing or self.last_batch_is_done
+        )  # nothing but the end of the epoch is left
 
     def close_epoch(self) -> None:
         """Forget that the run was resumed: at the end of a resumed epoch."""

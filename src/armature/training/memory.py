@@ -14,9 +14,13 @@ from armature.validation import memory
 
 
 def by_kind(module: LightningModule, optimizers: Iterable[Any], *, peak: int) -> dict[str, float]:
-    """Return this rank's bytes by kind; what the peak has beyond weights, gradients and state is the last kind."""
+    """Return this rank's bytes by kind; what the peak has beyond weights, gradients and state is
+    the last kind.
+    """
     params = [*module.parameters()]
-    states = [value for each in optimizers for state in each.state.values() for value in state.values()]
+    states = [
+        value for each in optimizers for state in each.state.values() for value in state.values()
+    ]
     kinds = {
         "parameters": _bytes([*params, *module.buffers()]),
         "gradients": _bytes(param.grad for param in params if param.grad is not None),
@@ -27,20 +31,28 @@ def by_kind(module: LightningModule, optimizers: Iterable[Any], *, peak: int) ->
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     here = {id(tensor): local_part(tensor) for tensor in tensors}
-    return sum(tensor.numel() * tensor.element_size() for tensor in here.values() if not tensor.is_meta)
+    return sum(
+        tensor.numel() * tensor.element_size() for tensor in here.values() if not tensor.is_meta
+    )
 
 
-def message(cfg: DictConfig, kinds: Mapping[str, float], *, where: str, evaluates: bool = False) -> str:
+def message(
+    cfg: DictConfig, kinds: Mapping[str, float], *, where: str, evaluates: bool = False
+) -> str:
     """Return lines with the peak by kind and the overrides that would help most.
 
-    `evaluates`: it ran out in validation, test or prediction, whose batches have a size of their own.
+    `evaluates`: it ran out in validation, test or prediction, whose batches have a size of their
+    own.
     """
     total = sum(kinds.values())
     parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in kinds.items())
     held = f"At the peak this rank held {total / 2**30:.2f} GiB: {parts}."
     size = cfg.data.get("eval_batch_size")
     if evaluates and isinstance(size, int) and size > 1:
-        return f"Memory ran out on {where}, in an evaluation. {held} Type data.eval_batch_size={size // 2}."
+        return (
+            f"Memory ran out on {where}, in an evaluation. {held} Type "
+            f"data.eval_batch_size={size // 2}."
+        )
     return f"Memory ran out on {where}. {held}{memory.remedy(cfg, kinds=kinds)}"
 
 
@@ -54,7 +66,9 @@ def explain(cfg: DictConfig, trainer: Trainer, module: LightningModule) -> str:
 def peak_bytes(trainer: Trainer) -> int:
     """Return the most that this rank has held: of its GPU's memory, else of the process."""
     device = trainer.strategy.root_device
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_memory()
+    return (
+        torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_memory()
+    )
 
 
 def place(trainer: Trainer) -> str:

@@ -1,8 +1,10 @@
 """metrics.csv: one row per optimizer step, in order, each written once.
 
-No value depends on the clock, so the file of an interrupted run can be compared with that of an uninterrupted one. The
-newest row is held in memory until the next one comes, because validation adds to it. The others are written at most
-once per second, and before each validation and save: opening the file takes longer than a short step.
+No value depends on the clock, so the file of an interrupted run can be compared with that of an
+uninterrupted one. The newest row is held in memory until the next one comes, because validation
+adds to it. The others are written at most
+once per second, and before each validation and save: opening the file takes longer than a short
+step.
 """
 
 import csv
@@ -24,7 +26,10 @@ from armature.training.no_logger import NoExperiment
 
 log = logging.getLogger(__name__)
 
-INSTEAD = "metrics.csv takes numbers only, and there is no other logger. Type logger=tensorboard or logger=wandb"
+INSTEAD = (
+    "metrics.csv takes numbers only, and there is no other logger. Type logger=tensorboard "
+    "or logger=wandb"
+)
 FIRST_COLUMNS = ["step", "epoch", "samples", "tokens", "lr", "train/loss", "train/grad_norm"]
 
 
@@ -41,9 +46,13 @@ class MetricsCSV(Logger):
         self._unwritten: list[dict[str, Any]] = []  # rows for which the disk had no room
         self.held: dict[str, Any] = {}  # the newest row; the checkpoint holds it
         self._early: dict[int, dict[str, Any]] = {}  # by step, values that came before their row
-        self._size = 0  # bytes of the file after this process's last write; fewer: somebody has deleted or emptied it
+        # bytes of the file after this process's last write; fewer: somebody has deleted or emptied
+        # it
+        self._size = 0
         self.is_expected = False  # whether a run that resumes has a file
-        self.is_silent = False  # while hooks of the start, whose values the first start has logged, run again
+        self.is_silent = (
+            False  # while hooks of the start, whose values the first start has logged, run again
+        )
 
     @property
     def name(self) -> str:
@@ -57,7 +66,9 @@ class MetricsCSV(Logger):
 
     @property
     def experiment(self) -> NoExperiment:
-        """Stands in for a service's object, such as TensorBoard's writer, if no logger is configured."""
+        """Stands in for a service's object, such as TensorBoard's writer, if no logger is
+        configured.
+        """
         return NoExperiment(INSTEAD)
 
     def __getattr__(self, name: str) -> Any:  # log_image, log_table, watch, …
@@ -77,14 +88,18 @@ class MetricsCSV(Logger):
         values = convert_tensors_to_scalars(values)  # hooks may pass tensors
         if self.is_silent or self.step < self.held.get("step", 0):
             return  # the latter in on_fit_start of a resumed run, before `resume_from`
-        if values and self.step > self.held.get("step", 0):  # StepLog writes that row later, with several others
+        if values and self.step > self.held.get(
+            "step", 0
+        ):  # StepLog writes that row later, with several others
             self._early.setdefault(self.step, {}).update(values)
         elif values:
             self.write_rows([{"step": self.step, **values}])
 
     @rank_zero_only
     def write_rows(self, rows: list[dict[str, Any]]) -> None:
-        """Take rows in the order of their steps; values of the same step are merged into one row."""
+        """Take rows in the order of their steps; values of the same step are merged into one
+        row.
+        """
         for row in rows:
             if self.held and self.held["step"] == row["step"]:
                 self.held.update(row)
@@ -122,7 +137,9 @@ class MetricsCSV(Logger):
             self._write(self._unwritten)
         except OSError as error:
             rows = f"{len(self._unwritten)} row{'s' * (len(self._unwritten) > 1)}"
-            raise NotSaved(f"{self.file} lacks {rows} at its end, which could not be written ({error}).") from error
+            raise NotSaved(
+                f"{self.file} lacks {rows} at its end, which could not be written ({error})."
+            ) from error
 
     @rank_zero_only
     def resume_from(self, step: int) -> None:
@@ -143,7 +160,9 @@ class MetricsCSV(Logger):
     @rank_zero_only
     def finalize(self, status: str) -> None:
         untouched = not self._columns and self.file.exists()  # the error came before `resume_from`
-        if status == "failed" and not untouched:  # after a success, the test adds its values to the last row
+        if (
+            status == "failed" and not untouched
+        ):  # after a success, the test adds its values to the last row
             try:
                 self.flush()
             except NotSaved as error:  # beside the error that ends the run
@@ -158,7 +177,11 @@ class MetricsCSV(Logger):
             self._write(rows)
         except OSError as error:
             if not self._unwritten:
-                log.error("%s could not be written (%s). Its rows stay in memory until they can be.", self.file, error)
+                log.error(
+                    "%s could not be written (%s). Its rows stay in memory until they can be.",
+                    self.file,
+                    error,
+                )
             self._unwritten = rows
             if self.file.exists():
                 os.truncate(self.file, size)  # leave no partial row
@@ -170,7 +193,10 @@ class MetricsCSV(Logger):
             have = self._read()[1]
             names = dict.fromkeys([*self._columns, *new])
             first = [name for name in FIRST_COLUMNS if name in names]
-            columns, self._columns = self._columns, [*first, *(name for name in names if name not in first)]
+            columns, self._columns = (
+                self._columns,
+                [*first, *(name for name in names if name not in first)],
+            )
             try:
                 self._rewrite([*have, *rows])
             except OSError:
@@ -193,7 +219,10 @@ class MetricsCSV(Logger):
         self._size = len(text.getvalue().encode())
 
     def _read(self) -> tuple[list[str], list[dict[str, str]]]:
-        """Return column names and rows. A file that cannot be read is renamed, since training does not depend on it."""
+        """Return column names and rows.
+
+        A file that cannot be read is renamed, since training does not depend on it.
+        """
         if not self.file.exists() or (self.file.is_file() and not self.file.stat().st_size):
             return [], []
         try:
@@ -204,16 +233,28 @@ class MetricsCSV(Logger):
             for row in rows:
                 int(row["step"])
             return columns, rows
-        except (ValueError, KeyError, csv.Error) as error:  # another encoding, no header, not a table
+        except (
+            ValueError,
+            KeyError,
+            csv.Error,
+        ) as error:  # another encoding, no header, not a table
             damaged = self.file.with_name(f"{self.file.name}.damaged")
-            log.error("%s cannot be read (%r). It is renamed to %s, and a new one begins.", self.file, error, damaged)
+            log.error(
+                "%s cannot be read (%r). It is renamed to %s, and a new one begins.",
+                self.file,
+                error,
+                damaged,
+            )
             os.replace(self.file, damaged)
             return [], []
 
     def _report_lost(self, last: int, step: int) -> None:
-        """Report that rows after the step `last` and up to `step` are missing: somebody has removed them."""
+        """Report that rows after the step `last` and up to `step` are missing: somebody has removed
+        them.
+        """
         log.error(
-            "%s was deleted, emptied or renamed: the rows of steps %d to %d are missing. Training does not need them.",
+            "%s was deleted, emptied or renamed: the rows of steps %d to %d are missing. Training "
+            "does not need them.",
             self.file, last + 1, step,
         )  # fmt: skip
 

@@ -1,9 +1,11 @@
 """data.micro_batch_size=auto: what follows when memory runs out in a training step.
 
-Nothing of the failed attempt is kept. The objects of the run are built anew and resume from the newest checkpoint, or
-from the start if there is none, as after any other failure: random state, BatchNorm's statistics, metrics, gradients
-and whatever a module or a callback counts are then as if the larger micro-batch had not been tried. A single process
-does that itself, several ranks are restarted.
+Nothing of the failed attempt is kept. The objects of the run are built anew and resume from the
+newest checkpoint, or
+from the start if there is none, as after any other failure: random state, BatchNorm's statistics,
+metrics, gradients
+and whatever a module or a callback counts are then as if the larger micro-batch had not been tried.
+A single process does that itself, several ranks are restarted.
 """
 
 import gc
@@ -39,16 +41,23 @@ class Smaller:
     line: str
 
 
-def smaller(cfg: DictConfig, error: BaseException, trainer: Trainer, module: LightningModule) -> Smaller | None:
-    """Return what to continue with, and record it in config.yaml; None if a smaller micro-batch is not to be tried.
+def smaller(
+    cfg: DictConfig, error: BaseException, trainer: Trainer, module: LightningModule
+) -> Smaller | None:
+    """Return what to continue with, and record it in config.yaml; None if a smaller micro-batch is
+    not to be tried.
 
-    It is not where the size was typed, nor after an error outside of training steps, such as in validation, whose
-    batches are of data.eval_batch_size.
+    It is not where the size was typed, nor after an error outside of training steps, such as in
+    validation, whose batches are of data.eval_batch_size.
     """
     codes = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
-    in_step = EpochLoop.advance.__code__ in codes or any(code.co_name == "_compute_reference" for code in codes)
+    in_step = EpochLoop.advance.__code__ in codes or any(
+        code.co_name == "_compute_reference" for code in codes
+    )
     fits = trainer.state.fn == TrainerFn.FITTING and in_step
-    if not (micro_batch.is_auto(cfg) and fits and is_missing(error) and module.automatic_optimization):
+    if not (
+        micro_batch.is_auto(cfg) and fits and is_missing(error) and module.automatic_optimization
+    ):
         return None
     batches = data_of(trainer).batches
     size = micro_batch.smaller(cfg, batches)
@@ -57,34 +66,47 @@ def smaller(cfg: DictConfig, error: BaseException, trainer: Trainer, module: Lig
     run_dir.record_micro_batch_size(Path(cfg.run.dir), size)
     where, peak = memory.place(trainer), memory.peak_bytes(trainer)
     kinds = memory.by_kind(module, trainer.optimizers, peak=peak)
-    others = [each for each in overrides(cfg, kinds=kinds) if not each.startswith("data.micro_batch_size")]
+    others = [
+        each for each in overrides(cfg, kinds=kinds) if not each.startswith("data.micro_batch_size")
+    ]
     keep = f", or {others[0]} to keep {batches.micro_batch_size}" if others else ""
     return Smaller(size, (
-        f"Memory ran out on {where} in step {completed_batches(trainer) + 1} (peak {peak / 2**30:.2f} GiB): "
-        f"micro-batch {batches.micro_batch_size} → {size}, with the same global batch of {batches.global_batch_size}. "
+        f"Memory ran out on {where} in step {completed_batches(trainer) + 1} (peak "
+        f"{peak / 2**30:.2f} GiB): "
+        f"micro-batch {batches.micro_batch_size} → {size}, with the same global batch of "
+        f"{batches.global_batch_size}. "
         f"Type data.micro_batch_size={size} to start with it{keep}.{what_changes(module, size)}"
     ))  # fmt: skip
 
 
 def what_changes(module: LightningModule, size: int) -> str:
-    """Return sentences, each after a space, on what is not the same with another size of micro-batch."""
+    """Return sentences, each after a space, on what is not the same with another size of
+    micro-batch.
+    """
     found = ""
     if any(isinstance(each, _BatchNorm) for each in module.modules()):
         found += f" BatchNorm's statistics are of {size} samples from now on."
     if hooks := [name for name in PER_MICRO_BATCH if is_overridden(name, module)]:
-        found += f" {type(module).__name__}.{hooks[0]} is called for each micro-batch, so more often than before."
+        found += (
+            f" {type(module).__name__}.{hooks[0]} is called for each micro-batch, so more "
+            "often than before."
+        )
     return found
 
 
 def agree(cfg: DictConfig) -> None:
-    """Take the smallest size that any rank's config.yaml has: each machine may have a run directory of its own."""
+    """Take the smallest size that any rank's config.yaml has: each machine may have a run directory
+    of its own.
+    """
     sizes = process_group.all_gather_object(OmegaConf.select(cfg, "run.micro_batch_size"))
     if found := [size for size in sizes if size is not None]:
         cfg.run.micro_batch_size = min(found)
 
 
 def begins_anew_here() -> bool:
-    """Return whether this process itself begins anew: it is the only one, and no parent of it restarts it."""
+    """Return whether this process itself begins anew: it is the only one, and no parent of it
+    restarts it.
+    """
     return process_group.ranks() == 1 and environment.heartbeat_folder() is None
 
 
@@ -92,7 +114,8 @@ def release() -> None:
     """Free the memory of the failed attempt, to which nothing refers any more."""
     gc.unfreeze()  # else the objects from before its first step would never be collected
     gc.collect()
-    torch.compiler.reset()  # or a graph would be compiled for any batch size, instead of for the new one
+    # or a graph would be compiled for any batch size, instead of for the new one
+    torch.compiler.reset()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

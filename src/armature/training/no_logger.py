@@ -1,4 +1,6 @@
-"""Stand-ins for a logger and its service: a module that logs images also runs where nothing takes them."""
+"""Stand-ins for a logger and its service: a module that logs images also runs where nothing takes
+them.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,16 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-_INSTEAD = "evaluate.py and predict.py log nothing. A run logs it, also from its test (trainer.test_at_end=true)"
+_INSTEAD = (
+    "evaluate.py and predict.py log nothing. A run logs it, also from its test "
+    "(trainer.test_at_end=true)"
+)
 
 
 class Nothing:
-    """Can be called, read, written and entered, as what services return: a configuration, a summary, a series."""
+    """Can be called, read, written and entered, as what services return: a configuration, a
+    summary, a series.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Nothing:
         return self
@@ -45,7 +52,8 @@ class Nothing:
 
 
 class NoExperiment:
-    """Has every method, and none does anything: a module that logs images also runs without a service.
+    """Has every method, and none does anything: a module that logs images also runs without a
+    service.
 
     Args:
         instead: why, and what to type instead.
@@ -72,7 +80,8 @@ class NoLogger(Logger):
     """The logger of a module that is measured or predicts after its run: it writes nothing.
 
     Args:
-        run_dir: the folder that the module gets as `self.logger.save_dir` and `self.trainer.log_dir`.
+        run_dir: the folder that the module gets as `self.logger.save_dir` and
+            `self.trainer.log_dir`.
     """
 
     def __init__(self, run_dir: Path) -> None:

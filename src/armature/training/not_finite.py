@@ -1,7 +1,9 @@
 """What a run does about a loss or a gradient that is not finite: `trainer.on_nan`.
 
-Nothing waits for the device: the values are judged when the rows of metrics.csv are read, some steps late. Rows are
-also read before each save and each validation, so no checkpoint holds what such a step has left behind.
+Nothing waits for the device: the values are judged when the rows of metrics.csv are read, some
+steps late. Rows are
+also read before each save and each validation, so no checkpoint holds what such a step has left
+behind.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ REPLAYS = 3  # of steps that are skipped; each takes about as long as a step
 
 
 class RolledBack(Exception):
-    """Raised by all ranks together to begin again from the last checkpoint, without the samples of a step."""
+    """Raised by all ranks together to begin again from the last checkpoint, without the samples of
+    a step.
+    """
 
     def __init__(self, events: list[dict[str, Any]]) -> None:
         super().__init__("trainer.on_nan=rollback")
@@ -41,7 +45,9 @@ class RolledBack(Exception):
 
 
 class NotFiniteGuard(L.Callback):
-    """Apply `trainer.on_nan` to the rows that are read. All ranks see the same rows, so they do the same.
+    """Apply `trainer.on_nan` to the rows that are read.
+
+    All ranks see the same rows, so they do the same.
 
     stop        end the run. The weights are those that the step began with, where the strategy can keep them.
     skip        the strategy has left out the step's update (strategies/update_mask.py); count it.
@@ -52,7 +58,9 @@ class NotFiniteGuard(L.Callback):
         events: those of earlier processes of this run.
     """
 
-    def __init__(self, policy: str, run_dir: Path, *, events: list[dict[str, Any]] | None = None) -> None:
+    def __init__(
+        self, policy: str, run_dir: Path, *, events: list[dict[str, Any]] | None = None
+    ) -> None:
         self.policy, self.run_dir, self.events = policy, run_dir, list(events or [])
         self.skipped = 0
 
@@ -69,9 +77,15 @@ class NotFiniteGuard(L.Callback):
     def summary(self) -> str:
         """Return one line about the steps that did not count."""
         skipped, left_out = self.skipped, [event["step"] for event in self.rollbacks]
-        parts = [f"{skipped} step{'s' * (skipped > 1)} skipped (trainer.on_nan=skip)"] if skipped else []
+        parts = (
+            [f"{skipped} step{'s' * (skipped > 1)} skipped (trainer.on_nan=skip)"]
+            if skipped
+            else []
+        )
         if left_out:
-            parts.append(f"rolled back from step {', '.join(map(str, left_out))} (trainer.on_nan=rollback)")
+            parts.append(
+                f"rolled back from step {', '.join(map(str, left_out))} (trainer.on_nan=rollback)"
+            )
         return f"not finite: {'; '.join(parts)}; see {self.run_dir / FILE}"
 
     def rows_read(self, trainer: Trainer, rows: list[dict[str, Any]]) -> None:
@@ -82,7 +96,11 @@ class NotFiniteGuard(L.Callback):
             RolledBack: it begins again from the last checkpoint.
         """
         strategy = StrategyMixin.find(trainer)
-        judged = ("train/loss",) if strategy is not None and strategy.scales_loss else ("train/loss", "train/grad_norm")
+        judged = (
+            ("train/loss",)
+            if strategy is not None and strategy.scales_loss
+            else ("train/loss", "train/grad_norm")
+        )
         bad = _not_finite(rows, judged)
         if not bad:
             return
@@ -95,10 +113,17 @@ class NotFiniteGuard(L.Callback):
             return
         event, found, text = self._event(trainer, bad[0], judged)
         if self.policy == "rollback" and len(self.rollbacks) < ROLLBACKS:
-            event["left_out"] = [list(part) for part in data_of(trainer).places_of_step(event["position"])]
+            event["left_out"] = [
+                list(part) for part in data_of(trainer).places_of_step(event["position"])
+            ]
             self._record(trainer, event)
             if trainer.is_global_zero:
-                log.warning("%s %s The run continues from %s without the step's samples.", text, found, self._before())
+                log.warning(
+                    "%s %s The run continues from %s without the step's samples.",
+                    text,
+                    found,
+                    self._before(),
+                )
             raise RolledBack(self.events)
         self._record(trainer, event)
         raise NotFinite(f"{text} {found} {self._remedy()}")
@@ -113,13 +138,21 @@ class NotFiniteGuard(L.Callback):
             more = " Later ones are only counted." if self.skipped == REPLAYS else ""
             log.warning("%s %s The step was left out.%s", text, found, more)
 
-    def _event(self, trainer: Trainer, row: dict[str, Any], judged: tuple[str, ...]) -> tuple[dict[str, Any], str, str]:
-        """Return what happened in a step as facts, what its replay found, and both values as a sentence."""
+    def _event(
+        self, trainer: Trainer, row: dict[str, Any], judged: tuple[str, ...]
+    ) -> tuple[dict[str, Any], str, str]:
+        """Return what happened in a step as facts, what its replay found, and both values as a
+        sentence.
+        """
         position = row["samples"] - data_of(trainer).global_batch_size
         values = {name: str(row[name]) for name in judged if not math.isfinite(row.get(name, 0.0))}
         found: Replay = replay(trainer, position=position)
         event = {"step": row["step"], "policy": self.policy, "position": position, **values}
-        event |= {"found": found.text, **found.facts, "step_samples": self._samples(trainer, position)}
+        event |= {
+            "found": found.text,
+            **found.facts,
+            "step_samples": self._samples(trainer, position),
+        }
         what = " and ".join(f"{name} is {value}" for name, value in values.items())
         return event, found.text, f"{what} at step {row['step']} (trainer.on_nan={self.policy})."
 
@@ -138,22 +171,32 @@ class NotFiniteGuard(L.Callback):
 
     def _before(self) -> str:
         file = self.run_dir / "config.yaml"
-        checkpoint = resume.last_checkpoint(self.run_dir, config.load(file) if file.is_file() else None)
-        return str(checkpoint) if checkpoint is not None else "the start, since there is no checkpoint yet,"
+        checkpoint = resume.last_checkpoint(
+            self.run_dir, config.load(file) if file.is_file() else None
+        )
+        return (
+            str(checkpoint)
+            if checkpoint is not None
+            else "the start, since there is no checkpoint yet,"
+        )
 
     def _remedy(self) -> str:
         file = self.run_dir / FILE
         if self.policy == "rollback":
             return (
                 f"The run was rolled back {ROLLBACKS} times already, at steps "
-                f"{', '.join(str(event['step']) for event in self.rollbacks[:ROLLBACKS])}, so the data are hardly to "
+                f"{', '.join(str(event['step']) for event in self.rollbacks[:ROLLBACKS])}, so the "
+                "data are hardly to "
                 "blame: try a lower learning rate, or look for the cause with debug=nan. "
                 f"{file} has the steps' samples."
             )
         return (
-            f"The last checkpoint is {self._before()}. {file} has the step's samples. Look at them and at the learning "
-            "rate; debug=nan shows the operation. The same command with trainer.on_nan=rollback resumes and leaves "
-            "these samples out, with trainer.on_nan=skip it leaves out such updates, and with trainer.on_nan=ignore it "
+            f"The last checkpoint is {self._before()}. {file} has the step's samples. Look at them "
+            "and at the learning "
+            "rate; debug=nan shows the operation. The same command with trainer.on_nan=rollback "
+            "resumes and leaves "
+            "these samples out, with trainer.on_nan=skip it leaves out such updates, and with "
+            "trainer.on_nan=ignore it "
             "trains on."
         )
 
@@ -161,11 +204,13 @@ class NotFiniteGuard(L.Callback):
 def begin(
     cfg: DictConfig, data: Any, strategy: Any, *, resumes: bool, events: list[dict[str, Any]] | None
 ) -> NotFiniteGuard:
-    """Return the guard of a run, and tell the data and the strategy what follows from its events and its policy.
+    """Return the guard of a run, and tell the data and the strategy what follows from its events
+    and its policy.
 
     Args:
         resumes: whether the run continues from a checkpoint of its own.
-        events: of attempts of this process; None: what rank 0's run directory says, if the run resumes.
+        events: of attempts of this process; None: what rank 0's run directory says, if the run
+            resumes.
     """
     policy, run_dir = cfg.trainer.on_nan, Path(cfg.run.dir)
     if events is None:
@@ -175,7 +220,8 @@ def begin(
         strategy.on_nan = policy
     elif policy == "skip":
         raise ConfigError(
-            f"trainer.on_nan=skip: {type(strategy).__name__} is none of armature.strategies, so no update can be left "
+            f"trainer.on_nan=skip: {type(strategy).__name__} is none of armature.strategies, so no "
+            "update can be left "
             "out. Type trainer.on_nan=rollback, or trainer.on_nan=stop."
         )
     return NotFiniteGuard(policy, run_dir, events=events)
@@ -190,8 +236,12 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def left_out(events: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """Return the parts of the order of samples that events have excluded, for `DataModule.left_out`."""
-    return sorted({(start, length) for event in events for start, length in event.get("left_out", [])})
+    """Return the parts of the order of samples that events have excluded, for
+    `DataModule.left_out`.
+    """
+    return sorted(
+        {(start, length) for event in events for start, length in event.get("left_out", [])}
+    )
 
 
 def _not_finite(rows: list[dict[str, Any]], names: tuple[str, ...]) -> list[dict[str, Any]]:

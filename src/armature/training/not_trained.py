@@ -21,19 +21,27 @@ class NotTrained:
         self._stepped = False
 
     def begin(self, trainer: Trainer) -> None:
-        """Learn of the optimizers' own steps: Lightning counts those alone that a module makes by its wrappers."""
+        """Learn of the optimizers' own steps.
+
+        Lightning counts those alone that a module makes by its wrappers.
+        """
         for optimizer in trainer.optimizers:
-            if isinstance(optimizer, Optimizer) and not trainer.lightning_module.automatic_optimization:
+            if (
+                isinstance(optimizer, Optimizer)
+                and not trainer.lightning_module.automatic_optimization
+            ):
                 optimizer.register_step_post_hook(self._note)
 
     def _note(self, *_: Any) -> None:
         self._stepped = True
 
     def look(self, trainer: Trainer, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Warn, once in a run, of a first gradient of 0, or of manual optimization without an optimizer's step.
+        """Warn, once in a run, of a first gradient of 0, or of manual optimization without an
+        optimizer's step.
 
         Args:
-            rows: of steps, read from the device: `step`, and `train/loss` and `train/grad_norm` if there are any.
+            rows: of steps, read from the device: `step`, and `train/loss` and `train/grad_norm` if
+                there are any.
         """
         module, first, last = trainer.lightning_module, rows[0], rows[-1]
         if not trainer.is_global_zero or not trainer.optimizers:
@@ -42,7 +50,8 @@ class NotTrained:
         if module.automatic_optimization:
             if first["step"] == 1 and first.get("train/grad_norm") == 0.0 and "train/loss" in first:
                 log.warning(
-                    "%s: the gradient of the first step is 0. Either the loss does not depend on any weight that is "
+                    "%s: the gradient of the first step is 0. Either the loss does not depend on "
+                    "any weight that is "
                     "trained, or all of them are at a point where it does not change.",
                     name,
                 )
@@ -50,7 +59,8 @@ class NotTrained:
         due = min(BATCHES, trainer.max_steps) if trainer.max_steps > 0 else BATCHES
         if first["step"] <= due <= last["step"] and not self._stepped and trainer.global_step == 0:
             log.warning(
-                "%s: no optimizer has made a step in %d global batches. With automatic_optimization = False, "
+                "%s: no optimizer has made a step in %d global batches. With "
+                "automatic_optimization = False, "
                 "training_step calls step() of what self.optimizers() returns.",
                 name,
                 last["step"],

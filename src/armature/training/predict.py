@@ -1,7 +1,8 @@
-"""Predictions of `predict_step`, one row per sample in the order of the data, from any number of processes.
+"""Predictions of `predict_step`, one row per sample in the order of the data, from any number of
+processes.
 
-Each process holds the whole model, takes its share of every batch, and writes rows to a part file as it goes; the parts
-are merged by the samples' places. No process waits for another.
+Each process holds the whole model, takes its share of every batch, and writes rows to a part file
+as it goes; the parts are merged by the samples' places. No process waits for another.
 """
 
 from __future__ import annotations
@@ -42,9 +43,13 @@ def check_output(file: Path) -> None:
         raise ConfigError(f"out={file}: name a file that ends in {', '.join(SUFFIXES)}.")
     require_new(file)
     if not (folder := file.absolute().parent).is_dir():
-        raise ConfigError(f"out={file}: there is no folder {folder}. Create it, or name another file.")
+        raise ConfigError(
+            f"out={file}: there is no folder {folder}. Create it, or name another file."
+        )
     if reason := files.why_not_writable(file):
-        raise ConfigError(f"out={file}: {folder} cannot be written ({reason}). Name a file in another folder.")
+        raise ConfigError(
+            f"out={file}: {folder} cannot be written ({reason}). Name a file in another folder."
+        )
     if file.suffix == ".parquet":
         extras.load("pyarrow", needed_by=f"out={file}")
 
@@ -56,9 +61,16 @@ def require_new(file: Path) -> None:
 
 
 def predict(
-    task: L.LightningModule, data: DataModule, part: Path, *, run_dir: Path, rank: int, ranks: int, accelerator: str,
+    task: L.LightningModule,
+    data: DataModule,
+    part: Path,
+    *,
+    run_dir: Path,
+    rank: int,
+    ranks: int,
+    accelerator: str,
     precision: str,
-) -> None:  # fmt: skip
+) -> None:
     """Write one rank's rows to a part file.
 
     Args:
@@ -67,16 +79,24 @@ def predict(
     if not is_overridden("predict_step", task) and not is_overridden("forward", task):
         raise ConfigError(
             f"{type(task).__name__} has neither predict_step nor forward. Give it a method "
-            "predict_step(self, batch, batch_idx) that returns a tensor, or a dict of tensors, with a row per sample."
+            "predict_step(self, batch, batch_idx) that returns a tensor, or a dict of tensors, "
+            "with a row per sample."
         )
     device = torch.device({"gpu": f"cuda:{rank}"}.get(accelerator, accelerator))
     with part.open("w") as file:
         trainer = UsersTrainer(
-            accelerator=accelerator, devices=[rank] if accelerator == "gpu" else 1, strategy=OneOf(device, rank, ranks),
-            logger=NoLogger(run_dir), default_root_dir=run_dir, precision=precision, enable_checkpointing=False,  # pyright: ignore[reportArgumentType]
-            enable_model_summary=False, use_distributed_sampler=False, enable_progress_bar=rank == 0,
+            accelerator=accelerator,
+            devices=[rank] if accelerator == "gpu" else 1,
+            strategy=OneOf(device, rank, ranks),
+            logger=NoLogger(run_dir),
+            default_root_dir=run_dir,
+            precision=precision,
+            enable_checkpointing=False,  # pyright: ignore[reportArgumentType]
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            enable_progress_bar=rank == 0,
             callbacks=[RowWriter(file)],
-        )  # fmt: skip
+        )
         # a rank may have no samples
         warnings.filterwarnings("ignore", message="Total length of .* across ranks is zero")
         try:
@@ -101,7 +121,9 @@ class OneOf(SingleDeviceStrategy):
 
 
 class RowWriter(L.Callback):
-    """Write a line of JSON per sample: [place, row]. The place orders the samples of all loaders and ranks.
+    """Write a line of JSON per sample: [place, row].
+
+    The place orders the samples of all loaders and ranks.
 
     An integer in the column `class` becomes the name of the class, where the data have names.
     """
@@ -109,13 +131,20 @@ class RowWriter(L.Callback):
     def __init__(self, file: Any) -> None:
         self.file = file
         self._batches: dict[int, list[list[int]]] = {}  # samples of each batch, by loader
-        self._describe: dict[int, Any] = {}  # a method of the dataset that says what a sample is, by loader
+        self._describe: dict[
+            int, Any
+        ] = {}  # a method of the dataset that says what a sample is, by loader
 
     @override
     def on_predict_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int,
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
         dataloader_idx: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         loaders: Any = trainer.predict_dataloaders
         loaders = list(loaders.values()) if isinstance(loaders, dict) else loaders
         several = isinstance(loaders, (list, tuple))
@@ -128,8 +157,14 @@ class RowWriter(L.Callback):
         indices = self._batches[dataloader_idx][batch_idx]
         names = data_of(trainer).class_names
         describe = self._describe[dataloader_idx]
-        for index, row in zip(indices, rows(outputs, len(indices), owner=type(pl_module).__name__), strict=True):
-            own = {"loader": dataloader_idx, "index": index} if several and len(loaders) > 1 else {"index": index}
+        for index, row in zip(
+            indices, rows(outputs, len(indices), owner=type(pl_module).__name__), strict=True
+        ):
+            own = (
+                {"loader": dataloader_idx, "index": index}
+                if several and len(loaders) > 1
+                else {"index": index}
+            )
             if describe is not None:
                 own |= describe(index)
             number = row.get("class")
@@ -141,20 +176,31 @@ class RowWriter(L.Callback):
 def rows(outputs: Any, count: int, *, owner: str) -> list[dict[str, Any]]:
     """Return plain values by column for each of `count` samples.
 
-    A tensor (B, …) is the column `prediction`. Dicts and tuples of such tensors have a column for each, named by its
-    path, as in `scores/car` or `0`. A list of B values or dicts holds one for each sample.
+    A tensor (B, …) is the column `prediction`. Dicts and tuples of such tensors have a column for
+    each, named by its path, as in `scores/car` or `0`. A list of B values or dicts holds one for
+    each sample.
     """
-    if isinstance(outputs, list) and len(outputs) == count and not all(_length(each) == count for each in outputs):
+    if (
+        isinstance(outputs, list)
+        and len(outputs) == count
+        and not all(_length(each) == count for each in outputs)
+    ):
         plain = [_plain(each) for each in outputs]
         return [each if isinstance(each, dict) else {"prediction": each} for each in plain]
     columns = dict(_columns(outputs, ""))
     if not columns:
-        raise ConfigError(f"{owner}.predict_step returned {outputs!r:.80}: return a row for each sample of the batch.")
+        raise ConfigError(
+            f"{owner}.predict_step returned {outputs!r:.80}: return a row for each sample of the "
+            "batch."
+        )
     for name, column in columns.items():
         if _length(column) != count:
-            shape = f"of shape {tuple(column.shape)}" if hasattr(column, "shape") else f"{column!r:.60}"
+            shape = (
+                f"of shape {tuple(column.shape)}" if hasattr(column, "shape") else f"{column!r:.60}"
+            )
             raise ConfigError(
-                f"{owner}.predict_step returned '{name}' {shape} for a batch of {count} samples. Its first dimension "
+                f"{owner}.predict_step returned '{name}' {shape} for a batch of {count} samples. "
+                "Its first dimension "
                 "must be the samples: return a row for each of them."
             )
     values = {name: _plain(column) for name, column in columns.items()}
@@ -163,7 +209,9 @@ def rows(outputs: Any, count: int, *, owner: str) -> list[dict[str, Any]]:
 
 def _columns(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     named = value._asdict() if hasattr(value, "_asdict") else value
-    is_sequence = isinstance(named, tuple) or (isinstance(named, list) and any(isinstance(v, Tensor) for v in named))
+    is_sequence = isinstance(named, tuple) or (
+        isinstance(named, list) and any(isinstance(v, Tensor) for v in named)
+    )
     if is_sequence:
         named = {str(i): each for i, each in enumerate(named)}
     if isinstance(named, dict):
@@ -197,7 +245,9 @@ def merge(parts: list[Path], file: Path) -> int:
     The rows are read twice: the columns, and their types in Parquet, are those of all rows.
     """
     with files.replacing(file) as temporary:
-        write = {".csv": _write_csv, ".jsonl": _write_jsonl, ".parquet": _write_parquet}[file.suffix]
+        write = {".csv": _write_csv, ".jsonl": _write_jsonl, ".parquet": _write_parquet}[
+            file.suffix
+        ]
         return write(temporary, lambda: _in_order(parts))
 
 
@@ -209,7 +259,9 @@ def _in_order(parts: list[Path]) -> Iterator[dict[str, Any]]:
         with_order = [map(json.loads, stack.enter_context(part.open())) for part in parts]
         last = [-1, -1]
         for place, row in heapq.merge(*with_order, key=lambda each: each[0]):
-            assert place == [last[0], last[1] + 1] or (place[0] > last[0] and place[1] == 0), f"{place} after {last}"
+            assert place == [last[0], last[1] + 1] or (place[0] > last[0] and place[1] == 0), (
+                f"{place} after {last}"
+            )
             last = place
             yield row
 
@@ -223,14 +275,19 @@ def _write_jsonl(file: Path, read: Read) -> int:
 
 
 def _write_csv(file: Path, read: Read) -> int:
-    """Lists and dicts become JSON within a cell. A row that lacks a column has an empty cell there."""
+    """Lists and dicts become JSON within a cell.
+
+    A row that lacks a column has an empty cell there.
+    """
     count, columns = 0, dict.fromkeys(column for row in read() for column in row)
     with file.open("w", encoding="utf-8", newline="") as stream:
         writer = csv.DictWriter(stream, list(columns))
         if columns:
             writer.writeheader()
         for count, row in enumerate(read(), start=1):  # noqa: B007
-            writer.writerow({k: json.dumps(v) if isinstance(v, (list, dict)) else v for k, v in row.items()})
+            writer.writerow(
+                {k: json.dumps(v) if isinstance(v, (list, dict)) else v for k, v in row.items()}
+            )
     return count
 
 
@@ -245,13 +302,18 @@ def _write_parquet(file: Path, read: Read) -> int:
 
     schema, count = pyarrow.schema([]), 0
     for group in groups():
-        for name in dict.fromkeys(column for row in group for column in row):  # pyarrow itself asks the first row alone
+        for name in dict.fromkeys(
+            column for row in group for column in row
+        ):  # pyarrow itself asks the first row alone
             try:
-                found = pyarrow.schema([(name, pyarrow.array([row.get(name) for row in group]).type)])
+                found = pyarrow.schema(
+                    [(name, pyarrow.array([row.get(name) for row in group]).type)]
+                )
                 schema = pyarrow.unify_schemas([schema, found], promote_options="permissive")
             except (pyarrow.ArrowException, OverflowError) as error:
                 raise ConfigError(
-                    f"out={file.name}: a column of Parquet holds values of one type, but predict_step returned "
+                    f"out={file.name}: a column of Parquet holds values of one type, but "
+                    "predict_step returned "
                     f"several in '{name}' ({error}). Return one type, or name a .jsonl file."
                 ) from error
     with pyarrow.parquet.ParquetWriter(str(file), schema) as writer:

@@ -22,12 +22,17 @@ log = logging.getLogger(__name__)
 
 
 class LogFile(logging.FileHandler):
-    """A rank's log. If it cannot be written, as on a full disk, it says so once and the run continues."""
+    """A rank's log.
+
+    If it cannot be written, as on a full disk, it says so once and the run continues.
+    """
 
     _reported = False
 
     def __init__(self, path: str | Path) -> None:
-        super().__init__(path, encoding="utf-8", errors="backslashreplace")  # names of files need not be text
+        super().__init__(
+            path, encoding="utf-8", errors="backslashreplace"
+        )  # names of files need not be text
 
     @override
     def handleError(self, record: logging.LogRecord) -> None:
@@ -37,7 +42,10 @@ class LogFile(logging.FileHandler):
         elif not self._reported:
             self._reported = True
             with suppress(OSError):  # the terminal of a rank other than 0 is its log
-                text = f"{self.baseFilename} could not be written ({error}): it lacks lines until there is room."
+                text = (
+                    f"{self.baseFilename} could not be written ({error}): it lacks lines until "
+                    "there is room."
+                )
                 print(text, file=sys.stderr)
 
     @override
@@ -49,7 +57,9 @@ class LogFile(logging.FileHandler):
 def prepare(cfg: DictConfig, directory: Path) -> logging.FileHandler:
     """Open this rank's log, and set what holds for the whole process."""
     quiet()
-    (directory / "logs").mkdir(parents=True, exist_ok=True)  # an NFS client may not know yet that rank 0 made it
+    (directory / "logs").mkdir(
+        parents=True, exist_ok=True
+    )  # an NFS client may not know yet that rank 0 made it
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if cfg.trainer.accelerator == "gpu" else "cpu")
     heap.keep_freed_memory(cfg.trainer.accelerator)
     handler = LogFile(directory / "logs" / f"rank_{environment.rank():04d}.log")
@@ -63,28 +73,44 @@ def prepare(cfg: DictConfig, directory: Path) -> logging.FileHandler:
 
 
 def quiet() -> None:
-    """Silence warnings about things we do on purpose, and make an error of one that means another training."""
+    """Silence warnings about things we do on purpose, and make an error of one that means another
+    training.
+    """
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    warnings.filterwarnings("ignore", message=".*sync_dist=True.*")  # torchmetrics has reduced them already
+    warnings.filterwarnings(
+        "ignore", message=".*sync_dist=True.*"
+    )  # torchmetrics has reduced them already
     warnings.filterwarnings("ignore", message="The `srun` command is available")
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
     # norms of each head's queries and keys, whose weights stay in fp32 under autocast
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+    warnings.filterwarnings(
+        "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
+    )
     # ours is resumable: the sampler knows its position
     warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")
     warnings.filterwarnings("ignore", message=".*is smaller than the logging interval.*")
-    warnings.filterwarnings("error", message=refusals.REFUSED_KEYS)  # in what configure_optimizers returns
+    warnings.filterwarnings(
+        "error", message=refusals.REFUSED_KEYS
+    )  # in what configure_optimizers returns
 
 
 def keep_traceback(error: Exception, file: logging.FileHandler) -> None:
-    """Write the traceback of the error that ends a run into its log, since the terminal shows less of it."""
-    says_all = isinstance(error, RunFailed) or (isinstance(error, ConfigError) and error.__cause__ is None)
-    if says_all or environment.error_file() is not None:  # a rank with such a file writes it itself (worker.main)
+    """Write the traceback of the error that ends a run into its log, since the terminal shows less
+    of it.
+    """
+    says_all = isinstance(error, RunFailed) or (
+        isinstance(error, ConfigError) and error.__cause__ is None
+    )
+    if (
+        says_all or environment.error_file() is not None
+    ):  # a rank with such a file writes it itself (worker.main)
         return
-    file.handle(log.makeRecord(log.name, logging.ERROR, __file__, 0, "The run failed.", (), sys.exc_info()))
+    file.handle(
+        log.makeRecord(log.name, logging.ERROR, __file__, 0, "The run failed.", (), sys.exc_info())
+    )
     if not isinstance(error, ConfigError):
         error.add_note(f"{LOG_NOTE} {file.baseFilename}.")
 

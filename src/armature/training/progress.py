@@ -1,4 +1,6 @@
-"""The progress of a run, for callbacks and data modules that also work under Lightning's own Trainer."""
+"""The progress of a run, for callbacks and data modules that also work under Lightning's own
+Trainer.
+"""
 
 from typing import Any
 
@@ -15,6 +17,9 @@ def completed_batches(trainer: Trainer) -> int:
 
 
 def data_of(trainer: Trainer) -> Any:
-    """Return the data module that trains, or None. `trainer.datamodule` is the user's if that is a plain one."""
+    """Return the data module that trains, or None.
+
+    `trainer.datamodule` is the user's if that is a plain one.
+    """
     own = getattr(trainer, "run_data", None)
     return getattr(trainer, "datamodule", None) if own is None else own

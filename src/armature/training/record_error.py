@@ -19,7 +19,10 @@ from armature.training.trainer import Trainer as OurTrainer
 
 
 def record(error: BaseException) -> None:
-    """Record an error for the agent, which shows the earliest one. Only a rank's first call counts."""
+    """Record an error for the agent, which shows the earliest one.
+
+    Only a rank's first call counts.
+    """
     file = environment.error_file()
     if file is not None and not file.exists():
         if isinstance(error, SystemExit | KeyboardInterrupt):
@@ -28,17 +31,21 @@ def record(error: BaseException) -> None:
 
 
 class RecordError(Callback):
-    """Record an error at once: Trainer teardown closes connections, and another rank would seem to fail first.
+    """Record an error at once: Trainer teardown closes connections, and another rank would seem to
+    fail first.
 
     Attributes:
-        smaller: what to continue with, if memory has run out and a smaller micro-batch is to be tried.
+        smaller: what to continue with, if memory has run out and a smaller micro-batch is to be
+            tried.
     """
 
     def __init__(self, cfg: DictConfig) -> None:
         self.cfg = cfg
         self.smaller: micro_batch.Smaller | None = None
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         together = isinstance(exception, StoppedBySignal | not_finite.RolledBack)  # on all ranks
         if isinstance(trainer, OurTrainer):
             trainer.failed = not together

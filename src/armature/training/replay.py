@@ -1,6 +1,8 @@
-"""Replay a training step whose loss or gradient was not finite, to find the first module, rank and samples.
+"""Replay a training step whose loss or gradient was not finite, to find the first module, rank and
+samples.
 
-All ranks replay together, since the step communicates. Nothing of it is kept: random state, buffers, metrics,
+All ranks replay together, since the step communicates. Nothing of it is kept: random state,
+buffers, metrics,
 gradients and counted tokens of experts are afterwards as they were before.
 """
 
@@ -39,22 +41,29 @@ class _Unreadable(Exception):
 
 
 def replay(trainer: Trainer, *, position: int) -> Replay:
-    """Replay the step at a position in the training samples. All ranks call this, and all get the same result.
+    """Replay the step at a position in the training samples.
+
+    All ranks call this, and all get the same result.
 
     Raises:
-        RuntimeError: it failed on this one of several ranks, while the others wait in the step's collectives.
+        RuntimeError: it failed on this one of several ranks, while the others wait in the step's
+            collectives.
     """
     strategy, module = StrategyMixin.find(trainer), trainer.lightning_module
     if strategy is None or not strategy.masks_updates:
         name = type(trainer.strategy).__name__
         return Replay(f"The step cannot be replayed: {name} has made its update already.")
     if not module.automatic_optimization:
-        return Replay("The step cannot be replayed: the module optimizes manually, and has made its updates already.")
+        return Replay(
+            "The step cannot be replayed: the module optimizes manually, and has made its updates "
+            "already."
+        )
     if data_of(trainer).reads_from_start:
         return Replay("The step is not replayed: an IterableDataset would be read from its start.")
     if (lost := weight_not_finite(strategy)) is not None:
         return Replay(
-            f"The step cannot be replayed: weights are not finite any more (the first is {lost}).", {"weights": lost}
+            f"The step cannot be replayed: weights are not finite any more (the first is {lost}).",
+            {"weights": lost},
         )
     try:
         with _undisturbed(trainer, strategy):
@@ -64,28 +73,46 @@ def replay(trainer: Trainer, *, position: int) -> Replay:
     except Exception as error:
         if trainer.world_size > 1:  # nothing else ends the others' wait
             raise RuntimeError(
-                f"The loss or a gradient was not finite, and replaying the step failed on rank {trainer.global_rank} "
+                "The loss or a gradient was not finite, and replaying the step failed on rank "
+                f"{trainer.global_rank} "
                 f"({type(error).__name__})."
             ) from error
         first_line = str(error).partition("\n")[0]
         return Replay(f"Replaying the step failed ({type(error).__name__}: {first_line}).")
     if not found:
         return Replay(
-            "Replaying the step gave finite values: either random numbers such as dropout's were others, or the "
+            "Replaying the step gave finite values: either random numbers such as dropout's were "
+            "others, or the "
             "weights have changed since."
         )
     ranks = sorted(found, key=lambda rank: (*found[rank].key, rank))
     first = found[ranks[0]]
-    same = [rank for rank in sorted(ranks) if (found[rank].place, found[rank].name) == (first.place, first.name)]
-    facts = {"place": first.place, "name": first.name, "kind": first.kind, "ranks": same, "samples": first.samples}
+    same = [
+        rank
+        for rank in sorted(ranks)
+        if (found[rank].place, found[rank].name) == (first.place, first.name)
+    ]
+    facts = {
+        "place": first.place,
+        "name": first.name,
+        "kind": first.kind,
+        "ranks": same,
+        "samples": first.samples,
+    }
     where = f" on rank {same[0]}" if len(same) == 1 else f" on ranks {', '.join(map(str, same))}"
     where = where if trainer.world_size > 1 else ""
     return Replay(f"Replaying the step found: {first}{where}{_named(first.samples)}.", facts)
 
 
 def weight_not_finite(strategy: StrategyMixin) -> str | None:
-    """Return the name of a weight that is not finite on some rank, the same on all, or None. All ranks call it."""
-    own = next((name for name, param in strategy.weights().items() if kind_of(param.detach()) is not None), None)
+    """Return the name of a weight that is not finite on some rank, the same on all, or None.
+
+    All ranks call it.
+    """
+    own = next(
+        (name for name, param in strategy.weights().items() if kind_of(param.detach()) is not None),
+        None,
+    )
     return next((name for name in process_group.all_gather_object(own) if name is not None), None)
 
 
@@ -119,10 +146,14 @@ def _find(trainer: Trainer, strategy: StrategyMixin, *, position: int) -> dict[i
 
 
 def _read(data: Any, *, position: int) -> list[tuple[list[int], Any]]:
-    """Return the indices and the batch of each of this rank's micro-batches, before any rank computes."""
+    """Return the indices and the batch of each of this rank's micro-batches, before any rank
+    computes.
+    """
     parts, problem = [], None
     try:
-        parts = list(zip(data.indices_of_step(position), data.batches_of_step(position), strict=True))
+        parts = list(
+            zip(data.indices_of_step(position), data.batches_of_step(position), strict=True)
+        )
     except Exception as error:
         problem = error_line(error)
     problems = process_group.all_gather_object(problem)
@@ -145,7 +176,12 @@ def _undisturbed(trainer: Trainer, strategy: StrategyMixin) -> Iterator[None]:
     scaled, skips, norm = strategy.gradients_are_scaled, strategy._skips_step, strategy.grad_norm
     if not module.training:  # rows are also read before a validation
         module.train()
-    with torch.inference_mode(False), torch.enable_grad(), epoch_metrics.without_logging(module), ExitStack() as stack:
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        epoch_metrics.without_logging(module),
+        ExitStack() as stack,
+    ):
         for part in module.modules():
             if hasattr(part, "counted_passes"):  # a mixture of experts
                 stack.enter_context(part.counted_passes(0))  # pyright: ignore[reportCallIssue]
@@ -162,7 +198,11 @@ def _undisturbed(trainer: Trainer, strategy: StrategyMixin) -> Iterator[None]:
             for part, mode in modes.items():
                 part.training = mode
             vars(strategy.target_weights).update(counted)
-            strategy.gradients_are_scaled, strategy._skips_step, strategy.grad_norm = scaled, skips, norm
+            strategy.gradients_are_scaled, strategy._skips_step, strategy.grad_norm = (
+                scaled,
+                skips,
+                norm,
+            )
             one = {"rank": 0, "saved_data_ranks": [0], "data_ranks": [0]}
             epoch_metrics.restore_states(module, [metrics], **one)
             randomness.restore(random_state)

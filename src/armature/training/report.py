@@ -27,19 +27,25 @@ from armature.training.step_log import StepLog
 from armature.training.trainer import Trainer
 
 
-def start_line(cfg: DictConfig, batches: Batches, checkpoint: Path | None, trainer: L.Trainer) -> str:
+def start_line(
+    cfg: DictConfig, batches: Batches, checkpoint: Path | None, trainer: L.Trainer
+) -> str:
     """Return one line about layout, devices, precision and batch sizes."""
     assert isinstance(trainer, Trainer)
     ranks = trainer.world_size
     backend = torch.distributed.get_backend() if torch.distributed.is_initialized() else None
-    where = f"{ranks} {cfg.trainer.accelerator} rank{'s' * (ranks > 1)}{f' ({backend})' if backend else ''}"
+    where = (
+        f"{ranks} {cfg.trainer.accelerator} "
+        f"rank{'s' * (ranks > 1)}{f' ({backend})' if backend else ''}"
+    )
     machines = f" on {cfg.trainer.num_nodes} machines" if cfg.trainer.num_nodes > 1 else ""
     strategy = StrategyMixin.find(trainer)
     layout = strategy.layout if strategy is not None else type(trainer.strategy).__name__
     line = (
         f"{layout} · {where}{machines} · {cfg.trainer.precision} · "
         f"{type(trainer.optimizers[0]).__name__ if trainer.optimizers else 'no optimizer'} · "
-        f"batch {batches.global_batch_size} = {batches.micro_batch_size} micro × {batches.accumulate} accumulation × "
+        f"batch {batches.global_batch_size} = {batches.micro_batch_size} micro × "
+        f"{batches.accumulate} accumulation × "
         f"{batches.data_ranks} data rank{'s' * (batches.data_ranks > 1)}{_batch_note(trainer)} · "
         f"{_parameters(trainer, strategy)} · {cfg.run.dir}"
     )
@@ -47,15 +53,21 @@ def start_line(cfg: DictConfig, batches: Batches, checkpoint: Path | None, train
     if divided and (sampler := getattr(data_of(trainer), "drawn_together", None)):
         held_out = ", in validation as well" if batches.data_ranks > 1 else ""
         line += (
-            f"\neach batch of {sampler} is divided: collate_fn and the step get {batches.micro_batch_size} of its "
-            f"{batches.global_batch_size} samples{held_out}. If they belong together, as in an episode, type "
+            f"\neach batch of {sampler} is divided: collate_fn and the step get "
+            f"{batches.micro_batch_size} of its "
+            f"{batches.global_batch_size} samples{held_out}. If they belong together, as in an "
+            "episode, type "
             f"strategy=single data.micro_batch_size={batches.global_batch_size}"
         )
     if note := getattr(trainer.lightning_module, "start_note", ""):
         line += f"\n{note}"
     if strategy is not None and (bubble := strategy.bubble_share):
         line += f"\nthe pipeline schedule leaves each rank idle for {bubble:.0%} of a step"
-    return line if checkpoint is None else f"{line}\nresuming from {checkpoint}, step {completed_batches(trainer)}"
+    return (
+        line
+        if checkpoint is None
+        else f"{line}\nresuming from {checkpoint}, step {completed_batches(trainer)}"
+    )
 
 
 def _parameters(trainer: Trainer, strategy: StrategyMixin | None) -> str:
@@ -70,9 +82,17 @@ def _batch_note(trainer: Trainer) -> str:
 
 
 def summarize(
-    cfg: DictConfig, trainer: Trainer, step_log: StepLog, guard: NotFiniteGuard, limits: Limits, *, reason: str,
-    metrics: dict[str, float], best: Path | None, best_score: float | None,
-) -> dict[str, Any]:  # fmt: skip
+    cfg: DictConfig,
+    trainer: Trainer,
+    step_log: StepLog,
+    guard: NotFiniteGuard,
+    limits: Limits,
+    *,
+    reason: str,
+    metrics: dict[str, float],
+    best: Path | None,
+    best_score: float | None,
+) -> dict[str, Any]:
     """Return the contents of summary.json, except the run's duration.
 
     Args:
@@ -93,8 +113,14 @@ def summarize(
         "loss_not_finite_since": step_log.not_finite_since,
         "skipped_steps": guard.skipped,
         "rolled_back_steps": [event["step"] for event in guard.rollbacks],
-        **({"expert_load": step_log.expert_load.by_expert()} if step_log.expert_load is not None else {}),
-        "metrics": {name: value if math.isfinite(value) else None for name, value in metrics.items()},
+        **(
+            {"expert_load": step_log.expert_load.by_expert()}
+            if step_log.expert_load is not None
+            else {}
+        ),
+        "metrics": {
+            name: value if math.isfinite(value) else None for name, value in metrics.items()
+        },
         "best_checkpoint": str(best) if best else None,
         "best_score": best_score,
         "strategy": strategy.layout if strategy is not None else type(trainer.strategy).__name__,
@@ -121,10 +147,21 @@ def _peak_memory(trainer: Trainer) -> int:
 
 
 def finish(
-    cfg: DictConfig, trainer: Trainer, step_log: StepLog, guard: NotFiniteGuard, display: Display, limits: Limits, *,
-    reason: str, metrics: dict[str, float], best: Path | None, best_score: float | None, seconds: float,
-    preview: str | None, baselines: list[str],
-) -> None:  # fmt: skip
+    cfg: DictConfig,
+    trainer: Trainer,
+    step_log: StepLog,
+    guard: NotFiniteGuard,
+    display: Display,
+    limits: Limits,
+    *,
+    reason: str,
+    metrics: dict[str, float],
+    best: Path | None,
+    best_score: float | None,
+    seconds: float,
+    preview: str | None,
+    baselines: list[str],
+) -> None:
     """Write summary.json and report.html, and print the last lines: on rank 0.
 
     Args:
@@ -135,7 +172,15 @@ def finish(
     if not trainer.is_global_zero:
         return
     summary = summarize(
-        cfg, trainer, step_log, guard, limits, reason=reason, metrics=metrics, best=best, best_score=best_score
+        cfg,
+        trainer,
+        step_log,
+        guard,
+        limits,
+        reason=reason,
+        metrics=metrics,
+        best=best,
+        best_score=best_score,
     )
     summary["seconds"] = seconds
     run_dir.write_summary(Path(cfg.run.dir), summary)
@@ -152,7 +197,8 @@ def finish(
         now = step_log.last.get("train/loss", math.nan)
         ending = "it recovered" if math.isfinite(now) else "the weights are of no use"
         display.print(
-            f"train/loss was not finite at step {step_log.not_finite_since}; at the end, it is {now}: {ending}"
+            f"train/loss was not finite at step {step_log.not_finite_since}; at the end, it is "
+            f"{now}: {ending}"
         )
     if preview:
         display.print(preview)
@@ -163,11 +209,16 @@ def finish(
             option = " --split val"
         display.print(f"next: python scripts/{script}.py {shlex.quote(cfg.run.dir)}{option}")
     elif reason == "max_time":
-        display.print(f"to continue: the same command with run.name={cfg.run.name} and a longer trainer.max_time")
+        display.print(
+            f"to continue: the same command with run.name={cfg.run.name} and a longer "
+            "trainer.max_time"
+        )
 
 
 def last_checkpoint(cfg: DictConfig) -> str | None:
-    """Return the path of the run's last checkpoint as text, or None, also if its object store cannot be reached."""
+    """Return the path of the run's last checkpoint as text, or None, also if its object store
+    cannot be reached.
+    """
     folder = resume.folder(Path(cfg.run.dir), cfg)
     try:
         with directory.errors_of_store(folder):

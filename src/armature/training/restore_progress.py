@@ -1,4 +1,6 @@
-"""Restore Lightning's counters after a resume at any step, also on other ranks or with another micro-batch size."""
+"""Restore Lightning's counters after a resume at any step, also on other ranks or with another
+micro-batch size.
+"""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -17,19 +19,22 @@ from armature.training import attributes, epoch_metrics, epoch_start, schedule_e
 from armature.training.progress import completed_batches, data_of
 from armature.training.trainer import Trainer as OurTrainer
 
-# what ModelCheckpoint itself does not save: whether it saves after the next validation, and when it saved last
+# what ModelCheckpoint itself does not save: whether it saves after the next validation, and when it
+# saved last
 OF_MODEL_CHECKPOINT = ("_defer_save_until_validation", "_last_global_step_saved")
 
 
 class RestoreProgress(Callback):
-    """Set Lightning's counters from the optimizer steps and samples seen, instead of from its checkpoint.
+    """Set Lightning's counters from the optimizer steps and samples seen, instead of from its
+    checkpoint.
 
-    Lightning's checkpoint counts micro-batches, whose size depends on the layout, and its loops guess from half-updated
-    counts where the checkpoint was saved. After a stop at an epoch's end they guess wrong: hooks are skipped, and later
-    stops are counted in the wrong epoch.
+    Lightning's checkpoint counts micro-batches, whose size depends on the layout, and its loops
+    guess from half-updated counts where the checkpoint was saved. After a stop at an epoch's end
+    they guess wrong: hooks are skipped, and later stops are counted in the wrong epoch.
 
-    A checkpoint always holds whole steps. If it was saved at an epoch's last step, the end-of-epoch hooks and
-    schedulers run after the resume. Values that `self.log` and metric objects have collected so far are restored, too.
+    A checkpoint always holds whole steps. If it was saved at an epoch's last step, the end-of-epoch
+    hooks and schedulers run after the resume. Values that `self.log` and metric objects have
+    collected so far are restored, too.
     """
 
     def __init__(self) -> None:
@@ -42,15 +47,25 @@ class RestoreProgress(Callback):
         self._states: list[epoch_metrics.Facts] = []  # of each rank
         self._left: epoch_metrics.Facts = {}  # of this rank: not logged again since the resume
         self._newest: list[epoch_metrics.Newest] = []  # of each rank
-        self._order: list[str] = []  # of the values when the checkpoint was saved, and so of their columns
+        self._order: list[
+            str
+        ] = []  # of the values when the checkpoint was saved, and so of their columns
         self._restored: epoch_metrics.Facts = {}
         self._in_eval: list[str] | None = None  # None: the checkpoint does not know
-        self._random: dict[str, Any] | None = None  # of this rank, when its epoch began; None: no hook can draw
+        self._random: dict[str, Any] | None = (
+            None  # of this rank, when its epoch began; None: no hook can draw
+        )
         self._attributes: epoch_start.SavedAttributes | None = None
         self._saved_attributes: epoch_start.Saved = []
-        self._digests: dict[str, str] = {}  # of rank 0's attributes that had changed when the checkpoint was saved
-        self._at_start: dict[str, str] | None = None  # the same of all attributes, when training began
-        self._weights: dict[str, Tensor] = {}  # that a checkpoint holds, if a user's on_fit_start may change them
+        self._digests: dict[
+            str, str
+        ] = {}  # of rank 0's attributes that had changed when the checkpoint was saved
+        self._at_start: dict[str, str] | None = (
+            None  # the same of all attributes, when training began
+        )
+        self._weights: dict[
+            str, Tensor
+        ] = {}  # that a checkpoint holds, if a user's on_fit_start may change them
         self._checkpoint: Mapping[str, Any] = {}  # that is loaded
         self._model_checkpoints: Mapping[str, Mapping[str, Any]] = {}  # by state key
         self._schedules: schedule_ends.Lengths = []
@@ -111,7 +126,11 @@ class RestoreProgress(Callback):
         self._model_checkpoints = state_dict.get("model_checkpoints", {})
         random, trainer = state_dict.get("random"), self._trainer
         # under another layout ranks draw other numbers anyway
-        if random and len(random["ranks"]) == process_group.ranks() and random["layout"] == _layout(trainer):
+        if (
+            random
+            and len(random["ranks"]) == process_group.ranks()
+            and random["layout"] == _layout(trainer)
+        ):
             self._random = random["ranks"][process_group.rank()]
             self._digests = state_dict.get("digests", {})
 
@@ -130,10 +149,14 @@ class RestoreProgress(Callback):
         self._schedules = schedule_ends.lengths_of(trainer)  # their state is loaded later
 
     def _find_schedules(self, trainer: Trainer) -> None:
-        """Put the schedules that others hold back into the checkpoint, which Lightning loads then."""
+        """Put the schedules that others hold back into the checkpoint, which Lightning loads
+        then.
+        """
         checkpoint, self._checkpoint = self._checkpoint, {}
         saved = checkpoint.get("lr_schedulers", ())
-        for number, (config, state) in enumerate(zip(trainer.lr_scheduler_configs, [*saved], strict=False)):
+        for number, (config, state) in enumerate(
+            zip(trainer.lr_scheduler_configs, [*saved], strict=False)
+        ):
             saved[number] = schedules.with_objects(config.scheduler, state)
 
     def _find_attributes(self) -> None:
@@ -144,20 +167,31 @@ class RestoreProgress(Callback):
         """Before training: restore weights and metric objects.
 
         A run that was stopped after its last step still has to end its epoch.
-        Lightning has loaded the weights before `on_fit_start`, which may draw them anew as at the first start.
+        Lightning has loaded the weights before `on_fit_start`, which may draw them anew as at the
+        first start.
         """
         weights, self._weights = self._weights, {}
         epoch_start.put_back(trainer.lightning_module, weights)
         if self._states:
-            epoch_metrics.restore_states(trainer.lightning_module, self._states, **self._ranks(trainer))
+            epoch_metrics.restore_states(
+                trainer.lightning_module, self._states, **self._ranks(trainer)
+            )
         loop = trainer.fit_loop
         progress: Any = loop.epoch_progress.current
-        if completed_batches(trainer) and loop.epoch_loop.last_batch_is_done and progress.ready > progress.completed:
+        if (
+            completed_batches(trainer)
+            and loop.epoch_loop.last_batch_is_done
+            and progress.ready > progress.completed
+        ):
             loop.owes_epoch_end = True
 
     def _ranks(self, trainer: OurTrainer) -> dict[str, Any]:
         data_ranks = process_group.all_gather_object(_data_rank(trainer))
-        return {"rank": trainer.global_rank, "saved_data_ranks": self._data_ranks, "data_ranks": data_ranks}
+        return {
+            "rank": trainer.global_rank,
+            "saved_data_ranks": self._data_ranks,
+            "data_ranks": data_ranks,
+        }
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._find_attributes()  # strategies that load after on_fit_start
@@ -182,7 +216,9 @@ class RestoreProgress(Callback):
         epoch_loop.restore_progress(step=step, batches=batches, closing=closing)
         self._restore_metrics(trainer, closing=closing, mid_epoch=bool(batches) and not closing)
         if batches:  # schedulers that follow a metric step after everything that a step saves
-            step_schedules = partial(epoch_loop.update_lr_schedulers, "step", update_plateau_schedulers=True)
+            step_schedules = partial(
+                epoch_loop.update_lr_schedulers, "step", update_plateau_schedulers=True
+            )
             fit_loop.rest_of_step.append(step_schedules)
 
     def _restore_metrics(self, trainer: OurTrainer, *, closing: bool, mid_epoch: bool) -> None:
@@ -195,7 +231,9 @@ class RestoreProgress(Callback):
         if self._logged and (closing or mid_epoch):
             own = epoch_metrics.for_rank(self._logged, **self._ranks(trainer))
         if self._newest and mid_epoch:
-            newest = self._newest[trainer.global_rank if len(self._newest) == trainer.world_size else 0]
+            newest = self._newest[
+                trainer.global_rank if len(self._newest) == trainer.world_size else 0
+            ]
         # A module may reset its metrics in on_train_start, which an undisturbed run does once
         states = [epoch_metrics.metric_states(module)]
         # Lightning has restored them: on_train_start must not change them
@@ -206,7 +244,9 @@ class RestoreProgress(Callback):
         same = {"rank": 0, "saved_data_ranks": [0], "data_ranks": [0]}
 
         def replace_logged() -> None:
-            """Replace what on_train_start has logged, which an undisturbed run logs once, by what was collected."""
+            """Replace what on_train_start has logged, which an undisturbed run logs once, by what
+            was collected.
+            """
             until_first_batch.close()
             if mid_epoch or closing:
                 self._random = self._random or epoch_start.random_state(trainer)
@@ -234,7 +274,11 @@ class RestoreProgress(Callback):
         self._restored, self._left = self._left, {}
         results, strategy = trainer.fit_loop.epoch_loop._results, trainer.strategy
         epoch_metrics.restore(
-            results, self._restored, trainer.lightning_module, reduce=strategy.reduce, device=strategy.root_device
+            results,
+            self._restored,
+            trainer.lightning_module,
+            reduce=strategy.reduce,
+            device=strategy.root_device,
         )
         ordered = self._ordered(dict(results))
         results.clear()

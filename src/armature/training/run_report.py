@@ -1,6 +1,8 @@
-"""Keep report.html in the run directory: at most 1% of a run's time, and nothing of it in a training step.
+"""Keep report.html in the run directory: at most 1% of a run's time, and nothing of it in a
+training step.
 
-Rank 0 writes. All ranks take part in two small collectives per validation: whether the page is due, and the memory of
+Rank 0 writes. All ranks take part in two small collectives per validation: whether the page is due,
+and the memory of
 each rank. What goes wrong with the page is logged once and never ends the run.
 """
 
@@ -46,7 +48,8 @@ CHARACTERS = 4000  # of a text
 
 
 class RunReport(L.Callback):
-    """Write report.html at validations and at the end, and report.jsonl with what no other file of the run has.
+    """Write report.html at validations and at the end, and report.jsonl with what no other file of
+    the run has.
 
     Args:
         limits: of the run: after its last step, the sample that ends the run is the last one.
@@ -75,14 +78,21 @@ class RunReport(L.Callback):
         device = trainer.strategy.root_device
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         return {
-            "time": time.strftime("%Y-%m-%d %H:%M:%S"), "ranks": trainer.world_size,
+            "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "ranks": trainer.world_size,
             "layout": strategy.layout if strategy is not None else type(trainer.strategy).__name__,
-            "precision": str(self.cfg.trainer.precision), "planned_steps": self.planned_steps,
-            "parameters": getattr(trainer, "parameter_count", None), "host": socket.gethostname(),
-            "python": sys.version.split()[0], "system": platform.platform(), "processor": hardware.cpu_name(),
-            "devices": gpu and f"{trainer.world_size} × {gpu}", "commit": git.get("commit"), "dirty": git.get("dirty"),
+            "precision": str(self.cfg.trainer.precision),
+            "planned_steps": self.planned_steps,
+            "parameters": getattr(trainer, "parameter_count", None),
+            "host": socket.gethostname(),
+            "python": sys.version.split()[0],
+            "system": platform.platform(),
+            "processor": hardware.cpu_name(),
+            "devices": gpu and f"{trainer.world_size} × {gpu}",
+            "commit": git.get("commit"),
+            "dirty": git.get("dirty"),
             "versions": {"torch": torch.__version__, "lightning": version("lightning")},
-        }  # fmt: skip
+        }
 
     @override
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -92,10 +102,20 @@ class RunReport(L.Callback):
 
     @override
     def on_validation_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int,
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
         dataloader_idx: int = 0,
-    ) -> None:  # fmt: skip
-        if self._due and batch_idx == dataloader_idx == 0 and shows_images(pl_module, batch) and can_sample(trainer):
+    ) -> None:
+        if (
+            self._due
+            and batch_idx == dataloader_idx == 0
+            and shows_images(pl_module, batch)
+            and can_sample(trainer)
+        ):
             self._timed(trainer, lambda: self._sample_images(trainer, pl_module, batch))
 
     @override
@@ -117,7 +137,10 @@ class RunReport(L.Callback):
             self._write_memory(trainer)
 
     def finish(self, trainer: L.Trainer, preview: str | None) -> None:
-        """Write the page of a run that has ended, with its summary. `preview`: what was learned, as text."""
+        """Write the page of a run that has ended, with its summary.
+
+        `preview`: what was learned, as text.
+        """
         if trainer.is_global_zero and self.enabled:
             self._try(lambda: self._write_text(trainer, preview))
             self._try(lambda: self._write(running=False))
@@ -129,14 +152,23 @@ class RunReport(L.Callback):
     def _write_memory(self, trainer: L.Trainer) -> None:
         gib = process_group.all_gather_object(memory.peak_bytes(trainer) / 2**30)
         if trainer.is_global_zero:
-            self._try(lambda: self._write_event("memory", trainer, memory_gib=[round(each, 4) for each in gib]))
+            self._try(
+                lambda: self._write_event(
+                    "memory", trainer, memory_gib=[round(each, 4) for each in gib]
+                )
+            )
 
     def _write_text(self, trainer: L.Trainer, text: Any) -> None:
         if isinstance(text, str) and text and trainer.is_global_zero:
             self._write_event("text", trainer, text=text[:CHARACTERS])
 
-    def _sample_images(self, trainer: L.Trainer, module: L.LightningModule, batch: dict[str, Tensor]) -> None:
-        """Predict a few images on every rank: a sharded model needs all of them. Rank 0 writes its own."""
+    def _sample_images(
+        self, trainer: L.Trainer, module: L.LightningModule, batch: dict[str, Tensor]
+    ) -> None:
+        """Predict a few images on every rank: a sharded model needs all of them.
+
+        Rank 0 writes its own.
+        """
         few = {name: value[:IMAGES] for name, value in batch.items()}
         with torch.no_grad(), trainer.precision_plugin.val_step_context():
             predicted = _alone(lambda: module.predict_step(few, 0))
@@ -146,7 +178,9 @@ class RunReport(L.Callback):
             self._write_event("images", trainer, images=shown)
 
     def _write_event(self, event: str, trainer: L.Trainer, **values: Any) -> None:
-        line = masked(json.dumps({"event": event, "step": completed_batches(trainer), **values}, default=str))
+        line = masked(
+            json.dumps({"event": event, "step": completed_batches(trainer), **values}, default=str)
+        )
         with (self.run_dir / EVENTS).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
@@ -161,7 +195,11 @@ class RunReport(L.Callback):
             work()
         except Exception as error:
             if not self._failed:
-                log.warning("%s lacks a part: %s. Training does not need it.", report.NAME, error_line(error))
+                log.warning(
+                    "%s lacks a part: %s. Training does not need it.",
+                    report.NAME,
+                    error_line(error),
+                )
             self._failed = True
 
 
@@ -189,7 +227,11 @@ def _alone(work: Callable[[], Any]) -> Any:
 def shows_images(module: L.LightningModule, batch: Any) -> bool:
     inputs = batch.get("inputs") if isinstance(batch, dict) else None
     is_image = isinstance(inputs, Tensor) and inputs.ndim == 4 and inputs.shape[1] in (1, 3)
-    return is_image and getattr(module, "modality", None) == "images" and is_overridden("predict_step", module)
+    return (
+        is_image
+        and getattr(module, "modality", None) == "images"
+        and is_overridden("predict_step", module)
+    )
 
 
 def image_rows(
@@ -201,7 +243,9 @@ def image_rows(
     if side > PIXELS:
         pixels_BCHW = F.interpolate(pixels_BCHW, scale_factor=PIXELS / side, mode="area")
     low, high = pixels_BCHW.min(), pixels_BCHW.max()
-    pixels_BCHW = (255 * (pixels_BCHW - low) / (high - low).clamp(min=1e-12)).round().to(torch.uint8)
+    pixels_BCHW = (
+        (255 * (pixels_BCHW - low) / (high - low).clamp(min=1e-12)).round().to(torch.uint8)
+    )
 
     def name(index: Tensor) -> str:
         number = int(index)

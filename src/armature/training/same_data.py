@@ -1,4 +1,6 @@
-"""Held-out data must be the same on all ranks, which divide one order of samples, and hooks must take their batches."""
+"""Held-out data must be the same on all ranks, which divide one order of samples, and hooks must
+take their batches.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,15 @@ from armature.training.progress import data_of
 
 
 class SameHeldOutData(L.Callback):
-    """Refuse validation and test data that a data module divides among ranks itself, before they are used.
+    """Refuse validation and test data that a data module divides among ranks itself, before they
+    are used.
 
-    A rank would measure its share of its share. Training data are compared when the loop asks for them, and what a
-    sampler draws of them when an epoch begins.
+    A rank would measure its share of its share. Training data are compared when the loop asks for
+    them, and what a sampler draws of them when an epoch begins.
 
     Args:
-        tests: the run ends with a test, whose data and hooks are checked before training if that can be done.
+        tests: the run ends with a test, whose data and hooks are checked before training if that
+            can be done.
     """
 
     def __init__(self, *, tests: bool) -> None:
@@ -31,10 +35,14 @@ class SameHeldOutData(L.Callback):
         if trainer.val_dataloaders is not None:  # the loop has asked, on all ranks
             _check(trainer, "val")
         data: Any = data_of(trainer)
-        tests = self.tests and trainer.limit_test_batches != 0 and is_overridden("test_step", pl_module)
+        tests = (
+            self.tests and trainer.limit_test_batches != 0 and is_overridden("test_step", pl_module)
+        )
         if tests and hasattr(type(data), "check_test") and (loaders := data.check_test()):
             callbacks = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-            found = hook_check.all_loader_problems(pl_module, callbacks, stage="test", several=loaders > 1)
+            found = hook_check.all_loader_problems(
+                pl_module, callbacks, stage="test", several=loaders > 1
+            )
             if found:
                 raise ConfigError(found)
 

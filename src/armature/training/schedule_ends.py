@@ -1,4 +1,6 @@
-"""Where schedules end: torch's own keep, after a resume, the lengths with which the first start built them."""
+"""Where schedules end: torch's own keep, after a resume, the lengths with which the first start
+built them.
+"""
 
 from __future__ import annotations
 
@@ -16,28 +18,38 @@ log = logging.getLogger(__name__)
 
 _LENGTHS = ("T_max", "T_0", "total_steps", "total_iters", "step_size", "milestones")
 _REMEDY = (
-    "Resume with what the run began with (trainer.max_steps, trainer.max_epochs or the schedule's own arguments), or "
-    "begin another run with its weights: python scripts/convert.py RUN x.ckpt, then run.name=NEW resume=x.ckpt."
+    "Resume with what the run began with (trainer.max_steps, trainer.max_epochs or the schedule's "
+    "own arguments), or "
+    "begin another run with its weights: python scripts/convert.py RUN x.ckpt, then run.name=NEW "
+    "resume=x.ckpt."
 )
 Lengths = list[tuple[Any, dict[str, Any]]]
 
 
 def lengths_of(trainer: L.Trainer) -> Lengths:
-    """Return each schedule's configuration with its lengths: those it was built with, before its state is loaded."""
-    return [(config, _found(config.scheduler.state_dict())) for config in trainer.lr_scheduler_configs]
+    """Return each schedule's configuration with its lengths: those it was built with, before its
+    state is loaded.
+    """
+    return [
+        (config, _found(config.scheduler.state_dict())) for config in trainer.lr_scheduler_configs
+    ]
 
 
 def check(trainer: L.Trainer, built: Lengths) -> None:
-    """Warn on rank 0 of lengths of the checkpoint that took the place of those that `configure_optimizers` has set.
+    """Warn on rank 0 of lengths of the checkpoint that took the place of those that
+    `configure_optimizers` has set.
 
     Raises:
-        ConfigError: OneCycleLR, which takes no step after its last one, would end before the run does.
+        ConfigError: OneCycleLR, which takes no step after its last one, would end before the run
+            does.
     """
     for config, lengths in built:
         scheduler, kept = config.scheduler, _found(config.scheduler.state_dict())
         for name in (name for name, value in lengths.items() if kept.get(name, value) != value):
             kind = type(scheduler).__name__
-            what = f"{kind} was built with {name}={lengths[name]}, and the checkpoint has {kept[name]}"
+            what = (
+                f"{kind} was built with {name}={lengths[name]}, and the checkpoint has {kept[name]}"
+            )
             if (
                 isinstance(scheduler, OneCycleLR)
                 and config.interval == "step"
@@ -45,14 +57,27 @@ def check(trainer: L.Trainer, built: Lengths) -> None:
             ):
                 raise ConfigError(f"{what}, after which it takes no step. {_REMEDY}")
             if process_group.rank() == 0:
-                log.warning("%s, which it keeps: the learning rates are not those of the new length. %s", what, _REMEDY)
+                log.warning(
+                    "%s, which it keeps: the learning rates are not those of the new length. %s",
+                    what,
+                    _REMEDY,
+                )
 
 
 def _found(state: Any, within: str = "") -> dict[str, Any]:
-    """Return the lengths in a scheduler's state and, by place, in those of the schedulers that it consists of."""
+    """Return the lengths in a scheduler's state and, by place, in those of the schedulers that it
+    consists of.
+    """
     if not isinstance(state, dict):
         return {}
-    found = {f"{within}{name.removeprefix('_')}": state[name] for name in (*_LENGTHS, "_milestones") if name in state}
+    found = {
+        f"{within}{name.removeprefix('_')}": state[name]
+        for name in (*_LENGTHS, "_milestones")
+        if name in state
+    }
     for place, inner in enumerate(state.get("_schedulers") or ()):
         found |= _found(inner, f"{within}{place}.")
-    return {name: sorted(value) if isinstance(value, Mapping) else value for name, value in found.items()}
+    return {
+        name: sorted(value) if isinstance(value, Mapping) else value
+        for name, value in found.items()
+    }

@@ -1,7 +1,8 @@
 """Log a row per optimizer step without waiting for the device in each of them.
 
-Loss and gradient norm stay tensors until `log_every_n_steps` rows are collected; then one reduction over the ranks and
-one copy to the host serve them all. `self.log` would take about 240 µs per value and step.
+Loss and gradient norm stay tensors until `log_every_n_steps` rows are collected; then one reduction
+over the ranks and one copy to the host serve them all. `self.log` would take about 240 µs per value
+and step.
 """
 
 from __future__ import annotations
@@ -28,7 +29,14 @@ from armature.training.metrics_csv import MetricsCSV
 from armature.training.not_trained import NotTrained
 from armature.training.progress import completed_batches, data_of
 from armature.training.stragglers import LEAST_STEPS, StragglerWatch
-from armature.training.timings import DataWait, DataWaitWarning, TimingsCSV, Totals, Window, over_ranks
+from armature.training.timings import (
+    DataWait,
+    DataWaitWarning,
+    TimingsCSV,
+    Totals,
+    Window,
+    over_ranks,
+)
 from armature.training.trainer import Trainer as OurTrainer
 from armature.validation.relations import OF_STEPS
 
@@ -38,11 +46,13 @@ log = logging.getLogger(__name__)
 class Monitor(Protocol):
     """An entry of `StepLog.monitors`, which adds columns; called on every rank.
 
-    An attribute `mean_columns` names columns of which each rank has its own: their mean over the ranks is logged.
+    An attribute `mean_columns` names columns of which each rank has its own: their mean over the
+    ranks is logged.
     """
 
     def batch_ended(self, trainer: Trainer, *, stepped: bool) -> dict[str, Tensor]:
-        """Return columns of this step's row in metrics.csv: equal on every rank, and independent of the clock.
+        """Return columns of this step's row in metrics.csv: equal on every rank, and independent of
+        the clock.
 
         Called at the end of each micro-batch; the result counts if the optimizer has `stepped`.
         """
@@ -54,13 +64,17 @@ class Monitor(Protocol):
 
 
 class StepLog(Callback):
-    """Write step, epoch, samples, tokens, lr, train/loss and train/grad_norm of each optimizer step.
+    """Write step, epoch, samples, tokens, lr, train/loss and train/grad_norm of each optimizer
+    step.
 
-    With fp16 also train/loss_scale, after the step, and train/skipped: 1 if the step was left out on all ranks because
-    a gradient overflowed. It counts as a step, but moves no learning-rate schedule.
+    With fp16 also train/loss_scale, after the step, and train/skipped: 1 if the step was left out
+    on all ranks because a gradient overflowed. It counts as a step, but moves no learning-rate
+    schedule.
 
-    Values that depend on the clock go to timings.csv and to the other loggers, once per write: samples and tokens per
-    second, seconds per step, and `data_wait`, the share of the time that the slowest rank waits for its next batch.
+    Values that depend on the clock go to timings.csv and to the other loggers, once per write:
+    samples and tokens per
+    second, seconds per step, and `data_wait`, the share of the time that the slowest rank waits for
+    its next batch.
 
     Args:
         csv: receives every row, like the trainer's loggers.
@@ -79,14 +93,29 @@ class StepLog(Callback):
     """
 
     COLUMNS = frozenset(
-        {"epoch", "samples", "tokens", "lr", "train/loss", "train/grad_norm", "train/loss_scale", "train/skipped"}
+        {
+            "epoch",
+            "samples",
+            "tokens",
+            "lr",
+            "train/loss",
+            "train/grad_norm",
+            "train/loss_scale",
+            "train/skipped",
+        }
     )
     reads_unscaled_gradients = True  # its on_before_optimizer_step reads none
 
     def __init__(
-        self, csv: MetricsCSV, *, every_n_steps: int, global_batch_size: int, train_size: int,
-        tokens_per_sample: int | None, rows_read: Callable[[OurTrainer, list[dict[str, Any]]], None] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        csv: MetricsCSV,
+        *,
+        every_n_steps: int,
+        global_batch_size: int,
+        train_size: int,
+        tokens_per_sample: int | None,
+        rows_read: Callable[[OurTrainer, list[dict[str, Any]]], None] | None = None,
+    ) -> None:
         self.rows_read = rows_read
         self.csv, self.timings = csv, TimingsCSV(csv.file.parent)
         self.every_n_steps = every_n_steps
@@ -116,11 +145,17 @@ class StepLog(Callback):
         return next(callback for callback in callbacks if isinstance(callback, cls))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"row": dict(self.csv.held), "lr": self._lr, "not_finite_since": self.not_finite_since}
+        return {
+            "row": dict(self.csv.held),
+            "lr": self._lr,
+            "not_finite_since": self.not_finite_since,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.csv.held = dict(state_dict["row"])
-        self._lr = state_dict.get("lr", 0.0)  # of the next row too, if its batch makes no optimizer step
+        self._lr = state_dict.get(
+            "lr", 0.0
+        )  # of the next row too, if its batch makes no optimizer step
         self.not_finite_since = state_dict.get("not_finite_since")
 
     def resume(self, trainer: Trainer) -> None:
@@ -129,7 +164,9 @@ class StepLog(Callback):
         self.timings.resume_from(completed_batches(trainer))
 
     def summary(self) -> dict[str, float]:
-        """Return the columns of timings.csv over all steps of this process: time-weighted means, maxima for memory."""
+        """Return the columns of timings.csv over all steps of this process: time-weighted means,
+        maxima for memory.
+        """
         return self._totals.values()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -149,7 +186,9 @@ class StepLog(Callback):
         self._not_trained.begin(trainer)
         if completed_batches(trainer):
             assert isinstance(trainer, OurTrainer)
-            self.csv.is_silent = True  # for what on_train_start of the user's callbacks and module logs
+            self.csv.is_silent = (
+                True  # for what on_train_start of the user's callbacks and module logs
+            )
             trainer.fit_loop.before_first_batch.append(self._speak)
         self.expert_load = ExpertLoad.of(pl_module)
         others = [monitor for monitor in self.monitors if not isinstance(monitor, ExpertLoad)]
@@ -162,12 +201,19 @@ class StepLog(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._loss = None  # left over from an epoch that ended within a global batch
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
         if pl_module.automatic_optimization:
             self._lr = _first_rate([optimizer])  # before the scheduler changes it
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         assert self.wait is not None
         strategy = StrategyMixin.find(trainer)
@@ -176,7 +222,8 @@ class StepLog(Callback):
         if self.wait.on_gpu:
             self.wait.batch_ended()
         loss = outputs.get("loss") if isinstance(outputs, dict) else None
-        # the micro-batch's share: Lightning divides by accumulation. A module's own backward may take several numbers
+        # the micro-batch's share: Lightning divides by accumulation. A module's own backward may
+        # take several numbers
         if loss is not None and loss.numel() == 1:
             loss = loss.detach()
             if strategy is not None:
@@ -185,7 +232,9 @@ class StepLog(Callback):
         if not stepped:
             return
         self.samples_seen = _samples_seen(trainer)
-        if not pl_module.automatic_optimization:  # any number of optimizers may have stepped, or none
+        if (
+            not pl_module.automatic_optimization
+        ):  # any number of optimizers may have stepped, or none
             self._lr = _first_rate(trainer.optimizers)
         self.csv.step = step = completed_batches(trainer)
         row: dict[str, Any] = {"step": step, "samples": self.samples_seen}
@@ -193,13 +242,21 @@ class StepLog(Callback):
             row["lr"] = self._lr
         if self._loss is not None:
             scale = strategy.gradient_scale() if strategy is not None else None
-            row["train/loss"], self._loss = self._loss if scale is None else self._loss * scale, None
-        if strategy is not None and pl_module.automatic_optimization:  # manual: any number of gradients per batch
+            row["train/loss"], self._loss = (
+                self._loss if scale is None else self._loss * scale,
+                None,
+            )
+        if (
+            strategy is not None and pl_module.automatic_optimization
+        ):  # manual: any number of gradients per batch
             norm, strategy.grad_norm = strategy.grad_norm, None
             if norm is not None:  # a module's optimizer_step may leave steps out
                 row["train/grad_norm"] = norm
             if strategy.scaler is not None:
-                row["train/loss_scale"], row["train/skipped"] = strategy.loss_scale(), int(strategy.skipped_step)
+                row["train/loss_scale"], row["train/skipped"] = (
+                    strategy.loss_scale(),
+                    int(strategy.skipped_step),
+                )
         for column in columns:
             row.update(column)
         self._pending.append(row)
@@ -208,12 +265,17 @@ class StepLog(Callback):
             self._log_pending(trainer)
 
     def flush(self, trainer: Trainer) -> None:
-        """Log the pending rows and write what the files still lack, but for the newest row. All ranks call it."""
+        """Log the pending rows and write what the files still lack, but for the newest row.
+
+        All ranks call it.
+        """
         self._log_pending(trainer)
         self._write_files(trainer)
 
     def _write_files(self, trainer: Trainer) -> None:
-        """Write what is kept for the next write: a run that is killed resumes behind the rows of its checkpoint."""
+        """Write what is kept for the next write: a run that is killed resumes behind the rows of
+        its checkpoint.
+        """
         self.csv.write_ready()
         self.timings.write_ready()
         for logger in trainer.loggers:
@@ -221,7 +283,10 @@ class StepLog(Callback):
                 logger.save()
 
     def _log_pending(self, trainer: Trainer) -> None:
-        """Reduce and read the pending rows, and pass them to metrics.csv and the loggers. All ranks call it."""
+        """Reduce and read the pending rows, and pass them to metrics.csv and the loggers.
+
+        All ranks call it.
+        """
         if not self._pending:
             return
         assert self.wait is not None
@@ -236,7 +301,9 @@ class StepLog(Callback):
         *ranks, due = self._read(trainer, rows, [*own.values(), float(self.stragglers.is_due)])
         self._warn_of_nan(trainer, rows)
         self._not_trained.look(trainer, rows)
-        over_all_ranks = {name: over_ranks(name, values) for name, values in zip(own, ranks, strict=True)}
+        over_all_ranks = {
+            name: over_ranks(name, values) for name, values in zip(own, ranks, strict=True)
+        }
 
         self.rate, self.data_wait = samples / seconds, over_all_ranks["data_wait"]
         self.trained_samples += samples
@@ -246,35 +313,67 @@ class StepLog(Callback):
             timing["tokens_per_second"] = self.rate * self.tokens_per_sample
         timing |= over_all_ranks
         self._totals.add(timing, window=window)
-        if trainer.is_global_zero and (problem := self._watch.problem(trainer, window, waits=ranks[0])):
+        if trainer.is_global_zero and (
+            problem := self._watch.problem(trainer, window, waits=ranks[0])
+        ):
             log.warning("%s", problem[0].upper() + problem[1:])
-        slow = self.stragglers.compare(trainer, step=rows[-1]["step"], waits=ranks[0]) if due[0] else None
+        slow = (
+            self.stragglers.compare(trainer, step=rows[-1]["step"], waits=ranks[0])
+            if due[0]
+            else None
+        )
         if slow is not None:
             log.warning("%s", slow)
         self._write(trainer, rows, timing)
         if self.rows_read is not None:
             self.rows_read(trainer, rows)  # pyright: ignore[reportArgumentType]
         self._since = time.perf_counter()
-        if due[0] or len(rows) >= LEAST_STEPS:  # with fewer steps per write, a comparison spans several writes
+        if (
+            due[0] or len(rows) >= LEAST_STEPS
+        ):  # with fewer steps per write, a comparison spans several writes
             self.stragglers.restart()
 
-    def _read(self, trainer: Trainer, rows: list[dict[str, Any]], own: list[float]) -> list[list[float]]:
-        """Replace the tensors in `rows` by numbers, a loss by its mean over ranks; return each of `own` by rank.
+    def _read(
+        self, trainer: Trainer, rows: list[dict[str, Any]], own: list[float]
+    ) -> list[list[float]]:
+        """Replace the tensors in `rows` by numbers, a loss by its mean over ranks; return each of
+        `own` by rank.
 
-        With manual optimization, some ranks may have no loss of a step: the mean is over the others.
+        With manual optimization, some ranks may have no loss of a step: the mean is over the
+        others.
         """
         device = trainer.strategy.root_device
-        means = sorted({"train/loss"}.union(*(getattr(monitor, "mean_columns", ()) for monitor in self.monitors)))
-        averaged, none = [(row, name) for row in rows for name in means], torch.zeros((), device=device)
+        means = sorted(
+            {"train/loss"}.union(
+                *(getattr(monitor, "mean_columns", ()) for monitor in self.monitors)
+            )
+        )
+        averaged, none = (
+            [(row, name) for row in rows for name in means],
+            torch.zeros((), device=device),
+        )
         cells = [
-            (r, name) for r in rows for name, value in r.items() if isinstance(value, Tensor) and name not in means
+            (r, name)
+            for r in rows
+            for name, value in r.items()
+            if isinstance(value, Tensor) and name not in means
         ]
-        tensors = [*(row.get(name, none) for row, name in averaged), *(row[name] for row, name in cells)]
-        values = torch.stack([tensor.detach().to(device, torch.float32).reshape(()) for tensor in tensors])
-        mine = torch.tensor([*(float(name in row) for row, name in averaged), *own], dtype=torch.float32, device=device)
+        tensors = [
+            *(row.get(name, none) for row, name in averaged),
+            *(row[name] for row, name in cells),
+        ]
+        values = torch.stack(
+            [tensor.detach().to(device, torch.float32).reshape(()) for tensor in tensors]
+        )
+        mine = torch.tensor(
+            [*(float(name in row) for row, name in averaged), *own],
+            dtype=torch.float32,
+            device=device,
+        )
         everyones, count = mine[None], len(averaged)
         if trainer.world_size > 1:
-            # Each rank has a row of its own, so that no sum depends on how a collective splits a tensor
+            # Each rank has a row of its own, so that no sum depends on how a collective splits a
+            # tensor
             table = torch.zeros(trainer.world_size, count + len(mine), device=device)
             table[trainer.global_rank] = torch.cat([values[:count], mine])
             table = process_group.all_sum(table)
@@ -291,26 +390,33 @@ class StepLog(Callback):
         return [by_rank[i :: len(own)] for i in range(len(own))]
 
     def _warn_of_nan(self, trainer: Trainer, rows: list[dict[str, Any]]) -> None:
-        """Note the first loss that is not finite, and warn of it unless `rows_read` decides what follows."""
+        """Note the first loss that is not finite, and warn of it unless `rows_read` decides what
+        follows.
+        """
         lost = next((row for row in rows if not math.isfinite(row.get("train/loss", 0.0))), None)
         if lost is not None and self.not_finite_since is None:
             self.not_finite_since = lost["step"]
             if trainer.is_global_zero and self.rows_read is None:
                 log.warning(
-                    "train/loss is %s at step %d. Look at that step's samples and the learning rate; debug=nan shows "
+                    "train/loss is %s at step %d. Look at that step's samples and the learning "
+                    "rate; debug=nan shows "
                     "the operation that made it.",
                     lost["train/loss"],
                     lost["step"],
                 )
 
-    def _write(self, trainer: Trainer, rows: list[dict[str, Any]], timing: dict[str, float]) -> None:
+    def _write(
+        self, trainer: Trainer, rows: list[dict[str, Any]], timing: dict[str, float]
+    ) -> None:
         for row in rows:
             row["epoch"] = self._epoch_of(row["samples"])
             if self.tokens_per_sample is not None:
                 row["tokens"] = row["samples"] * self.tokens_per_sample
         self.last = rows[-1]
         assert isinstance(trainer, OurTrainer)
-        trainer.step_metrics.publish({name: self.last[name] for name in OF_STEPS if name in self.last})
+        trainer.step_metrics.publish(
+            {name: self.last[name] for name in OF_STEPS if name in self.last}
+        )
         self.csv.write_rows(rows)
         self.timings.write_rows([{"step": rows[-1]["step"], **timing}])
         for logger in trainer.loggers:
@@ -343,15 +449,24 @@ class StepLog(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.flush(trainer)  # for callbacks and schedulers that monitor a column
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if trainer.training and (trainer.fit_loop.epoch_loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0:
-            self.flush(trainer)  # `rows_read` may refuse what a callback of the user's is about to save
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if (
+            trainer.training
+            and (trainer.fit_loop.epoch_loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0
+        ):
+            self.flush(
+                trainer
+            )  # `rows_read` may refuse what a callback of the user's is about to save
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._speak()  # a callback may have ended the run before the first batch
         self.flush(trainer)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         self._write_files(trainer)
 
 
@@ -361,10 +476,13 @@ def _samples_seen(trainer: Trainer) -> int:
 
 
 def _first_rate(optimizers: list[Optimizer]) -> float | Tensor | None:
-    """Return the learning rate of the first group; 0.0 if a module's configure_optimizers returns None.
+    """Return the learning rate of the first group; 0.0 if a module's configure_optimizers returns
+    None.
 
     None if the optimizer has none: COCOB, or an Adafactor that computes the size of its steps.
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     rate = groups[0].get("lr") if groups else 0.0
-    return rate.clone() if isinstance(rate, Tensor) else rate  # a schedule changes a tensor in place before it is read
+    return (
+        rate.clone() if isinstance(rate, Tensor) else rate
+    )  # a schedule changes a tensor in place before it is read

@@ -16,7 +16,9 @@ from armature.validation import lightning_callbacks
 
 
 class CheckCallbacks(Callback):
-    """Check callbacks from a module's `configure_callbacks`, or from a function, as those of a config are checked."""
+    """Check callbacks from a module's `configure_callbacks`, or from a function, as those of a
+    config are checked.
+    """
 
     def __init__(self, cfg: DictConfig) -> None:
         self._cfg = cfg
@@ -27,17 +29,24 @@ class CheckCallbacks(Callback):
             return
         layout, callbacks = Layout.of(self._cfg), trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         kinds = dict.fromkeys(type(each) for each in callbacks)
-        of_kinds = [lightning_callbacks.problem_of_object(kind, self._cfg, layout) for kind in kinds]
+        of_kinds = [
+            lightning_callbacks.problem_of_object(kind, self._cfg, layout) for kind in kinds
+        ]
         found = [each for each in of_kinds if each is not None]
-        one = getattr(data_of(trainer), "has_one_test_loader", False)  # other data tell by test_dataloader
+        one = getattr(
+            data_of(trainer), "has_one_test_loader", False
+        )  # other data tell by test_dataloader
         one = one and self._cfg.trainer.test_at_end and trainer.limit_test_batches != 0
         if one and is_overridden("test_step", pl_module):
-            found += hook_check.all_loader_problems(pl_module, callbacks, stage="test", several=False)
+            found += hook_check.all_loader_problems(
+                pl_module, callbacks, stage="test", several=False
+            )
         hook_check.check(*callbacks, base=Callback, problems=found)
 
 
 def prepare(trainer: OurTrainer) -> None:
-    """Before the first batch: prepare what an epoch's start would make, and refuse what cannot be right.
+    """Before the first batch: prepare what an epoch's start would make, and refuse what cannot be
+    right.
 
     Raises:
         ConfigError: stochastic weight averaging of a model with BatchNorm.
@@ -46,11 +55,15 @@ def prepare(trainer: OurTrainer) -> None:
         if isinstance(callback, StochasticWeightAveraging):
             if callback._model_contains_batch_norm:
                 raise ConfigError(
-                    "callbacks: StochasticWeightAveraging computes BatchNorm's statistics in an additional epoch, "
-                    "which a run of a set number of steps does not have. Type callbacks=ema, which averages them too."
+                    "callbacks: StochasticWeightAveraging computes BatchNorm's statistics in an "
+                    "additional epoch, "
+                    "which a run of a set number of steps does not have. Type callbacks=ema, which "
+                    "averages them too."
                 )
             if callback._scheduler_state is not None:
-                trainer.fit_loop.before_first_batch.append(partial(_restore_schedule, callback, trainer))
+                trainer.fit_loop.before_first_batch.append(
+                    partial(_restore_schedule, callback, trainer)
+                )
 
 
 def _restore_schedule(callback: StochasticWeightAveraging, trainer: Trainer) -> None:

@@ -12,28 +12,38 @@ from armature.parallel.process_group import Vote
 from armature.parallel.step_sum import StepSum
 from armature.strategies.base import StrategyMixin
 
-SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
+SIGNALS = [
+    getattr(signal, name)
+    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
+    if hasattr(signal, name)
+]
 # Why a run stops. If ranks have different reasons, the one that comes last here counts
 REASONS = ("", "max_time", "time_limit", "SIGHUP", "SIGTERM", "SIGUSR1", "SIGINT")
 
-# After SHORT_VOTES consecutive votes on steps under SHORT_MICROSECONDS, vote only every STEPS_PER_VOTE steps
+# After SHORT_VOTES consecutive votes on steps under SHORT_MICROSECONDS, vote only every
+# STEPS_PER_VOTE steps
 SHORT_VOTES, SHORT_MICROSECONDS, STEPS_PER_VOTE = 100, 10_000, 10
 UNKNOWN_MICROSECONDS = 10**12
 
 
 class StoppedBySignal(Exception):
-    """Raised by all ranks together to end training, validation or test after a signal or at a deadline."""
+    """Raised by all ranks together to end training, validation or test after a signal or at a
+    deadline.
+    """
 
 
 class StopOnSignal(Callback):
-    """Let a signal set a flag only; the ranks vote on it after each optimizer step and stop together.
+    """Let a signal set a flag only; the ranks vote on it after each optimizer step and stop
+    together.
 
-    A handler that acts in the middle of a step may enter a collective that another rank never enters. On CPUs, the
-    wish to stop travels with what the ranks add up in a step anyway (`StepSum`): they stop after the step in which the
-    signal came, or after the next one if it came once that sum was sent. Without such a sum, and on GPUs, whose sums
-    the host does not read, they vote, and stop one step after the signal: a vote is read when the next one is cast, so
-    nobody waits for it. A vote of two ranks on busy CPUs took 0.2 to 0.7 ms, so ten steps share one if a hundred in a
-    row took less than 10 ms each. A second Ctrl-C ends the process at once.
+    A handler that acts in the middle of a step may enter a collective that another rank never
+    enters. On CPUs, the wish to stop travels with what the ranks add up in a step anyway
+    (`StepSum`): they stop after the step in which the signal came, or after the next one if it came
+    once that sum was sent. Without such a sum, and on GPUs, whose sums
+    the host does not read, they vote, and stop one step after the signal: a vote is read when the
+    next one is cast, so
+    nobody waits for it. A vote of two ranks on busy CPUs took 0.2 to 0.7 ms, so ten steps share one
+    if a hundred in a row took less than 10 ms each. A second Ctrl-C ends the process at once.
 
     Args:
         max_seconds: training time over all restarts; None: no limit.
@@ -57,14 +67,22 @@ class StopOnSignal(Callback):
         self._started: float | None = None
 
     def forget_module(self) -> None:
-        """Drop what Lightning has set on this callback: methods of a module, which would keep its memory."""
+        """Drop what Lightning has set on this callback: methods of a module, which would keep its
+        memory.
+        """
         for name in ("log", "log_dict"):
             vars(self).pop(name, None)
 
     def install(self) -> None:
-        """Install the handlers. Called before the Trainer is set up, which a signal must not interrupt either."""
+        """Install the handlers.
+
+        Called before the Trainer is set up, which a signal must not interrupt either.
+        """
         for number in SIGNALS:
-            if number == getattr(signal, "SIGHUP", None) and signal.getsignal(number) == signal.SIG_IGN:
+            if (
+                number == getattr(signal, "SIGHUP", None)
+                and signal.getsignal(number) == signal.SIG_IGN
+            ):
                 continue  # nohup
             self._previous[number] = signal.signal(number, self._handle)
 
@@ -77,7 +95,9 @@ class StopOnSignal(Callback):
         if number == signal.SIGINT and self._flag == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.raise_signal(signal.SIGINT)
-        self._flag = self._flag or number  # the first one: an agent forwards a scheduler's USR1 as a TERM
+        self._flag = (
+            self._flag or number
+        )  # the first one: an agent forwards a scheduler's USR1 as a TERM
 
     def state_dict(self) -> dict[str, Any]:
         return {"seconds": self._seconds()}
@@ -86,7 +106,9 @@ class StopOnSignal(Callback):
         self._seconds_before = state_dict["seconds"]
 
     def _seconds(self) -> float:
-        return self._seconds_before + (time.monotonic() - self._started if self._started is not None else 0.0)
+        return self._seconds_before + (
+            time.monotonic() - self._started if self._started is not None else 0.0
+        )
 
     def _own_reason(self) -> int:
         if self._flag:
@@ -116,7 +138,10 @@ class StopOnSignal(Callback):
         self._end_if_agreed()  # the second vote sees what arrived during the start
 
     def step_ended(self, trainer: Trainer) -> None:
-        """Stop if a rank wants to. Not through trainer.should_stop, after which Lightning would validate first."""
+        """Stop if a rank wants to.
+
+        Not through trainer.should_stop, after which Lightning would validate first.
+        """
         wanted = self._sum.stop_is_wanted() if self._sum is not None else None
         if wanted is not None:
             if wanted:
@@ -128,7 +153,9 @@ class StopOnSignal(Callback):
             return
         now, before = time.monotonic(), self._since
         self._since = now
-        self._end_if_agreed(UNKNOWN_MICROSECONDS if before is None else round((now - before) / self._every * 1e6))
+        self._end_if_agreed(
+            UNKNOWN_MICROSECONDS if before is None else round((now - before) / self._every * 1e6)
+        )
         short = self._short_votes >= SHORT_VOTES and process_group.ranks() > 1
         self._every = STEPS_PER_VOTE if short else 1
 
@@ -136,7 +163,10 @@ class StopOnSignal(Callback):
         self._vote.finish()
 
     def outside_of_steps(self, *args: Any, **kwargs: Any) -> None:
-        """Stop if a rank wants to, in work that is no training step. Called by all ranks, equally often."""
+        """Stop if a rank wants to, in work that is no training step.
+
+        Called by all ranks, equally often.
+        """
         self._since = None  # it says nothing about the length of a step
         self._end_if_agreed()
 

@@ -1,8 +1,9 @@
 """End a validation that is stopped, so that the checkpoint of the stop holds the state of training.
 
-Averages of weights take the place of the weights when a validation starts and leave it when it ends. Hooks of the end
-are called only where the same object has one of the start, since others (early stopping, a best value) would take a
-part of the validation for all of it. The resumed run validates anew, from the state that `Before` has kept.
+Averages of weights take the place of the weights when a validation starts and leave it when it
+ends. Hooks of the end are called only where the same object has one of the start, since others
+(early stopping, a best value) would take a part of the validation for all of it. The resumed run
+validates anew, from the state that `Before` has kept.
 """
 
 from __future__ import annotations
@@ -27,18 +28,23 @@ _PLAIN = (type(None), int, float, str, list, tuple, dict)  # what json takes
 
 
 class Before:
-    """What a validation may change and a checkpoint may hold, but weights, as it is before: a stop goes back to it.
+    """What a validation may change and a checkpoint may hold, but weights, as it is before: a stop
+    goes back to it.
 
-    The random state, buffers, the states of metric objects, and attributes of users' objects that are numbers, texts,
-    or lists and dicts of them.
+    The random state, buffers, the states of metric objects, and attributes of users' objects that
+    are numbers, texts, or lists and dicts of them.
     """
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         module = trainer.lightning_module
         self.drawn, self.metrics = randomness.capture(), epoch_metrics.metric_states(module)
-        # on the CPU: a GPU that holds the model may have no room for an average of its weights twice
-        self.buffers = {n: local_part(v.detach()).to("cpu", copy=True) for n, v in _saved_buffers(module).items()}
+        # on the CPU: a GPU that holds the model may have no room for an average of its weights
+        # twice
+        self.buffers = {
+            n: local_part(v.detach()).to("cpu", copy=True)
+            for n, v in _saved_buffers(module).items()
+        }
         self.attributes = [
             (owner, name, value)
             for _, owner, frameworks in attributes.owners(trainer)
@@ -59,7 +65,9 @@ class Before:
                 else:  # the validation has made another one
                     owner, _, own = name.rpartition(".")
                     setattr(module.get_submodule(owner), own, value.to(module.device))
-        epoch_metrics.restore_states(module, [self.metrics], rank=0, saved_data_ranks=[0], data_ranks=[0])
+        epoch_metrics.restore_states(
+            module, [self.metrics], rank=0, saved_data_ranks=[0], data_ranks=[0]
+        )
         for owner, name, value in self.attributes:
             vars(owner)[name] = value
         randomness.restore(self.drawn)
@@ -78,23 +86,35 @@ def _saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 def _end(trainer: Any) -> None:
     """Call the hooks of the end, and undo what they change of optimizers and flags."""
     starting = {id(owner) for name in _START for owner, _ in _hooks(trainer, name)}
-    ending = [(owner, name, hook) for name in _END for owner, hook in _hooks(trainer, name) if id(owner) in starting]
+    ending = [
+        (owner, name, hook)
+        for name in _END
+        for owner, hook in _hooks(trainer, name)
+        if id(owner) in starting
+    ]
     if not ending:
         return
     with torch.no_grad(), epoch_start.undone(trainer):
         epoch_start.call_all(
             ending,
             when="the run was stopped within a validation",
-            then="If it puts weights back that were replaced for the validation, the checkpoint of this stop holds the "
+            then="If it puts weights back that were replaced for the validation, the checkpoint of "
+            "this stop holds the "
             "replaced ones.",
         )
 
 
 def _hooks(trainer: Any, name: str) -> list[tuple[Any, Callable[[], Any]]]:
     averaging = [each for each in trainer.callbacks if isinstance(each, WeightAveraging)]
-    found = [(each, partial(getattr(each, name), trainer, trainer.lightning_module)) for each in averaging]
+    found = [
+        (each, partial(getattr(each, name), trainer, trainer.lightning_module))
+        for each in averaging
+    ]
     known = {id(each) for each in averaging}
-    return [*found, *(each for each in epoch_start.users_hooks(trainer, name) if id(each[0]) not in known)]
+    return [
+        *found,
+        *(each for each in epoch_start.users_hooks(trainer, name) if id(each[0]) not in known),
+    ]
 
 
 def _plain_attributes(owner: Any) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Name a rank whose own part of a step takes longer than that of the others, which wait for it.
 
-All ranks end a step together, so its duration names nobody. The straggler is the rank that waits least for the others.
-torch's flight recorder knows when each rank has begun a collective (gloo) or how long it was in it (NCCL). The ranks
-exchange that with a write of rows, twice a minute at most.
+All ranks end a step together, so its duration names nobody. The straggler is the rank that waits
+least for the others. torch's flight recorder knows when each rank has begun a collective (gloo) or
+how long it was in it (NCCL). The ranks exchange that with a write of rows, twice a minute at most.
 """
 
 from __future__ import annotations
@@ -24,13 +24,26 @@ from armature.strategies.base import StrategyMixin
 from armature.training import blocked
 
 CHECK_SECONDS = 30.0  # between two comparisons
-CHECKS = 3  # comparisons in a row that must name the same rank: another program may take a core for a minute
-RATIO = 1.5  # of the others' time of a step; ranks on busy CPUs differ by up to 1.3 in one comparison
-LEAST_SECONDS = 5e-3  # of delay per step: rank 0 writes and prints, which shows in steps of some milliseconds
+# comparisons in a row that must name the same rank: another program may take a core for a minute
+CHECKS = 3
+RATIO = (
+    1.5  # of the others' time of a step; ranks on busy CPUs differ by up to 1.3 in one comparison
+)
+LEAST_SECONDS = (
+    5e-3  # of delay per step: rank 0 writes and prints, which shows in steps of some milliseconds
+)
 QUIET_SECONDS = 300.0  # between two lines
 LEAST_STEPS = 3
 MOST_CALLS = 2**20  # of all ranks, in one exchange
-MEETINGS = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "all_to_all", "alltoall")
+MEETINGS = (
+    "all_reduce",
+    "allreduce",
+    "all_gather",
+    "allgather",
+    "reduce_scatter",
+    "all_to_all",
+    "alltoall",
+)
 
 
 @dataclass(frozen=True)
@@ -83,7 +96,9 @@ class StragglerWatch:
         self._suspect, self._times = -1, 0
 
     def restart(self) -> None:
-        """Forget the steps so far: something else than training comes between them and the next ones."""
+        """Forget the steps so far: something else than training comes between them and the next
+        ones.
+        """
         self._ends.clear()
 
     def step_ended(self) -> None:
@@ -95,7 +110,9 @@ class StragglerWatch:
         return time.monotonic() >= self._next and len(self._ends) >= LEAST_STEPS
 
     def compare(self, trainer: Trainer, *, step: int, waits: list[float]) -> str | None:
-        """Compare the ranks' steps since the last write. Called by all ranks, right after a collective of theirs.
+        """Compare the ranks' steps since the last write.
+
+        Called by all ranks, right after a collective of theirs.
 
         Args:
             waits: share of the time that each rank waits for data.
@@ -107,11 +124,15 @@ class StragglerWatch:
         self._next = time.monotonic() + CHECK_SECONDS
         if trainer.world_size == 1:
             return None
-        records = process_group.all_gather_object(own_record(self._ends, met=met, ranks=trainer.world_size))
+        records = process_group.all_gather_object(
+            own_record(self._ends, met=met, ranks=trainer.world_size)
+        )
         if not trainer.is_global_zero:
             return None
         strategy = StrategyMixin.find(trainer)
-        per_stage = trainer.world_size // (strategy.sizes.get("pipe", 1) if strategy is not None else 1)
+        per_stage = trainer.world_size // (
+            strategy.sizes.get("pipe", 1) if strategy is not None else 1
+        )
         found = slowest(records, stage=lambda rank: rank // per_stage)
         if found is not None and waits[found.rank] > (1 - 1 / found.ratio) / 2:
             found = None  # it waits for data, which has a line of its own
@@ -124,31 +145,52 @@ class StragglerWatch:
         if found is None or self._times < CHECKS or time.monotonic() < self._next_line:
             return None
         self._next_line = time.monotonic() + QUIET_SECONDS
-        self.events.append({
-            "step": step, "rank": found.rank, "host": found.host, "ratio": round(found.ratio, 3),
-            "seconds_per_step": found.step_seconds, "seconds_per_step_of_others": found.others_seconds,
-        })  # fmt: skip
+        self.events.append(
+            {
+                "step": step,
+                "rank": found.rank,
+                "host": found.host,
+                "ratio": round(found.ratio, 3),
+                "seconds_per_step": found.step_seconds,
+                "seconds_per_step_of_others": found.others_seconds,
+            }
+        )
         return line(found, on_gpu=on_gpu)
 
 
 def line(found: Straggler, *, on_gpu: bool) -> str:
     """Return what is said about a straggler: its figures, and where to look."""
     took, others = found.step_seconds * 1e3, found.others_seconds * 1e3
-    tool = "nvidia-smi -q -d PERFORMANCE,TEMPERATURE shows a throttled GPU" if on_gpu else "a throttled CPU is another"
+    tool = (
+        "nvidia-smi -q -d PERFORMANCE,TEMPERATURE shows a throttled GPU"
+        if on_gpu
+        else "a throttled CPU is another"
+    )
     return (
-        f"Rank {found.rank} on {found.host} takes {found.ratio:.1f} × the others' time of a step ({took:.3g} against "
-        f"{others:.3g} ms), and they wait for it. Look there: top shows other programs on its cores, {tool}. If its "
-        "machine is idle and cool, its samples or what your code does on this rank alone may cost more; "
+        f"Rank {found.rank} on {found.host} takes {found.ratio:.1f} × the others' time of a step "
+        f"({took:.3g} against "
+        f"{others:.3g} ms), and they wait for it. Look there: top shows other programs on its "
+        f"cores, {tool}. If its "
+        "machine is idle and cool, its samples or what your code does on this rank alone may cost "
+        "more; "
         "scripts/doctor.py compares the ranks at equal work."
     )
 
 
 def own_record(ends: list[float], *, met: float, ranks: int) -> Record:
-    """Return what this rank has to tell about its steps between the first and the last of `ends`."""
+    """Return what this rank has to tell about its steps between the first and the last of
+    `ends`.
+    """
     host, node = socket.gethostname(), environment.node_rank()
-    calls = [call for call in blocked.recorded() if any(word in call["profiling_name"] for word in MEETINGS)]
+    calls = [
+        call
+        for call in blocked.recorded()
+        if any(word in call["profiling_name"] for word in MEETINGS)
+    ]
     nccl = [call for call in calls if call["profiling_name"].startswith("nccl:")]
-    if nccl:  # gloo counts the same group's calls on its own, and the host's times say nothing about the device
+    if nccl:
+        # gloo counts the same group's calls on its own, and the host's times say nothing about the
+        # device
         calls = [call for call in nccl if call.get("duration_ms") is not None]
     calls = calls[-max(64, MOST_CALLS // ranks) :]
     if len(ends) < LEAST_STEPS or not calls:
@@ -159,16 +201,22 @@ def own_record(ends: list[float], *, met: float, ranks: int) -> Record:
         if since <= (begun := call["time_created_ns"] / 1e9) <= ends[-1]:
             name, description = call["process_group"][:2]
             # of calls that overlap with compute, most of the time in one is no wait
-            overlaps = ("all_reduce" in call["profiling_name"] or bool(nccl)) and not description.endswith("tensor")
+            overlaps = (
+                "all_reduce" in call["profiling_name"] or bool(nccl)
+            ) and not description.endswith("tensor")
             took = call.get("duration_ms")
             seconds = np.nan if took is None else took / 1e3
             by_group[f"{name}{'~' * overlaps}"].append((call["collective_seq_id"], begun, seconds))
     groups = {}
     for name, rows in by_group.items():
         numbers, begun, seconds = np.array(rows).T
-        groups[name] = Calls(numbers, np.searchsorted(ends, begun), begun, seconds, overlaps=name.endswith("~"))
+        groups[name] = Calls(
+            numbers, np.searchsorted(ends, begun), begun, seconds, overlaps=name.endswith("~")
+        )
     seconds = ends[-1] - since
-    return Record(host, node, met, seconds, seconds / (ends[-1] - ends[0]) * (len(ends) - 1), groups)
+    return Record(
+        host, node, met, seconds, seconds / (ends[-1] - ends[0]) * (len(ends) - 1), groups
+    )
 
 
 def slowest(records: list[Record], *, stage: Callable[[int], int]) -> Straggler | None:
@@ -176,7 +224,8 @@ def slowest(records: list[Record], *, stage: Callable[[int], int]) -> Straggler 
 
     Args:
         records: of all ranks, in their order.
-        stage: of a rank. Stages of a pipeline have unequal work, so only ranks of one stage are compared.
+        stage: of a rank. Stages of a pipeline have unequal work, so only ranks of one stage are
+            compared.
     """
     waits = seconds_waited(records, stage=stage)
     found: list[Straggler] = []
@@ -226,7 +275,9 @@ def seconds_waited(records: list[Record], *, stage: Callable[[int], int]) -> lis
 
 
 def _clock_offsets(records: list[Record]) -> dict[int, float]:
-    """Return how far the clock of each machine is ahead, since all ranks left one collective at about the same time."""
+    """Return how far the clock of each machine is ahead, since all ranks left one collective at
+    about the same time.
+    """
     of_all = statistics.median(record.met for record in records)
     by_node: dict[int, list[float]] = defaultdict(list)
     for record in records:

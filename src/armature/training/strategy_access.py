@@ -1,4 +1,6 @@
-"""The interface that callbacks have to the strategy, so that they import neither strategies nor process groups."""
+"""The interface that callbacks have to the strategy, so that they import neither strategies nor
+process groups.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ from armature.finetune.lora import Lora
 
 @runtime_checkable
 class StrategyAccess(Protocol):
-    """Weights, gradients and their norms under any layout; `armature.strategies` implements and documents it."""
+    """Weights, gradients and their norms under any layout.
+
+    `armature.strategies` implements and documents it.
+    """
 
     reduces_gradients_once: bool
     can_read_weights: bool
@@ -25,14 +30,24 @@ class StrategyAccess(Protocol):
     def names_of_all_ranks(self, names: Iterable[str]) -> list[str]: ...
     def local(self, tensor: Tensor) -> Tensor: ...
     def norms(self, tensors: Sequence[Tensor], groups: Sequence[int], *, count: int) -> Tensor: ...
-    def gradient_norms(self, params: Sequence[Tensor], groups: Sequence[int], *, count: int) -> Tensor: ...
-    def register_extra_state(self, name: str, tensors: Callable[[], Mapping[str, Tensor]]) -> None: ...
+    def gradient_norms(
+        self, params: Sequence[Tensor], groups: Sequence[int], *, count: int
+    ) -> Tensor: ...
+    def register_extra_state(
+        self, name: str, tensors: Callable[[], Mapping[str, Tensor]]
+    ) -> None: ...
 
 
 def trained_weights(strategy: StrategyAccess, module: LightningModule) -> dict[str, nn.Parameter]:
-    """Return this rank's part of the weights that may change: with adapters, all others are frozen for good."""
+    """Return this rank's part of the weights that may change: with adapters, all others are frozen
+    for good.
+    """
     adapted = isinstance(getattr(module, "adapter", None), Lora)
-    return {name: weight for name, weight in strategy.weights().items() if weight.requires_grad or not adapted}
+    return {
+        name: weight
+        for name, weight in strategy.weights().items()
+        if weight.requires_grad or not adapted
+    }
 
 
 def strategy_of(trainer: Trainer, callback: object) -> StrategyAccess:
@@ -40,7 +55,8 @@ def strategy_of(trainer: Trainer, callback: object) -> StrategyAccess:
     strategy = trainer.strategy
     if not isinstance(strategy, StrategyAccess):
         raise TypeError(
-            f"{type(callback).__name__} needs a strategy of armature.strategies, such as strategy=ddp or "
+            f"{type(callback).__name__} needs a strategy of armature.strategies, such as "
+            "strategy=ddp or "
             f"strategy=fsdp. Got {type(strategy).__name__}"
         )
     return strategy

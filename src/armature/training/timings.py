@@ -1,4 +1,6 @@
-"""Measure how fast a run is and how long it waits for data: values that depend on the clock (timings.csv)."""
+"""Measure how fast a run is and how long it waits for data: values that depend on the clock
+(timings.csv).
+"""
 
 import math
 import time
@@ -22,7 +24,10 @@ WARM_UP_STEPS = 20  # caches fill, kernels are chosen, processes start
 
 @dataclass(frozen=True)
 class Window:
-    """The optimizer steps between two writes, on this rank. Times are seconds summed over the steps."""
+    """The optimizer steps between two writes, on this rank.
+
+    Times are seconds summed over the steps.
+    """
 
     steps: int
     samples: int  # of all ranks
@@ -39,12 +44,17 @@ class TimingsCSV(MetricsCSV):
 
     @rank_zero_only
     def write_rows(self, rows: list[dict[str, Any]]) -> None:
-        self._ready += [{n: v if isinstance(v, int) else float(f"{v:.6g}") for n, v in row.items()} for row in rows]
+        self._ready += [
+            {n: v if isinstance(v, int) else float(f"{v:.6g}") for n, v in row.items()}
+            for row in rows
+        ]
         self._write_if_due()
 
 
 class Marks:
-    """Points in time on the device's own clock. A GPU lags behind the host, so its marks are read later.
+    """Points in time on the device's own clock.
+
+    A GPU lags behind the host, so its marks are read later.
 
     `mark` takes one or two microseconds and never waits.
     """
@@ -80,7 +90,8 @@ class Marks:
 class DataWait:
     """How long the device was idle because the next batch was not ready.
 
-    On a CPU that is the time in the loader's `next`. On a GPU it is the time in `next`, but at most the time for which
+    On a CPU that is the time in the loader's `next`. On a GPU it is the time in `next`, but at most
+    the time for which
     the GPU was idle: a slow loader costs nothing while the GPU still has work.
     """
 
@@ -127,7 +138,8 @@ class DataWait:
 
 
 class DataWaitWarning:
-    """Warn once, on rank 0, if waiting for data takes more than 5% of the time, and say what to type.
+    """Warn once, on rank 0, if waiting for data takes more than 5% of the time, and say what to
+    type.
 
     Attributes:
         steps: optimizer steps seen so far.
@@ -161,7 +173,8 @@ class DataWaitWarning:
         self._warned = True
         rank = f"rank {worst} waits" if len(waits) > 1 else "the model waits"
         return (
-            f"{rank} for data {waited / seconds:.0%} of the time, {waited / batches * 1e3:.3g} ms per batch. "
+            f"{rank} for data {waited / seconds:.0%} of the time, {waited / batches * 1e3:.3g} ms "
+            "per batch. "
             + remedy(trainer, wait=waited / batches, work=(seconds - waited) / batches)
         )
 
@@ -178,7 +191,8 @@ def remedy(trainer: Trainer, *, wait: float, work: float) -> str:
     key = "data.num_workers" if loader is datamodule else "your DataLoader's num_workers"
     workers = getattr(loader, "num_workers", 0)
     cheaper = (
-        "make samples cheaper: decode, resize or tokenize once, store the result on a local disk and only read it "
+        "make samples cheaper: decode, resize or tokenize once, store the result on a local disk "
+        "and only read it "
         "while training"
     )
     enough = max(workers + 1, math.ceil(1.5 * wait / work)) if not workers else 2 * workers
@@ -191,7 +205,9 @@ def remedy(trainer: Trainer, *, wait: float, work: float) -> str:
 
 
 class Totals:
-    """Time-weighted means over a run, and the maximum for memory; without the warm-up in runs that outlast it."""
+    """Time-weighted means over a run, and the maximum for memory; without the warm-up in runs that
+    outlast it.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[str, list[float]] = {}
@@ -215,4 +231,8 @@ class Totals:
 
 def over_ranks(name: str, values: list[float]) -> float:
     """Combine the ranks' values: a step waits for the slowest rank and fails on the fullest one."""
-    return max(values) if name == "data_wait" or name.startswith("memory/") else sum(values) / len(values)
+    return (
+        max(values)
+        if name == "data_wait" or name.startswith("memory/")
+        else sum(values) / len(values)
+    )

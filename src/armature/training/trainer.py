@@ -41,24 +41,31 @@ class NoSignals:
 class CheckpointConnector(_CheckpointConnector):
     """Lightning's, which starts no run from a file that happens to be there.
 
-    Without a checkpoint Lightning starts `fit` from the file of an OnExceptionCheckpoint, or from one that it saved
-    itself under Slurm, whichever run has left it. A run of `train.py` continues from its own checkpoints alone.
+    Without a checkpoint Lightning starts `fit` from the file of an OnExceptionCheckpoint, or from
+    one that it saved itself under Slurm, whichever run has left it. A run of `train.py` continues
+    from its own checkpoints alone.
     """
 
     @override
-    def _parse_ckpt_path(self, state_fn: Any, ckpt_path: Any, model_provided: bool, model_connected: bool) -> Any:
+    def _parse_ckpt_path(
+        self, state_fn: Any, ckpt_path: Any, model_provided: bool, model_connected: bool
+    ) -> Any:
         if ckpt_path is None and model_provided:
             return None
         return super()._parse_ckpt_path(state_fn, ckpt_path, model_provided, model_connected)
 
 
 class LoggerConnector(_LoggerConnector):
-    """Lightning's, with the number of completed global batches as the step, and no work for values that nobody logs.
+    """Lightning's, with the number of completed global batches as the step, and no work for values
+    that nobody logs.
 
     Attributes:
-        reserved: names of the columns of `StepLog`. A module's values of these names are logged under others.
-        epoch: returns the `epoch` of the rows that `StepLog` writes; None: Lightning's number of the epoch.
-        step_values: names in `callback_metrics` whose values come from `StepLog`, since the module logs none.
+        reserved: names of the columns of `StepLog`. A module's values of these names are logged
+            under others.
+        epoch: returns the `epoch` of the rows that `StepLog` writes; None: Lightning's number of
+            the epoch.
+        step_values: names in `callback_metrics` whose values come from `StepLog`, since the module
+            logs none.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -67,14 +74,19 @@ class LoggerConnector(_LoggerConnector):
         self.reserved: frozenset[str] = frozenset()
         self.epoch: Callable[[], float] | None = None
         self.step_values: set[str] = set()
-        self._of_others: list[str] = []  # keys of values that only other ranks have logged in this epoch
+        self._of_others: list[
+            str
+        ] = []  # keys of values that only other ranks have logged in this epoch
 
     @override
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         if not self.trainer.loggers or not metrics:
             return
         self._logged_metrics.update(metrics)
-        named = {self._logged_name(name): value for name, value in convert_tensors_to_scalars(metrics).items()}
+        named = {
+            self._logged_name(name): value
+            for name, value in convert_tensors_to_scalars(metrics).items()
+        }
         epoch = {}
         if step is None and "step" in named:
             step = int(named.pop("step"))
@@ -112,13 +124,18 @@ class LoggerConnector(_LoggerConnector):
     @property
     def _reduces(self) -> bool:
         trainer = self._trainer
-        return trainer._results is not None and trainer.world_size > 1 and not trainer.sanity_checking
+        return (
+            trainer._results is not None and trainer.world_size > 1 and not trainer.sanity_checking
+        )
 
     def _align(self) -> None:
         trainer, results = self._trainer, self.trainer._results
         if self._reduces:
             self._of_others += epoch_metrics.align(
-                results, trainer.lightning_module, reduce=trainer.strategy.reduce, device=trainer.strategy.root_device
+                results,
+                trainer.lightning_module,
+                reduce=trainer.strategy.reduce,
+                device=trainer.strategy.root_device,
             )
 
     @override
@@ -130,23 +147,37 @@ class LoggerConnector(_LoggerConnector):
         self._of_others = []
 
     def newest(self) -> dict[str, dict[str, Any]]:
-        """Return what `trainer.logged_metrics` and `progress_bar_metrics` hold, without computing anything anew."""
-        logged, shown = epoch_metrics.numbers(self._logged_metrics), epoch_metrics.numbers(self._progress_bar_metrics)
+        """Return what `trainer.logged_metrics` and `progress_bar_metrics` hold, without computing
+        anything anew.
+        """
+        logged, shown = (
+            epoch_metrics.numbers(self._logged_metrics),
+            epoch_metrics.numbers(self._progress_bar_metrics),
+        )
         return {"logged": logged, "shown": shown}
 
     def without(self, saved: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         """Return what `newest` returned, but for what has been logged since."""
         kept = {"logged": self._logged_metrics, "shown": self._progress_bar_metrics}
-        return {kind: {n: v for n, v in values.items() if n not in kept[kind]} for kind, values in saved.items()}
+        return {
+            kind: {n: v for n, v in values.items() if n not in kept[kind]}
+            for kind, values in saved.items()
+        }
 
     def restore(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         self._logged_metrics.update(saved.get("logged", {}))
-        self._progress_bar_metrics.update({name: float(value) for name, value in saved.get("shown", {}).items()})
+        self._progress_bar_metrics.update(
+            {name: float(value) for name, value in saved.get("shown", {}).items()}
+        )
 
     def publish(self, values: Mapping[str, float]) -> None:
-        """Set values of `callback_metrics`, for callbacks that monitor them, except those that the module logs."""
+        """Set values of `callback_metrics`, for callbacks that monitor them, except those that the
+        module logs.
+        """
         logged = {metric.meta.name for metric in self.trainer.fit_loop.epoch_loop._results.values()}
-        self.step_values = (self.step_values | (values.keys() - self._callback_metrics.keys())) - logged
+        self.step_values = (
+            self.step_values | (values.keys() - self._callback_metrics.keys())
+        ) - logged
         for name in self.step_values & values.keys():
             self._callback_metrics[name] = torch.tensor(values[name])
 
@@ -163,19 +194,23 @@ class Trainer(UsersTrainer):
     """Train as Lightning's Trainer does, with these differences:
 
     - training/stop.py handles signals, instead of handlers that enter collectives and may hang;
-    - validation also runs after the last step, where a number of steps ends the run, and a resumed one starts anew
-      (training/loops.py);
-    - `training_step(dataloader_iter)` keeps all gradients of a global batch: Lightning clears those of the first one;
-    - loggers receive the number of completed global batches as the step, in training, validation and test; values of
-      single batches of validation and test keep Lightning's count.
+    - validation also runs after the last step, where a number of steps ends the run, and a resumed
+      one starts anew (training/loops.py);
+    - `training_step(dataloader_iter)` keeps all gradients of a global batch: Lightning clears those
+      of the first one;
+    - loggers receive the number of completed global batches as the step, in training, validation
+      and test; values of single batches of validation and test keep Lightning's count.
 
     Args:
-        max_global_batches, before_training, step_ended, validation_ended: see `EpochLoop` and `FitLoop`.
-        finds_files: whether `fit` without a checkpoint looks for one, as in Lightning: see `CheckpointConnector`.
+        max_global_batches, before_training, step_ended, validation_ended: see `EpochLoop` and
+            `FitLoop`.
+        finds_files: whether `fit` without a checkpoint looks for one, as in Lightning: see
+            `CheckpointConnector`.
         kwargs: Lightning's.
 
     Attributes:
-        failed: whether this rank ends with an error, which the others may not have. Nothing is saved after it.
+        failed: whether this rank ends with an error, which the others may not have. Nothing is
+            saved after it.
     """
 
     # Lightning reads the names of arguments here, for PL_TRAINER_* variables
@@ -194,7 +229,9 @@ class Trainer(UsersTrainer):
         super().__init__(*args, **kwargs)
         self.failed = False
         limits = self.fit_loop  # fast_dev_run may have changed them
-        self.fit_loop: FitLoop = FitLoop(self, limits, before_training=[partial(f, self) for f in before_training])
+        self.fit_loop: FitLoop = FitLoop(
+            self, limits, before_training=[partial(f, self) for f in before_training]
+        )
         self.fit_loop.epoch_loop = EpochLoop(
             self, limits, max_global_batches=max_global_batches,
             step_ended=[partial(f, self) for f in step_ended],
@@ -207,10 +244,13 @@ class Trainer(UsersTrainer):
 
     @override
     def save_checkpoint(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
-        """Save as Lightning's, unless this is one of several ranks and has failed: it would wait for the others."""
+        """Save as Lightning's, unless this is one of several ranks and has failed: it would wait
+        for the others.
+        """
         if self.failed and self.world_size > 1:
             log.warning(
-                "%s is not saved after an error: that needs all %d ranks, and the others may not have failed. "
+                "%s is not saved after an error: that needs all %d ranks, and the others may not "
+                "have failed. "
                 "The run's own checkpoints are kept: the same command continues from the last one.",
                 filepath, self.world_size,
             )  # fmt: skip
@@ -219,21 +259,27 @@ class Trainer(UsersTrainer):
 
     def _is_training(self) -> bool:
         # asked several times per step, for which Lightning compares lower-case copies of the names
-        return self.state.stage is RunningStage.TRAINING or self.state.stage == RunningStage.TRAINING
+        return (
+            self.state.stage is RunningStage.TRAINING or self.state.stage == RunningStage.TRAINING
+        )
 
     training = property(_is_training, L.Trainer.training.fset)  # pyright: ignore[reportIncompatibleMethodOverride]
 
     @property
     @override
     def max_steps(self) -> int:
-        """Lightning's limit; without one `max_global_batches`, which ends a run with manual optimization."""
+        """Lightning's limit; without one `max_global_batches`, which ends a run with manual
+        optimization.
+        """
         loop = self.fit_loop.epoch_loop
         limit = loop.max_global_batches if isinstance(loop, EpochLoop) else None
         return self.fit_loop.max_steps if limit is None or self.fit_loop.max_steps != -1 else limit
 
     @property
     def begins_random_streams(self) -> bool:
-        """Whether the ranks' random streams begin with the first batch: a loop of Lightning's does not begin them."""
+        """Whether the ranks' random streams begin with the first batch: a loop of Lightning's does
+        not begin them.
+        """
         return isinstance(self.fit_loop, FitLoop)
 
     @property

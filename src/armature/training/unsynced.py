@@ -12,12 +12,16 @@ from armature.parallel import process_group
 
 log = logging.getLogger(__name__)
 
-_RELATIVE = 1e-4  # less is rounding, such as that of metrics which ranks have gathered in another order
+_RELATIVE = (
+    1e-4  # less is rounding, such as that of metrics which ranks have gathered in another order
+)
 _SMALLEST = 1e-4  # values nearer to zero count as this
 
 
 class Unsynced(Callback):
-    """Compare the values that were logged without `sync_dist=True` over the ranks, after the first evaluation."""
+    """Compare the values that were logged without `sync_dist=True` over the ranks, after the first
+    evaluation.
+    """
 
     def __init__(self) -> None:
         self._compared: set[str] = set()
@@ -40,17 +44,28 @@ class Unsynced(Callback):
             if not (result.meta.sync.should or result.meta.sync.rank_zero_only)
         }
         values = trainer.callback_metrics.items()
-        own = {key: float(value) for key, value in values if key.partition("/dataloader_idx_")[0] in names}
+        own = {
+            key: float(value)
+            for key, value in values
+            if key.partition("/dataloader_idx_")[0] in names
+        }
         everyones = process_group.all_gather_object(own)
-        apart = [key for key in everyones[0] if _differ([each[key] for each in everyones if key in each])]
+        apart = [
+            key for key in everyones[0] if _differ([each[key] for each in everyones if key in each])
+        ]
         if apart and process_group.rank() == 0:
             first = apart[0]
             log.warning(
-                "Logged in %s without sync_dist=True: %s. Each rank has the value of its own samples (%s), so that it "
-                "depends on the number of ranks. checkpoint.monitor takes rank 0's; EarlyStopping and schedules take "
+                "Logged in %s without sync_dist=True: %s. Each rank has the value of its own "
+                "samples (%s), so that it "
+                "depends on the number of ranks. checkpoint.monitor takes rank 0's; EarlyStopping "
+                "and schedules take "
                 'each rank\'s own. Write self.log("%s", …, sync_dist=True).',
-                stage, ", ".join(apart), _shown(first, everyones), first.partition("/dataloader_idx_")[0],
-            )  # fmt: skip
+                stage,
+                ", ".join(apart),
+                _shown(first, everyones),
+                first.partition("/dataloader_idx_")[0],
+            )
 
 
 def _differ(values: list[float]) -> bool:
@@ -59,4 +74,7 @@ def _differ(values: list[float]) -> bool:
 
 def _shown(key: str, everyones: list[dict[str, float]]) -> str:
     values = [f"{each[key]:.4g}" for each in everyones if key in each]
-    return f"{key}={values[0]} on rank 0, {', '.join(values[1:3])}{', …' if len(values) > 3 else ''} on others"
+    return (
+        f"{key}={values[0]} on rank 0, "
+        f"{', '.join(values[1:3])}{', …' if len(values) > 3 else ''} on others"
+    )

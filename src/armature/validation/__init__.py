@@ -1,1 +1,4 @@
-"""All checks that are made before a process starts; their problems are reported together. Imports no torch."""
+"""All checks that are made before a process starts; their problems are reported together.
+
+Imports no torch.
+"""

@@ -1,19 +1,42 @@
-"""Whether a value can be what a parameter's annotation says, which is read as a syntax tree and never evaluated."""
+"""Whether a value can be what a parameter's annotation says, which is read as a syntax tree and
+never evaluated.
+"""
 
 from __future__ import annotations
 
 import ast
 from typing import Any
 
-PLAIN = {"int": int, "float": (int, float), "bool": bool, "str": str, "None": type(None), "list": list, "dict": dict}
+PLAIN = {
+    "int": int,
+    "float": (int, float),
+    "bool": bool,
+    "str": str,
+    "None": type(None),
+    "list": list,
+    "dict": dict,
+}
 _PATHS = ("Path", "PathLike", "_PATH", "StrPath")  # a text in a configuration
-_LISTS = ("list", "List", "tuple", "Tuple", "set", "Set", "Sequence", "MutableSequence", "Iterable", "Collection")
+_LISTS = (
+    "list",
+    "List",
+    "tuple",
+    "Tuple",
+    "set",
+    "Set",
+    "Sequence",
+    "MutableSequence",
+    "Iterable",
+    "Collection",
+)
 _TEXTS_TOO = ("Sequence", "Iterable", "Collection")  # a text is one of its characters
 _MAPPINGS = ("dict", "Dict", "Mapping", "MutableMapping")
 
 
 def accepts(annotation: ast.expr | None, value: Any) -> bool:
-    """Return False if the annotation says in plain types, lists, mappings or literals what the value is not."""
+    """Return False if the annotation says in plain types, lists, mappings or literals what the
+    value is not.
+    """
     members = _members(annotation)
     answers = [_is_a(value, each) for each in members]
     return not members or any(answer is not False for answer in answers)
@@ -21,14 +44,20 @@ def accepts(annotation: ast.expr | None, value: Any) -> bool:
 
 def takes_tensor(annotation: ast.expr | None) -> bool:
     """Return whether an annotation mentions a tensor, also within brackets."""
-    nodes = (node for member in _members(annotation) for node in ast.walk(member) if isinstance(node, ast.expr))
+    nodes = (
+        node
+        for member in _members(annotation)
+        for node in ast.walk(member)
+        if isinstance(node, ast.expr)
+    )
     return any(_name(node) == "Tensor" for node in nodes)
 
 
 def words(annotation: ast.expr | None) -> str:
     """Return `Optional[Union[int, str]]` as 'int or str or None'."""
     texts = (
-        ", ".join(map(repr, _literals(m))) if _name(m) == "Literal" else ast.unparse(m) for m in _members(annotation)
+        ", ".join(map(repr, _literals(m))) if _name(m) == "Literal" else ast.unparse(m)
+        for m in _members(annotation)
     )
     return " or ".join(dict.fromkeys("str" if text in _PATHS else text for text in texts))
 
@@ -83,7 +112,11 @@ def _is_list(value: Any, member: ast.Subscript, name: str) -> bool:
         return name in _TEXTS_TOO and isinstance(value, str)
     inner = _elements(member)
     # people write tuple[int] for a tuple of any length
-    if name in ("tuple", "Tuple") and len(inner) != 1 and not any(_name(each) == "..." for each in inner):
+    if (
+        name in ("tuple", "Tuple")
+        and len(inner) != 1
+        and not any(_name(each) == "..." for each in inner)
+    ):
         return len(value) == len(inner) and all(map(accepts, inner, value))
     return all(accepts(inner[0], each) for each in value)
 
@@ -94,7 +127,9 @@ def _elements(node: ast.Subscript) -> list[ast.expr]:
 
 def _literals(member: ast.expr) -> list[Any]:
     return (
-        [e.value for e in _elements(member) if isinstance(e, ast.Constant)] if isinstance(member, ast.Subscript) else []
+        [e.value for e in _elements(member) if isinstance(e, ast.Constant)]
+        if isinstance(member, ast.Subscript)
+        else []
     )
 
 
@@ -104,11 +139,20 @@ def _name(node: ast.expr) -> str:
         return _name(node.value)
     if isinstance(node, ast.Constant):
         return "..." if node.value is ... else str(node.value)
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return (
+        node.attr
+        if isinstance(node, ast.Attribute)
+        else node.id
+        if isinstance(node, ast.Name)
+        else ""
+    )
 
 
 def is_default(default: ast.expr | None, value: Any) -> bool:
-    """Return whether a value is the parameter's default, which annotations may leave out: `x: list[int] = None`."""
+    """Return whether a value is the parameter's default, which annotations may leave out.
+
+    `x: list[int] = None`.
+    """
     if not isinstance(default, ast.Constant | ast.List | ast.Tuple | ast.Dict | ast.UnaryOp):
         return False
     made = literal(default)

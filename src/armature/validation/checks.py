@@ -1,4 +1,6 @@
-"""Check a composed configuration: types and ranges, targets, devices, model, layout, loggers, folders and data."""
+"""Check a composed configuration: types and ranges, targets, devices, model, layout, loggers,
+folders and data.
+"""
 
 import difflib
 import importlib.util
@@ -45,7 +47,8 @@ log = logging.getLogger(__name__)
 def check(
     cfg: DictConfig, *, prepare: bool = True, open_data: bool = True, overrides: Sequence[str] = ()
 ) -> DictConfig:
-    """Return the configuration with `auto` values decided, or raise a ConfigError with every problem that was found.
+    """Return the configuration with `auto` values decided, or raise a ConfigError with every
+    problem that was found.
 
     Args:
         prepare: the data too, which may take long.
@@ -63,18 +66,26 @@ def check(
     cfg = pretrained.fill(numbers.written_out(cfg))
     problems, chosen = values.problems(cfg, plain(cfg)), None
     unsound = _of_another_class(_target_problems(cfg), overrides) + _device_problems(cfg)
-    sizes = any(each.startswith(("trainer.num_nodes", "launch.", "data.", "strategy.")) for each in problems)
+    sizes = any(
+        each.startswith(("trainer.num_nodes", "launch.", "data.", "strategy.")) for each in problems
+    )
     named = {each.partition("=")[0] for each in problems}
     problems += [each for each in unsound if each.partition("=")[0] not in named]
     if not unsound:
         cfg = decide(cfg)
         problems += _loader_problems(cfg) + _model_problems(cfg)
         if not problems and not sizes:
-            cfg, chosen = auto.decide(cfg, memory_bytes=auto.device_memory_bytes(cfg), problems=layout_problems)
+            cfg, chosen = auto.decide(
+                cfg, memory_bytes=auto.device_memory_bytes(cfg), problems=layout_problems
+            )
         problems += layout_problems(cfg) + _launch_problems(cfg) if not sizes else []
         problems += [] if problems else relations.problems(plain(cfg))
         problems += lightning_parts.problems(cfg) + lightning_parts.unused_problems(cfg, overrides)
-    problems += lightning_parts.limit_problems(cfg) + _logger_problems(cfg) + values.switch_problems(overrides)
+    problems += (
+        lightning_parts.limit_problems(cfg)
+        + _logger_problems(cfg)
+        + values.switch_problems(overrides)
+    )
     problems += _name_problems(cfg.run.name) + _folder_problems("run.root", cfg.run.root)
     problems += _folder_problems("checkpoint.root", cfg.checkpoint.root)
     problems += _resume_problems(cfg)
@@ -99,7 +110,9 @@ def decide(cfg: DictConfig) -> DictConfig:
         with open_dict(cfg):
             for key, value in (("global_batch_size", None), ("micro_batch_size", "auto")):
                 cfg.data.setdefault(key, value)
-    elif "micro_batch_size" not in cfg.data and (default := signatures.default(cfg.data._target_, "micro_batch_size")):
+    elif "micro_batch_size" not in cfg.data and (
+        default := signatures.default(cfg.data._target_, "micro_batch_size")
+    ):
         with open_dict(cfg):
             cfg.data.micro_batch_size = default
     return cfg
@@ -110,9 +123,13 @@ def _for_this_machine(cfg: DictConfig) -> DictConfig:
     if cfg.trainer.accelerator == "auto":
         cfg.trainer.accelerator = hardware.default_accelerator()
     if cfg.trainer.devices == "auto":
-        cfg.trainer.devices = max(1, hardware.gpu_count()) if cfg.trainer.accelerator == "gpu" else 1
+        cfg.trainer.devices = (
+            max(1, hardware.gpu_count()) if cfg.trainer.accelerator == "gpu" else 1
+        )
     if cfg.trainer.precision == "auto":
-        cfg.trainer.precision = "bf16-mixed" if hardware.bf16_is_fast(cfg.trainer.accelerator) else "32-true"
+        cfg.trainer.precision = (
+            "bf16-mixed" if hardware.bf16_is_fast(cfg.trainer.accelerator) else "32-true"
+        )
     return cfg
 
 
@@ -121,34 +138,50 @@ def plain(node: DictConfig) -> dict[str, Any]:
 
 
 def _group_problems(cfg: DictConfig) -> list[str]:
-    """Return the core's own groups and keys that were deleted (`~seed`), or are no group any more."""
+    """Return the core's own groups and keys that were deleted (`~seed`), or are no group any
+    more.
+    """
     raw: Any = OmegaConf.to_container(cfg, resolve=False)
     found = []
     for item in fields(Config):
         if is_dataclass(item.type):
             here = raw.get(item.name)  # "???" of launch=null: a value is required
-            gone = [f"{item.name}.{f.name}" for f in fields(item.type) if f.name not in here] if here else [item.name]
+            gone = (
+                [f"{item.name}.{f.name}" for f in fields(item.type) if f.name not in here]
+                if here
+                else [item.name]
+            )
             gone = [] if here == "???" else gone
         else:
             gone = [item.name] if item.name not in raw else []
         found += [f"~{key}: every run needs {key}. Remove ~{key} from the command." for key in gone]
     for name in ("task", "model", "data", "optimizer", "scheduler", "strategy"):
-        if isinstance(value := raw.get(name), list) and (value or name != "scheduler"):  # scheduler=null arrives as []
+        if isinstance(value := raw.get(name), list) and (
+            value or name != "scheduler"
+        ):  # scheduler=null arrives as []
             found.append(
-                f"{name}={value}: a list, where one option is due. Type {name}=NAME, a file of configs/{name}/."
+                f"{name}={value}: a list, where one option is due. Type {name}=NAME, a file of "
+                f"configs/{name}/."
             )
     return found
 
 
 def _missing_problems(cfg: DictConfig) -> list[str]:
     raw = OmegaConf.to_container(cfg, resolve=False)
-    return [f"{path}: a value is required. Type {path}=…" for path, value in values.walk(raw) if value == "???"]
+    return [
+        f"{path}: a value is required. Type {path}=…"
+        for path, value in values.walk(raw)
+        if value == "???"
+    ]
 
 
 def _unknown_problems(cfg: DictConfig) -> list[str]:
     """Return the keys that `+` added to the core's own groups, where nothing would read them."""
     problems = []
-    for path, kind in (("", Config), *((f.name, f.type) for f in fields(Config) if is_dataclass(f.type))):
+    for path, kind in (
+        ("", Config),
+        *((f.name, f.type) for f in fields(Config) if is_dataclass(f.type)),
+    ):
         known, prefix = [f.name for f in fields(kind)], f"{path}." if path else ""
         for key in map(str, (OmegaConf.select(cfg, path) or ()) if path else cfg):
             if key not in known:
@@ -161,7 +194,9 @@ def _unknown_problems(cfg: DictConfig) -> list[str]:
 
 
 def _forget_unused_groups(cfg: DictConfig) -> None:
-    """Replace a group that the task does not take, if it refers to keys that these data do not have."""
+    """Replace a group that the task does not take, if it refers to keys that these data do not
+    have.
+    """
     if OmegaConf.select(cfg, "task._target_") is None:
         return
     for name in signatures.unused(cfg.task):
@@ -177,16 +212,24 @@ def _interpolation_problems(cfg: DictConfig) -> list[str]:
         plain(cfg)
     except OmegaConfBaseException as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        key = next((line.partition("full_key: ")[2] for line in lines if line.startswith("full_key: ")), "")
-        if key.startswith("model.") and (lacking := re.search(r"key '(data\.\S+)' not found", lines[0])):
+        key = next(
+            (line.partition("full_key: ")[2] for line in lines if line.startswith("full_key: ")), ""
+        )
+        if key.startswith("model.") and (
+            lacking := re.search(r"key '(data\.\S+)' not found", lines[0])
+        ):
             return _class_problems(cfg) or [
-                f"{key}: it is {lacking[1]}, which these data do not have. Type task=… and model=… for them "
+                f"{key}: it is {lacking[1]}, which these data do not have. Type task=… and model=… "
+                "for them "
                 f"(docs/data.md), or {key}=…"
             ]
         said = re.sub(r"^\w+ raised while resolving interpolation: ", "", lines[0])
         if variable := re.fullmatch(r"\W*Environment variable '(\w+)' not found\W*", said):
             name = variable[1]
-            said = f"the environment has no {name}. Type {name}=… before the command, or ${{oc.env:{name},DEFAULT}}"
+            said = (
+                f"the environment has no {name}. Type {name}=… before the command, or "
+                f"${{oc.env:{name},DEFAULT}}"
+            )
         if "Recursive" in said:
             said = f"it refers to itself. Type {key}=… for its value"
         return _dangling(cfg) or [f"{key}: {said}.".removeprefix(": ")]
@@ -194,7 +237,9 @@ def _interpolation_problems(cfg: DictConfig) -> list[str]:
 
 
 def _class_problems(cfg: DictConfig) -> list[str]:
-    """Return what is wrong with the name of the task's class: an unknown one does not tell which groups it takes."""
+    """Return what is wrong with the name of the task's class: an unknown one does not tell which
+    groups it takes.
+    """
     name = OmegaConf.select(cfg, "task._target_")
     known = isinstance(name, str) and signatures.find_definition(name) is not None
     return [] if known else targets.problems({"task": {"_target_": name}}, _allowed(cfg))
@@ -227,31 +272,43 @@ def _target_problems(cfg: DictConfig) -> list[str]:
 
 
 def _of_another_class(problems: list[str], overrides: Sequence[str]) -> list[str]:
-    """Return problems with one in place of those about keys of a group's option whose `_target_` alone was typed."""
+    """Return problems with one in place of those about keys of a group's option whose `_target_`
+    alone was typed.
+    """
     typed = dict(each.lstrip("+").split("=", 1) for each in overrides if "=" in each)
     for group in ("task", "data"):
         name = typed.get(f"{group}._target_")
         takes = f" {name} takes no argument "
         foreign = [
-            each for each in problems
-            if each.startswith(f"{group}.") and takes in each and each.partition(":")[0] not in typed
-        ]  # fmt: skip
+            each
+            for each in problems
+            if each.startswith(f"{group}.")
+            and takes in each
+            and each.partition(":")[0] not in typed
+        ]
         if name is not None and foreign:
             keys = ", ".join(each.partition(":")[0] for each in foreign)
             problems = [each for each in problems if each not in foreign] + [
-                f"{group}._target_={name}: it takes no {keys}, as the chosen option of {group} has. Write "
-                f"configs/{group}/mine.yaml with _target_: {name} and its arguments, and type {group}=mine."
+                f"{group}._target_={name}: it takes no {keys}, as the chosen option of {group} "
+                "has. Write "
+                f"configs/{group}/mine.yaml with _target_: {name} and its arguments, and type "
+                f"{group}=mine."
             ]
     return problems
 
 
 def _device_problems(cfg: DictConfig) -> list[str]:
     devices, accelerator = cfg.trainer.devices, cfg.trainer.accelerator
-    if devices != "auto" and (not isinstance(devices, int) or isinstance(devices, bool) or devices < 1):
+    if devices != "auto" and (
+        not isinstance(devices, int) or isinstance(devices, bool) or devices < 1
+    ):
         remedy = foreign_keys.remedy("trainer.devices", str(devices))
         text = values.quotes_hint("trainer.devices", devices, rules.number(least=1, whole=True))
         hint = f" {remedy}" if remedy else text
-        return [f"trainer.devices={devices}: must be a number of processes on each machine, or auto.{hint}"]
+        return [
+            f"trainer.devices={devices}: must be a number of processes on each machine, or "
+            f"auto.{hint}"
+        ]
     if accelerator == "auto":
         accelerator = hardware.default_accelerator()
     if accelerator == "gpu":
@@ -259,19 +316,35 @@ def _device_problems(cfg: DictConfig) -> list[str]:
             instead = f"trainer.accelerator=cpu trainer.devices={devices}"
             return [f"trainer.accelerator=gpu: this machine has no GPU. Type {instead}."]
         if devices != "auto" and devices > count:
-            instead = f"trainer.devices={count}, or trainer.accelerator=cpu to run {devices} CPU processes"
-            return [f"trainer.devices={devices}: this machine has {count} GPU{'s' * (count > 1)}. Type {instead}."]
+            instead = (
+                f"trainer.devices={count}, or trainer.accelerator=cpu to run {devices} CPU "
+                "processes"
+            )
+            return [
+                f"trainer.devices={devices}: this machine has {count} GPU{'s' * (count > 1)}. Type "
+                f"{instead}."
+            ]
     if accelerator == "mps":
         if not hardware.has_mps():
-            return ["trainer.accelerator=mps: this is not an Apple machine with a GPU. Type trainer.accelerator=auto."]
+            return [
+                "trainer.accelerator=mps: this is not an Apple machine with a GPU. Type "
+                "trainer.accelerator=auto."
+            ]
         if devices not in ("auto", 1):
             instead = "trainer.devices=1, or trainer.accelerator=cpu"
             return [f"trainer.devices={devices}: mps is one device. Type {instead}."]
     most = max(MOST_PROCESSES, 8 * hardware.cpu_count())
     if accelerator == "cpu" and devices != "auto" and devices > most:
-        return [f"trainer.devices={devices}: this machine has {hardware.cpu_count()} CPUs. Type {most} or less."]
+        return [
+            f"trainer.devices={devices}: this machine has {hardware.cpu_count()} CPUs. Type {most} "
+            "or less."
+        ]
     if accelerator == "cpu" and devices != "auto" and devices > hardware.cpu_count():
-        log.warning("trainer.devices=%s processes share %s CPUs, which is slow.", devices, hardware.cpu_count())
+        log.warning(
+            "trainer.devices=%s processes share %s CPUs, which is slow.",
+            devices,
+            hardware.cpu_count(),
+        )
     return []
 
 
@@ -280,13 +353,19 @@ def _loader_problems(cfg: DictConfig) -> list[str]:
     loaders = [f"{split}_dataloader" for split in ("train", "val", "test", "predict")]
     if own := [method for method in loaders if signatures.defines(task, method)]:
         found.append(
-            f"task._target_={task} has methods of its own for data ({', '.join(own)}), which data={data} would "
-            "replace. Move them to a LightningDataModule and name that in data._target_, or delete them."
+            f"task._target_={task} has methods of its own for data ({', '.join(own)}), which "
+            f"data={data} would "
+            "replace. Move them to a LightningDataModule and name that in data._target_, or delete "
+            "them."
         )
-    if signatures.derives_from(data, signatures.OUR_DATA) and (own := signatures.replaced(data, loaders)):
+    if signatures.derives_from(data, signatures.OUR_DATA) and (
+        own := signatures.replaced(data, loaders)
+    ):
         found.append(
-            f"data._target_={data} has loaders of its own ({', '.join(own)}), which know neither the ranks nor the "
-            "position of a resume. Return samples from dataset(split) and batches from collate_fn(samples) instead, or "
+            f"data._target_={data} has loaders of its own ({', '.join(own)}), which know neither "
+            "the ranks nor the "
+            "position of a resume. Return samples from dataset(split) and batches from "
+            "collate_fn(samples) instead, or "
             "derive the class from LightningDataModule, whose loaders are adapted (docs/data.md)."
         )
     return found
@@ -299,8 +378,10 @@ def _model_problems(cfg: DictConfig) -> list[str]:
     trained, given = (signatures.class_attribute(target, "modality") for target in (task, model))
     if trained != given and None not in (trained, given):
         return [
-            f"task={task.rpartition('.')[2]} trains on {trained}, but model={model.rpartition('.')[2]} takes {given}. "
-            "Type task=language_modeling with a decoder and text, task=image_classification with a model and data of "
+            f"task={task.rpartition('.')[2]} trains on {trained}, but "
+            f"model={model.rpartition('.')[2]} takes {given}. "
+            "Type task=language_modeling with a decoder and text, task=image_classification with a "
+            "model and data of "
             "images, or task=text_classification with model=text_classifier and data=labeled_text."
         ]
     definition = signatures.find_definition(model)
@@ -310,16 +391,28 @@ def _model_problems(cfg: DictConfig) -> list[str]:
 
 
 def layout_problems(cfg: DictConfig) -> list[str]:
-    """Return what is wrong with batch sizes, and what the strategy cannot do with this model, precision and ranks."""
+    """Return what is wrong with batch sizes, and what the strategy cannot do with this model,
+    precision and ranks.
+    """
     try:
         layout = Layout.of(cfg)
-        if not (problems := parallelism.problems(plain(cfg), layout) + manual.problems(cfg, layout)):
+        if not (
+            problems := parallelism.problems(plain(cfg), layout) + manual.problems(cfg, layout)
+        ):
             size = batching.configured_batch_size(cfg.data)
-            if size is not None:  # else the loaders of a plain LightningDataModule decide it, which each rank reads
-                key = "data.global_batch_size" if cfg.data.get("global_batch_size") is not None else "data.batch_size"
+            if (
+                size is not None
+            ):  # else the loaders of a plain LightningDataModule decide it, which each rank reads
+                key = (
+                    "data.global_batch_size"
+                    if cfg.data.get("global_batch_size") is not None
+                    else "data.batch_size"
+                )
                 batching.plan_batches(size, cfg.data.micro_batch_size, layout.data_ranks, key=key)
             elif signatures.derives_from(cfg.data._target_, signatures.OUR_DATA):
-                return ["data.global_batch_size: a value is required. Type data.global_batch_size=…"]
+                return [
+                    "data.global_batch_size: a value is required. Type data.global_batch_size=…"
+                ]
     except ConfigError as error:
         return error.problems
     return problems
@@ -327,14 +420,25 @@ def layout_problems(cfg: DictConfig) -> list[str]:
 
 def _launch_problems(cfg: DictConfig) -> list[str]:
     launch, devices, problems = cfg.launch, cfg.trainer.devices, []
-    if not isinstance(launch.max_restarts, int) or isinstance(launch.max_restarts, bool) or launch.max_restarts < 0:
-        problems.append(f"launch.max_restarts={launch.max_restarts}: must be a number from 0, or auto.")
+    if (
+        not isinstance(launch.max_restarts, int)
+        or isinstance(launch.max_restarts, bool)
+        or launch.max_restarts < 0
+    ):
+        problems.append(
+            f"launch.max_restarts={launch.max_restarts}: must be a number from 0, or auto."
+        )
     if launch.min_ranks is not None:
         asked, wrong = f"launch.min_ranks={launch.min_ranks}", None
         if not 1 <= launch.min_ranks <= devices:
-            wrong = f": must be from 1 to trainer.devices={devices}, or null for a fixed number of ranks."
+            wrong = (
+                f": must be from 1 to trainer.devices={devices}, or null for a fixed number "
+                "of ranks."
+            )
         elif cfg.trainer.num_nodes > 1 or launch.rdzv_endpoint:
-            wrong = ": the number of ranks on several machines is fixed. Type launch.min_ranks=null."
+            wrong = (
+                ": the number of ranks on several machines is fixed. Type launch.min_ranks=null."
+            )
         elif launch.max_restarts == 0:
             instead = "launch.max_restarts=auto, or launch.min_ranks=null"
             wrong = f", but launch.max_restarts=0: no rank is restarted. Type {instead}."
@@ -355,7 +459,8 @@ def _logger_problems(cfg: DictConfig) -> list[str]:
     if os.environ.get("WANDB_MODE", "online") != "online":
         return []
     return [
-        f"logger={name}: Weights & Biases has no key. Put WANDB_API_KEY into .env (or run `wandb login`), "
+        f"logger={name}: Weights & Biases has no key. Put WANDB_API_KEY into .env (or run `wandb "
+        "login`), "
         f"or type logger.{name}.offline=true."
         for name, node in of_wandb.items()
         if not node.get("offline", False) and not _has_wandb_key()
@@ -377,11 +482,18 @@ def _name_problems(name: str | None) -> list[str]:
         return []
     parts = Path(name).parts
     if not name.isprintable():
-        return [f"run.name={name!r}: holds characters that cannot be printed. Type another run.name."]
+        return [
+            f"run.name={name!r}: holds characters that cannot be printed. Type another run.name."
+        ]
     if not parts or Path(name).is_absolute() or ".." in parts:
-        return [f"run.name={name}: must be a folder below run.root. Type run.root=… for another place."]
+        return [
+            f"run.name={name}: must be a folder below run.root. Type run.root=… for another place."
+        ]
     if (longest := max(len(os.fsencode(part)) for part in parts)) > LONGEST_NAME:
-        return [f"run.name={name[:40]}…: {longest} bytes, but a folder's name has at most {LONGEST_NAME}. Shorten it."]
+        return [
+            f"run.name={name[:40]}…: {longest} bytes, but a folder's name has at most "
+            f"{LONGEST_NAME}. Shorten it."
+        ]
     return []
 
 
@@ -389,7 +501,10 @@ def _folder_problems(key: str, folder: str | None) -> list[str]:
     if folder is not None and not folder.isprintable():
         return [f"{key}={folder!r}: holds characters that cannot be printed. Type another {key}."]
     if folder is not None and "://" in folder and key == "run.root":
-        return [f"{key}={folder}: must be a folder of this machine. Type checkpoint.root={folder} for the checkpoints."]
+        return [
+            f"{key}={folder}: must be a folder of this machine. Type checkpoint.root={folder} for "
+            "the checkpoints."
+        ]
     if folder is None or "://" in folder:
         return []
     try:
@@ -406,5 +521,11 @@ def _folder_problems(key: str, folder: str | None) -> list[str]:
 def _resume_problems(cfg: DictConfig) -> list[str]:
     try:
         return resume.problems(cfg)
-    except (OSError, ValueError) as error:  # a name that no path can have, a folder that may not be read
-        return [f"resume={cfg.resume}: it cannot be read ({error}). Name a run directory, or a step=… folder in one."]
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # a name that no path can have, a folder that may not be read
+        return [
+            f"resume={cfg.resume}: it cannot be read ({error}). Name a run directory, or a step=… "
+            "folder in one."
+        ]

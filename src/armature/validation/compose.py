@@ -1,6 +1,8 @@
-"""Turns what Hydra says of a command line into all its mistakes at once, each with the nearest thing that would work.
+"""Turns what Hydra says of a command line into all its mistakes at once, each with the nearest
+thing that would work.
 
-Hydra stops at the first mistake. On this path alone, each override is tried by itself on top of the sound ones.
+Hydra stops at the first mistake. On this path alone, each override is tried by itself on top of the
+sound ones.
 """
 
 import codecs
@@ -33,12 +35,19 @@ from armature.validation import foreign_keys, rules, signatures, values
 _ONE_CLASS = ("task", "model", "data", "optimizer", "scheduler", "strategy")
 OPEN = ("callbacks", "logger")  # groups to which a key may be added
 MOST_VALUES = 50  # of a sweep that are tried
-MOST_SECONDS = 4.0  # of CPU time for trying all but the first: a machine that stands still must not skip any
-GLOBAL = ("experiment", "debug", "sweep")  # groups whose files set values of the whole configuration
+MOST_SECONDS = (
+    4.0  # of CPU time for trying all but the first: a machine that stands still must not skip any
+)
+GLOBAL = (
+    "experiment",
+    "debug",
+    "sweep",
+)  # groups whose files set values of the whole configuration
 HEADER = "# @package _global_"
 SEARCHPATH = "hydra.searchpath="  # adds folders, as --config-dir does
 _PLANNED = (  # of hardware=, whose folder is in configs/
-    "it is for scripts/plan.py and scripts/simulate.py; a run takes the devices of its machine. Leave it out, or type "
+    "it is for scripts/plan.py and scripts/simulate.py; a run takes the devices of its machine. "
+    "Leave it out, or type "
     "trainer.devices=N, with trainer.accelerator=gpu or cpu."
 )
 _PARAMS = "hydra.sweeper.params."
@@ -46,41 +55,56 @@ _searched: list[str] = []  # such an override, in all that is composed here
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
-def explain(error: Exception, overrides: list[str], config_dir: Path, *, sweep: bool = False) -> list[str]:
+def explain(
+    error: Exception, overrides: list[str], config_dir: Path, *, sweep: bool = False
+) -> list[str]:
     """All problems of the overrides; of the configuration files, where the overrides are sound."""
     with _hydra(config_dir, overrides):
         if (problem := _try([])) is not None:
             return [f"The configuration files do not compose: {plain_text(problem)}"]
         folders = _folders(config_dir)
         groups, overrides = _groups(folders), [each for each in overrides if each not in _searched]
-        chooses = {each: each.split("=")[0].lstrip("+~").split("@")[0] in groups for each in overrides}
+        chooses = {
+            each: each.split("=")[0].lstrip("+~").split("@")[0] in groups for each in overrides
+        }
         problems, sound = [], []
-        for override in sorted(overrides, key=lambda override: not chooses[override]):  # options of groups first
+        for override in sorted(
+            overrides, key=lambda override: not chooses[override]
+        ):  # options of groups first
             if (problem := _try([*sound, override])) is not None:
                 problems.append(_describe(problem, override, groups, sound, folders))
             elif chooses[override]:
                 sound.append(override)
         if sweep:  # values of a sweep do not compose as they stand, and are no mistake
             problems = [problem for problem in problems if "is a sweep" not in problem]
-    if isinstance(error, OSError) and error.filename and not problems:  # Hydra makes a sweep's folder
-        return [f"{error.filename}: {error.strerror}. Type run.root=… with a folder that can be written."]
+    if (
+        isinstance(error, OSError) and error.filename and not problems
+    ):  # Hydra makes a sweep's folder
+        return [
+            f"{error.filename}: {error.strerror}. Type run.root=… with a folder that can be "
+            "written."
+        ]
     if isinstance(error, MissingConfigException) and not problems:
         first = plain_text(error).partition(".")[0]
         return [
-            f"{first}. Type --config-name=NAME with a file NAME.yaml of the folder --config-path (configs/), or "
+            f"{first}. Type --config-name=NAME with a file NAME.yaml of the folder --config-path "
+            "(configs/), or "
             "neither."
         ]
     return problems or [plain_text(error)]
 
 
-def explain_sweep(overrides: list[str], config_dir: Path, check: Callable[[DictConfig], object]) -> list[str]:
-    """What is wrong with any value of a sweep, before its first trial: each is tried beside the others' first values.
+def explain_sweep(
+    overrides: list[str], config_dir: Path, check: Callable[[DictConfig], object]
+) -> list[str]:
+    """What is wrong with any value of a sweep, before its first trial: each is tried beside the
+    others' first values.
 
     What more than 4 s of CPU time would be needed for is left to its trial.
 
     Args:
-        check: raises ConfigError for a configuration that a run would refuse here; trials that another launcher sends
-            elsewhere are only composed.
+        check: raises ConfigError for a configuration that a run would refuse here; trials that
+            another launcher sends elsewhere are only composed.
     """
     with _hydra(config_dir, overrides):
         folders = _folders(config_dir)
@@ -91,12 +115,16 @@ def explain_sweep(overrides: list[str], config_dir: Path, check: Callable[[DictC
         except CONFIG_ERRORS:
             return []  # Hydra meets it, too
         found, end = [], None
-        if here and not values and isinstance(only := _composed(tuple(fixed)), DictConfig):  # a sweep of one trial
+        if (
+            here and not values and isinstance(only := _composed(tuple(fixed)), DictConfig)
+        ):  # a sweep of one trial
             try:
                 check(only)
             except ConfigError as error:
                 return error.problems
-        for i, value in [(i, value) for i, of_one in enumerate(values) for value in of_one][:MOST_VALUES]:
+        for i, value in [(i, value) for i, of_one in enumerate(values) for value in of_one][
+            :MOST_VALUES
+        ]:
             if end is not None and time.process_time() > end:
                 break
             others = [*fixed, *(each[0] for j, each in enumerate(values) if j != i)]
@@ -108,7 +136,9 @@ def explain_sweep(overrides: list[str], config_dir: Path, check: Callable[[DictC
                     check(made)
                 except ConfigError as error:
                     found += error.problems
-            end = end or time.process_time() + MOST_SECONDS  # the first one's time is that of the imports
+            end = (
+                end or time.process_time() + MOST_SECONDS
+            )  # the first one's time is that of the imports
     return [problem for problem in dict.fromkeys(found) if "HydraConfig was not set" not in problem]
 
 
@@ -120,12 +150,15 @@ def _hydra(config_dir: Path, overrides: Sequence[str] = ()) -> initialize_config
 
 
 def _sweep(overrides: list[str]) -> tuple[list[str], list[list[str]], bool]:
-    """The overrides that stay, the values of each that does not, and whether trials run on this machine."""
+    """The overrides that stay, the values of each that does not, and whether trials run on this
+    machine.
+    """
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
     parsed = parser.parse_overrides(overrides)
     dotted = {each.input_line: each.key_or_group.partition(_PARAMS)[2] for each in parsed}
     if problems := [
-        f"{line}: a dotted key cannot be typed below hydra.sweeper.params. Type {key}=A,B by itself: it replaces the "
+        f"{line}: a dotted key cannot be typed below hydra.sweeper.params. Type {key}=A,B by "
+        "itself: it replaces the "
         f"sweep's own {key}."
         for line, key in dotted.items()
         if "." in key
@@ -135,7 +168,9 @@ def _sweep(overrides: list[str]) -> tuple[list[str], list[list[str]], bool]:
     hydra = compose("train", overrides=fixed, return_hydra_config=True).hydra
     if str(hydra.sweeper._target_).startswith("hydra_plugins.armature_"):
         of_hydra = [each for each in fixed if each.lstrip("+~").startswith(("hydra.", "hydra/"))]
-        parameters, stays = space.read(hydra.sweeper.params, [line for line in overrides if line not in of_hydra])
+        parameters, stays = space.read(
+            hydra.sweeper.params, [line for line in overrides if line not in of_hydra]
+        )
         return [*stays, *of_hydra], [each.extremes() for each in parameters], True
     if not str(hydra.sweeper._target_).endswith("BasicSweeper"):
         return fixed, [], False  # which values there are is the sweeper's secret
@@ -143,28 +178,47 @@ def _sweep(overrides: list[str]) -> tuple[list[str], list[list[str]], bool]:
         raise ConfigError(problems)
     if (size := hydra.sweeper.max_batch_size) is not None and size < 1:
         raise ConfigError(
-            f"hydra.sweeper.max_batch_size={size}: type a number of trials of at least 1, or null for all."
+            f"hydra.sweeper.max_batch_size={size}: type a number of trials of at least 1, or null "
+            "for all."
         )
-    return fixed, _grid(hydra, parsed, parser), str(hydra.launcher._target_).endswith("BasicLauncher")
+    return (
+        fixed,
+        _grid(hydra, parsed, parser),
+        str(hydra.launcher._target_).endswith("BasicLauncher"),
+    )
 
 
 def _grid(hydra: DictConfig, parsed: list[Override], parser: OverridesParser) -> list[list[str]]:
     """Return the values of each key that a grid varies, typed or in `hydra.sweeper.params`."""
     given = {override.key_or_group for override in parsed}
-    lines = [f"{key}={value}" for key, value in (hydra.sweeper.params or {}).items() if key not in given]
-    swept = [override for override in [*parsed, *parser.parse_overrides(lines)] if override.is_sweep_override()]
-    values = [[f"{each.get_key_element()}={value}" for value in each.sweep_string_iterator()] for each in swept]
+    lines = [
+        f"{key}={value}" for key, value in (hydra.sweeper.params or {}).items() if key not in given
+    ]
+    swept = [
+        override
+        for override in [*parsed, *parser.parse_overrides(lines)]
+        if override.is_sweep_override()
+    ]
+    values = [
+        [f"{each.get_key_element()}={value}" for value in each.sweep_string_iterator()]
+        for each in swept
+    ]
     return [of_one for of_one in values if of_one]
 
 
 def count_trials(hydra: DictConfig) -> int | None:
-    """Return how many trials a sweep has, or None if only its sweeper knows. Called while Hydra runs."""
+    """Return how many trials a sweep has, or None if only its sweeper knows.
+
+    Called while Hydra runs.
+    """
     if str(hydra.sweeper._target_).startswith("hydra_plugins.armature_"):
         return int(hydra.sweeper.trials)
     if not str(hydra.sweeper._target_).endswith("BasicSweeper"):
         return None
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-    typed = [str(each) for each in OmegaConf.to_container(hydra.overrides.task, resolve=False) or ()]
+    typed = [
+        str(each) for each in OmegaConf.to_container(hydra.overrides.task, resolve=False) or ()
+    ]
     return math.prod(map(len, _grid(hydra, parser.parse_overrides(typed), parser)))
 
 
@@ -187,11 +241,15 @@ def _known(overrides: list[str]) -> list[str]:
 
 
 def _of_option(group: str, option: str) -> list[str]:
-    """Return the keys of a group's option, with those that its file takes from another in its defaults list."""
+    """Return the keys of a group's option, with those that its file takes from another in its
+    defaults list.
+    """
     try:
         with warnings.catch_warnings():  # of the defaults list of a file that is not a primary one
             warnings.simplefilter("ignore")
-            return [*_keys(compose(f"{group}/{option}", overrides=_searched))]  # in a tenth of the time
+            return [
+                *_keys(compose(f"{group}/{option}", overrides=_searched))
+            ]  # in a tenth of the time
     except Exception:  # a file that changes other groups composes with them only
         return _known([f"{group}={option}"])
 
@@ -205,7 +263,10 @@ def searching(folder: str | Path) -> str:
 def _folders(config_dir: Path) -> list[Path]:
     parsed: Any = OverridesParser.create().parse_overrides([*_searched])
     places = [str(place) for override in parsed for place in override.value()]
-    return [config_dir, *(Path(place.removeprefix("file://")) for place in places if place.startswith("file://"))]
+    return [
+        config_dir,
+        *(Path(place.removeprefix("file://")) for place in places if place.startswith("file://")),
+    ]
 
 
 def _groups(folders: list[Path]) -> dict[str, list[str]]:
@@ -218,7 +279,11 @@ def _groups(folders: list[Path]) -> dict[str, list[str]]:
 
 
 def _describe(
-    error: Exception, override: str, groups: dict[str, list[str]], sound: list[str], folders: list[Path]
+    error: Exception,
+    override: str,
+    groups: dict[str, list[str]],
+    sound: list[str],
+    folders: list[Path],
 ) -> str:
     try:
         parsed = OverridesParser.create().parse_override(override)
@@ -228,9 +293,15 @@ def _describe(
     key = parsed.key_or_group
     if parsed.is_sweep_override():
         one = override.split(",")[0]
-        return f"{override}: several values is a sweep, a run for each. Type -m before it, or one value, as in {one}."
+        return (
+            f"{override}: several values is a sweep, a run for each. Type -m before it, or one "
+            f"value, as in {one}."
+        )
     if key == _PARAMS[:-1]:
-        return f"{override}: it takes no values from here. Type each key by itself, as in -m optimizer.lr=A,B."
+        return (
+            f"{override}: it takes no values from here. Type each key by itself, as in -m "
+            "optimizer.lr=A,B."
+        )
     value, known = override.partition("=")[2], [*_known(sound), *groups]
     if override.startswith("+") and key in known:
         without = override.lstrip("+")
@@ -241,7 +312,9 @@ def _describe(
             else f"{override}: '{key}' exists already. Leave out the plus: type {without}."
         )
     remedy = foreign_keys.remedy(key, value, known=known)
-    if key.startswith("model.") and (of_task := f"task.{key.removeprefix('model.')}") in known:  # the template's module
+    if (
+        key.startswith("model.") and (of_task := f"task.{key.removeprefix('model.')}") in known
+    ):  # the template's module
         remedy = f"Type {of_task}={value}."
     if key.partition(".")[0] == "hardware":
         return f"{override}: {_PLANNED}"
@@ -250,7 +323,9 @@ def _describe(
             return f"{override}: {remedy or plain_text(error)}"
         options = groups[key]
         if value in options:
-            file = next(file for each in folders if (file := each / key / f"{value}.yaml").is_file())
+            file = next(
+                file for each in folders if (file := each / key / f"{value}.yaml").is_file()
+            )
             return f"{override}: {_inside(error, file, sound)}"
         given: Any = parsed.value()
         listed = given if isinstance(given, list) else [value]
@@ -261,7 +336,9 @@ def _describe(
     if isinstance(error.__cause__, ValidationError) or isinstance(error, ValidationError):
         rule = values.RANGES.get(key)
         if not remedy and rule is not None and (wrong := rule(given := parsed.value())) is not None:
-            typed = f" Type {key}=[{value}]." if rule is rules.texts and isinstance(given, str) else ""
+            typed = (
+                f" Type {key}=[{value}]." if rule is rules.texts and isinstance(given, str) else ""
+            )
             return f"{override}: {wrong}.{typed}"
         said = str(error.__cause__ or error).splitlines()[0].rstrip(".")
         return f"{override}: {said}.{f' {remedy}' if remedy else ''}"
@@ -291,7 +368,10 @@ def _describe(
 
 def _of_hydra(sound: list[str]) -> list[str]:
     """Return the keys of Hydra itself, and of the sweep that is chosen."""
-    return [f"hydra.{each}" for each in _keys(compose("train", [*_searched, *sound], return_hydra_config=True).hydra)]
+    return [
+        f"hydra.{each}"
+        for each in _keys(compose("train", [*_searched, *sound], return_hydra_config=True).hydra)
+    ]
 
 
 def _is_argument(key: str, sound: list[str]) -> bool:
@@ -304,14 +384,22 @@ def _is_argument(key: str, sound: list[str]) -> bool:
 
 
 def _candidates(group: str, word: str, folders: list[Path]) -> list[str]:
-    """Return the options of a group whose file has this word, or takes keys from others: if any file has it at all."""
+    """Return the options of a group whose file has this word, or takes keys from others: if any
+    file has it at all.
+    """
     pattern = re.compile(rf"\b{re.escape(word)}\b")
     found = [file for each in folders for file in sorted(each.rglob("*.yaml")) if file.is_file()]
     texts = {file: file.read_text(encoding="utf-8", errors="replace") for file in found}
     if not any(map(pattern.search, texts.values())):
         return []
-    of_group = {file.stem: text for file, text in texts.items() if file.parent in {each / group for each in folders}}
-    return [option for option, text in of_group.items() if pattern.search(text) or "defaults:" in text]
+    of_group = {
+        file.stem: text
+        for file, text in texts.items()
+        if file.parent in {each / group for each in folders}
+    }
+    return [
+        option for option, text in of_group.items() if pattern.search(text) or "defaults:" in text
+    ]
 
 
 def _inside(error: Exception, file: Path, sound: list[str]) -> str:
@@ -319,10 +407,18 @@ def _inside(error: Exception, file: Path, sound: list[str]) -> str:
     if isinstance(error, yaml.YAMLError):
         return f"{where}: {plain_text(error)}."
     if file.read_bytes().startswith(codecs.BOM_UTF8):
-        return f"{where}: it begins with a byte order mark, which hides its first line. Save it as UTF-8 without one."
+        return (
+            f"{where}: it begins with a byte order mark, which hides its first line. Save it "
+            "as UTF-8 without one."
+        )
     if isinstance(error, UnicodeDecodeError):
         return f"{where}: it is not UTF-8 text (byte {error.start:,}). Save it as UTF-8."
-    first, *_ = [*filter(None, map(str.strip, file.read_text(encoding="utf-8", errors="replace").splitlines())), ""]
+    first, *_ = [
+        *filter(
+            None, map(str.strip, file.read_text(encoding="utf-8", errors="replace").splitlines())
+        ),
+        "",
+    ]
     if file.parent.name in GLOBAL and first != HEADER:
         return f"{where}: its first line must be '{HEADER}', and is '{first}'."
     if isinstance(_content(file), list):
@@ -332,12 +428,20 @@ def _inside(error: Exception, file: Path, sound: list[str]) -> str:
         options = [str(option) for option in error.options or ()]
         group, _, option = missing.rpartition("/")
         remedy = foreign_keys.remedy(group, option)
-        return f"{where}: there is no '{missing}'.{f' {remedy}' if remedy else _nearest(option, options)}"
+        return (
+            f"{where}: there is no "
+            f"'{missing}'.{f' {remedy}' if remedy else _nearest(option, options)}"
+        )
     said = str(error.__cause__ or error)
-    if ("Cannot merge DictConfig with ListConfig" in said or "Merge error" in said) and (wrong := _no_groups(file)):
+    if ("Cannot merge DictConfig with ListConfig" in said or "Merge error" in said) and (
+        wrong := _no_groups(file)
+    ):
         return f"{where}: {' And '.join(wrong)}"
     if "Could not override" in said or "To override a value" in said:
-        form = "Write '- override /GROUP: NAME' for a group of configs/, as in '- override /model: example'"
+        form = (
+            "Write '- override /GROUP: NAME' for a group of configs/, as in '- override "
+            "/model: example'"
+        )
         return f"{where}: {plain_text(error).rstrip('.')}. {form}."
     unknown = re.search(r"full_key: (\S+)", said)
     if unknown is None or "not in" not in said:
@@ -365,18 +469,24 @@ def _no_groups(file: Path) -> list[str]:
     for key in groups & read.keys():
         if not isinstance(value := read[key], dict) and value is not None:
             form = "{NAME: {_target_: …}}" if key in OPEN else "{KEY: VALUE}"
-            found.append(f"{key}: it is {_as_typed(value)}, where keys belong. Write {key}: {form}.")
+            found.append(
+                f"{key}: it is {_as_typed(value)}, where keys belong. Write {key}: {form}."
+            )
     return sorted(found)
 
 
 def _unknown_keys(file: Path) -> dict[str, str]:
-    """Return the keys of a file that the core's own groups do not have, with their values as they would be typed."""
+    """Return the keys of a file that the core's own groups do not have, with their values as they
+    would be typed.
+    """
     read, groups = _content(file), {f.name: f.type for f in fields(config.Config)}
     found = {key: value for key, value in read.items() if key not in {*groups, "defaults", "hydra"}}
     for group, kind in groups.items():
         if is_dataclass(kind) and isinstance(read.get(group), dict):
             known = {f.name for f in fields(kind)}
-            found |= {f"{group}.{key}": value for key, value in read[group].items() if key not in known}
+            found |= {
+                f"{group}.{key}": value for key, value in read[group].items() if key not in known
+            }
     return {str(key): _as_typed(value) for key, value in found.items()}
 
 
@@ -387,7 +497,9 @@ def _as_typed(value: Any) -> str:
 
 
 def _nearest(word: str, known: list[str]) -> str:
-    """' Did you mean …?' Compares whole keys first and last parts after that, so `trainer.lr` finds `optimizer.lr`."""
+    """' Did you mean …?' Compares whole keys first and last parts after that, so `trainer.lr` finds
+    `optimizer.lr`.
+    """
     known = [each for each in known if not foreign_keys.is_opposite(word, each)]
     if not word.rpartition(".")[2].startswith("_"):  # Hydra's own, which `_val_test_` would find
         known = [each for each in known if not each.rpartition(".")[2].startswith("_")]
@@ -395,7 +507,9 @@ def _nearest(word: str, known: list[str]) -> str:
     if not near:
         last = word.rsplit(".", 1)[-1]
         by_last = {key.rsplit(".", 1)[-1]: key for key in reversed(known)}
-        near = [by_last[match] for match in difflib.get_close_matches(last, by_last, n=1, cutoff=0.75)]
+        near = [
+            by_last[match] for match in difflib.get_close_matches(last, by_last, n=1, cutoff=0.75)
+        ]
     near = near or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f" Did you mean '{near[0]}'?" if near else ""
 

@@ -7,7 +7,8 @@ from omegaconf import DictConfig, OmegaConf
 from armature.data import sources
 from armature.errors import ConfigError, error_line
 
-_FIND = {  # by `_target_`: what looks for data.path without torch, in data modules that have no source
+# by `_target_`: what looks for data.path without torch, in data modules that have no source
+_FIND = {
     "armature.data.table.TableData": sources.find,
     "armature.data.labeled_text.LabeledTextData": sources.find,
     "armature.data.image_folder.ImageFolderData": sources.check_class_folders,
@@ -15,7 +16,9 @@ _FIND = {  # by `_target_`: what looks for data.path without torch, in data modu
 
 
 def problems(cfg: DictConfig, *, prepare: bool) -> list[str]:
-    """Prepare the data source once, so that the ranks only open it; if the run is refused anyway, check it quickly."""
+    """Prepare the data source once, so that the ranks only open it; if the run is refused anyway,
+    check it quickly.
+    """
     has_source = isinstance(OmegaConf.select(cfg, "data.source"), DictConfig)
     find = None if has_source else _FIND.get(OmegaConf.select(cfg, "data._target_"))
     if not has_source and find is None:
@@ -30,7 +33,13 @@ def problems(cfg: DictConfig, *, prepare: bool) -> list[str]:
             _open(cfg.data.source, prepare=prepare)
     except ConfigError as error:
         return error.problems
-    except (HydraException, OSError, RecursionError, TypeError, ValueError) as error:  # a folder that may not be read
+    except (
+        HydraException,
+        OSError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:  # a folder that may not be read
         key = "data.path" if find is not None else "data.source"
         rest = "" if find is not None else " and the other keys of data.source"
         return [f"{key}: {error_line(error.__cause__ or error)}. Check data.path{rest}."]

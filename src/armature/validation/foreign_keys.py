@@ -1,6 +1,8 @@
-"""What users of Lightning, the lightning-hydra-template and Hugging Face type, and what to type here instead.
+"""What users of Lightning, the lightning-hydra-template and Hugging Face type, and what to type
+here instead.
 
-The table answers before any search for a similar name. docs/migrating.md shows it; a test keeps the two equal.
+The table answers before any search for a similar name. docs/migrating.md shows it; a test keeps the
+two equal.
 """
 
 import re
@@ -11,17 +13,30 @@ from typing import Any, get_args
 
 from armature.config import Config
 
-_BATCH = "Type data.global_batch_size={value} (samples per optimizer step over all ranks), or data.micro_batch_size="
-_ACCUMULATE = "Type data.global_batch_size=… and data.micro_batch_size=…: accumulation follows from both"
+_BATCH = (
+    "Type data.global_batch_size={value} (samples per optimizer step over all ranks), or "
+    "data.micro_batch_size="
+)
+_ACCUMULATE = (
+    "Type data.global_batch_size=… and data.micro_batch_size=…: accumulation follows from both"
+)
 _EVERY = "Type trainer.val_every_n_steps=… (optimizer steps; null: at the end of each epoch)"
 _LR = "Type optimizer.lr={value}"
-_LIMIT = "Type trainer.max_steps=… or trainer.max_epochs=…, and callbacks=early_stopping to end earlier"
+_LIMIT = (
+    "Type trainer.max_steps=… or trainer.max_epochs=…, and callbacks=early_stopping to end earlier"
+)
 _ALL_OR_ONE = "Type trainer.devices={value} (processes per machine) with trainer.accelerator=gpu"
 _ALL_GPUS = "Type trainer.devices=auto"
-_CHOSEN_GPUS = "Set CUDA_VISIBLE_DEVICES={items} before the command and type trainer.devices={count}"
-_CHECKPOINTS = "Checkpoints are always saved. Type checkpoint.every_n_steps=… or checkpoint.at_end=false"
+_CHOSEN_GPUS = (
+    "Set CUDA_VISIBLE_DEVICES={items} before the command and type trainer.devices={count}"
+)
+_CHECKPOINTS = (
+    "Checkpoints are always saved. Type checkpoint.every_n_steps=… or checkpoint.at_end=false"
+)
 _DEBUG_RUN = "Type debug=fast: a few steps of training, validation and test, and a checkpoint"
-_MICRO_BATCH = "Type data.micro_batch_size=auto: the largest that fits. It does not change the result"
+_MICRO_BATCH = (
+    "Type data.micro_batch_size=auto: the largest that fits. It does not change the result"
+)
 _LR_FINDER = "Type -m sweep=lr: one trial per learning rate"
 _DDP = "Type strategy=ddp trainer.devices=N"
 _NO_CHECKPOINT = "Leave it out: a run without checkpoints begins at step 0"
@@ -30,7 +45,8 @@ _SAMPLER = "Nothing to type: the sampler gives every rank its own samples"
 _SHOWN = "Nothing to type: the model's parts and their parameters are printed at the start"
 _MONITOR_MEMORY = "Type callbacks=monitors"
 
-# A key, or key=value if the answer depends on the value. `x.*` answers for every key below x. {value}: what was typed.
+# A key, or key=value if the answer depends on the value. `x.*` answers for every key below x.
+# {value}: what was typed.
 FOREIGN: dict[str, str] = {
     # ------------------------------------------------------------------ Lightning's Trainer
     "trainer.fast_dev_run": _DEBUG_RUN,
@@ -50,13 +66,17 @@ FOREIGN: dict[str, str] = {
     "trainer.logger": "Type logger=none, or a list such as logger=[tensorboard,wandb]",
     "trainer.callbacks": "Type callbacks=ema, a list, or +callbacks.NAME._target_=…",
     "trainer.profiler": "Type debug=profile or trainer.profile=true",
-    "trainer.plugins": "Type trainer.precision=… or strategy=…; your own strategy class goes into configs/strategy/",
-    "trainer.sync_batchnorm": "Type strategy.sync_batchnorm={value}, an option of strategy=ddp and strategy=fsdp",
-    "trainer.benchmark": "Nothing to type: torch's own default holds. For the opposite type trainer.deterministic=true",
+    "trainer.plugins": "Type trainer.precision=… or strategy=…; your own strategy class goes into "
+    "configs/strategy/",
+    "trainer.sync_batchnorm": "Type strategy.sync_batchnorm={value}, an option of strategy=ddp and "
+    "strategy=fsdp",
+    "trainer.benchmark": "Nothing to type: torch's own default holds. For the opposite type "
+    "trainer.deterministic=true",
     "trainer.inference_mode": "Nothing to type: validation and test always run without gradients",
     "trainer.barebones": "Type logger=none callbacks=none",
     "trainer.use_distributed_sampler": _SAMPLER,
-    "trainer.reload_dataloaders_every_n_epochs": "Loaders are made once. Change the dataset in on_train_epoch_start",
+    "trainer.reload_dataloaders_every_n_epochs": "Loaders are made once. Change the dataset in "
+    "on_train_epoch_start",
     "trainer.model_registry": "Type checkpoint.root=s3://… to keep checkpoints in an object store",
     "trainer.enable_autolog_hparams": "Nothing to type: every logger gets the whole configuration",
     # its older arguments
@@ -94,7 +114,8 @@ FOREIGN: dict[str, str] = {
     "trainer.accelerator=cuda": "Type trainer.accelerator=gpu",
     "strategy=ddp_spawn": "Type strategy=ddp",
     "strategy=ddp_notebook": "Type strategy=ddp",
-    "strategy=ddp_find_unused_parameters_true": "Type strategy=ddp strategy.find_unused_parameters=true",
+    "strategy=ddp_find_unused_parameters_true": "Type strategy=ddp "
+    "strategy.find_unused_parameters=true",
     "strategy=deepspeed_stage_1": "Type strategy=deepspeed_zero1",
     "strategy=deepspeed_stage_2": "Type strategy=deepspeed",
     "strategy=deepspeed_stage_3": "Type strategy=deepspeed_zero3",
@@ -108,14 +129,17 @@ FOREIGN: dict[str, str] = {
     "launch.allowed_packages=null": "Type a list: launch.allowed_packages=[mypackage]",
     "run=null": "Type run.name=… for the run's name",
     "train=true": "Leave it out: train.py always trains",
-    "train": "scripts/evaluate.py measures without training. Type python scripts/evaluate.py outputs/NAME",
+    "train": "scripts/evaluate.py measures without training. Type python scripts/evaluate.py "
+    "outputs/NAME",
     "test": "Type trainer.test_at_end={value}",
     "optimized_metric": "Type checkpoint.monitor={value}",
     "paths": "Leave it out. Type run.root=… for outputs and data=text data.path=… for data",
     "paths.output_dir": "Type run.root=… (holds all runs) and run.name=… (this run)",
     "paths.log_dir": "Type run.root={value}",
-    "paths.root_dir": "Type run.root=… for outputs; other paths are relative to where the command is typed",
-    "paths.work_dir": "Type run.root=… for outputs; other paths are relative to where the command is typed",
+    "paths.root_dir": "Type run.root=… for outputs; other paths are relative to where the command "
+    "is typed",
+    "paths.work_dir": "Type run.root=… for outputs; other paths are relative to where the command "
+    "is typed",
     "paths.data_dir": "Type data=text data.path={value}, or the key of your own data module",
     "${tags}": "Write ${run.tags}",
     "${task_name}": "Write ${run.name}",
@@ -128,8 +152,10 @@ FOREIGN: dict[str, str] = {
     "extras.*": "Add --cfg job to print the configuration, or type run.tags=[…]",
     "print_config": "Add --cfg job to the command: it prints the configuration and ends",
     "ignore_warnings": "Set PYTHONWARNINGS=ignore before the command",
-    "hparams_search": "Type -m sweep=optuna, and copy configs/sweep/optuna.yaml for values of your own",
-    "hydra": "Leave it out. Type run.root=… (holds all runs) and run.name=… (this run) for where outputs go",
+    "hparams_search": "Type -m sweep=optuna, and copy configs/sweep/optuna.yaml for values of your "
+    "own",
+    "hydra": "Leave it out. Type run.root=… (holds all runs) and run.name=… (this run) for where "
+    "outputs go",
     "hydra/sweeper=optuna": "Type sweep=optuna",
     "hydra/launcher=joblib": "Install it first: pip install hydra-joblib-launcher",
     "hydra/launcher=submitit_slurm": "Install it first: pip install hydra-submitit-launcher",
@@ -154,11 +180,13 @@ FOREIGN: dict[str, str] = {
     "model.optimizer.*": "Type optimizer.… instead of model.optimizer.…",
     "model.scheduler": "Type scheduler={value}: the schedule is a group of its own",
     "model.scheduler.*": "Type scheduler.… instead of model.scheduler.…",
-    "model.net": "Type model={value}: the group model is the network; the LightningModule is the group task",
+    "model.net": "Type model={value}: the group model is the network; the LightningModule is the "
+    "group task",
     "model.net.*": "Type model.… instead of model.net.…: the group model is the network",
     "model.compile": "Type strategy.compile=block",
     "compile": "Type strategy.compile=block",
-    "logger=neptune": "Lightning no longer has it. Type logger=wandb, mlflow, comet, csv or tensorboard",
+    "logger=neptune": "Lightning no longer has it. Type logger=wandb, mlflow, comet, csv or "
+    "tensorboard",
     "logger=aim": "Write configs/logger/aim.yaml with _target_: aim.pytorch_lightning.AimLogger",
     "logger=true": "Type logger=tensorboard",
     "logger=false": "Type logger=none",
@@ -169,10 +197,12 @@ FOREIGN: dict[str, str] = {
     "callbacks.model_checkpoint.monitor": "Type checkpoint.monitor={value}",
     "callbacks.model_checkpoint.mode": "Type checkpoint.mode={value}",
     "callbacks.model_checkpoint.save_top_k": "Type checkpoint.keep_best={value}",
-    "callbacks.model_checkpoint.save_last": "Type checkpoint.keep_last=2: the newest are always kept",
+    "callbacks.model_checkpoint.save_last": "Type checkpoint.keep_last=2: the newest are always "
+    "kept",
     "callbacks.model_checkpoint.every_n_train_steps": "Type checkpoint.every_n_steps={value}",
     "callbacks.model_checkpoint.dirpath": "Type checkpoint.root={value}",
-    "callbacks.model_checkpoint.*": "Type checkpoint.monitor=…, checkpoint.keep_best=… or checkpoint.every_n_steps=…",
+    "callbacks.model_checkpoint.*": "Type checkpoint.monitor=…, checkpoint.keep_best=… or "
+    "checkpoint.every_n_steps=…",
     "callbacks.rich_progress_bar.*": "Type +callbacks.bar._target_=lightning.pytorch.callbacks.RichProgressBar first",
     "callbacks.model_summary.*": _SHOWN,
     # ------------------------------------------------------------------ data
@@ -183,11 +213,14 @@ FOREIGN: dict[str, str] = {
     "data.test_batch_size": "Type data.eval_batch_size={value}",
     "data.data_dir": "Type data=text data.path={value}, or the key of your own data module",
     "data_dir": "Type data=text data.path={value}, or the key of your own data module",
-    "data.train_val_test_split": "Type data.source.val_fraction=… and data.source.test_fraction=…, or your own keys",
+    "data.train_val_test_split": "Type data.source.val_fraction=… and data.source.test_fraction=…, "
+    "or your own keys",
     "data.pin_memory": "Nothing to type: memory is pinned if the device is a GPU",
-    "data.persistent_workers": "Nothing to type: workers live as long as the run; your own DataLoader keeps its value",
+    "data.persistent_workers": "Nothing to type: workers live as long as the run; your own "
+    "DataLoader keeps its value",
     "data.shuffle": "Nothing to type: training samples are shuffled in each epoch, by seed",
-    # ------------------------------------------------------------------ Hugging Face's Trainer and other scripts
+    # ------------------------------------------------------------------ Hugging Face's Trainer and
+    # other scripts
     "epochs": "Type trainer.max_epochs={value}",
     "num_epochs": "Type trainer.max_epochs={value}",
     "num_train_epochs": "Type trainer.max_epochs={value}",
@@ -209,53 +242,77 @@ FOREIGN: dict[str, str] = {
     "fp16": "Type trainer.precision=16-mixed",
     "bf16": "Type trainer.precision=bf16-mixed",
     "gpus": _ALL_OR_ONE,
-}  # fmt: skip
+}
 
 # Keys of Hydra that compose, and that nothing here reads.
 INEFFECTIVE = {
     "hydra.run.dir": "Type run.root=… (holds all runs) and run.name=… (this run)",
-    "hydra.sweep.subdir": "A trial's directory is its number. Type run.root=… and run.name=… for that of the sweep",
+    "hydra.sweep.subdir": "A trial's directory is its number. Type run.root=… and run.name=… for "
+    "that of the sweep",
     "hydra.output_subdir": "config.yaml and overrides.txt are in the run directory. Leave it out",
     "hydra.job.chdir": "A run never changes its directory. Leave it out",
     "hydra.job.name": "Type run.name=…",
 }
 _HARMLESS = {"hydra.job.chdir=false", "hydra.job.chdir=False", "hydra.output_subdir=null"}
 
-_OPPOSITES = (({"train"}, {"val", "test", "eval", "validation"}), ({"gpu", "cuda"}, {"cpu", "mps"}), ({"min"}, {"max"}))
+_OPPOSITES = (
+    ({"train"}, {"val", "test", "eval", "validation"}),
+    ({"gpu", "cuda"}, {"cpu", "mps"}),
+    ({"min"}, {"max"}),
+)
 _OWN_DATA = "data.global_batch_size"  # a key of our data modules
 
 
 def remedy(key: str, value: str = "…", *, known: Iterable[str] = (_OWN_DATA,)) -> str | None:
-    """Return the sentence that says what to type instead of a key (or group) with that value, or None.
+    """Return the sentence that says what to type instead of a key (or group) with that value, or
+    None.
 
     Args:
-        known: keys of the configuration. A data module of the user's may have a batch_size without a plus.
+        known: keys of the configuration. A data module of the user's may have a batch_size without
+            a plus.
     """
     parts = key.split(".")
     if parts[0] == "data" and _OWN_DATA not in known:
         return None
     below = [".".join([*parts[:i], "*"]) for i in range(len(parts) - 1, 0, -1)]
-    items = re.findall(r"\d+", value) if re.fullmatch(r"\[? *\d+ *(, *\d+ *)*,? *\]?", value) else []
+    items = (
+        re.findall(r"\d+", value) if re.fullmatch(r"\[? *\d+ *(, *\d+ *)*,? *\]?", value) else []
+    )
     several = items and not value.isdigit()
     kind = "[…]" if several else value.lower()
-    found = next((FOREIGN[name] for name in (f"{key}={kind}", key, *below) if name in FOREIGN), None)
+    found = next(
+        (FOREIGN[name] for name in (f"{key}={kind}", key, *below) if name in FOREIGN), None
+    )
     if key == "trainer.strategy":
         found = FOREIGN.get(f"strategy={value}", found)
     if found is None:
         return None
-    for name, text in {"{value}": value, "{items}": ",".join(items), "{count}": str(len(items))}.items():
+    for name, text in {
+        "{value}": value,
+        "{items}": ",".join(items),
+        "{count}": str(len(items)),
+    }.items():
         found = found.replace(name, text)
     return found.rstrip("….") + "."
 
 
 def remedy_of_reference(name: str) -> str | None:
     """Return what to write instead of a reference to a key that does not exist, or None."""
-    found = next((FOREIGN[key] for key in (f"${{{name}}}", f"${{{name.split('.')[0]}.*}}") if key in FOREIGN), None)
+    found = next(
+        (
+            FOREIGN[key]
+            for key in (f"${{{name}}}", f"${{{name.split('.')[0]}.*}}")
+            if key in FOREIGN
+        ),
+        None,
+    )
     return f"{found}." if found is not None else remedy(name)
 
 
 def ineffective(overrides: list[str]) -> list[str]:
-    """Return the overrides of Hydra's own keys that would change nothing, with what to type instead."""
+    """Return the overrides of Hydra's own keys that would change nothing, with what to type
+    instead.
+    """
     named = {override: override.lstrip("+~").partition("=")[0] for override in overrides}
     return [
         f"{override}: this has no effect here. {INEFFECTIVE[key]}."
@@ -265,7 +322,9 @@ def ineffective(overrides: list[str]) -> list[str]:
 
 
 def removals(overrides: Iterable[str]) -> list[str]:
-    """Return the `~KEY` of the core's own groups and keys, which every run needs, with what to type instead."""
+    """Return the `~KEY` of the core's own groups and keys, which every run needs, with what to type
+    instead.
+    """
     groups = {each.name: each.type for each in fields(Config)}
     found = []
     for override in (each for each in overrides if each.startswith("~")):
@@ -273,7 +332,9 @@ def removals(overrides: Iterable[str]) -> list[str]:
         group, _, name = key.partition(".")
         kind, optional = groups.get(group), False
         if name and is_dataclass(kind):
-            optional = any(each.name == name and NoneType in get_args(each.type) for each in fields(kind))
+            optional = any(
+                each.name == name and NoneType in get_args(each.type) for each in fields(kind)
+            )
         elif name or group not in groups or group == "callbacks":
             continue
         if group == "logger":
@@ -296,6 +357,8 @@ def table() -> str:
 
 
 def is_opposite(word: str, other: str) -> bool:
-    """Return True if one name is about training and the other about evaluation, or one about GPUs, the other CPUs."""
+    """Return True if one name is about training and the other about evaluation, or one about GPUs,
+    the other CPUs.
+    """
     words, others = (set(re.split(r"[^a-z]+", each.lower())) for each in (word, other))
     return any((words & a and others & b) or (words & b and others & a) for a, b in _OPPOSITES)

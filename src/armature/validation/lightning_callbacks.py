@@ -1,6 +1,9 @@
-"""What Lightning's callbacks that change weights cannot be combined with. Torch-free: they are found in the source.
+"""What Lightning's callbacks that change weights cannot be combined with.
 
-These classes and those derived from them would train something else in silence, or save what cannot be resumed.
+Torch-free: they are found in the source.
+
+These classes and those derived from them would train something else in silence, or save what cannot
+be resumed.
 """
 
 from __future__ import annotations
@@ -17,7 +20,11 @@ AVERAGING = f"{_CALLBACKS}.weight_averaging.WeightAveraging"
 SWA = f"{_CALLBACKS}.stochastic_weight_avg.StochasticWeightAveraging"
 FINETUNING = f"{_CALLBACKS}.finetuning.BaseFinetuning"
 WHOLE = ("single", "ddp")  # every rank holds the whole model
-UNFREEZE = (*WHOLE, "shard", "context")  # strategies that reduce gradients of weights that are unfrozen
+UNFREEZE = (
+    *WHOLE,
+    "shard",
+    "context",
+)  # strategies that reduce gradients of weights that are unfrozen
 OURS = "Type callbacks=ema, which averages under every strategy"
 
 
@@ -38,7 +45,11 @@ def problem_of_object(kind: type, cfg: Mapping[str, Any], layout: Layout) -> str
         if any(each.startswith(_CALLBACKS) and each.endswith(f".{name}") for each in classes):
             reason = f"does not work here: {why}"
     task = cfg["task"]["_target_"]
-    return reason and f"callbacks: {kind.__name__}, from configure_callbacks of {task} or from a function, {reason}."
+    return (
+        reason
+        and f"callbacks: {kind.__name__}, from configure_callbacks of {task} or from a function, "
+        f"{reason}."
+    )
 
 
 def _reason(classes: list[str], cfg: Mapping[str, Any], layout: Layout) -> str | None:
@@ -47,15 +58,28 @@ def _reason(classes: list[str], cfg: Mapping[str, Any], layout: Layout) -> str |
     task, model, method = cfg["task"]["_target_"], cfg["model"]["_target_"], layout.methods[0]
     builds_late = signatures.defines(task, "configure_model")
     if {AVERAGING, SWA} & set(classes) and method not in WHOLE:
-        return f"copies the whole model, but with this strategy ({method}) ranks hold parts of it. {OURS}"
-    if AVERAGING in classes and builds_late and signatures.defines(model, "initialize_parameter"):
-        return f"copies the model before it has weights: {task.rpartition('.')[2]} builds it later. {OURS}"
-    if SWA in classes and builds_late:
-        return f"copies the module before its model is built in configure_model, and averages nothing. {OURS}"
-    if FINETUNING in classes and (other := next((m for m in layout.methods if m not in UNFREEZE), None)):
         return (
-            f"unfreezes weights during training, but with this strategy ({other}) only weights that are trained from "
-            "the first step on are kept equal on all ranks. Type strategy=ddp or strategy=fsdp, or give these weights "
+            f"copies the whole model, but with this strategy ({method}) ranks hold parts of "
+            f"it. {OURS}"
+        )
+    if AVERAGING in classes and builds_late and signatures.defines(model, "initialize_parameter"):
+        return (
+            f"copies the model before it has weights: {task.rpartition('.')[2]} builds it "
+            f"later. {OURS}"
+        )
+    if SWA in classes and builds_late:
+        return (
+            "copies the module before its model is built in configure_model, and averages "
+            f"nothing. {OURS}"
+        )
+    if FINETUNING in classes and (
+        other := next((m for m in layout.methods if m not in UNFREEZE), None)
+    ):
+        return (
+            f"unfreezes weights during training, but with this strategy ({other}) only weights "
+            "that are trained from "
+            "the first step on are kept equal on all ranks. Type strategy=ddp or strategy=fsdp, or "
+            "give these weights "
             "a group with learning rate 0 until they train"
         )
     return None

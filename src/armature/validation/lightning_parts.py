@@ -1,4 +1,6 @@
-"""Callbacks, loggers and limits of Lightning's: those that cannot work here are refused by name before a run starts."""
+"""Callbacks, loggers and limits of Lightning's: those that cannot work here are refused by name
+before a run starts.
+"""
 
 import importlib.util
 import logging
@@ -13,20 +15,25 @@ log = logging.getLogger(__name__)
 
 # class → why not, and what to type instead
 REFUSED_CALLBACKS = {
-    "LearningRateFinder": "it trains before the run does. Type -m sweep=lr: one trial per learning rate",
+    "LearningRateFinder": "it trains before the run does. Type -m sweep=lr: one trial per learning "
+    "rate",
     "BatchSizeFinder": (
-        "it trains before the run does. Type data.micro_batch_size=auto: the largest that fits. It does not change the "
+        "it trains before the run does. Type data.micro_batch_size=auto: the largest that fits. It "
+        "does not change the "
         "result"
     ),
     "GradientAccumulationScheduler": (
-        "accumulation is data.global_batch_size / (data.micro_batch_size × data ranks) in every step. Type both"
+        "accumulation is data.global_batch_size / (data.micro_batch_size × data ranks) in every "
+        "step. Type both"
     ),
     "ModelPruning": (
-        "it replaces parameters by masked ones, and a resume inside an epoch would train others. Prune the finished "
+        "it replaces parameters by masked ones, and a resume inside an epoch would train others. "
+        "Prune the finished "
         "model, from armature.load"
     ),
     "SpikeDetection": (
-        "Lightning cannot load its state, so a stopped run could not be resumed. Type trainer.on_nan=rollback against "
+        "Lightning cannot load its state, so a stopped run could not be resumed. Type "
+        "trainer.on_nan=rollback against "
         "losses that are not finite"
     ),
 }
@@ -49,11 +56,17 @@ def problems(cfg: DictConfig) -> list[str]:
 
 def _warn_of_unused_groups(cfg: DictConfig) -> None:
     if unused := signatures.unused(cfg.task):
-        log.warning("%s does not take the groups %s: they are not used.", cfg.task._target_, ", ".join(unused))
+        log.warning(
+            "%s does not take the groups %s: they are not used.",
+            cfg.task._target_,
+            ", ".join(unused),
+        )
 
 
 def misplaced_problems(cfg: DictConfig) -> list[str]:
-    """Return the keys of the task that a file, such as an experiment, sets in a group that the task does not take."""
+    """Return the keys of the task that a file, such as an experiment, sets in a group that the task
+    does not take.
+    """
     if OmegaConf.select(cfg, "task._target_") is None:
         return []
     written, found = str(OmegaConf.to_container(cfg.task, resolve=False)), []
@@ -63,9 +76,14 @@ def misplaced_problems(cfg: DictConfig) -> list[str]:
             continue
         definition = signatures.find_definition(str(node.get("_target_")))
         taken = signatures.signature_of(*definition).parameters if definition is not None else {}
-        own = [str(key) for key in node if key not in signatures.HYDRA_KEYS and key not in taken and key in cfg.task]
+        own = [
+            str(key)
+            for key in node
+            if key not in signatures.HYDRA_KEYS and key not in taken and key in cfg.task
+        ]
         found += [
-            f"{group}.{key}: {cfg.task._target_} does not take the group {group}, and task.{key} is its own. In the "
+            f"{group}.{key}: {cfg.task._target_} does not take the group {group}, and task.{key} "
+            "is its own. In the "
             f"experiment, write {key} below task: instead of below {group}:."
             for key in own
         ]
@@ -73,7 +91,9 @@ def misplaced_problems(cfg: DictConfig) -> list[str]:
 
 
 def unused_problems(cfg: DictConfig, overrides: Sequence[str]) -> list[str]:
-    """Return the typed keys of a group that the task does not take, if the task has one of its own of this name."""
+    """Return the typed keys of a group that the task does not take, if the task has one of its own
+    of this name.
+    """
     written, found = str(OmegaConf.to_container(cfg.task, resolve=False)), []
     # a task that refers to a group takes its values
     unused = [group for group in signatures.unused(cfg.task) if f"${{{group}" not in written]
@@ -90,7 +110,8 @@ def _callbacks(cfg: DictConfig) -> list[str]:
         f"{key}._target_={target}: {name} does not work here: {REFUSED_CALLBACKS[name]}."
         for key, target in signatures.targets_in(cfg, "callbacks")
         for name in REFUSED_CALLBACKS
-        if (definition := signatures.find_definition(target)) is not None and signatures.derives(definition, [name])
+        if (definition := signatures.find_definition(target)) is not None
+        and signatures.derives(definition, [name])
     ]
 
 
@@ -104,14 +125,20 @@ def _loggers(cfg: DictConfig) -> list[str]:
         for key, module, package in used
         if module is not None and importlib.util.find_spec(module) is None
     ]
-    if any(target.rpartition(".")[2] == "ModelCheckpoint" for _, target in signatures.targets_in(cfg, "callbacks")):
+    if any(
+        target.rpartition(".")[2] == "ModelCheckpoint"
+        for _, target in signatures.targets_in(cfg, "callbacks")
+    ):
         return missing
     return missing + [
-        f"{key}.log_model={value}: it uploads the files of Lightning's ModelCheckpoint, and none is among the "
-        "callbacks, so nothing would be uploaded. Add +callbacks.files._target_=lightning.pytorch.callbacks."
+        f"{key}.log_model={value}: it uploads the files of Lightning's ModelCheckpoint, and none "
+        "is among the "
+        "callbacks, so nothing would be uploaded. Add "
+        "+callbacks.files._target_=lightning.pytorch.callbacks."
         "ModelCheckpoint, or type checkpoint.root=s3://… for the run's own checkpoints."
         for key, target in signatures.targets_in(cfg, "logger")
-        if target.rpartition(".")[2] in UPLOADS and (value := OmegaConf.select(cfg, f"{key}.log_model"))
+        if target.rpartition(".")[2] in UPLOADS
+        and (value := OmegaConf.select(cfg, f"{key}.log_model"))
     ]
 
 
@@ -124,7 +151,8 @@ def limit_problems(cfg: DictConfig) -> list[str]:
         share = isinstance(value, float)
         if value is not None and not (number and (0 < value <= 1 if share else value >= least)):
             found.append(
-                f"trainer.{key}={value}: must be a number of batches from {least} (such as 10), a share of them above "
+                f"trainer.{key}={value}: must be a number of batches from {least} (such as 10), a "
+                "share of them above "
                 "0.0 and up to 1.0 (such as 0.1), or null for all."
             )
     return found

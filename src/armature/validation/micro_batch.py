@@ -1,4 +1,6 @@
-"""What data.micro_batch_size=auto stands for: a rank's whole share, or less where memory lacks. Torch-free.
+"""What data.micro_batch_size=auto stands for: a rank's whole share, or less where memory lacks.
+
+Torch-free.
 
 The size is kept in config.yaml as `run.micro_batch_size`; `data.micro_batch_size` stays `auto`.
 """
@@ -16,7 +18,13 @@ from armature.validation import checks
 
 AUTO = "auto"
 GROUPS = ("model", "data", "optimizer", "strategy")  # with others, another size may fit
-NO_MATTER = ("eval_batch_size", "num_workers", "path", "cache_dir", "seed")  # keys of the data without effect on it
+NO_MATTER = (
+    "eval_batch_size",
+    "num_workers",
+    "path",
+    "cache_dir",
+    "seed",
+)  # keys of the data without effect on it
 
 
 def is_auto(cfg: DictConfig) -> bool:
@@ -30,7 +38,9 @@ def decided(cfg: DictConfig) -> DictConfig:
 
 
 def _found(cfg: DictConfig) -> int | None:
-    return OmegaConf.select(cfg, "run.micro_batch_size")  # config.yaml of an older version has no such key
+    return OmegaConf.select(
+        cfg, "run.micro_batch_size"
+    )  # config.yaml of an older version has no such key
 
 
 def with_size(cfg: DictConfig, size: int | str) -> DictConfig:
@@ -47,16 +57,27 @@ def continued(cfg: DictConfig, size: int) -> DictConfig:
 
 
 def recorded(cfg: DictConfig) -> int | None:
-    """Return the size that earlier starts of the run have found under the same circumstances, or None."""
+    """Return the size that earlier starts of the run have found under the same circumstances, or
+    None.
+    """
     folder = Path(cfg.run.dir)
     if not (folder / "config.yaml").is_file() and cfg.resume not in resume.MODES:
         folder = resume.run_of(resume.to_path(cfg.resume))
     try:
-        there = run_dir.read(folder) if folder is not None and (folder / "config.yaml").is_file() else None
+        there = (
+            run_dir.read(folder)
+            if folder is not None and (folder / "config.yaml").is_file()
+            else None
+        )
     except ConfigError:  # damaged: whatever needs it reports it
         return None
     size = _found(there) if there is not None else None
-    if there is None or size is None or not is_auto(there) or checks.layout_problems(with_size(cfg, size)):
+    if (
+        there is None
+        or size is None
+        or not is_auto(there)
+        or checks.layout_problems(with_size(cfg, size))
+    ):
         return None
     return size if _circumstances(there) == _circumstances(cfg) else None
 
@@ -64,14 +85,20 @@ def recorded(cfg: DictConfig) -> int | None:
 def _circumstances(cfg: DictConfig) -> dict[str, Any]:
     plain = config.without_secrets(cfg)
     found = {group: resume.flat(plain.get(group), group) for group in GROUPS}
-    found["data"] = {key: value for key, value in found["data"].items() if key.rpartition(".")[2] not in NO_MATTER}
+    found["data"] = {
+        key: value
+        for key, value in found["data"].items()
+        if key.rpartition(".")[2] not in NO_MATTER
+    }
     return found | {key: plain["trainer"][key] for key in ("devices", "num_nodes", "precision")}
 
 
 def smaller(cfg: DictConfig, batches: batching.Batches) -> int | None:
-    """Return the next smaller size that divides a rank's share of the same global batch, or None if there is none.
+    """Return the next smaller size that divides a rank's share of the same global batch, or None if
+    there is none.
 
-    A pipeline needs a multiple of its own micro-batches; a module that optimizes manually takes no other size.
+    A pipeline needs a multiple of its own micro-batches; a module that optimizes manually takes no
+    other size.
     """
     share = batches.global_batch_size // batches.data_ranks
     sizes = (size for size in range(batches.micro_batch_size - 1, 0, -1) if share % size == 0)

@@ -10,17 +10,24 @@ from omegaconf import DictConfig, OmegaConf
 from armature.validation import annotations, signatures, values
 
 _UNTYPED = (  # a number or a word
-    "trainer.devices", "trainer.limit_train_batches", "trainer.limit_val_batches", "trainer.limit_test_batches",
-    "launch.max_restarts", "launch.hang_timeout", "data.micro_batch_size",
-)  # fmt: skip
+    "trainer.devices",
+    "trainer.limit_train_batches",
+    "trainer.limit_val_batches",
+    "trainer.limit_test_batches",
+    "launch.max_restarts",
+    "launch.hang_timeout",
+    "data.micro_batch_size",
+)
 _NUMBERS = {"int", "float", "bool"}
 _WORDS = {"true": True, "false": False}
 
 
 def written_out(cfg: DictConfig) -> DictConfig:
-    """Write out the numbers that a resolver makes, as in `seed=${oc.env:SEED}`: config.yaml has no types.
+    """Write out the numbers that a resolver makes, as in `seed=${oc.env:SEED}`: config.yaml has no
+    types.
 
-    A text becomes one where its key is meant to hold a number, such as one that takes a number or `auto`.
+    A text becomes one where its key is meant to hold a number, such as one that takes a number or
+    `auto`.
     """
     cfg = cfg.copy()
     for path, value in values.walk(OmegaConf.to_container(cfg, resolve=False)):
@@ -44,7 +51,9 @@ def _number(cfg: DictConfig, path: str, text: str) -> Any:
 
 
 def _takes(cfg: DictConfig, path: str, number: Any, text: str) -> bool:
-    """Return whether a key is meant to hold the number: by its rule, its argument's annotation or its default."""
+    """Return whether a key is meant to hold the number: by its rule, its argument's annotation or
+    its default.
+    """
     rule = values.RANGES.get(path) or values.OWN_RANGES.get(path)
     if rule is not None:
         return rule(number) is None and rule(text) is not None
@@ -54,6 +63,11 @@ def _takes(cfg: DictConfig, path: str, number: Any, text: str) -> bool:
     definition = signatures.find_definition(target) if target else None
     if definition is None:
         return False
-    annotation, default = signatures.signature_of(*definition).parameters.get(key), signatures.default(target, key)
-    meant = isinstance(default, int | float) or _NUMBERS & {*annotations.words(annotation).split(" or ")}
+    annotation, default = (
+        signatures.signature_of(*definition).parameters.get(key),
+        signatures.default(target, key),
+    )
+    meant = isinstance(default, int | float) or _NUMBERS & {
+        *annotations.words(annotation).split(" or ")
+    }
     return annotations.accepts(annotation, number) and bool(meant)

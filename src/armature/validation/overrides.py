@@ -1,4 +1,7 @@
-"""Apply `key=value` to the configuration of a run that exists, for the scripts that use the run. Torch-free."""
+"""Apply `key=value` to the configuration of a run that exists, for the scripts that use the run.
+
+Torch-free.
+"""
 
 import re
 from collections.abc import Iterator
@@ -22,14 +25,17 @@ _MISSING = object()
 def apply(cfg: DictConfig, overrides: list[str], *, run_dir: Path) -> None:
     """Change a run's configuration in place. Keys that refer to a changed key follow it.
 
-    A group's option can be chosen, too: `data=text data.path=…`. Text that the run was not trained on is read with the
-    run's own tokenizer. Raises ConfigError for a key that the configuration does not have.
+    A group's option can be chosen, too: `data=text data.path=…`. Text that the run was not trained
+    on is read with the run's own tokenizer. Raises ConfigError for a key that the configuration
+    does not have.
     """
     if not overrides:
         return
     source = _source(cfg)
     referring = bool(_REFERENCE.search(OmegaConf.to_yaml(cfg, resolve=False)))
-    for override in sorted(overrides, key=lambda override: "." in override.partition("=")[0]):  # options first
+    for override in sorted(
+        overrides, key=lambda override: "." in override.partition("=")[0]
+    ):  # options first
         key, equals, value = override.partition("=")
         if not equals:
             raise ConfigError(f"{override}: type KEY=VALUE, as in data.eval_batch_size=64.")
@@ -46,8 +52,17 @@ def apply(cfg: DictConfig, overrides: list[str], *, run_dir: Path) -> None:
             OmegaConf.update(cfg, key, OmegaConf.from_dotlist([f"value={value}"]).value)
         if not referring and not missing:
             _update_copies(cfg, key, before)
-    nodes = {group: cfg[group] for group in ("model", "data", "task") if isinstance(cfg.get(group), DictConfig)}
-    if empty := [f"{group}.{key}" for group, node in nodes.items() for key in node if OmegaConf.is_missing(node, key)]:
+    nodes = {
+        group: cfg[group]
+        for group in ("model", "data", "task")
+        if isinstance(cfg.get(group), DictConfig)
+    }
+    if empty := [
+        f"{group}.{key}"
+        for group, node in nodes.items()
+        for key in node
+        if OmegaConf.is_missing(node, key)
+    ]:
         raise ConfigError(f"{', '.join(empty)}: without a value. Type {empty[0]}=…, too.")
     tokenizer = run_dir / TOKENIZER_FILE
     changed = _source(cfg)
@@ -81,8 +96,14 @@ def _option(group: str, name: str) -> Any:
 
 
 def _update_copies(cfg: DictConfig, key: str, before: Any) -> None:
-    """In a run of an older version, whose config.yaml holds values for references, change those of the same name."""
-    value, (group, _, _), leaf = OmegaConf.select(cfg, key), key.partition("."), key.rpartition(".")[2]
+    """In a run of an older version, whose config.yaml holds values for references, change those of
+    the same name.
+    """
+    value, (group, _, _), leaf = (
+        OmegaConf.select(cfg, key),
+        key.partition("."),
+        key.rpartition(".")[2],
+    )
     root = cfg if key == "seed" else cfg[group]
     prefix = "" if key == "seed" else f"{group}."
     if isinstance(root, DictConfig):
@@ -102,7 +123,9 @@ def _leaves(node: DictConfig, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def keep_references(raw: Any, resolved: Any) -> Any:
-    """Return `resolved`, but with the references to other keys that `raw` has, so that a later change reaches all."""
+    """Return `resolved`, but with the references to other keys that `raw` has, so that a later
+    change reaches all.
+    """
     if isinstance(raw, dict):
         return {key: keep_references(value, resolved[key]) for key, value in raw.items()}
     if isinstance(raw, list):

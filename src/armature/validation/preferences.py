@@ -1,6 +1,9 @@
-"""Check that preference data and a task that learns from them meet, and the task's settings. Torch-free.
+"""Check that preference data and a task that learns from them meet, and the task's settings.
 
-A task that reads pairs says so in a class attribute, `reads = "pairs"`, and data that give them by `gives = "pairs"`.
+Torch-free.
+
+A task that reads pairs says so in a class attribute, `reads = "pairs"`, and data that give them by
+`gives = "pairs"`.
 """
 
 from __future__ import annotations
@@ -20,15 +23,20 @@ def problems(cfg: Mapping[str, Any]) -> list[str]:
     task, data = cfg["task"], cfg["data"]
     reads = signatures.class_attribute(task["_target_"], "reads") == "pairs"
     gives = signatures.class_attribute(data["_target_"], "gives") == "pairs"
-    names = f"task={task['_target_'].rpartition('.')[2]}", f"data={data['_target_'].rpartition('.')[2]}"
+    names = (
+        f"task={task['_target_'].rpartition('.')[2]}",
+        f"data={data['_target_'].rpartition('.')[2]}",
+    )
     if reads and not gives:
         return [
-            f"{names[0]} learns from pairs of answers, and {names[1]} gives none. Type data=preference. (A class of "
+            f"{names[0]} learns from pairs of answers, and {names[1]} gives none. Type "
+            "data=preference. (A class of "
             'yours whose batches hold pairs says so: gives = "pairs".)'
         ]
     if gives and not reads:
         return [
-            f"{names[1]} gives pairs of answers, which {names[0]} does not compare. Type task=dpo, or data=chat for "
+            f"{names[1]} gives pairs of answers, which {names[0]} does not compare. Type task=dpo, "
+            "or data=chat for "
             'conversations. (A task of yours that reads pairs says so: reads = "pairs".)'
         ]
     ours = task["_target_"] == "armature.tasks.direct_preference.DirectPreference"
@@ -54,13 +62,18 @@ def _worker_problems(task: Mapping[str, Any], data: Mapping[str, Any]) -> list[s
     if decided != "cached" or not data.get("num_workers"):
         return []
     return [
-        f"data.num_workers={data['num_workers']}: workers would begin without the reference's log-probabilities "
+        f"data.num_workers={data['num_workers']}: workers would begin without the reference's "
+        "log-probabilities "
         "(task.reference=cached). Type data.num_workers=0: tokens come from memory-mapped files."
     ]
 
 
 def _settings(task: Mapping[str, Any]) -> list[str]:
-    beta, loss, smoothing = task.get("beta", 0.1), task.get("loss", "sigmoid"), task.get("label_smoothing", 0.0)
+    beta, loss, smoothing = (
+        task.get("beta", 0.1),
+        task.get("loss", "sigmoid"),
+        task.get("label_smoothing", 0.0),
+    )
     reference, adapter = task.get("reference", "auto"), task.get("adapter")
     found = []
     if not _is_number(beta) or not beta > 0:
@@ -68,21 +81,28 @@ def _settings(task: Mapping[str, Any]) -> list[str]:
     if not _is_number(smoothing) or not 0 <= smoothing < 0.5:
         found.append(f"task.label_smoothing={smoothing}: must be a number from 0, below 0.5.")
     elif smoothing and loss == "ipo":
-        found.append(f"task.label_smoothing={smoothing} is of task.loss=sigmoid. Type task.label_smoothing=0.")
+        found.append(
+            f"task.label_smoothing={smoothing} is of task.loss=sigmoid. Type "
+            "task.label_smoothing=0."
+        )
     if loss not in LOSSES:
         found.append(f"task.loss={loss}: must be one of {', '.join(LOSSES)}.")
     if reference not in REFERENCES:
         found.append(f"task.reference={reference}: must be one of {', '.join(REFERENCES)}.")
     if adapter and adapter.get("quantize"):
         found.append(
-            f"task.adapter.quantize={adapter['quantize']}: preferences have not been compared on weights of 4 bits. "
+            f"task.adapter.quantize={adapter['quantize']}: preferences have not been compared on "
+            "weights of 4 bits. "
             "Type task.adapter.quantize=null."
         )
     if reference == "adapters_off" and not adapter:
-        found.append("task.reference=adapters_off, but task.adapter=null. Type task.reference=cached.")
+        found.append(
+            "task.reference=adapters_off, but task.adapter=null. Type task.reference=cached."
+        )
     elif reference == "adapters_off" and adapter.get("train"):  # pyright: ignore[reportOptionalMemberAccess]
         found.append(
-            f"task.reference=adapters_off, but task.adapter.train={adapter['train']} changes the model without its "  # pyright: ignore[reportOptionalSubscript]
+            f"task.reference=adapters_off, but task.adapter.train={adapter['train']} changes the "
+            "model without its "  # pyright: ignore[reportOptionalSubscript]
             "adapters, too. Type task.reference=cached."
         )
     return found

@@ -8,9 +8,11 @@ from armature.data.batching import LOADER_KEYS
 
 
 def quoted(argument: str) -> str:
-    """Add the quotes that Hydra's grammar needs: around `nan` in `debug=nan`, and values with `=`, `é`, `'` or `(`.
+    """Add the quotes that Hydra's grammar needs: around `nan` in `debug=nan`, and values with `=`,
+    `é`, `'` or `(`.
 
-    `GROUP=null` becomes `GROUP=[]`: Hydra refuses null for a group. The `~` of a folder becomes the home.
+    `GROUP=null` becomes `GROUP=[]`: Hydra refuses null for a group. The `~` of a folder becomes the
+    home.
     """
     key, _, value = argument.partition("=")
     if key in _FOLDERS and value.startswith("~"):  # which a shell leaves as it is after `run.root=`
@@ -39,6 +41,8 @@ def _quote(value: str) -> str:
 
 
 def addable(argument: str) -> str:
-    """Let a loader key be typed for a plain LightningDataModule, whose configuration does not have it."""
+    """Let a loader key be typed for a plain LightningDataModule, whose configuration does not have
+    it.
+    """
     key = argument.partition("=")[0]
     return f"++{argument}" if key in {f"data.{name}" for name in LOADER_KEYS} else argument

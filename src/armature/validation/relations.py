@@ -1,6 +1,8 @@
-"""Check values against those of other groups: monitored metrics, factories, sizes, lengths of a schedule. Torch-free.
+"""Check values against those of other groups: monitored metrics, factories, sizes, lengths of a
+schedule. Torch-free.
 
-A data module says what its samples need of a model in a class attribute that is a literal: a number, or the name of the
+A data module says what its samples need of a model in a class attribute that is a literal: a
+number, or the name of the
 data's own setting that holds it.
 
     model_sizes = {"image_size": "size", "channels": 1, "classes": 10}
@@ -18,8 +20,16 @@ from armature.errors import ConfigError
 from armature.validation import preferences, signatures
 
 log = logging.getLogger(__name__)
-OF_STEPS = ("epoch", "lr", "train/loss", "train/grad_norm")  # of each row of metrics.csv: callbacks may monitor them
-SILENT = ("armature.", "lightning.pytorch.callbacks.EarlyStopping")  # callbacks that log nothing to monitor
+OF_STEPS = (
+    "epoch",
+    "lr",
+    "train/loss",
+    "train/grad_norm",
+)  # of each row of metrics.csv: callbacks may monitor them
+SILENT = (
+    "armature.",
+    "lightning.pytorch.callbacks.EarlyStopping",
+)  # callbacks that log nothing to monitor
 
 
 def problems(cfg: dict[str, Any]) -> list[str]:
@@ -27,23 +37,39 @@ def problems(cfg: dict[str, Any]) -> list[str]:
     every, steps = cfg["trainer"]["val_every_n_steps"], cfg["trainer"]["max_steps"]
     if isinstance(every, int) and isinstance(steps, int) and every > steps:
         log.warning(
-            "trainer.val_every_n_steps=%s is beyond trainer.max_steps=%s: validation runs once, at the end.",
+            "trainer.val_every_n_steps=%s is beyond trainer.max_steps=%s: validation runs once, at "
+            "the end.",
             every,
             steps,
         )
-    return [*_monitors(cfg), *_factories(cfg), *_sizes(cfg), *_schedule(cfg), *preferences.problems(cfg)]
+    return [
+        *_monitors(cfg),
+        *_factories(cfg),
+        *_sizes(cfg),
+        *_schedule(cfg),
+        *preferences.problems(cfg),
+    ]
 
 
 def _monitors(cfg: dict[str, Any]) -> Iterator[str]:
-    """Yield monitored names that our tasks do not log. What other tasks and callbacks log is not known."""
+    """Yield monitored names that our tasks do not log.
+
+    What other tasks and callbacks log is not known.
+    """
     known = _logged(str(cfg["task"]["_target_"]))
     callbacks = cfg.get("callbacks") or {}
     if not known or any(not _is_known(node) for node in callbacks.values()):
         return
     silent = all(str(node["_target_"]).startswith(SILENT) for node in callbacks.values())
     asked = {"checkpoint.monitor": cfg["checkpoint"]["monitor"]}
-    asked |= {f"callbacks.{name}.monitor": node["monitor"] for name, node in callbacks.items() if "monitor" in node}
-    at_end = [name.replace("val/", "test/", 1) for name in known]  # what a trial of a sweep may be compared by
+    asked |= {
+        f"callbacks.{name}.monitor": node["monitor"]
+        for name, node in callbacks.items()
+        if "monitor" in node
+    }
+    at_end = [
+        name.replace("val/", "test/", 1) for name in known
+    ]  # what a trial of a sweep may be compared by
     for key, name in asked.items():
         names = [*known, *OF_STEPS, *(at_end if key == "checkpoint.monitor" else ())]
         of_validation = isinstance(name, str) and name.startswith("val/")
@@ -62,24 +88,45 @@ def _meant(key: str, name: str, known: Sequence[str]) -> str:
 
 
 def _is_known(node: Any) -> bool:
-    return isinstance(node, dict) and str(node.get("_target_")).split(".")[0] in ("armature", "lightning")
+    return isinstance(node, dict) and str(node.get("_target_")).split(".")[0] in (
+        "armature",
+        "lightning",
+    )
 
 
 def _logged(task: str) -> list[str]:
-    """Return the names that one of our tasks logs in validation, read from its `metrics` and `final_metrics`."""
+    """Return the names that one of our tasks logs in validation, read from its `metrics` and
+    `final_metrics`.
+    """
     if not task.startswith("armature.tasks."):
         return []
     definition = signatures.find_definition(task)
     names: dict[str, None] = {}
-    for method in signatures.methods_of(definition, ("metrics", "final_metrics")) if definition is not None else ():
+    for method in (
+        signatures.methods_of(definition, ("metrics", "final_metrics"))
+        if definition is not None
+        else ()
+    ):
         for node in ast.walk(method):
-            keys = node.keys if isinstance(node, ast.Dict) else [node.slice] if isinstance(node, ast.Subscript) else []
-            names |= {f"val/{k.value}": None for k in keys if isinstance(k, ast.Constant) and isinstance(k.value, str)}
+            keys = (
+                node.keys
+                if isinstance(node, ast.Dict)
+                else [node.slice]
+                if isinstance(node, ast.Subscript)
+                else []
+            )
+            names |= {
+                f"val/{k.value}": None
+                for k in keys
+                if isinstance(k, ast.Constant) and isinstance(k.value, str)
+            }
     return sorted(names)
 
 
 def _factories(cfg: dict[str, Any]) -> Iterator[str]:
-    """Yield groups that our tasks call later, and that would be built at once, or cannot be called so."""
+    """Yield groups that our tasks call later, and that would be built at once, or cannot be called
+    so.
+    """
     definition = signatures.find_definition(cfg["task"]["_target_"])
     if definition is None or not signatures.derives(definition, ("Task", "PointClassification")):
         return
@@ -91,8 +138,10 @@ def _factories(cfg: dict[str, Any]) -> Iterator[str]:
     takes = signatures.signature_of(*found) if found is not None else None
     if scheduler and takes is not None and not takes.open and "total_steps" not in takes.parameters:
         yield (
-            f"scheduler._target_={scheduler['_target_']}: the task passes total_steps, which it does not take. Type "
-            "scheduler=cosine, linear, wsd or constant, or a function of your own package in src/ that takes "
+            f"scheduler._target_={scheduler['_target_']}: the task passes total_steps, which it "
+            "does not take. Type "
+            "scheduler=cosine, linear, wsd or constant, or a function of your own package in src/ "
+            "that takes "
             "(optimizer, total_steps)."
         )
 
@@ -103,14 +152,20 @@ def _sizes(cfg: dict[str, Any]) -> Iterator[str]:
     needed = signatures.class_attribute(data["_target_"], "model_sizes") or {}
     if isinstance(source := data.get("source"), dict) and "vocab_size" in source:
         needed |= {"vocab_size": source["vocab_size"], "context": data.get("context")}
-    sizes = {key: data.get(value) if isinstance(value, str) else value for key, value in needed.items()}
+    sizes = {
+        key: data.get(value) if isinstance(value, str) else value for key, value in needed.items()
+    }
     model = cfg["model"]
     if model.get("pretrained") is not None:  # whose sizes cannot be typed
         for key in ("image_size", "channels"):
             value, fixed = sizes.get(key), model.get(key)
             if isinstance(value, int) and isinstance(fixed, int) and value != fixed:
                 named = isinstance(needed[key], str)
-                remedy = f"Type data.{needed[key]}={fixed}" if named else "Name a folder, or data, of the other's"
+                remedy = (
+                    f"Type data.{needed[key]}={fixed}"
+                    if named
+                    else "Name a folder, or data, of the other's"
+                )
                 yield f"The data have {key}={value}, and model.pretrained={model['pretrained']} {fixed}. {remedy}."
                 del sizes[key]
     yield from size_problems(model, sizes)
@@ -122,9 +177,14 @@ def size_problems(model: Any, needed: Mapping[str, Any]) -> list[str]:
     for key, value in needed.items():
         given = model.get(key)
         least = key in ("classes", "vocab_size", "context")  # more than needed is no mistake
-        if isinstance(given, int) and isinstance(value, int) and (given < value if least else given != value):
+        if (
+            isinstance(given, int)
+            and isinstance(value, int)
+            and (given < value if least else given != value)
+        ):
             found.append(
-                f"model.{key}={given}, but the data need {'at least ' * least}{value}. Type model.{key}={value}."
+                f"model.{key}={given}, but the data need {'at least ' * least}{value}. Type "
+                f"model.{key}={value}."
             )
     return found
 
@@ -140,7 +200,9 @@ def check_found_sizes(model: Any, found: Mapping[str, Any]) -> None:
 
 
 def _schedule(cfg: dict[str, Any]) -> Iterator[str]:
-    """Yield lengths of our schedules that are longer than the run, as far as its length is known here."""
+    """Yield lengths of our schedules that are longer than the run, as far as its length is known
+    here.
+    """
     node, steps = cfg.get("scheduler"), cfg["trainer"]["max_steps"]
     if not isinstance(node, dict) or not isinstance(steps, int):
         return
@@ -149,12 +211,15 @@ def _schedule(cfg: dict[str, Any]) -> Iterator[str]:
         or cfg["trainer"]["max_epochs"] is not None
     ):
         return
-    lengths = {key: node[key] for key in ("warmup", "decay") if isinstance(node.get(key), int | float)}
+    lengths = {
+        key: node[key] for key in ("warmup", "decay") if isinstance(node.get(key), int | float)
+    }
     total = sum(round(value * steps) if value < 1 else int(value) for value in lengths.values())
     if total > steps:
         typed = " and ".join(f"scheduler.{key}={value}" for key, value in lengths.items())
         verb = "are" if len(lengths) > 1 else "is"
         yield (
-            f"{typed} {verb} longer than the run's trainer.max_steps={steps}. Type shares of the run (below 1.0), "
+            f"{typed} {verb} longer than the run's trainer.max_steps={steps}. Type shares of the "
+            "run (below 1.0), "
             "or more steps."
         )

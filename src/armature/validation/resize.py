@@ -1,4 +1,7 @@
-"""The same run on fewer ranks: which number still fits, and which settings follow it. Torch-free."""
+"""The same run on fewer ranks: which number still fits, and which settings follow it.
+
+Torch-free.
+"""
 
 import json
 from collections.abc import Iterator
@@ -16,10 +19,13 @@ RESIZED_KEYS = ("trainer.devices", "data.micro_batch_size", "run.micro_batch_siz
 
 
 def fewer(cfg: DictConfig, *, most: int, least: int) -> DictConfig | str:
-    """Return the configuration on the largest number of devices from `most` down to `least`, or why none fits.
+    """Return the configuration on the largest number of devices from `most` down to `least`, or why
+    none fits.
 
-    The optimizer sees the same batches: data.global_batch_size is kept, and accumulation follows. A rank needs no more
-    memory than before: data.micro_batch_size is kept too, or becomes the nearest smaller one that divides the batch.
+    The optimizer sees the same batches: data.global_batch_size is kept, and accumulation follows. A
+    rank needs no more
+    memory than before: data.micro_batch_size is kept too, or becomes the nearest smaller one that
+    divides the batch.
     """
     problems: list[str] = []
     for devices in range(most, least - 1, -1):
@@ -33,16 +39,25 @@ def fewer(cfg: DictConfig, *, most: int, least: int) -> DictConfig | str:
         for micro in _micro_batch_sizes(cfg, data_ranks=data_ranks):
             candidate.data.micro_batch_size = micro
             if not (problems := checks.layout_problems(candidate)):
-                if micro_batch.is_auto(cfg) and micro != micro_batch.AUTO:  # memory may still run out
-                    candidate.run.micro_batch_size, candidate.data.micro_batch_size = micro, micro_batch.AUTO
+                if (
+                    micro_batch.is_auto(cfg) and micro != micro_batch.AUTO
+                ):  # memory may still run out
+                    candidate.run.micro_batch_size, candidate.data.micro_batch_size = (
+                        micro,
+                        micro_batch.AUTO,
+                    )
                 return candidate
     return _fixed_axis_problem(cfg) or (problems[0] if problems else f"launch.min_ranks={least}")
 
 
 def difference(asked: DictConfig, cfg: DictConfig) -> str:
-    """Return what a rank must know beyond the run directory's configuration, as JSON for an environment variable."""
+    """Return what a rank must know beyond the run directory's configuration, as JSON for an
+    environment variable.
+    """
     there = {key: OmegaConf.select(cfg, key) for key in RESIZED_KEYS}
-    return json.dumps({key: value for key, value in there.items() if value != OmegaConf.select(asked, key)})
+    return json.dumps(
+        {key: value for key, value in there.items() if value != OmegaConf.select(asked, key)}
+    )
 
 
 def apply(cfg: DictConfig, text: str) -> None:
@@ -51,8 +66,13 @@ def apply(cfg: DictConfig, text: str) -> None:
 
 
 def _micro_batch_sizes(cfg: DictConfig, *, data_ranks: int) -> Iterator[int | str]:
-    """Yield the divisors of a rank's share of the batch, from the current size to the least similar; smaller first."""
-    size, current = batching.configured_batch_size(cfg.data), micro_batch.decided(cfg).data.micro_batch_size
+    """Yield the divisors of a rank's share of the batch, from the current size to the least
+    similar; smaller first.
+    """
+    size, current = (
+        batching.configured_batch_size(cfg.data),
+        micro_batch.decided(cfg).data.micro_batch_size,
+    )
     if size is None:  # only the loaders of a plain LightningDataModule know it
         yield current
         return
@@ -66,9 +86,14 @@ def _micro_batch_sizes(cfg: DictConfig, *, data_ranks: int) -> Iterator[int | st
 
 
 def _fixed_axis_problem(cfg: DictConfig) -> str | None:
-    """Return which axis of a mesh fixes the number of ranks, or None if one is `auto` or there is no mesh."""
+    """Return which axis of a mesh fixes the number of ranks, or None if one is `auto` or there is
+    no mesh.
+    """
     layout = Layout.of(cfg)
     if layout.kind != "mesh" or "auto" in (layout.options[axis] for axis in mesh.AXES):
         return None
-    longest = max(reversed(mesh.AXES), key=lambda axis: layout.options[axis] if axis in ("shard", "replicate") else 0)
+    longest = max(
+        reversed(mesh.AXES),
+        key=lambda axis: layout.options[axis] if axis in ("shard", "replicate") else 0,
+    )
     return f"strategy.{longest}={layout.options[longest]} is fixed, type strategy.{longest}=auto"

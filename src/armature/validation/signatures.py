@@ -1,7 +1,9 @@
-"""Check a `_target_` and its arguments against the source code of the class or function, without importing it.
+"""Check a `_target_` and its arguments against the source code of the class or function, without
+importing it.
 
-Importing torch to find a misspelt argument would take seconds. The class is found by walking files and following
-`from x import y`, and its constructor and class attributes are read from the syntax tree.
+Importing torch to find a misspelt argument would take seconds. The class is found by walking files
+and following `from x import y`, and its constructor and class attributes are read from the syntax
+tree.
 """
 
 import ast
@@ -21,7 +23,11 @@ from armature.validation import annotations, foreign_keys
 
 LIBRARIES = ("torch", "lightning", *namesakes.TWINS)  # their classes declare nothing of ours
 OUR_DATA = "armature.data.base.DataModule"
-FACTORIES = ("model", "optimizer", "scheduler")  # groups that a task's constructor gets, if it takes them
+FACTORIES = (
+    "model",
+    "optimizer",
+    "scheduler",
+)  # groups that a task's constructor gets, if it takes them
 Definition = tuple[str, ast.ClassDef | ast.FunctionDef]  # the defining module, and the syntax tree
 HYDRA_KEYS = {"_target_", "_partial_", "_args_", "_convert_", "_recursive_"}
 
@@ -37,9 +43,13 @@ class Signature:
 
 
 def argument_problems(path: str, node: dict[str, Any], definition: Definition) -> list[str]:
-    """Return which arguments of the `_target_` node at `path` its class or function does not take."""
+    """Return which arguments of the `_target_` node at `path` its class or function does not
+    take.
+    """
     target, signature = node["_target_"], signature_of(*definition)
-    plain_data = path == "data" and not derives_from(target, OUR_DATA)  # data/adapter.py takes its LOADER_KEYS
+    plain_data = path == "data" and not derives_from(
+        target, OUR_DATA
+    )  # data/adapter.py takes its LOADER_KEYS
     found = []
     for key, value in node.items():
         if key in HYDRA_KEYS:
@@ -47,17 +57,29 @@ def argument_problems(path: str, node: dict[str, Any], definition: Definition) -
         if key not in signature.parameters:
             if not signature.open and not (plain_data and key in LOADER_KEYS):
                 near = difflib.get_close_matches(key, signature.parameters, n=1, cutoff=0.5)
-                hint = f" Did you mean '{near[0]}'?" if near else f" It takes: {', '.join(signature.parameters)}."
+                hint = (
+                    f" Did you mean '{near[0]}'?"
+                    if near
+                    else f" It takes: {', '.join(signature.parameters)}."
+                )
                 known = [f"{path}.{name}" for name in signature.parameters]
-                hint = f" {remedy}" if (remedy := foreign_keys.remedy(f"{path}.{key}", known=known)) else hint
+                hint = (
+                    f" {remedy}"
+                    if (remedy := foreign_keys.remedy(f"{path}.{key}", known=known))
+                    else hint
+                )
                 found.append(f"{path}.{key}: {target} takes no argument '{key}'.{hint}")
             continue
         annotation, default = signature.parameters[key], signature.defaults.get(key)
         if annotations.takes_tensor(annotation) and target.split(".")[0] != "torch":
             continue  # a list, which the class makes a tensor of
-        if not annotations.accepts(annotation, value) and not annotations.is_default(default, value):
+        if not annotations.accepts(annotation, value) and not annotations.is_default(
+            default, value
+        ):
             shown = "null" if value is None else repr(value)
-            found.append(f"{path}.{key}={shown}: {target} takes {annotations.words(annotation)} here.")
+            found.append(
+                f"{path}.{key}={shown}: {target} takes {annotations.words(annotation)} here."
+            )
     return found
 
 
@@ -89,7 +111,9 @@ def _tree(module: str) -> ast.Module | None:
     except (SyntaxError, ValueError) as error:  # ValueError: a NUL, where Python 3.11 says no more
         line = getattr(error, "lineno", None)
         place = f"{file}:{line}" if line else str(file)
-        raise ConfigError(f"{module}: {place}: {getattr(error, 'msg', None) or error}. Correct the file.") from error
+        raise ConfigError(
+            f"{module}: {place}: {getattr(error, 'msg', None) or error}. Correct the file."
+        ) from error
 
 
 def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -109,15 +133,23 @@ def targets_in(cfg: Mapping[str, Any], group: str) -> Iterator[tuple[str, str]]:
 
 
 def is_assigned(target: str) -> bool:
-    """Return whether a dotted name is a variable of its module, such as a function that another one made."""
+    """Return whether a dotted name is a variable of its module, such as a function that another one
+    made.
+    """
     module, _, name = target.rpartition(".")
     tree = _tree(module) if module else None
-    targets = [each for node in tree.body if isinstance(node, ast.Assign) for each in node.targets] if tree else []
+    targets = (
+        [each for node in tree.body if isinstance(node, ast.Assign) for each in node.targets]
+        if tree
+        else []
+    )
     return any(isinstance(each, ast.Name) and each.id == name for each in targets)
 
 
 def is_lazy(target: str) -> bool:
-    """Return whether a dotted name lies in a module that makes its names on demand, as transformers does."""
+    """Return whether a dotted name lies in a module that makes its names on demand, as transformers
+    does.
+    """
     tree = _tree(target.rpartition(".")[0])
     return tree is not None and any(
         (isinstance(node, ast.FunctionDef) and node.name == "__getattr__")
@@ -128,7 +160,9 @@ def is_lazy(target: str) -> bool:
 
 @functools.cache
 def find_definition(target: str, *, depth: int = 0) -> Definition | None:
-    """Return the defining module and the syntax tree of a dotted name, through re-exports, or None."""
+    """Return the defining module and the syntax tree of a dotted name, through re-exports, or
+    None.
+    """
     module, _, name = target.rpartition(".")
     tree = _tree(module) if module and depth <= 8 else None
     if tree is None:
@@ -167,37 +201,70 @@ def signature_of(module: str, node: ast.ClassDef | ast.FunctionDef) -> Signature
         signature.parameters |= dict.fromkeys(_taken_keywords(init))
         return _with_bases(module, node, signature)
     if _is_dataclass(node):
-        fields = [item for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)]
-        own = Signature({item.target.id: item.annotation for item in fields if isinstance(item.target, ast.Name)})
-        own.required = [i.target.id for i in fields if i.value is None and isinstance(i.target, ast.Name)]
-        given = {i.target.id: i.value for i in fields if i.value is not None and isinstance(i.target, ast.Name)}
-        own.defaults = {name: value for name, value in given.items() if not isinstance(value, ast.Call)}  # field(…)
+        fields = [
+            item
+            for item in node.body
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
+        ]
+        own = Signature(
+            {
+                item.target.id: item.annotation
+                for item in fields
+                if isinstance(item.target, ast.Name)
+            }
+        )
+        own.required = [
+            i.target.id for i in fields if i.value is None and isinstance(i.target, ast.Name)
+        ]
+        given = {
+            i.target.id: i.value
+            for i in fields
+            if i.value is not None and isinstance(i.target, ast.Name)
+        }
+        own.defaults = {
+            name: value for name, value in given.items() if not isinstance(value, ast.Call)
+        }  # field(…)
         return _with_bases(module, node, own) if node.bases else own
     base = _base_that_constructs(module, node)
     return Signature(open=bool(node.bases)) if base is None else signature_of(*base)
 
 
 def default(target: str, name: str) -> Any:
-    """Return the default of a constructor's argument, or None if the source has none, or no literal."""
+    """Return the default of a constructor's argument, or None if the source has none, or no
+    literal.
+    """
     definition = find_definition(target)
     found = None if definition is None else signature_of(*definition).defaults.get(name)
     return found.value if isinstance(found, ast.Constant) else None
 
 
 def _with_bases(module: str, node: ast.ClassDef, own: Signature) -> Signature:
-    """Add the parameters of the base whose constructor is called, for `**kwargs` and dataclasses."""
+    """Add the parameters of the base whose constructor is called, for `**kwargs` and
+    dataclasses.
+    """
     if (base := _base_that_constructs(module, node)) is None:
-        return Signature(own.parameters, own.defaults, own.required, open=bool(node.bases) or own.open)
+        return Signature(
+            own.parameters, own.defaults, own.required, open=bool(node.bases) or own.open
+        )
     inherited = signature_of(*base)
     defaults = {**inherited.defaults, **own.defaults}
-    return Signature({**inherited.parameters, **own.parameters}, defaults, own.required, open=inherited.open)
+    return Signature(
+        {**inherited.parameters, **own.parameters}, defaults, own.required, open=inherited.open
+    )
 
 
 def _base_that_constructs(module: str, node: ast.ClassDef) -> tuple[str, ast.ClassDef] | None:
-    """Return the class whose constructor is called if this one has none. None: it has none, or cannot be read."""
+    """Return the class whose constructor is called if this one has none.
+
+    None: it has none, or cannot be read.
+    """
     above = [*_above(module, node)]
-    order = [each for place, each in enumerate(above) if each not in above[place + 1 :]]  # as Python's: a base is last
-    found = next((each for each in order if _is_dataclass(each[1]) or _own_constructor(each[1])), None)
+    order = [
+        each for place, each in enumerate(above) if each not in above[place + 1 :]
+    ]  # as Python's: a base is last
+    found = next(
+        (each for each in order if _is_dataclass(each[1]) or _own_constructor(each[1])), None
+    )
     read = all(len([*_bases(*each)]) == len(each[1].bases) for each in [(module, node), *order])
     return order[-1] if found is None and order and read else found
 
@@ -217,8 +284,13 @@ def _is_dataclass(node: ast.ClassDef) -> bool:
     return any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
-def _bases(module: str, node: ast.ClassDef, *, libraries: bool = False) -> Iterator[tuple[str, ast.ClassDef]]:
-    """Yield the readable bases of a class. A library's that is written as `nn.Module` is only read if asked for."""
+def _bases(
+    module: str, node: ast.ClassDef, *, libraries: bool = False
+) -> Iterator[tuple[str, ast.ClassDef]]:
+    """Yield the readable bases of a class.
+
+    A library's that is written as `nn.Module` is only read if asked for.
+    """
     for base in node.bases:
         name = _base_name(module, base)
         if libraries or "." not in ast.unparse(base) or name.split(".")[0] not in LIBRARIES:
@@ -228,7 +300,10 @@ def _bases(module: str, node: ast.ClassDef, *, libraries: bool = False) -> Itera
 
 
 def _base_name(module: str, base: ast.expr) -> str:
-    """Return the dotted name of a base: `nn.Module` is `torch.nn.Module`, after the module's own imports."""
+    """Return the dotted name of a base.
+
+    `nn.Module` is `torch.nn.Module`, after the module's own imports.
+    """
     written = ast.unparse(base).split("[")[0]
     first, dot, rest = written.partition(".")
     if not dot:
@@ -242,8 +317,12 @@ def _base_name(module: str, base: ast.expr) -> str:
     return written
 
 
-def lineage(definition: Definition | None, *, libraries: bool = False) -> Iterator[tuple[str, ast.ClassDef]]:
-    """Yield a class and its readable bases, each before its own; with `libraries` also torch's and Lightning's."""
+def lineage(
+    definition: Definition | None, *, libraries: bool = False
+) -> Iterator[tuple[str, ast.ClassDef]]:
+    """Yield a class and its readable bases, each before its own; with `libraries` also torch's and
+    Lightning's.
+    """
     module, node = definition or ("", None)
     if isinstance(node, ast.ClassDef) and (libraries or module.split(".")[0] not in LIBRARIES):
         yield module, node
@@ -252,21 +331,29 @@ def lineage(definition: Definition | None, *, libraries: bool = False) -> Iterat
 
 
 def ancestors(target: str, *, libraries: bool = True) -> list[str]:
-    """Return the dotted names, as defined, of the class that `target` names and of its readable bases."""
-    return [f"{module}.{node.name}" for module, node in lineage(find_definition(target), libraries=libraries)]
+    """Return the dotted names, as defined, of the class that `target` names and of its readable
+    bases.
+    """
+    return [
+        f"{module}.{node.name}"
+        for module, node in lineage(find_definition(target), libraries=libraries)
+    ]
 
 
 def derives_from(target: str, base: str) -> bool:
-    """Return whether a class derives from a class `base` of ours, as far as the source code says."""
+    """Return whether a class derives from a class `base` of ours, as far as the source code
+    says.
+    """
     return base in ancestors(target, libraries=False)
 
 
 def accepted(task: Mapping[str, Any], names: Iterable[str] = FACTORIES) -> list[str]:
     """Return those of `names` that a task's constructor takes and that its own node does not set.
 
-    All that it does not set, if the source of the constructor does not tell. Of those that only `**kwargs` would take,
-    those that the class mentions, as in `self.hparams.optimizer` (but `{"optimizer": …}` is what Lightning takes); all,
-    if the constructor does something with `kwargs`.
+    All that it does not set, if the source of the constructor does not tell. Of those that only
+    `**kwargs` would take, those that the class mentions, as in `self.hparams.optimizer` (but
+    `{"optimizer": …}` is what Lightning takes); all, if the constructor does something with
+    `kwargs`.
     """
     target, names = str(task["_target_"]), [name for name in names if name not in task]
     definition = find_definition(target)
@@ -278,13 +365,19 @@ def accepted(task: Mapping[str, Any], names: Iterable[str] = FACTORIES) -> list[
         return own
     if not derives(definition, ["LightningModule"]):
         return names
-    if not _keeps_keywords(definition):  # LightningModule's own constructor takes any keyword, and fails with each
+    if not _keeps_keywords(
+        definition
+    ):  # LightningModule's own constructor takes any keyword, and fails with each
         return own
     source = "".join(ast.unparse(node) for _, node in lineage(definition))
     whole = re.search(r"\bhparams\b(?!\s*[.\[])", source)  # taken as a whole: anything may read it
     if whole or any(_keyword_uses(init, init) for init in methods_of(definition, ["__init__"])):
         return names
-    return [name for name in names if name in own or re.search(rf"hparams\.{name}\b|[\"']{name}[\"'](?!:)", source)]
+    return [
+        name
+        for name in names
+        if name in own or re.search(rf"hparams\.{name}\b|[\"']{name}[\"'](?!:)", source)
+    ]
 
 
 def unused(task: Mapping[str, Any]) -> list[str]:
@@ -294,7 +387,9 @@ def unused(task: Mapping[str, Any]) -> list[str]:
 
 
 def _keeps_keywords(definition: Definition) -> bool:
-    """Return whether a constructor takes any keyword, and does not pass them on to that of torch's or Lightning's."""
+    """Return whether a constructor takes any keyword, and does not pass them on to that of torch's
+    or Lightning's.
+    """
     for init in methods_of(definition, ["__init__"]):
         if init.args.kwarg is None:
             return False
@@ -306,28 +401,50 @@ def _keeps_keywords(definition: Definition) -> bool:
 def _keyword_uses(node: ast.AST, init: ast.FunctionDef) -> list[ast.Name]:
     """Return where the `**kwargs` of a constructor are named in a part of it."""
     name = init.args.kwarg
-    return [use for use in ast.walk(node) if isinstance(use, ast.Name) and name is not None and use.id == name.arg]
+    return [
+        use
+        for use in ast.walk(node)
+        if isinstance(use, ast.Name) and name is not None and use.id == name.arg
+    ]
 
 
 def _passes_keywords(init: ast.FunctionDef) -> bool:
     """Return whether a constructor passes its `**kwargs` on to another one."""
-    calls = (node for node in ast.walk(init) if isinstance(node, ast.Call) and "__init__" in ast.unparse(node.func))
+    calls = (
+        node
+        for node in ast.walk(init)
+        if isinstance(node, ast.Call) and "__init__" in ast.unparse(node.func)
+    )
     return any(_keyword_uses(call, init) for call in calls)
 
 
 def _taken_keywords(init: ast.FunctionDef) -> list[str]:
-    """Return the names that a constructor takes out of its `**kwargs`: `kwargs.pop("rate", 0.1)`, `kwargs["rate"]`."""
+    """Return the names that a constructor takes out of its `**kwargs`.
+
+    `kwargs.pop("rate", 0.1)`, `kwargs["rate"]`.
+    """
     uses, found = _keyword_uses(init, init), []
     for node in ast.walk(init):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.value in uses:
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.value in uses
+        ):
             found += node.args[:1]
         elif isinstance(node, ast.Subscript) and node.value in uses:
             found.append(node.slice)
-    return [each.value for each in found if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+    return [
+        each.value
+        for each in found
+        if isinstance(each, ast.Constant) and isinstance(each.value, str)
+    ]
 
 
 def derives(definition: Definition, names: Collection[str]) -> bool | None:
-    """Return whether a class is one of `names` or derives from one; None if it is a function, or a base is unknown."""
+    """Return whether a class is one of `names` or derives from one.
+
+    None if it is a function, or a base is unknown.
+    """
     module, node = definition
     if not isinstance(node, ast.ClassDef):
         return None
@@ -349,18 +466,25 @@ def derives(definition: Definition, names: Collection[str]) -> bool | None:
 def methods_of(
     definition: Definition | None, names: Collection[str], *, of_ours: bool = True
 ) -> Iterator[ast.FunctionDef]:
-    """Yield the methods of these names of a class and its readable bases, except torch's and Lightning's.
+    """Yield the methods of these names of a class and its readable bases, except torch's and
+    Lightning's.
 
     Args:
         of_ours: also those of Armature's own classes.
     """
     for module, node in lineage(definition):
         if of_ours or module.split(".")[0] != "armature":
-            yield from (item for item in node.body if isinstance(item, ast.FunctionDef) and item.name in names)
+            yield from (
+                item
+                for item in node.body
+                if isinstance(item, ast.FunctionDef) and item.name in names
+            )
 
 
 def replaced(target: str, names: Collection[str]) -> list[str]:
-    """Return those of the methods that a class, or a base of it that is not ours, replaces without calling super()."""
+    """Return those of the methods that a class, or a base of it that is not ours, replaces without
+    calling super().
+    """
     found = methods_of(find_definition(target), names, of_ours=False)
     return list(dict.fromkeys(item.name for item in found if "super()" not in ast.unparse(item)))
 
@@ -370,11 +494,15 @@ def defaults_of(target: str) -> dict[str, Any]:
     definition = find_definition(target)
     defaults = signature_of(*definition).defaults if definition is not None else {}
     values = {name: annotations.literal(node) for name, node in defaults.items()}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}  # as in YAML
+    return {
+        name: list(value) if isinstance(value, tuple) else value for name, value in values.items()
+    }  # as in YAML
 
 
 def class_attribute(target: str, name: str) -> Any | None:
-    """Return a class attribute that is a literal, from the class that `target` names or from its bases, or None."""
+    """Return a class attribute that is a literal, from the class that `target` names or from its
+    bases, or None.
+    """
     for _, node in lineage(find_definition(target)):
         for item in node.body:
             if isinstance(item, ast.Assign | ast.AnnAssign):
@@ -385,10 +513,14 @@ def class_attribute(target: str, name: str) -> Any | None:
 
 
 def assigns(target: str, name: str, value: Any) -> bool:
-    """Return whether a method of the class that `target` names, or of its bases, sets `self.<name>` to a literal."""
+    """Return whether a method of the class that `target` names, or of its bases, sets `self.<name>`
+    to a literal.
+    """
     for _, node in lineage(find_definition(target)):
         for item in ast.walk(node):
-            if isinstance(item, ast.Assign) and any(ast.unparse(each) == f"self.{name}" for each in item.targets):
+            if isinstance(item, ast.Assign) and any(
+                ast.unparse(each) == f"self.{name}" for each in item.targets
+            ):
                 return annotations.literal(item.value) == value
     return False
 
@@ -396,11 +528,20 @@ def assigns(target: str, name: str, value: Any) -> bool:
 def _function_signature(node: ast.FunctionDef, *, skip_self: bool) -> Signature:
     positional = [*node.args.posonlyargs, *node.args.args]
     arguments = [*positional, *node.args.kwonlyargs][skip_self:]
-    given = zip(positional[::-1], node.args.defaults[::-1], strict=False)  # defaults belong to the last parameters
+    given = zip(
+        positional[::-1], node.args.defaults[::-1], strict=False
+    )  # defaults belong to the last parameters
     keywords = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
-    defaults = {argument.arg: default for argument, default in (*given, *keywords) if default is not None}
+    defaults = {
+        argument.arg: default for argument, default in (*given, *keywords) if default is not None
+    }
     required = [argument.arg for argument in arguments if argument.arg not in defaults]
-    return Signature({a.arg: a.annotation for a in arguments}, defaults, required, open=node.args.kwarg is not None)
+    return Signature(
+        {a.arg: a.annotation for a in arguments},
+        defaults,
+        required,
+        open=node.args.kwarg is not None,
+    )
 
 
 def near_definition(target: str) -> str:
@@ -414,5 +555,7 @@ def near_definition(target: str) -> str:
 
 
 def defines(target: str, method: str) -> bool:
-    """Return whether the class that `target` names, or a base of it outside of torch and Lightning, has a method."""
+    """Return whether the class that `target` names, or a base of it outside of torch and Lightning,
+    has a method.
+    """
     return any(methods_of(find_definition(target), [method]))

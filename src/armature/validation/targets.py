@@ -1,8 +1,11 @@
-"""Check everything that a configuration would call: may it be called, does it exist, does it take these arguments.
+"""Check everything that a configuration would call: may it be called, does it exist, does it take
+these arguments.
 
-A config.yaml can come from a stranger, and whatever a `_target_` names is imported and called. It must be a class or a
-function that builds something, in a package that this installation allows. What calls others by name, or loads
-pickles, is refused in every package. The module that *defines* a class or function decides: a name that some other
+A config.yaml can come from a stranger, and whatever a `_target_` names is imported and called. It
+must be a class or a function that builds something, in a package that this installation allows.
+What calls others by name, or loads
+pickles, is refused in every package. The module that *defines* a class or function decides: a name
+that some other
 module merely imported is no way around the rules. The user's own packages in src/ are trusted.
 """
 
@@ -25,37 +28,96 @@ from armature.errors import ConfigError, error_line
 from armature.validation import signatures
 from armature.validation.signatures import Definition
 
-_SOURCES = Path(__file__).parents[2]  # src/: a user's own package next to ours may be named in `_target_`
+_SOURCES = Path(__file__).parents[
+    2
+]  # src/: a user's own package next to ours may be named in `_target_`
 _KEY = "launch.allowed_packages"
 # inside these packages, only these parts may be named
 CLASSES = {
-    "armature": ("models", "tasks", "data", "optim", "strategies", "callbacks", "loggers", "finetune.lora"),
+    "armature": (
+        "models",
+        "tasks",
+        "data",
+        "optim",
+        "strategies",
+        "callbacks",
+        "loggers",
+        "finetune.lora",
+    ),
     "torch": ("nn", "optim", "utils.data"),
     "lightning": tuple(
         f"{side}.{part}"
         for side in ("pytorch", "fabric")
-        for part in ("accelerators", "callbacks", "core", "demos.boring_classes", "demos.transformer", "loggers",
-                     "plugins", "profilers", "strategies")
+        for part in (
+            "accelerators",
+            "callbacks",
+            "core",
+            "demos.boring_classes",
+            "demos.transformer",
+            "loggers",
+            "plugins",
+            "profilers",
+            "strategies",
+        )
     ),
     "torchmetrics": ("",),
-}  # fmt: skip
+}
 FUNCTIONS = {
     "armature": ("optim", "strategies.auto"),
     "torch": ("nn.functional", "nn.init", "nn.utils.parametrizations", "optim"),
     "lightning": (),
     "torchmetrics": ("functional",),
 }
-# refused also if their package is allowed: they call what they are given by name, load pickles, or change files
+# refused also if their package is allowed: they call what they are given by name, load pickles, or
+# change files
 NEVER = (
-    "hydra", "omegaconf", "joblib", "cloudpickle", "dill", "fsspec", "lightning.pytorch.cli", "lightning.fabric.cli",
-    "numpy.load", "numpy.fromfile", "numpy.memmap", "numpy.save", "numpy.savez", "numpy.lib", "numpy.f2py",
-    "numpy.distutils", "numpy.testing", "pandas.read_pickle", "pandas.io.pickle", "pandas.eval",
-    "torch.hub", "torch.load", "torch.save", "torch.serialization", "torch.jit", "torch.package", "torch.export",
-    "torch.compile", "torch.ops", "torch.distributed", "torch.multiprocessing", "torch.utils.cpp_extension",
-    "torch.utils.model_zoo", "torch.utils.bottleneck", "torch.utils.checkpoint", "setuptools", "pip", "pkg_resources",
-)  # fmt: skip
+    "hydra",
+    "omegaconf",
+    "joblib",
+    "cloudpickle",
+    "dill",
+    "fsspec",
+    "lightning.pytorch.cli",
+    "lightning.fabric.cli",
+    "numpy.load",
+    "numpy.fromfile",
+    "numpy.memmap",
+    "numpy.save",
+    "numpy.savez",
+    "numpy.lib",
+    "numpy.f2py",
+    "numpy.distutils",
+    "numpy.testing",
+    "pandas.read_pickle",
+    "pandas.io.pickle",
+    "pandas.eval",
+    "torch.hub",
+    "torch.load",
+    "torch.save",
+    "torch.serialization",
+    "torch.jit",
+    "torch.package",
+    "torch.export",
+    "torch.compile",
+    "torch.ops",
+    "torch.distributed",
+    "torch.multiprocessing",
+    "torch.utils.cpp_extension",
+    "torch.utils.model_zoo",
+    "torch.utils.bottleneck",
+    "torch.utils.checkpoint",
+    "setuptools",
+    "pip",
+    "pkg_resources",
+)
 CONVERSIONS = ("none", "partial", "object", "all")  # Hydra's _convert_
-PLAIN = ("collections", "datetime", "decimal", "fractions", "pathlib")  # of the standard library, harmless classes
+PLAIN = (
+    "collections",
+    "datetime",
+    "decimal",
+    "fractions",
+    "pathlib",
+)  # of the standard library, harmless classes
 ROLES = {  # group → base classes of which one is needed
     "callbacks": ("Callback",),
     "logger": ("Logger",),
@@ -71,32 +133,47 @@ PASSED_BY_NAME = {"task": signatures.FACTORIES, "scheduler": ("total_steps",)}
 
 
 def check(cfg: DictConfig, *, overrides: Sequence[str] = (), packages: Sequence[str] = ()) -> None:
-    """Resolve a run's configuration in place, and raise ConfigError if it would call what this installation forbids.
+    """Resolve a run's configuration in place, and raise ConfigError if it would call what this
+    installation forbids.
 
     Interpolations are resolved first, so that what was checked is what is called.
 
     Args:
-        overrides: typed by the user of this command; they may allow packages (launch.allowed_packages=[…]), which
-            the run's own config.yaml may not.
+        overrides: typed by the user of this command; they may allow packages
+            (launch.allowed_packages=[…]), which the run's own config.yaml may not.
         packages: allowed by the caller besides.
     """
     config.require_groups(cfg, Path(str(OmegaConf.select(cfg, "run.dir"))) / "config.yaml")
-    typed = next((each.partition("=")[2] for each in overrides if each.lstrip("+").partition("=")[0] == _KEY), None)
+    typed = next(
+        (
+            each.partition("=")[2]
+            for each in overrides
+            if each.lstrip("+").partition("=")[0] == _KEY
+        ),
+        None,
+    )
     named = OmegaConf.from_dotlist([f"value={typed}"]).value if typed is not None else []
     try:
         OmegaConf.resolve(cfg)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{OmegaConf.select(cfg, 'run.dir')}/config.yaml: {error_line(error)}.") from error
+        raise ConfigError(
+            f"{OmegaConf.select(cfg, 'run.dir')}/config.yaml: {error_line(error)}."
+        ) from error
     found = problems(OmegaConf.to_container(cfg), [*installed(), *map(str, named or []), *packages])
     if found:
         raise ConfigError(found)
 
 
 def installed() -> list[str]:
-    """Return the packages that the configuration files of this installation allow, and the user's own in src/."""
+    """Return the packages that the configuration files of this installation allow, and the user's
+    own in src/.
+    """
     files = [config.CONFIGS / "launch" / "default.yaml", config.CONFIGS / "local" / "default.yaml"]
     found = [OmegaConf.load(file) for file in files if file.is_file()]
-    lists = [OmegaConf.select(found[0], "allowed_packages"), *(OmegaConf.select(each, _KEY) for each in found[1:])]
+    lists = [
+        OmegaConf.select(found[0], "allowed_packages"),
+        *(OmegaConf.select(each, _KEY) for each in found[1:]),
+    ]
     return [*dict.fromkeys([*(str(name) for names in lists for name in names or ()), *own()])]
 
 
@@ -106,17 +183,22 @@ def own() -> list[str]:
 
 
 def problems(cfg: Any, allowed: Sequence[str]) -> list[str]:
-    """Return what is wrong with any `_target_` node of a resolved configuration and with its arguments."""
+    """Return what is wrong with any `_target_` node of a resolved configuration and with its
+    arguments.
+    """
     found = [*_shape_problems(cfg)] if isinstance(cfg, dict) else []
     for path, node, complete in _nodes(cfg):
         found += _node_problems(path, node, allowed, complete=complete)
     return found
 
 
-def _nodes(node: Any, path: str = "", *, complete: bool = True) -> Iterator[tuple[str, dict[str, Any], bool]]:
+def _nodes(
+    node: Any, path: str = "", *, complete: bool = True
+) -> Iterator[tuple[str, dict[str, Any], bool]]:
     """Yield each mapping that Hydra would call, with its key, in mappings and lists at any depth.
 
-    The third value is False below `_recursive_: false`, where the object above calls it, maybe with more arguments.
+    The third value is False below `_recursive_: false`, where the object above calls it, maybe with
+    more arguments.
     """
     if isinstance(node, dict):
         if "_target_" in node:
@@ -129,11 +211,16 @@ def _nodes(node: Any, path: str = "", *, complete: bool = True) -> Iterator[tupl
             yield from _nodes(value, f"{path}[{i}]", complete=complete)
 
 
-def _node_problems(path: str, node: dict[str, Any], allowed: Sequence[str], *, complete: bool) -> list[str]:
+def _node_problems(
+    path: str, node: dict[str, Any], allowed: Sequence[str], *, complete: bool
+) -> list[str]:
     """Return what is wrong with one `_target_` node; those below it are not looked at."""
     target = node["_target_"]
     if not isinstance(target, str) or not all(part.isidentifier() for part in target.split(".")):
-        return [f"{path}._target_={target}: must be the dotted name of a class, as in 'torch.optim.AdamW'."]
+        return [
+            f"{path}._target_={target}: must be the dotted name of a class, as in "
+            "'torch.optim.AdamW'."
+        ]
     found = [
         f"{path}.{key}={node[key]!r}: must be true or false."
         for key in ("_partial_", "_recursive_")
@@ -148,9 +235,16 @@ def _node_problems(path: str, node: dict[str, Any], allowed: Sequence[str], *, c
         return [refused]
     definition = signatures.find_definition(target)
     if definition is None:
-        if signatures.is_assigned(target) or (target.split(".")[0] not in CLASSES and signatures.is_lazy(target)):
-            return found  # no source to read: made by another function, as torch.nn.functional.gelu, or made on demand
-        return [f"{path}._target_={target}: there is no such class or function.{signatures.near_definition(target)}"]
+        if signatures.is_assigned(target) or (
+            target.split(".")[0] not in CLASSES and signatures.is_lazy(target)
+        ):
+            # no source to read: made by another function, as torch.nn.functional.gelu, or made on
+            # demand
+            return found
+        return [
+            f"{path}._target_={target}: there is no such class or "
+            f"function.{signatures.near_definition(target)}"
+        ]
     found += signatures.argument_problems(path, node, definition)
     return found or _role_problems(path, node, definition, complete=complete)
 
@@ -166,14 +260,23 @@ def _forbidden(path: str, target: str, allowed: Sequence[str]) -> str | None:
     if not _under(target, allowed):
         package = target.split(".")[0]
         if (twin := namesakes.twin_of(target)) and _under(twin, allowed):
-            return f"{what}: the classes that train here are lightning's. Type {path}._target_={twin}."
+            return (
+                f"{what}: the classes that train here are lightning's. Type {path}._target_={twin}."
+            )
         if (_SOURCES / package).is_dir():
-            return f"{what}: src/{package} is no package. Add an empty file: touch src/{package}/__init__.py"
+            return (
+                f"{what}: src/{package} is no package. Add an empty file: touch "
+                f"src/{package}/__init__.py"
+            )
         near = difflib.get_close_matches(package, allowed, n=1, cutoff=0.7)
         if near and importlib.util.find_spec(package) is None:
-            return f"{what}: there is no package '{package}'. Did you mean '{near[0]}{target.removeprefix(package)}'?"
+            return (
+                f"{what}: there is no package '{package}'. Did you mean "
+                f"'{near[0]}{target.removeprefix(package)}'?"
+            )
         return (
-            f"{what}: only packages in launch.allowed_packages may be called ({', '.join(allowed)}). "
+            f"{what}: only packages in launch.allowed_packages may be called "
+            f"({', '.join(allowed)}). "
             f"If you trust it: '{_KEY}=[{','.join([*dict.fromkeys([*allowed, package])])}]'."
         )
     definition = signatures.find_definition(target)
@@ -182,28 +285,39 @@ def _forbidden(path: str, target: str, allowed: Sequence[str]) -> str | None:
     module, node = definition
     defined, is_class = f"{module}.{node.name}", isinstance(node, ast.ClassDef)
     top, home = target.split(".")[0], module.split(".")[0]
-    if home == f"_py{top}" and top in sys.stdlib_module_names:  # what Python's library has in C, written in Python
+    if (
+        home == f"_py{top}" and top in sys.stdlib_module_names
+    ):  # what Python's library has in C, written in Python
         home, defined = top, target
     if home != top and not _under(defined, allowed):
         return (
-            f"{what}: it is defined in {module}, which is not in launch.allowed_packages. Name your own class in src/."
+            f"{what}: it is defined in {module}, which is not in launch.allowed_packages. Name "
+            "your own class in src/."
         )
     private = top in CLASSES and "._" in target
-    return _refusal(what, "os" if private else target, is_class=is_class) or _refusal(what, defined, is_class=is_class)
+    return _refusal(what, "os" if private else target, is_class=is_class) or _refusal(
+        what, defined, is_class=is_class
+    )
 
 
 def _refusal(what: str, name: str, *, is_class: bool) -> str | None:
     top, _, rest = name.partition(".")
     kind = "class" if is_class else "function"
     remedy = (
-        f"Name a class that builds one thing; what else you need belongs into a {kind} of your own package in src/."
+        f"Name a class that builds one thing; what else you need belongs into a {kind} of "
+        "your own package in src/."
     )
     if _under(name, NEVER) or (top in sys.stdlib_module_names and top not in PLAIN):
-        return f"{what}: it can run other code or change files, so a configuration may not name it. {remedy}"
+        return (
+            f"{what}: it can run other code or change files, so a configuration may not name "
+            f"it. {remedy}"
+        )
     if top not in CLASSES:
         return None
     places = (CLASSES if is_class else FUNCTIONS)[top]
-    package_root = is_class and rest.count(".") <= (1 if top == "lightning" else 0)  # re-exported, as armature.X
+    package_root = is_class and rest.count(".") <= (
+        1 if top == "lightning" else 0
+    )  # re-exported, as armature.X
     if not (_under(rest, places) or package_root):
         return f"{what}: a configuration may not name this {kind} of {top}. {remedy}"
     return None
@@ -220,32 +334,56 @@ def _shape_problems(cfg: dict[str, Any]) -> Iterator[str]:
         for name, node in members.items():
             if not isinstance(node, dict) or "_target_" not in node:
                 option = (config.CONFIGS / group / f"{name}.yaml").is_file()
-                listed = f"{group}={name} (in an experiment: override /{group}: [{name}]), or " if option else ""
+                listed = (
+                    f"{group}={name} (in an experiment: override /{group}: [{name}]), or "
+                    if option
+                    else ""
+                )
                 remedy = f"Remove it, or type {listed}+{group}.{name}._target_=package.Class"
                 yield f"{group}.{name}={node!r}: has no _target_. {remedy}."
     for group in ("task", "model", "data", "optimizer", "strategy"):
         if group in cfg and (not isinstance(cfg[group], dict) or "_target_" not in cfg[group]):
             yield f"{group}._target_ is missing, the class to build. Type {group}=NAME, a file of configs/{group}/."
-    if (scheduler := cfg.get("scheduler")) and (not isinstance(scheduler, dict) or "_target_" not in scheduler):
+    if (scheduler := cfg.get("scheduler")) and (
+        not isinstance(scheduler, dict) or "_target_" not in scheduler
+    ):
         yield "scheduler._target_ is missing, the function to call. Type scheduler=NAME, a file of configs/scheduler/."
 
 
-def _role_problems(path: str, node: dict[str, Any], definition: Definition, *, complete: bool) -> list[str]:
-    """Return whether a group's own class is of the wrong kind, or lacks arguments that nobody else passes."""
+def _role_problems(
+    path: str, node: dict[str, Any], definition: Definition, *, complete: bool
+) -> list[str]:
+    """Return whether a group's own class is of the wrong kind, or lacks arguments that nobody else
+    passes.
+    """
     group, _, rest = path.partition(".")
-    if group not in ROLES or "." in rest or "[" in rest or bool(rest) != (group in ("callbacks", "logger")):
+    if (
+        group not in ROLES
+        or "." in rest
+        or "[" in rest
+        or bool(rest) != (group in ("callbacks", "logger"))
+    ):
         if node.get("_partial_") or not complete:
             return []
         return _missing(path, node, definition, passed=0, by_name=())
     target, kinds = node["_target_"], ROLES[group]
     if signatures.derives(definition, kinds) is False:
-        return [f"{path}._target_={target}: is no {kinds[0]}, which {group} needs. Name a class that derives from one."]
+        return [
+            f"{path}._target_={target}: is no {kinds[0]}, which {group} needs. Name a class that "
+            "derives from one."
+        ]
     partial = bool(node.get("_partial_"))
     if group in PASSED and not partial:
         given = node.get("_partial_")
-        return [f"{path}._partial_={given}: the task calls it with its parameters. Type {path}._partial_=true."]
+        return [
+            f"{path}._partial_={given}: the task calls it with its parameters. Type "
+            f"{path}._partial_=true."
+        ]
     if partial and group not in PASSED and group != "model":
-        return [f"{path}._partial_=true: the run builds it at once. Remove the line, or type {path}._partial_=false."]
+        return [
+            f"{path}._partial_=true: the run builds it at once. Remove the line, or type "
+            f"{path}._partial_=false."
+        ]
     by_name = PASSED_BY_NAME.get(group, ())
     return _missing(path, node, definition, passed=PASSED.get(group, 0), by_name=by_name)
 
@@ -255,6 +393,12 @@ def _missing(
 ) -> list[str]:
     if node.get("_args_"):
         return []
-    required = [name for name in signatures.signature_of(*definition).required[passed:] if name not in by_name]
+    required = [
+        name
+        for name in signatures.signature_of(*definition).required[passed:]
+        if name not in by_name
+    ]
     lacking = [name for name in required if name not in node]
-    return [f"{path}.{name}: {node['_target_']} needs it. Type +{path}.{name}=…" for name in lacking]
+    return [
+        f"{path}.{name}: {node['_target_']} needs it. Type +{path}.{name}=…" for name in lacking
+    ]

@@ -1,4 +1,6 @@
-"""The words of a command line: what `python train.py --help` prints, and what is said of words in the wrong place."""
+"""The words of a command line: what `python train.py --help` prints, and what is said of words in
+the wrong place.
+"""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -66,7 +68,9 @@ def _group(folder: Path) -> str:
 
 
 def misplaced(words: Sequence[str]) -> list[str]:
-    """Return what to type instead of words that no option of the command takes, where they stand."""
+    """Return what to type instead of words that no option of the command takes, where they
+    stand.
+    """
     hyphens = [each for each in words if each.startswith("-")]
     behind = [each for each in words if each not in hyphens]
     found = [
@@ -76,21 +80,32 @@ def misplaced(words: Sequence[str]) -> list[str]:
         for each in hyphens
     ]
     if behind and not hyphens:
-        found.append(f"{' '.join(behind)}: not read, since an option stands before. Type options such as -m first.")
+        found.append(
+            f"{' '.join(behind)}: not read, since an option stands before. Type options such as -m "
+            "first."
+        )
     return found
 
 
 def repeated(overrides: Sequence[str]) -> list[str]:
-    """Return a line for each key with several values, of which Hydra takes the last. The values may be secret."""
+    """Return a line for each key with several values, of which Hydra takes the last.
+
+    The values may be secret.
+    """
     values: dict[str, set[str]] = {}
     for each in overrides:
         key, _, value = each.lstrip("+").partition("=")
         values.setdefault(key, set()).add(value)
-    return [f"{key} has {len(each)} values here: the last one counts." for key, each in values.items() if len(each) > 1]
+    return [
+        f"{key} has {len(each)} values here: the last one counts."
+        for key, each in values.items()
+        if len(each) > 1
+    ]
 
 
 def option_problems(typed: Sequence[str], options: Mapping[str, Any]) -> list[str]:
-    """Return what to type instead of each KEY=VALUE that a script takes as an option, or as the path of its run.
+    """Return what to type instead of each KEY=VALUE that a script takes as an option, or as the
+    path of its run.
 
     Args:
         options: the script's, with their values.
@@ -101,7 +116,10 @@ def option_problems(typed: Sequence[str], options: Mapping[str, Any]) -> list[st
         if key == "ckpt_path":
             found.append(f"{each}: type the path alone, in the place of the run directory.")
         elif (name := key.replace("-", "_")) in options and name not in keys:
-            words = [f"--{name.replace('_', '-')}", *([] if isinstance(options[name], bool) else [value])]
+            words = [
+                f"--{name.replace('_', '-')}",
+                *([] if isinstance(options[name], bool) else [value]),
+            ]
             found.append(f"{each}: here it is an option. Type {' '.join(words)}.")
     return found
 

@@ -1,4 +1,6 @@
-"""Check the values of a composed configuration that have a range, a fixed set of choices, or must not be secret."""
+"""Check the values of a composed configuration that have a range, a fixed set of choices, or must
+not be secret.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,15 @@ from armature.validation.rules import Rule
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "trainer.accelerator": ("auto", "cpu", "gpu", "mps"),
-    "trainer.precision": ("auto", "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true"),
+    "trainer.precision": (
+        "auto",
+        "32-true",
+        "bf16-mixed",
+        "bf16-true",
+        "16-mixed",
+        "16-true",
+        "64-true",
+    ),
     "trainer.gradient_clip_algorithm": ("norm", "value"),
     "trainer.on_nan": ("stop", "skip", "rollback", "ignore"),
     "trainer.matmul_precision": ("highest", "high", "medium"),
@@ -72,11 +82,21 @@ _URL_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s:@]*:[^/\s@]+@", re.IGNORE
 
 def problems(cfg: DictConfig, plain: dict[str, Any]) -> list[str]:
     """Return every value out of its range; `plain` is the resolved configuration."""
-    found = [*_choices(plain, CHOICES), *_ranges(plain, RANGES), *_trainer(plain), *_not_finite(plain), *_names(plain)]
+    found = [
+        *_choices(plain, CHOICES),
+        *_ranges(plain, RANGES),
+        *_trainer(plain),
+        *_not_finite(plain),
+        *_names(plain),
+    ]
     found += [*_optimizer(plain.get("optimizer")), *_arguments(plain), *secrets(cfg)]
     ours = _ours(plain)
-    found += _choices(plain, {key: names for key, names in OWN_CHOICES.items() if key.split(".")[0] in ours})
-    found += _ranges(plain, {key: rule for key, rule in OWN_RANGES.items() if key.split(".")[0] in ours})
+    found += _choices(
+        plain, {key: names for key, names in OWN_CHOICES.items() if key.split(".")[0] in ours}
+    )
+    found += _ranges(
+        plain, {key: rule for key, rule in OWN_RANGES.items() if key.split(".")[0] in ours}
+    )
     return found
 
 
@@ -89,7 +109,9 @@ def problems_of(keys: Sequence[str], plain: dict[str, Any]) -> list[str]:
 
 def _ours(plain: dict[str, Any]) -> list[str]:
     """Return the groups whose class is ours."""
-    return [group for group in ("task", "data", "scheduler", "strategy") if _is_ours(plain.get(group))]
+    return [
+        group for group in ("task", "data", "scheduler", "strategy") if _is_ours(plain.get(group))
+    ]
 
 
 # ---------------------------------------------------------------- ranges
@@ -121,9 +143,13 @@ RANGES: dict[str, Rule] = {
     "launch.hang_timeout": lambda value: None if value == "auto" else _seconds(value),
     "launch.stop_minutes_before_limit": rules.number(above=0, most=LONGEST / 60, null="never"),
     "launch.grace_seconds": rules.number(least=0, most=LONGEST),
-    "launch.rdzv_endpoint": rules.text("HOST:PORT of the first machine", null="none", form=r"\S+:\d{1,5}"),
+    "launch.rdzv_endpoint": rules.text(
+        "HOST:PORT of the first machine", null="none", form=r"\S+:\d{1,5}"
+    ),
     "launch.allowed_packages": rules.packages,
-    "data.eval_batch_size": rules.number(least=1, most=LARGEST_BATCH, whole=True, null="the data module's own"),
+    "data.eval_batch_size": rules.number(
+        least=1, most=LARGEST_BATCH, whole=True, null="the data module's own"
+    ),
     "data.num_workers": rules.number(least=0, most=1024, whole=True),
     "data.train_limit": lambda value: None if value == "batch" else _limit(value),
 }
@@ -165,7 +191,9 @@ OWN_RANGES: dict[str, Rule] = {  # where the group's class is ours
     "data.source.val_fraction": rules.number(least=0, below=0.9),
     "data.source.test_fraction": rules.number(least=0, below=0.9),
 }
-OPTIMIZER: dict[str, Rule] = {  # names that most optimizers share; torch's would refuse the values in the rank
+OPTIMIZER: dict[
+    str, Rule
+] = {  # names that most optimizers share; torch's would refuse the values in the rank
     "optimizer.lr": rules.number(above=0),
     "optimizer.weight_decay": rules.number(least=0),
     "optimizer.eps": rules.number(least=0),
@@ -174,7 +202,9 @@ OPTIMIZER: dict[str, Rule] = {  # names that most optimizers share; torch's woul
     "optimizer.base_width": rules.number(least=1, whole=True, null="no scaling"),
 }
 _of_bytes = rules.number(least=257, most=2**24, whole=True)
-_bytes_and_end = {"vocab_size": lambda value: None if _size(value) else _of_bytes(value)}  # one problem at a time
+_bytes_and_end = {
+    "vocab_size": lambda value: None if _size(value) else _of_bytes(value)
+}  # one problem at a time
 ARGUMENTS: dict[str, dict[str, Rule]] = {  # by the class, which would refuse them in the rank
     "armature.data.image_folder.ImageFolderData": {
         "size": rules.number(least=1, most=2**16, whole=True),
@@ -196,7 +226,10 @@ ARGUMENTS: dict[str, dict[str, Rule]] = {  # by the class, which would refuse th
     },
     "armature.data.hf.HFData": {"data_files": rules.files},
     "armature.data.streamed_text.Shards": _bytes_and_end,
-    "armature.data.mixture.MixtureData": {"paths": rules.named_paths, "weights": rules.named_weights},
+    "armature.data.mixture.MixtureData": {
+        "paths": rules.named_paths,
+        "weights": rules.named_weights,
+    },
     "armature.callbacks.ema.EMA": {"decay": rules.number(above=0, below=1)},
     "armature.callbacks.monitors.Monitors": {
         "peak_tflops": rules.number(above=0, null="the device's own"),
@@ -224,7 +257,10 @@ def _select(plain: dict[str, Any], key: str) -> Any:
 
 
 def _is_ours(node: Any) -> bool:
-    return isinstance(node, dict) and str(node.get("_target_")).split(".")[0] in ("armature", "example")
+    return isinstance(node, dict) and str(node.get("_target_")).split(".")[0] in (
+        "armature",
+        "example",
+    )
 
 
 def _ranges(plain: dict[str, Any], ranges: dict[str, Rule]) -> Iterator[str]:
@@ -236,12 +272,18 @@ def _ranges(plain: dict[str, Any], ranges: dict[str, Rule]) -> Iterator[str]:
 
 def _arguments(plain: dict[str, Any]) -> Iterator[str]:
     callbacks = plain.get("callbacks")
-    nodes = {f"callbacks.{name}": node for name, node in callbacks.items()} if isinstance(callbacks, dict) else {}
+    nodes = (
+        {f"callbacks.{name}": node for name, node in callbacks.items()}
+        if isinstance(callbacks, dict)
+        else {}
+    )
     data = plain.get("data")
     source = data.get("source") if isinstance(data, dict) else None
     nodes |= {"data": data, "data.source": source}
     optimizer = plain.get("optimizer")
-    if isinstance(optimizer, dict) and optimizer.get("precision") != plain["trainer"]["precision"]:  # reported there
+    if (
+        isinstance(optimizer, dict) and optimizer.get("precision") != plain["trainer"]["precision"]
+    ):  # reported there
         nodes["optimizer"] = optimizer
     for path, node in nodes.items():
         ranges = ARGUMENTS.get(str(node.get("_target_")), {}) if isinstance(node, dict) else {}
@@ -264,7 +306,9 @@ def _shown(value: Any) -> str:
 def _choices(plain: dict[str, Any], choices: dict[str, tuple[Any, ...]]) -> Iterator[str]:
     for key, names in choices.items():
         value = _select(plain, key)
-        known = any(value is name for name in names) if isinstance(value, bool) else value in names  # True equals 1
+        known = (
+            any(value is name for name in names) if isinstance(value, bool) else value in names
+        )  # True equals 1
         if value is _UNSET or known:
             continue
         texts = [_shown(name) for name in names]
@@ -284,9 +328,11 @@ def _trainer(plain: dict[str, Any]) -> Iterator[str]:
     monitored = checkpoint["keep_best"] and str(checkpoint["monitor"]).startswith("val/")
     if trainer["limit_val_batches"] == 0 and monitored:
         log.warning(
-            "trainer.limit_val_batches=0 switches validation off: checkpoint.monitor=%s is never known, so no "
-            "checkpoint is kept as best. Type trainer.limit_val_batches=null for all batches.", checkpoint["monitor"],
-        )  # fmt: skip
+            "trainer.limit_val_batches=0 switches validation off: checkpoint.monitor=%s is never "
+            "known, so no "
+            "checkpoint is kept as best. Type trainer.limit_val_batches=null for all batches.",
+            checkpoint["monitor"],
+        )
 
 
 def _not_finite(plain: dict[str, Any]) -> Iterator[str]:
@@ -295,17 +341,27 @@ def _not_finite(plain: dict[str, Any]) -> Iterator[str]:
     for group, node in plain.items():
         if group in ("trainer", "checkpoint", "launch", "optimizer", "scheduler") or _is_ours(node):
             for path, value in walk(node, f"{group}."):
-                if isinstance(value, float) and not math.isfinite(value) and path.partition("[")[0] not in known:
+                if (
+                    isinstance(value, float)
+                    and not math.isfinite(value)
+                    and path.partition("[")[0] not in known
+                ):
                     yield f"{path}={value}: must be a finite number."
 
 
 def _optimizer(node: Any) -> Iterator[str]:
-    """Yield what torch's optimizers would refuse in the rank, by the names that most optimizers share."""
+    """Yield what torch's optimizers would refuse in the rank, by the names that most optimizers
+    share.
+    """
     if not isinstance(node, dict):
         return
     for key, rule in OPTIMIZER.items():
         value = node.get(key.removeprefix("optimizer."))
-        if value is not None and not isinstance(value, list | dict) and (wrong := rule(value)) is not None:
+        if (
+            value is not None
+            and not isinstance(value, list | dict)
+            and (wrong := rule(value)) is not None
+        ):
             yield f"{key}={_shown(value)}: {wrong}.{quotes_hint(key, value, rule)}"
     if node.get("nesterov") is True and not node.get("momentum"):
         yield "optimizer.nesterov=true needs momentum. Type optimizer.momentum=0.9, or optimizer.nesterov=false."
@@ -333,7 +389,10 @@ def _names(plain: dict[str, Any]) -> Iterator[str]:
 
 
 def switch_problems(overrides: Sequence[str]) -> list[str]:
-    """Return typed values of true-or-false keys that are numbers: OmegaConf makes true of any but 0."""
+    """Return typed values of true-or-false keys that are numbers.
+
+    OmegaConf makes true of any but 0.
+    """
     switches = {
         f"{group.name}.{each.name}"
         for group in fields(Config)
@@ -352,7 +411,10 @@ def switch_problems(overrides: Sequence[str]) -> list[str]:
 
 # ---------------------------------------------------------------- secrets
 def secrets(cfg: DictConfig) -> Iterator[str]:
-    """Yield keys whose typed values look secret, because config.yaml would hold them. The values are not shown."""
+    """Yield keys whose typed values look secret, because config.yaml would hold them.
+
+    The values are not shown.
+    """
     for path, value in walk(OmegaConf.to_container(cfg, resolve=False)):
         if not isinstance(value, str) or not value or "${" in value:
             continue
@@ -365,15 +427,21 @@ def secrets(cfg: DictConfig) -> Iterator[str]:
 
 
 def hide_secrets(cfg: DictConfig) -> None:
-    """Keep environment variables out of messages and logs if they, or the keys that refer to them, are secret."""
+    """Keep environment variables out of messages and logs if they, or the keys that refer to them,
+    are secret.
+    """
     for path, value in walk(OmegaConf.to_container(cfg, resolve=False)):
-        for name in re.findall(r"\$\{oc\.env:([A-Za-z_]\w*)", value) if isinstance(value, str) else ():
+        for name in (
+            re.findall(r"\$\{oc\.env:([A-Za-z_]\w*)", value) if isinstance(value, str) else ()
+        ):
             if is_secret(name) or is_secret(_leaf(path)):
                 hide([os.environ.get(name, "")])
 
 
 def without_secrets(value: Any, *, name: str = "") -> Any:
-    """Return hyperparameters in which texts that are secret by their name, and secret variables, are masked."""
+    """Return hyperparameters in which texts that are secret by their name, and secret variables,
+    are masked.
+    """
     if OmegaConf.is_config(value):
         value = OmegaConf.to_container(value, resolve=True)
     if isinstance(value, dict):
@@ -396,7 +464,13 @@ def is_secret(name: str) -> bool:
 
 def walk(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the full key and the value of every entry, in mappings and lists at any depth."""
-    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    items = (
+        node.items()
+        if isinstance(node, dict)
+        else enumerate(node)
+        if isinstance(node, list)
+        else ()
+    )
     for key, value in items:
         path = f"{prefix.rstrip('.')}[{key}]" if isinstance(node, list) else f"{prefix}{key}"
         yield path, value

@@ -35,14 +35,19 @@ class Conversation:
 
     @property
     def place(self) -> float:
-        """A number in [0, 1) that depends on the content alone: equal conversations are never in two splits."""
-        return sources.hash_place(json.dumps([self.messages, self.tools], sort_keys=True, ensure_ascii=False))
+        """A number in [0, 1) that depends on the content alone: equal conversations are never in
+        two splits.
+        """
+        return sources.hash_place(
+            json.dumps([self.messages, self.tools], sort_keys=True, ensure_ascii=False)
+        )
 
 
 def read(files: list[SourceFile], parse: Callable[..., T]) -> Iterator[T]:
     """Yield what `parse(record, where=…)` makes of each line.
 
-    Raises ConfigError with the bad lines: each problem once, with the number of lines that have it, and at most ten.
+    Raises ConfigError with the bad lines: each problem once, with the number of lines that have it,
+    and at most ten.
     """
     found: dict[str, list[str]] = {}  # where it is, by what is wrong
     lines = 0
@@ -74,8 +79,9 @@ def _counted(found: dict[str, list[str]]) -> list[str]:
 def parse(record: object, *, where: str) -> Conversation:
     """Return the conversation of one record. Raises ConfigError.
 
-    A record has `messages`, or `prompt` and `completion`, each a text or a list of messages; of these only the
-    completion is learned. `tools` go to the chat template. An assistant message with `"weight": 0` is not learned.
+    A record has `messages`, or `prompt` and `completion`, each a text or a list of messages; of
+    these only the completion is learned. `tools` go to the chat template. An assistant message with
+    `"weight": 0` is not learned.
     """
     if not isinstance(record, dict):
         raise ConfigError(f"{where}: {sources.shown(record)} is no object. Write {FORM}.")
@@ -87,17 +93,25 @@ def parse(record: object, *, where: str) -> Conversation:
         first = len(prompt)
     else:
         there = ", ".join(map(str, sorted(record))) or "nothing"
-        raise ConfigError(f"{where}: neither messages, nor prompt and completion (there: {there}). Write {FORM}.")
+        raise ConfigError(
+            f"{where}: neither messages, nor prompt and completion (there: {there}). Write {FORM}."
+        )
     learned = learned_of(read, first)
     if not learned:
         unlearned = any(message["role"] == "assistant" for message in read[first:])
-        found = "all messages of the role assistant have weight 0" if unlearned else "no message of the role assistant"
+        found = (
+            "all messages of the role assistant have weight 0"
+            if unlearned
+            else "no message of the role assistant"
+        )
         raise ConfigError(f"{where}: {found}, so there is nothing to learn. Remove the line.")
     return Conversation(where, read, tools(record, where=where), learned)
 
 
 def learned_of(read: list[Message], first: int) -> tuple[int, ...]:
-    """Return the indices from `first` on of assistant messages that are learned, and remove all messages' weights."""
+    """Return the indices from `first` on of assistant messages that are learned, and remove all
+    messages' weights.
+    """
     learned = tuple(
         i for i, message in enumerate(read)
         if i >= first and message["role"] == "assistant" and message.get("weight", 1)
@@ -111,42 +125,65 @@ def tools(record: dict[str, Any], *, where: str) -> list[Any] | None:
     """Return a record's tools. Raises ConfigError."""
     found = record.get("tools")
     if found is not None and not isinstance(found, list):
-        raise ConfigError(f"{where}: tools must be a list. Got {sources.shown(found)}. Write a list of JSON schemas.")
+        raise ConfigError(
+            f"{where}: tools must be a list. Got {sources.shown(found)}. Write a list of JSON "
+            "schemas."
+        )
     return found or None
 
 
 def messages(value: object, key: str, *, where: str, role: str | None = None) -> list[Message]:
-    """Return a record's messages; of a text one of that role, if a role is given. Raises ConfigError."""
+    """Return a record's messages; of a text one of that role, if a role is given.
+
+    Raises ConfigError.
+    """
     if isinstance(value, str) and role is not None:
         value = [{"role": role, "content": value}]
     if not isinstance(value, list) or not value:
-        kind, form = ("a list of messages", FORM) if role is None else ("a text or a list of messages", _EITHER)
-        raise ConfigError(f"{where}: {key} must be {kind}. Got {sources.shown(value)}. Write {form}.")
+        kind, form = (
+            ("a list of messages", FORM)
+            if role is None
+            else ("a text or a list of messages", _EITHER)
+        )
+        raise ConfigError(
+            f"{where}: {key} must be {kind}. Got {sources.shown(value)}. Write {form}."
+        )
     return [_message(each, where=f"{where}: {key}[{number}]") for number, each in enumerate(value)]
 
 
 def _message(value: object, *, where: str) -> Message:
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
-        raise ConfigError(f"{where} has no role and content. Got {sources.shown(value)}. Write {FORM}.")
+        raise ConfigError(
+            f"{where} has no role and content. Got {sources.shown(value)}. Write {FORM}."
+        )
     # an optional key of null is none: tables that were made into JSON lines have such ones
     value = {key: each for key, each in value.items() if each is not None or key == "content"}
     content, calls = value.get("content"), value.get("tool_calls")
     if calls is not None and not isinstance(calls, list):
-        raise ConfigError(f"{where}: tool_calls must be a list. Got {sources.shown(calls)}. Write a list of calls.")
-    if isinstance(content, list) and all(isinstance(each, dict) and each.get("type") == "text" for each in content):
+        raise ConfigError(
+            f"{where}: tool_calls must be a list. Got {sources.shown(calls)}. Write a list of "
+            "calls."
+        )
+    if isinstance(content, list) and all(
+        isinstance(each, dict) and each.get("type") == "text" for each in content
+    ):
         content = "".join(str(each.get("text", "")) for each in content)
     if value.get("weight", 1) not in (0, 1):
         raise ConfigError(
-            f"{where}: weight must be 1, or 0 for a message not to learn. Got {sources.shown(value['weight'])}."
+            f"{where}: weight must be 1, or 0 for a message not to learn. Got "
+            f"{sources.shown(value['weight'])}."
         )
     if content is None and value["role"] == "assistant" and calls:
         return value  # templates may ask whether it is none
     if not isinstance(content, str):
         raise ConfigError(
-            f"{where}: content must be text. Got {sources.shown(content)}. Images and sound are not read."
+            f"{where}: content must be text. Got {sources.shown(content)}. Images and sound are "
+            "not read."
         )
     try:
         content.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{where}: content has half a surrogate pair, which is not text. Remove it.") from error
+        raise ConfigError(
+            f"{where}: content has half a surrogate pair, which is not text. Remove it."
+        ) from error
     return {**value, "content": content}

@@ -21,9 +21,11 @@ from armature.models.loss import IGNORED
 
 
 class Rows(Dataset[Batch]):
-    """Rows of `context` tokens: inputs, targets (-100: not learned) and, if packed, the number of each one's document.
+    """Rows of `context` tokens: inputs, targets (-100: not learned) and, if packed, the number of
+    each one's document.
 
-    A conversation of n tokens has n - 1 inputs. Padding is a document of its own, so that nothing sees it.
+    A conversation of n tokens has n - 1 inputs. Padding is a document of its own, so that nothing
+    sees it.
     """
 
     def __init__(self, source: Conversations, split: Split) -> None:
@@ -38,7 +40,9 @@ class Rows(Dataset[Batch]):
         return {name: tensor[0] for name, tensor in self.batch([index]).items()}
 
     def batch(self, indices: list[int]) -> Batch:
-        """Return inputs, targets and, if packed, documents: each (B, T), of int64, int64 and int32."""
+        """Return inputs, targets and, if packed, documents: each (B, T), of int64, int64 and
+        int32.
+        """
         shape = (len(indices), self.context)
         inputs, targets = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
         documents = np.zeros(shape, np.int32)
@@ -49,7 +53,11 @@ class Rows(Dataset[Batch]):
             for document, member in enumerate(members):
                 own_inputs, own_targets = self.conversation(member)
                 end = t + len(own_inputs)
-                inputs[b, t:end], targets[b, t:end], documents[b, t:end] = own_inputs, own_targets, document
+                inputs[b, t:end], targets[b, t:end], documents[b, t:end] = (
+                    own_inputs,
+                    own_targets,
+                    document,
+                )
                 t = end
             documents[b, t:] = len(members)
         found = {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
@@ -63,7 +71,10 @@ class Rows(Dataset[Batch]):
 
 
 class ChatData(TokenData):
-    """Conversations; see `Conversations`, the source. The run directory keeps the tokenizer and the chat template."""
+    """Conversations; see `Conversations`, the source.
+
+    The run directory keeps the tokenizer and the chat template.
+    """
 
     source: Conversations
 
@@ -73,7 +84,9 @@ class ChatData(TokenData):
 
     @override
     def dataset(self, split: Split) -> Rows | None:
-        if split == "predict" or (split != "train" and not self.source.header["splits"][split]["rows"]):
+        if split == "predict" or (
+            split != "train" and not self.source.header["splits"][split]["rows"]
+        ):
             return None
         return Rows(self.source, split)
 
@@ -86,4 +99,6 @@ class ChatData(TokenData):
         super().save_assets(run_dir)
         template = self.source.template
         files.replace(run_dir / CHAT_TEMPLATE, template.source)
-        files.replace(run_dir / TOKENIZER_CONFIG, json.dumps(dict(template.special), indent=2) + "\n")
+        files.replace(
+            run_dir / TOKENIZER_CONFIG, json.dumps(dict(template.special), indent=2) + "\n"
+        )

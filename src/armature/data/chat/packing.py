@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 
 def best_fit(lengths: Sequence[int], *, room: int) -> list[list[int]]:
-    """Return rows of indices whose lengths sum to at most `room`: longest first, each into the fullest row it fits.
+    """Return rows of indices whose lengths sum to at most `room`: longest first, each into the
+    fullest row it fits.
 
-    Best-fit decreasing needs at most 11/9 of the fewest possible rows, and one (Johnson et al., 1974,
-    doi:10.1137/0203025). Rows, and indices within them, are in the order of the indices. No length is above `room`.
+    Best-fit decreasing needs at most 11/9 of the fewest possible rows, and one (Johnson et al.,
+    1974, doi:10.1137/0203025). Rows, and indices within them, are in the order of the indices. No
+    length is above `room`.
     """
     rows: list[list[int]] = []
     by_room: dict[int, list[int]] = defaultdict(list)  # rows with this much room left

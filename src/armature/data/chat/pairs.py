@@ -24,34 +24,55 @@ REFERENCE_FILE = "reference.npz"  # in the run directory
 
 
 class Pairs(Rows):
-    """Pairs as inputs and targets (2, T), of which -100 are not scored, and the reference's log-probabilities (2,).
+    """Pairs as inputs and targets (2, T), of which -100 are not scored, and the reference's
+    log-probabilities (2,).
 
     Args:
-        multiple: T is the length of the batch's longest conversation, rounded up to a multiple of this, and at most
-            `context`; None: always `context`.
-        reference: log-probabilities of the answers under the reference model, (pairs, 2); None: not known.
+        multiple: T is the length of the batch's longest conversation, rounded up to a multiple of
+            this, and at most `context`; None: always `context`.
+        reference: log-probabilities of the answers under the reference model, (pairs, 2); None: not
+            known.
     """
 
     def __init__(
-        self, source: Preferences, split: Split, *, multiple: int | None = None, reference: Tensor | None = None
+        self,
+        source: Preferences,
+        split: Split,
+        *,
+        multiple: int | None = None,
+        reference: Tensor | None = None,
     ) -> None:
         super().__init__(source, split)
         self.multiple, self.reference = multiple, reference
 
     @override
     def batch(self, indices: list[int]) -> Batch:
-        """Return inputs and targets, each (B, 2, T) of int64, and if it is known `reference` (B, 2), fp32 as int32."""
+        """Return inputs and targets, each (B, 2, T) of int64, and if it is known `reference` (B,
+        2), fp32 as int32.
+        """
         rows, members = self.arrays["rows"], self.arrays["members"]
-        found = [self.conversation(member) for i in indices for member in members[rows[i] : rows[i + 1]]]
+        found = [
+            self.conversation(member) for i in indices for member in members[rows[i] : rows[i + 1]]
+        ]
         length = self._length(max(len(own) for own, _ in found))
-        inputs, targets = np.zeros((len(found), length), np.int64), np.full((len(found), length), IGNORED, np.int64)
+        inputs, targets = (
+            np.zeros((len(found), length), np.int64),
+            np.full((len(found), length), IGNORED, np.int64),
+        )
         for row, (own_inputs, own_targets) in enumerate(found):
-            inputs[row, : len(own_inputs)], targets[row, : len(own_targets)] = own_inputs, own_targets
+            inputs[row, : len(own_inputs)], targets[row, : len(own_targets)] = (
+                own_inputs,
+                own_targets,
+            )
         shape = (len(indices), 2, length)
-        batch = {"inputs": torch.from_numpy(inputs).view(shape), "targets": torch.from_numpy(targets).view(shape)}
+        batch = {
+            "inputs": torch.from_numpy(inputs).view(shape),
+            "targets": torch.from_numpy(targets).view(shape),
+        }
         if self.reference is None:
             return batch
-        # as bits: precision plugins (of bf16-true, DeepSpeed's) round the floats of a batch to 16 bits
+        # as bits: precision plugins (of bf16-true, DeepSpeed's) round the floats of a batch to 16
+        # bits
         return batch | {"reference": self.reference[indices].view(torch.int32)}
 
     def _length(self, longest: int) -> int:
@@ -64,18 +85,21 @@ class PreferenceData(ChatData):
     """Pairs of conversations; see `Preferences`, the source. Batch sizes count pairs.
 
     Args:
-        multiple: rows of a batch are as long as its longest conversation, rounded up to a multiple of this; None: of
-            `context` tokens.
+        multiple: rows of a batch are as long as its longest conversation, rounded up to a multiple
+            of this; None: of `context` tokens.
 
     Attributes:
-        reference: per split, log-probabilities of all answers under the reference model, (pairs, 2) of fp32; None:
-            they were not computed. Checkpoints hold them, and the run directory, for evaluation.
+        reference: per split, log-probabilities of all answers under the reference model, (pairs, 2)
+            of fp32; None: they were not computed. Checkpoints hold them, and the run directory, for
+            evaluation.
     """
 
     gives = "pairs"  # read from the source before launch
     source: Preferences  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, source: Preferences, *, context: int, multiple: int | None = 64, **loader: Any) -> None:
+    def __init__(
+        self, source: Preferences, *, context: int, multiple: int | None = 64, **loader: Any
+    ) -> None:
         super().__init__(source, context=context, **loader)
         self.multiple = multiple
         self.tokens_per_sample = None  # it differs from pair to pair
@@ -83,7 +107,9 @@ class PreferenceData(ChatData):
 
     @override
     def dataset(self, split: Split) -> Pairs | None:
-        if split == "predict" or (split != "train" and not self.source.header["splits"][split]["rows"]):
+        if split == "predict" or (
+            split != "train" and not self.source.header["splits"][split]["rows"]
+        ):
             return None
         known = None if self.reference is None else self.reference.get(split)
         return Pairs(self.source, split, multiple=self.multiple, reference=known)
@@ -91,16 +117,23 @@ class PreferenceData(ChatData):
     # ------------------------------------------------------------ reference log-probabilities
     def splits(self) -> dict[str, int]:
         """Return the splits that have pairs, and how many."""
-        sizes: dict[str, int] = {split: self.source.header["splits"][split]["rows"] for split in SPLITS}
+        sizes: dict[str, int] = {
+            split: self.source.header["splits"][split]["rows"] for split in SPLITS
+        }
         return {split: size for split, size in sizes.items() if size}
 
     def share(self, split: Split) -> Iterator[tuple[list[int], Batch]]:
-        """Yield this data rank's part of a split, with the pairs' indices: as many micro-batches on every rank.
+        """Yield this data rank's part of a split, with the pairs' indices: as many micro-batches on
+        every rank.
 
         Each pair comes at least once over all ranks; some come twice.
         """
         rank, ranks = self._rank_and_ranks()
-        size, pairs, last = self.batches.micro_batch_size, self._dataset(split), self.splits()[split] - 1
+        size, pairs, last = (
+            self.batches.micro_batch_size,
+            self._dataset(split),
+            self.splits()[split] - 1,
+        )
         for first in range(0, last + 1, size * ranks):
             indices = [min(first + rank * size + i, last) for i in range(size)]
             yield indices, pairs.batch(indices)  # pyright: ignore[reportAttributeAccessIssue]
@@ -113,7 +146,9 @@ class PreferenceData(ChatData):
                 pairs.reference = reference[split]
 
     def write_reference(self, run_dir: Path) -> None:
-        """Write the reference's log-probabilities, if there are any, for the evaluation of the trained model."""
+        """Write the reference's log-probabilities, if there are any, for the evaluation of the
+        trained model.
+        """
         if self.reference is not None:
             arrays = {split: values.numpy() for split, values in self.reference.items()}
             with files.replacing(run_dir / REFERENCE_FILE) as part:
@@ -144,7 +179,9 @@ class PreferenceData(ChatData):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | ({} if self.reference is None else {"reference": dict(self.reference)})
+        return super().state_dict() | (
+            {} if self.reference is None else {"reference": dict(self.reference)}
+        )
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

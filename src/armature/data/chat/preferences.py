@@ -1,4 +1,6 @@
-"""Preferences: pairs of answers to one prompt, of which one was chosen: read, checked, rendered, cached. Torch-free."""
+"""Preferences: pairs of answers to one prompt, of which one was chosen: read, checked, rendered,
+cached. Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ SIDES = ("chosen", "rejected")
 LEFT_OUT = {
     "cut": "cut to the context", "emptied": "left out: an answer begins beyond the context",
     "same": "left out: the answers differ beyond the context only, or as text but not as tokens",
-    "identical": "left out: chosen and rejected are identical", "dropped": "left out: too long, or an empty answer",
+    "identical": "left out: chosen and rejected are identical", "dropped": "left out: too long, or "
+                                                                           "an empty answer",
     "shortened": SHORTENED,
 }  # fmt: skip
 
@@ -47,8 +50,10 @@ class Side(Conversation):
 def parse(record: object, *, where: str) -> tuple[Side, Side]:
     """Return the chosen and the rejected side of one record. Raises ConfigError.
 
-    A record has `chosen` and `rejected`: answers to a `prompt` (or `messages`), each a text or a list of messages; or
-    whole conversations, lists of messages whose common beginning is the prompt. `tools` go to the chat template.
+    A record has `chosen` and `rejected`: answers to a `prompt` (or `messages`), each a text or a
+    list of messages; or
+    whole conversations, lists of messages whose common beginning is the prompt. `tools` go to the
+    chat template.
     """
     if not isinstance(record, dict):
         raise ConfigError(f"{where}: {shown(record)} is no object. Write {FORM}.")
@@ -58,38 +63,59 @@ def parse(record: object, *, where: str) -> tuple[Side, Side]:
     answers = [messages(record[side], side, where=where, role="assistant") for side in SIDES]
     if all(answer[0]["role"] != "assistant" for answer in answers):
         prompt = _common(*answers)
-        if len(answers[0]) == len(answers[1]) == len(prompt):  # identical: all up to the last answer is the prompt
+        if (
+            len(answers[0]) == len(answers[1]) == len(prompt)
+        ):  # identical: all up to the last answer is the prompt
             prompt = prompt[:-1]
         if not prompt:
-            raise ConfigError(f"{where}: chosen and rejected are answers to different prompts. Remove the line.")
+            raise ConfigError(
+                f"{where}: chosen and rejected are answers to different prompts. Remove the line."
+            )
         answers = [answer[len(prompt) :] for answer in answers]
     else:
         key = next((key for key in ("prompt", "messages") if record.get(key) is not None), None)
         if key is None:
-            raise ConfigError(f"{where}: no prompt, and chosen and rejected are no whole conversations. Write {FORM}.")
+            raise ConfigError(
+                f"{where}: no prompt, and chosen and rejected are no whole conversations. Write "
+                f"{FORM}."
+            )
         prompt = messages(record[key], key, where=where, role="user")
-    return _side(record, "chosen", prompt, answers[0], where), _side(record, "rejected", prompt, answers[1], where)
+    return _side(record, "chosen", prompt, answers[0], where), _side(
+        record, "rejected", prompt, answers[1], where
+    )
 
 
-def _side(record: dict[str, Any], key: str, prompt: list[Message], answer: list[Message], where: str) -> Side:
+def _side(
+    record: dict[str, Any], key: str, prompt: list[Message], answer: list[Message], where: str
+) -> Side:
     if answer and answer[0]["role"] != "assistant":
         raise ConfigError(
-            f"{where}: {key} begins with a message of the role {answer[0]['role']} after the prompt, not with the "
+            f"{where}: {key} begins with a message of the role {answer[0]['role']} after the "
+            "prompt, not with the "
             "assistant's answer. Both must answer the same prompt."
         )
     whole = [dict(message) for message in (*prompt, *answer)]
     learned = learned_of(whole, len(prompt))
     if not learned:
-        raise ConfigError(f"{where}: {key} has no message of the role assistant after the prompt. Remove the line.")
+        raise ConfigError(
+            f"{where}: {key} has no message of the role assistant after the prompt. Remove the "
+            "line."
+        )
     return Side(where, whole, tools(record, where=where), learned, len(prompt))
 
 
 def _common(chosen: list[Message], rejected: list[Message]) -> list[Message]:
-    return [message for message, _ in takewhile(lambda each: each[0] == each[1], zip(chosen, rejected, strict=False))]
+    return [
+        message
+        for message, _ in takewhile(
+            lambda each: each[0] == each[1], zip(chosen, rejected, strict=False)
+        )
+    ]
 
 
 class Preferences(Conversations):
-    """Pairs in JSON lines as tokens: row i of a split is its pair i, the chosen conversation and then the rejected one.
+    """Pairs in JSON lines as tokens: row i of a split is its pair i, the chosen conversation and
+    then the rejected one.
 
     As `Conversations`, with pairs held out by a hash of their prompt.
 
@@ -98,29 +124,47 @@ class Preferences(Conversations):
         tokenizer, template, template_arguments, vocab_size: as of `Conversations`.
         val_fraction, test_fraction, cache_dir: as of `Conversations`.
         context: tokens per conversation.
-        too_long: what is done with a pair of which one side has more than `context` tokens: "cut" its end off, or
-            "drop" the pair.
+        too_long: what is done with a pair of which one side has more than `context` tokens: "cut"
+            its end off, or "drop" the pair.
     """
 
     kind: ClassVar[str] = "preferences"
 
     def __init__(
-        self, path: str | list[str], *, tokenizer: str | None, context: int, vocab_size: int | None = None,
-        template: str | None = None, template_arguments: Mapping[str, Any] | None = None,
-        too_long: Literal["cut", "drop"] = "cut", val_fraction: float = 0.05, test_fraction: float = 0.0,
+        self,
+        path: str | list[str],
+        *,
+        tokenizer: str | None,
+        context: int,
+        vocab_size: int | None = None,
+        template: str | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
+        too_long: Literal["cut", "drop"] = "cut",
+        val_fraction: float = 0.05,
+        test_fraction: float = 0.0,
         cache_dir: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(
-            path, tokenizer=tokenizer, context=context, vocab_size=vocab_size, template=template,
-            template_arguments=template_arguments, packing=False, too_long=too_long, val_fraction=val_fraction,
-            test_fraction=test_fraction, cache_dir=cache_dir,
-        )  # fmt: skip
+            path,
+            tokenizer=tokenizer,
+            context=context,
+            vocab_size=vocab_size,
+            template=template,
+            template_arguments=template_arguments,
+            packing=False,
+            too_long=too_long,
+            val_fraction=val_fraction,
+            test_fraction=test_fraction,
+            cache_dir=cache_dir,
+        )
 
     @override
     def _write(self, files: list[SourceFile], writers: dict[str, Writer]) -> None:
         sides: Iterator[Side] = (side for pair in conversations.read(files, parse) for side in pair)
         encoded = self._encoded(sides)
-        for chosen, rejected in zip(encoded, encoded, strict=True):  # one iterator: consecutive ones
+        for chosen, rejected in zip(
+            encoded, encoded, strict=True
+        ):  # one iterator: consecutive ones
             writer = writers[self._split(chosen.conversation)]
             writer.counts["read"] += 1
             outcome = self._outcome(chosen, rejected)
@@ -153,7 +197,8 @@ class Preferences(Conversations):
     def _described(self, counts: dict[str, Any]) -> str:
         pairs = counts["rows"]
         text = (
-            f"{pairs:,} pairs, {counts['tokens'] / max(2 * pairs, 1):,.0f} tokens per conversation on average; "
+            f"{pairs:,} pairs, {counts['tokens'] / max(2 * pairs, 1):,.0f} tokens per conversation "
+            "on average; "
             f"{counts['targets'] / max(counts['tokens'], 1):.0%} of them are the answers'."
         )
         return " ".join([text, *left_out(counts, LEFT_OUT)])
@@ -167,6 +212,7 @@ class Preferences(Conversations):
             )
         return (
             f"data.path={self.path}: of {counts['read']:,} pairs none is left for training. "
-            f"{' '.join(left_out(counts, LEFT_OUT))} Type a longer data.context than {self.context}, or name other "
+            f"{' '.join(left_out(counts, LEFT_OUT))} Type a longer data.context than "
+            f"{self.context}, or name other "
             "pairs."
         )

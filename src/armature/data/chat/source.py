@@ -1,4 +1,7 @@
-"""Chats of any size as token ids on disk: rendered, masked and packed once, then memory-mapped. Torch-free."""
+"""Chats of any size as token ids on disk: rendered, masked and packed once, then memory-mapped.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -33,41 +36,73 @@ log = logging.getLogger(__name__)
 
 SPLITS = ("train", "val", "test")
 _VERSION = 3  # layout of the cache
-_RENDERING = 2  # what a template is given of a message; rows that it does not change keep their fingerprint
+_RENDERING = (
+    2  # what a template is given of a message; rows that it does not change keep their fingerprint
+)
 _TOGETHER = 1024  # conversations that are encoded in one call
 
 
 class Conversations:
-    """Conversations in JSON lines as rows of tokens, of which those that the assistant wrote are learned.
+    """Conversations in JSON lines as rows of tokens, of which those that the assistant wrote are
+    learned.
 
-    The tokenizer's chat template writes each conversation. Conversations are held out by a hash of their content, so
-    equal ones are in one split, and stay there when others come or go.
+    The tokenizer's chat template writes each conversation. Conversations are held out by a hash of
+    their content, so equal ones are in one split, and stay there when others come or go.
 
     Args:
-        path: files, folders or patterns of .jsonl or .jsonl.gz (`conversations.parse` says in which form).
-        tokenizer: a folder with a tokenizer.json and its chat template: a model's from Hugging Face, or a run's.
-        template: "chatml" or "plain", or the path of a Jinja2 file; None: the one in the tokenizer's folder.
-        template_arguments: values of variables that the template asks for, such as {"enable_thinking": False}.
+        path: files, folders or patterns of .jsonl or .jsonl.gz (`conversations.parse` says in which
+            form).
+        tokenizer: a folder with a tokenizer.json and its chat template: a model's from Hugging
+            Face, or a run's.
+        template: "chatml" or "plain", or the path of a Jinja2 file; None: the one in the
+            tokenizer's folder.
+        template_arguments: values of variables that the template asks for, such as
+            {"enable_thinking": False}.
         context: tokens per row.
         vocab_size: tokens of the model.
-        packing: a row holds as many whole conversations as fit; attention stays within each. False: one per row.
-        too_long: what is done with a conversation of more than `context` tokens: "cut" its end off, or "drop" it.
+        packing: a row holds as many whole conversations as fit; attention stays within each. False:
+            one per row.
+        too_long: what is done with a conversation of more than `context` tokens: "cut" its end off,
+            or "drop" it.
         val_fraction, test_fraction: approximate shares of the conversations that are held out.
-        cache_dir: folder of prepared data; None: the environment's ARMATURE_CACHE, else ~/.cache/armature.
+        cache_dir: folder of prepared data; None: the environment's ARMATURE_CACHE, else
+            ~/.cache/armature.
     """
 
     kind: ClassVar[str] = "chat"  # begins the name of the cache's folder
 
     def __init__(
-        self, path: str | Sequence[str], *, tokenizer: str | None, context: int, vocab_size: int | None = None,
-        template: str | None = None, template_arguments: Mapping[str, Any] | None = None, packing: bool = True,
-        too_long: Literal["cut", "drop"] = "cut", val_fraction: float = 0.05, test_fraction: float = 0.0,
+        self,
+        path: str | Sequence[str],
+        *,
+        tokenizer: str | None,
+        context: int,
+        vocab_size: int | None = None,
+        template: str | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
+        packing: bool = True,
+        too_long: Literal["cut", "drop"] = "cut",
+        val_fraction: float = 0.05,
+        test_fraction: float = 0.0,
         cache_dir: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.path = path if isinstance(path, str) else list(path)
-        self.tokenizer_path, self.template_path, self.template_arguments = tokenizer, template, template_arguments
-        self.context, self.vocab_size, self.packing, self.too_long = context, vocab_size, packing, too_long
-        self.val_fraction, self.test_fraction, self.cache_dir = val_fraction, test_fraction, cache_dir
+        self.tokenizer_path, self.template_path, self.template_arguments = (
+            tokenizer,
+            template,
+            template_arguments,
+        )
+        self.context, self.vocab_size, self.packing, self.too_long = (
+            context,
+            vocab_size,
+            packing,
+            too_long,
+        )
+        self.val_fraction, self.test_fraction, self.cache_dir = (
+            val_fraction,
+            test_fraction,
+            cache_dir,
+        )
 
     def check(self) -> list[SourceFile]:
         """Return the files: the part of `prepare` that takes no time. Raises ConfigError."""
@@ -79,7 +114,8 @@ class Conversations:
         fractions = (self.val_fraction, self.test_fraction)
         if min(fractions) < 0 or sum(fractions) > 0.9:
             problems.append(
-                f"data.source.val_fraction={self.val_fraction} and test_fraction={self.test_fraction}: each must be 0 "
+                f"data.source.val_fraction={self.val_fraction} and "
+                f"test_fraction={self.test_fraction}: each must be 0 "
                 "or more, and together at most 0.9."
             )
         if problems:
@@ -88,21 +124,30 @@ class Conversations:
         if self.template_path in BUILT_IN and (problem := self._end_problem()):
             raise ConfigError(problem)
         files = sources.find(self.path)
-        if wrong := [file for file in files if not file.name.removesuffix(".gz").endswith(".jsonl")]:
-            raise ConfigError(f"data.path={self.path}: {wrong[0].path} is no .jsonl file. Name files of JSON lines.")
+        if wrong := [
+            file for file in files if not file.name.removesuffix(".gz").endswith(".jsonl")
+        ]:
+            raise ConfigError(
+                f"data.path={self.path}: {wrong[0].path} is no .jsonl file. Name files of JSON "
+                "lines."
+            )
         return files
 
     def prepare(self) -> None:
         """Open the cache, and build it first if it is absent or damaged, and say what is in it.
 
-        Several processes may call this at once. Raises ConfigError for files that are no conversations, or of which
-        nothing is left to learn.
+        Several processes may call this at once. Raises ConfigError for files that are no
+        conversations, or of which nothing is left to learn.
         """
         self._report(self.header)
 
     @cached_property
     def template(self) -> ChatTemplate:
-        return load(self.tokenizer_file.parent, template=self.template_path, arguments=self.template_arguments)
+        return load(
+            self.tokenizer_file.parent,
+            template=self.template_path,
+            arguments=self.template_arguments,
+        )
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -113,21 +158,25 @@ class Conversations:
         """The tokenizer.json. Raises ConfigError."""
         if self.tokenizer_path is None:
             raise ConfigError(
-                "data.source.tokenizer=null: name the folder of the model that you start from, which has a "
+                "data.source.tokenizer=null: name the folder of the model that you start from, "
+                "which has a "
                 f"{tokens.TOKENIZER_FILE} and a chat template, or a run directory."
             )
         path = Path(self.tokenizer_path).expanduser()
         file = path / tokens.TOKENIZER_FILE if path.is_dir() else path
         if not file.is_file():
             raise ConfigError(
-                f"data.source.tokenizer={self.tokenizer_path}: there is no {tokens.TOKENIZER_FILE}. "
+                f"data.source.tokenizer={self.tokenizer_path}: there is no "
+                f"{tokens.TOKENIZER_FILE}. "
                 "Name a folder that holds one: a model's, or a run's."
             )
         return file
 
     @property
     def header(self) -> dict[str, Any]:
-        """Description of the cache: per split, its conversations, rows and tokens, and how many were cut or dropped."""
+        """Description of the cache: per split, its conversations, rows and tokens, and how many
+        were cut or dropped.
+        """
         return self._opened[1]
 
     @property
@@ -138,17 +187,22 @@ class Conversations:
     def arrays(self, split: str) -> dict[str, NDArray[Any]]:
         """Return the arrays of a split, memory-mapped.
 
-        `ids` and `learned` hold all conversations one after the other; `starts` where each begins, and the end;
-        `members` the conversations of all rows; `rows` where in it each row begins, and the end.
+        `ids` and `learned` hold all conversations one after the other; `starts` where each begins,
+        and the end; `members` the conversations of all rows; `rows` where in it each row begins,
+        and the end.
         """
         folder = self._opened[0]
         flat = {"ids": self.header["dtype"], "learned": "?"}
         found: dict[str, NDArray[Any]] = {
-            name: np.fromfile(file, kind) if not file.stat().st_size else np.memmap(file, kind, mode="r")
+            name: np.fromfile(file, kind)
+            if not file.stat().st_size
+            else np.memmap(file, kind, mode="r")
             for name, kind in flat.items()
             for file in [folder / f"{split}.{name}"]
         }
-        return found | {name: np.load(folder / f"{split}.{name}.npy") for name in ("starts", "members", "rows")}
+        return found | {
+            name: np.load(folder / f"{split}.{name}.npy") for name in ("starts", "members", "rows")
+        }
 
     @cached_property
     def _opened(self) -> tuple[Path, dict[str, Any]]:
@@ -158,9 +212,12 @@ class Conversations:
         if self.vocab_size is not None and header["largest_id"] >= self.vocab_size:
             size = self.tokenizer.get_vocab_size()
             raise ConfigError(
-                f"data.source.tokenizer={self.tokenizer_path} has {size:,} tokens, and the model only "
-                f"data.source.vocab_size={self.vocab_size}. Name the tokenizer of the model, or leave "
-                f"data.source.vocab_size out; for a model that begins at random type data.source.vocab_size={size}."
+                f"data.source.tokenizer={self.tokenizer_path} has {size:,} tokens, and the model "
+                "only "
+                f"data.source.vocab_size={self.vocab_size}. Name the tokenizer of the model, or "
+                "leave "
+                "data.source.vocab_size out; for a model that begins at random type "
+                f"data.source.vocab_size={size}."
             )
         return folder, header
 
@@ -170,35 +227,55 @@ class Conversations:
                 log.info("%s: %s", split, self._described(counts))
         if self.template.end_of_turn is None:
             log.warning(
-                "The chat template marks no end of the assistant's messages, or none could be found: the model may not "
+                "The chat template marks no end of the assistant's messages, or none could be "
+                "found: the model may not "
                 "learn to stop. Name another with data.source.template."
             )
         elif problem := self._end_problem():
             log.warning(problem)
         if words := self.template.unprompted:
             log.warning(
-                "The chat template writes %r before an answer, which is not learned and which a prompt for an answer "
-                "lacks. If it can put it there, type so: for Qwen3 data.source.template_arguments='{enable_thinking: "
+                "The chat template writes %r before an answer, which is not learned and which a "
+                "prompt for an answer "
+                "lacks. If it can put it there, type so: for Qwen3 "
+                "data.source.template_arguments='{enable_thinking: "
                 "false}'.", words,
             )  # fmt: skip
 
     def _end_problem(self) -> str | None:
-        """Return a problem if the end of a turn is no token: what serves the model could not stop at it."""
+        """Return a problem if the end of a turn is no token: what serves the model could not stop
+        at it.
+        """
         end = self.template.end_of_turn
         if end is None or len(self.tokenizer.encode(end, add_special_tokens=False).ids) == 1:
             return None
-        named = "the chat template" if self.template_path is None else f"data.source.template={self.template_path}"
-        plain = "Type data.source.template=plain, which ends them with the tokenizer's own last token."
+        named = (
+            "the chat template"
+            if self.template_path is None
+            else f"data.source.template={self.template_path}"
+        )
+        plain = (
+            "Type data.source.template=plain, which ends them with the tokenizer's own last token."
+        )
         return (
-            f"{named} ends the assistant's messages with {end}, which is no token of {self.tokenizer_file}: no program "
-            f"would know where an answer ends. {plain if self.template_path != 'plain' else 'Name another tokenizer.'}"
+            f"{named} ends the assistant's messages with {end}, which is no token of "
+            f"{self.tokenizer_file}: no program "
+            "would know where an answer ends. "
+            f"{plain if self.template_path != 'plain' else 'Name another tokenizer.'}"
         )
 
     def _key(self, files: list[SourceFile]) -> str:
         settings = [
-            _VERSION, _RENDERING, self.template.source, dict(self.template.special), self.context, self.packing,
-            self.too_long, self.val_fraction, self.test_fraction,
-        ]  # fmt: skip
+            _VERSION,
+            _RENDERING,
+            self.template.source,
+            dict(self.template.special),
+            self.context,
+            self.packing,
+            self.too_long,
+            self.val_fraction,
+            self.test_fraction,
+        ]
         key = hashlib.sha256(json.dumps(settings).encode())
         key.update(self.tokenizer_file.read_bytes())
         key.update(sources.stamp(files))
@@ -210,11 +287,18 @@ class Conversations:
         with ExitStack() as opened:
             writers = {split: Writer(part / split, dtype, opened) for split in SPLITS}
             self._write(files, writers)
-        statistics = {split: writer.pack(self._rows_of(writer.lengths)) for split, writer in writers.items()}
+        statistics = {
+            split: writer.pack(self._rows_of(writer.lengths)) for split, writer in writers.items()
+        }
         if not statistics["train"]["conversations"]:
             raise ConfigError(self._nothing_left(statistics["train"]))
         largest = max(writer.largest for writer in writers.values())
-        return {"version": _VERSION, "dtype": dtype.str, "splits": statistics, "largest_id": largest}
+        return {
+            "version": _VERSION,
+            "dtype": dtype.str,
+            "splits": statistics,
+            "largest_id": largest,
+        }
 
     def _write(self, files: list[SourceFile], writers: dict[str, Writer]) -> None:
         for encoded in self._encoded(conversations.read(files, conversations.parse)):
@@ -233,7 +317,11 @@ class Conversations:
 
     def _rows_of(self, lengths: list[int]) -> list[list[int]]:
         """Return the conversations of each row, given their numbers of inputs."""
-        return best_fit(lengths, room=self.context) if self.packing else [[i] for i in range(len(lengths))]
+        return (
+            best_fit(lengths, room=self.context)
+            if self.packing
+            else [[i] for i in range(len(lengths))]
+        )
 
     def _split(self, conversation: Conversation) -> str:
         place = conversation.place
@@ -250,8 +338,10 @@ class Conversations:
     def _described(self, counts: dict[str, Any]) -> str:
         filled = counts["tokens"] / max(counts["rows"] * self.context, 1)
         text = (
-            f"{counts['conversations']:,} conversations in {counts['rows']:,} rows of {self.context:,} tokens, "
-            f"{filled:.0%} filled; {counts['targets'] / max(counts['tokens'], 1):.0%} of the tokens are the "
+            f"{counts['conversations']:,} conversations in {counts['rows']:,} rows of "
+            f"{self.context:,} tokens, "
+            f"{filled:.0%} filled; {counts['targets'] / max(counts['tokens'], 1):.0%} of the "
+            "tokens are the "
             "assistant's."
         )
         return " ".join([text, *left_out(counts, LEFT_OUT)])
@@ -259,12 +349,15 @@ class Conversations:
     def _nothing_left(self, counts: dict[str, Any]) -> str:
         if not counts["read"]:
             return (
-                f"data.path={self.path}: no conversation is left for training. Name more of them, or lower "
+                f"data.path={self.path}: no conversation is left for training. Name more of them, "
+                "or lower "
                 f"data.source.val_fraction={self.val_fraction}."
             )
         return (
-            f"data.context={self.context}: of the {counts['read']:,} conversations nothing that the assistant wrote is "
-            f"left: they are longer (data.source.too_long={self.too_long}), or its answers are empty. Type a longer "
+            f"data.context={self.context}: of the {counts['read']:,} conversations nothing that "
+            "the assistant wrote is "
+            f"left: they are longer (data.source.too_long={self.too_long}), or its answers are "
+            "empty. Type a longer "
             "data.context."
         )
 
@@ -287,8 +380,12 @@ class Encoded:
         return bool(self.learned[1:].any())
 
 
-def encode(some: Sequence[Conversation], template: ChatTemplate, tokenizer: Tokenizer) -> Iterator[Encoded]:
-    """Yield conversations as tokens. A token counts as the assistant's if it has one of its characters.
+def encode(
+    some: Sequence[Conversation], template: ChatTemplate, tokenizer: Tokenizer
+) -> Iterator[Encoded]:
+    """Yield conversations as tokens.
+
+    A token counts as the assistant's if it has one of its characters.
 
     Raises ConfigError with the line of a conversation that the template cannot write.
     """
@@ -298,14 +395,18 @@ def encode(some: Sequence[Conversation], template: ChatTemplate, tokenizer: Toke
             rendered.append(template.assistant_spans(each.messages, tools=each.tools))
             rendered[-1][0].encode()
         except (NotRenderable, UnicodeEncodeError) as error:
-            raise ConfigError(f"{each.where}: {error}. Mend the line, or name another data.source.template.") from error
+            raise ConfigError(
+                f"{each.where}: {error}. Mend the line, or name another data.source.template."
+            ) from error
     encodings = tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
     for conversation, (text, spans), encoding in zip(some, rendered, encodings, strict=True):
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
         learned, shortened = np.zeros(len(offsets), np.bool_), 0
         for i in conversation.learned:
             start, end = spans[i]
-            learned |= (offsets[:, 0] < end) & (offsets[:, 1] > start)  # trimmed spaces have no length
+            learned |= (offsets[:, 0] < end) & (
+                offsets[:, 1] > start
+            )  # trimmed spaces have no length
             before = max(
                 (spans[other][1] for other in spans if other < i), default=0
             )  # a prompt may begin the thoughts
@@ -327,7 +428,9 @@ class Writer:
 
     def __post_init__(self) -> None:
         paths = {name: self.stem.with_suffix(f".{name}") for name in ("ids", "learned")}
-        self._files = {name: self.opened.enter_context(path.open("wb")) for name, path in paths.items()}
+        self._files = {
+            name: self.opened.enter_context(path.open("wb")) for name, path in paths.items()
+        }
 
     def add(self, encoded: Encoded) -> None:
         self.counts["tokens"] += len(encoded.ids) - 1
@@ -347,15 +450,23 @@ class Writer:
         """Write the conversations' places and rows, and return what was counted."""
         members = np.array([i for row in rows for i in row], np.int64)
         ends = np.cumsum([0, *map(len, rows)], dtype=np.int64)
-        for name, array in {"starts": np.array(self._starts, np.int64), "members": members, "rows": ends}.items():
+        for name, array in {
+            "starts": np.array(self._starts, np.int64),
+            "members": members,
+            "rows": ends,
+        }.items():
             np.save(self.stem.with_suffix(f".{name}.npy"), array)
         counts = {
-            name: self.counts[name] for name in ("read", "cut", "emptied", "dropped", "shortened", "tokens", "targets")
+            name: self.counts[name]
+            for name in ("read", "cut", "emptied", "dropped", "shortened", "tokens", "targets")
         }
         return {"conversations": len(self._starts) - 1, "rows": len(rows), **counts, **self.counts}
 
 
-SHORTENED = "messages of the assistant's are not whole: the chat template leaves parts out, such as thoughts"
+SHORTENED = (
+    "messages of the assistant's are not whole: the chat template leaves parts out, such "
+    "as thoughts"
+)
 LEFT_OUT = {
     "cut": "cut to the context", "emptied": "left out: their answer begins beyond the context",
     "dropped": "left out: too long, or an empty answer",

@@ -1,6 +1,9 @@
-"""Chat templates: how a conversation becomes text, and which of its characters the assistant wrote. Torch-free.
+"""Chat templates: how a conversation becomes text, and which of its characters the assistant wrote.
 
-A template is Jinja2, as Hugging Face keeps it beside a tokenizer. It runs in a sandbox, without transformers.
+Torch-free.
+
+A template is Jinja2, as Hugging Face keeps it beside a tokenizer. It runs in a sandbox, without
+transformers.
 """
 
 from __future__ import annotations
@@ -24,19 +27,35 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 BUILT_IN = {
-    "chatml": "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "chatml": "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + "
+    "'<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
     "plain": "{% for m in messages %}{{ '### ' + m.role | capitalize + ':\n' + m.content }}"
     "{{ eos_token if m.role == 'assistant' }}{{ '\n\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '### Assistant:\n' }}{% endif %}",
 }
-# Templates that write the date get this one: with the day's, the same data would be other tokens tomorrow
+# Templates that write the date get this one: with the day's, the same data would be other tokens
+# tomorrow
 DATE = date(2024, 7, 26)
-_MARK, _BEGIN, _END = "\ufdd0", "\ufdd1", "\ufdd2"  # no characters, by Unicode: for a program's own use
+_MARK, _BEGIN, _END = (
+    "\ufdd0",
+    "\ufdd1",
+    "\ufdd2",
+)  # no characters, by Unicode: for a program's own use
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # the first that is there
 _ALSO_WRITTEN = ("tool_calls", *_THOUGHTS)  # by the model, beside the content
-_ENDS = ("</s>", "<eos>", "<|end_of_text|>", tokens.END_OF_TEXT)  # usual names of the last token of a text
-_RENDERED = {"messages", "tools", "documents", "add_generation_prompt"}  # what rendering passes itself
+_ENDS = (
+    "</s>",
+    "<eos>",
+    "<|end_of_text|>",
+    tokens.END_OF_TEXT,
+)  # usual names of the last token of a text
+_RENDERED = {
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+}  # what rendering passes itself
 _END_OF_TURN = r"<[^<>\s]{1,40}>"
 _QUESTION = [{"role": "user", "content": "a"}]
 
@@ -45,7 +64,9 @@ Span = tuple[int, int]
 
 
 class NotRenderable(ValueError):
-    """A conversation that the template cannot write, or whose assistant turns cannot be found in the text."""
+    """A conversation that the template cannot write, or whose assistant turns cannot be found in
+    the text.
+    """
 
 
 @dataclass(frozen=True)
@@ -68,31 +89,47 @@ class ChatTemplate:
             ) from error
 
     def render(
-        self, messages: Sequence[Message], *, tools: list[Any] | None = None, add_generation_prompt: bool = False
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: list[Any] | None = None,
+        add_generation_prompt: bool = False,
     ) -> str:
         """Return the conversation as text. Raises NotRenderable."""
         return re.sub(f"[{_BEGIN}{_END}]", "", self._render(messages, tools, add_generation_prompt))
 
-    def _render(self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool = False) -> str:
+    def _render(
+        self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool = False
+    ) -> str:
         given = [_with_thoughts(message) for message in messages]
         try:
             return self._compiled.render(
-                messages=given, tools=tools, documents=None, add_generation_prompt=prompt, **self.special
+                messages=given,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=prompt,
+                **self.special,
             )
         except ConfigError:
             raise
-        except Exception as error:  # a template can raise anything, such as a TypeError for a content of null
-            raise NotRenderable(f"the chat template cannot write it ({error_line(error)[:200]})") from error
+        except (
+            Exception
+        ) as error:  # a template can raise anything, such as a TypeError for a content of null
+            raise NotRenderable(
+                f"the chat template cannot write it ({error_line(error)[:200]})"
+            ) from error
 
     def assistant_spans(
         self, messages: Sequence[Message], *, tools: list[Any] | None = None
     ) -> tuple[str, dict[int, Span]]:
-        """Return the text, and per index of an assistant message the characters that the model is to write.
+        """Return the text, and per index of an assistant message the characters that the model is
+        to write.
 
-        These are what the template makes of the message, and the mark of the turn's end after it: the model must learn
-        to stop. They are found by rendering the conversation once more with a mark in place of each message, so the
-        template need not tell; where it changes messages, by one mark at a time, by the text before and after the turn,
-        or by the template's own {% generation %} tags. Raises NotRenderable.
+        These are what the template makes of the message, and the mark of the turn's end after it:
+        the model must learn to stop. They are found by rendering the conversation once more with a
+        mark in place of each message, so the template need not tell; where it changes messages, by
+        one mark at a time, by the text before and after the turn, or by the template's own {%
+        generation %} tags. Raises NotRenderable.
         """
         marked = self._render(messages, tools)
         if tools and self._ignores_tools(messages, marked):
@@ -103,15 +140,23 @@ class ChatTemplate:
         if spans is None:
             spans = {i: self._alone(text, messages, i, tools) for i in turns}
         if None in spans.values() and marked != text:
-            spans = dict(zip(turns, _tagged(marked), strict=False)) if len(_tagged(marked)) == len(turns) else spans
+            spans = (
+                dict(zip(turns, _tagged(marked), strict=False))
+                if len(_tagged(marked)) == len(turns)
+                else spans
+            )
         if lost := [i + 1 for i, span in spans.items() if span is None]:
-            raise NotRenderable(f"the chat template does not let message {lost[0]} be found in its text")
+            raise NotRenderable(
+                f"the chat template does not let message {lost[0]} be found in its text"
+            )
         found = {i: span for i, span in spans.items() if span is not None}
         for i, (start, end) in found.items():
             for call in messages[i].get("tool_calls") or []:
                 function = call.get("function", call) if isinstance(call, dict) else {}
                 if str(function.get("name", "")) not in text[start:end]:
-                    raise NotRenderable(f"the chat template does not write the tool call of message {i + 1}")
+                    raise NotRenderable(
+                        f"the chat template does not write the tool call of message {i + 1}"
+                    )
         return text, {i: self._with_end(text, span) for i, span in found.items()}
 
     def _ignores_tools(self, messages: Sequence[Message], written: str) -> bool:
@@ -122,19 +167,28 @@ class ChatTemplate:
 
     @staticmethod
     def is_whole(message: Message, written: str) -> bool:
-        """Return whether what the template made of a message has its content and thoughts, but for spaces."""
+        """Return whether what the template made of a message has its content and thoughts, but for
+        spaces.
+        """
         parts = (message.get(key) for key in ("content", *_ALSO_WRITTEN))
         texts = [part for part in parts if isinstance(part, str)]
-        return all(text in written for text in texts) or all(_solid(text) in _solid(written) for text in texts)
+        return all(text in written for text in texts) or all(
+            _solid(text) in _solid(written) for text in texts
+        )
 
     def _by_marks(
         self, text: str, messages: Sequence[Message], turns: list[int], tools: list[Any] | None
     ) -> dict[int, Span | None] | None:
-        """Return the spans of all turns if the template writes each message as it is, or stripped."""
+        """Return the spans of all turns if the template writes each message as it is, or
+        stripped.
+        """
         if any(messages[i].get(key) for i in turns for key in _ALSO_WRITTEN):
             return None
         marks = {i: f"{_MARK}{i}{_MARK}" for i in turns}
-        hidden = [{**message, "content": marks.get(i, message["content"])} for i, message in enumerate(messages)]
+        hidden = [
+            {**message, "content": marks.get(i, message["content"])}
+            for i, message in enumerate(messages)
+        ]
         try:
             shadow = self.render(hidden, tools=tools)
         except NotRenderable:
@@ -153,28 +207,46 @@ class ChatTemplate:
                 return spans
         return None
 
-    def _alone(self, text: str, messages: Sequence[Message], index: int, tools: list[Any] | None) -> Span | None:
-        """Return the span of one turn, by a mark in its place or by the text before and after the turn."""
-        bare = {k: v for k, v in messages[index].items() if k not in _ALSO_WRITTEN} | {"content": _MARK}
+    def _alone(
+        self, text: str, messages: Sequence[Message], index: int, tools: list[Any] | None
+    ) -> Span | None:
+        """Return the span of one turn, by a mark in its place or by the text before and after the
+        turn.
+        """
+        bare = {k: v for k, v in messages[index].items() if k not in _ALSO_WRITTEN} | {
+            "content": _MARK
+        }
         with suppress(NotRenderable):
             shadow = self.render([*messages[:index], bare, *messages[index + 1 :]], tools=tools)
             before, mark, after = shadow.partition(_MARK)
-            if not text.startswith(before):  # a template may put a space before words, and none before a call
+            if not text.startswith(
+                before
+            ):  # a template may put a space before words, and none before a call
                 before = before.rstrip()
             room = len(text) - len(before) - len(after)
-            if mark and room >= 0 and _MARK not in after and text.startswith(before) and text.endswith(after):
+            if (
+                mark
+                and room >= 0
+                and _MARK not in after
+                and text.startswith(before)
+                and text.endswith(after)
+            ):
                 return len(before), len(text) - len(after)
         with suppress(NotRenderable):
             start = self.render(messages[:index], tools=tools, add_generation_prompt=True)
             end = self.render(messages[: index + 1], tools=tools)
             if text.startswith(end) and end.startswith(start):
                 closed = re.search(rf"({self._ends.pattern})\s*$", end)
-                return len(start), closed.start() if closed and closed.start() >= len(start) else len(end)
+                return len(start), closed.start() if closed and closed.start() >= len(
+                    start
+                ) else len(end)
         return None
 
     @cached_property
     def _ends(self) -> re.Pattern[str]:
-        """Matches the mark of a turn's end: an <angle> token, or the tokenizer's token for the end."""
+        """Matches the mark of a turn's end: an <angle> token, or the tokenizer's token for the
+        end.
+        """
         eos = self.special.get("eos_token")
         return re.compile(f"{re.escape(eos)}|{_END_OF_TURN}" if eos else _END_OF_TURN)
 
@@ -184,7 +256,10 @@ class ChatTemplate:
 
     @cached_property
     def _short(self) -> tuple[str, Span] | None:
-        """The text of the shortest conversation, and its answer's span; None: the template cannot write it."""
+        """The text of the shortest conversation, and its answer's span.
+
+        None: the template cannot write it.
+        """
         try:
             text, spans = self.assistant_spans([*_QUESTION, {"role": "assistant", "content": "b"}])
         except NotRenderable:
@@ -193,16 +268,22 @@ class ChatTemplate:
 
     @cached_property
     def end_of_turn(self) -> str | None:
-        """What the template writes after an assistant's message for the model to stop at; None: nothing is found."""
+        """What the template writes after an assistant's message for the model to stop at.
+
+        None: nothing is found.
+        """
         if self._short is None:
             return None
         text, (start, end) = self._short
-        closed = re.search(rf"({self._ends.pattern})\s*$", text[start:end])  # thoughts have marks of their own
+        closed = re.search(
+            rf"({self._ends.pattern})\s*$", text[start:end]
+        )  # thoughts have marks of their own
         return closed.group(1) if closed else None
 
     @cached_property
     def unprompted(self) -> str | None:
-        """What the template writes between the prompt for an answer and the answer, and is not learned; None: nothing.
+        """What the template writes between the prompt for an answer and the answer, and is not
+        learned; None: nothing.
 
         Qwen3's empty thoughts are such: the prompt has them with enable_thinking=false alone.
         """
@@ -229,16 +310,24 @@ def _environment() -> jinja2.Environment:
 
 
 def _with_thoughts(message: Message) -> Message:
-    """Return a message with its thoughts under the names that templates read, as transformers does."""
+    """Return a message with its thoughts under the names that templates read, as transformers
+    does.
+    """
     found = (message.get(key) for key in _THOUGHTS)
     thoughts = next((each for each in found if each is not None), None)
     if thoughts is None:
         return message
     thinking = message.get("thinking")
-    return {**message, "reasoning_content": thoughts, "thinking": thoughts if thinking is None else thinking}
+    return {
+        **message,
+        "reasoning_content": thoughts,
+        "thinking": thoughts if thinking is None else thinking,
+    }
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
+) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
@@ -255,7 +344,9 @@ def _generation_tag() -> type[Any]:
     from jinja2.ext import Extension
 
     class Generation(Extension):
-        """{% generation %} … {% endgeneration %}: what the model is to write, by the template's author."""
+        """{% generation %} … {% endgeneration %}: what the model is to write, by the template's
+        author.
+        """
 
         tags = {"generation"}  # noqa: RUF012 — the base class's attribute
 
@@ -282,12 +373,16 @@ def _tagged(marked: str) -> list[Span]:
     return spans
 
 
-def load(folder: Path, *, template: str | None, arguments: Mapping[str, Any] | None = None) -> ChatTemplate:
-    """Return a tokenizer's chat template: the one typed (a built-in's name, or a file), else its folder's own.
+def load(
+    folder: Path, *, template: str | None, arguments: Mapping[str, Any] | None = None
+) -> ChatTemplate:
+    """Return a tokenizer's chat template: the one typed (a built-in's name, or a file), else its
+    folder's own.
 
     Args:
-        arguments: values of variables that the template asks for, such as enable_thinking. They become a part of it,
-            so that they hold wherever the run's template is used; who renders it may still pass others.
+        arguments: values of variables that the template asks for, such as enable_thinking. They
+            become a part of it, so that they hold wherever the run's template is used; who renders
+            it may still pass others.
 
     Raises:
         ConfigError: there is none, a file cannot be read, or the template does not use an argument.
@@ -296,12 +391,16 @@ def load(folder: Path, *, template: str | None, arguments: Mapping[str, Any] | N
     source = _typed(template) if template is not None else model_folder.chat_template(folder)
     if source is None:
         raise ConfigError(
-            f"data.source.tokenizer={folder} has no chat template ({model_folder.CHAT_TEMPLATE}, or chat_template in "
-            f"{model_folder.TOKENIZER_CONFIG}). Type data.source.template={'|'.join(BUILT_IN)}, or a .jinja file."
+            f"data.source.tokenizer={folder} has no chat template ({model_folder.CHAT_TEMPLATE}, "
+            "or chat_template in "
+            f"{model_folder.TOKENIZER_CONFIG}). Type data.source.template={'|'.join(BUILT_IN)}, or "
+            "a .jinja file."
         )
     if "eos_token" not in special and (file := folder / tokens.TOKENIZER_FILE).is_file():
         loaded = load_tokenizer(file)
-        special["eos_token"] = next((each for each in _ENDS if loaded.token_to_id(each) is not None), "")
+        special["eos_token"] = next(
+            (each for each in _ENDS if loaded.token_to_id(each) is not None), ""
+        )
     if arguments:
         _ = ChatTemplate(source)._compiled
         source = _defaults(source, arguments, passed=special) + source
@@ -321,7 +420,8 @@ def _defaults(source: str, arguments: Mapping[str, Any], *, passed: Iterable[str
     if unused := [name for name in arguments if name not in used]:
         there = ", ".join(sorted(used - {*environment.globals})) or "nothing"
         raise ConfigError(
-            f"data.source.template_arguments={dict(arguments)}: the chat template does not ask for {', '.join(unused)} "
+            f"data.source.template_arguments={dict(arguments)}: the chat template does not ask for "
+            f"{', '.join(unused)} "
             f"(it asks for: {there}). Leave it out."
         )
     return "".join(
@@ -340,7 +440,9 @@ def _literal(value: Any) -> str:
 
 
 def load_tokenizer(file: Path) -> Tokenizer:
-    """Return the tokenizer of a folder for conversations, whose templates write special tokens as text."""
+    """Return the tokenizer of a folder for conversations, whose templates write special tokens as
+    text.
+    """
     try:
         tokenizer = tokens.read(file)
     except ConfigError as error:
@@ -357,6 +459,7 @@ def _typed(template: str) -> str:
         return Path(template).expanduser().read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"data.source.template={template} cannot be read ({error_line(error)}). Type {', '.join(BUILT_IN)}, or the "
+            f"data.source.template={template} cannot be read ({error_line(error)}). Type "
+            f"{', '.join(BUILT_IN)}, or the "
             "path of a .jinja file."
         ) from error

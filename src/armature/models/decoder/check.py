@@ -18,16 +18,24 @@ QK_NORMS = (False, True, "weighted")
 
 
 def problems(args: Mapping[str, Any]) -> list[str]:
-    """Return every reason why `Decoder(**args)` cannot be built, each with both values and a remedy."""
-    found = whole_numbers(args, SIZES, optional=("kv_heads", "head_dim", "ffn_hidden")) + fraction(args, "dropout")
-    found += _scaling_problems(args.get("rope_scaling")) + _window_problems(args.get("windows"), args.get("layers"))
+    """Return every reason why `Decoder(**args)` cannot be built, each with both values and a
+    remedy.
+    """
+    found = whole_numbers(args, SIZES, optional=("kv_heads", "head_dim", "ffn_hidden")) + fraction(
+        args, "dropout"
+    )
+    found += _scaling_problems(args.get("rope_scaling")) + _window_problems(
+        args.get("windows"), args.get("layers")
+    )
     if (norm := args.get("qk_norm", False)) not in QK_NORMS:
         found.append(f"model.qk_norm must be false, true or weighted. Got {norm!r}")
     token, vocabulary = args.get("document_token"), args.get("vocab_size")
     if token is not None and (isinstance(token, bool) or not isinstance(token, int) or token < 0):
         found.append(f"model.document_token must be the id of a token, or null. Got {token!r}")
     elif token is not None and isinstance(vocabulary, int) and token >= vocabulary:
-        found.append(f"model.document_token={token} is not one of the model.vocab_size={vocabulary} tokens")
+        found.append(
+            f"model.document_token={token} is not one of the model.vocab_size={vocabulary} tokens"
+        )
     if found:
         return found
     width, heads = args.get("width"), args.get("heads")
@@ -35,15 +43,19 @@ def problems(args: Mapping[str, Any]) -> list[str]:
         return found
     if (head_dim := args.get("head_dim")) is not None:
         if head_dim % 2:
-            found.append(f"model.head_dim={head_dim} must be even, since rotary positions pair its elements")
+            found.append(
+                f"model.head_dim={head_dim} must be even, since rotary positions pair its elements"
+            )
     elif width % heads:
         found.append(
             f"model.heads={heads} does not divide model.width={width}: "
-            f"model.heads={nearest_divisor(width, heads)} does, or model.width={nearest_multiple(width, 2 * heads)}"
+            f"model.heads={nearest_divisor(width, heads)} does, or "
+            f"model.width={nearest_multiple(width, 2 * heads)}"
         )
     elif width // heads % 2:
         found.append(
-            f"model.width={width} over model.heads={heads} makes heads of an odd width, {width // heads}, which rotary "
+            f"model.width={width} over model.heads={heads} makes heads of an odd width, "
+            f"{width // heads}, which rotary "
             f"positions cannot pair: type model.width={nearest_multiple(width, 2 * heads)}"
         )
     kv_heads = args.get("kv_heads") or heads
@@ -60,13 +72,17 @@ def ffn_hidden_of(width: int) -> int:
     return -(-8 * width // 3 // 64) * 64
 
 
-def windows_of(windows: int | Sequence[int | None] | None, *, layers: int) -> tuple[int | None, ...]:
+def windows_of(
+    windows: int | Sequence[int | None] | None, *, layers: int
+) -> tuple[int | None, ...]:
     """Return each block's window: positions that one attends to, itself included; None: all."""
     return (windows,) * layers if windows is None or isinstance(windows, int) else tuple(windows)
 
 
 def attended_share(args: Mapping[str, Any]) -> float:
-    """Return the share of the context that a position attends to, as a mean of all blocks; 1: no windows."""
+    """Return the share of the context that a position attends to, as a mean of all blocks; 1: no
+    windows.
+    """
     windows, context = args.get("windows"), args["context"]
     windows = [windows] if windows is None or isinstance(windows, int) else windows
     return sum(min(window or context, context) for window in windows) / (len(windows) * context)
@@ -77,12 +93,18 @@ def _scaling_problems(scaling: Any) -> list[str]:
         return []
     kind = scaling.get("kind", "llama3") if isinstance(scaling, Mapping) else None
     if kind not in ROPE_SCALING:
-        return [f"model.rope_scaling needs a kind ({', '.join(ROPE_SCALING)}) and its numbers. Got {scaling!r}"]
+        return [
+            f"model.rope_scaling needs a kind ({', '.join(ROPE_SCALING)}) and its numbers. Got "
+            f"{scaling!r}"
+        ]
     given, (needed, possible) = set(scaling) - {"kind"}, ROPE_SCALING[kind]
     if not set(needed) <= given <= {*needed, *possible}:
         may = f", and may have {', '.join(possible)}" if possible else ""
         keys = ", ".join(needed)
-        return [f"model.rope_scaling needs exactly the keys {keys} for kind={kind}{may}. Got {scaling!r}"]
+        return [
+            f"model.rope_scaling needs exactly the keys {keys} for kind={kind}{may}. Got "
+            f"{scaling!r}"
+        ]
     return [
         f"model.rope_scaling.{key} must be a number above 0. Got {scaling[key]!r}"
         for key in sorted(given)
@@ -97,8 +119,18 @@ def _window_problems(windows: Any, layers: Any) -> list[str]:
         return []
     several = isinstance(windows, Sequence) and not isinstance(windows, str)
     each = list(windows) if several else [windows]
-    if wrong := [w for w in each if w is not None and (isinstance(w, bool) or not isinstance(w, int) or w < 1)]:
-        return [f"model.windows must be whole numbers of at least 1, or null for all positions. Got {wrong[0]!r}"]
+    if wrong := [
+        w
+        for w in each
+        if w is not None and (isinstance(w, bool) or not isinstance(w, int) or w < 1)
+    ]:
+        return [
+            "model.windows must be whole numbers of at least 1, or null for all positions. Got "
+            f"{wrong[0]!r}"
+        ]
     if several and isinstance(layers, int) and len(each) != layers:
-        return [f"model.windows has {len(each)} entries, but model.layers={layers}: it needs one for each block"]
+        return [
+            f"model.windows has {len(each)} entries, but model.layers={layers}: it needs one for "
+            "each block"
+        ]
     return []

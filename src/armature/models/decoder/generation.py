@@ -15,26 +15,32 @@ from armature.models.decoder.cache import KeyValueCache
 # tokens per look at whether all rows have ended, for which the host waits for the device
 READ_EVERY, OTHER_READ_EVERY = {"cpu": 1}, 8
 LEAST_TOKENS = 16  # copying matrices takes as long as about ten tokens
-MOST_COPIED_BYTES = 1 << 29  # of a larger model, copies would take too much memory, and gain a tenth
+MOST_COPIED_BYTES = (
+    1 << 29
+)  # of a larger model, copies would take too much memory, and gain a tenth
 
 
 def complete(
     model: nn.Module, prompts: Sequence[Sequence[int]], *, max_new_tokens: int,
     eot: int | Sequence[int] | None = None, device: torch.device | None = None, **options: Any,
 ) -> list[list[int]]:  # fmt: skip
-    """Return each prompt of token ids with up to `max_new_tokens` more, its first new `eot` (or one of them) its last.
+    """Return each prompt of token ids with up to `max_new_tokens` more, its first new `eot` (or one
+    of them) its last.
 
-    Prompts of different lengths are continued together, each as it would be alone up to the model's context. They are
-    read at once if the longest one and `max_new_tokens` fit into the context of a model with our own cache. Otherwise a
-    short one is continued while a longer one is still read, and beyond the context all rows read their newest half
-    again at the same time. Options and errors are those of `generate`.
+    Prompts of different lengths are continued together, each as it would be alone up to the model's
+    context. They are read at once if the longest one and `max_new_tokens` fit into the context of a
+    model with our own cache. Otherwise a short one is continued while a longer one is still read,
+    and beyond the context all rows read their newest half again at the same time. Options and
+    errors are those of `generate`.
 
     Args:
         device: where the model computes, if its weights lie elsewhere until they are used.
     """
     lengths = [len(prompt) for prompt in prompts]
     if not lengths or min(lengths) == 0:
-        raise ValueError(f"each prompt must have at least one token. Got prompts of {lengths} tokens")
+        raise ValueError(
+            f"each prompt must have at least one token. Got prompts of {lengths} tokens"
+        )
     device = device or next(model.parameters()).device
     rows = [[*prompt, *[0] * (max(lengths) - len(prompt))] for prompt in prompts]
     ids = generate(
@@ -53,22 +59,39 @@ def _ends(eot: int | Sequence[int] | None) -> list[int]:
 
 
 @torch.inference_mode()
-@torch.compiler.set_stance("force_eager")  # compiled blocks would be recompiled for each length of the cache
+@torch.compiler.set_stance(
+    "force_eager"
+)  # compiled blocks would be recompiled for each length of the cache
 def generate(
-    model: nn.Module, prompt_BT: Tensor, *, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None,
-    top_p: float | None = None, eot: int | Sequence[int] | None = None, generator: torch.Generator | None = None,
+    model: nn.Module,
+    prompt_BT: Tensor,
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    eot: int | Sequence[int] | None = None,
+    generator: torch.Generator | None = None,
     lengths_B: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Return the prompt (B, T) of token ids and up to `max_new_tokens` more. End early once every row has met `eot`,
-    one token or several.
+) -> Tensor:
+    """Return the prompt (B, T) of token ids and up to `max_new_tokens` more.
 
-    Temperature 0 takes the likeliest token. If the model's context is full, the newest half of it is read again and
-    generation continues. Of a row, only the first `lengths_B` ids are its prompt, if given: what follows is replaced.
-    Raises ValueError for an empty prompt and for options outside their range.
+    End early once every row has met `eot`, one token or several.
+
+    Temperature 0 takes the likeliest token. If the model's context is full, the newest half of it
+    is read again and generation continues. Of a row, only the first `lengths_B` ids are its prompt,
+    if given: what follows is replaced. Raises ValueError for an empty prompt and for options
+    outside their range.
     """
     if prompt_BT.ndim != 2 or prompt_BT.shape[1] == 0:
-        raise ValueError(f"prompt must be (batch, tokens) with at least one token. Got {tuple(prompt_BT.shape)}")
-    if temperature < 0 or (top_k is not None and top_k < 1) or (top_p is not None and not 0 < top_p <= 1):
+        raise ValueError(
+            f"prompt must be (batch, tokens) with at least one token. Got {tuple(prompt_BT.shape)}"
+        )
+    if (
+        temperature < 0
+        or (top_k is not None and top_k < 1)
+        or (top_p is not None and not 0 < top_p <= 1)
+    ):
         raise ValueError(
             f"temperature must be at least 0, top_k at least 1 and top_p in (0, 1]. "
             f"Got temperature={temperature}, top_k={top_k}, top_p={top_p}"
@@ -94,7 +117,8 @@ def _in_eval(model: nn.Module) -> Iterator[None]:
 def _column_by_column(model: nn.Module, *, tokens: int) -> Iterator[None]:
     """Hold fp32 matrices on a CPU column by column while `tokens` are generated.
 
-    A product with one row then reads them about twice as fast, if they are small (up to a few megabytes). Their values
+    A product with one row then reads them about twice as fast, if they are small (up to a few
+    megabytes). Their values
     stay, and so does the memory that they had: an optimizer or a strategy may hold views of it.
     """
     linears = [
@@ -102,10 +126,15 @@ def _column_by_column(model: nn.Module, *, tokens: int) -> Iterator[None]:
         for name, weight in module.named_parameters(recurse=False) if name == "weight"
     ]  # fmt: skip
     weights = [
-        weight for weight in dict.fromkeys(linears)
-        if type(weight) is nn.Parameter and type(weight.data) is Tensor and weight.is_contiguous()
-        and weight.device.type == "cpu" and weight.dtype == torch.float32 and not weight.is_inference()
-    ]  # fmt: skip
+        weight
+        for weight in dict.fromkeys(linears)
+        if type(weight) is nn.Parameter
+        and type(weight.data) is Tensor
+        and weight.is_contiguous()
+        and weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and not weight.is_inference()
+    ]
     if tokens < LEAST_TOKENS or sum(weight.nbytes for weight in weights) > MOST_COPIED_BYTES:
         weights = []
     own = [weight.data for weight in weights]
@@ -120,9 +149,14 @@ def _column_by_column(model: nn.Module, *, tokens: int) -> Iterator[None]:
 
 
 def _continued(
-    model: nn.Module, prompt_BT: Tensor, *, max_new_tokens: int, ends: list[int], lengths_B: Tensor | None,
+    model: nn.Module,
+    prompt_BT: Tensor,
+    *,
+    max_new_tokens: int,
+    ends: list[int],
+    lengths_B: Tensor | None,
     **sampling: Any,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     context = int(model.context)  # pyright: ignore[reportArgumentType]
     length = prompt_BT.shape[1]
     if lengths_B is None:
@@ -132,7 +166,9 @@ def _continued(
     position, make_cache = int(lengths_B.min()), getattr(model, "make_cache", None)
     at_once = position < length and end <= context and make_cache is None
     if make_cache is None:
-        cache: Any = KeyValueCache(positions=min(context, end), lengths_B=lengths_B if at_once else None)
+        cache: Any = KeyValueCache(
+            positions=min(context, end), lengths_B=lengths_B if at_once else None
+        )
     else:
         cache = make_cache(positions=min(context, end))  # pyright: ignore[reportCallIssue]
     cache.newest_only = True
@@ -148,8 +184,10 @@ def _continued(
         logits_BV = model(ids_BT[:, begin:position], cache=cache)[:, -1]
         if at_once and cache.lengths_B is not None:
             raise TypeError(
-                f"{type(model).__name__} does not call cache.advance, which knows where each prompt ends. Write "
-                "x = cache.advance(x) after all layers and before the head, in place of cache.length += …"
+                f"{type(model).__name__} does not call cache.advance, which knows where each "
+                "prompt ends. Write "
+                "x = cache.advance(x) after all layers and before the head, in place of "
+                "cache.length += …"
             )
         new_B = sample(logits_BV, **sampling)[:, 0]
         if position < length:
@@ -163,16 +201,24 @@ def _continued(
         if len(end_ids) and position % read_every == 0 and int(last_B.max()) < position:
             break
     if at_once:
-        for row, prompt in enumerate(lengths_B.tolist()):  # the new tokens follow the row's own prompt
+        for row, prompt in enumerate(
+            lengths_B.tolist()
+        ):  # the new tokens follow the row's own prompt
             ids_BT[row, prompt : prompt + position - length] = ids_BT[row, length:position].clone()
     return ids_BT[:, : min(position, int(last_B.max()) + 1) if len(end_ids) else position]
 
 
 def sample(
-    logits_BV: Tensor, *, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None,
+    logits_BV: Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
     generator: torch.Generator | None = None,
-) -> Tensor:  # fmt: skip
-    """Return one token id per row (B, 1), from the `top_k` likeliest and the fewest that together reach `top_p`."""
+) -> Tensor:
+    """Return one token id per row (B, 1), from the `top_k` likeliest and the fewest that together
+    reach `top_p`.
+    """
     logits_BV = logits_BV.float()
     if temperature == 0:
         return logits_BV.argmax(dim=-1, keepdim=True)

@@ -1,4 +1,5 @@
-"""Cross-entropy of the decoder's head, computed in chunks so that the logits of all tokens never exist at once.
+"""Cross-entropy of the decoder's head, computed in chunks so that the logits of all tokens never
+exist at once.
 
 `ChunkedCrossEntropy` is the mean loss, `ChunkedTokenLosses` each target's own.
 
@@ -20,19 +21,20 @@ from typing_extensions import TypeIs, override
 from armature.models.autocast import to_compute_dtype
 from armature.models.loss import IGNORED, VocabularyShard
 
-# 32 (CPU) or 512 MiB of fp32 logits per chunk: with fewer rows, accumulating the weight's gradient costs more than
-# computing it
+# 32 (CPU) or 512 MiB of fp32 logits per chunk: with fewer rows, accumulating the weight's gradient
+# costs more than computing it
 CHUNK_LOGITS, OTHER_CHUNK_LOGITS = {"cpu": 2**23}, 2**27
 
 
 class Head(nn.Linear):
-    """A bias-free Linear that returns the logits of x (..., D), or with targets their loss, without the logits.
+    """A bias-free Linear that returns the logits of x (..., D), or with targets their loss, without
+    the logits.
 
     It is called either way, so that whatever shards, gathers or casts the weight in hooks does so.
 
     Attributes:
-        layout_hooks: ids of the hooks that a strategy has registered, which see to the weight. Any other hook expects
-            logits.
+        layout_hooks: ids of the hooks that a strategy has registered, which see to the weight. Any
+            other hook expects logits.
         vocabulary: the part that this rank holds, or None for all of it. A strategy sets both.
     """
 
@@ -44,34 +46,61 @@ class Head(nn.Linear):
 
     @property
     def hook_ids(self) -> list[int]:
-        hooks = (self._forward_pre_hooks, self._forward_hooks, self._backward_pre_hooks, self._backward_hooks)
+        hooks = (
+            self._forward_pre_hooks,
+            self._forward_hooks,
+            self._backward_pre_hooks,
+            self._backward_hooks,
+        )
         return [key for registered in hooks for key in registered]
 
     @override
-    def forward(self, x: Tensor, targets: Tensor | None = None, *, per_token: bool = False) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(
+        self, x: Tensor, targets: Tensor | None = None, *, per_token: bool = False
+    ) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         if targets is None:
             return F.linear(x, self.weight)
         return chunked_loss(x, self.weight, targets, self.vocabulary, per_token=per_token)
 
 
 def computes_loss(head: nn.Module | None) -> TypeIs[Head]:
-    """Return whether the head's forward is its own, and nobody but the strategy has hooks that see its logits."""
-    if not isinstance(head, Head) or type(head).forward is not Head.forward or "forward" in vars(head):
+    """Return whether the head's forward is its own, and nobody but the strategy has hooks that see
+    its logits.
+    """
+    if (
+        not isinstance(head, Head)
+        or type(head).forward is not Head.forward
+        or "forward" in vars(head)
+    ):
         return False
     return all(key in head.layout_hooks for key in head.hook_ids)
 
 
 def is_plain_linear(head: nn.Module | None) -> TypeIs[nn.Linear]:
-    """Return whether the head, put in place of `Head`, is its weight alone: no strategy and no hook changes it."""
-    return type(head) is nn.Linear and head.bias is None and not head._forward_pre_hooks and not head._forward_hooks
+    """Return whether the head, put in place of `Head`, is its weight alone: no strategy and no hook
+    changes it.
+    """
+    return (
+        type(head) is nn.Linear
+        and head.bias is None
+        and not head._forward_pre_hooks
+        and not head._forward_hooks
+    )
 
 
 def chunked_loss(
-    x: Tensor, weight: Tensor, targets: Tensor, vocabulary: VocabularyShard | None = None, *, per_token: bool = False
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocabulary: VocabularyShard | None = None,
+    *,
+    per_token: bool = False,
 ) -> Tensor:
-    """Return the mean loss of the logits of x (..., D) under a head's weight (V, D), without the logits.
+    """Return the mean loss of the logits of x (..., D) under a head's weight (V, D), without the
+    logits.
 
-    With `per_token`, each target's own loss, of the targets' shape: 0 where a target does not count.
+    With `per_token`, each target's own loss, of the targets' shape: 0 where a target does not
+    count.
     """
     x_ND, targets_N = x.flatten(0, -2), targets.flatten()
     if per_token:
@@ -80,16 +109,17 @@ def chunked_loss(
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """`mean_cross_entropy` of a bias-free linear head's logits, without holding the logits of all tokens.
+    """`mean_cross_entropy` of a bias-free linear head's logits, without holding the logits of all
+    tokens.
 
-    The forward pass computes each chunk's gradients while its logits still exist, so that nothing is computed twice
-    (Liger Kernel, arXiv:2410.10989, 3.2). Arguments: x (N, D), the head's weight (V, D), targets (N,), whether
-    gradients are needed, and which part of the vocabulary the weight is, or None for all of it. Of a part, the gradient
-    of x is the part's summand.
+    The forward pass computes each chunk's gradients while its logits still exist, so that nothing
+    is computed twice (Liger Kernel, arXiv:2410.10989, 3.2). Arguments: x (N, D), the head's weight
+    (V, D), targets (N,), whether gradients are needed, and which part of the vocabulary the weight
+    is, or None for all of it. Of a part, the gradient of x is the part's summand.
 
-    4,096 tokens of width 256 and 32,000 words under bf16 autocast took 0.8 s and 131 MB on one core of an AMD EPYC
-    with AVX512-BF16 (2026-11-21, torch 2.13); the plain loss took 1.9 s and 1,498 MB; torch's linear_cross_entropy,
-    which sums the loss in bf16, took 3.0 s and 174 MB.
+    4,096 tokens of width 256 and 32,000 words under bf16 autocast took 0.8 s and 131 MB on one core
+    of an AMD EPYC with AVX512-BF16 (2026-11-21, torch 2.13); the plain loss took 1.9 s and 1,498
+    MB; torch's linear_cross_entropy, which sums the loss in bf16, took 3.0 s and 174 MB.
     """
 
     @staticmethod
@@ -102,7 +132,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         needs_x, needs_weight = (with_gradients and needed for needed in ctx.needs_input_grad[:2])
         gx_ND = torch.empty_like(x_low_ND) if needs_x else None
         gweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
-        total = torch.zeros((), device=x_ND.device, dtype=torch.float32)  # the default type may be bf16
+        total = torch.zeros(
+            (), device=x_ND.device, dtype=torch.float32
+        )  # the default type may be bf16
         share = 1 / (targets_N != IGNORED).sum(dtype=torch.float32).clamp(min=1)
         product_VD = torch.empty_like(weight_low_VD) if needs_weight else None
         for chunk in _chunks(x_low_ND, weight_low_VD, targets_N, part):
@@ -114,7 +146,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
                 torch.mm(g_RV, weight_low_VD, out=gx_ND[chunk.rows])
             if gweight_VD is not None:
                 gweight_VD += torch.mm(g_RV.T, x_low_ND[chunk.rows], out=product_VD)
-        # backward applies `share` together with the scaler's factor: fp16 gradients would underflow before
+        # backward applies `share` together with the scaler's factor: fp16 gradients would underflow
+        # before
         ctx.save_for_backward(gx_ND, gweight_VD, share)
         ctx.dtypes = x_ND.dtype, weight_VD.dtype
         return total * share
@@ -126,24 +159,34 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         (grad,), (gx_ND, gweight_VD, share) = grad_outputs, ctx.saved_tensors
         gx_ND = (gx_ND.float() * (grad * share)).to(ctx.dtypes[0]) if gx_ND is not None else None
-        gweight_VD = (gweight_VD * (grad * share)).to(ctx.dtypes[1]) if gweight_VD is not None else None
+        gweight_VD = (
+            (gweight_VD * (grad * share)).to(ctx.dtypes[1]) if gweight_VD is not None else None
+        )
         return gx_ND, gweight_VD, None, None, None
 
 
 class ChunkedTokenLosses(torch.autograd.Function):
-    """Each target's cross-entropy (N,), in fp32 and nats, or 0 if it is IGNORED, without the logits of all tokens.
+    """Each target's cross-entropy (N,), in fp32 and nats, or 0 if it is IGNORED, without the logits
+    of all tokens.
 
-    Its gradients depend on what the caller makes of the losses, so backward computes each chunk's logits once more.
+    Its gradients depend on what the caller makes of the losses, so backward computes each chunk's
+    logits once more.
     Arguments: as those of `ChunkedCrossEntropy`, without `with_gradients`.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, part: VocabularyShard | None = None
+        ctx: Any,
+        x_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        part: VocabularyShard | None = None,
     ) -> Tensor:
         weight_low_VD = to_compute_dtype(weight_VD)
         x_low_ND = x_ND.to(weight_low_VD.dtype)
-        losses_N = torch.empty(len(x_ND), device=x_ND.device, dtype=torch.float32)  # the default may be bf16
+        losses_N = torch.empty(
+            len(x_ND), device=x_ND.device, dtype=torch.float32
+        )  # the default may be bf16
         for chunk in _chunks(x_low_ND, weight_low_VD, targets_N, part):
             losses_N[chunk.rows] = -(chunk.log_p_R1 * chunk.keep_R1).squeeze(1)
         ctx.save_for_backward(x_low_ND, weight_low_VD, targets_N)
@@ -170,7 +213,9 @@ class ChunkedTokenLosses(torch.autograd.Function):
 
 
 class _Chunk(NamedTuple):
-    """Some rows of the head's logits and what is made of them, until the next chunk overwrites it."""
+    """Some rows of the head's logits and what is made of them, until the next chunk overwrites
+    it.
+    """
 
     rows: slice
     logits_RV: Tensor
@@ -181,16 +226,22 @@ class _Chunk(NamedTuple):
     hit_R1: Tensor  # 1 for each target that is among the columns
 
     def gradient(self, weight_R1: Tensor) -> Tensor:
-        """Return the logits' gradient of the losses' weighted sum, in the logits' type and in place of p or logits."""
+        """Return the logits' gradient of the losses' weighted sum, in the logits' type and in place
+        of p or logits.
+        """
         g_RV = self.p_RV.scatter_add_(1, self.target_R1, -self.hit_R1).mul_(weight_R1)
         return g_RV if self.logits_RV.dtype == torch.float32 else self.logits_RV.copy_(g_RV)
 
 
-def _chunks(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, part: VocabularyShard | None) -> Iterator[_Chunk]:
+def _chunks(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, part: VocabularyShard | None
+) -> Iterator[_Chunk]:
     device, tokens, vocabulary = x_ND.device, x_ND.shape[0], weight_VD.shape[0]
     rows = min(tokens, max(1, CHUNK_LOGITS.get(device.type, OTHER_CHUNK_LOGITS) // vocabulary))
     # all chunks share these buffers: on a CPU, newly allocated memory costs more than the softmax
-    logits_all, p_all = (torch.empty(rows, vocabulary, dtype=d, device=device) for d in (x_ND.dtype, torch.float32))
+    logits_all, p_all = (
+        torch.empty(rows, vocabulary, dtype=d, device=device) for d in (x_ND.dtype, torch.float32)
+    )
     softmax = _softmax if part is None else partial(_sharded_softmax, part=part)
     for start in range(0, tokens, rows):
         place = slice(start, min(start + rows, tokens))
@@ -201,11 +252,15 @@ def _chunks(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, part: Vocabulary
         yield _Chunk(place, logits_RV, (~ignored_R1).float(), *found)
 
 
-def _softmax(logits_RV: Tensor, target_R1: Tensor, *, out_RV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return p, the targets' log p, the targets' columns here, and 1 for each target that is among the columns."""
+def _softmax(
+    logits_RV: Tensor, target_R1: Tensor, *, out_RV: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return p, the targets' log p, the targets' columns here, and 1 for each target that is among
+    the columns.
+    """
     p_RV = torch.softmax(logits_RV, dim=-1, dtype=torch.float32, out=out_RV)
-    # log p(target) = (logit - largest logit) + log p(largest), which cannot underflow. The log of every
-    # probability would cost more than the softmax, several times more on CPUs
+    # log p(target) = (logit - largest logit) + log p(largest), which cannot underflow. The log of
+    # every probability would cost more than the softmax, several times more on CPUs
     above_R1 = logits_RV.gather(1, target_R1).float() - logits_RV.amax(dim=-1, keepdim=True).float()
     log_p_R1 = above_R1 + p_RV.amax(dim=-1, keepdim=True).log()
     return p_RV, log_p_R1, target_R1, torch.ones_like(log_p_R1)

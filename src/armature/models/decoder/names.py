@@ -1,4 +1,7 @@
-"""The decoder's parameters under Hugging Face's names, both ways, with their sizes. One table for all families."""
+"""The decoder's parameters under Hugging Face's names, both ways, with their sizes.
+
+One table for all families.
+"""
 
 from __future__ import annotations
 
@@ -13,35 +16,65 @@ NAMES = {  # ours → theirs; {} is the block's number
     HEAD: "lm_head.weight",
     "blocks.{}.attention_norm.weight": "model.layers.{}.input_layernorm.weight",
     "blocks.{}.ffn_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
-    **{f"blocks.{{}}.attention.{p}.weight": f"model.layers.{{}}.self_attn.{p}_proj.weight" for p in "qkvo"},
-    **{f"blocks.{{}}.attention.{p}.bias": f"model.layers.{{}}.self_attn.{p}_proj.bias" for p in "qkv"},
-    **{f"blocks.{{}}.attention.{p}_norm.weight": f"model.layers.{{}}.self_attn.{p}_norm.weight" for p in "qk"},
-    **{f"blocks.{{}}.ffn.{p}.weight": f"model.layers.{{}}.mlp.{p}_proj.weight" for p in ("gate", "up", "down")},
+    **{
+        f"blocks.{{}}.attention.{p}.weight": f"model.layers.{{}}.self_attn.{p}_proj.weight"
+        for p in "qkvo"
+    },
+    **{
+        f"blocks.{{}}.attention.{p}.bias": f"model.layers.{{}}.self_attn.{p}_proj.bias"
+        for p in "qkv"
+    },
+    **{
+        f"blocks.{{}}.attention.{p}_norm.weight": f"model.layers.{{}}.self_attn.{p}_norm.weight"
+        for p in "qk"
+    },
+    **{
+        f"blocks.{{}}.ffn.{p}.weight": f"model.layers.{{}}.mlp.{p}_proj.weight"
+        for p in ("gate", "up", "down")
+    },
 }
 UNUSED = re.compile(r".*\.rotary_emb\.inv_freq")  # older folders hold it; it is computed
 
 
 def theirs(name: str) -> str | None:
-    """Return Hugging Face's name of one of the decoder's parameters; None for one that they do not have."""
+    """Return Hugging Face's name of one of the decoder's parameters.
+
+    None for one that they do not have.
+    """
     number = re.search(r"\.(\d+)\.", name)
     pattern = NAMES.get(name.replace(number[0], ".{}.", 1) if number else name)
     return None if pattern is None else pattern.format(number[1] if number else "")
 
 
 def shapes(args: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return every parameter of `Decoder(**args)` by our name. Without torch, so that it serves before launch."""
+    """Return every parameter of `Decoder(**args)` by our name.
+
+    Without torch, so that it serves before launch.
+    """
     width, hidden, vocabulary = args["width"], args["ffn_hidden"], args["vocab_size"]
     head_dim = args["head_dim"] or width // args["heads"]
     queries, keys = args["heads"] * head_dim, (args["kv_heads"] or args["heads"]) * head_dim
     block: dict[str, tuple[int, ...]] = {
-        "attention_norm.weight": (width,), "attention.q.weight": (queries, width), "attention.k.weight": (keys, width),
-        "attention.v.weight": (keys, width), "attention.o.weight": (width, queries), "ffn_norm.weight": (width,),
-        "ffn.gate.weight": (hidden, width), "ffn.up.weight": (hidden, width), "ffn.down.weight": (width, hidden),
-    }  # fmt: skip
+        "attention_norm.weight": (width,),
+        "attention.q.weight": (queries, width),
+        "attention.k.weight": (keys, width),
+        "attention.v.weight": (keys, width),
+        "attention.o.weight": (width, queries),
+        "ffn_norm.weight": (width,),
+        "ffn.gate.weight": (hidden, width),
+        "ffn.up.weight": (hidden, width),
+        "ffn.down.weight": (width, hidden),
+    }
     if args["attention_bias"]:
-        block |= {"attention.q.bias": (queries,), "attention.k.bias": (keys,), "attention.v.bias": (keys,)}
+        block |= {
+            "attention.q.bias": (queries,),
+            "attention.k.bias": (keys,),
+            "attention.v.bias": (keys,),
+        }
     if args["qk_norm"] == "weighted":
         block |= {"attention.q_norm.weight": (head_dim,), "attention.k_norm.weight": (head_dim,)}
-    blocks = {f"blocks.{i}.{name}": shape for i in range(args["layers"]) for name, shape in block.items()}
+    blocks = {
+        f"blocks.{i}.{name}": shape for i in range(args["layers"]) for name, shape in block.items()
+    }
     ends = {EMBEDDING: (vocabulary, width), "norm.weight": (width,)}
     return ends | blocks | ({} if args["tied"] else {HEAD: (vocabulary, width)})

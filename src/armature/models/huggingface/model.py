@@ -1,4 +1,6 @@
-"""Models that transformers builds and computes, from the config.json of a Hugging Face folder. Never remote code.
+"""Models that transformers builds and computes, from the config.json of a Hugging Face folder.
+
+Never remote code.
 
 The weights are not read here: a strategy does so, as for `armature.models.decoder.model.Decoder`.
 
@@ -24,25 +26,44 @@ from armature.models.loss import IGNORED, mean_cross_entropy
 from armature.models.plan import Plan
 from armature.models.wrapped import WrappedModel, weights_on
 
-NOT_DAMAGE = ImportError, MemoryError, torch.OutOfMemoryError  # a kernel's package, and memory: not the folder's fault
+NOT_DAMAGE = (
+    ImportError,
+    MemoryError,
+    torch.OutOfMemoryError,
+)  # a kernel's package, and memory: not the folder's fault
 
 
-ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers, in transformers' words
+ATTENTION = {
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+}  # kinds of layers, in transformers' words
 
-# whose blocks read some weights past their Linears' forward: on GPUs in kernels, Mamba's dt_proj on CPUs as well
+# whose blocks read some weights past their Linears' forward: on GPUs in kernels, Mamba's dt_proj on
+# CPUs as well
 STATE_SPACES = {
-    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "mamba", "mamba2", "nemotron_h", "zamba2",
-}  # fmt: skip
+    "bamba",
+    "falcon_h1",
+    "falcon_mamba",
+    "granitemoehybrid",
+    "jamba",
+    "mamba",
+    "mamba2",
+    "nemotron_h",
+    "zamba2",
+}
 
 
 class Cache:
     """What generation keeps of the positions so far, in the form of transformers.
 
     Args:
-        config: of a model of transformers; None: it keeps no keys and values, so its tokens are kept and read again.
+        config: of a model of transformers; None: it keeps no keys and values, so its tokens are
+            kept and read again.
 
     Attributes:
-        newest_only: whether the model returns the newest position's logits alone (B, 1, V), if it can.
+        newest_only: whether the model returns the newest position's logits alone (B, 1, V), if it
+            can.
     """
 
     newest_only = False
@@ -54,12 +75,16 @@ class Cache:
     def clear(self) -> None:
         """Forget all positions."""
         self.length = 0
-        self.values: Any = None if self._config is None else _transformers().DynamicCache(config=self._config)
+        self.values: Any = (
+            None if self._config is None else _transformers().DynamicCache(config=self._config)
+        )
 
 
 @contextmanager
 def _damage_named(pretrained: str) -> Iterator[None]:
-    """Name the folder in what transformers raises for its config.json: some errors derive from Exception alone."""
+    """Name the folder in what transformers raises for its config.json: some errors derive from
+    Exception alone.
+    """
     try:
         yield
     except NOT_DAMAGE:
@@ -67,7 +92,8 @@ def _damage_named(pretrained: str) -> Iterator[None]:
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ValueError(
-            f"model.pretrained={pretrained}: transformers cannot build the model of its config.json ({reason}). "
+            f"model.pretrained={pretrained}: transformers cannot build the model of its "
+            f"config.json ({reason}). "
             "Correct that entry, or download the folder again"
         ) from error
 
@@ -76,7 +102,8 @@ class PretrainedModel(WrappedModel):
     """A model of transformers, without its weights.
 
     Args:
-        pretrained: the folder whose config.json describes the model, and from which its weights are read.
+        pretrained: the folder whose config.json describes the model, and from which its weights are
+            read.
         context: tokens of a row.
         attention: transformers' name of the attention kernel; None: its choice for this model.
         settings: entries of config.json that replace the folder's.
@@ -93,8 +120,12 @@ class PretrainedModel(WrappedModel):
     mapping: ClassVar[str]
     parts: ClassVar[str]  # what a model of this class ends in, for messages
 
-    def __init__(self, *, pretrained: str, context: int, attention: str | None, **settings: Any) -> None:
-        if found := problems({"context": context, "attention": attention, "classes": settings.get("num_labels")}):
+    def __init__(
+        self, *, pretrained: str, context: int, attention: str | None, **settings: Any
+    ) -> None:
+        if found := problems(
+            {"context": context, "attention": attention, "classes": settings.get("num_labels")}
+        ):
             raise ValueError("; ".join(found))
         super().__init__(pretrained, self._build(pretrained, attention, settings))
         self.context = context
@@ -107,7 +138,9 @@ class PretrainedModel(WrappedModel):
     def _build(cls, pretrained: str, attention: str | None, settings: dict[str, Any]) -> nn.Module:
         transformers = _transformers()
         known = getattr(transformers, cls.mapping)
-        content, _ = transformers.PreTrainedConfig.get_config_dict(pretrained, local_files_only=True)
+        content, _ = transformers.PreTrainedConfig.get_config_dict(
+            pretrained, local_files_only=True
+        )
         kind = content.get("model_type")
         if kind not in transformers.CONFIG_MAPPING:
             raise ValueError(
@@ -115,15 +148,22 @@ class PretrainedModel(WrappedModel):
                 f"model_type={kind}. Install a newer version: code in a folder is never run"
             )
         with _damage_named(pretrained):
-            config = transformers.AutoConfig.from_pretrained(pretrained, local_files_only=True, trust_remote_code=False)
+            config = transformers.AutoConfig.from_pretrained(
+                pretrained, local_files_only=True, trust_remote_code=False
+            )
         if type(config) not in known:
-            raise ValueError(f"model.pretrained={pretrained}: transformers has no {cls.parts} of model_type={kind}")
+            raise ValueError(
+                f"model.pretrained={pretrained}: transformers has no {cls.parts} of "
+                f"model_type={kind}"
+            )
         for key, value in settings.items():
             setattr(config, key, value)
         options = {} if attention is None else {"attn_implementation": attention}
         built = getattr(transformers, cls.auto_class)
         with _damage_named(pretrained), weights_on(torch.get_default_device()):
-            return built.from_config(config, dtype=torch.get_default_dtype(), trust_remote_code=False, **options)
+            return built.from_config(
+                config, dtype=torch.get_default_dtype(), trust_remote_code=False, **options
+            )
 
     @cached_property
     def plan(self) -> Plan | None:
@@ -132,15 +172,21 @@ class PretrainedModel(WrappedModel):
 
     @cached_property
     def other_layers(self) -> list[str]:
-        """What reads other positions besides attention: kinds of layers, in transformers' words, or a convolution."""
-        kinds = {*(getattr(self.inner.config.get_text_config(), "layer_types", None) or ())} - ATTENTION
+        """What reads other positions besides attention: kinds of layers, in transformers' words, or
+        a convolution.
+        """
+        kinds = {
+            *(getattr(self.inner.config.get_text_config(), "layer_types", None) or ())
+        } - ATTENTION
         text = self.inner.get_decoder()  # without towers of sounds and images
         convolutions = any(isinstance(module, nn.Conv1d) for module in text.modules())
         return sorted(kinds) or ["convolution"] * convolutions
 
     @property
     def read_directly(self) -> tuple[str, ...]:
-        """Last parts of the names of Linears whose weights are read past their forward: adapters would do nothing."""
+        """Last parts of the names of Linears whose weights are read past their forward: adapters
+        would do nothing.
+        """
         is_read = self.inner.config.get_text_config().model_type in STATE_SPACES
         return ("dt_proj", "out_proj", "x_proj") if is_read else ()
 
@@ -156,7 +202,10 @@ class PretrainedModel(WrappedModel):
     @property
     @override
     def deviation(self) -> float:
-        return getattr(self.inner.config.get_text_config(), "initializer_range", None) or super().deviation
+        return (
+            getattr(self.inner.config.get_text_config(), "initializer_range", None)
+            or super().deviation
+        )
 
 
 class CausalLM(PretrainedModel):
@@ -170,16 +219,26 @@ class CausalLM(PretrainedModel):
     parts = "causal language model"
 
     def __init__(
-        self, *, pretrained: str, context: int, attention: str | None = None, vocab_size: int | None = None
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        pretrained: str,
+        context: int,
+        attention: str | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
         super().__init__(pretrained=pretrained, context=context, attention=attention)
 
     def forward(
-        self, inputs: Tensor, targets: Tensor | None = None, cache: Cache | None = None, documents: Tensor | None = None
+        self,
+        inputs: Tensor,
+        targets: Tensor | None = None,
+        cache: Cache | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """Return logits (B, T, V) of token ids (B, T), or their loss if targets (B, T) are given.
 
-        `documents` (B, T) numbers the documents that a row packs, in order: attention stays within each.
+        `documents` (B, T) numbers the documents that a row packs, in order: attention stays within
+        each.
         """
         if cache is not None:
             logits = self._continue(inputs, cache)
@@ -190,18 +249,30 @@ class CausalLM(PretrainedModel):
 
     def _continue(self, inputs: Tensor, cache: Cache) -> Tensor:
         """Return the logits of these positions after those in the cache, or of the newest alone."""
-        kept: dict[str, Any] = {"logits_to_keep": 1} if cache.newest_only and "logits_to_keep" in self._accepted else {}
+        kept: dict[str, Any] = (
+            {"logits_to_keep": 1}
+            if cache.newest_only and "logits_to_keep" in self._accepted
+            else {}
+        )
         begin, cache.length = cache.length, cache.length + inputs.shape[1]
         if self._has_cache:
-            if self.other_layers and "position_ids" in self._accepted:  # Bamba would begin at 0 again
+            if (
+                self.other_layers and "position_ids" in self._accepted
+            ):  # Bamba would begin at 0 again
                 kept["position_ids"] = torch.arange(begin, cache.length, device=inputs.device)[None]
-            return self.inner(input_ids=inputs, past_key_values=cache.values, use_cache=True, **kept).logits
+            return self.inner(
+                input_ids=inputs, past_key_values=cache.values, use_cache=True, **kept
+            ).logits
         cache.values = inputs if cache.values is None else torch.cat([cache.values, inputs], dim=1)
-        return self.inner(input_ids=cache.values, use_cache=False, **kept).logits[:, -inputs.shape[1] :]
+        return self.inner(input_ids=cache.values, use_cache=False, **kept).logits[
+            :, -inputs.shape[1] :
+        ]
 
     @staticmethod
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy of logits (B, T, V), in nats, over the targets (B, T) that are not -100."""
+        """Return the mean cross-entropy of logits (B, T, V), in nats, over the targets (B, T) that
+        are not -100.
+        """
         return mean_cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
     @cached_property
@@ -210,7 +281,9 @@ class CausalLM(PretrainedModel):
 
     @property
     def _has_cache(self) -> bool:
-        """Whether the model keeps keys and values: recurrent ones, such as Mamba, keep states of their own."""
+        """Whether the model keeps keys and values: recurrent ones, such as Mamba, keep states of
+        their own.
+        """
         return "past_key_values" in self._accepted
 
     def make_cache(self, *, positions: int | None = None) -> Cache:
@@ -218,47 +291,74 @@ class CausalLM(PretrainedModel):
 
 
 class SequenceClassifier(PretrainedModel):
-    """A classifier of texts, of any architecture of transformers: AutoModelForSequenceClassification.
+    """A classifier of texts, of any architecture of transformers:
+    AutoModelForSequenceClassification.
 
     Args:
         classes: outputs of the head (N).
-        new_head: begin with a random head, whatever head the folder has. A folder without one needs no such word.
+        new_head: begin with a random head, whatever head the folder has. A folder without one needs
+            no such word.
         vocab_size: rows for tokens; the check before launch takes it from the folder.
     """
 
     modality = "labeled texts"
-    auto_class, mapping = "AutoModelForSequenceClassification", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING"
+    auto_class, mapping = (
+        "AutoModelForSequenceClassification",
+        "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+    )
     parts = "classifier of texts"
 
     def __init__(
-        self, *, pretrained: str, context: int, classes: int, new_head: bool = False, attention: str | None = None,
+        self,
+        *,
+        pretrained: str,
+        context: int,
+        classes: int,
+        new_head: bool = False,
+        attention: str | None = None,
         vocab_size: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(
-            pretrained=pretrained, context=context, attention=attention, num_labels=classes, use_cache=False
+            pretrained=pretrained,
+            context=context,
+            attention=attention,
+            num_labels=classes,
+            use_cache=False,
         )
         self.new_head = new_head
         text = self.inner.config.get_text_config()
         padding = getattr(text, "pad_token_id", None)
-        if padding is None or padding < 0:  # now: an embedding that knows it has no gradient for its row
+        if (
+            padding is None or padding < 0
+        ):  # now: an embedding that knows it has no gradient for its row
             end = getattr(text, "eos_token_id", None)
             text.pad_token_id = (end[0] if isinstance(end, list) else end) or 0
         self.padding: int = text.pad_token_id
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return logits (B, N) of token ids (B, T), where -100 is padding, or their loss if targets (B,) are given."""
+        """Return logits (B, N) of token ids (B, T), where -100 is padding, or their loss if targets
+        (B,) are given.
+        """
         held_BT = inputs != IGNORED
-        outputs = self.inner(input_ids=inputs.where(held_BT, self.padding), attention_mask=held_BT.long())
+        outputs = self.inner(
+            input_ids=inputs.where(held_BT, self.padding), attention_mask=held_BT.long()
+        )
         return outputs.logits if targets is None else self.loss(outputs.logits, targets)
 
     @staticmethod
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy of logits (B, N), in nats, over the targets (B,) that are not -100."""
+        """Return the mean cross-entropy of logits (B, N), in nats, over the targets (B,) that are
+        not -100.
+        """
         return mean_cross_entropy(outputs, targets)
 
     def is_head(self, name: str) -> bool:
-        """Return whether a parameter (by its name in `inner`) is not of the model below the head."""
-        return self.inner.base_model is not self.inner and not name.startswith(f"{self.inner.base_model_prefix}.")
+        """Return whether a parameter (by its name in `inner`) is not of the model below the
+        head.
+        """
+        return self.inner.base_model is not self.inner and not name.startswith(
+            f"{self.inner.base_model_prefix}."
+        )
 
     @override
     def may_be_new(self, name: str) -> bool:
@@ -266,8 +366,14 @@ class SequenceClassifier(PretrainedModel):
 
     @override
     def may_be_left(self, name: str) -> bool:
-        """As the head that predicts words, or a pooler. The files of a model without any head lack the prefix."""
-        own = {self.inner.base_model_prefix, *(child for child, _ in self.inner.base_model.named_children())}
+        """As the head that predicts words, or a pooler.
+
+        The files of a model without any head lack the prefix.
+        """
+        own = {
+            self.inner.base_model_prefix,
+            *(child for child, _ in self.inner.base_model.named_children()),
+        }
         return name.partition(".")[0] not in own or ".pooler." in name
 
     @override
@@ -276,7 +382,9 @@ class SequenceClassifier(PretrainedModel):
 
 
 def positions_within(documents_BT: Tensor) -> Tensor:
-    """Return each position's place in its document. transformers keeps attention within them if these begin anew."""
+    """Return each position's place in its document. transformers keeps attention within them if
+    these begin anew.
+    """
     place_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
     begins_BT = documents_BT.diff(prepend=documents_BT[:, :1] - 1) != 0
     return place_T - (begins_BT * place_T).cummax(dim=1).values
@@ -286,4 +394,6 @@ def _transformers() -> Any:
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
-        raise ValueError(f"transformers is not installed ({error}). Type make setup EXTRAS=finetune") from error
+        raise ValueError(
+            f"transformers is not installed ({error}). Type make setup EXTRAS=finetune"
+        ) from error

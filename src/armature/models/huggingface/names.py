@@ -1,7 +1,8 @@
-"""Names of weights in a folder and in the model that transformers builds, both ways, by transformers' own rules.
+"""Names of weights in a folder and in the model that transformers builds, both ways, by
+transformers' own rules.
 
-Files may lack the base model's prefix, and of some architectures have other names than the newest code (`embed_out` for
-`lm_head`). transformers renames them while it loads, and back while it saves.
+Files may lack the base model's prefix, and of some architectures have other names than the newest
+code (`embed_out` for `lm_head`). transformers renames them while it loads, and back while it saves.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from torch import nn
 from armature.models.adapters import is_adapter
 from armature.models.wrapped import Match
 
-UNUSED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")  # tables in older folders, which are computed
+UNUSED = (
+    r"rotary_emb\.inv_freq$",
+    r"(^|\.)position_ids$",
+)  # tables in older folders, which are computed
 
 
 def match(model: Any, saved: Iterable[str]) -> Match:
@@ -55,17 +59,25 @@ def original(model: Any, name: str) -> str:
     from transformers.conversion_mapping import get_model_conversion_mapping  # pyright: ignore[reportMissingImports]
     from transformers.core_model_loading import WeightRenaming, rename_source_key  # pyright: ignore[reportMissingImports]
 
-    mapping = get_model_conversion_mapping(model, add_legacy=False)  # else LayerNorm.weight is written as .gamma
+    mapping = get_model_conversion_mapping(
+        model, add_legacy=False
+    )  # else LayerNorm.weight is written as .gamma
     rules = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
-    return rename_source_key(name, [rule.reverse_transform() for rule in reversed(rules)], [], reverse=True)[0]
+    return rename_source_key(
+        name, [rule.reverse_transform() for rule in reversed(rules)], [], reverse=True
+    )[0]
 
 
 def _own(model: nn.Module) -> set[str]:
-    """Return the names of all parameters and of the buffers that checkpoints hold, adapters apart."""
+    """Return the names of all parameters and of the buffers that checkpoints hold, adapters
+    apart.
+    """
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for prefix, module in model.named_modules():
         left_out = module._non_persistent_buffers_set
-        names |= {f"{prefix}.{name}".lstrip(".") for name in module._buffers if name not in left_out}
+        names |= {
+            f"{prefix}.{name}".lstrip(".") for name in module._buffers if name not in left_out
+        }
     return {name for name in names if not is_adapter(name)}
 
 

@@ -1,4 +1,6 @@
-"""How a model of transformers may be sharded: it says so itself, once it is built (`sharding.py`)."""
+"""How a model of transformers may be sharded: it says so itself, once it is built
+(`sharding.py`).
+"""
 
 from armature.models.plan import Plan
 

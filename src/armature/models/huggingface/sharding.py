@@ -1,4 +1,6 @@
-"""How a model of transformers may be sharded: translated from what transformers says of it, once it is built."""
+"""How a model of transformers may be sharded: translated from what transformers says of it, once it
+is built.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from torch import nn
 
 from armature.models.plan import Plan
 
-STYLES = {  # transformers' name of a tensor style → ours; of the head and others inside, see `_styles`
+# transformers' name of a tensor style → ours; of the head and others inside, see `_styles`
+STYLES = {
     "colwise": "column",
     "rowwise": "row",
     "rowwise_split_input": "row_of_whole",
@@ -24,7 +27,8 @@ WHOLE = ("replicate",)  # a full copy on every rank, as of all modules without a
 
 
 def plan_of(model: Any, *, prefix: str) -> Plan | None:
-    """Return the plan of a PreTrainedModel that is the submodule `prefix` of the model that is sharded.
+    """Return the plan of a PreTrainedModel that is the submodule `prefix` of the model that is
+    sharded.
 
     None if transformers names no repeated blocks: the model is then one unit.
     """
@@ -33,7 +37,11 @@ def plan_of(model: Any, *, prefix: str) -> Plan | None:
     styles, unknown = _styles(model)
     why = None
     if unknown or not styles:
-        what = f"shards {', '.join(unknown)}, which cannot be done here" if unknown else "has no plan for it"
+        what = (
+            f"shards {', '.join(unknown)}, which cannot be done here"
+            if unknown
+            else "has no plan for it"
+        )
         why = f"{type(model).__name__}: transformers {what}. Type strategy=fsdp"
     return Plan(
         blocks=f"{prefix}.{blocks}",
@@ -49,13 +57,17 @@ def _blocks(model: Any) -> str | None:
     lists = {
         name: len(module)
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) and all(type(block).__name__ in names for block in module)
+        if isinstance(module, nn.ModuleList)
+        and len(module)
+        and all(type(block).__name__ in names for block in module)
     }
     return max(lists, key=lambda name: lists[name], default=None)
 
 
 def _styles(model: Any) -> tuple[dict[str, str], list[str]]:
-    """Return the tensor style of each module by its name, and the modules with styles that are not here."""
+    """Return the tensor style of each module by its name, and the modules with styles that are not
+    here.
+    """
     modules, styles, unknown = dict(model.named_modules()), dict[str, str](), list[str]()
     asked: Mapping[str, str] = model.tp_plan or {}
     for pattern, style in asked.items():
@@ -64,14 +76,19 @@ def _styles(model: Any) -> tuple[dict[str, str], list[str]]:
             styles |= dict.fromkeys(matching, STYLES[style])
         elif matching and style not in WHOLE:
             unknown.append(f"{pattern} as {style}")
-    return _with_ends(model, {id(module): name for name, module in modules.items()}, styles), unknown
+    return _with_ends(
+        model, {id(module): name for name, module in modules.items()}, styles
+    ), unknown
 
 
 def _with_ends(model: Any, names: Mapping[int, str], styles: dict[str, str]) -> dict[str, str]:
-    """Let the head's outputs stay sharded for the loss, and shard the embedding as the head if they are tied."""
+    """Let the head's outputs stay sharded for the loss, and shard the embedding as the head if they
+    are tied.
+    """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     last, first = names.get(id(head), ""), names.get(id(embedding), "")
-    # an embedding that scales its rows, or has one without a gradient, computes something else with a shard of them
+    # an embedding that scales its rows, or has one without a gradient, computes something else with
+    # a shard of them
     plain = type(embedding) is nn.Embedding and embedding.padding_idx is None
     if styles.get(last) == "column_gathered":
         styles[last] = "logits"

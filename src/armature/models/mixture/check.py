@@ -14,14 +14,21 @@ MULTIPLE = 8  # elements: rows of 16 bytes, which grouped matrix products need
 
 
 def problems(args: Mapping[str, Any]) -> list[str]:
-    """Return every reason why `MixtureDecoder(**args)` cannot be built, each with both values and a remedy."""
+    """Return every reason why `MixtureDecoder(**args)` cannot be built, each with both values and a
+    remedy.
+    """
     found = decoder.problems(args) + whole_numbers(args, SIZES, optional=("shared_hidden",))
-    dense, layers, rate = args.get("dense_layers", 0), args.get("layers"), args.get("balance_rate", 1e-3)
+    dense, layers, rate = (
+        args.get("dense_layers", 0),
+        args.get("layers"),
+        args.get("balance_rate", 1e-3),
+    )
     if isinstance(dense, bool) or not isinstance(dense, int) or dense < 0:
         found.append(f"model.dense_layers must be a whole number of at least 0. Got {dense!r}")
     elif isinstance(layers, int) and dense >= layers:
         found.append(
-            f"model.dense_layers={dense} leaves none of the model.layers={layers} blocks a mixture: type a smaller "
+            f"model.dense_layers={dense} leaves none of the model.layers={layers} blocks a "
+            "mixture: type a smaller "
             "model.dense_layers, or model._target_=armature.models.decoder.model.Decoder"
         )
     if (score := args.get("score", "sigmoid")) not in SCORES:
@@ -32,16 +39,21 @@ def problems(args: Mapping[str, Any]) -> list[str]:
         return found
     experts, active = args.get("experts"), args.get("active")
     if experts is not None and active is not None and active > experts:
-        found.append(f"model.active={active} is more than model.experts={experts}: type model.active={experts} or less")
+        found.append(
+            f"model.active={active} is more than model.experts={experts}: type "
+            f"model.active={experts} or less"
+        )
     if active == 1 and args.get("normalized", True):
         found.append(
-            "model.active=1 with model.normalized=true: the weight of a token's only expert is always 1, so the router "
+            "model.active=1 with model.normalized=true: the weight of a token's only expert is "
+            "always 1, so the router "
             "would learn nothing. Type model.normalized=false, or model.active=2"
         )
     for key in ("width", "expert_hidden"):
         if (value := args.get(key)) is not None and value % MULTIPLE:
             found.append(
-                f"model.{key}={value} must be a multiple of {MULTIPLE}, which grouped matrix products need: type "
+                f"model.{key}={value} must be a multiple of {MULTIPLE}, which grouped matrix "
+                "products need: type "
                 f"model.{key}={nearest_multiple(value, MULTIPLE)}"
             )
     return found

@@ -1,9 +1,12 @@
-"""A feed-forward of many experts, of which a router chooses a few for each token. No token is dropped.
+"""A feed-forward of many experts, of which a router chooses a few for each token.
 
-Rows (one per token and chosen expert) are sorted by expert and put back by permutations, so that nothing is added up in
-an order that changes from run to run.
+No token is dropped.
 
-Shapes: B batch, T positions, D width, N tokens, E experts, A active experts per token, F their hidden width,
+Rows (one per token and chosen expert) are sorted by expert and put back by permutations, so that
+nothing is added up in an order that changes from run to run.
+
+Shapes: B batch, T positions, D width, N tokens, E experts, A active experts per token, F their
+hidden width,
 M = N * A rows.
 """
 
@@ -25,7 +28,8 @@ class Experts(nn.Module):
 
     Attributes:
         stacked: each parameter is a stack of matrices: Muon orthogonalizes each of them.
-        used_share: of its parameters, the share that one token uses, by which pipeline stages are balanced.
+        used_share: of its parameters, the share that one token uses, by which pipeline stages are
+            balanced.
     """
 
     stacked = True
@@ -38,18 +42,28 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(experts, width, hidden))
 
     def forward(self, x_MD: Tensor, count_E: Tensor) -> Tensor:
-        """Return each row's output (M, D); the first `count_E[0]` rows are the first expert's, and so on."""
+        """Return each row's output (M, D); the first `count_E[0]` rows are the first expert's, and
+        so on.
+        """
         end_E = count_E.cumsum(0, dtype=torch.int32)
-        h_MF = F.silu(grouped_product(x_MD, self.gate, end_E)) * grouped_product(x_MD, self.up, end_E)
+        h_MF = F.silu(grouped_product(x_MD, self.gate, end_E)) * grouped_product(
+            x_MD, self.up, end_E
+        )
         return grouped_product(h_MF, self.down, end_E)
 
 
 def grouped_product(x_MI: Tensor, weight_EOI: Tensor, end_E: Tensor) -> Tensor:
-    """Return (M, O): rows up to `end_E[e]`, from the expert before, times the transposed matrix of expert e."""
-    x_MI, weight_EOI = to_compute_dtype(x_MI), to_compute_dtype(weight_EOI)  # autocast does not know grouped_mm
+    """Return (M, O): rows up to `end_E[e]`, from the expert before, times the transposed matrix of
+    expert e.
+    """
+    x_MI, weight_EOI = (
+        to_compute_dtype(x_MI),
+        to_compute_dtype(weight_EOI),
+    )  # autocast does not know grouped_mm
     if takes_groups(x_MI):
         if x_MI.device.type == "cuda" and torch.cuda.get_device_properties(x_MI.device).major >= 10:
-            # Blackwell leaves garbage in the gradients of experts without rows (pytorch#172439), which `where` drops
+            # Blackwell leaves garbage in the gradients of experts without rows (pytorch#172439),
+            # which `where` drops
             rows_E = end_E.diff(prepend=end_E.new_zeros(1))
             weight_EOI = weight_EOI.where(rows_E[:, None, None] > 0, 0)
         return F.grouped_mm(x_MI, weight_EOI.mT, offs=end_E)
@@ -63,20 +77,24 @@ def row_counts(x_MI: Tensor, end_E: Tensor) -> list[int]:
 
 
 def takes_groups(x: Tensor) -> bool:
-    """Return whether torch's grouped product takes this type on this device: CUDA's bf16, from Ampere on.
+    """Return whether torch's grouped product takes this type on this device: CUDA's bf16, from
+    Ampere on.
 
     A CPU's takes fp32 too, but not while it is compiled (torch 2.13: the shapes' rule is CUDA's).
     """
     if x.device.type == "cuda":
         return x.dtype == torch.bfloat16 and torch.cuda.get_device_properties(x.device).major >= 8
-    return x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and not torch.compiler.is_compiling())
+    return x.dtype == torch.bfloat16 or (
+        x.dtype == torch.float32 and not torch.compiler.is_compiling()
+    )
 
 
 class Router(nn.Linear):
     """Scores of all experts, always computed in fp32: choices depend on small differences of them.
 
     Attributes:
-        full_precision: sharding gathers the weight in its own type, also where it gathers others in bf16.
+        full_precision: sharding gathers the weight in its own type, also where it gathers others in
+            bf16.
     """
 
     full_precision = True
@@ -87,34 +105,55 @@ class Router(nn.Linear):
 
 
 class Mixture(nn.Module):
-    """`active` of `experts` for each token, and a shared expert for all of them if `shared_hidden` is given.
+    """`active` of `experts` for each token, and a shared expert for all of them if `shared_hidden`
+    is given.
 
-    A bias that affects the choice alone levels the experts' load (arXiv:2408.15664). `rebalance` moves it, once per
-    optimizer step; with a `balance_rate` of 0 there is none. There is no auxiliary loss: over a micro-batch it would be
-    no mean over samples.
+    A bias that affects the choice alone levels the experts' load (arXiv:2408.15664). `rebalance`
+    moves it, once per optimizer step; with a `balance_rate` of 0 there is none. There is no
+    auxiliary loss: over a micro-batch it would be no mean over samples.
 
     Attributes:
-        newest_E: tokens of each expert in the newest forward if it trains, until `count_newest` takes them.
+        newest_E: tokens of each expert in the newest forward if it trains, until `count_newest`
+            takes them.
         passes: if it is a list, `count_newest` puts each pass's tokens there, and counts nothing.
     """
 
     bias: Tensor | None
 
     def __init__(
-        self, width: int, *, experts: int, active: int, hidden: int, shared_hidden: int | None, score: str,
-        normalized: bool, balance_rate: float,
-    ) -> None:  # fmt: skip
+        self,
+        width: int,
+        *,
+        experts: int,
+        active: int,
+        hidden: int,
+        shared_hidden: int | None,
+        score: str,
+        normalized: bool,
+        balance_rate: float,
+    ) -> None:
         super().__init__()
-        self.active, self.score, self.normalized, self.balance_rate = active, score, normalized, balance_rate
+        self.active, self.score, self.normalized, self.balance_rate = (
+            active,
+            score,
+            normalized,
+            balance_rate,
+        )
         self.router = Router(width, experts, bias=False)
         self.experts = Experts(width, experts=experts, hidden=hidden)
         self.experts.used_share = active / experts
         self.shared = None if shared_hidden is None else FeedForward(width, hidden=shared_hidden)
-        # a real tensor, also while parameters are on the meta device; fp32, also where the default type is bf16
-        self.register_buffer("bias", torch.zeros(experts, dtype=torch.float32, device="cpu") if balance_rate else None)
+        # a real tensor, also while parameters are on the meta device; fp32, also where the default
+        # type is bf16
+        self.register_buffer(
+            "bias",
+            torch.zeros(experts, dtype=torch.float32, device="cpu") if balance_rate else None,
+        )
         self.newest_E: Tensor | None = None
         self.passes: list[Tensor] | None = None
-        self._count_E: Tensor | None = None  # since `take_counts`; a list would recompile compiled code as it grows
+        self._count_E: Tensor | None = (
+            None  # since `take_counts`; a list would recompile compiled code as it grows
+        )
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         logits_NE = self.router(x_BTD).flatten(0, 1)
@@ -125,7 +164,9 @@ class Mixture(nn.Module):
         if self.normalized:
             weight_NA = weight_NA / weight_NA.sum(1, keepdim=True)
         expert_M = chosen_NA.flatten()
-        count_E = torch.zeros_like(score_NE[0], dtype=torch.int64).scatter_add_(0, expert_M, torch.ones_like(expert_M))
+        count_E = torch.zeros_like(score_NE[0], dtype=torch.int64).scatter_add_(
+            0, expert_M, torch.ones_like(expert_M)
+        )
         # None too: a recomputation leaves tokens here, which a pass in eval mode must not count
         self.newest_E = count_E if self.training and torch.is_grad_enabled() else None
         order_M = expert_M.argsort(stable=True)
@@ -136,7 +177,10 @@ class Mixture(nn.Module):
         return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)
 
     def count_newest(self) -> None:
-        """Count the tokens of the newest training forward. Called once per pass, and not when it is computed again."""
+        """Count the tokens of the newest training forward.
+
+        Called once per pass, and not when it is computed again.
+        """
         newest_E, self.newest_E = self.newest_E, None
         if newest_E is not None and self.passes is not None:
             self.passes.append(newest_E)
@@ -148,19 +192,25 @@ class Mixture(nn.Module):
         self._count_E = count_E.clone() if self._count_E is None else self._count_E + count_E
 
     def take_counts(self) -> Tensor | None:
-        """Return the tokens of each expert counted since the last call (E,), or None if there are none."""
+        """Return the tokens of each expert counted since the last call (E,), or None if there are
+        none.
+        """
         count_E, self._count_E = self._count_E, None
         return count_E
 
     @torch.no_grad()
     def rebalance(self, load_E: Tensor) -> None:
-        """Raise the bias of experts with fewer tokens than the mean, and lower that of others. Its mean stays 0.
+        """Raise the bias of experts with fewer tokens than the mean, and lower that of others.
+
+        Its mean stays 0.
 
         A frozen router, as beside adapters, keeps its bias.
         """
         if self.bias is None or not self.router.weight.requires_grad:
             return
-        step_E = (load_E.sum() - len(load_E) * load_E).sign().to(self.bias)  # whole numbers: exact under every layout
+        step_E = (
+            (load_E.sum() - len(load_E) * load_E).sign().to(self.bias)
+        )  # whole numbers: exact under every layout
         self.bias += self.balance_rate * (step_E - step_E.mean())
 
     def _apply(self, fn: Any, recurse: bool = True) -> Mixture:

@@ -1,4 +1,5 @@
-"""A mixture's parameters under the names of Hugging Face's Qwen3-MoE, which stores each expert's matrices alone.
+"""A mixture's parameters under the names of Hugging Face's Qwen3-MoE, which stores each expert's
+matrices alone.
 
 A decoder without experts has names and shapes here, too.
 """
@@ -16,7 +17,8 @@ _ROUTER = re.compile(r"blocks\.(\d+)\.mixture\.router\.weight")
 
 
 def theirs(name: str) -> str | None:
-    """Return Hugging Face's name of one of the model's parameters; None for one that they do not have.
+    """Return Hugging Face's name of one of the model's parameters; None for one that they do not
+    have.
 
     That of a stack of matrices has {} in place of the expert's number.
     """
@@ -28,20 +30,29 @@ def theirs(name: str) -> str | None:
 
 
 def parts(name: str, count: int) -> list[str] | None:
-    """Return Hugging Face's names of the `count` matrices that a parameter stacks, or None if it is no stack."""
+    """Return Hugging Face's names of the `count` matrices that a parameter stacks, or None if it is
+    no stack.
+    """
     pattern = theirs(name)
-    return [pattern.format(i) for i in range(count)] if pattern is not None and "{}" in pattern else None
+    return (
+        [pattern.format(i) for i in range(count)]
+        if pattern is not None and "{}" in pattern
+        else None
+    )
 
 
 def shapes(args: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return every parameter of `MixtureDecoder(**args)` by our name; without experts, of `Decoder(**args)`.
+    """Return every parameter of `MixtureDecoder(**args)` by our name; without experts, of
+    `Decoder(**args)`.
 
     Torch-free, for the check before launch.
     """
     if "experts" not in args:
         return decoder.shapes(args)
     found = decoder.shapes({**args, "ffn_hidden": args["ffn_hidden"] or 1})
-    width, hidden, experts, shared = (args[k] for k in ("width", "expert_hidden", "experts", "shared_hidden"))
+    width, hidden, experts, shared = (
+        args[k] for k in ("width", "expert_hidden", "experts", "shared_hidden")
+    )
     for i in range(args["dense_layers"], args["layers"]):
         for part in ("gate", "up", "down"):
             del found[f"blocks.{i}.ffn.{part}.weight"]

@@ -4,7 +4,11 @@ from dataclasses import replace
 
 from armature.models.decoder.plan import PLAN as DECODER
 
-_FFN = {pattern: style for pattern, style in DECODER.tensor.items() if ".ffn" in pattern and "norm" not in pattern}
+_FFN = {
+    pattern: style
+    for pattern, style in DECODER.tensor.items()
+    if ".ffn" in pattern and "norm" not in pattern
+}
 _SHARED = {pattern.replace(".ffn", ".mixture.shared"): style for pattern, style in _FFN.items()}
 
 PLAN = replace(

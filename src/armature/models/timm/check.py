@@ -1,4 +1,6 @@
-"""Rules for a model that timm builds, for the constructor and, torch-free, for the check before launch."""
+"""Rules for a model that timm builds, for the constructor and, torch-free, for the check before
+launch.
+"""
 
 from __future__ import annotations
 

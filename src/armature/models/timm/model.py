@@ -1,4 +1,6 @@
-"""Classifiers of images that timm builds and computes, from a folder as timm writes it. Never remote code.
+"""Classifiers of images that timm builds and computes, from a folder as timm writes it.
+
+Never remote code.
 
 Shapes: B batch, C channels, I image side, N classes.
 """
@@ -27,7 +29,8 @@ class ImageClassifier(WrappedModel):
     """A model of timm with a head for `classes`.
 
     Args:
-        pretrained: the folder whose config.json describes the model, and from which its weights are read.
+        pretrained: the folder whose config.json describes the model, and from which its weights are
+            read.
         classes: outputs of the head (N).
         new_head: begin with a random head, whatever head the folder has.
         image_size, channels: of the folder's model; the check before launch takes them from there.
@@ -43,9 +46,15 @@ class ImageClassifier(WrappedModel):
     }
 
     def __init__(
-        self, *, pretrained: str, classes: int, new_head: bool = True, image_size: int | None = None,
-        channels: int | None = None, label_smoothing: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        pretrained: str,
+        classes: int,
+        new_head: bool = True,
+        image_size: int | None = None,
+        channels: int | None = None,
+        label_smoothing: float = 0.0,
+    ) -> None:
         if found := problems({"classes": classes, "label_smoothing": label_smoothing}):
             raise ValueError("; ".join(found))
         super().__init__(pretrained, _build(pretrained, classes))
@@ -61,8 +70,12 @@ class ImageClassifier(WrappedModel):
         return outputs if targets is None else self.loss(outputs, targets)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy of logits (B, N), in nats, over the targets (B,) that are not -100."""
-        return mean_cross_entropy(outputs, targets, label_smoothing=self.label_smoothing if self.training else 0.0)
+        """Return the mean cross-entropy of logits (B, N), in nats, over the targets (B,) that are
+        not -100.
+        """
+        return mean_cross_entropy(
+            outputs, targets, label_smoothing=self.label_smoothing if self.training else 0.0
+        )
 
     @cached_property
     def plan(self) -> Plan | None:
@@ -70,7 +83,8 @@ class ImageClassifier(WrappedModel):
         lists = {
             name: len(module)
             for name, module in self.inner.named_modules()
-            if isinstance(module, nn.Sequential | nn.ModuleList) and len({type(each) for each in module}) == 1
+            if isinstance(module, nn.Sequential | nn.ModuleList)
+            and len({type(each) for each in module}) == 1
         }
         blocks = max(lists, key=lambda name: lists[name], default=None)
         if blocks is None or lists[blocks] < 2:
@@ -81,7 +95,12 @@ class ImageClassifier(WrappedModel):
     @override
     def match(self, saved: Collection[str]) -> Match:
         own = {name for name in self.inner.state_dict(keep_vars=True) if not is_adapter(name)}
-        return Match({name: name for name in own & {*saved}}, sorted(own - {*saved}), sorted({*saved} - own), [])
+        return Match(
+            {name: name for name in own & {*saved}},
+            sorted(own - {*saved}),
+            sorted({*saved} - own),
+            [],
+        )
 
     def is_head(self, name: str) -> bool:
         """Return whether a parameter (by its name in `inner`) tells classes apart."""
@@ -103,14 +122,20 @@ class ImageClassifier(WrappedModel):
 def _build(pretrained: str, classes: int) -> nn.Module:
     timm = package.load()
     config = json.loads((Path(pretrained) / "config.json").read_text(encoding="utf-8"))
-    architecture, args = config.get("architecture"), {**config.get("model_args", {}), "num_classes": classes}
+    architecture, args = (
+        config.get("architecture"),
+        {**config.get("model_args", {}), "num_classes": classes},
+    )
     if not timm.is_model(architecture):
         raise ValueError(
-            f"model.pretrained={pretrained}: timm {timm.__version__} has no architecture={architecture}. Install a "
+            f"model.pretrained={pretrained}: timm {timm.__version__} has no "
+            f"architecture={architecture}. Install a "
             "newer version: code in a folder is never run"
         )
     try:
         with weights_on(torch.get_default_device()):
             return timm.create_model(architecture, pretrained=False, **args)
     except (TypeError, RuntimeError, AssertionError) as error:
-        raise ValueError(f"model.pretrained={pretrained}: timm cannot build {architecture} ({error})") from error
+        raise ValueError(
+            f"model.pretrained={pretrained}: timm cannot build {architecture} ({error})"
+        ) from error

@@ -1,7 +1,8 @@
 """Imports timm, also where torchvision is missing, which it declares and its models do not use.
 
-`timm.models` imports `timm.data` for a few constants, and that imports torchvision for transforms of images. Without
-torchvision, names that say what they stand for take its place while timm is imported, and are gone afterwards.
+`timm.models` imports `timm.data` for a few constants, and that imports torchvision for transforms
+of images. Without torchvision, names that say what they stand for take its place while timm is
+imported, and are gone afterwards.
 """
 
 from __future__ import annotations
@@ -21,11 +22,16 @@ ABSENT = "torchvision"
 
 
 def load() -> Any:
-    """Return timm. Raises ValueError if it is not installed, or needs more of torchvision than its name."""
+    """Return timm.
+
+    Raises ValueError if it is not installed, or needs more of torchvision than its name.
+    """
     if "timm" in sys.modules:
         return sys.modules["timm"]
     if importlib.util.find_spec("timm") is None:
-        raise ValueError("timm is not installed. Type pip install --no-deps -r requirements-timm.txt")
+        raise ValueError(
+            "timm is not installed. Type pip install --no-deps -r requirements-timm.txt"
+        )
     if importlib.util.find_spec(ABSENT) is not None:
         return importlib.import_module("timm")
     finder = _StandIns()
@@ -36,7 +42,8 @@ def load() -> Any:
         for name in [name for name in sys.modules if name.partition(".")[0] == "timm"]:
             del sys.modules[name]
         raise ValueError(
-            f"this timm cannot be imported without torchvision ({type(error).__name__}: {error}). Install the "
+            f"this timm cannot be imported without torchvision ({type(error).__name__}: {error}). "
+            "Install the "
             "torchvision that belongs to your torch, or the timm of requirements-timm.txt"
         ) from error
     finally:
@@ -46,7 +53,9 @@ def load() -> Any:
 
 
 class _Named(type):
-    """A class whose attributes are classes of the same kind: members of an enumeration, or bases."""
+    """A class whose attributes are classes of the same kind: members of an enumeration, or
+    bases.
+    """
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -69,8 +78,14 @@ class _Module(ModuleType):
 
 class _StandIns(MetaPathFinder, Loader):
     @override
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
-        return ModuleSpec(fullname, self, is_package=True) if fullname.partition(".")[0] == ABSENT else None
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> Any:
+        return (
+            ModuleSpec(fullname, self, is_package=True)
+            if fullname.partition(".")[0] == ABSENT
+            else None
+        )
 
     @override
     def create_module(self, spec: ModuleSpec) -> ModuleType:

@@ -1,4 +1,6 @@
-"""Rules for a vision transformer's sizes, for the constructor and, torch-free, for the check before launch."""
+"""Rules for a vision transformer's sizes, for the constructor and, torch-free, for the check before
+launch.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,22 @@ from typing import Any
 
 from armature.models.sizes import fraction, nearest_divisor, nearest_multiple, whole_numbers
 
-SIZES = ("image_size", "patch_size", "channels", "classes", "width", "layers", "heads", "ffn_hidden")
+SIZES = (
+    "image_size",
+    "patch_size",
+    "channels",
+    "classes",
+    "width",
+    "layers",
+    "heads",
+    "ffn_hidden",
+)
 
 
 def problems(args: Mapping[str, Any]) -> list[str]:
-    """Return every reason why `VisionTransformer(**args)` cannot be built, each with both values and a remedy."""
+    """Return every reason why `VisionTransformer(**args)` cannot be built, each with both values
+    and a remedy.
+    """
     found = whole_numbers(args, SIZES, optional=("ffn_hidden",))
     found += fraction(args, "dropout") + fraction(args, "label_smoothing")
     if found:
@@ -26,6 +39,7 @@ def problems(args: Mapping[str, Any]) -> list[str]:
     if width is not None and heads is not None and width % heads:
         found.append(
             f"model.heads={heads} does not divide model.width={width}: "
-            f"model.heads={nearest_divisor(width, heads)} does, or model.width={nearest_multiple(width, heads)}"
+            f"model.heads={nearest_divisor(width, heads)} does, or "
+            f"model.width={nearest_multiple(width, heads)}"
         )
     return found

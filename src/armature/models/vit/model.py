@@ -1,6 +1,8 @@
-"""A small vision transformer (arXiv:2010.11929) with pre-norm blocks and mean pooling (arXiv:2205.01580).
+"""A small vision transformer (arXiv:2010.11929) with pre-norm blocks and mean pooling
+(arXiv:2205.01580).
 
-Shapes: B batch, C channels, I image side, P patches, E pixels of a patch, D width, H heads, K head width, N classes.
+Shapes: B batch, C channels, I image side, P patches, E pixels of a patch, D width, H heads, K head
+width, N classes.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class Attention(nn.Module):
     def forward(self, x_BPD: Tensor) -> Tensor:
         # -1: under tensor parallelism a rank holds only some of the heads
         q_BHPK, k_BHPK, v_BHPK = (
-            project(x_BPD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for project in (self.q, self.k, self.v)
+            project(x_BPD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for project in (self.q, self.k, self.v)
         )
         a_BHPK = F.scaled_dot_product_attention(q_BHPK, k_BHPK, v_BHPK)
         return self.o(a_BHPK.transpose(1, 2).flatten(2))
@@ -67,11 +70,14 @@ class Block(nn.Module):
     def forward(self, x_BPD: Tensor) -> Tensor:
         attended_BPD = self.attention(to_compute_dtype(self.attention_norm(x_BPD)))
         x_BPD = x_BPD + F.dropout(attended_BPD, self.dropout, self.training)
-        return x_BPD + F.dropout(self.ffn(to_compute_dtype(self.ffn_norm(x_BPD))), self.dropout, self.training)
+        return x_BPD + F.dropout(
+            self.ffn(to_compute_dtype(self.ffn_norm(x_BPD))), self.dropout, self.training
+        )
 
 
 class VisionTransformer(nn.Module):
-    """Patch embedding, blocks, norm and head; a pipeline stage sets the parts that it does not hold to None.
+    """Patch embedding, blocks, norm and head; a pipeline stage sets the parts that it does not hold
+    to None.
 
     `ffn_hidden` defaults to four times the width. Raises ValueError with every impossible size.
     """
@@ -79,9 +85,19 @@ class VisionTransformer(nn.Module):
     modality = "images"
 
     def __init__(
-        self, *, image_size: int, patch_size: int, channels: int, classes: int, width: int, layers: int, heads: int,
-        ffn_hidden: int | None = None, dropout: float = 0.0, label_smoothing: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        image_size: int,
+        patch_size: int,
+        channels: int,
+        classes: int,
+        width: int,
+        layers: int,
+        heads: int,
+        ffn_hidden: int | None = None,
+        dropout: float = 0.0,
+        label_smoothing: float = 0.0,
+    ) -> None:
         if found := problems({k: v for k, v in locals().items() if k not in ("self", "__class__")}):
             raise ValueError("; ".join(found))
         super().__init__()
@@ -89,7 +105,9 @@ class VisionTransformer(nn.Module):
         self.embed: PatchEmbedding | None = PatchEmbedding(
             width, image_size=image_size, patch_size=patch_size, channels=channels
         )
-        block = partial(Block, width, heads=heads, ffn_hidden=ffn_hidden or 4 * width, dropout=dropout)
+        block = partial(
+            Block, width, heads=heads, ffn_hidden=ffn_hidden or 4 * width, dropout=dropout
+        )
         self.blocks = nn.ModuleDict({str(i): block() for i in range(layers)})
         self.norm: nn.LayerNorm | None = nn.LayerNorm(width)
         self.head: nn.Linear | None = nn.Linear(width, classes)
@@ -108,18 +126,23 @@ class VisionTransformer(nn.Module):
         return outputs if targets is None else self.loss(outputs, targets)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy of logits (B, N), in nats, over the targets (B,) that are not -100.
+        """Return the mean cross-entropy of logits (B, N), in nats, over the targets (B,) that are
+        not -100.
 
         Labels are smoothed in training only.
         """
-        return mean_cross_entropy(outputs, targets, label_smoothing=self.label_smoothing if self.training else 0.0)
+        return mean_cross_entropy(
+            outputs, targets, label_smoothing=self.label_smoothing if self.training else 0.0
+        )
 
     def initialize_parameter(self, name: str, param: Tensor, generator: torch.Generator) -> None:
-        """Fill one full, unsharded parameter, as a function of its name, its shape and the generator alone.
+        """Fill one full, unsharded parameter, as a function of its name, its shape and the
+        generator alone.
 
-        Norms are 1, biases 0. Matrices are normal with deviation 1 / sqrt(inputs) (LeCun et al. 1998, 4.6); those that
-        write to the residual stream get 1 / sqrt(2 * layers) of it (GPT-2, Radford et al. 2019, 2.3). Positions have
-        0.3, about the scale of the projected patches of pixels from 0 to 1; with less they are learned late.
+        Norms are 1, biases 0. Matrices are normal with deviation 1 / sqrt(inputs) (LeCun et al.
+        1998, 4.6); those that write to the residual stream get 1 / sqrt(2 * layers) of it (GPT-2,
+        Radford et al. 2019, 2.3). Positions have 0.3, about the scale of the projected patches of
+        pixels from 0 to 1; with less they are learned late.
         """
         if name.endswith("bias"):
             param.zero_()

@@ -1,4 +1,7 @@
-"""How a vision transformer may be sharded. Positions are few and the head is small: only the blocks' matrices pay."""
+"""How a vision transformer may be sharded.
+
+Positions are few and the head is small: only the blocks' matrices pay.
+"""
 
 from armature.models.plan import Plan
 

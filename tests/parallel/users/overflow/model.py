@@ -1,4 +1,6 @@
-"""A decoder in which the gradient of the embedding is infinite for batches with a certain first token."""
+"""A decoder in which the gradient of the embedding is infinite for batches with a certain first
+token.
+"""
 
 from __future__ import annotations
 
