@@ -1,12 +1,15 @@
 """Measure training on this machine, compared with a bare PyTorch loop and with alternatives.
 
-    python -m benchmarks --quick                           five minutes, one table
-    python -m benchmarks --trend                           earlier results of --quick, and which became slower
-    python -m benchmarks                                   the default model: one process, and every strategy
-    python -m benchmarks model=gpt2_124m data.context=1024 strategy.compile=block     overrides as for train.py
-    python -m benchmarks --overhead --startup --loss       overhead per step, time to the first step, the loss
-    python -m benchmarks --scale 1,2,4,8 strategy=fsdp     more ranks: weak and strong scaling, and a projection
-    python -m benchmarks --all --write                     everything, and write the tables of docs/benchmarks.md
+    python -m benchmarks --quick          five minutes, one table
+    python -m benchmarks --trend          earlier results of --quick, and which became slower
+    python -m benchmarks                  the default model: one process, and every strategy
+    python -m benchmarks model=gpt2_124m data.context=1024 strategy.compile=block
+                                          overrides as for train.py
+    python -m benchmarks --overhead --startup --loss
+                                          overhead per step, time to the first step, the loss
+    python -m benchmarks --scale 1,2,4,8 strategy=fsdp
+                                          more ranks: weak and strong scaling, and a projection
+    python -m benchmarks --all --write    everything, and write the tables of docs/benchmarks.md
 
 All contenders are started once and take turns in blocks of steps, so that disturbances of the
 machine affect all alike. Results are medians over the rounds, with quartiles. They are written to

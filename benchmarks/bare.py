@@ -1,7 +1,8 @@
 """The reference for every other contender: a bare PyTorch loop, written to be plain and fast.
 
-    python -m benchmarks.bare JOB            one process
-    torchrun … -m benchmarks.bare JOB ddp    raw DistributedDataParallel; or fsdp: raw fully_shard, one unit per block
+    python -m benchmarks.bare JOB             one process
+    torchrun … -m benchmarks.bare JOB ddp     raw DistributedDataParallel
+    torchrun … -m benchmarks.bare JOB fsdp    raw fully_shard, one unit per block
 
 It logs nothing, shows nothing and saves nothing.
 """

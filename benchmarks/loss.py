@@ -1,6 +1,7 @@
 """Memory and time of the loss of a large vocabulary: plain, chunked by torch, chunked by us.
 
-python -m benchmarks.loss VARIANT TOKENS WIDTH VOCABULARY DEVICE DTYPE     one variant, in a process of its own
+python -m benchmarks.loss VARIANT TOKENS WIDTH VOCABULARY DEVICE DTYPE
+    one variant, in a process of its own
 """
 
 import json

@@ -1,9 +1,12 @@
 """A mixture of experts beside the dense default model: equal active parameters, tokens and
 settings, several seeds.
 
-    python -m benchmarks.mixture                          seeds 0, 1 and 2 of each, the default number of steps
-    python -m benchmarks.mixture --seeds 3 --steps 200    another seed, fewer steps
-    python -m benchmarks.mixture --out outputs/mixture    keep the runs; the same command again repeats none that ended
+    python -m benchmarks.mixture
+        seeds 0, 1 and 2 of each, the default number of steps
+    python -m benchmarks.mixture --seeds 3 --steps 200
+        another seed, fewer steps
+    python -m benchmarks.mixture --out outputs/mixture
+        keep the runs; the same command again repeats none that ended
 
 Prints a row per run, the means with their standard deviations, and the mean of the seeds'
 differences.

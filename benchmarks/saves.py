@@ -1,8 +1,10 @@
 """What a checkpoint costs: the save itself, and the steps after it, whose cores a save in the
 background shares.
 
-python -m benchmarks --saves                                               the section of the benchmark
-PYTHONPATH=src python -m benchmarks.saves MEGABYTES ROUNDS DEVICE FOLDER   its measurement, as JSON
+python -m benchmarks --saves
+    the section of the benchmark
+PYTHONPATH=src python -m benchmarks.saves MEGABYTES ROUNDS DEVICE FOLDER
+    its measurement, as JSON
 """
 
 import json

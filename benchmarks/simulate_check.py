@@ -1,7 +1,8 @@
 """Predicted against measured: simulated ranks beside real processes on gloo, as a table in
 docs/simulator.md.
 
-python -m benchmarks.simulate_check [NAME …]  # with names: these rows alone, the others stay as they were
+python -m benchmarks.simulate_check [NAME …]
+    with names: these rows alone, the others stay as they were
 """
 
 import re

@@ -1,15 +1,20 @@
-"""Convert a checkpoint of any layout to one file for other programs, or read the weights of such a
-file.
+"""Convert a checkpoint of any layout to one file for other programs, or read such a file's weights.
 
 python scripts/convert.py outputs/<run.name> model.safetensors
 python scripts/convert.py outputs/<run.name>/checkpoints/step=000120 average.safetensors --average
-python scripts/convert.py outputs/<run.name> lightning.ckpt           for Lightning: load_from_checkpoint, ckpt_path
-python scripts/convert.py outputs/<run.name> my-model                 a folder that transformers loads (decoders)
-python scripts/convert.py outputs/<run.name> my-adapter --adapter     a folder that peft loads (task=lora)
-python scripts/convert.py outputs/<run.name> my-model model.pretrained=FOLDER   if the base model has moved (task=lora)
-python scripts/convert.py my-adapter my-model --base FOLDER           an adapter of peft's added to its base model
-python scripts/convert.py outputs/<run.name> model.onnx               for models that export
+python scripts/convert.py outputs/<run.name> lightning.ckpt
+    for Lightning: load_from_checkpoint, ckpt_path
+python scripts/convert.py outputs/<run.name> my-model
+    a folder that transformers loads (decoders)
+python scripts/convert.py outputs/<run.name> my-adapter --adapter
+    a folder that peft loads (task=lora)
+python scripts/convert.py outputs/<run.name> my-model model.pretrained=FOLDER
+    if the base model has moved (task=lora)
+python scripts/convert.py my-adapter my-model --base FOLDER
+    an adapter of peft's added to its base model
+python scripts/convert.py outputs/<run.name> model.onnx
 python scripts/convert.py outputs/<run.name> model.pt2 --input 2x3x32x32
+    for models that export
 python scripts/convert.py model.safetensors outputs/converted/checkpoints/step=000000
 python scripts/convert.py lightning.ckpt outputs/converted/checkpoints/step=000000
 """

@@ -3,7 +3,8 @@
 python scripts/evaluate.py outputs/<run.name>
 python scripts/evaluate.py outputs/<run.name> --split val --best
 python scripts/evaluate.py outputs/<run.name>/checkpoints/step=000120 data.eval_batch_size=64
-python scripts/evaluate.py outputs/<run.name> data.path='other/**/*.txt'  # read with the run's own tokenizer
+python scripts/evaluate.py outputs/<run.name> data.path='other/**/*.txt'
+    read with the run's own tokenizer
 """
 
 import argparse

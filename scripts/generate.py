@@ -1,11 +1,14 @@
 """Sample text from a trained language model.
 
 python scripts/generate.py outputs/<run.name>
-python scripts/generate.py outputs/<run.name> --prompt "def main(" --temperature 0.8 --top-p 0.95 --seed 1
-python scripts/generate.py outputs/<run.name> --chat   # a model that was trained on conversations answers yours
+python scripts/generate.py outputs/<run.name> --prompt "def main(" --temperature 0.8 --seed 1
+python scripts/generate.py outputs/<run.name> --chat
+    a model that was trained on conversations answers yours
 python scripts/generate.py outputs/<run.name> --chat --prompt "What is a rank?"
-python scripts/generate.py path/to/llama --prompt "def"            # a folder as transformers writes it
-python scripts/generate.py my-adapter --base path/to/llama --chat  # peft's adapter; --base if its base has moved
+python scripts/generate.py path/to/llama --prompt "def"
+    a folder as transformers writes it
+python scripts/generate.py my-adapter --base path/to/llama --chat
+    peft's adapter; --base if its base has moved
 """
 
 import argparse

@@ -1,5 +1,4 @@
-"""Start your own model, data and task: copy the example under a name of yours, with its configs and
-a test.
+"""Start your own model, data and task: copy the example under a name of yours.
 
 python scripts/new.py moons     writes src/moons/, configs/*/moons.yaml and tests/test_moons.py
 
@@ -36,7 +35,8 @@ VALUES = (
     "none",
     "default",
 )
-TEST = '''"""The experiment passes the checks, learns, and gives the same losses under another strategy."""
+TEST = '''\
+"""The experiment passes the checks, learns, and gives the same losses under another strategy."""
 
 import sys
 
@@ -46,12 +46,19 @@ import armature
 from tests import running
 
 NAME = "example"
-FIXED = ("logger=none", "trainer.accelerator=cpu", "trainer.precision=32-true", "trainer.max_steps=20", "run.name=run")
+FIXED = [
+    "logger=none",
+    "trainer.accelerator=cpu",
+    "trainer.precision=32-true",
+    "trainer.max_steps=20",
+    "run.name=run",
+]
 
 
 def losses(folder, *overrides, ranks=1):
-    command = [sys.executable, "train.py", f"experiment={NAME}", *FIXED, f"run.root={folder}", *overrides]
-    command.append(f"trainer.devices={ranks}")  # started where you type it, so that paths of data are the same
+    command = [sys.executable, "train.py", f"experiment={NAME}", *FIXED, *overrides]
+    command += [f"trainer.devices={ranks}", f"run.root={folder}"]
+    # started where you type it, so that paths of data are the same
     result = running.run(command, cwd=running.ROOT, env=running.environment(), ranks=ranks)
     assert result.returncode == 0, result.stderr[-6000:]
     return running.losses(folder / "run")
@@ -107,7 +114,7 @@ def texts(name: str) -> dict[Path, str]:
         folder = ROOT / "configs" / group
         copies[folder / f"{name}.yaml"] = folder / "example.yaml"
     found = {copy: path.read_text(encoding="utf-8") for copy, path in copies.items()}
-    found[target / "__init__.py"] = '"""Model, plan, data and task of experiment=example."""\n'
+    found[target / "__init__.py"] = '"""The parts of experiment=example."""\n'
     found[ROOT / "tests" / f"test_{name}.py"] = TEST
     return {path: renamed(text, name) for path, text in found.items()}
 

@@ -1,10 +1,10 @@
-"""Execute the notebooks from their scripts, each from a fresh kernel, and write them with their
-outputs.
+"""Execute the notebooks from their scripts, each from a fresh kernel, and write their outputs.
 
 python scripts/notebooks.py            all, in the environment of make notebooks
 python scripts/notebooks.py 1 4        some
-python scripts/notebooks.py --check    write nothing: do they still run, do scripts and notebooks agree, and did the
-                                       cells of the committed one take less than two minutes?
+python scripts/notebooks.py --check    write nothing: do they still run, do scripts and notebooks
+                                       agree, and did the cells of the committed one take less than
+                                       two minutes?
 """
 
 # pyright: reportMissingImports=false

@@ -1,9 +1,13 @@
-"""Which strategy, how many GPUs, will it fit, how long will it take? Needs no GPU and no data.
+r"""Which strategy, how many GPUs, will it fit, how long will it take? Needs no GPU and no data.
 
-python scripts/plan.py model=llama3_8b data=synthetic hardware=h100_80gb  # tries 1, 2, 4 … 64 GPUs
-python scripts/plan.py model=llama3_8b data=synthetic hardware=h100_80gb trainer.devices=8 --svg plan.svg
-python scripts/plan.py experiment=llama3_70b data.path=tokens hardware=h200 trainer.devices=8 trainer.num_nodes=8
-python scripts/plan.py model=llama3_1b data=synthetic hardware=a100_40gb trainer.devices=8 --budget 5000h
+python scripts/plan.py model=llama3_8b data=synthetic hardware=h100_80gb
+    tries 1, 2, 4 … 64 GPUs
+python scripts/plan.py model=llama3_8b data=synthetic hardware=h100_80gb trainer.devices=8 \
+    --svg plan.svg
+python scripts/plan.py experiment=llama3_70b data.path=tokens hardware=h200 trainer.devices=8 \
+    trainer.num_nodes=8
+python scripts/plan.py model=llama3_1b data=synthetic hardware=a100_40gb trainer.devices=8 \
+    --budget 5000h
 
 Takes train.py's command line. hardware=NAME is a file of configs/hardware/, or `this`. The
 micro-batch and recomputation are chosen, unless they are typed. docs/planner.md explains the

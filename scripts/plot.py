@@ -1,9 +1,13 @@
 """Draw curves of one run or several as SVG.
 
-python scripts/plot.py outputs/mine                                    its loss, in outputs/mine/train-loss.svg
-python scripts/plot.py outputs/a outputs/b out=loss.svg                 both runs over each other
-python scripts/plot.py outputs/a --metric val/loss --log --x tokens     any column of metrics.csv or timings.csv
-python scripts/plot.py outputs/a out=loss.svg --theme both              loss-light.svg and loss-dark.svg, for <picture>
+python scripts/plot.py outputs/mine
+    its loss, in outputs/mine/train-loss.svg
+python scripts/plot.py outputs/a outputs/b out=loss.svg
+    both runs over each other
+python scripts/plot.py outputs/a --metric val/loss --log --x tokens
+    any column of metrics.csv or timings.csv
+python scripts/plot.py outputs/a out=loss.svg --theme both
+    loss-light.svg and loss-dark.svg, for <picture>
 
 A run that trains may be drawn at any time. Curves that coincide lie in each other with --nested.
 """

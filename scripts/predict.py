@@ -1,8 +1,7 @@
-"""Write what a trained model's `predict_step` returns: one row per sample, in the order of the
-data.
+"""Write what a trained model's `predict_step` returns: a row per sample, in the data's order.
 
 python scripts/predict.py outputs/<run.name> out=predictions.csv
-python scripts/predict.py outputs/<run.name> data.path=new.csv out=predictions.parquet trainer.devices=2
+python scripts/predict.py outputs/<run.name> data.path=new.csv out=new.parquet trainer.devices=2
 
 The samples are those of the data module's `predict_dataloader` (a data module of this project: of
 its `predict_split`), else of the test split. With trainer.devices above 1 each process holds the

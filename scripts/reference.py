@@ -36,9 +36,9 @@ OF_A_CLONE = ("project.name",)  # values that a clone sets
 WRITE = "python scripts/reference.py --write"
 HEAD = """# Configuration
 
-Made by `python scripts/reference.py --write` from the comments in `configs/`. `python train.py --cfg job` prints the
-configuration of a command with all values, and `GROUP=NAME` takes another file of a group. A key is typed with its
-group in front: `trainer.max_steps=100`.
+Made by `python scripts/reference.py --write` from the comments in `configs/`.
+`python train.py --cfg job` prints the configuration of a command with all values, and `GROUP=NAME`
+takes another file of a group. A key is typed with its group in front: `trainer.max_steps=100`.
 """
 
 

@@ -1,13 +1,12 @@
 """List runs: their state, step, best metric, age and size on disk.
 
-python scripts/runs.py                      all runs in outputs/, the newest first
-python scripts/runs.py outputs/rates        the trials of a sweep
-python scripts/runs.py --sort best          by the metric that each run monitors (checkpoint.monitor)
-python scripts/runs.py --json               for other programs
+python scripts/runs.py                  all runs in outputs/, the newest first
+python scripts/runs.py outputs/rates    the trials of a sweep
+python scripts/runs.py --sort best      by the metric that each run monitors (checkpoint.monitor)
+python scripts/runs.py --json           for other programs
 
 State: running; finished; stopped by a signal or a limit, and resumable by the same command; failed:
-ended without a
-summary, by an error or because it was killed.
+ended without a summary, by an error or because it was killed.
 """
 
 import argparse

@@ -1,7 +1,8 @@
-"""Print a batch of training data as the model gets it: text, and in color what is learned.
+r"""Print a batch of training data as the model gets it: text, and in color what is learned.
 
 python scripts/show_batch.py data=chat data.path=chats.jsonl data.source.tokenizer=path/to/model
-python scripts/show_batch.py experiment=dpo model.pretrained=path/to/model data.path=pairs.jsonl --rows 2
+python scripts/show_batch.py experiment=dpo model.pretrained=path/to/model data.path=pairs.jsonl \
+    --rows 2
 python scripts/show_batch.py data=text data.path=book.txt --step 3 --rows 2
 
 Takes train.py's command line. In a file or a pipe, where there is no color, what is learned stands

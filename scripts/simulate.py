@@ -1,10 +1,9 @@
-"""Simulate one step of a GPU run on this machine, without a GPU and without data: memory,
-communication, tokens/s.
+r"""Simulate one step of a GPU run without a GPU and without data: memory, communication, tokens/s.
 
-python scripts/simulate.py model=llama3_8b data=synthetic strategy=fsdp_tensor trainer.devices=8 trainer.num_nodes=8 \
-    hardware=h100_80gb
-python scripts/simulate.py model=llama3_70b data=synthetic strategy=hsdp trainer.devices=8 trainer.num_nodes=64 \
-    hardware=h200 --depths 3,5 --ranks 0
+python scripts/simulate.py model=llama3_8b data=synthetic strategy=fsdp_tensor \
+    trainer.devices=8 trainer.num_nodes=8 hardware=h100_80gb
+python scripts/simulate.py model=llama3_70b data=synthetic strategy=hsdp \
+    trainer.devices=8 trainer.num_nodes=64 hardware=h200 --depths 3,5 --ranks 0
 python scripts/simulate.py model=gpt_nano data=synthetic strategy=fsdp trainer.devices=4 --order
 
 Takes train.py's command line. hardware=NAME is a file of configs/hardware/, or `this`.

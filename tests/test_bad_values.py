@@ -28,39 +28,41 @@ def words(text: str) -> list[str]:
 
 
 OUT_OF_RANGE = words("""
-seed=-1 seed=4294967296 seed=100000000000000000000 trainer.gradient_clip_val=-1 trainer.gradient_clip_val=0
-trainer.gradient_clip_val=nan trainer.gradient_clip_val=inf trainer.limit_val_batches=-1
-trainer.limit_test_batches=-1 trainer.num_nodes=0 trainer.max_time=00:99:99:99
-trainer.max_time=1h trainer.max_steps=99999999999999999999 optimizer.lr=nan optimizer.lr=inf optimizer.lr=0
-optimizer.weight_decay=-1 optimizer.weight_decay=nan optimizer.eps=-1 optimizer.eps=nan optimizer.betas=0.9
+seed=-1 seed=4294967296 seed=100000000000000000000 trainer.gradient_clip_val=-1
+trainer.gradient_clip_val=0 trainer.gradient_clip_val=nan trainer.gradient_clip_val=inf
+trainer.limit_val_batches=-1 trainer.limit_test_batches=-1 trainer.num_nodes=0
+trainer.max_time=00:99:99:99 trainer.max_time=1h trainer.max_steps=99999999999999999999
+optimizer.lr=nan optimizer.lr=inf optimizer.lr=0 optimizer.weight_decay=-1
+optimizer.weight_decay=nan optimizer.eps=-1 optimizer.eps=nan optimizer.betas=0.9
 optimizer.betas=[a,b] optimizer.betas=[0.9,1.5] optimizer.betas=[0.9] optimizer.momentum=1.5
 optimizer.newton_schulz_steps=0 optimizer.base_width=0 optimizer._partial_=false scheduler.warmup=-1
 scheduler.warmup=2.5 scheduler.warmup=nan scheduler.warmup=600 scheduler.decay=-1 scheduler.final=-1
-checkpoint.every_n_minutes=nan checkpoint.every_n_minutes=inf checkpoint.keep_best=-1 checkpoint.keep_last=0
-checkpoint.root='' checkpoint.root=/dev/null/x checkpoint.monitor=val/nope checkpoint.monitor=loss
-checkpoint.monitor=5 checkpoint.monitor=nan checkpoint.monitor=true checkpoint.monitor=abc checkpoint.monitor=train/los
-optimizer.precision=fp16 optimizer.newton_schulz_steps=1000000 logger.tensorboard.save_dir=5
-logger.tensorboard.version=1.5 logger.tensorboard.metric=[a] task=[] model=[1] data=[a] optimizer=[] strategy=[1]
-scheduler=[1]
+checkpoint.every_n_minutes=nan checkpoint.every_n_minutes=inf checkpoint.keep_best=-1
+checkpoint.keep_last=0 checkpoint.root='' checkpoint.root=/dev/null/x checkpoint.monitor=val/nope
+checkpoint.monitor=loss checkpoint.monitor=5 checkpoint.monitor=nan checkpoint.monitor=true
+checkpoint.monitor=abc checkpoint.monitor=train/los optimizer.precision=fp16
+optimizer.newton_schulz_steps=1000000 logger.tensorboard.save_dir=5 logger.tensorboard.version=1.5
+logger.tensorboard.metric=[a] task=[] model=[1] data=[a] optimizer=[] strategy=[1] scheduler=[1]
 launch.hang_timeout=nan launch.hang_timeout=inf launch.hang_timeout=1e20 launch.allowed_packages=[]
 launch.allowed_packages=[1,2] launch.rdzv_endpoint=nohost launch.grace_seconds=-1
-launch.stop_minutes_before_limit=nan task.preview_temperature=-1 task.preview_tokens=-1 task.preview_prompt=''
-data.source.tokenizer_bytes=-1 data.source.vocab_size=100 data.source.val_fraction=nan data.source.path=5
-data.seed=-1 data.num_workers=null data.context=0 data.source=5 strategy.activation_checkpointing=some
-strategy.compile=yes strategy.backend=tcp model._target_=null model._target_=5 model._target_=[a]
-model._target_=a..b model._partial_=false model._partial_=maybe task._partial_=true data._partial_=true run.root=''
-run.root=s3://bucket/runs run.name=. run.name=.. run.dir=x run.id=x run.git=x run.micro_batch_size=4
-resume='' resume=/dev/zero
-model.layers=100000000 model.vocab_size=1000000000000 model.context=1000000000000 model.width=1000000000000
-data.num_workers=100000 data.global_batch_size=1000000000000 data.eval_batch_size=1000000000000
-data.source.context=1000000000000 trainer.devices=100000 trainer.num_nodes=1000000 task.preview_tokens=100000000
+launch.stop_minutes_before_limit=nan task.preview_temperature=-1 task.preview_tokens=-1
+task.preview_prompt='' data.source.tokenizer_bytes=-1 data.source.vocab_size=100
+data.source.val_fraction=nan data.source.path=5 data.seed=-1 data.num_workers=null data.context=0
+data.source=5 strategy.activation_checkpointing=some strategy.compile=yes strategy.backend=tcp
+model._target_=null model._target_=5 model._target_=[a] model._target_=a..b model._partial_=false
+model._partial_=maybe task._partial_=true data._partial_=true run.root='' run.root=s3://bucket/runs
+run.name=. run.name=.. run.dir=x run.id=x run.git=x run.micro_batch_size=4 resume=''
+resume=/dev/zero model.layers=100000000 model.vocab_size=1000000000000 model.context=1000000000000
+model.width=1000000000000 data.num_workers=100000 data.global_batch_size=1000000000000
+data.eval_batch_size=1000000000000 data.source.context=1000000000000 trainer.devices=100000
+trainer.num_nodes=1000000 task.preview_tokens=100000000
 """)
 OF_ANOTHER_FORM = words("""
 run.tags={a:1} run.tags=[a,[b]] run.tags=[a,{b:1}] run.tags=['']
-model=null model=5 model=[1,2] optimizer=null optimizer=[1,2] task=null strategy=null callbacks=5 logger=5 ~run
-+strategy.nokey=3 +strategy.shard=2 ~seed ~trainer ~model.width ~task._target_
-~scheduler._target_ +callbacks.ema={decay:0.5} +callbacks.e=5 +callbacks.e={} +callbacks.e._target_=torch.nn.Linear
-+logger.e._target_=torch.nn.Identity
+model=null model=5 model=[1,2] optimizer=null optimizer=[1,2] task=null strategy=null callbacks=5
+logger=5 ~run +strategy.nokey=3 +strategy.shard=2 ~seed ~trainer ~model.width ~task._target_
+~scheduler._target_ +callbacks.ema={decay:0.5} +callbacks.e=5 +callbacks.e={}
++callbacks.e._target_=torch.nn.Linear +logger.e._target_=torch.nn.Identity
 +callbacks.e={_target_:lightning.pytorch.callbacks.DeviceStatsMonitor,_partial_:true}
 +callbacks.e={_target_:lightning.pytorch.callbacks.EarlyStopping,monitor:val/nope}
 """)
@@ -105,7 +107,8 @@ TOGETHER = [
     *(
         ("data=image_folder", "data.path=.", "task=image_classification", "model=vit_tiny", each)
         for each in words("""
-      data.std=[0,0,0] data.std=0.5 data.mean=[1] data.margin=-3 data.size=1000000000 data.val_fraction=2""")
+      data.std=[0,0,0] data.std=0.5 data.mean=[1] data.margin=-3 data.size=1000000000
+      data.val_fraction=2""")
     ),
     ("data=mixture", "data.paths=[a]"),
     ("data=mixture", "data.paths={a: 1}"),
@@ -291,18 +294,19 @@ def test_the_value_of_a_secret_variable_is_not_shown(monkeypatch, capsys):
 
 ALLOWED = words("""
 armature.optim.muon.Muon armature.optim.adamw.adamw armature.strategies.auto.auto
-armature.models.decoder.model.Decoder armature.data.corpus.Corpus example.task.PointClassification torch.nn.GELU
-torch.nn.functional.gelu torch.optim.Muon torch.optim.lr_scheduler.OneCycleLR
+armature.models.decoder.model.Decoder armature.data.corpus.Corpus example.task.PointClassification
+torch.nn.GELU torch.nn.functional.gelu torch.optim.Muon torch.optim.lr_scheduler.OneCycleLR
 lightning.pytorch.callbacks.EarlyStopping lightning.pytorch.loggers.CSVLogger
-lightning.pytorch.profilers.SimpleProfiler lightning.pytorch.strategies.DDPStrategy torchmetrics.MeanMetric
+lightning.pytorch.profilers.SimpleProfiler lightning.pytorch.strategies.DDPStrategy
+torchmetrics.MeanMetric
 """)
 FORBIDDEN = words("""
 os.system shutil.copyfile torch.load torch.hub.load numpy.load functools.partial builtins.eval
-hydra.utils.instantiate hydra.utils.call hydra.utils.get_method lightning.pytorch.cli.instantiate_class
-lightning.pytorch.cli.LightningCLI lightning.pytorch.Trainer armature.checkpoint.storage.remove
-armature.checkpoint.directory.remove armature.loading.instantiate armature.loading.load_task armature.files.replace
-torch.nn.functional.boolean_dispatch torch.nn.parallel.parallel_apply torch.jit.load subprocess.Popen
-importlib.import_module
+hydra.utils.instantiate hydra.utils.call hydra.utils.get_method
+lightning.pytorch.cli.instantiate_class lightning.pytorch.cli.LightningCLI lightning.pytorch.Trainer
+armature.checkpoint.storage.remove armature.checkpoint.directory.remove armature.loading.instantiate
+armature.loading.load_task armature.files.replace torch.nn.functional.boolean_dispatch
+torch.nn.parallel.parallel_apply torch.jit.load subprocess.Popen importlib.import_module
 """)
 WIDE = [
     "armature",

@@ -68,7 +68,8 @@ finally:
     files = {name: getattr(module, "__file__", None) or "" for name, module in sys.modules.items()}
     tops = {name.partition(".")[0] for name, file in files.items() if "-packages/" in file}
     print("FROZEN", gc.get_freeze_count())
-    print("LOADED", json.dumps(sorted(top for top in tops if hasattr(sys.modules.get(top), "__path__"))))
+    packages = sorted(top for top in tops if hasattr(sys.modules.get(top), "__path__"))
+    print("LOADED", json.dumps(packages))
 """
 
 

@@ -382,7 +382,8 @@ from armature.tasks.language_modeling import LanguageModeling
 
 class Broken(LanguageModeling):
     def training_step(self, batch, batch_idx):
-        if self.trainer.global_step == 2 and self.trainer.global_rank == self.trainer.world_size - 1:
+        is_last = self.trainer.global_rank == self.trainer.world_size - 1
+        if self.trainer.global_step == 2 and is_last:
             raise ArithmeticError("the deliberate mistake")
         return super().training_step(batch, batch_idx)
 """

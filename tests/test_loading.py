@@ -24,7 +24,10 @@ from scripts import convert as script
 from tests import running
 
 pytestmark = pytest.mark.slow
-MODEL_CHECKPOINT = f"+callbacks.mine={{_target_:{ModelCheckpoint.__module__}.ModelCheckpoint,every_n_train_steps:2}}"
+MODEL_CHECKPOINT = (
+    f"+callbacks.mine={{_target_:{ModelCheckpoint.__module__}.ModelCheckpoint,"
+    "every_n_train_steps:2}"
+)
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,9 @@ class Fault(Callback):
 
     def on_train_batch_start(self, trainer, *args):
         attempt, rank = int(os.environ["ARMATURE_ATTEMPT"]), trainer.global_rank
-        if (trainer.global_step, rank) != (self.step, trainer.world_size - 1) or attempt >= self.attempts:
+        if attempt >= self.attempts:
+            return
+        if (trainer.global_step, rank) != (self.step, trainer.world_size - 1):
             return
         if self.how == "raise":
             raise ArithmeticError("the deliberate mistake")
@@ -481,7 +483,7 @@ BAD = {
     "launch.min_ranks=5": r"launch.min_ranks=5: must be from 1 to trainer.devices=4",
     "launch.min_ranks=0": "launch.min_ranks=0",
     "launch.hang_timeout=0": "launch.hang_timeout=0: must be positive",
-    "launch.stop_minutes_before_limit=-1": "launch.stop_minutes_before_limit=-1.0: must be positive",
+    "launch.stop_minutes_before_limit=-1": r"stop_minutes_before_limit=-1.0: must be positive",
 }
 
 

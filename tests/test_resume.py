@@ -69,7 +69,8 @@ class Runs:
     def stop(
         self, run_dir: Path, *overrides: str, at: int, signal: str = "SIGTERM", ranks: int = 1
     ) -> None:
-        stop = f"+callbacks.stop_at={{_target_:armature.callbacks.stop_at.StopAt,signals:{{{signal}:{at}}}}}"
+        target = "_target_:armature.callbacks.stop_at.StopAt"
+        stop = f"+callbacks.stop_at={{{target},signals:{{{signal}:{at}}}}}"
         self.go(
             run_dir, *overrides, stop, ranks=ranks, expect={"SIGTERM": 143, "SIGKILL": -9}[signal]
         )

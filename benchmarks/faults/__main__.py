@@ -1,10 +1,12 @@
 """Break runs in every listed way, under every strategy, and report how they end.
 
-    python -m benchmarks.faults                                     the whole table
+    python -m benchmarks.faults            the whole table
+    python -m benchmarks.faults --write    and write it to docs/faults.md
     python -m benchmarks.faults --only sigkill_rank,hang --strategy ddp,fsdp
-    python -m benchmarks.faults --write                             and write it to docs/faults.md
-    python -m benchmarks.faults --parts FILE --strategy ddp         in parts: FILE collects the cells of one table
-    python -m benchmarks.faults --kills 40 --sigterms 60 --layouts  random moments and other numbers of ranks
+    python -m benchmarks.faults --parts FILE --strategy ddp
+                                           in parts: FILE collects the cells of one table
+    python -m benchmarks.faults --kills 40 --sigterms 60 --layouts
+                                           random moments and other numbers of ranks
 
 The exit code is 1 if a cell of ours fails. A stock Lightning script is shown for comparison and not
 judged.

@@ -1,11 +1,16 @@
 """Train one tiny model in fp32 under every layout on this machine's CPU, and compare each with one
 process.
 
-    python -m benchmarks.parity                     every layout
-    python -m benchmarks.parity --resume same       also resume checkpoints of each layout under the same one
-    python -m benchmarks.parity --resume            also under every other
-    python -m benchmarks.parity --resume distinct   without layouts whose ranks hold the same as another's
-    python -m benchmarks.parity --only fsdp tensor  layouts whose name contains one of these words
+    python -m benchmarks.parity
+        every layout
+    python -m benchmarks.parity --resume same
+        also resume checkpoints of each layout under the same one
+    python -m benchmarks.parity --resume
+        also under every other
+    python -m benchmarks.parity --resume distinct
+        without layouts whose ranks hold the same as another's
+    python -m benchmarks.parity --only fsdp tensor
+        layouts whose name contains one of these words
 
 Twelve optimizer steps of AdamW, with clipping and accumulation. The results are the largest
 relative differences of any step's loss and gradient norm, and of the final weights. The exit code
@@ -129,9 +134,9 @@ def train_all(layouts: dict[str, Job], *, resume: bool) -> float:
         same = repeats(job, run) if resume else True
         worst = worst if same else math.inf
         bits = f" {'yes' if same else 'no'} |" if resume else ""
+        elements = run.facts["elements"]
         print(
-            f"| {name} | {job.ranks} | {values} | {run.facts['elements']:,} |{bits} {seconds:.1f} |",
-            flush=True,
+            f"| {name} | {job.ranks} | {values} | {elements:,} |{bits} {seconds:.1f} |", flush=True
         )
     return worst
 

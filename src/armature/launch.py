@@ -1,7 +1,9 @@
 """From a checked configuration to running ranks.
 
-one process                  the worker runs in this process, unless it is to be restarted (launch.max_restarts)
-several processes            `supervise`: torch's elastic agent (the engine of torchrun) starts and watches them
+one process                  the worker runs in this process, unless it is to be restarted
+                             (launch.max_restarts)
+several processes            `supervise`: torch's elastic agent (the engine of torchrun) starts
+                             and watches them
 under torchrun or srun       this process is one of the ranks and joins the others
 """
 

@@ -6,7 +6,8 @@ outputs/<run.name>/
   checkpoints/     step=000120/ …, and `last`, which names the newest complete one
   metrics.csv      one row per optimizer step, with val/* and test/* values in the row of their step
   summary.json     written when the run ends
-  report.html      all of it on one page, and report.jsonl, which holds the page's samples (run.report)
+  report.html      all of it on one page (run.report)
+  report.jsonl     the samples of that page
   not_finite.json  steps whose loss or gradient was not finite, if there were any
   logs/            one file per rank
   tokenizer.json   for a language model

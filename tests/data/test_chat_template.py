@@ -55,7 +55,8 @@ SCHEMA = '{"type": "function", "function": {"name": "add", "parameters": {"type"
 # the text of TOOL_CHAT with TOOLS
 WRITTEN_TOOLS = {
     "headers": "<s><|start_header_id|>system<|end_header_id|>\n\nhello<|eot_id|>"
-    f"<|start_header_id|>user<|end_header_id|>\n\nFunctions:\n{json.dumps(TOOLS[0], indent=4)}\n\nhow are you<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nFunctions:\n"
+    f"{json.dumps(TOOLS[0], indent=4)}\n\nhow are you<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n"
     '⟦{"name": "add", "parameters": {"a": '
     '1}}<|eot_id|>⟧<|start_header_id|>ipython<|end_header_id|>\n\n"fine"<|eot_id|>'
@@ -222,7 +223,7 @@ def test_an_answer_that_is_not_learned_is_masked():
     assert learned == "thank you \n<|im_end|>"
 
 
-def test_thoughts_of_the_last_turn_are_learned_and_those_of_earlier_ones_left_out_as_the_template_does():
+def test_thoughts_of_the_last_turn_are_learned_and_earlier_ones_left_out_as_the_template_does():
     chat = [CHAT[0], {"role": "assistant", "content": "<think>\nhm\n</think>\n\nfine"}] * 2
     text = marked(THINKING, chat)
     assert "assistant\n⟦fine<|im_end|>⟧\n" in text
@@ -436,10 +437,11 @@ made = {}
 for style, path, chat, tools in json.loads(sys.argv[1]):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
     options = {"return_assistant_tokens_mask": style == "tagged"}
-    ids = tokenizer.apply_chat_template(chat, tools=tools, tokenize=True, return_dict=True, **options)
+    write = tokenizer.apply_chat_template
+    ids = write(chat, tools=tools, tokenize=True, return_dict=True, **options)
     made[style] = [
-        tokenizer.apply_chat_template(chat, tools=tools, tokenize=False), ids["input_ids"], ids.get("assistant_masks"),
-        tokenizer.apply_chat_template(chat[:2], tools=tools, tokenize=False, add_generation_prompt=True),
+        write(chat, tools=tools, tokenize=False), ids["input_ids"], ids.get("assistant_masks"),
+        write(chat[:2], tools=tools, tokenize=False, add_generation_prompt=True),
     ]
 print(json.dumps(made))
 """

@@ -1,9 +1,13 @@
 """Small random classifiers of transformers. Runs in the environment .venv-extras.
 
-classifier_models.py make FOLDER            folders with heads of 3 classes, and "bert-words" with a head for words
-classifier_models.py logits FOLDER OUT      the largest difference of logits to transformers' own, for each kind
-classifier_models.py fit FOLDER KIND OUT [--adapter] LAYOUT…    how far each layout's training is from one process's
-classifier_models.py exported FOLDER OUT TEXT…    transformers' own answers of an exported folder
+classifier_models.py make FOLDER
+    folders with heads of 3 classes, and "bert-words" with a head for words
+classifier_models.py logits FOLDER OUT
+    the largest difference of logits to transformers' own, for each kind
+classifier_models.py fit FOLDER KIND OUT [--adapter] LAYOUT…
+    how far each layout's training is from one process's
+classifier_models.py exported FOLDER OUT TEXT…
+    transformers' own answers of an exported folder
 """
 
 import json

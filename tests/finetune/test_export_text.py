@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 folder, prompt, tokens = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(folder)
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-ids = model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=int(tokens), do_sample=False)
+inputs = tokenizer(prompt, return_tensors="pt")
+ids = model.generate(**inputs, max_new_tokens=int(tokens), do_sample=False)
 print(tokenizer.decode(ids[0], skip_special_tokens=True))
 """
 

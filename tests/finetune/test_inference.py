@@ -111,9 +111,7 @@ def test_an_adapter_is_merged_into_a_folder(tmp_path, changes, dtype):
         )
 
 
-def test_a_model_that_the_decoder_does_not_compute_is_merged_and_takes_nothing_else_from_the_adapter(
-    tmp_path,
-):
+def test_a_model_that_the_decoder_does_not_compute_is_merged_and_takes_nothing_else(tmp_path):
     write_adapter(tmp_path / "adapter", write_base(tmp_path / "base"))
     config = json.loads((tmp_path / "base" / folder.CONFIG).read_text())
     (tmp_path / "base" / folder.CONFIG).write_text(

@@ -21,8 +21,9 @@ import sys, torch
 from transformers import AutoConfig, AutoModelForCausalLM
 torch.manual_seed(1)
 config = AutoConfig.for_model(
-    "qwen3", vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, max_position_embeddings=64, initializer_range=0.2, tie_word_embeddings=True,
+    "qwen3", vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=64,
+    initializer_range=0.2, tie_word_embeddings=True,
 )
 AutoModelForCausalLM.from_config(config).save_pretrained(sys.argv[1])
 """

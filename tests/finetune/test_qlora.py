@@ -41,8 +41,10 @@ logging.disable(logging.WARNING)
 import bitsandbytes.functional as theirs
 from armature.finetune import nf4
 torch.manual_seed(0)
-for weight in (torch.randn(48, 256) * torch.rand(48, 1), torch.randn(8, 128).bfloat16(), torch.zeros(2, 64)):
-    expected, state = theirs.quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=False)
+options = {"blocksize": 64, "quant_type": "nf4", "compress_statistics": False}
+fp32 = torch.randn(48, 256) * torch.rand(48, 1)
+for weight in (fp32, torch.randn(8, 128).bfloat16(), torch.zeros(2, 64)):
+    expected, state = theirs.quantize_4bit(weight, **options)
     codes, scales, row = nf4.quantize(weight)
     assert torch.equal(codes.flatten(), expected.flatten())
     found = nf4.dequantize(codes, scales, row, dtype=torch.float32)

@@ -2,7 +2,8 @@
 
 Runs in the environment .venv-extras, in a process of its own.
 
-trainer_reference.py JOB …   train as each JOB (JSON) says, and write its "out": the loss of each optimizer step
+trainer_reference.py JOB …
+    train as each JOB (JSON) says, and write its "out": the loss of each optimizer step
 
 A JOB has base, batches (safetensors: inputs, targets and, if packed, documents of all
 micro-batches, in order), micro_batch, accumulate, lr, eps, clip, lora (arguments of peft's

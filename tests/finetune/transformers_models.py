@@ -2,14 +2,19 @@
 
 Runs in the environment .venv-extras.
 
-transformers_models.py make FOLDER            a folder for each kind of `KINDS`
-transformers_models.py logits FOLDER OUT      the largest difference of logits to transformers' own, for each kind
-transformers_models.py peft BASE ADAPTER MERGED OUT   how far the adapter that peft loads is from the merged folder
-transformers_models.py generate FOLDER OUT ENDING PATH…   what generate.py prints of ENDING, a copy with shorter
-                                              answers, and of each path, and what transformers makes
-                                              of FOLDER
-transformers_models.py damaged FOLDER OUT     what is said of config.json of `DAMAGED`
-transformers_models.py fit FOLDER KIND OUT [--adapter] LAYOUT…    how far each layout's training is from one process's
+transformers_models.py make FOLDER
+    a folder for each kind of `KINDS`
+transformers_models.py logits FOLDER OUT
+    the largest difference of logits to transformers' own, for each kind
+transformers_models.py peft BASE ADAPTER MERGED OUT
+    how far the adapter that peft loads is from the merged folder
+transformers_models.py generate FOLDER OUT ENDING PATH…
+    what generate.py prints of ENDING, a copy with shorter answers, and of each path, and what
+    transformers makes of FOLDER
+transformers_models.py damaged FOLDER OUT
+    what is said of config.json of `DAMAGED`
+transformers_models.py fit FOLDER KIND OUT [--adapter] LAYOUT…
+    how far each layout's training is from one process's
 """
 
 import contextlib

@@ -18,8 +18,15 @@ from armature.training import blocked, heartbeat
 def call(
     number, *, name="all_reduce", done=True, group="0", description="default_pg", sizes=((4096,),)
 ):
-    return {"group": group, "description": description, "number": number, "name": name, "sizes": sizes, "done": done,
-            "pairwise": False}  # fmt: skip
+    return {
+        "group": group,
+        "description": description,
+        "number": number,
+        "name": name,
+        "sizes": sizes,
+        "done": done,
+        "pairwise": False,
+    }
 
 
 def record(*collectives, stack=("task.py:12 training_step", "loops.py:9 advance")):

@@ -302,8 +302,8 @@ from omegaconf import OmegaConf
 from armature.launcher import lock
 
 lock.REFRESH_SECONDS = lock._InFiles.interval = 0.05
-launch = {"rdzv_endpoint": None}
-with lock.hold(OmegaConf.create({"run": {"dir": sys.argv[1]}, "checkpoint": {"root": None}, "launch": launch})):
+cfg = {"run": {"dir": sys.argv[1]}, "checkpoint": {"root": None}, "launch": {"rdzv_endpoint": None}}
+with lock.hold(OmegaConf.create(cfg)):
     print("held", flush=True)
     time.sleep(60)
 """

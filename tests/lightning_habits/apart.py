@@ -20,8 +20,9 @@ class LogsByData(Regressor):
         x, y = batch
         chosen = x[:, 0] > 0.8
         if chosen.any():
-            self.log("chosen", (self(x[chosen]) - y[chosen]).abs().mean(), batch_size=int(chosen.sum()),
-                     on_step=False, on_epoch=True, sync_dist=True)  # fmt: skip
+            far, count = (self(x[chosen]) - y[chosen]).abs().mean(), int(chosen.sum())
+            options = {"on_step": False, "on_epoch": True, "sync_dist": True}
+            self.log("chosen", far, batch_size=count, **options)
         return super().training_step(batch, batch_idx)
 
 

@@ -289,15 +289,18 @@ class AsksTrainer(Regressor):
 
     NAMES = """
         accelerator accumulate_grad_batches barebones callback_metrics callbacks checkpoint_callback
-        checkpoint_callbacks ckpt_path current_epoch datamodule default_root_dir device_ids early_stopping_callback
-        early_stopping_callbacks enable_validation estimated_stepping_batches evaluating fit_loop global_rank
-        global_step interrupted is_global_zero is_last_batch lightning_module limit_train_batches limit_val_batches
-        local_rank log_dir logged_metrics logger loggers lr_scheduler_configs max_epochs max_steps min_epochs model
-        node_rank num_devices num_nodes num_sanity_val_batches num_training_batches num_val_batches optimizers
-        precision precision_plugin predicting profiler progress_bar_callback progress_bar_metrics received_sigterm
-        sanity_checking scaler should_stop state strategy testing train_dataloader training val_dataloaders
-        validating world_size check_val_every_n_epoch val_check_interval log_every_n_steps gradient_clip_val
-        num_predict_batches num_test_batches fast_dev_run overfit_batches reload_dataloaders_every_n_epochs
+        checkpoint_callbacks ckpt_path current_epoch datamodule default_root_dir device_ids
+        early_stopping_callback early_stopping_callbacks enable_validation
+        estimated_stepping_batches evaluating fit_loop global_rank global_step interrupted
+        is_global_zero is_last_batch lightning_module limit_train_batches limit_val_batches
+        local_rank log_dir logged_metrics logger loggers lr_scheduler_configs max_epochs max_steps
+        min_epochs model node_rank num_devices num_nodes num_sanity_val_batches num_training_batches
+        num_val_batches optimizers precision precision_plugin predicting profiler
+        progress_bar_callback progress_bar_metrics received_sigterm sanity_checking scaler
+        should_stop state strategy testing train_dataloader training val_dataloaders validating
+        world_size check_val_every_n_epoch val_check_interval log_every_n_steps gradient_clip_val
+        num_predict_batches num_test_batches fast_dev_run overfit_batches
+        reload_dataloaders_every_n_epochs
     """.split()  # noqa: SIM905
 
     def training_step(self, batch, batch_idx):

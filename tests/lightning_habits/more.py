@@ -18,7 +18,10 @@ NOT_IN_INIT = dict.fromkeys(ALL, "follow from its value after __init__")
 OPTIMIZER_INIT = (
     "+task.optimizer_init={class_path:torch.optim.SGD,init_args:{lr:0.05,momentum:0.9}}"
 )
-SCHEDULER_INIT = "+task.lr_scheduler_init={class_path:torch.optim.lr_scheduler.StepLR,init_args:{step_size:1,gamma:0.5}}"
+SCHEDULER_INIT = (
+    "+task.lr_scheduler_init={class_path:torch.optim.lr_scheduler.StepLR,"
+    "init_args:{step_size:1,gamma:0.5}}"
+)
 
 MANUAL = [
     regression("manual_frequencies", "manual.Frequencies", NO_CLIP),

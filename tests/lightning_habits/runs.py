@@ -110,7 +110,8 @@ class Runs:
         """
         import torch
 
-        callback = "+callbacks.without_gradient={_target_:tests.lightning_habits.gradients.WithoutGradient}"
+        target = "{_target_:tests.lightning_habits.gradients.WithoutGradient}"
+        callback = f"+callbacks.without_gradient={target}"
         run = self.straight(habit, "single", "trainer.precision=64-true", callback)
         return torch.load(run / FILE) if isinstance(run, Path) else {}
 
@@ -154,7 +155,8 @@ class Runs:
             / "outputs"
             / f"{habit.name}-{layout}-{signal.name}-{step}-{len(overrides)}"
         )
-        stop = f"+callbacks.stop_at={{_target_:armature.callbacks.stop_at.StopAt,signals:{{{signal.name}:{step}}}}}"
+        signals = f"signals:{{{signal.name}:{step}}}"
+        stop = f"+callbacks.stop_at={{_target_:armature.callbacks.stop_at.StopAt,{signals}}}"
         stopped = self._go(habit, layout, run_dir, *overrides, stop)
         assert stopped.codes[0] == code, f"not stopped at step {step}: {_tail(stopped)}"
         ended = self._go(habit, layout, run_dir, *overrides, stop)

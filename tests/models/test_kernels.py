@@ -10,7 +10,8 @@ from tests.running import ROOT, environment
 SCRIPT = """
 from armature.simulation import fake_cuda
 
-fake_cuda.install(fake_cuda.Device(name="A100", memory_bytes=40 * 2**30, capability=(8, 0), count=1))
+device = fake_cuda.Device(name="A100", memory_bytes=40 * 2**30, capability=(8, 0), count=1)
+fake_cuda.install(device)
 from collections import Counter
 from types import SimpleNamespace
 import torch
@@ -32,19 +33,21 @@ class Operators(TorchDispatchMode):
 
 
 with FakeTensorMode(), torch.device("cuda"):
-    block = Block(64, heads=4, kv_heads=2, ffn_hidden=128, norm_eps=1e-5, qk_norm=False, dropout=0.0)
+    sizes = {"heads": 4, "kv_heads": 2, "ffn_hidden": 128}
+    block = Block(64, **sizes, norm_eps=1e-5, qk_norm=False, dropout=0.0)
     x, rotary = torch.ones(2, 32, 64, requires_grad=True), torch.ones(32, 2, 8)
     with Operators() as full:
         block(x, rotary).sum().backward()
     with Operators() as mixed, torch.autocast("cuda", torch.bfloat16):
         block(x, rotary)
     v = torch.ones(1, 2, 8, 16, dtype=torch.float16)
-    groups = [takes_groups(v, None), takes_groups(v, torch.ones(8, 8)), takes_groups(v.float(), None)]
+    groups = [takes_groups(v, None), takes_groups(v, torch.ones(8, 8))]
+    groups.append(takes_groups(v.float(), None))
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(major=7, minor=5)
     groups.append(takes_groups(v, None))
 
 kernels = {name for name, _ in full.names if name.startswith("_scaled_dot_product")}
-casts = sum(count for (name, shape), count in mixed.names.items() if (name, shape) == ("_to_copy", (2, 32, 64)))
+casts = mixed.names["_to_copy", (2, 32, 64)]
 print(sorted(kernels), sum(name == "bmm" for name, _ in full.names), casts, groups)
 """
 

@@ -31,9 +31,8 @@ def write(
     for step in range(1, steps + 1):
         loss = 4 * math.exp(-step / 40) + 0.1 * math.sin(step) + 0.5 + offset
         val = f"{loss:.4f},{min(0.99, step / steps):.3f}" if step % 20 == 0 else ","
-        rows.append(
-            f"{step},{step / 50:.3f},{step * 8},{step * 512},{0.01:.4f},{loss:.5f},{1 + loss / 9:.4f},{val}"
-        )
+        done = f"{step},{step / 50:.3f},{step * 8},{step * 512}"
+        rows.append(f"{done},{0.01:.4f},{loss:.5f},{1 + loss / 9:.4f},{val}")
     (path / "metrics.csv").write_text("\n".join(rows) + "\n")
     rows = ["step,seconds_per_step,samples_per_second,tokens_per_second,data_wait"]
     rows += [f"{step},0.2,40,{2500 + step % 7 * 20},0.01" for step in range(10, steps + 1, 10)]

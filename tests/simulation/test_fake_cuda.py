@@ -13,29 +13,35 @@ from armature.simulation import fake_cuda
 SCRIPT = """
 from armature.simulation import fake_cuda
 
-fake_cuda.install(fake_cuda.Device(name="A100", memory_bytes=40 * 2**30, capability=(8, 0), count=4))
+device = fake_cuda.Device(name="A100", memory_bytes=40 * 2**30, capability=(8, 0), count=4)
+fake_cuda.install(device)
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 with FakeTensorMode():
-    assert torch.cuda.device_count() == 4 and torch.cuda.get_device_properties(0).total_memory == 40 * 2**30
+    assert torch.cuda.device_count() == 4
+    assert torch.cuda.get_device_properties(0).total_memory == 40 * 2**30
     torch.cuda.set_device(3)
     weight = torch.ones(2**20, 2**10, device="cuda", requires_grad=True)  # 4 GiB, which nobody has
-    assert weight.device == torch.device("cuda:3") and weight.device.index == torch.cuda.current_device()
+    assert weight.device == torch.device("cuda:3")
+    assert weight.device.index == torch.cuda.current_device()
     (torch.ones(4, 2**10, device="cuda") @ weight.T).sum().backward()
     assert weight.grad.shape == weight.shape
     q = torch.ones(1, 2, 8, 16, device="cuda", dtype=torch.bfloat16)
-    assert torch._fused_sdp_choice(q, q, q) == 1 and torch._fused_sdp_choice(q.float(), q.float(), q.float()) == 2
+    assert torch._fused_sdp_choice(q, q, q) == 1
+    assert torch._fused_sdp_choice(q.float(), q.float(), q.float()) == 2
     torch.optim.AdamW([weight], fused=True).step()
     waits = []
     fake_cuda.on_wait = lambda: waits.append(1)
-    for wait in (torch.cuda.synchronize, torch.accelerator.synchronize, torch.cuda.Event().synchronize):
-        wait()
+    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
+    torch.cuda.Event().synchronize()
     torch.cuda.current_stream().synchronize()
     assert len(waits) == 4
     fake_cuda.present(fake_cuda.Device(name="T4", capability=(7, 5), processors=40))
-    q = torch.ones(1, 2, 8, 32, device="cuda", dtype=torch.bfloat16)  # the mode remembers answers by shape
+    # another shape, since the mode remembers answers by shape
+    q = torch.ones(1, 2, 8, 32, device="cuda", dtype=torch.bfloat16)
     half = q.half()
     assert torch.cuda.get_device_properties(0).multi_processor_count == 40
     assert torch._fused_sdp_choice(half, half, half) == 2 and torch._fused_sdp_choice(q, q, q) == 0

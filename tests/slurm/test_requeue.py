@@ -22,7 +22,8 @@ def end(tmp_path):
     answers = {
         "srun": 'eval "$MEANWHILE"; exit "$CODE"',
         "scontrol": '[ "$1" = show ] && echo "JobId=7 JobState=RUNNING " || echo "$*" >>requeued',
-        "python": """case " $* " in *" -m "* | *,*) exit 1 ;; esac; printf "name: $NAME\\nroot: outputs\\n\"""",
+        "python": 'case " $* " in *" -m "* | *,*) exit 1 ;; esac; '
+        'printf "name: $NAME\\nroot: outputs\\n"',
     }
     for name, answer in answers.items():
         (programs / name).write_text(f"#!/bin/sh\n{answer}\n")

@@ -67,7 +67,8 @@ def bad(policy: str, *samples: int, **model: str) -> list[str]:
 
 
 def stop_at(step: int) -> str:
-    return f"+callbacks.stop_at={{_target_:armature.callbacks.stop_at.StopAt,signals:{{SIGTERM:{step}}}}}"
+    target = "_target_:armature.callbacks.stop_at.StopAt"
+    return f"+callbacks.stop_at={{{target},signals:{{SIGTERM:{step}}}}}"
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -142,8 +143,9 @@ def test_a_save_that_is_due_reads_the_rows_first(train):
 
 @pytest.mark.slow
 def test_a_users_save_reads_the_rows_first_too(train, tmp_path):
-    target = "lightning.pytorch.callbacks.ModelCheckpoint"
-    saves = f"+callbacks.own={{_target_:{target},dirpath:{tmp_path}/own,every_n_train_steps:1,save_top_k:-1}}"
+    target = "_target_:lightning.pytorch.callbacks.ModelCheckpoint"
+    values = f"dirpath:{tmp_path}/own,every_n_train_steps:1,save_top_k:-1"
+    saves = f"+callbacks.own={{{target},{values}}}"
     _, error = train(*bad("stop", BAD), "trainer.log_every_n_steps=100", saves)
     assert "at step 7" in str(error)
     assert sorted(int(path.stem.rpartition("=")[2]) for path in (tmp_path / "own").iterdir()) == [

@@ -51,7 +51,7 @@ REFUSED_AS_HYDRA_COMPOSES = {
     "debug=fdr": "Type debug=fast:",
     "debug=limit": "Type trainer.limit_train_batches=0.01 ",
     "debug=profiler": "Type debug=profile.",
-    "callbacks=rich_progress_bar": "Type +callbacks.bar._target_=lightning.pytorch.callbacks.RichProgressBar.",
+    "callbacks=rich_progress_bar": "Type +callbacks.bar._target_=lightning.pytorch.callbacks.Rich",
     "callbacks=model_checkpoint": "Type checkpoint.monitor=…:",
     "eval=true": "Type python scripts/evaluate.py outputs/NAME.",
     "launch.allowed_packages=null": "Type a list:",

@@ -108,7 +108,8 @@ def test_what_a_module_s_constructor_requires_is_named():
 
 
 def test_arguments_may_refer_to_what_is_decided_for_this_machine():
-    bar = "+callbacks.bar={_target_:lightning.pytorch.callbacks.RichProgressBar,refresh_rate:'${trainer.devices}'}"
+    target = "_target_:lightning.pytorch.callbacks.RichProgressBar"
+    bar = f"+callbacks.bar={{{target},refresh_rate:'${{trainer.devices}}'}}"
     assert (
         checks._target_problems(composed("trainer.devices=auto", "trainer.accelerator=cpu", bar))
         == []

@@ -13,10 +13,12 @@ from armature.training.progress import completed_batches
 
 
 class StopAt(Callback):
-    """Let rank 0 signal itself at the end of a step, once per run directory: the resumed run is not
-    signaled again.
+    r"""Let rank 0 signal itself at the end of a step.
 
-    python train.py run.name=mine '+callbacks.stop_at={_target_:armature.callbacks.stop_at.StopAt,signals:{SIGTERM:4}}'
+    Once per run directory: the resumed run is not signaled again.
+
+    python train.py run.name=mine \
+        '+callbacks.stop_at={_target_:armature.callbacks.stop_at.StopAt,signals:{SIGTERM:4}}'
 
     Args:
         signals: optimizer step by signal name, such as {"SIGTERM": 4, "SIGKILL": 6}.

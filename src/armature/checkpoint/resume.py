@@ -174,15 +174,15 @@ def problems(cfg: DictConfig) -> list[str]:
     if path.is_file():
         if directory.is_named_as_file(path):  # Lightning's: training starts with its weights
             return []
-        converts = path.suffix == ".safetensors"
-        how = (
-            f"Convert it first: python scripts/convert.py {cfg.resume} "
-            "outputs/converted/checkpoints/step=000000."
-        )
+        remedy = "Name one of those, a run directory or a checkpoint in one."
+        if path.suffix == ".safetensors":
+            remedy = (
+                f"Convert it first: python scripts/convert.py {cfg.resume} "
+                "outputs/converted/checkpoints/step=000000."
+            )
         return [
             f"resume={cfg.resume}: a file, but only one of Lightning's "
-            f"({', '.join(directory.FILE_SUFFIXES)}) can be "
-            f"read. {how if converts else 'Name one of those, a run directory or a checkpoint in one.'}"
+            f"({', '.join(directory.FILE_SUFFIXES)}) can be read. {remedy}"
         ]
     checkpoint = last_checkpoint(path)
     if checkpoint is None:

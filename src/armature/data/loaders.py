@@ -144,8 +144,8 @@ class Draw:
         if fits and self._differs(min(fits), fits[min(fits)]):
             log.info(
                 "%s: what %s would draw for epoch %d now is not what had been drawn before the "
-                "stop. The epoch "
-                "continues with the latter; weights that have changed count from the next epoch on.",
+                "stop. The epoch continues with the latter; weights that have changed count from "
+                "the next epoch on.",
                 self.owner,
                 self.name,
                 min(fits),

@@ -160,10 +160,12 @@ def _nothing_found(typed: str, pattern: Path, root: Path) -> str:
         near = difflib.get_close_matches(
             pattern.name, [p.name for p in there.iterdir()], n=1, cutoff=0.5
         )
-        return f"{problem} {f'Did you mean {there / near[0]}?' if near else f'{there.absolute()} has none like it.'}"
-    below = (
-        name for _, _, names in os.walk(there) for name in names
-    )  # passes over folders that it may not read
+        hint = (
+            f"Did you mean {there / near[0]}?" if near else f"{there.absolute()} has none like it."
+        )
+        return f"{problem} {hint}"
+    # passes over folders that it may not read
+    below = (name for _, _, names in os.walk(there) for name in names)
     kinds = Counter(
         Path(p).suffix or "without a suffix" for p in itertools.islice(below, 10_000)
     ).most_common(4)

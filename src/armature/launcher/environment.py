@@ -5,22 +5,25 @@ No other module reads or writes them. Torch-free.
 Set by torchrun and by torch's elastic agent; under `srun`, `launcher.slurm` sets the first group
 from Slurm's own.
 
-    RANK, WORLD_SIZE                 this rank, and the number of ranks on all machines
-    LOCAL_RANK, LOCAL_WORLD_SIZE     the same on this machine
-    GROUP_RANK                       this machine
-    MASTER_ADDR, MASTER_PORT         where the ranks meet
-    TORCHELASTIC_RUN_ID              set if an elastic agent started this process
-    TORCHELASTIC_RESTART_COUNT       how often that agent has restarted the ranks
-    TORCHELASTIC_ERROR_FILE          where a rank leaves its error for the agent
-    TORCH_FR_BUFFER_SIZE             how many collectives torch's flight recorder keeps; set by us if nobody has
+    RANK, WORLD_SIZE               this rank, and the number of ranks on all machines
+    LOCAL_RANK, LOCAL_WORLD_SIZE   the same on this machine
+    GROUP_RANK                     this machine
+    MASTER_ADDR, MASTER_PORT       where the ranks meet
+    TORCHELASTIC_RUN_ID            set if an elastic agent started this process
+    TORCHELASTIC_RESTART_COUNT     how often that agent has restarted the ranks
+    TORCHELASTIC_ERROR_FILE        where a rank leaves its error for the agent
+    TORCH_FR_BUFFER_SIZE           how many collectives torch's flight recorder keeps; set by us if
+                                   nobody has
 
 Set by the process that starts the ranks of this machine (`armature.launch`, `launcher.supervise`):
 
-    ARMATURE_ATTEMPT                 how often the ranks have been restarted, each time by a new agent
-    ARMATURE_HEARTBEATS              folder of the ranks' heartbeats, watched by `launcher.watch`
-    ARMATURE_STORE                   file in which the ranks of one machine meet; else at MASTER_ADDR:MASTER_PORT
-    ARMATURE_RESIZED                 JSON of the settings that follow a smaller number of ranks (`validation.resize`)
-    ARMATURE_DEADLINE                Unix time at which to save and stop, ahead of Slurm's time limit
+    ARMATURE_ATTEMPT               how often the ranks have been restarted, each time by a new agent
+    ARMATURE_HEARTBEATS            folder of the ranks' heartbeats, watched by `launcher.watch`
+    ARMATURE_STORE                 file in which the ranks of one machine meet; else at
+                                   MASTER_ADDR:MASTER_PORT
+    ARMATURE_RESIZED               JSON of the settings that follow a smaller number of ranks
+                                   (`validation.resize`)
+    ARMATURE_DEADLINE              Unix time at which to save and stop, ahead of Slurm's time limit
 """
 
 import math

@@ -1,12 +1,13 @@
-"""One process per run directory: a second one would mix its rows and checkpoints with the first
-one's.
+"""One process per run directory: a second one would mix its rows and checkpoints with the first's.
 
 The process that starts the ranks holds the lock (rank 0, if torchrun, srun or agents of several
 machines start them), in the run directory and in the run's folder under `checkpoint.root`. The file
 `.lock` says who holds it; its holder touches it every REFRESH_SECONDS. A lock is taken over
 
-at once                  if the holder is a dead process of this machine, or an earlier start of the same job
-after SILENCE_SECONDS    without a touch, if the holder is on another machine or in another container
+at once                  if the holder is a dead process of this machine, or an earlier start of
+                         the same job
+after SILENCE_SECONDS    without a touch, if the holder is on another machine or in another
+                         container
 
 No clock is compared with another machine's: ages are differences of modification times in one file
 system, and a process that cannot tell waits to see whether the holder touches its lock.

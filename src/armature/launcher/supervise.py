@@ -4,10 +4,11 @@ On one machine, each attempt is a call of torch's elastic agent, and this module
 follows:
 
 a rank was killed or hangs            all ranks restart, up to `launch.max_restarts` times
-a Python error in a rank              the same, if a checkpoint was saved since the attempt began; else the run ends
+a Python error in a rank              the same, if a checkpoint was saved since the attempt began;
+                                      else the run ends
 two attempts without a checkpoint     the run ends: it would fail for ever
-memory runs out in a rank             all ranks restart with a smaller micro-batch if data.micro_batch_size=auto, which
-                                      does not count as a restart
+memory runs out in a rank             all ranks restart with a smaller micro-batch if
+                                      data.micro_batch_size=auto, which does not count as a restart
 a signal to this process              the run ends, also between two attempts
 
 Between several machines (`launch.rdzv_endpoint`) the agents agree on restarts among themselves.

@@ -134,7 +134,8 @@ def render(chart: Chart) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
         f'aria-label="{title}" '
-        f'font-family="system-ui,-apple-system,Segoe UI,Helvetica,Arial,sans-serif" font-size="12">',
+        f'font-family="system-ui,-apple-system,Segoe UI,Helvetica,Arial,sans-serif" '
+        'font-size="12">',
         f'<text x="{LEFT - 46}" y="20" font-size="14" font-weight="600" '
         f'fill="var(--text)">{title}</text>',
     ]
@@ -330,8 +331,9 @@ class _Plot:
                 )
             for point in piece if line.dots or len(piece) == 1 else ():
                 x, y = point.split(",")
+                radius = max(2.6, line.width)
                 title = f"><title>{escape(line.title)}</title></circle>" if line.title else "/>"
-                yield f'<circle cx="{x}" cy="{y}" r="{max(2.6, line.width):.1f}" fill="{color}"{title}'
+                yield f'<circle cx="{x}" cy="{y}" r="{radius:.1f}" fill="{color}"{title}'
 
 
 def linear_ticks(low: float, high: float, *, count: int = 6) -> list[float]:

@@ -84,9 +84,8 @@ def table(
     lines = [f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr>"] if head else []
     for i, row in enumerate(rows):
         kind = f' class="{kinds[i]}"' if i < len(kinds) and kinds[i] else ""
-        lines.append(
-            f"<tr{kind}>{''.join(cell if cell.startswith('<td') else f'<td>{cell}</td>' for cell in row)}</tr>"
-        )
+        cells = (cell if cell.startswith("<td") else f"<td>{cell}</td>" for cell in row)
+        lines.append(f"<tr{kind}>{''.join(cells)}</tr>")
     return f'<div class="wide"><table>{"".join(lines)}</table></div>'
 
 

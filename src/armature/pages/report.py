@@ -68,7 +68,8 @@ def _head(run: History, *, running: bool) -> Iterator[str]:
     if notes := run.config.get("run.notes"):
         yield f"<p>{escape(str(notes))}</p>"
     if tags := run.config.get("run.tags"):
-        yield f'<p class="quiet">{escape(", ".join(map(str, tags)) if isinstance(tags, list) else str(tags))}</p>'
+        listed = ", ".join(map(str, tags)) if isinstance(tags, list) else str(tags)
+        yield f'<p class="quiet">{escape(listed)}</p>'
 
 
 def _tiles(run: History) -> str:
@@ -100,12 +101,8 @@ def _tiles(run: History) -> str:
         _, rates = run.curve(key)
         if rates:
             rate = run.summary.get(key)
-            found.append(
-                (
-                    name,
-                    f"{rate if isinstance(rate, int | float) else sorted(rates)[len(rates) // 2]:,.0f}",
-                )
-            )
+            median = sorted(rates)[len(rates) // 2]
+            found.append((name, f"{rate if isinstance(rate, int | float) else median:,.0f}"))
             break
     if isinstance(seconds := run.summary.get("seconds"), int | float):
         found.append(("newest start took", duration(seconds)))
@@ -139,7 +136,8 @@ def _samples(run: History) -> Iterator[str]:
         chosen = spread(kind, SAMPLES)
         for event in reversed(chosen):
             is_open = " open" if event is chosen[-1] or event is chosen[0] else ""
-            yield f"<details{is_open}><summary>step {event['step']:,}</summary>{show(event)}</details>"
+            summary = f"<summary>step {event['step']:,}</summary>"
+            yield f"<details{is_open}>{summary}{show(event)}</details>"
 
 
 def spread(items: list[Any], count: int) -> list[Any]:
@@ -208,7 +206,8 @@ def _configuration(run: History, differing: set[str]) -> Iterator[str]:
     if not run.config:
         return
     yield "<h2>Configuration</h2>"
-    yield f'<p class="quiet">Bold: what differs from the defaults ({len(differing)} of {len(run.config)} keys).</p>'
+    count = f"{len(differing)} of {len(run.config)} keys"
+    yield f'<p class="quiet">Bold: what differs from the defaults ({count}).</p>'
     yield '<div><input type="checkbox" class="only" id="only"> <label for="only">only these</label>'
     rows, classes = [], []
     for key, value in run.config.items():

@@ -352,7 +352,7 @@ def _refuse_scripted(model: nn.Module, prefix: str) -> None:
 def _warn_of_no_plan(kind: str) -> None:
     log.warning(
         "%s has no plan: it is sharded as one unit, so each rank gathers all of its weights at "
-        "once. Write a plan.py "
-        "beside it that names its blocks, and each rank gathers the weights of one block at a time.",
+        "once. Write a plan.py beside it that names its blocks, and each rank gathers the weights "
+        "of one block at a time.",
         kind,
     )

@@ -37,21 +37,21 @@ def table(candidates: Sequence[Candidate], *, units: float | None, unit: str) ->
         units is not None
         and max((units / each.units_per_second[0] for each in found), default=0) >= DAY
     )
+    times = f"{'days' if in_days else 'hours':>16}{'GPU hours':>24}" if units else ""
     lines = [
-        f"{'layout':<34}{'GPUs':>5}{'micro':>6} "
-        f"{'recompute':<10}{'GiB':>7}{'free':>7}{f'{unit}/s':>21}"
-        f"{('days' if in_days else 'hours') if units else '':>16}{'GPU hours' if units else '':>24}".rstrip()
+        f"{'layout':<34}{'GPUs':>5}{'micro':>6} {'recompute':<10}{'GiB':>7}{'free':>7}"
+        f"{f'{unit}/s':>21}{times}"
     ]
     for each in found:
         low, high = each.units_per_second
         spans = _times(each, units, in_days=in_days) if units else ("", "")
         star = "*" if each.simulated else ""
+        tight = "  tight" if each.fits else "  does not fit"
         line = (
             f"{each.choice.name + star:<34}{each.world_size:>5}{each.setup.micro:>6} "
             f"{each.setup.recompute!s:<10}"
             f"{each.peak_bytes / GIB:>7.1f}{each.margin:>7.0%}{f'{low:,.0f}-{high:,.0f}':>21} "
-            f"{spans[0]:>15}"
-            f" {spans[1]:>23}{'' if each.margin >= HEADROOM else '  tight' if each.fits else '  does not fit'}"
+            f"{spans[0]:>15} {spans[1]:>23}{'' if each.margin >= HEADROOM else tight}"
         )
         other = f"  global batch {each.setup.global_batch_size}" if each.other_batch else ""
         lines.append(f"{line.rstrip()}{other}")

@@ -4,9 +4,11 @@ not simulated.
 The step of the model is simulated in one process; state and communication are DeepSpeed's. With P
 parameters of b bytes on N ranks and Adam, a rank holds
 
-    stage 1   b P weights,     b P gradients until they are reduced in the last backward pass, then b P / N
+    stage 1   b P weights,     b P gradients until they are reduced in the last backward pass, then
+                               b P / N
     stage 2   b P weights,     b P / N gradients
-    stage 3   b P / N weights, b P / N gradients; weights of up to 100,000 elements stay whole, and are not counted
+    stage 3   b P / N weights, b P / N gradients; weights of up to 100,000 elements stay whole, and
+                               are not counted
     each      (4 + 8) P / N fp32 weights and optimizer state, also if b = 4
 
 and gathers b P bytes (stage 3: in forward and in backward of each micro-batch, there without the

@@ -3,12 +3,12 @@ given the same command.
 
 outputs/<run.name>/
   study.journal   what Optuna knows: values, intermediate and final results
-  .locks/         one file per trial, locked by the process that runs it; the kernel unlocks those of a dead process
+  .locks/         one file per trial, locked by the process that runs it; the kernel unlocks those
+                  of a dead process
   0/  1/  …       one run directory per trial
 
 A trial that is running in the study and locked by nobody was interrupted: the next start resumes
-it, or records it as
-failed if it was interrupted before it had values.
+it, or records it as failed if it was interrupted before it had values.
 """
 
 from __future__ import annotations
@@ -248,15 +248,15 @@ def _sampler(node: Mapping[str, Any], *, number: int) -> Any:
 
 
 def _prune_override(storage: str | None, folder: Path) -> str:
-    """Return the override for a trial; each trial's files show it, so `storage` may refer to the
-    environment.
+    """Return the override for a trial.
+
+    Each trial's files show it, so `storage` may refer to the environment.
     """
-    quote = (
-        '"' if "'" in (storage or "") else "'"
-    )  # a reference with escaped quotes is none to OmegaConf
+    # a reference with escaped quotes is none to OmegaConf
+    quote = '"' if "'" in (storage or "") else "'"
     where = f",storage:{quote}{storage}{quote}" if storage else ""
-    target = "_target_:armature.callbacks.prune.Prune"
-    return f"+callbacks.prune={{{target},monitor:'${{checkpoint.monitor}}',study:'{folder.name}'{where}}}"
+    values = f"monitor:'${{checkpoint.monitor}}',study:'{folder.name}'{where}"
+    return f"+callbacks.prune={{_target_:armature.callbacks.prune.Prune,{values}}}"
 
 
 def _check(settings: Mapping[str, Any], launcher: Any) -> None:

@@ -49,9 +49,11 @@ class NotFiniteGuard(L.Callback):
 
     All ranks see the same rows, so they do the same.
 
-    stop        end the run. The weights are those that the step began with, where the strategy can keep them.
+    stop        end the run. The weights are those that the step began with, where the strategy can
+                keep them.
     skip        the strategy has left out the step's update (strategies/update_mask.py); count it.
-    rollback    begin again from the last checkpoint without the step's samples, up to `ROLLBACKS` times.
+    rollback    begin again from the last checkpoint without the step's samples, up to `ROLLBACKS`
+                times.
 
     Args:
         run_dir: gets a file with every event: step, policy, samples and what its replay found.

@@ -43,6 +43,7 @@ _NO_CHECKPOINT = "Leave it out: a run without checkpoints begins at step 0"
 _RESUME = "Type resume={value} (a run directory or a checkpoint in it)"
 _SAMPLER = "Nothing to type: the sampler gives every rank its own samples"
 _SHOWN = "Nothing to type: the model's parts and their parameters are printed at the start"
+_PROGRESS_BAR = "+callbacks.bar._target_=lightning.pytorch.callbacks.RichProgressBar"
 _MONITOR_MEMORY = "Type callbacks=monitors"
 
 # A key, or key=value if the answer depends on the value. `x.*` answers for every key below x.
@@ -192,7 +193,7 @@ FOREIGN: dict[str, str] = {
     "logger=false": "Type logger=none",
     "callbacks=false": "Type callbacks=none",
     "callbacks=model_checkpoint": "Type checkpoint.monitor=…: checkpoints are always saved",
-    "callbacks=rich_progress_bar": "Type +callbacks.bar._target_=lightning.pytorch.callbacks.RichProgressBar",
+    "callbacks=rich_progress_bar": f"Type {_PROGRESS_BAR}",
     "callbacks=model_summary": _SHOWN,
     "callbacks.model_checkpoint.monitor": "Type checkpoint.monitor={value}",
     "callbacks.model_checkpoint.mode": "Type checkpoint.mode={value}",
@@ -203,7 +204,7 @@ FOREIGN: dict[str, str] = {
     "callbacks.model_checkpoint.dirpath": "Type checkpoint.root={value}",
     "callbacks.model_checkpoint.*": "Type checkpoint.monitor=…, checkpoint.keep_best=… or "
     "checkpoint.every_n_steps=…",
-    "callbacks.rich_progress_bar.*": "Type +callbacks.bar._target_=lightning.pytorch.callbacks.RichProgressBar first",
+    "callbacks.rich_progress_bar.*": f"Type {_PROGRESS_BAR} first",
     "callbacks.model_summary.*": _SHOWN,
     # ------------------------------------------------------------------ data
     "data.batch_size": f"{_BATCH}… (per rank in one forward pass)",

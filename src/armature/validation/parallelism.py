@@ -468,9 +468,10 @@ def _pipeline(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
         nearest = (
             f"strategy.microbatches={min(fits, key=lambda n: abs(n - chunks))}, or " if fits else ""
         )
+        larger = math.lcm(micro, chunks) if micro > chunks else chunks
         problems.append(
             f"data.micro_batch_size={micro} is not a multiple of strategy.microbatches={chunks}. "
-            f"Type {nearest}data.micro_batch_size={math.lcm(micro, chunks) if micro > chunks else chunks}."
+            f"Type {nearest}data.micro_batch_size={larger}."
         )
     share = (batching.configured_batch_size(cfg["data"]) or chunks) // max(1, layout.data_ranks)
     if not isinstance(micro, int) and share < chunks:

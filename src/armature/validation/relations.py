@@ -78,8 +78,8 @@ def _monitors(cfg: dict[str, Any]) -> Iterator[str]:
         elif isinstance(name, str) and "/" not in name and f"val/{name}" in known:
             yield f"{key}={name}: there is no metric of this name. Did you mean {key}=val/{name}?"
         elif silent and name not in names and not of_validation:
-            hint = _meant(key, str(name), names)
-            yield f"{key}={name}: there is no metric of this name. There are {', '.join(names)}.{hint}"
+            listed = f"{', '.join(names)}.{_meant(key, str(name), names)}"
+            yield f"{key}={name}: there is no metric of this name. There are {listed}"
 
 
 def _meant(key: str, name: str, known: Sequence[str]) -> str:
@@ -133,7 +133,10 @@ def _factories(cfg: dict[str, Any]) -> Iterator[str]:
     model, scheduler = cfg["model"], cfg.get("scheduler")
     built = signatures.find_definition(model["_target_"])
     if built is not None and isinstance(built[1], ast.ClassDef) and not model.get("_partial_"):
-        yield "model._partial_=false: the task builds the model later, on its device. Type model._partial_=true."
+        yield (
+            "model._partial_=false: the task builds the model later, on its device. "
+            "Type model._partial_=true."
+        )
     found = signatures.find_definition(scheduler["_target_"]) if scheduler else None
     takes = signatures.signature_of(*found) if found is not None else None
     if scheduler and takes is not None and not takes.open and "total_steps" not in takes.parameters:
@@ -166,7 +169,8 @@ def _sizes(cfg: dict[str, Any]) -> Iterator[str]:
                     if named
                     else "Name a folder, or data, of the other's"
                 )
-                yield f"The data have {key}={value}, and model.pretrained={model['pretrained']} {fixed}. {remedy}."
+                other = f"model.pretrained={model['pretrained']} {fixed}"
+                yield f"The data have {key}={value}, and {other}. {remedy}."
                 del sizes[key]
     yield from size_problems(model, sizes)
 

@@ -343,11 +343,17 @@ def _shape_problems(cfg: dict[str, Any]) -> Iterator[str]:
                 yield f"{group}.{name}={node!r}: has no _target_. {remedy}."
     for group in ("task", "model", "data", "optimizer", "strategy"):
         if group in cfg and (not isinstance(cfg[group], dict) or "_target_" not in cfg[group]):
-            yield f"{group}._target_ is missing, the class to build. Type {group}=NAME, a file of configs/{group}/."
+            yield (
+                f"{group}._target_ is missing, the class to build. Type {group}=NAME, a file of "
+                f"configs/{group}/."
+            )
     if (scheduler := cfg.get("scheduler")) and (
         not isinstance(scheduler, dict) or "_target_" not in scheduler
     ):
-        yield "scheduler._target_ is missing, the function to call. Type scheduler=NAME, a file of configs/scheduler/."
+        yield (
+            "scheduler._target_ is missing, the function to call. Type scheduler=NAME, a file of "
+            "configs/scheduler/."
+        )
 
 
 def _role_problems(

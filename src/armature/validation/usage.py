@@ -1,6 +1,4 @@
-"""The words of a command line: what `python train.py --help` prints, and what is said of words in
-the wrong place.
-"""
+"""The words of a command line: what `--help` prints, and what is said of misplaced words."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -10,29 +8,36 @@ from typing import Any
 
 from armature.config import Config
 
-WIDTH = 110
-HEAD = """Train a model. What is trained, on what, and over how many processes is chosen by GROUP=NAME and KEY=VALUE.
+WIDTH = 100
+INDENT = 15 * " "  # of the options of a group
+HEAD = """Train a model. GROUP=NAME and KEY=VALUE choose model, data and number of processes.
 
 usage: python train.py [GROUP=NAME …] [KEY=VALUE …] [-m] [--cfg job]
 
 Examples
-  python train.py                                             a small language model, on this machine
+  python train.py                a small language model, on this machine
   python train.py experiment=digits strategy=ddp trainer.devices=2
-  python train.py data=text data.path='corpus/**/*.txt' run.name=mine       the same command again resumes
-  python train.py -m optimizer.lr=1e-3,3e-3 seed=0,1          a sweep: four trials, and a ranked table at the end
+  python train.py data=text data.path='corpus/**/*.txt' run.name=mine
+                                 the same command again resumes
+  python train.py -m optimizer.lr=1e-3,3e-3 seed=0,1
+                                 a sweep: four trials, and a ranked table at the end
 
 Options
-  --cfg job                     print the configuration of this command with all values, and do not train
-  --cfg job --package trainer   the same for one group
-  -m, --multirun                train once for each combination of the comma-separated values (docs/sweeps.md)
-  -sc install=bash              print tab completion for a shell: eval "$(python train.py -sc install=bash)"
-  --config-dir FOLDER           also look for GROUP/NAME.yaml in this folder
-  --hydra-help                  Hydra's own options
+  --cfg job                      print the configuration of this command with all values, and do
+                                 not train
+  --cfg job --package trainer    the same for one group
+  -m, --multirun                 train once for each combination of the comma-separated values
+                                 (docs/sweeps.md)
+  -sc install=bash               print tab completion for a shell:
+                                 eval "$(python train.py -sc install=bash)"
+  --config-dir FOLDER            also look for GROUP/NAME.yaml in this folder
+  --hydra-help                   Hydra's own options
 
 Groups: GROUP=NAME takes configs/GROUP/NAME.yaml
 """
-TAIL = """A key is typed with its group in front, as in trainer.max_steps=100. All keys: docs/reference.md.
-Mistakes are reported together, before anything starts. make help lists the other commands."""
+TAIL = """A key is typed with its group in front, as in trainer.max_steps=100. All keys:
+docs/reference.md. Mistakes are reported together, before anything starts. make help lists the
+other commands."""
 GROUPS = {  # in the order in which a user meets them
     "experiment": "a whole run: model, data, task and their settings; the best place for your own",
     "model": "what is trained",
@@ -64,7 +69,8 @@ def _group(folder: Path) -> str:
     purpose = GROUPS.get(folder.name, "")
     options = " ".join(sorted(path.stem for path in folder.glob("*.yaml")))
     head = f"  {folder.name:<12} {purpose}".rstrip()
-    return f"{head}\n{textwrap.fill(options, WIDTH, initial_indent=' ' * 15, subsequent_indent=' ' * 15)}\n"
+    listed = textwrap.fill(options, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)
+    return f"{head}\n{listed}\n"
 
 
 def misplaced(words: Sequence[str]) -> list[str]:

@@ -364,7 +364,10 @@ def _optimizer(node: Any) -> Iterator[str]:
         ):
             yield f"{key}={_shown(value)}: {wrong}.{quotes_hint(key, value, rule)}"
     if node.get("nesterov") is True and not node.get("momentum"):
-        yield "optimizer.nesterov=true needs momentum. Type optimizer.momentum=0.9, or optimizer.nesterov=false."
+        yield (
+            "optimizer.nesterov=true needs momentum. Type optimizer.momentum=0.9, or "
+            "optimizer.nesterov=false."
+        )
     betas, share = node.get("betas"), rules.number(least=0, below=1)
     pairs = str(node.get("_target_")).split(".")[0] in ("armature", "torch")
     if "betas" in node and (
@@ -373,7 +376,10 @@ def _optimizer(node: Any) -> Iterator[str]:
         or len(betas) < 2
         or (pairs and len(betas) > 2)
     ):
-        yield f"optimizer.betas={_shown(betas)}: must be two numbers of at least 0 and below 1, as in [0.9,0.95]."
+        yield (
+            f"optimizer.betas={_shown(betas)}: must be two numbers of at least 0 and below 1, as "
+            "in [0.9,0.95]."
+        )
 
 
 def _names(plain: dict[str, Any]) -> Iterator[str]:
@@ -383,9 +389,15 @@ def _names(plain: dict[str, Any]) -> Iterator[str]:
         yield f"project.name={project}: must be {form}. Type project.name=my-project."
     for key in ("dir", "id", "git"):
         if run.get(key) is not None:
-            yield f"run.{key}={run[key]}: it is computed. Type run.root=… and run.name=… for another place."
+            yield (
+                f"run.{key}={run[key]}: it is computed. Type run.root=… and run.name=… for another "
+                "place."
+            )
     if (size := run.get("micro_batch_size")) is not None:
-        yield f"run.micro_batch_size={size}: data.micro_batch_size=auto finds it. Type data.micro_batch_size={size}."
+        yield (
+            f"run.micro_batch_size={size}: data.micro_batch_size=auto finds it. Type "
+            f"data.micro_batch_size={size}."
+        )
 
 
 def switch_problems(overrides: Sequence[str]) -> list[str]:

@@ -433,7 +433,8 @@ def _defaults(source: str, arguments: Mapping[str, Any], *, passed: Iterable[str
 def _literal(value: Any) -> str:
     """Return a value as Jinja2 writes it."""
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_literal(str(key))}: {_literal(each)}' for key, each in value.items())}}}"
+        items = (f"{_literal(str(key))}: {_literal(each)}" for key, each in value.items())
+        return f"{{{', '.join(items)}}}"
     if isinstance(value, Sequence) and not isinstance(value, str):
         return f"[{', '.join(map(_literal, value))}]"
     return repr(value)
