@@ -85,10 +85,8 @@ def draw_curves(folder: Path) -> None:
 def draw_killed(folder: Path) -> None:
     shutil.rmtree(folder / "outputs", ignore_errors=True)
     train(folder, "undisturbed", "checkpoint.every_n_steps=20")
-    stops = [
-        f"+callbacks.stop_{step}={{_target_:armature.callbacks.stop_at.StopAt,signals:{{SIGKILL:{step}}}}}"
-        for step in KILLS
-    ]
+    target = "_target_:armature.callbacks.stop_at.StopAt"
+    stops = [f"+callbacks.stop_{step}={{{target},signals:{{SIGKILL:{step}}}}}" for step in KILLS]
     codes = [
         train(folder, "killed", "checkpoint.every_n_steps=20", *stops)
         for _ in range(len(KILLS) + 1)

@@ -13,8 +13,8 @@
 # %% [markdown]
 # # 1. A first run, and its curves
 #
-# A small vision transformer learns handwritten digits: some seconds on two CPU cores. You see the command, the folder that it
-# leaves, its curves, and what a mistake in the command looks like.
+# A small vision transformer learns handwritten digits: some seconds on two CPU cores. You see the
+# command, the folder that it leaves, its curves, and what a mistake in the command looks like.
 
 # %%
 from tools import curves, fresh, history, run
@@ -22,10 +22,8 @@ from tools import curves, fresh, history, run
 folder = fresh("1")
 
 # %%
-run(
-    "python train.py experiment=digits trainer.max_epochs=5 trainer.val_every_n_steps=16 run.name=first",
-    folder=folder,
-)
+digits = "python train.py experiment=digits trainer.max_epochs=5 trainer.val_every_n_steps=16"
+run(f"{digits} run.name=first", folder=folder)
 
 # %% [markdown]
 # The first line says how the run is laid out. Everything else is in one folder:
@@ -48,15 +46,13 @@ curves({"first": first}, "train/loss")
 curves({"first": first}, "val/accuracy")
 
 # %% [markdown]
-# The same curves, the configuration with all that differs from the defaults, images with predictions, speed and memory are
-# in `report.html`: open it in a browser, also while the run trains. `scripts/plot.py` draws curves as SVG files, and
-# `scripts/compare.py` puts runs side by side. A second run, with another learning rate:
+# The same curves, the configuration with all that differs from the defaults, images with
+# predictions, speed and memory are in `report.html`: open it in a browser, also while the run
+# trains. `scripts/plot.py` draws curves as SVG files, and `scripts/compare.py` puts runs side by
+# side. A second run, with another learning rate:
 
 # %%
-run(
-    "python train.py experiment=digits trainer.max_epochs=5 trainer.val_every_n_steps=16 optimizer.lr=2e-3 run.name=slower",
-    folder=folder,
-)
+run(f"{digits} optimizer.lr=2e-3 run.name=slower", folder=folder)
 
 # %%
 run("python scripts/compare.py outputs/first outputs/slower", folder=folder, last=30)

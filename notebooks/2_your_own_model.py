@@ -13,8 +13,9 @@
 # %% [markdown]
 # # 2. Your own model, data and experiment
 #
-# `src/example/` is a complete example: model, plan, data and task. You copy it with its configurations and edit the copy. This
-# notebook does so in a copy of the template, so that your clone stays as it is.
+# `src/example/` is a complete example: model, plan, data and task. You copy it with its
+# configurations and edit the copy. This notebook does so in a copy of the template, so that your
+# clone stays as it is.
 
 # %%
 import shutil
@@ -35,7 +36,9 @@ shutil.copy(ROOT / "train.py", clone)
 # %%
 copying = r"""
 cp -r src/example src/mine
-for group in model data task experiment; do cp configs/$group/example.yaml configs/$group/mine.yaml; done
+for group in model data task experiment; do
+    cp configs/$group/example.yaml configs/$group/mine.yaml
+done
 perl -pi -e 's/example/mine/g' src/mine/*.py configs/*/mine.yaml
 """
 subprocess.run(["bash", "-euc", copying], cwd=clone, check=True)
@@ -43,14 +46,15 @@ print((clone / "configs" / "experiment" / "mine.yaml").read_text())
 
 # %% [markdown]
 # ## Data: a map-style Dataset
-# Two spirals in place of two half moons. The base class shuffles, batches, shares samples among processes and remembers the
-# position to resume from.
+# Two spirals in place of two half moons. The base class shuffles, batches, shares samples among
+# processes and remembers the position to resume from.
 
 # %%
 data = (clone / "src" / "mine" / "data.py").read_text()
 spirals = """angle = 3.0 * math.pi * torch.rand(samples, generator=generator).sqrt()
         side = torch.where(self.targets == 0, 1.0, -1.0)
-        points = torch.stack([side * angle * angle.cos(), side * angle * angle.sin()], dim=1) / (3.0 * math.pi)
+        x, y = side * angle * angle.cos(), side * angle * angle.sin()
+        points = torch.stack([x, y], dim=1) / (3.0 * math.pi)
         self.inputs = points + 0.2 * noise * torch.randn(samples, 2, generator=generator)
 """
 begin, end = data.index("angle = math.pi"), data.index("    def __len__")
@@ -76,36 +80,25 @@ experiment.write_text(
     .replace("lr: 1.0e-3", "lr: 3.0e-3")
     + "model:\n  width: 64\n"
 )
-run(
-    "python train.py experiment=mine trainer.precision=32-true logger=none run.name=single",
-    folder=clone,
-)
+mine = "python train.py experiment=mine trainer.precision=32-true logger=none"
+run(f"{mine} run.name=single", folder=clone)
 
 # %% [markdown]
 # ## Three strategies, one result
-# The same command with `strategy=`. The model code knows nothing of it.
-# Losses are equal up to rounding. Rounding grows with each step: with a loss near 0, single spikes of a curve differ.
+# The same command with `strategy=`. The model code knows nothing of it. Losses are equal up to
+# rounding. Rounding grows with each step: with a loss near 0, single spikes of a curve differ.
 
 # %%
-run(
-    "python train.py experiment=mine trainer.precision=32-true logger=none run.name=ddp strategy=ddp trainer.devices=2",
-    folder=clone,
-    last=4,
-)
-run(
-    "python train.py experiment=mine trainer.precision=32-true logger=none run.name=tensor strategy=tensor trainer.devices=2",
-    folder=clone,
-    last=4,
-)
+run(f"{mine} run.name=ddp strategy=ddp trainer.devices=2", folder=clone, last=4)
+run(f"{mine} run.name=tensor strategy=tensor trainer.devices=2", folder=clone, last=4)
 
 # %%
 runs = {name: clone / "outputs" / name for name in ("single", "ddp", "tensor")}
 curves(runs, "train/loss", nested=True)
 
 # %%
-first = losses(runs["single"])[
-    :10
-]  # later, rounding grows: with the learning rate, and as the loss falls
+# later, rounding grows: with the learning rate, and as the loss falls
+first = losses(runs["single"])[:10]
 far = {name: furthest(first, losses(path)[:10]) for name, path in runs.items()}
 assert max(far.values()) < 1e-4, far
 {name: f"{value:.1e}" for name, value in far.items()}

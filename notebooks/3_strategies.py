@@ -13,8 +13,8 @@
 # %% [markdown]
 # # 3. One model under every strategy
 #
-# A tiny decoder, twelve steps in fp32, in processes on the CPU: the losses must agree. Then what a rank of a real size would
-# hold and send on GPUs, by the planner's formulas.
+# A tiny decoder, twelve steps in fp32, in processes on the CPU: the losses must agree. Then what a
+# rank of a real size would hold and send on GPUs, by the planner's formulas.
 
 # %%
 from tools import curves, fresh, furthest, history, losses, run
@@ -30,11 +30,8 @@ layouts = {
 
 # %%
 for name, typed in layouts.items():
-    run(
-        f"python train.py experiment=parity logger=none run.name={name} {typed}",
-        folder=folder,
-        last=1,
-    )
+    command = f"python train.py experiment=parity logger=none run.name={name} {typed}"
+    run(command, folder=folder, last=1)
 
 # %% [markdown]
 # ## The curves coincide
@@ -51,51 +48,49 @@ assert max(far.values()) < 1e-5, far
 
 # %% [markdown]
 # ## Memory per rank
-# Of a tiny model on a CPU nearly everything is Python and torch: the sizes show that each rank is a process of its own, not
-# what sharding saves.
+# Of a tiny model on a CPU nearly everything is Python and torch: the sizes show that each rank is a
+# process of its own, not what sharding saves.
 
 # %%
 for name, path in runs.items():
-    newest = [
-        event["memory_gib"] for event in history.read(path).events if event["event"] == "memory"
-    ][-1]
+    events = history.read(path).events
+    newest = [event["memory_gib"] for event in events if event["event"] == "memory"][-1]
     print(f"{name:9} {', '.join(f'{gib:.2f} GiB' for gib in newest)}")
 
 # %% [markdown]
 # ## What each sends
-# Rank 0 counts the collectives of one optimizer step: bytes of the tensor that is reduced, gathered or sent. `ddp` reduces
-# all gradients once. `fsdp` gathers the weights and scatters the reduced gradients, here for each of its two micro-batches.
-# `tensor` reduces activations, and `pipeline` sends them to the next stage. What is left are a few numbers, such as the norm
-# of the gradients.
+# Rank 0 counts the collectives of one optimizer step: bytes of the tensor that is reduced, gathered
+# or sent. `ddp` reduces all gradients once. `fsdp` gathers the weights and scatters the reduced
+# gradients, here for each of its two micro-batches. `tensor` reduces activations, and `pipeline`
+# sends them to the next stage. What is left are a few numbers, such as the norm of the gradients.
 
 # %%
 from armature import cli
 from armature.pages import columns
 from armature.simulation import measured
 
-steps = measured.measure(
-    [(cli.compose(["experiment=parity", *typed.split()]), 0) for typed in layouts.values()]
-)
+configs = [cli.compose(["experiment=parity", *typed.split()]) for typed in layouts.values()]
+steps = measured.measure([(cfg, 0) for cfg in configs])
 table = [["strategy", "collective", "calls", "bytes"]]
 for name, step in zip(layouts, steps, strict=True):
     by_kind = {}
     for _, kind, _, calls, size in step["volumes"]:
         before = by_kind.get(kind, (0, 0))
         by_kind[kind] = (before[0] + int(calls), before[1] + int(size))
-    table += [
-        [name, kind, f"{calls:,}", f"{size:,}"] for kind, (calls, size) in by_kind.items()
-    ] or [[name, "none", "", ""]]
+    rows = [[name, kind, f"{calls:,}", f"{size:,}"] for kind, (calls, size) in by_kind.items()]
+    table += rows or [[name, "none", "", ""]]
 print("\n".join(columns.aligned(table)))
 assert {row[1] for row in table if row[0] == "fsdp"} >= {"all_gather", "reduce_scatter"}
 
 # %% [markdown]
 # ## On GPUs
-# What sharding saves there: Llama 3 8B on eight H100s, by formulas, without a GPU. The rows are ways to lay the run out; the
-# columns say what fits, the memory per rank, and what limits the step.
+# What sharding saves there: Llama 3 8B on eight H100s, by formulas, without a GPU. The rows are
+# ways to lay the run out; the columns say what fits, the memory per rank, and what limits the step.
 
 # %%
 run(
-    "python scripts/plan.py model=llama3_8b data=synthetic data.context=4096 trainer.devices=8 hardware=h100_80gb",
+    "python scripts/plan.py model=llama3_8b data=synthetic data.context=4096 trainer.devices=8 "
+    "hardware=h100_80gb",
     folder=folder,
     last=25,
 )

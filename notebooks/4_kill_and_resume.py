@@ -13,8 +13,8 @@
 # %% [markdown]
 # # 4. Kill it, resume it; stream the data
 #
-# A run that is killed with SIGKILL twice, on data that are read while it trains, ends with the same numbers as one that was
-# not, bit for bit.
+# A run that is killed with SIGKILL twice, on data that are read while it trains, ends with the same
+# numbers as one that was not, bit for bit.
 
 # %%
 import gzip
@@ -25,7 +25,8 @@ folder = fresh("4")
 
 # %% [markdown]
 # ## Data that are streamed
-# Text in gzip files, tokenized on the fly: here Python's own sources. A corpus too large to prepare is read the same way.
+# Text in gzip files, tokenized on the fly: here Python's own sources. A corpus too large to prepare
+# is read the same way.
 
 # %%
 import sysconfig
@@ -42,23 +43,23 @@ sorted(path.name for path in shards.iterdir())
 
 # %%
 common = (
-    "python train.py experiment=parity trainer.max_steps=30 data=streamed data.path=shards data.context=64 "
-    "data.global_batch_size=32 data.micro_batch_size=8 data.source.cache_dir=cache logger=none checkpoint.every_n_steps=5 "
-    "task.preview_tokens=0"
+    "python train.py experiment=parity trainer.max_steps=30 data=streamed data.path=shards "
+    "data.context=64 data.global_batch_size=32 data.micro_batch_size=8 data.source.cache_dir=cache "
+    "logger=none checkpoint.every_n_steps=5 task.preview_tokens=0"
 )
 run(f"{common} run.name=straight", folder=folder)
 
 # %% [markdown]
 # ## Killed twice
-# The callback sends the process SIGKILL, once per step that it names. SIGKILL cannot be caught: nothing is saved at that
-# moment. The same command resumes from the last complete checkpoint.
+# The callback sends the process SIGKILL, once per step that it names. SIGKILL cannot be caught:
+# nothing is saved at that moment. The same command resumes from the last complete checkpoint.
 
 # %%
+stop_at = "_target_:armature.callbacks.stop_at.StopAt"
 stops = " ".join(
-    f"+callbacks.stop_{step}={{_target_:armature.callbacks.stop_at.StopAt,signals:{{SIGKILL:{step}}}}}"
-    for step in (8, 19)
+    f"'+callbacks.stop_{step}={{{stop_at},signals:{{SIGKILL:{step}}}}}'" for step in (8, 19)
 )
-killed = f"{common} run.name=killed '{stops.split()[0]}' '{stops.split()[1]}'"
+killed = f"{common} run.name=killed {stops}"
 run(killed, folder=folder, expect=None, last=3)
 
 # %%
@@ -77,7 +78,8 @@ curves({"straight": files[0].parent, "killed twice": files[1].parent}, "train/lo
 
 # %% [markdown]
 # ## On another layout
-# A checkpoint belongs to the model, not to the layout: two ranks under `fsdp` continue what one process began.
+# A checkpoint belongs to the model, not to the layout: two ranks under `fsdp` continue what one
+# process began.
 
 # %%
 longer = common.replace("max_steps=30", "max_steps=36")

@@ -20,14 +20,13 @@ import torch
 from tools import fresh, run
 
 folder = fresh("5")
-run(
-    "python train.py experiment=digits trainer.max_epochs=5 logger=none run.name=digits",
-    folder=folder,
-)
+digits = "python train.py experiment=digits trainer.max_epochs=5 logger=none run.name=digits"
+run(digits, folder=folder)
 
 # %% [markdown]
 # ## Load
-# No class and no command is needed: the run directory names them. The module is on the CPU and in eval mode.
+# No class and no command is needed: the run directory names them. The module is on the CPU and in
+# eval mode.
 
 # %%
 import armature
@@ -58,7 +57,8 @@ print((folder / "predictions.csv").read_text()[:120])
 
 # %% [markdown]
 # ## Export
-# `model.safetensors` has the weights, `model.pt2` a program of `torch.export` that needs no class of this project.
+# `model.safetensors` has the weights, `model.pt2` a program of `torch.export` that needs no class
+# of this project.
 
 # %%
 run("python scripts/convert.py outputs/digits model.safetensors", folder=folder)
@@ -73,8 +73,8 @@ torch.testing.assert_close(exported, own, rtol=1e-4, atol=1e-5)
 
 # %% [markdown]
 # ## The task under a stock `L.Trainer`
-# A Task is a LightningModule: Lightning's own Trainer trains it further, with plain DataLoaders, and without our strategies,
-# resume and checks.
+# A Task is a LightningModule: Lightning's own Trainer trains it further, with plain DataLoaders,
+# and without our strategies, resume and checks.
 
 # %%
 import logging
@@ -91,9 +91,13 @@ train, held_out = (
     for split in ("train", "val")
 )
 trainer = L.Trainer(
-    max_steps=40, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    max_steps=40,
+    accelerator="cpu",
+    logger=False,
+    enable_checkpointing=False,
+    enable_progress_bar=False,
     enable_model_summary=False,
-)  # fmt: skip
+)
 (before,) = trainer.validate(module, held_out, verbose=False)
 trainer.fit(module.train(), train)
 (after,) = trainer.validate(module, held_out, verbose=False)

@@ -322,7 +322,8 @@ def test_what_else_is_kept(runs, overrides):
 def test_patience_and_best_so_far_go_on(runs):
     """The loss falls, which `mode: max` takes for no progress: two validations later it stops."""
     early = [
-        "+callbacks.early={_target_:lightning.pytorch.callbacks.EarlyStopping,monitor:val/loss,mode:max,patience:2}",
+        "+callbacks.early={_target_:lightning.pytorch.callbacks.EarlyStopping,"
+        "monitor:val/loss,mode:max,patience:2}",
         "trainer.val_every_n_steps=2",
         "optimizer.lr=1e-4",
     ]

@@ -280,7 +280,8 @@ CALLED = [
         "regression.Regressor",
         "+callbacks.timed={_target_:lightning.pytorch.callbacks.ModelCheckpoint,"
         "train_time_interval:{_target_:datetime.timedelta,minutes:30}}",
-        "launch.allowed_packages=[armature,torch.nn,torch.optim,torchmetrics,lightning.pytorch,tests,builtins,datetime]",
+        "launch.allowed_packages=[armature,torch.nn,torch.optim,torchmetrics,lightning.pytorch,"
+        "tests,builtins,datetime]",
     ),
     regression(
         "early_stopping_threshold",

@@ -70,11 +70,12 @@ def server(pages):
             asked.append(self.path)
 
     measure = (
-        "<iframe id=f "
-        "style='border:0;height:900px'></iframe><script>const[p,w]=location.search.slice(1).split('&');"
+        "<iframe id=f style='border:0;height:900px'></iframe>"
+        "<script>const[p,w]=location.search.slice(1).split('&');"
         "f.style.width=w+'px';f.onload=()=>{const d=f.contentDocument,e=d.documentElement;"
         "document.title=[e.scrollWidth,d.querySelectorAll('svg').length,d.scripts.length,"
-        "Math.max(...[...d.images].map(i=>i.naturalWidth),0),getComputedStyle(d.body).backgroundColor].join('|')};"
+        "Math.max(...[...d.images].map(i=>i.naturalWidth),0),"
+        "getComputedStyle(d.body).backgroundColor].join('|')};"
         "f.src=p</script>"
     )
     (pages / "measure.html").write_text(measure)

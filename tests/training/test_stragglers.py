@@ -233,6 +233,7 @@ def test_a_step_of_a_rank_is_told_from_its_collectives(monkeypatch):
 def test_a_rank_at_less_than_half_speed_is_named_while_it_trains(strategy, part, seconds, corpus):
     forks, name = forked.shared(), f"{strategy}-{seconds}"
     started = time.monotonic()
+    slow = f"{{_target_:tests.training.disturbing.Slow,seconds:{seconds},part:{part}}}"
     ended = forks.train(
         *running.TINY,
         f"data.path={corpus}",
@@ -242,7 +243,7 @@ def test_a_rank_at_less_than_half_speed_is_named_while_it_trains(strategy, part,
         "trainer.max_steps=30",
         "trainer.log_every_n_steps=5",
         "launch.allowed_packages=[armature,torch.optim,lightning.pytorch,tests]",
-        f"+callbacks.slow={{_target_:tests.training.disturbing.Slow,seconds:{seconds},part:{part}}}",
+        f"+callbacks.slow={slow}",
         ranks=2,
         expect=0,
         seconds=100,

@@ -29,7 +29,8 @@ def page(title: str, body: Iterable[str]) -> str:
             f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{escape(title)}</title>",
-            f"<style>{chart.stylesheet()}{STYLE.read_text(encoding='utf-8')}</style></head><body><main>",
+            f"<style>{chart.stylesheet()}{STYLE.read_text(encoding='utf-8')}</style></head>"
+            "<body><main>",
             *body,
             "</main></body></html>\n",
         ]

@@ -65,16 +65,16 @@ log = logging.getLogger(__name__)
 LARGEST_BATCH = 10**9  # samples
 LONGEST = 1e9  # seconds, 31 years: what torch and Python still take as a time
 _SECRET = re.compile(
-    r"(^|_)(api_?keys?|key|key_?id|token|(api|access|auth|refresh|bearer|hf)_?tokens|auth|authorization|passw(or)?d"
-    r"|passphrase|pwd|secrets?|credentials?)$",
+    r"(^|_)(api_?keys?|key|key_?id|token|(api|access|auth|refresh|bearer|hf)_?tokens|auth"
+    r"|authorization|passw(or)?d|passphrase|pwd|secrets?|credentials?)$",
     re.IGNORECASE,
 )
 # names that end in "key" or "token" and are no secrets
 _PLAIN_KEY = re.compile(
-    r"(^|_)(metric|monitor|input|output|target|batch|sort|state|image|text|label|primary|data|field|column|cache|group"
-    r"|config|document|pad|eos|bos|eot|unk|mask|special|cls|sep|start|stop|end|begin|sentinel|feature|caption|source"
-    r"|src|tgt|query|video|audio|loss|class|prompt|question|answer|context|sample|index|id|name|prefix|suffix|middle)"
-    r"_(key|token)$|^key$",
+    r"(^|_)(metric|monitor|input|output|target|batch|sort|state|image|text|label|primary|data|field"
+    r"|column|cache|group|config|document|pad|eos|bos|eot|unk|mask|special|cls|sep|start|stop|end"
+    r"|begin|sentinel|feature|caption|source|src|tgt|query|video|audio|loss|class|prompt|question"
+    r"|answer|context|sample|index|id|name|prefix|suffix|middle)_(key|token)$|^key$",
     re.IGNORECASE,
 )
 _URL_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s:@]*:[^/\s@]+@", re.IGNORECASE)
