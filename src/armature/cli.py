@@ -42,9 +42,8 @@ from armature.validation.compose import CONFIG_ERRORS, explain, explain_sweep, p
 from armature.validation.quoting import addable, quoted
 
 _composed = threading.Event()  # the configuration composed, and the command itself began
-_refused: list[
-    str
-] = []  # messages about trials of this process's sweep, which were printed in their turn
+# messages about trials of this process's sweep, which were printed in their turn
+_refused: list[str] = []
 ONE_OPTION = (
     "task",
     "model",
@@ -89,9 +88,8 @@ def run(
         os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     _load_env(Path.cwd() / ".env")
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
-    os.environ["HYDRA_FULL_ERROR"] = (
-        "1"  # Hydra then raises its exceptions instead of printing and exiting
-    )
+    # Hydra then raises its exceptions instead of printing and exiting
+    os.environ["HYDRA_FULL_ERROR"] = "1"
     config.register()
     sys.argv = [sys.argv[0], *(addable(quoted(argument)) for argument in sys.argv[1:])]
     arguments, misplaced = get_args_parser().parse_known_args()
@@ -221,11 +219,8 @@ def compose(typed: Sequence[str]) -> DictConfig:
     try:
         with hydra.initialize_config_dir(version_base="1.3", config_dir=str(config.CONFIGS)):
             cfg = hydra.compose("train", overrides)
-    except (
-        *CONFIG_ERRORS,
-        TypeError,
-        ValueError,
-    ) as error:  # the last two for a group's option that is no word
+    except (*CONFIG_ERRORS, TypeError, ValueError) as error:
+        # the last two for a group's option that is no word
         raise ConfigError(explain(error, overrides, config.CONFIGS)) from error
     problems = _merged_problems([each for each in overrides if not each.endswith("=[]")])
     problems += [
@@ -248,9 +243,8 @@ def report_errors(
 
     @functools.wraps(task)
     def wrapper(cfg: DictConfig) -> float | None:
-        return _run_task(
-            task, cfg
-        )  # by name: joblib and submitit pickle this function with all that it mentions
+        # by name: joblib and submitit pickle this function with all that it mentions
+        return _run_task(task, cfg)
 
     return wrapper
 

@@ -24,12 +24,8 @@ from armature.errors import ConfigError, error_line
 
 NEEDED = ("run", "task", "model", "data", "optimizer", "strategy")  # groups of every config.yaml
 OF_TRAIN = ("project", "run")  # groups whose keys are in train.yaml itself
-OPENED = (
-    "checkpoint",
-    "data",
-    "model",
-    "task",
-)  # groups with paths that the scripts open which use a run
+# groups with paths that the scripts open which use a run
+OPENED = ("checkpoint", "data", "model", "task")
 LARGEST = 1_000_000  # bytes of a config.yaml
 EMA = "armature.callbacks.ema.EMA"
 _WHOLE = re.compile(r"\$\{oc\.env:\w+\}")
@@ -60,9 +56,8 @@ class Run:
     dir: str | None = None  # root/name once the name is decided; not set by users
     id: str | None = None  # the run's id for loggers, the same for all its starts; not set by users
     git: Any = None  # commit and dirty, of the code at the newest start; not set by users
-    micro_batch_size: int | None = (
-        None  # what data.micro_batch_size=auto is, if not the whole share; not set by users
-    )
+    # what data.micro_batch_size=auto is, if not the whole share; not set by users
+    micro_batch_size: int | None = None
 
 
 @dataclass
@@ -145,9 +140,8 @@ def _model_size(name: str, otherwise: int | None, *, _root_: DictConfig) -> int 
     return otherwise if from_data or name not in model else model[name]
 
 
-OmegaConf.register_new_resolver(
-    "model_size", _model_size, replace=True
-)  # every config.yaml is read by this module
+# every config.yaml is read by this module
+OmegaConf.register_new_resolver("model_size", _model_size, replace=True)
 
 
 def register() -> None:
@@ -289,9 +283,8 @@ def require_plain_addresses(
             root, name = (
                 str(OmegaConf.select(untyped, key)) for key in ("checkpoint.root", "run.name")
             )
-            if "${" in name and not _WHOLE.fullmatch(
-                root
-            ):  # the root is opened with the run's name behind it
+            # the root is opened with the run's name behind it
+            if "${" in name and not _WHOLE.fullmatch(root):
                 kept.append(("checkpoint.root/run.name", f"{root}/{name}"))
         except OmegaConfBaseException as error:
             raise ConfigError(f"{file}: {error_line(error)}.") from error

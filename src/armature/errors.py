@@ -75,9 +75,8 @@ class EndedByCode(RunFailed):
 
     @classmethod
     def by(cls, error: SystemExit | KeyboardInterrupt) -> "EndedByCode":
-        cause = (
-            error.__context__ if isinstance(error.__context__, KeyboardInterrupt) else error
-        )  # Lightning exits then
+        # Lightning exits then
+        cause = error.__context__ if isinstance(error.__context__, KeyboardInterrupt) else error
         return cls(
             f"The run ended early, since {cause!r} was raised at {place_of(cause)}. To stop "
             "training there, set "
@@ -93,9 +92,8 @@ def hide(values: Iterable[str]) -> None:
     """Never show these values, such as those of secret environment variables, in messages and
     logs.
     """
-    _hidden.update(
-        value for value in values if len(value) >= 4
-    )  # a shorter one would hide parts of words
+    # a shorter one would hide parts of words
+    _hidden.update(value for value in values if len(value) >= 4)
 
 
 def masked(text: str) -> str:

@@ -76,9 +76,8 @@ def why_not_writable(file: Path) -> str | None:
         if os.path.isfile(file):
             file.open("ab").close()
         elif not os.path.lexists(file):
-            with folder_beside(
-                file.absolute()
-            ):  # not the file itself, which another process may write meanwhile
+            # not the file itself, which another process may write meanwhile
+            with folder_beside(file.absolute()):
                 pass
         elif os.path.isdir(file):
             return "it is a folder"

@@ -78,9 +78,8 @@ def compute_capability() -> tuple[int, int] | None:
     if (first := _first_gpu()) is None:
         return None
     (driver, device), found = first, (ctypes.c_int(), ctypes.c_int())
-    for value, attribute in zip(
-        found, (75, 76), strict=True
-    ):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
+    # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
+    for value, attribute in zip(found, (75, 76), strict=True):
         driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
     return found[0].value, found[1].value
 

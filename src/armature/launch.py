@@ -31,12 +31,8 @@ from armature.validation import checks, memory, micro_batch, resize
 log = logging.getLogger(__name__)
 
 RESULT_GROUPS = ("seed", "task", "model", "data", "optimizer", "scheduler")
-NO_EFFECT = (
-    "num_workers",
-    "micro_batch_size",
-    "eval_batch_size",
-    "cache_dir",
-)  # keys that do not change the result
+# keys that do not change the result
+NO_EFFECT = ("num_workers", "micro_batch_size", "eval_batch_size", "cache_dir")
 
 
 def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
@@ -288,7 +284,6 @@ def _metric(cfg: DictConfig) -> float | None:
     summary = run_dir.read_summary(Path(cfg.run.dir))
     if summary is None:
         return None
-    best = summary.get(
-        "best_score"
-    )  # of the best checkpoint; none is kept with checkpoint.keep_best=0
+    # of the best checkpoint; none is kept with checkpoint.keep_best=0
+    best = summary.get("best_score")
     return best if best is not None else summary["metrics"].get(cfg.checkpoint.monitor)

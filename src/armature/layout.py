@@ -29,9 +29,8 @@ class Layout:
     """What follows from the strategy, the number of processes and the model's plan."""
 
     kind: str  # single, ddp, mesh, deepspeed, or other for a user's own strategy class
-    options: Mapping[
-        str, Any
-    ]  # the strategy's, with its constructor's defaults for those not in the configuration
+    # the strategy's, with its constructor's defaults for those not in the configuration
+    options: Mapping[str, Any]
     world_size: int  # processes of the run
     # ranks that each see different samples: the world without the context, tensor and pipeline axes
     data_ranks: int

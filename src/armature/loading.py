@@ -179,9 +179,8 @@ def constructors() -> Iterator[None]:
         yield
     except InstantiationException as error:
         cause = error.__cause__
-        while (
-            isinstance(cause, ImportError) and cause.__cause__ is not None
-        ):  # Hydra's about the user's module
+        # Hydra's about the user's module
+        while isinstance(cause, ImportError) and cause.__cause__ is not None:
             cause = cause.__cause__
         if isinstance(cause, ConfigError):
             raise cause from error
@@ -242,9 +241,8 @@ def set_up_with(
             data.prepare_data()
             data.setup(stage)
             task.setup(stage)
-            task.setup = lambda stage: (
-                None
-            )  # the Trainer calls it again, which could make other layers
+            # the Trainer calls it again, which could make other layers
+            task.setup = lambda stage: None
 
     return set_up
 
@@ -278,15 +276,13 @@ def load_task(
     if set_up is not None:
         set_up(task)
     task.configure_model()
-    if is_overridden(
-        "configure_sharded_model", task
-    ):  # the hook of Lightning 1, which the Trainer calls in its place
+    # the hook of Lightning 1, which the Trainer calls in its place
+    if is_overridden("configure_sharded_model", task):
         task.configure_sharded_model()
         vars(task)["configure_sharded_model"] = lambda: None
     if any(p.is_meta for p in task.parameters()):
-        initialization.materialize(
-            task, device=torch.device("cpu")
-        )  # not to_empty, which empties computed buffers
+        # not to_empty, which empties computed buffers
+        initialization.materialize(task, device=torch.device("cpu"))
     if checkpoint is not None:
         with storage.reading_beside_training(checkpoint):
             saved = (

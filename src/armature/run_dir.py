@@ -47,9 +47,8 @@ FILES = (
     "tokenizer.json",
     "classes.json",
 )
-_new_roots: set[Path] = (
-    set()
-)  # values of run.root that did not exist when this process decided on a run directory
+# values of run.root that did not exist when this process decided on a run directory
+_new_roots: set[Path] = set()
 
 
 def default_name(label: str) -> str:
@@ -103,12 +102,10 @@ def decide(cfg: DictConfig, *, label: str, trial: str | None = None) -> DictConf
     elif checkpoints and "://" not in checkpoints and not os.path.isabs(checkpoints):
         raw: Any = OmegaConf.to_container(cfg.checkpoint, resolve=False)
         kept = str(raw["root"])
-        if not (
-            kept.startswith("${") and kept.endswith("}") and "/" not in kept
-        ):  # one reference may name any place
-            cfg.checkpoint.root = os.path.join(
-                os.getcwd(), kept
-            )  # the run may be loaded from another folder
+        # one reference may name any place
+        if not (kept.startswith("${") and kept.endswith("}") and "/" not in kept):
+            # the run may be loaded from another folder
+            cfg.checkpoint.root = os.path.join(os.getcwd(), kept)
     if trial is not None and cfg.run.group is None:
         cfg.run.group = trial.rpartition("/")[0]  # the sweep's name
     return cfg
@@ -170,10 +167,8 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
     if checkpoint is not None and (problems := resume.mismatches(cfg, checkpoint)):
         raise ConfigError(problems)
     if resume.begins_anew(cfg):
-        own, checkpoints = (
-            directory.folder_of(run_dir).exists(),
-            resume.folder(run_dir, cfg),
-        )  # may be elsewhere
+        # may be elsewhere
+        own, checkpoints = (directory.folder_of(run_dir).exists(), resume.folder(run_dir, cfg))
         if own or directory.checkpoints_in(checkpoints):
             raise ConfigError(
                 f"resume=never: {run_dir if own else checkpoints} holds a run already. Type "

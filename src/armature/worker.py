@@ -275,9 +275,8 @@ def _prepare(data: DataModule) -> None:
         return
     local = environment.local_rank() == 0
     chosen = local and (data.prepare_data_per_node or process_group.rank() == 0)
-    with (
-        process_group.patient_group() as group
-    ):  # a download may take longer than any collective of training
+    # a download may take longer than any collective of training
+    with process_group.patient_group() as group:
         process_group.on_all_ranks(data.prepare_data if chosen else lambda: None, group=group)
 
 
@@ -306,13 +305,11 @@ def fit_and_test(run: Run) -> None:
             if name not in row
         }
         metrics = {**_last_row(step_log), **metrics}
-        reason = (
-            run.stop.received or "finished"
-        )  # at the last step, or earlier by a callback such as EarlyStopping
+        # at the last step, or earlier by a callback such as EarlyStopping
+        reason = run.stop.received or "finished"
         if reason == "finished" and cfg.trainer.test_at_end and _can_test(run):
-            for tested in trainer.test(
-                run.task, datamodule=run.data, verbose=False
-            ):  # one for each loader
+            # one for each loader
+            for tested in trainer.test(run.task, datamodule=run.data, verbose=False):
                 metrics.update({name: float(value) for name, value in tested.items()})
     except StoppedBySignal:
         reason, metrics = str(run.stop.received), _last_row(step_log)
@@ -401,9 +398,8 @@ def _collect_garbage_again() -> None:
     """Turn the collector on, without the objects of the imports: they cost 0.8 s of gpt_nano's
     first 60 steps.
     """
-    if (
-        not gc.get_freeze_count()
-    ):  # in a sweep's second trial, what is left of the first must be collected
+    # in a sweep's second trial, what is left of the first must be collected
+    if not gc.get_freeze_count():
         gc.freeze()
     gc.enable()
 
@@ -453,9 +449,8 @@ def join(cfg: DictConfig, overrides: list[str]) -> DictConfig:
         with lock.hold(cfg) if process_group.rank() == 0 else nullcontext():
             cfg = _run_joined(cfg, overrides)
     except BaseException as error:
-        if (
-            process_group.destroying_waits()
-        ):  # for ranks that wait for this one: its error would never be shown
+        # for ranks that wait for this one: its error would never be shown
+        if process_group.destroying_waits():
             leave_at_exit(
                 EXIT_CONFIG if isinstance(error, ConfigError) else getattr(error, "exit_code", 1)
             )
@@ -501,9 +496,8 @@ def main() -> None:
     log_file = os.open(
         directory / "logs" / f"rank_{rank:04d}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND
     )
-    faulthandler.register(
-        signal.SIGUSR2, file=log_file, all_threads=True
-    )  # requested if a rank hangs
+    # requested if a rank hangs
+    faulthandler.register(signal.SIGUSR2, file=log_file, all_threads=True)
     if rank:  # rank 0 prints; the others write to their log
         os.dup2(log_file, sys.stdout.fileno())
         os.dup2(log_file, sys.stderr.fileno())

@@ -128,9 +128,8 @@ class EMA(L.Callback):
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
-        self.on_validation_end(
-            trainer, pl_module
-        )  # a checkpoint that is saved after this hook must hold the weights
+        # a checkpoint that is saved after this hook must hold the weights
+        self.on_validation_end(trainer, pl_module)
 
     @override
     def state_dict(self) -> dict[str, Any]:

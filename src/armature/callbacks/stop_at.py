@@ -47,9 +47,8 @@ class StopAt(Callback):
             or (batch_idx + 1) % trainer.accumulate_grad_batches
         ):
             return
-        done = (
-            Path(trainer.default_root_dir) / f".stopped-at-{step}"
-        )  # a file, since SIGKILL saves no state
+        # a file, since SIGKILL saves no state
+        done = Path(trainer.default_root_dir) / f".stopped-at-{step}"
         if not done.exists():
             done.touch()
             os.kill(os.getpid(), self.signals[step])

@@ -32,9 +32,8 @@ from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import ConfigError
 
 AVERAGES = f"{state.EXTRA}.ema."
-MODEL = (
-    "model."  # the attribute of the LightningModule, which safetensors files for others do not name
-)
+# the attribute of the LightningModule, which safetensors files for others do not name
+MODEL = "model."
 
 
 Base = Mapping[str, Tensor]  # weights that a checkpoint leaves out
@@ -254,9 +253,8 @@ def to_program(module: L.LightningModule, file: Path, inputs: Any) -> None:
     if shutil.disk_usage(files.nearest_existing(file)).free < sum(
         value.nbytes for value in weights
     ):
-        raise OSError(
-            errno.ENOSPC, os.strerror(errno.ENOSPC), str(file)
-        )  # torch's writer would abort the process
+        # torch's writer would abort the process
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
     write = _export_onnx if file.suffix == ".onnx" else _export_pt2
     try:
         with warnings.catch_warnings():
@@ -301,9 +299,8 @@ def _export_onnx(model: torch.nn.Module, arguments: tuple[Any, ...], file: Path)
         model, arguments, dynamic_shapes=dynamic, dynamo=True, verbose=False
     )
     file.parent.mkdir(parents=True, exist_ok=True)
-    program.save(
-        file
-    )  # not under another name first: a large model has a second file, which this one names
+    # not under another name first: a large model has a second file, which this one names
+    program.save(file)
 
 
 def _any_batch(value: Any) -> Any:

@@ -292,9 +292,8 @@ def checksum_problem(directory: Path, *, share: tuple[int, int] = (0, 1)) -> str
     """Return which file differs from what was saved, or None if all are intact; with share=(rank,
     n) of every nth.
     """
-    if (
-        manifest := read_manifest(directory)
-    ) is None:  # this machine may have another disk under the path
+    # this machine may have another disk under the path
+    if (manifest := read_manifest(directory)) is None:
         return f"it holds no readable {MANIFEST}"
     saved, (rank, ranks) = manifest["files"], share
     for name in list(saved)[rank::ranks]:

@@ -25,9 +25,8 @@ from armature.checkpoint.directory import FileEntries
 
 PIECE = 4 << 20  # bytes that are written and hashed at a time
 SMALL = 1 << 16  # bytes below which another thread costs more than it saves
-IDLE_SECONDS = (
-    60.0  # how long a save waits for idle cores: on a busy machine it would never be complete
-)
+# how long a save waits for idle cores: on a busy machine it would never be complete
+IDLE_SECONDS = 60.0
 
 
 class SaveThreads:
@@ -170,9 +169,8 @@ class _HashingStream:
         """Write, and let the disk begin at once instead of at the final fsync."""
         start = self._stream.tell()
         self._stream.write(piece)
-        with suppress(
-            OSError, AttributeError
-        ):  # no file of this machine, or no such call on this system
+        # no file of this machine, or no such call on this system
+        with suppress(OSError, AttributeError):
             os.posix_fadvise(self._stream.fileno(), start, len(piece), os.POSIX_FADV_DONTNEED)
 
 

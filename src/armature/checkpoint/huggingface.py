@@ -28,9 +28,8 @@ from armature.finetune import folder as folders
 from armature.finetune import nf4
 from armature.parallel import initialization
 
-QUANTIZED_AT_ONCE = (
-    64_000_000  # elements of the unsharded matrices that are in memory in fp32 while they are read
-)
+# elements of the unsharded matrices that are in memory in fp32 while they are read
+QUANTIZED_AT_ONCE = 64_000_000
 
 
 def imported_names(model: nn.Module) -> set[str]:
@@ -60,9 +59,8 @@ def read_others(module: nn.Module, held: Container[str]) -> set[str]:
             found |= {f"{prefix}.{name}" for name in names}
     params = dict(module.named_parameters(remove_duplicate=False))
     filled = {params[name] for name in found if name in params}
-    return found | {
-        name for name, param in params.items() if param in filled
-    }  # the other names of tied ones
+    # the other names of tied ones
+    return found | {name for name, param in params.items() if param in filled}
 
 
 def read(model: nn.Module, names: Iterable[str], *, alone: bool = False) -> None:
@@ -186,9 +184,8 @@ class _Reader(HuggingFaceStorageReader):
 
     @override
     def read_metadata(self) -> Metadata:
-        if (
-            self._metadata is None
-        ):  # of all files' headers: once, however many parts are read one after another
+        # of all files' headers: once, however many parts are read one after another
+        if self._metadata is None:
             self._metadata = self._read_headers()
         return self._metadata
 

@@ -25,11 +25,8 @@ log = logging.getLogger(__name__)
 
 KEY = f"{directory.RESERVED}of_ranks"  # the entry of a checkpoint
 CALLBACKS = "callbacks"
-NOT_USERS = (
-    "armature.",
-    "lightning.",
-    "pytorch_lightning.",
-)  # beginnings of modules whose code is not users'
+# beginnings of modules whose code is not users'
+NOT_USERS = ("armature.", "lightning.", "pytorch_lightning.")
 _OF_ALL = (  # entries that are the same on all ranks, or whose owners arrange them themselves
     "epoch",
     "global_step",
@@ -81,9 +78,8 @@ def entries(
     if not unequal:
         return {}
     own = {place: _at(meta, place) for place in unequal if place in everyones[process_group.rank()]}
-    own = apply_to_collection(
-        own, Tensor, Tensor.cpu
-    )  # another rank has no access to this one's GPU
+    # another rank has no access to this one's GPU
+    own = apply_to_collection(own, Tensor, Tensor.cpu)
     gathered = process_group.gather_object(own)
     return {KEY: {"layout": layout, "entries": gathered}} if gathered else {}
 

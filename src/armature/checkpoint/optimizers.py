@@ -31,11 +31,8 @@ CLASSES = f"{RESERVED}optimizer_classes"  # in meta.pt: by index
 NAMES = "names"  # in a saved parameter group: of its parameters
 ADDED = "added"  # in a saved parameter group: a hook had added it while the run trained
 _USERS = "users:"  # in a saved parameter group: before a user's keys of these two names
-_KEEP_WEIGHTS_AT_RATE_0 = (
-    "torch.optim.",
-    "armature.optim.",
-    "bitsandbytes.",
-)  # modules of optimizers
+# modules of optimizers
+_KEEP_WEIGHTS_AT_RATE_0 = ("torch.optim.", "armature.optim.", "bitsandbytes.")
 _CONTAINERS = (dict, OrderedDict, list, tuple)
 # they select how a step is computed on this machine, not its result, so they are never read from a
 # checkpoint
@@ -174,9 +171,8 @@ def merge_groups(groups_of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, 
     hyperparameters.
     """
     names = [[group[NAMES] for group in groups] for groups in groups_of_ranks]
-    if all(
-        of_rank == names[0] for of_rank in names
-    ):  # without stages; groups without parameters keep their places
+    # without stages; groups without parameters keep their places
+    if all(of_rank == names[0] for of_rank in names):
         return groups_of_ranks[0]
     merged: list[dict[str, Any]] = []
     for group in (group for groups in groups_of_ranks for group in groups):
@@ -221,9 +217,8 @@ def create_state(optimizer: Optimizer, *, held: Set[Tensor] = frozenset()) -> No
         {key: value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
-    if callable(
-        train := getattr(optimizer, "train", None)
-    ):  # schedule-free ones refuse to step otherwise
+    # schedule-free ones refuse to step otherwise
+    if callable(train := getattr(optimizer, "train", None)):
         train()
     for group in optimizer.param_groups:
         if "eps" in group and group["eps"] == 0:  # Adam's update would be 0 / 0
@@ -232,9 +227,8 @@ def create_state(optimizer: Optimizer, *, held: Set[Tensor] = frozenset()) -> No
             group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
         for param in group["params"]:
             param.grad = torch.zeros_like(param) if param.requires_grad or param in held else None
-            if (
-                isinstance(optimizer, torch.optim.SparseAdam) and param.grad is not None
-            ):  # it takes no dense ones
+            # it takes no dense ones
+            if isinstance(optimizer, torch.optim.SparseAdam) and param.grad is not None:
                 param.grad = param.grad.to_sparse()
     # others may scale, round or project weights whatever the rate is
     known = type(optimizer).__module__.startswith(_KEEP_WEIGHTS_AT_RATE_0)
@@ -391,9 +385,8 @@ def _targets(
         optimizer.state.clear()
         failed = f" (its step without gradients failed: {error_line(error)})"
     own = by_weight(optimizer, names, index=index)
-    of_own = {
-        name: keys[name] for name in params.keys() & keys.keys()
-    }  # not those of other stages of a pipeline
+    # not those of other stages of a pipeline
+    of_own = {name: keys[name] for name in params.keys() & keys.keys()}
     _check_keys(checkpoint, of_own, _keys(own, index), own, index=index, same=same, failed=failed)
     found = {}
     for name in params.keys() & keys.keys():
@@ -428,9 +421,8 @@ def _like(
     group = next(
         group for group in optimizer.param_groups if any(each is param for each in group["params"])
     )
-    counts_on_cpu = path.endswith(".step") and not (
-        group.get("fused") or group.get("capturable")
-    )  # as torch's do
+    # as torch's do
+    counts_on_cpu = path.endswith(".step") and not (group.get("fused") or group.get("capturable"))
     return torch.zeros(saved.size, dtype=dtype, device="cpu" if counts_on_cpu else param.device)
 
 

@@ -47,28 +47,19 @@ _KEPT = (
     torch.device,
     torch.Size,
 )
-_BUILT_IN: tuple[Any, ...] = (
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-)  # a value of a derived class becomes one of these
+# a value of a derived class becomes one of these
+_BUILT_IN: tuple[Any, ...] = (int, float, complex, str, bytes)
 NDARRAY = "__ndarray__"  # the only key of a dict that holds a NumPy array's numbers as a tensor
 DEQUE = {"__deque__", "maxlen"}  # the keys of a dict that holds a deque's items and its limit
-DEFAULTS = {
-    "__defaultdict__",
-    "factory",
-}  # the keys of a dict that holds a defaultdict's items, and of what type its
-_FACTORIES = {  # default is
+# the keys of a dict that holds a defaultdict's items, and of what type its default is
+DEFAULTS = {"__defaultdict__", "factory"}
+_FACTORIES = {
     kind.__name__: kind
     for kind in (int, float, str, list, dict, set, tuple, bool, deque, Counter, OrderedDict)
 }
 HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
-_HYPER_PARAMETER_TYPES = (
-    "hparams_type",
-    "datamodule_hparams_type",
-)  # classes, which loading would have to import
+# classes, which loading would have to import
+_HYPER_PARAMETER_TYPES = ("hparams_type", "datamodule_hparams_type")
 
 
 class NotPlain(Exception):
@@ -128,9 +119,8 @@ def _plain_array(array: np.ndarray, path: str) -> Any:
     if array.dtype.kind not in "biufc":
         return plain(array.tolist(), path)
     try:
-        return {
-            NDARRAY: torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
-        }  # a copy, as this machine reads
+        # a copy, as this machine reads
+        return {NDARRAY: torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))}
     except TypeError:  # numbers of 128 bits
         return _refuse(path, array)
 
@@ -302,9 +292,8 @@ def check_before_training(trainer: L.Trainer, *, resumed: bool = False) -> None:
     for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
         try:
             found["callbacks"][callback.state_key] = callback.state_dict()
-        except (
-            Exception
-        ) as error:  # it may need what only training makes; the first save asks again
+        except Exception as error:
+            # it may need what only training makes; the first save asks again
             log.debug("%s.state_dict() failed before training: %s", type(callback).__name__, error)
     with suppress(Exception):  # as with callbacks
         found["data"] = trainer.datamodule.state_dict()  # pyright: ignore[reportAttributeAccessIssue]

@@ -24,9 +24,8 @@ MODES = ("auto", "never", "required")
 def continued(cfg: DictConfig) -> DictConfig:
     """Return the configuration with which a run begins anew from what it has saved itself."""
     changed = cfg.copy()
-    changed.resume = (
-        "auto" if cfg.resume == "never" else cfg.resume
-    )  # `never` was asked for the first start
+    # `never` was asked for the first start
+    changed.resume = "auto" if cfg.resume == "never" else cfg.resume
     return changed
 
 
@@ -123,11 +122,12 @@ def mismatches(cfg: DictConfig, checkpoint: Path) -> list[str]:
             there, here = ({kind: each.get(kind)} for each in (there, here))
         for key in sorted(there.keys() | here.keys()):
             now, then = here.get(key), there.get(key)
+            # it has moved
             if (
                 key == "model.pretrained"
                 and now is not None
                 and pretrained.is_same(now, trained_in)
-            ):  # it has moved
+            ):
                 continue
             # rates may change, sizes may not; of an adapter, alpha is part of what the weights
             # compute

@@ -36,13 +36,8 @@ RANDOM = f"{RESERVED}random"  # the random state of each rank
 OTHER = f"{RESERVED}extra_state"  # what modules keep beside tensors, by name
 BUCKETS = f"{RESERVED}bucket_order"  # of the gradients, where DDP reduces them
 _EXTRA_STATE = "_extra_state"  # how torch names it in a state dict
-_LOAD_IN_PLACE = (
-    "torch.nn.",
-    "torch.distributed.",
-    "lightning.",
-    "torchmetrics.",
-    "armature.",
-)  # modules of methods
+# modules of methods
+_LOAD_IN_PLACE = ("torch.nn.", "torch.distributed.", "lightning.", "torchmetrics.", "armature.")
 
 
 def module_state(
@@ -75,9 +70,8 @@ def full_state_dict(module: L.LightningModule, *, prefix: str = "") -> dict[str,
     own = module.trainer.strategy.lightning_module_state_dict()
     own = {name: value for name, value in own.items() if name.startswith(prefix)}
     names = process_group.all_gather_object([*own])
-    holders = {
-        name: rank for rank, held in reversed([*enumerate(names)]) for name in held
-    }  # the first rank of each
+    # the first rank of each
+    holders = {name: rank for rank, held in reversed([*enumerate(names)]) for name in held}
     parts: dict[str, Any] = {}
     for name, value in own.items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
@@ -85,10 +79,8 @@ def full_state_dict(module: L.LightningModule, *, prefix: str = "") -> dict[str,
             parts[name] = (
                 whole.detach().to("cpu", copy=True) if isinstance(whole, Tensor) else whole
             )
-    for (
-        name,
-        holder,
-    ) in holders.items():  # one after another: rank 0 gets room for as many as there are ranks
+    # one after another: rank 0 gets room for as many as there are ranks
+    for name, holder in holders.items():
         if holder:
             everyones = process_group.gather_object(parts.pop(name, None))
             parts |= {name: everyones[holder]} if everyones else {}
@@ -301,9 +293,8 @@ def load_tensors_of(
         handle.remove()
     missing, surplus = returned or (found[-1] if found else ([], []))
     missing = [name for name in missing if may_lack is None or not may_lack(name)]
-    late = [
-        name for name in surplus if grows and name in weights
-    ]  # not what hooks of load_state_dict have renamed
+    # not what hooks of load_state_dict have renamed
+    late = [name for name in surplus if grows and name in weights]
     if strict and (missing or len(late) < len(surplus)):
         raise ConfigError(misfit.another_model(source, sorted(missing), sorted(surplus)))
     return late

@@ -124,9 +124,8 @@ def first_intact(checkpoints: list[Path], *, trust: bool = False) -> Path | None
     problems: dict[Path, str] = {}
     share = (process_group.rank(), process_group.ranks())
     for path in process_group.broadcast_object(checkpoints):
-        if process_group.broadcast_object(
-            directory.is_file(path)
-        ):  # one of Lightning's, which no manifest describes
+        # one of Lightning's, which no manifest describes
+        if process_group.broadcast_object(directory.is_file(path)):
             return path
         problem = process_group.broadcast_object(directory.problem(path))
         if problem is None:
@@ -273,9 +272,8 @@ def read_plain(file: Path) -> Any:
     """
     try:
         with file.open("rb") as stream, warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="Detected pickle protocol"
-            )  # of a file that is refused anyway
+            # of a file that is refused anyway
+            warnings.filterwarnings("ignore", message="Detected pickle protocol")
             return torch.load(stream, map_location="cpu", weights_only=True)
     except (
         pickle.UnpicklingError,

@@ -110,9 +110,8 @@ class PlainData(DataModule):
         self._stages: set[str] = set()
         self._prepared = False
         self._read: dict[str, Any] = {}
-        self._saved_classes: list[str] | None = (
-            None  # of the training data, if a trained model is used
-        )
+        # of the training data, if a trained model is used
+        self._saved_classes: list[str] | None = None
         self.prepare_data_per_node = module.prepare_data_per_node
         self._ranks_agree: set[Split] = set()  # the last of our own: see `__setattr__`
         for name in TRANSFER_HOOKS:  # Lightning asks whether they are overridden
@@ -254,9 +253,8 @@ class PlainData(DataModule):
         """Raise ConfigError for targets that mean other classes than in the training data."""
         then, now = self._saved_classes or [], labels.of_dataset(read.dataset) or []
         numbers = {each: i for i, each in enumerate(then)}
-        if any(
-            numbers.get(each, i) != i for i, each in enumerate(now)
-        ):  # new ones and lacking last ones do no harm
+        # new ones and lacking last ones do no harm
+        if any(numbers.get(each, i) != i for i, each in enumerate(now)):
             raise ConfigError(
                 f"data: the {name} data number other classes than the training data: "
                 f"{labels.difference(then, now)}. "

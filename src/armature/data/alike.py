@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-_THINNED = (
-    1024  # values of an array, and leaves of a sample, that a sketch has, at most twice as many
-)
+# values of an array, and leaves of a sample, that a sketch has, at most twice as many
+_THINNED = 1024
 _EXACT_BYTES = 4  # of integers, at least
 _WORDS_OF_A_NAME = 2  # at most
 _ROUNDING = 0.02  # of the largest value

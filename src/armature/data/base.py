@@ -85,19 +85,15 @@ class DataModule(L.LightningDataModule):
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.eval_batch_size, self.num_workers = eval_batch_size, num_workers
         self.seed, self.train_limit = seed, train_limit
-        self.limit_train_batches: int | float | None = (
-            None  # global batches per epoch, or a share of it
-        )
+        # global batches per epoch, or a share of it
+        self.limit_train_batches: int | float | None = None
         self._datasets: dict[Split, Dataset[Any] | Stream] = {}
         self._loaders: dict[Any, DataLoader[Any]] = {}
-        self._empty, self._said_steps = (
-            set[str](),
-            False,
-        )  # loaders that have been named; `_say_steps` has spoken
+        # loaders that have been named; `_say_steps` has spoken
+        self._empty, self._said_steps = (set[str](), False)
         self.left_out: list[tuple[int, int]] = []
-        self._first_size: int | None = (
-            None  # training samples, before hooks could change the dataset
-        )
+        # training samples, before hooks could change the dataset
+        self._first_size: int | None = None
         self._resumed = (0, 0)  # (samples, global batches) seen when this run began
 
     def dataset(self, split: Split) -> Dataset[Any] | Stream | None:

@@ -21,9 +21,8 @@ log = logging.getLogger(__name__)
 
 HEADER = "header.json"
 _STAMP = "verified.json"
-_ALWAYS_CHECKED_BYTES = (
-    64 << 20
-)  # a cache up to this size is read whole each time: a tenth of a second at most
+# a cache up to this size is read whole each time: a tenth of a second at most
+_ALWAYS_CHECKED_BYTES = 64 << 20
 
 
 def root(cache_dir: str | None) -> Path:
@@ -55,9 +54,8 @@ def open_or_build(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict
             log.info("Another process prepares %s; waiting for it.", folder)
             held = lock.acquire()
         with held:
-            files.look_again(
-                folder.parent
-            )  # or another machine would build anew, and remove what others read
+            # or another machine would build anew, and remove what others read
+            files.look_again(folder.parent)
             return _sound(folder) or _build(folder, build)
     except OSError as error:
         raise ConfigError(

@@ -293,9 +293,8 @@ class _Writer:
     path: Path
     dtype: np.dtype[Any]
     bpe: Tokenizer
-    compress: (
-        bool  # measure zlib's compression of a held-out split, as a baseline for bits per byte
-    )
+    # measure zlib's compression of a held-out split, as a baseline for bits per byte
+    compress: bool
     tokens: int = 0
     bytes: int = 0
     documents: int = 0
@@ -335,9 +334,8 @@ class _Writer:
             "documents": self.documents,
         }
         if self.compress and self.bytes:
-            statistics["zlib_bits_per_byte"] = (
-                8 * self.zlib_bytes / self.bytes
-            )  # level 9, each file by itself
+            # level 9, each file by itself
+            statistics["zlib_bits_per_byte"] = 8 * self.zlib_bytes / self.bytes
         return statistics
 
     def _flush(self) -> None:

@@ -35,11 +35,8 @@ class DigitsData(DataModule):
         loader: batch sizes and the other arguments of DataModule.
     """
 
-    model_sizes: ClassVar[dict[str, int]] = {
-        "image_size": 8,
-        "channels": 1,
-        "classes": 10,
-    }  # read before launch
+    # read before launch
+    model_sizes: ClassVar[dict[str, int]] = {"image_size": 8, "channels": 1, "classes": 10}
 
     def __init__(self, *, shift: int = 1, **loader: Any) -> None:
         super().__init__(**loader)
@@ -61,9 +58,8 @@ def load_digits() -> tuple[np.ndarray, np.ndarray]:
 
 def split_indices(digits: np.ndarray) -> dict[Split, np.ndarray]:
     """Return the indices of each split's images, drawn digit by digit. They never change."""
-    draw = np.random.RandomState(
-        0
-    )  # the same numbers in every version of numpy, unlike default_rng
+    # the same numbers in every version of numpy, unlike default_rng
+    draw = np.random.RandomState(0)
     parts: dict[Split, list[np.ndarray]] = {"train": [], "val": [], "test": []}
     for digit in np.unique(digits):
         indices = draw.permutation(np.flatnonzero(digits == digit))

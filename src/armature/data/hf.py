@@ -92,9 +92,8 @@ class HFData(LabeledData):
             raise ConfigError(
                 f"data.inputs={inputs}: name a column, or several columns of numbers."
             )
-        self._loaded: dict[
-            str, Any
-        ] = {}  # rows by split, since a name on the hub is looked up at each load
+        # rows by split, since a name on the hub is looked up at each load
+        self._loaded: dict[str, Any] = {}
 
     @override
     def dataset(self, split: Split) -> Any:
@@ -120,9 +119,8 @@ class HFData(LabeledData):
         elif names is not None:
             where = f"data.path={self.path}, split {self.splits[of]}, column {self.targets},"
             keys = names if _is_text(rows, self.targets) else range(len(names))
-            numbers = dict(zip(keys, self.numbers(names, where=where), strict=True)) | {
-                -1: -1
-            }  # -1: not labeled
+            # -1: not labeled
+            numbers = dict(zip(keys, self.numbers(names, where=where), strict=True)) | {-1: -1}
         rows = rows.with_format("torch")
         if self.source["streaming"]:
             return StreamedColumns(rows, columns, numbers)

@@ -57,12 +57,8 @@ class ImageFiles(Dataset[Batch]):
         try:
             with Image.open(path) as opened:
                 upright = ImageOps.exif_transpose(opened)  # cameras store how to turn the picture
-        except (
-            OSError,
-            ValueError,
-            SyntaxError,
-            Image.DecompressionBombError,
-        ) as error:  # as Pillow's formats raise
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            # as Pillow's formats raise
             raise ConfigError(
                 f"data.path: {path} cannot be read as an image ({error}). Remove it."
             ) from error
@@ -113,10 +109,8 @@ class ImageFolderData(LabeledData):
         loader: batch sizes and the other arguments of DataModule.
     """
 
-    model_sizes: ClassVar[dict[str, int | str]] = {
-        "image_size": "size",
-        "channels": 3,
-    }  # read before launch
+    # read before launch
+    model_sizes: ClassVar[dict[str, int | str]] = {"image_size": "size", "channels": 3}
     path: Path
     predict_split = "predict"  # all images below path; of the test folder, if there is one
 

@@ -256,9 +256,8 @@ class LabeledTextData(LabeledData):
                         )
                     yield where, row
             elif file.path.suffix in (".csv", ".parquet"):
-                columns = table.read(
-                    file.path, kind=object
-                )  # str gives each cell the size of the longest
+                # str gives each cell the size of the longest
+                columns = table.read(file.path, kind=object)
                 for number, values in enumerate(zip(*columns.values(), strict=True), start=1):
                     yield (
                         f"data.path: {file.path}, data row {number}",

@@ -105,9 +105,8 @@ class Draw:
         if not self.size:
             raise ConfigError(f"{owner}: {self.name} yields no samples.")
         self._first: NDArray[np.int64] | None = self._indices(first)  # until training begins
-        self._kept: dict[
-            int, NDArray[np.int64]
-        ] = {}  # of the epochs that the training loop has begun
+        # of the epochs that the training loop has begun
+        self._kept: dict[int, NDArray[np.int64]] = {}
 
     def keep(self, epoch: int) -> NDArray[np.int64]:
         """Return the samples of an epoch for the training loop: drawn once, in a resumed run before
@@ -345,9 +344,8 @@ def read_loader(
             )
         return ReadLoader(dataset=dataset, batch_size=size, **common)
     if not training:
-        if (
-            draw is not None or shuffled
-        ):  # which samples, and in which order: the same in each evaluation
+        # which samples, and in which order: the same in each evaluation
+        if draw is not None or shuffled:
             dataset = Subset(
                 dataset, draw(0).tolist() if draw is not None else _permutation(len(dataset), seed)
             )

@@ -128,9 +128,8 @@ class MixtureData(TokenData):
     def __init__(
         self, source: Mixture, *, paths: Any = None, weights: Any = None, **arguments: Any
     ) -> None:
-        super().__init__(
-            source, **arguments
-        )  # paths and weights are typed as data.paths, and `source` reads them
+        # paths and weights are typed as data.paths, and `source` reads them
+        super().__init__(source, **arguments)
 
     @override
     def dataset(self, split: Split) -> Dataset[Any]:
@@ -153,9 +152,8 @@ class MixtureData(TokenData):
         sizes, total = [len(part) for part in every.datasets], self.train_size  # pyright: ignore[reportArgumentType]
         weights = np.array([self.source.weights[name] for name in self.source.corpora])
         ends = np.round(np.cumsum(weights) / weights.sum() * total).astype(np.int64)
-        continued = (
-            0 if self.train_limit is not None else epoch
-        )  # limited, every epoch has the same windows
+        # limited, every epoch has the same windows
+        continued = 0 if self.train_limit is not None else epoch
         chosen, start, offset = [], 0, 0
         for number, (size, end) in enumerate(zip(sizes, ends.tolist(), strict=True)):
             rounds, places = np.divmod(continued * (end - start) + np.arange(end - start), size)

@@ -12,10 +12,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-BEFORE_DEVICE = (
-    "on_before_batch_transfer",
-    "transfer_batch_to_device",
-)  # hooks that see a batch off the device
+# hooks that see a batch off the device
+BEFORE_DEVICE = ("on_before_batch_transfer", "transfer_batch_to_device")
 TRANSFER_HOOKS = (*BEFORE_DEVICE, "on_after_batch_transfer")
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -71,9 +69,8 @@ class PrefetchLoader:
         self.loader, self.device = loader, device
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader" or name.startswith(
-            "_"
-        ):  # a copy has no loader yet; Lightning would end the workers
+        # a copy has no loader yet; Lightning would end the workers
+        if name == "loader" or name.startswith("_"):
             raise AttributeError(name)
         return getattr(self.loader, name)
 

@@ -112,9 +112,8 @@ class TrainSampler:
     def __iter__(self) -> Iterator[list[int]]:
         position, end = self._position(), (self._epoch() + 1) * self.size
         step, micro = self.batches.global_batch_size, self.batches.micro_batch_size
-        while (
-            position < end
-        ):  # the step that straddles two epochs alone: the next order is drawn as late as possible
+        # the step that straddles two epochs alone: the next order is drawn as late as possible
+        while position < end:
             steps = max(1, min((end - position) // step, _BLOCK_SAMPLES // step))
             positions = position + np.arange(steps)[:, None, None] * step + self._share()
             yield from self._keys(self.places_of(positions.reshape(-1, micro))).tolist()
@@ -269,9 +268,8 @@ class EvalSampler:
         full, end = self.batch_size * self.ranks, 0
         for left in range(len(self), 0, -1):
             start, rest = end, self.size - end
-            even = (
-                left == 2 and rest - full < self.ranks and self.batch_size > 1
-            )  # or the last would be too small
+            # or the last would be too small
+            even = left == 2 and rest - full < self.ranks and self.batch_size > 1
             end = start + (rest // 2 if even else min(full, rest))
             lower, upper = (
                 start + (end - start) * r // self.ranks for r in (self.rank, self.rank + 1)

@@ -74,9 +74,8 @@ class Samples(Dataset[Batch]):
         known = not training or os.environ.get("RANK", "0") != "0"  # rank 0 finds it out
         self._repetition_known = torch.full((1,), known or self._reader is not None).share_memory_()
         self._collation_known = torch.full((1,), known).share_memory_()
-        self._own: Any = (
-            iterable if isinstance(iterable, IterableDataset) else dataset
-        )  # the last: see `__setattr__`
+        # the last: see `__setattr__`
+        self._own: Any = iterable if isinstance(iterable, IterableDataset) else dataset
 
     # ------------------------------------------------------------ what `loader.dataset` is asked
     # for
@@ -122,9 +121,8 @@ class Samples(Dataset[Batch]):
 
     def _collate(self, samples: list[Any], *, key: int) -> Any:
         if self._collate_fn is not None:
-            seed = (
-                self._seed_of(key) ^ 1
-            )  # mixup and the like, in a collate_fn, draw other numbers than samples
+            # mixup and the like, in a collate_fn, draw other numbers than samples
+            seed = self._seed_of(key) ^ 1
             seed_generators(seed)
             if self._collation_known or not is_first_process():
                 return self._collate_fn(samples)
@@ -218,9 +216,8 @@ class Samples(Dataset[Batch]):
     def _fetch(self, index: int) -> Any:
         if not self._has_lists_alone:
             return self._source[index]
-        found = self._source.__getitems__(
-            [index]
-        )  # not of the whole batch: see the random numbers of a sample
+        # not of the whole batch: see the random numbers of a sample
+        found = self._source.__getitems__([index])
         if not isinstance(found, list | tuple) or len(found) != 1:
             raise ConfigError(
                 f"{_name(self._source)}.__getitems__ returns a {type(found).__name__} for one "
@@ -308,9 +305,8 @@ def _has_lists_alone(dataset: Any) -> bool:
 
 def seed_generators(seed: int) -> None:
     """Seed the global generators of torch's CPU, Python and NumPy."""
-    torch.default_generator.manual_seed(
-        seed
-    )  # not torch.manual_seed, which is slow and seeds the GPU's generators too
+    # not torch.manual_seed, which is slow and seeds the GPU's generators too
+    torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
 
@@ -337,9 +333,8 @@ def preserved_generators() -> Iterator[None]:
         global_numpy.get_bit_generator(),
         torch.get_rng_state(),
     )
-    global_numpy.set_bit_generator(
-        _SPARE
-    )  # swapped, since NumPy takes ten times as long to copy its state
+    # swapped, since NumPy takes ten times as long to copy its state
+    global_numpy.set_bit_generator(_SPARE)
     try:
         yield
     finally:

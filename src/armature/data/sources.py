@@ -301,11 +301,8 @@ def _open(file: SourceFile) -> Iterator[BinaryIO]:
     try:
         with gzip.open(file.path) if file.path.suffix == ".gz" else file.path.open("rb") as stream:
             yield cast(BinaryIO, stream)
-    except (
-        OSError,
-        EOFError,
-        zlib.error,
-    ) as error:  # cannot be opened, is not a gzip file, or is a truncated one
+    except (OSError, EOFError, zlib.error) as error:
+        # cannot be opened, is not a gzip file, or is a truncated one
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
             f"data.path: {file.path} cannot be read ({reason}). Write it again, or remove it."
@@ -338,9 +335,8 @@ def _decode(file: SourceFile, data: bytes, offset: int) -> str:
 def _whole_characters(data: bytes) -> int:
     """Return how many bytes from the start end at a character's end."""
     for back in range(1, min(4, len(data)) + 1):
-        if (
-            data[-back] & 0xC0 != 0x80
-        ):  # the first byte of a character that may continue beyond the end
+        # the first byte of a character that may continue beyond the end
+        if data[-back] & 0xC0 != 0x80:
             return len(data) - back
     return len(data)
 

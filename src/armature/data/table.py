@@ -24,17 +24,11 @@ from armature.data.splits import split_indices
 from armature.errors import ConfigError, error_line
 
 log = logging.getLogger(__name__)
-_ROW_NUMBERS = re.compile(
-    r"|__index_level_\d+__"
-)  # names that pandas gives to columns of row numbers
+# names that pandas gives to columns of row numbers
+_ROW_NUMBERS = re.compile(r"|__index_level_\d+__")
 _NESTED = (np.ndarray, list, dict)
-_EMPTY = (
-    "None",
-    "nan",
-    "NaN",
-    "<NA>",
-    "NaT",
-)  # missing values of NumPy, pandas and pyarrow as texts
+# missing values of NumPy, pandas and pyarrow as texts
+_EMPTY = ("None", "nan", "NaN", "<NA>", "NaT")
 _LONGEST_CELL = 2**31 - 1  # characters; the module csv's own limit is 131,072
 _SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 # a row after the last one of a file: a quote that is not closed takes it in
@@ -190,9 +184,8 @@ class TableData(LabeledData):
                 "data.features=[]: there is nothing to learn from. Type data.features=null for all "
                 "columns."
             )
-        if (
-            known is None and typed is None and self.target not in columns
-        ):  # they are all columns but the target
+        # they are all columns but the target
+        if known is None and typed is None and self.target not in columns:
             raise ConfigError(self._lacks([self.target], columns=columns))
         features = known or typed or self._all_features(columns)
         if not features:

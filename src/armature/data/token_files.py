@@ -61,9 +61,8 @@ class TokenFiles:
             test_fraction,
             tokenizer,
         )
-        self._is_described = (
-            False  # whether the file that was opened last has an index, which says the type
-        )
+        # whether the file that was opened last has an index, which says the type
+        self._is_described = False
 
     def prepare(self) -> None:
         """Check the files. Raises ConfigError."""

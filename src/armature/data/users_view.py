@@ -91,10 +91,8 @@ class UsersView:
 
     def __reduce__(self) -> tuple[Any, ...]:
         wrapper = vars(self)["_wrapper"]
-        return UsersView, (
-            wrapper,
-            type(wrapper.module),
-        )  # a copy of the wrapper may not have its module yet
+        # a copy of the wrapper may not have its module yet
+        return UsersView, (wrapper, type(wrapper.module))
 
 
 def guard_steps(loop: Any) -> None:

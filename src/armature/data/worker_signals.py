@@ -23,14 +23,12 @@ def heed_the_rank_alone() -> None:
     for name in _STOPS:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
-    if not hasattr(
-        signal, "sigwaitinfo"
-    ):  # macOS has none, and no Slurm: there torch's own handler stays
+    # macOS has none, and no Slurm: there torch's own handler stays
+    if not hasattr(signal, "sigwaitinfo"):
         return
     rank = os.getppid()
-    signal.pthread_sigmask(
-        signal.SIG_BLOCK, {signal.SIGTERM}
-    )  # of the threads, too, that this one starts
+    # of the threads, too, that this one starts
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_end_with, args=(rank,), daemon=True).start()
 
 

@@ -307,9 +307,8 @@ def link_findings(
             continue
         typical = statistics.median_high(link.bandwidth for link in of_kind)
         latency = statistics.median(link.latency for link in of_kind)
-        judged = kind == "between" or bool(
-            expected
-        )  # CPU ranks of a machine share its cores: their speed varies
+        # CPU ranks of a machine share its cores: their speed varies
+        judged = kind == "between" or bool(expected)
         slow = [link for link in of_kind if judged and link.bandwidth < SLOW * typical]
         yield from _slow_links(slow, of_kind, typical, name)
         published = expected.get(kind)

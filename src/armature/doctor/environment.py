@@ -25,12 +25,10 @@ from armature.strategies import extension_locks as locks
 
 GROUP = "environment"
 REQUIREMENTS = Path(__file__).parents[3] / "requirements.txt"
-SHM_PER_RANK = (
-    256 * 2**20
-)  # bytes: NCCL's buffers between the ranks of a machine, and batches of loader workers
-MEMORY_PER_RANK = (
-    2 * 2**30
-)  # bytes: a rank's imports take 0.7 GiB, a small model and its data the rest
+# bytes: NCCL's buffers between the ranks of a machine, and batches of loader workers
+SHM_PER_RANK = 256 * 2**20
+# bytes: a rank's imports take 0.7 GiB, a small model and its data the rest
+MEMORY_PER_RANK = 2 * 2**30
 MIN_OPEN_FILES = 4096
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 GiB = 2**30

@@ -53,11 +53,8 @@ def _examine(
 ) -> None:
     try:
         slurm.join(cfg)
-    except (
-        ConfigError,
-        ValueError,
-        KeyError,
-    ) as error:  # the last two for variables that no Slurm has set
+    except (ConfigError, ValueError, KeyError) as error:
+        # the last two for variables that no Slurm has set
         remedy = "Correct the batch script or the configuration."
         problems = (
             error.problems
@@ -72,9 +69,8 @@ def _examine(
     if environment.is_first("LOCAL_RANK"):
         own = [*machine.check(cfg), *own, *run_directory.check(cfg)]
     if any(each.level == finding.FAILURE and each.group != run_directory.GROUP for each in own):
-        if environment.is_first(
-            "LOCAL_RANK"
-        ):  # the other ranks of a machine would only fail for the same reason
+        # the other ranks of a machine would only fail for the same reason
+        if environment.is_first("LOCAL_RANK"):
             report(own)
     elif joined:
         rank.run(cfg, deadlines=deadlines, own=own, report=report)
@@ -165,12 +161,8 @@ class _Ranks:
 
     def _start(self, number: int, options: list[str], variables: dict[str, str]) -> None:
         shared = supervise.process_variables(self.cfg.trainer.devices, str(config.CONFIGS.parent))
-        variables = {
-            **os.environ,
-            **shared,
-            **variables,
-            "TMPDIR": str(self.folder),
-        }  # removed if they are killed
+        # removed if they are killed
+        variables = {**os.environ, **shared, **variables, "TMPDIR": str(self.folder)}
         with (self.folder / f"rank_{number}.log").open("wb") as log:
             command = [sys.executable, *options, "armature.doctor.rank", str(self.folder)]
             process = subprocess.Popen(

@@ -50,9 +50,8 @@ def gathered(group: str, *checks: Callable[[], Iterable[Finding]]) -> list[Findi
     for check in checks:
         try:
             found += check()
-        except (
-            Exception
-        ) as error:  # of a machine, a driver or a file system that the check did not expect
+        except Exception as error:
+            # of a machine, a driver or a file system that the check did not expect
             name = getattr(check, "func", check).__name__
             what = f"The check {name} could not look: {masked(error_line(error))}."
             found.append(

@@ -23,11 +23,8 @@ from armature.doctor.finding import Finding
 from armature.errors import ConfigError, error_line, masked, own_frames
 from armature.launcher import rank
 
-REPORT, CONFIG, SETTINGS = (
-    "report.json",
-    "config.yaml",
-    "settings.json",
-)  # in the folder of an examination
+# in the folder of an examination
+REPORT, CONFIG, SETTINGS = ("report.json", "config.yaml", "settings.json")
 
 
 def run(

@@ -17,9 +17,8 @@ from armature.doctor.finding import Finding, failure, listed_ranks
 
 GROUP = "gradients"
 CHUNK = 2**24  # elements that are summed at once
-Prints = dict[
-    str, tuple[tuple[int, ...], str]
-]  # name → which part of it, and a fingerprint of its bits
+# name → which part of it, and a fingerprint of its bits
+Prints = dict[str, tuple[tuple[int, ...], str]]
 
 
 def fingerprint(tensor: Tensor) -> str:
@@ -118,9 +117,8 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterable[Tensor]:
     elif isinstance(value, (list, tuple)):
         for each in value:
             yield from tensors_in(each, seen)
-    elif (
-        hasattr(value, "__dict__") and not isinstance(value, type) and id(value) not in seen
-    ):  # a dataclass, a graph
+    elif hasattr(value, "__dict__") and not isinstance(value, type) and id(value) not in seen:
+        # a dataclass, a graph
         seen.add(id(value))
         yield from tensors_in(vars(value), seen)
 

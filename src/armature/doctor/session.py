@@ -135,9 +135,8 @@ class Session:
                 self._report()
             self._note("reported", "yes")
             self._wait_for("left", range(1, self.ranks), seconds=COLLECT_SECONDS)
-        elif (
-            self.store is not None
-        ):  # the store lives in rank 0's process, and an agent ends all ranks with the first
+        elif self.store is not None:
+            # the store lives in rank 0's process, and an agent ends all ranks with the first
             self._wait_for("reported", [0], seconds=seconds)
             self._note("left", "yes")
 
@@ -181,9 +180,8 @@ class Session:
         own = _stack_of(main)
         self._note("stack", own)
         if self._is_first():
-            time.sleep(
-                COLLECT_SECONDS
-            )  # until the others, whose deadline is the same, have written their stacks
+            # until the others, whose deadline is the same, have written their stacks
+            time.sleep(COLLECT_SECONDS)
             self.add(_too_slow(check, seconds, own, group=group) if self.store is None else
                      self._describe(check, step, seconds, group))  # fmt: skip
             self._report()

@@ -52,9 +52,8 @@ def check(cfg: DictConfig, session: Session) -> None:
             if session.rank == 0:
                 session.add(*order.check(run.data, ranks=Layout.of(cfg).data_ranks))
         if (strategy := StrategyMixin.find(run.trainer)) is not None:
-            strategy.replicates_weights = (
-                False  # the run's own check would end it before `Watch` names the ranks
-            )
+            # the run's own check would end it before `Watch` names the ranks
+            strategy.replicates_weights = False
         watch = Watch(session)
         callbacks: list[Any] = run.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         callbacks.remove(run.display)
@@ -107,14 +106,12 @@ def rehearsal(cfg: DictConfig, folder: Path) -> DictConfig:
         "launch.hang_timeout": None,
     }
     steps, epochs = cfg.trainer.max_steps, cfg.trainer.max_epochs
-    if (
-        steps < STEPS if steps else not epochs
-    ):  # else they stay, since schedules are as long as the run
+    # else they stay, since schedules are as long as the run
+    if steps < STEPS if steps else not epochs:
         changes |= {"trainer.max_steps": STEPS, "trainer.max_epochs": None}
     if "on_nan" in cfg.trainer:
-        changes["trainer.on_nan"] = (
-            "ignore"  # the doctor's own report names the rank and the module
-        )
+        # the doctor's own report names the rank and the module
+        changes["trainer.on_nan"] = "ignore"
     for key, value in changes.items():
         OmegaConf.update(cfg, key, value, merge=False)
     return cfg
@@ -139,9 +136,8 @@ class Watch(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         loop: Any = trainer.fit_loop.epoch_loop
-        loop.max_global_batches = min(
-            STEPS, loop.max_global_batches or STEPS
-        )  # schedules have the run's length by now
+        # schedules have the run's length by now
+        loop.max_global_batches = min(STEPS, loop.max_global_batches or STEPS)
         self._compare("initial weight", self._weights(trainer, pl_module))
 
     def on_train_batch_start(

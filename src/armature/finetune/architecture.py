@@ -84,10 +84,8 @@ def mixture_arguments(config: Mapping[str, Any], *, name: str) -> dict[str, Any]
             "experts that we compute, "
             f"which are {', '.join(MIXTURES)}. Type model=pretrained."
         )
-    config = {
-        "num_experts": config.get("num_local_experts"),
-        **config,
-    }  # transformers 5 writes the other name
+    # transformers 5 writes the other name
+    config = {"num_experts": config.get("num_local_experts"), **config}
     found = [
         f"it lacks {theirs}"
         for theirs in MIXTURE_SIZES.values()
@@ -261,10 +259,8 @@ def _windows(config: Mapping[str, Any]) -> list[int | None] | None:
     """Return each block's sliding window, or None if no block has one."""
     layers, kinds = config["num_hidden_layers"], config.get("layer_types")
     if config["model_type"] == "mistral":
-        window, kinds = (
-            config.get("sliding_window", 4096),
-            ["sliding_attention"] * layers,
-        )  # transformers' default
+        # transformers' default
+        window, kinds = (config.get("sliding_window", 4096), ["sliding_attention"] * layers)
     elif config["model_type"] == "llama":
         return None
     else:

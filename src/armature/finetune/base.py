@@ -130,7 +130,6 @@ def name_of(cfg: Any, checkpoint: Path) -> str | None:
     its small files.
     """
     name, kept = OmegaConf.select(cfg, "model.pretrained"), folder.kept_in(Path(str(cfg.run.dir)))
-    is_copy = (
-        name is not None and kept is not None and Path(name).resolve() == kept.resolve()
-    )  # by `check.relocate`
+    # by `check.relocate`
+    is_copy = name is not None and kept is not None and Path(name).resolve() == kept.resolve()
     return (recorded(checkpoint) or {}).get("folder", name) if is_copy else name

@@ -226,9 +226,8 @@ def _packing_problems(model: Any, cfg: DictConfig) -> list[str]:
             if not (mixing := model.other_layers):
                 return []
             reason = f" (it has layers of {', '.join(mixing)}, which know no conversations)"
-        except (
-            Exception
-        ) as error:  # an architecture that takes no positions, or cannot run without values
+        except Exception as error:
+            # an architecture that takes no positions, or cannot run without values
             reason = f" ({type(error).__name__})"
         else:
             reason = ""

@@ -171,9 +171,8 @@ def locate(cfg: DictConfig) -> Path:
     """
     name = str(cfg.model.pretrained)
     path = folder.find(name)
-    if path != Path(
-        name
-    ):  # all ranks and later starts read this very copy, and a library knows no ~
+    # all ranks and later starts read this very copy, and a library knows no ~
+    if path != Path(name):
         _replace(cfg.data, name, str(path))
         cfg.model.pretrained = str(path)
     return path
@@ -291,9 +290,8 @@ def _tokenizer_problems(cfg: DictConfig, path: Path, vocab_size: int | None) -> 
     if not isinstance(source, DictConfig) or "tokenizer" not in source:
         return found
     chosen = source.tokenizer
-    whole = (
-        "template" in source or source is cfg.data
-    )  # conversations and labeled texts name the folder
+    # conversations and labeled texts name the folder
+    whole = "template" in source or source is cfg.data
     remedy = f"Type {key}={path if whole else own}."
     if chosen is None:
         found.append(f"{key}=null: {KEY}={path} was trained with a tokenizer of its own. {remedy}")

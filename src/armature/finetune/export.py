@@ -358,18 +358,16 @@ def _write_chat_template(kept: Path | None, run_dir: Path, target: Path) -> None
     end.
     """
     shutil.copyfile(run_dir / folder.CHAT_TEMPLATE, target / folder.CHAT_TEMPLATE)
-    shutil.rmtree(
-        (target / folder.TOOL_TEMPLATE).parent, ignore_errors=True
-    )  # the run's has it, or is another
+    # the run's has it, or is another
+    shutil.rmtree((target / folder.TOOL_TEMPLATE).parent, ignore_errors=True)
     file = target / folder.TOKENIZER_CONFIG
     settings = folder.special_tokens(run_dir) | (folder.read_json(file) if file.is_file() else {})
     settings.pop("chat_template", None)
     files.replace(file, json.dumps(settings, indent=2) + "\n")
     mark = template.load(run_dir, template=None).end_of_turn
     end = folder.token_ids(run_dir / folder.TOKENIZER).get(mark or "")
-    ends = folder.end_tokens(
-        target if kept is None else kept
-    )  # an adapter's folder has no config.json
+    # an adapter's folder has no config.json
+    ends = folder.end_tokens(target if kept is None else kept)
     if end is not None and end not in ends:
         file = target / "generation_config.json"
         made = folder.read_json(file) if file.is_file() else {}

@@ -114,9 +114,8 @@ def _download(name: str) -> Path:
     try:
         ignored = ["consolidated*", "*/*.json", "*/*.safetensors"]
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=ignored))
-    except (
-        Exception
-    ) as error:  # the hub's client raises its own errors, those of its HTTP library, and OSError
+    except Exception as error:
+        # the hub's client raises its own errors, those of its HTTP library, and OSError
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
             f"model.pretrained={name}: no such folder, and Hugging Face's hub did not give a model "
@@ -179,9 +178,8 @@ def chat_template(folder: Path) -> str | None:
             )
     if plain is None or tools is None:
         return plain
-    plain, tools = (
-        text.removesuffix("\n") for text in (plain, tools)
-    )  # as Jinja2 does; + keeps spaces beside the tag
+    # as Jinja2 does; + keeps spaces beside the tag
+    plain, tools = (text.removesuffix("\n") for text in (plain, tools))
     return f"{{% if tools is not none +%}}{tools}{{%+ else +%}}{plain}{{%+ endif %}}"
 
 
@@ -266,9 +264,8 @@ def token_ids(tokenizer_file: Path, content: Mapping[str, Any] | None = None) ->
             (tokenizer.get("model") or {}).get("vocab") or {},
             tokenizer.get("added_tokens") or [],
         )
-        if not isinstance(
-            vocabulary, dict
-        ):  # of a unigram model: pairs of a token and its score, in order
+        # of a unigram model: pairs of a token and its score, in order
+        if not isinstance(vocabulary, dict):
             vocabulary = {token: i for i, (token, _) in enumerate(vocabulary)}
         return {token: operator.index(i) for token, i in vocabulary.items()} | {
             token["content"]: operator.index(token["id"]) for token in added
@@ -478,9 +475,8 @@ def keep(folder: Path, run_dir: Path, *, anew: bool = False) -> None:
     target.mkdir(parents=True)
     for name in SMALL_FILES:
         copy(folder / name, target / name)
-    (target / FINGERPRINT).write_text(
-        fingerprint(folder) + "\n", encoding="utf-8"
-    )  # last: the copy is whole
+    # last: the copy is whole
+    (target / FINGERPRINT).write_text(fingerprint(folder) + "\n", encoding="utf-8")
 
 
 def copy(file: Path, target: Path) -> None:

@@ -146,9 +146,8 @@ def _built_by_transformers(whole: Path, config: dict[str, Any], refused: ConfigE
     model = built.build(node)
     if problems := built.weight_problems(model):
         raise ConfigError(problems)
-    own = getattr(
-        model.inner.config.get_text_config(), "max_position_embeddings", None
-    )  # also of GPT-2's n_positions
+    # also of GPT-2's n_positions
+    own = getattr(model.inner.config.get_text_config(), "max_position_embeddings", None)
     longest = architecture.longest_context(config) or own, built.positions(model)
     model.context = min([LONGEST, *filter(None, longest)])  # BLOOM and Mamba say nothing
     return model

@@ -223,9 +223,8 @@ class Lora:
                 owner, _, last = name.rpartition(".")
                 setattr(model.get_submodule(owner), last, module)
         if any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules()):
-            torch.backends.mha.set_fastpath_enabled(
-                False
-            )  # it reads weights past the Linears' forward
+            # it reads weights past the Linears' forward
+            torch.backends.mha.set_fastpath_enabled(False)
         if (own := getattr(model, "initialize_parameter", None)) is not None:
             model.initialize_parameter = partial(_initialize, own)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
 

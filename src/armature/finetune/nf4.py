@@ -62,9 +62,8 @@ def quantize(weight: Tensor, *, largest: Tensor | None = None) -> tuple[Tensor, 
     block_max = blocks.abs().amax(-1)
     row = block_max.amax(1, keepdim=True) if largest is None else largest
     scaled = blocks * (1.0 / block_max.clamp(min=1e-38))[..., None]  # as bitsandbytes computes it
-    levels = torch.tensor(
-        LEVELS, device=weight.device, dtype=torch.float32
-    )  # the default may be bf16
+    # the default may be bf16
+    levels = torch.tensor(LEVELS, device=weight.device, dtype=torch.float32)
     codes = (
         torch.bucketize(scaled, (levels[:-1] + levels[1:]) / 2, out_int32=True)
         .to(torch.uint8)
@@ -96,9 +95,8 @@ def plain_kernel(codes: Tensor, block_max: Tensor, dtype: torch.dtype) -> Tensor
 @functools.cache
 def _pairs(device: torch.device) -> Tensor:
     """Return the two elements of each byte (256, 2)."""
-    levels = torch.tensor(
-        LEVELS, device=device, dtype=torch.float32
-    )  # cached: the default may be bf16 now
+    # cached: the default may be bf16 now
+    levels = torch.tensor(LEVELS, device=device, dtype=torch.float32)
     return torch.stack([levels.repeat_interleave(16), levels.repeat(16)], dim=1)
 
 

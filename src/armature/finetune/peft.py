@@ -59,14 +59,8 @@ _KNOWN = {  # settings of peft's that are read, or that do not change what a tra
     "use_dora",
     "use_rslora",
 }
-_INITIALIZED = (
-    None,
-    True,
-    False,
-    "gaussian",
-    "eva",
-    "orthogonal",
-)  # with others peft changes the base's weights
+# with others peft changes the base's weights
+_INITIALIZED = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 def export(cfg: DictConfig, checkpoint: Path, target: Path, *, average: bool = False) -> str:

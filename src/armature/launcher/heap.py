@@ -16,14 +16,10 @@ import sys
 HUGE_PAGES = "glibc.malloc.hugetlb=1"
 MIB = 1 << 20
 SETTINGS = {  # by variable: the number of mallopt's parameter, and its value
-    "MALLOC_MMAP_THRESHOLD_": (
-        -3,
-        2**31 - 1,
-    ),  # bytes from which a block is a mapping of its own: mallopt's maximum
-    "MALLOC_TRIM_THRESHOLD_": (
-        -1,
-        -1,
-    ),  # bytes free at the heap's end from which they are returned: never
+    # bytes from which a block is a mapping of its own: mallopt's maximum
+    "MALLOC_MMAP_THRESHOLD_": (-3, 2**31 - 1),
+    # bytes free at the heap's end from which they are returned: never
+    "MALLOC_TRIM_THRESHOLD_": (-1, -1),
     "MALLOC_TOP_PAD_": (-2, 64 * MIB),  # bytes by which the heap grows beyond what is needed
 }
 OLD_MMAP_LIMIT = 32 * MIB  # glibc before 2.35 refuses a higher MALLOC_MMAP_THRESHOLD_

@@ -44,13 +44,8 @@ WAIT_SECONDS = 1.0  # between two looks at another machine's lock
 SETTLE_SECONDS = 0.5  # after which the winner of a takeover makes sure that it has won
 EXIT_LOST = 1
 FILES_TO_RESTORE = {"config.yaml", "overrides.txt", "tokenizer.json", "classes.json"}
-NO_LINKS = (
-    errno.EPERM,
-    errno.ENOTSUP,
-    errno.EOPNOTSUPP,
-    errno.ENOSYS,
-    errno.EMLINK,
-)  # file systems without hard links
+# file systems without hard links
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 def _now() -> str:
@@ -161,9 +156,8 @@ class _InFiles:
     def read(self) -> tuple[str, Any] | None:
         """Return the text, and a version that changes with each touch; None if there is no lock."""
         try:
-            with self.file.open(
-                encoding="utf-8", errors="replace"
-            ) as stream:  # opening asks an NFS server again
+            # opening asks an NFS server again
+            with self.file.open(encoding="utf-8", errors="replace") as stream:
                 status = os.fstat(stream.fileno())
                 return stream.read(), (status.st_ino, status.st_mtime_ns)
         except FileNotFoundError:
@@ -184,9 +178,8 @@ class _InFiles:
             try:
                 os.link(claim, self.file)
             except FileExistsError:
-                return (
-                    claim.stat().st_nlink == 2
-                )  # an NFS server's reply was lost, and its repetition failed
+                # an NFS server's reply was lost, and its repetition failed
+                return claim.stat().st_nlink == 2
             except OSError as error:
                 if error.errno not in NO_LINKS:
                     raise
@@ -205,9 +198,8 @@ class _InFiles:
             os.rename(self.file, taken)
         except FileNotFoundError:
             return
-        if (
-            taken.read_text(encoding="utf-8", errors="replace") != text
-        ):  # another process was faster: give it back
+        # another process was faster: give it back
+        if taken.read_text(encoding="utf-8", errors="replace") != text:
             with suppress(FileExistsError):
                 os.link(taken, self.file)
         taken.unlink()

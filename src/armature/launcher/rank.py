@@ -35,9 +35,8 @@ def end_with_parent(*, any_thread: bool = False) -> None:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
         def in_child() -> None:
-            if (
-                threading.get_ident() == main
-            ):  # another thread may end before the children that it started
+            # another thread may end before the children that it started
+            if threading.get_ident() == main:
                 end_with_parent_thread()
 
         if not any_thread:
@@ -75,9 +74,8 @@ def leave_at_exit(code: int) -> None:
 
 
 def main() -> None:
-    signal.signal(
-        signal.SIGINT, signal.SIG_DFL
-    )  # Ctrl-C during the imports ends a rank without a traceback
+    # Ctrl-C during the imports ends a rank without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     end_with_parent()
     # garbage collection during imports takes a quarter of the start; the worker enables it again
     gc.disable()

@@ -32,10 +32,8 @@ def join(cfg: DictConfig) -> None:
     environ = os.environ
     if environment.is_joined() or tasks() < 2:
         return
-    needed = [
-        *_OF_STEP,
-        *([] if environ.get("MASTER_ADDR") else ["SLURM_STEP_NODELIST"]),
-    ]  # where the ranks meet
+    # where the ranks meet
+    needed = [*_OF_STEP, *([] if environ.get("MASTER_ADDR") else ["SLURM_STEP_NODELIST"])]
     if lacking := [name for name in needed if not environ.get(name)]:
         raise ConfigError(
             f"SLURM_STEP_ID={environ['SLURM_STEP_ID']}, but {', '.join(lacking)} without a value, "
@@ -128,9 +126,8 @@ def times() -> tuple[float | None, float | None]:
         return environment.number("SLURM_JOB_START_TIME", 0.0) or None, environment.number(
             "SLURM_JOB_END_TIME", 0.0
         )
-    if (
-        "SLURM_JOB_ID" not in environ or environment.rank() != 0
-    ):  # one query per job; the ranks agree on when to stop
+    # one query per job; the ranks agree on when to stop
+    if "SLURM_JOB_ID" not in environ or environment.rank() != 0:
         return None, None
     try:
         text = _scontrol("job", environ["SLURM_JOB_ID"])  # Slurm before 22.05 sets no variables

@@ -34,9 +34,8 @@ class _Lasting:
             self._discard(error)
 
     def _discard(self, error: OSError) -> None:
-        if (
-            error.errno == errno.ENOSPC and self is sys.stdout
-        ):  # unlike a pipe's end, nobody has asked for that
+        # unlike a pipe's end, nobody has asked for that
+        if error.errno == errno.ENOSPC and self is sys.stdout:
             print(
                 f"The output cannot be written ({error.strerror}): it is incomplete.",
                 file=sys.stderr,

@@ -50,18 +50,10 @@ SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 ATTEMPTS_WITHOUT_CHECKPOINT = 2
 SOURCES = str(Path(__file__).parents[2])
 WATCH_SECONDS = 60.0  # that the ranks of several machines have to end by themselves when they hang
-CRASHES = (
-    "SIGKILL",
-    "SIGSEGV",
-    "SIGBUS",
-    "SIGILL",
-    "SIGFPE",
-)  # never caused by the loss of another rank
-LOST_CONNECTION = (
-    "by peer",
-    "Broken pipe",
-    "remote process exited",
-)  # in errors caused by another rank's end
+# never caused by the loss of another rank
+CRASHES = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
+# in errors caused by another rank's end
+LOST_CONNECTION = ("by peer", "Broken pipe", "remote process exited")
 
 
 @dataclass(frozen=True)
@@ -69,13 +61,11 @@ class Failure:
     what: str  # one line, such as "rank 1 was killed by SIGKILL"
     text: str  # all that is known, with the traceback if there is one
     is_error: bool = False  # a Python error
-    stopped_by: str | None = (
-        None  # the signal that ends a run, if it reached the rank before its handler was installed
-    )
+    # the signal that ends a run, if it reached the rank before its handler was installed
+    stopped_by: str | None = None
     problems: tuple[str, ...] = ()  # of the configuration, if a rank raised a ConfigError
-    too_large: bool = (
-        False  # memory ran out, and the rank has recorded a smaller micro-batch to continue with
-    )
+    # memory ran out, and the rank has recorded a smaller micro-batch to continue with
+    too_large: bool = False
     is_final: bool = False  # no restart would help; the text needs no traceback
 
 
@@ -119,12 +109,10 @@ class Stop:
     """
 
     def __init__(self, *, grace_seconds: float) -> None:
-        self.grace_seconds = (
-            grace_seconds  # how long the agent waits for the ranks to end before it kills them
-        )
-        self.received: signal.Signals | None = (
-            None  # the first; later ones do not change why the run stops
-        )
+        # how long the agent waits for the ranks to end before it kills them
+        self.grace_seconds = grace_seconds
+        # the first; later ones do not change why the run stops
+        self.received: signal.Signals | None = None
         self.watcher: RankWatcher | None = None  # of the current attempt
         self._previous: dict[int, Any] = {}
         self._previous_hook = sys.unraisablehook
@@ -193,9 +181,8 @@ class Stop:
 class _Attempts:
     def __init__(self, cfg: DictConfig, folder: Path, stop: Stop) -> None:
         self.cfg, self.folder, self.stop = cfg, folder, stop
-        self.asked = (
-            cfg  # as in the run directory; cfg is for the next attempt, perhaps on fewer ranks
-        )
+        # as in the run directory; cfg is for the next attempt, perhaps on fewer ranks
+        self.asked = cfg
         self.started = 0  # attempts so far, those with a smaller micro-batch included
 
     def run(self) -> None:
@@ -255,9 +242,8 @@ class _Attempts:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-        agent_log = logging.getLogger(
-            "torch.distributed.elastic"
-        )  # it reports failures, which we describe ourselves
+        # it reports failures, which we describe ourselves
+        agent_log = logging.getLogger("torch.distributed.elastic")
         agent_log.handlers, agent_log.propagate = [logging.NullHandler()], False
         cfg, beats = self.cfg, self.folder / "heartbeats"
         nodes, endpoint = cfg.trainer.num_nodes, cfg.launch.rdzv_endpoint

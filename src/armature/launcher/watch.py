@@ -20,10 +20,8 @@ import psutil
 from armature.launcher import environment, hang
 
 POLL_SECONDS = 0.2
-AUTO_SECONDS, AUTO_STEPS = (
-    300.0,
-    20,
-)  # launch.hang_timeout=auto: the larger of these seconds and slowest steps
+# launch.hang_timeout=auto: the larger of these seconds and slowest steps
+AUTO_SECONDS, AUTO_STEPS = 300.0, 20
 # how long the others may take to end once a rank has failed; some wait for it in calls that never
 # return
 SHUTDOWN_SECONDS = 5.0
@@ -33,14 +31,12 @@ SHUTDOWN_SECONDS = 5.0
 class Rank:
     number: int
     pid: int
-    handle: (
-        int | None
-    )  # process file descriptor, readable once the process has died; None if the system has none
+    # process file descriptor, readable once the process has died; None if the system has none
+    handle: int | None
     beat: int = 0  # modification time of its last heartbeat, in ns
     idle: float | None = None  # seconds since then; None before the first heartbeat
-    slowest: float = (
-        0.0  # seconds of its slowest step; infinite while none is due (validation, a save)
-    )
+    # seconds of its slowest step; infinite while none is due (validation, a save)
+    slowest: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -116,9 +112,8 @@ class RankWatcher:
                 self._find_ranks()
             self._wait_for_deaths()
             now = time.monotonic()
-            self._check_heartbeats(
-                min(now - before, 1.0)
-            )  # 1.0: if the whole machine was suspended, no rank hangs
+            # 1.0: if the whole machine was suspended, no rank hangs
+            self._check_heartbeats(min(now - before, 1.0))
             before = now
             self._kill_overdue_ranks()
 
@@ -171,9 +166,8 @@ class RankWatcher:
             self.hung[rank.number] = Hang(seconds, stopped=_is_stopped(rank.pid))
         for rank, _ in idle:
             with suppress(ProcessLookupError):
-                os.kill(
-                    rank.pid, signal.SIGUSR2
-                )  # the worker writes all threads' stacks to the rank's log
+                # the worker writes all threads' stacks to the rank's log
+                os.kill(rank.pid, signal.SIGUSR2)
         self.asked = sorted(rank.number for rank in self._ranks.values())
         self.blocked = hang.ask(self.folder, self.asked)
         for rank, _ in stale:

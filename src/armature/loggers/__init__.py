@@ -12,17 +12,10 @@ from armature.errors import error_line, masked
 from armature.validation import values
 
 WRITES = ("log_metrics", "write_rows")
-CALLED = (
-    *WRITES,
-    "log_hyperparams",
-    "log_graph",
-    "save",
-    "after_save_checkpoint",
-    "finalize",
-)  # by a Trainer, StepLog
-SECONDS_BETWEEN_WRITES = (
-    1.0  # of a file: opening it and writing to it take longer than a short step
-)
+# by a Trainer, StepLog
+CALLED = (*WRITES, "log_hyperparams", "log_graph", "save", "after_save_checkpoint", "finalize")
+# of a file: opening it and writing to it take longer than a short step
+SECONDS_BETWEEN_WRITES = 1.0
 MOST_FAILURES = 3  # in a row: a service that is away may take minutes for each
 log = logging.getLogger(__name__)
 
@@ -42,9 +35,8 @@ class RowWriter(Protocol):
 
 def writes_rows(logger: object) -> TypeIs[RowWriter]:
     """Return whether a logger is a `RowWriter`."""
-    return hasattr(
-        type(logger), "write_rows"
-    )  # mocks and Lightning's DummyLogger answer to any name
+    # mocks and Lightning's DummyLogger answer to any name
+    return hasattr(type(logger), "write_rows")
 
 
 def log_hyperparameters(loggers: Iterable[Any], hyperparameters: dict[str, Any]) -> None:
@@ -136,9 +128,8 @@ class Failures:
                     MOST_FAILURES,
                 )
             return None
-        if (
-            what in WRITES and self.in_a_row == before
-        ):  # log_metrics may call write_rows, whose failure counts
+        # log_metrics may call write_rows, whose failure counts
+        if what in WRITES and self.in_a_row == before:
             self.in_a_row = 0
         return result
 

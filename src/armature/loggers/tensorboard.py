@@ -69,17 +69,15 @@ class TensorBoard(TensorBoardLogger):
         super().__init__(save_dir, *args, prefix=prefix, **kwargs)
         self.prefix = f"{prefix}{self.LOGGER_JOIN_CHAR}" if prefix else ""
         self._failed = False
-        self._early: (
-            dict[str, Any] | None
-        ) = {}  # hyperparameters until the first row; None after it
+        # hyperparameters until the first row; None after it
+        self._early: dict[str, Any] | None = {}
         self._metrics = ["hp_metric" if metric is None else metric]
 
     @override
     @_guarded
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        if any(
-            isinstance(value, dict) for value in metrics.values()
-        ):  # several curves in one chart
+        # several curves in one chart
+        if any(isinstance(value, dict) for value in metrics.values()):
             super().log_metrics(metrics, step)
         elif metrics:
             self.write_rows([{**metrics, "step": step or 0}])
@@ -158,9 +156,8 @@ class EventWriter:
             replaced.close()
             self._file = Path(replaced._file_name).open("ab")  # noqa: SIM115 (until `close`)
             self._append = lambda event: self._file.write(_record(event.SerializeToString()))
-        self._waiting: list[
-            tuple[float, int, dict[str, float]]
-        ] = []  # time, step and values by tag
+        # time, step and values by tag
+        self._waiting: list[tuple[float, int, dict[str, float]]] = []
         self._next_write = 0.0
         self._event: Any = event_pb2.Event  # pyright: ignore[reportAttributeAccessIssue]
         self._summary: Any = summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]

@@ -15,8 +15,7 @@ def to_compute_dtype(x: Tensor) -> Tensor:
     The products stay the same.
     """
     device = x.device.type
-    if (
-        x.is_meta or not torch.is_autocast_enabled(device) or x.dtype == torch.float64
-    ):  # which autocast leaves alone
+    # which autocast leaves alone
+    if x.is_meta or not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
         return x
     return x.to(torch.get_autocast_dtype(device)) if x.is_floating_point() else x

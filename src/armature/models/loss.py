@@ -11,9 +11,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORED = (
-    -100
-)  # a target that counts neither in a loss nor in a metric; torch's default `ignore_index`
+# a target that counts neither in a loss nor in a metric; torch's default `ignore_index`
+IGNORED = -100
 
 
 def mean_cross_entropy(logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0) -> Tensor:

@@ -75,9 +75,8 @@ class WrappedModel(nn.Module):
         for module in self.inner.modules():
             if any(is_adapter(name) for name, _ in module.named_parameters(recurse=False)):
                 continue
-            for holder in filter(
-                None, (module, getattr(module, "config", None))
-            ):  # some read the rate from there
+            # some read the rate from there
+            for holder in filter(None, (module, getattr(module, "config", None))):
                 for key, value in list(vars(holder).items()):
                     is_rate = (
                         "dropout" in key

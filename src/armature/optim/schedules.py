@@ -38,9 +38,8 @@ class Schedule(LambdaLR):
         """
         for group in self.optimizer.param_groups[len(self.base_lrs) :]:
             share = group["lr"] / (self.lr_lambdas[0](step) or 1.0)
-            peak = (
-                share if share <= max(self.base_lrs) else group["lr"]
-            )  # a rate that is more than others' is its peak
+            # a rate that is more than others' is its peak
+            peak = share if share <= max(self.base_lrs) else group["lr"]
             self.base_lrs.append(group.setdefault("initial_lr", peak))
             self.lr_lambdas.append(self.lr_lambdas[0])
 

@@ -11,9 +11,8 @@ from armature.pages.history import History
 
 SMOOTHED = 60  # fewer values are shown as they are
 WINDOW_SHARE = 40  # the smoothing window is this part of the values
-MOST_OTHERS = (
-    24  # charts of values under other names than ours: a callback may log a hundred of them
-)
+# charts of values under other names than ours: a callback may log a hundred of them
+MOST_OTHERS = 24
 PHASES = ("data", "forward", "backward", "optimizer", "communication", "other")
 
 

@@ -266,9 +266,8 @@ def decided(path: Path, usual: dict[str, Any]) -> set[str]:
         for group in ("experiment", "debug"):
             if name := typed.get(group):
                 typed |= dict(flat(_composed(CONFIGS, name, group=group)))
-    except (
-        Exception
-    ):  # a file that is not here any more, or of another folder: nothing is known of it
+    except Exception:
+        # a file that is not here any more, or of another folder: nothing is known of it
         return set()
     return {key for key, value in usual.items() if value == "auto" and key not in typed}
 

@@ -76,9 +76,8 @@ class Options:
 class ParallelizedModel:
     """A model on this rank."""
 
-    parts: list[
-        nn.Module
-    ]  # one per pipeline stage that this rank holds; without a pipeline, the model itself
+    # one per pipeline stage that this rank holds; without a pipeline, the model itself
+    parts: list[nn.Module]
     bubble_share: float = 0.0  # share of a step that the pipeline's schedule leaves idle
     runner: pipeline.Runner | None = None  # runs the pipeline's stages
 
@@ -169,12 +168,10 @@ def parallelize(
     if options.compile == "block":
         blocks.compile_forward(repeated, mode=options.compile_mode)
     # 7. shard: units of blocks, and one unit for each end
-    data_mesh = (
-        mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
-    )  # two axes: HSDP
-    if (
-        data_mesh.size() > 1 or options.cpu_offload
-    ):  # FSDP2 moves offloaded weights to the GPU, of one rank as well
+    # two axes: HSDP
+    data_mesh = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
+    # FSDP2 moves offloaded weights to the GPU, of one rank as well
+    if data_mesh.size() > 1 or options.cpu_offload:
         if plan is None and data_mesh.size() > 1:
             _warn_of_no_plan(type(model).__name__)
         _refuse_scripted(model, prefix)
@@ -246,10 +243,8 @@ def shard_parameters(
     """
     arguments = {"mesh": mesh, **sharding_arguments(options)}
     stay_gathered = {**arguments, "reshard_after_forward": not options.keep_last_gathered}
-    sharded, is_split = (
-        [model],
-        any(isinstance(param, DTensor) for param in model.parameters()),
-    )  # by a tensor axis
+    # by a tensor axis
+    sharded, is_split = ([model], any(isinstance(param, DTensor) for param in model.parameters()))
     dtensors.watch_weights(model)
     dtensors.carry_hooks(model)
     # weights that must not be rounded to `param_dtype`: in one process they are not
@@ -285,15 +280,13 @@ def shard_parameters(
                 module.reshard()  # pyright: ignore[reportCallIssue]
 
     model.register_forward_hook(reshard_without_grad)
-    compiled = any(
-        "forward" in vars(module) for module in model.modules()
-    )  # a copy would call the first one's
+    # a copy would call the first one's
+    compiled = any("forward" in vars(module) for module in model.modules())
     if len(sharded) == 1 + len(exact) and not is_split and not compiled:
         for module in exact:
             copies.allow(module, lambda copied: None)  # the whole copy is sharded below
-        copied = replace(
-            options, keep_last_gathered=False
-        )  # with it, the LightningModule has several models
+        # with it, the LightningModule has several models
+        copied = replace(options, keep_last_gathered=False)
         copies.allow(model, partial(shard_parameters, plan=plan, mesh=mesh, options=copied))
 
 

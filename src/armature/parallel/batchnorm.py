@@ -200,9 +200,8 @@ class _Normalize(torch.autograd.Function):
         group: dist.ProcessGroup,
     ) -> Tensor:
         dims, count = _all_but_channels(x), x.numel() // x.shape[1]
-        shift = x.sum(dims) / max(
-            count, 1
-        )  # rounded, so deviations from it have a small mean of their own
+        # rounded, so deviations from it have a small mean of their own
+        shift = x.sum(dims) / max(count, 1)
         deviations = x - _broadcast(shift, x)
         rest = deviations.sum(dims).double() / max(count, 1)
         squares = deviations.square().sum(dims).double() - count * rest.square()

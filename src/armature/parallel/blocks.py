@@ -108,9 +108,8 @@ class CompiledForward:
     def __init__(self, forward: Callable[..., Any], mode: str) -> None:
         self._compiled = torch.compile(forward, mode=mode)
         self._forward, self._mode = forward, mode
-        functools.update_wrapper(
-            self, forward, updated=()
-        )  # its signature: others look for names of arguments
+        # its signature: others look for names of arguments
+        functools.update_wrapper(self, forward, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._compiled(*args, **kwargs)

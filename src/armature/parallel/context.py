@@ -39,9 +39,8 @@ class Positions:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.size, self.rank = group, group.size(), group.rank()
-        self._calls: list[
-            tuple[ExitStack, Tensor | None]
-        ] = []  # of models that are running, innermost last
+        # of models that are running, innermost last
+        self._calls: list[tuple[ExitStack, Tensor | None]] = []
 
     def part(self, x: Tensor) -> Tensor:
         """Return this rank's positions (dim 1) of x: (B, T, …) to (B, T / C, …)."""
@@ -88,13 +87,10 @@ class Positions:
     def to_heads(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Exchange queries, keys and values at once: (B, H, T / C, K) to (B, H / C, T, K)."""
         q_BHTK, k_BGTK, v_BGTK, *others = args
-        q_BHTK, k_BGTK = (
-            q_BHTK.to(v_BGTK.dtype),
-            k_BGTK.to(v_BGTK.dtype),
-        )  # autocast normalizes them in fp32
-        if (
-            copies := self.size // math.gcd(self.size, k_BGTK.shape[1])
-        ) > 1:  # fewer heads than ranks
+        # autocast normalizes them in fp32
+        q_BHTK, k_BGTK = (q_BHTK.to(v_BGTK.dtype), k_BGTK.to(v_BGTK.dtype))
+        # fewer heads than ranks
+        if (copies := self.size // math.gcd(self.size, k_BGTK.shape[1])) > 1:
             k_BGTK, v_BGTK = (x.repeat_interleave(copies, dim=1) for x in (k_BGTK, v_BGTK))
         if q_BHTK.shape[1] % self.size:
             raise ConfigError(
@@ -103,9 +99,8 @@ class Positions:
                 "Type a number that does."
             )
         parts = [x.chunk(self.size, 1) for x in (q_BHTK, k_BGTK, v_BGTK)]
-        sent = torch.stack(
-            [torch.cat(of_rank, 1) for of_rank in zip(*parts, strict=True)]
-        )  # (C, B, heads, T / C, K)
+        # (C, B, heads, T / C, K)
+        sent = torch.stack([torch.cat(of_rank, 1) for of_rank in zip(*parts, strict=True)])
         received = exchange(sent, self.group).split([of_all[0].shape[1] for of_all in parts], 2)
         # each its own copy: what attention keeps of one must not keep the memory of all three
         return *(x.movedim(0, 2).flatten(2, 3) for x in received), *others
@@ -205,7 +200,6 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        size = (
-            ctx.group.size()
-        )  # sharding divides by it: each rank has the gradient of its own part only
+        # sharding divides by it: each rank has the gradient of its own part only
+        size = ctx.group.size()
         return grads[0].chunk(size, 1)[ctx.group.rank()] * size, None

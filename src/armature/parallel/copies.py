@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor
 from armature.errors import ConfigError, place_of_call
 
 SHARDING = ("torch.distributed.fsdp", "armature.parallel")  # modules whose hooks belong to sharding
-HOOKS = tuple(
-    name for name in vars(nn.Module()) if name.endswith("_hooks")
-)  # torch's dicts of hooks
+# torch's dicts of hooks
+HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
 STATE_PREFIX = "__composable_api"  # of the attributes in which torch keeps what sharding needs
 
 

@@ -23,9 +23,8 @@ Function = Callable[[Tensor], Tensor]  # from an unsharded matrix to one of the 
 # What a rank holds at once besides its weights: all results, or its shards and its share of the
 # work
 MAX_ROUND_ELEMENTS, MAX_SHARD_ELEMENTS = 2**28, 2**26
-ALL_GATHER = getattr(
-    dist, "all_gather_single", dist.all_gather_into_tensor
-)  # torch 2.13 warns of the older name
+# torch 2.13 warns of the older name
+ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class DistributedMatrices:
@@ -216,9 +215,8 @@ def _shard_shapes(shape: torch.Size, *, dim: int, ranks: int) -> list[torch.Size
 
 
 def _sharded_like(matrix: DTensor, local: Tensor) -> DTensor:
-    if (
-        local.device.type != matrix.device_mesh.device_type
-    ):  # offloaded: from_local would move it to the mesh's device
+    # offloaded: from_local would move it to the mesh's device
+    if local.device.type != matrix.device_mesh.device_type:
         result: Any = torch.empty_like(matrix)
         result.to_local().copy_(local)
         return result

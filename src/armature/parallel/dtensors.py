@@ -20,9 +20,8 @@ from typing_extensions import override
 
 from armature.errors import ConfigError
 
-_MOST_BYTES = (
-    1 << 26
-)  # of gathered weights that parts kept for `check_parts` hold; the newest part is always kept
+# of gathered weights that parts kept for `check_parts` hold; the newest part is always kept
+_MOST_BYTES = 1 << 26
 _watches_parts = False
 WATCHED_FORWARDS = 6  # of a model, for changes of its weights
 # in torch's error for an operation of a sharded weight and a plain tensor
@@ -118,18 +117,16 @@ def _set_items(self: DTensor, key: Any, value: Any) -> None:
             self.copy_(replicated.redistribute(placements=self.placements))
 
 
-_parts: list[
-    tuple[DTensor, int, int]
-] = []  # that were gathered to be read, with versions and bytes of the whole
+# that were gathered to be read, with versions and bytes of the whole
+_parts: list[tuple[DTensor, int, int]] = []
 _changed_parts = False  # whether one that is no longer kept was changed
 
 
 def _get_items(self: DTensor, key: Any) -> Any:
     part = _taken(Tensor.__getitem__, self, key)
     keys = key if isinstance(key, tuple) else (key,)
-    if all(
-        isinstance(each, int | slice | None) or each is Ellipsis for each in keys
-    ):  # a view in one process
+    # a view in one process
+    if all(isinstance(each, int | slice | None) or each is Ellipsis for each in keys):
         _watch(self, part)
     return part
 
@@ -149,17 +146,14 @@ def _part_taker(name: str) -> Callable[..., Any]:
 def _taken(function: Callable[..., Any], whole: DTensor, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_inference_mode_enabled() or whole.is_inference():
         return function(whole, *args, **kwargs)
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-    ):  # in inference mode torch makes no view of a sharded weight
+    # in inference mode torch makes no view of a sharded weight
+    with torch.inference_mode(False), torch.no_grad():
         return function(whole, *args, **kwargs)
 
 
 def _watch(whole: DTensor, part: Any) -> None:
-    learns = (
-        torch.is_grad_enabled() and whole.requires_grad
-    )  # a change of the part is an error of torch's then
+    # a change of the part is an error of torch's then
+    learns = torch.is_grad_enabled() and whole.requires_grad
     if (
         _watches_parts
         and not learns
@@ -210,9 +204,8 @@ def gathers() -> Iterator[None]:
     a method other than forward, `F.linear(x, self.net.weight)`. All ranks must reach the operation,
     as they must reach a forward.
     """
-    before = vars(DTensor)[
-        "__torch_function__"
-    ]  # a step of manual optimization calls backward within
+    # a step of manual optimization calls backward within
+    before = vars(DTensor)["__torch_function__"]
     DTensor.__torch_function__ = classmethod(_gather_if_mixed)  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
@@ -298,9 +291,8 @@ def _gather_if_mixed(
         try:
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
         except RuntimeError as error:
-            if (
-                MIXED not in str(error) or changed is not None
-            ):  # a gathered weight would change, and the weight not
+            # a gathered weight would change, and the weight not
+            if MIXED not in str(error) or changed is not None:
                 raise
     args, kwargs = pytree.tree_map_only(DTensor, _gathered, (args, kwargs or {}))
     return func(*args, **kwargs)
@@ -334,9 +326,8 @@ class _Gather(torch.autograd.Function):
     @override
     def backward(ctx: Any, grad: Tensor) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad.is_cuda:
-            torch.cuda.synchronize(
-                grad.device
-            )  # FSDP adds to the same gradient on a stream of its own
+            # FSDP adds to the same gradient on a stream of its own
+            torch.cuda.synchronize(grad.device)
         summed = DTensor.from_local(grad / ctx.mesh.size(), ctx.mesh, [Partial()] * ctx.mesh.ndim)
         return summed.redistribute(
             placements=[Replicate() if p.is_partial() else p for p in ctx.placements]
@@ -400,9 +391,8 @@ def counts(weight: Tensor) -> bool:
 
 
 def sums(weight: Tensor) -> Tensor:
-    dtype = torch.promote_types(
-        weight.dtype, torch.float32
-    )  # a sum in bf16 would not see a row that changes
+    # a sum in bf16 would not see a row that changes
+    dtype = torch.promote_types(weight.dtype, torch.float32)
     return torch.stack(
         [weight.sum(dtype=dtype), torch.linalg.vector_norm(weight, dtype=dtype).to(dtype)]
     )
@@ -419,9 +409,8 @@ def learn_gradient_types(model: nn.Module) -> None:
     for part in model.modules():
         if isinstance(part, FSDPModule):
             unit: Any = part._get_fsdp_state()
-            for group in getattr(unit, "_fsdp_param_groups", None) or [
-                unit._fsdp_param_group
-            ]:  # one in older torch
+            # one in older torch
+            for group in getattr(unit, "_fsdp_param_groups", None) or [unit._fsdp_param_group]:
                 if group is not None:
                     group._init_mp_dtypes()
 
@@ -501,9 +490,8 @@ def refuse_functional_calls(model: nn.Module) -> None:
 
     It puts other tensors in the place of weights, or keeps gathered ones, whose memory FSDP frees.
     """
-    if isinstance(
-        model, FSDPModule
-    ):  # not parts of it: a head with hooks of others makes all logits
+    # not parts of it: a head with hooks of others makes all logits
+    if isinstance(model, FSDPModule):
         model.register_forward_pre_hook(_check_caller, prepend=True)
 
 

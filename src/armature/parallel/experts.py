@@ -53,9 +53,8 @@ def shard(experts: nn.Module, mesh: DeviceMesh, *, loss_ranks: int, **arguments:
             name, nn.Parameter(distributed, requires_grad=param.requires_grad)
         )
     _exchange_rows(experts, axis)
-    dim = (
-        0 if count % (axis.size() * rest.size()) == 0 else 1
-    )  # each rank's experts, or a part of each
+    # each rank's experts, or a part of each
+    dim = 0 if count % (axis.size() * rest.size()) == 0 else 1
     data_mesh = mesh["replicate", "rest"] if mesh["replicate"].size() > 1 else rest
     fully_shard(experts, mesh=data_mesh, shard_placement_fn=lambda _: Shard(dim), **arguments)
     assert isinstance(experts, FSDPModule)
@@ -67,9 +66,8 @@ def shard(experts: nn.Module, mesh: DeviceMesh, *, loss_ranks: int, **arguments:
 
 
 def _reshard_without_grad(experts: Any, *_: Any) -> None:
-    if (
-        not torch.is_grad_enabled()
-    ):  # no backward follows, and the next forward would use the weights of this one
+    # no backward follows, and the next forward would use the weights of this one
+    if not torch.is_grad_enabled():
         experts.reshard()
 
 

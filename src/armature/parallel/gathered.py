@@ -76,9 +76,8 @@ class Gathered:
         self.names.append(name)
         self.counts.append(0)
         (_, holder, weight), *_ = own
-        mesh = getattr(
-            holder, weight
-        ).device_mesh  # gathered weights have none, or that of a tensor axis alone
+        # gathered weights have none, or that of a tensor axis alone
+        mesh = getattr(holder, weight).device_mesh
         knows_whole = False
 
         def before(*_: Any) -> None:
@@ -101,9 +100,8 @@ class Gathered:
             nonlocal forwards_left
             for path, part, key in own:
                 weight = getattr(part, key)
-                if (
-                    getattr(weight, "device_mesh", None) != mesh and not weight.is_inference()
-                ):  # that has no version
+                # that has no version
+                if getattr(weight, "device_mesh", None) != mesh and not weight.is_inference():
                     summed = (
                         forwards_left
                         and not isinstance(weight, DTensor)
@@ -114,12 +112,10 @@ class Gathered:
                     self._kept[index, path] = kept
             forwards_left = max(0, forwards_left - 1)
 
-        untraced: Any = (
-            torch.compiler.disable
-        )  # as torch's own hooks are: users may compile the unit
-        unit.register_forward_pre_hook(
-            untraced(before), prepend=True
-        )  # of torch's own hook, which gathers
+        # as torch's own hooks are: users may compile the unit
+        untraced: Any = torch.compiler.disable
+        # of torch's own hook, which gathers
+        unit.register_forward_pre_hook(untraced(before), prepend=True)
         if not staged:
             unit.register_forward_pre_hook(untraced(after))
             unit.register_forward_hook(untraced(dtensors.unobserved(keep)))

@@ -20,9 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-Part = tuple[
-    Tensor, int
-]  # this rank's part of a tensor, and the number of different parts of that tensor
+# this rank's part of a tensor, and the number of different parts of that tensor
+Part = tuple[Tensor, int]
 _PIECE_ELEMENTS = 1 << 15
 
 
@@ -163,9 +162,8 @@ def _squares(pieces: Sequence[Part], *, ranks: int, sharded: bool, device: torch
     if not pieces:
         return torch.zeros(0, dtype=torch.float32, device=device)
     own = [torch.view_as_real(piece) if piece.is_complex() else piece for piece, _ in pieces]
-    dtype = reduce(
-        torch.promote_types, {piece.dtype for piece in own}, torch.float32
-    )  # some parts may be float64
+    # some parts may be float64
+    dtype = reduce(torch.promote_types, {piece.dtype for piece in own}, torch.float32)
     each = torch._foreach_norm(own, 2, dtype=dtype)
     # one copy for all norms of offloaded gradients
     alike = [torch.stack([*norms]) for _, norms in groupby(each, key=lambda norm: norm.device)]

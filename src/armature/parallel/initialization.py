@@ -43,18 +43,16 @@ def materialize(
         _move_buffers(module, device=buffers_device)
         return meta_names
     swap = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(
-        True
-    )  # keeps parameters the same objects, and so tied
+    # keeps parameters the same objects, and so tied
+    torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swap)
     for param in module.parameters():
         if param._backward_hooks:
-            param._backward_hooks = (
-                param._backward_hooks
-            )  # registers them anew: torch's own record stayed behind
+            # registers them anew: torch's own record stayed behind
+            param._backward_hooks = param._backward_hooks
     _move_buffers(module, device=buffers_device)
     return meta_names
 

@@ -49,9 +49,8 @@ class Stages:
 
     indices: list[int]  # among the stages of all ranks
     count: int  # of the stages of all ranks
-    parts: list[
-        nn.Module
-    ]  # for each of this rank's stages, a view of the model with only its blocks and ends
+    # for each of this rank's stages, a view of the model with only its blocks and ends
+    parts: list[nn.Module]
 
 
 def split(
@@ -180,29 +179,23 @@ class Runner:
     device: torch.device
     schedule: str
     microbatches: int
-    unshard_outputs: Callable[
-        [Tensor], Tensor
-    ]  # all-gathers the last stage's outputs if the tensor axis shards them
+    # all-gathers the last stage's outputs if the tensor axis shards them
+    unshard_outputs: Callable[[Tensor], Tensor]
     positions: Positions | None = None  # this rank's on the context axis
-    data_group: dist.ProcessGroup | None = (
-        None  # ranks with other samples that shard this stage's weights
-    )
-    target_weights: TargetWeights | None = (
-        None  # None: each batch's loss is the mean over its own targets
-    )
-    loss_scale: Callable[[], Tensor | None] = lambda: (
-        None
-    )  # returns fp16's factor of the loss, 0-dim, or None
-    schedules: dict[Any, Any] = field(
-        default_factory=dict
-    )  # torch's, by the inputs' shape and dtype
+    # ranks with other samples that shard this stage's weights
+    data_group: dist.ProcessGroup | None = None
+    # None: each batch's loss is the mean over its own targets
+    target_weights: TargetWeights | None = None
+    # returns fp16's factor of the loss, 0-dim, or None
+    loss_scale: Callable[[], Tensor | None] = lambda: None
+    # torch's, by the inputs' shape and dtype
+    schedules: dict[Any, Any] = field(default_factory=dict)
     # shape and dtype of what a stage receives, by (stage, shape of the micro-batch)
     activation_shapes: dict[Any, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
     step_scale: Tensor | None = None  # this step's `loss_scale`
     # number of targets that divides a micro-batch's summed loss, 0-dim
-    loss_divisor: Tensor | None = (
-        None  # None: the targets are no classes, and the mean over micro-batches is the loss
-    )
+    # None: the targets are no classes, and the mean over micro-batches is the loss
+    loss_divisor: Tensor | None = None
 
     def __call__(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
         for part in self.stages.parts:

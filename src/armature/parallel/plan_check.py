@@ -106,9 +106,8 @@ def adapter_problems(make: Callable[[], nn.Module], adapter: Lora, layout: Layou
     try:
         with torch.device("meta"):
             model = make()
-    except (
-        Exception
-    ):  # of another's model, whose constructor needs real tensors: the ranks build it
+    except Exception:
+        # of another's model, whose constructor needs real tensors: the ranks build it
         return []
     try:
         adapter.add_to(model)

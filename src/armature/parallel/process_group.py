@@ -87,9 +87,8 @@ def init(
         torch.cuda.set_device(device)
     both = "cpu:gloo,cuda:nccl"
     backend = {"auto": both if on_gpu else "gloo", "nccl": both}.get(backend, backend)
-    if (
-        timeout is not None
-    ):  # for the groups that a mesh or DeepSpeed creates later: they do not inherit this timeout
+    # for the groups that a mesh or DeepSpeed creates later: they do not inherit this timeout
+    if timeout is not None:
         for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
             setattr(dist.distributed_c10d, name, timeout)
     meeting_point = _meeting_point(store)

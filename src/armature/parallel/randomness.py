@@ -44,9 +44,8 @@ def restore(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
-    elif (
-        torch.cuda.is_available()
-    ):  # of a CPU: else all ranks would draw the GPU's numbers of the set-up
+    elif torch.cuda.is_available():
+        # of a CPU: else all ranks would draw the GPU's numbers of the set-up
         torch.cuda.manual_seed(torch.initial_seed())
 
 
@@ -123,10 +122,8 @@ class RankRandomState:
         Under another layout ranks draw different numbers anyway. They then begin new streams at the
         checkpoint's step.
         """
-        known = (
-            layout,
-            layout.partition(" sequence_parallel=")[0],
-        )  # earlier versions did not state it
+        # earlier versions did not state it
+        known = (layout, layout.partition(" sequence_parallel=")[0])
         if (
             saved is not None
             and saved["layout"] in known

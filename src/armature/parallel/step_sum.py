@@ -36,9 +36,8 @@ class StepSum:
         self.forget()
 
     def forget(self) -> None:
-        self._sum: Tensor | None = (
-            None  # last: how many ranks want to stop; before it: targets, if they were sent
-        )
+        # last: how many ranks want to stop; before it: targets, if they were sent
+        self._sum: Tensor | None = None
         self._work: dist.Work | None = None
         self._has_targets = self._tells_of_stop = False
 

@@ -16,9 +16,8 @@ from torch import Tensor
 from armature.models.loss import IGNORED
 from armature.parallel.step_sum import StepSum
 
-TARGETS_PER_UNIT = (
-    1024.0  # numbers of targets are counted in units, so that a loss times a number fits into fp16
-)
+# numbers of targets are counted in units, so that a loss times a number fits into fp16
+TARGETS_PER_UNIT = 1024.0
 MIN_TARGETS = 1e-12
 
 
@@ -58,9 +57,8 @@ class TargetWeights:
         targets = batch.get("targets") if isinstance(batch, dict) else None
         if isinstance(targets, Tensor) and not targets.is_floating_point():
             count = (targets != IGNORED).sum(dtype=torch.float32)
-            self.batch_targets = (
-                count.clamp(min=MIN_TARGETS) / TARGETS_PER_UNIT
-            )  # never 0: a pipeline divides by it
+            # never 0: a pipeline divides by it
+            self.batch_targets = count.clamp(min=MIN_TARGETS) / TARGETS_PER_UNIT
 
     def weight_loss(
         self, loss: Tensor, *, micro_batches: int, ranks: int, travels_with_norm: bool = False

@@ -219,9 +219,8 @@ def shard_modules(
             parallelize_module(module, mesh, ReplicatedParameters())
     ties.restore(model, tied)
     for name, param in model.named_parameters(remove_duplicate=False):
-        param.requires_grad_(
-            name not in frozen
-        )  # torch's SequenceParallel makes new parameters, which are trained
+        # torch's SequenceParallel makes new parameters, which are trained
+        param.requires_grad_(name not in frozen)
 
 
 _COLUMNS, _ROWS = ("column", "column_gathered"), ("row", "row_of_whole")  # styles of Linears
@@ -274,9 +273,8 @@ def divide_adapter(
         module._parameters[name] = nn.Parameter(distributed, requires_grad=param.requires_grad)
 
 
-@dataclass(
-    frozen=True, slots=True
-)  # slots: functools.wraps copies a __dict__, and with it whose loss this is
+# slots: functools.wraps copies a __dict__, and with it whose loss this is
+@dataclass(frozen=True, slots=True)
 class ShardedLoss:
     """A model's loss, called with outputs whose classes (the last dim) are sharded over `mesh`."""
 

@@ -23,9 +23,8 @@ def require_one_parameter(module: nn.Module, *, layout: str) -> None:
     """
     groups: dict[int, list[tuple[str, nn.Parameter]]] = {}
     for name, param in module.named_parameters():
-        plain = (
-            type(param.data) is Tensor and param.device.type != "meta"
-        )  # others' memory is elsewhere, or none
+        # others' memory is elsewhere, or none
+        plain = type(param.data) is Tensor and param.device.type != "meta"
         if plain and param.numel():
             groups.setdefault(param.data_ptr(), []).append((name, param))
     for group in (group for group in groups.values() if len(group) > 1):

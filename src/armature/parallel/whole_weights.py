@@ -30,9 +30,8 @@ def sharded_like(target: Any, value: Any) -> Any:
 def accept(model: nn.Module) -> None:
     """Let `load_state_dict` of a sharded model, and of its parts, take whole weights."""
     for part in model.modules():
-        if not isinstance(
-            part, torch.jit.ScriptModule
-        ):  # which takes no such hook; its weights are whole
+        # which takes no such hook; its weights are whole
+        if not isinstance(part, torch.jit.ScriptModule):
             part.register_load_state_dict_pre_hook(_shard)
 
 

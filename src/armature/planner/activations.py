@@ -11,9 +11,8 @@ from armature.planner.setup import Setup
 def kept_by_block(setup: Setup, recompute: str | int) -> float:
     """Return bytes that one block keeps of one sample's forward pass for backward."""
     cost, c, tensor = setup.cost, setup.compute_bytes, setup.axes["tensor"]
-    between = (
-        tensor if setup.sequence_parallel else 1
-    )  # ranks that share the positions between blocks
+    # ranks that share the positions between blocks
+    between = tensor if setup.sequence_parallel else 1
     positions, copied = cost.positions / setup.axes["context"], cost.keys * (setup.key_copies - 1)
     if recompute == "none":
         norms = cost.norms * norm_bytes(setup) * cost.width / between
@@ -36,9 +35,8 @@ def kept_by_block(setup: Setup, recompute: str | int) -> float:
             )
         if setup.axes["context"] > 1:  # what the exchanges bring is kept, too
             products += (2 * cost.queries + cost.keys + copied) / tensor
-        if (
-            setup.expert > 1
-        ):  # so are the rows that arrive and return; products are as many as rows arrive
+        # so are the rows that arrive and return; products are as many as rows arrive
+        if setup.expert > 1:
             beyond = setup.expert_load - 1
             products += ((2 + beyond) * cost.rows + beyond * (cost.routed - cost.rows) / 2) / tensor
         return positions * (stream + c * products)

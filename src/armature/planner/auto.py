@@ -25,9 +25,8 @@ TENSOR = 8  # ranks of one machine that may share each matrix
 # parameters from which on an eighth of a block's matrices still fills a GPU (width 8,192)
 WIDE_BLOCK = 500_000_000
 LARGE_WORLD = 64  # ranks from which on gathering weights within a machine pays
-HEADROOM = (
-    0.1  # share of the device left free: a test holds the formulas within this of the simulator
-)
+# share of the device left free: a test holds the formulas within this of the simulator
+HEADROOM = 0.1
 PLAN_COMMAND = (
     "python scripts/plan.py with this command's overrides and hardware=this lists what fits."
 )
@@ -93,9 +92,8 @@ def decide(
             blocked += found
             tried.remove(each)
     shards = not blocked or any(each.options is not None for each in tried)  # some axis can do it
-    if shards and str(cfg.task._target_).startswith(
-        "armature."
-    ):  # a user's task may freeze weights
+    # a user's task may freeze weights
+    if shards and str(cfg.task._target_).startswith("armature."):
         _refuse(cfg, setup, tried, memory_bytes=memory_bytes, problems=problems)
     best = min(tried, key=lambda each: each.peak.total_bytes)
     needs = f"{_size(best.peak.total_bytes)} of {_size(memory_bytes)} per device (predicted)"
@@ -173,10 +171,8 @@ def _tries(cfg: DictConfig, setup: Setup, *, room: float) -> Iterator[Try]:
     plain: list[tuple[str, dict[str, int | str] | None]] = [
         ("single" if world == 1 else "ddp", None)
     ]
-    if world > 1 and set(cfg.strategy) <= {
-        "_target_",
-        *signatures.defaults_of(STRATEGIES["mesh"]),
-    }:  # else ddp's own
+    # else ddp's own
+    if world > 1 and set(cfg.strategy) <= {"_target_", *signatures.defaults_of(STRATEGIES["mesh"])}:
         tensor = math.gcd(min(TENSOR, devices), setup.cost.key_heads or TENSOR)
         wide = setup.cost.block - setup.cost.experts >= WIDE_BLOCK and 1 < devices < world
         if wide and tensor > 1:
@@ -302,9 +298,8 @@ def warning(
     assert setup is not None
     assert memory_bytes is not None
     peak = memory.peak(setup)
-    compiled = (
-        layout.options.get("compile", "none") != "none"
-    )  # the formulas are of uncompiled blocks, which keep more
+    # the formulas are of uncompiled blocks, which keep more
+    compiled = layout.options.get("compile", "none") != "none"
     if (peak.least_bytes if compiled else peak.total_bytes) <= memory_bytes:
         return None
     kinds = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in peak.bytes_by_kind.items())

@@ -21,12 +21,8 @@ GIB = 2**30
 THIS = "this"  # the name of the machine that asks
 FP32_FLOPS_PER_CYCLE = 32  # of one CPU core: two fused multiply-adds of eight numbers
 CPU_BYTES_PER_SECOND = 20e9  # of one core; no file of the system has the rate of its memory
-NUMBERS = (
-    "memory_gib",
-    "memory_gb_per_second",
-    "link_gb_per_second",
-    "network_gb_per_second",
-)  # of a file
+# of a file
+NUMBERS = ("memory_gib", "memory_gb_per_second", "link_gb_per_second", "network_gb_per_second")
 TYPES = ("float8", "bfloat16", "float16", "tf32", "float32", "float64")
 # shares of the published rates that real kernels reach, chosen before any comparison with measured
 # runs

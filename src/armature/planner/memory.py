@@ -19,14 +19,11 @@ CONTEXT_BYTES = GIB // 2  # CUDA's context and cuBLAS's workspace
 COMMUNICATION_BYTES = GIB  # NCCL's buffers, if there are several ranks
 FRAGMENTATION = 0.05  # share of the peak that the caching allocator reserves beyond it
 CHUNK = {"cpu": 2**23, "gpu": 2**27}  # logits of one chunk of the loss (models/decoder/loss.py)
-MUON_ROUND = {
-    "whole": 2**28,
-    "sharded": 2**26,
-}  # a rank's elements per exchange (parallel/distributed_matrices.py)
+# a rank's elements per exchange (parallel/distributed_matrices.py)
+MUON_ROUND = {"whole": 2**28, "sharded": 2**26}
 LOGIT_BYTES = 12  # without chunks: fp32 log-probabilities, their gradient, and the logits' gradient
-DEEPSPEED_BUCKET = (
-    200_000_000  # elements reduced or gathered at once, at most: DeepSpeedStrategy's defaults
-)
+# elements reduced or gathered at once, at most: DeepSpeedStrategy's defaults
+DEEPSPEED_BUCKET = 200_000_000
 # the last weights stay gathered: backward needs them within stage3_max_reuse_distance
 DEEPSPEED_KEPT = 500_000_000
 
@@ -126,9 +123,8 @@ def _part(setup: Setup, stage: int) -> Part:
     gathered = (
         (cost.block - cost.experts) / tensor + cost.experts / setup.expert if cost.experts else None
     )
-    block = (
-        cost.block / tensor
-    )  # the tensor axis divides experts too, as ranks of the expert axis or of `rest`
+    # the tensor axis divides experts too, as ranks of the expert axis or of `rest`
+    block = cost.block / tensor
     return Part(
         cost.first / tensor * first, blocks, block, cost.last / tensor * last, gathered or block
     )
@@ -210,9 +206,8 @@ def _deepspeed_state(setup: Setup, total: float, optimizer: float) -> dict[str, 
     It copies weights to fp32, also those that are.
     """
     ranks, low = setup.world_size, setup.compute_bytes
-    whole = setup.stage == 1 and (
-        setup.accumulate > 1 or setup.on_cpu
-    )  # on a CPU it reduces after backward
+    # on a CPU it reduces after backward
+    whole = setup.stage == 1 and (setup.accumulate > 1 or setup.on_cpu)
     return {
         "parameters": 0 if setup.offload else low * total / (ranks if setup.stage >= 3 else 1),
         "gradients": 0 if setup.offload_optimizer else low * total / (1 if whole else ranks),
@@ -232,9 +227,8 @@ def _moments(
         setup, stage
     )
     block = piece * activations.kept_by_block(setup, "none")
-    working = (
-        block if setup.recompute != "none" else 0
-    )  # computed again when backward reaches the block
+    # computed again when backward reaches the block
+    working = block if setup.recompute != "none" else 0
     gradients = piece * cost.positions / context * c * cost.inner / tensor
     working += gradients / 2  # of about half of them at a time
     copied, low = _low_copies(setup, part)
@@ -243,27 +237,24 @@ def _moments(
         setup.kind == "deepspeed" and setup.stage == 3
     )  # buckets; a flat buffer
     gathered, unit_gradients = _gathered(setup, part)
-    late = (
-        setup.schedule == "gpipe" and pipe > 1
-    )  # all of the schedule's losses are computed before its backward
+    # all of the schedule's losses are computed before its backward
+    late = setup.schedule == "gpipe" and pipe > 1
     if pipe > 1:
         # a schedule's gradients lie beside those before: Lightning's zero_grad comes after
         # training_step
         held["gradients"] *= 2
     if setup.accumulate == 1 and not stays and pipe == 1:
         held["gradients"] = 0  # set to None before the step
-    if pipe > 1 and activations.is_sharded(
-        setup
-    ):  # gradients stay whole until the schedule's last micro-batch
+    # gradients stay whole until the schedule's last micro-batch
+    if pipe > 1 and activations.is_sharded(setup):
         unit_gradients = setup.reduced_bytes * _trained(setup, part)
     working += _dense_matrix(setup)
     after_blocks = activations.norm_bytes(setup) + 2 * c
     end = piece * cost.losses / context * cost.width * after_blocks / between if part.last else 0
     loss, loss_backward = _loss(setup, part, piece)
     last_gathered = _unsharded(setup, _last_unit(setup, part))
-    arriving = (
-        0 if setup.adapters is None else last_gathered
-    )  # its buffer; else a gradient is larger
+    # its buffer; else a gradient is larger
+    arriving = 0 if setup.adapters is None else last_gathered
     finish = (
         max(_unit(setup, part.first), _unit(setup, part.gathered)) if setup.adapters is None else 0
     )
@@ -368,9 +359,8 @@ def _gathered(setup: Setup, part: Part) -> tuple[float, float]:
     way.
     """
     if setup.kind == "deepspeed" and setup.stage < 3:
-        return (
-            1 if setup.on_cpu else 2
-        ) * setup.compute_bytes * DEEPSPEED_BUCKET, 0  # two overlap, whatever the model
+        # two overlap, whatever the model
+        return (1 if setup.on_cpu else 2) * setup.compute_bytes * DEEPSPEED_BUCKET, 0
     if not activations.is_sharded(setup):
         return 0, 0
     blocks = max(1, round(setup.min_unit / part.block)) if part.block < setup.min_unit else 1
@@ -396,15 +386,15 @@ def _loss(setup: Setup, part: Part, piece: float) -> tuple[float, float]:
         return 0, 0
     positions, matrix = piece * cost.losses / setup.axes["context"], cost.head_matrices / tensor
     logits = positions * cost.classes / tensor
-    of_outputs = (
-        SCHEDULES[setup.schedule].stages_per_rank > 1 or setup.axes["context"] > 1
-    )  # as `Runner` computes it
+    # as `Runner` computes it
+    of_outputs = SCHEDULES[setup.schedule].stages_per_rank > 1 or setup.axes["context"] > 1
     if not cost.chunked_loss or (setup.axes["pipe"] > 1 and of_outputs):
         return (8 + c) * logits, LOGIT_BYTES * logits + c * matrix
     chunk = min(logits, CHUNK["cpu" if setup.on_cpu else "gpu"])
+    # of the weight
     copy = (
         0 if c == 4 or (activations.is_sharded(setup) and setup.gathered_bytes == c) else c * matrix
-    )  # of the weight
+    )
     if setup.adapters is not None:  # the head has no gradient
         return (c + 4) * chunk + copy + positions * cost.width * c, 3 * positions * cost.width * c
     workspace = (c + 4) * chunk + (4 + c) * matrix + copy + positions * cost.width * c

@@ -20,22 +20,8 @@ from armature.planner.devices import Device
 from armature.planner.layouts import Choice
 from armature.planner.setup import LANGUAGE_MODELING, Setup, setup_of
 
-MICRO_BATCHES = (
-    1,
-    2,
-    3,
-    4,
-    6,
-    8,
-    12,
-    16,
-    24,
-    32,
-    48,
-    64,
-    96,
-    128,
-)  # samples per rank that are tried
+# samples per rank that are tried
+MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 PIECES = (4, 8, 16, 32)  # of a pipeline's micro-batch
 ENOUGH_POSITIONS = 16_384  # of a micro-batch, with which a GPU's kernels are busy
 # relative difference of throughput below which the simpler layout comes first: predictions are no

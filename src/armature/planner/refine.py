@@ -15,10 +15,8 @@ from armature.planner.ranking import Candidate
 
 log = logging.getLogger(__name__)
 MOST = 3  # layouts that are simulated
-DEPTHS = (
-    3,
-    5,
-)  # layers of the two models that are simulated for one with many; the rest lies on a straight line
+# layers of the two models that are simulated for one with many; the rest lies on a straight line
+DEPTHS = (3, 5)
 
 
 def simulated(cfg: DictConfig, device: Device, runs: Sequence[Candidate]) -> list[Candidate]:
@@ -46,11 +44,8 @@ def simulated(cfg: DictConfig, device: Device, runs: Sequence[Candidate]) -> lis
         requests.append(simulation.Request(cfg=changed, rank=rank, device=device, depths=depths))
     try:
         results = simulation.simulate_all(requests)
-    except (
-        ConfigError,
-        simulation.SimulationFailed,
-        OSError,
-    ) as error:  # no compiler, a CUDA build of torch, …
+    except (ConfigError, simulation.SimulationFailed, OSError) as error:
+        # no compiler, a CUDA build of torch, …
         log.warning(
             "The best layouts are not simulated, and the formulas stand: %s", error_line(error)
         )

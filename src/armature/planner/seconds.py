@@ -15,9 +15,8 @@ from armature.planner.devices import MATRIX_SHARE, MEMORY_SHARE, Device
 from armature.planner.setup import Setup
 
 HOST_BYTES_PER_SECOND = 20e9  # between a device and its host's memory: PCIe 4.0 x16, shared
-HOST_STEP_BYTES_PER_SECOND = (
-    10e9  # of weights, gradients and state that a CPU's optimizer reads and writes, per rank
-)
+# of weights, gradients and state that a CPU's optimizer reads and writes, per rank
+HOST_STEP_BYTES_PER_SECOND = 10e9
 # memory traffic of operators without arithmetic, in bytes per byte that a block keeps
 FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 5.4, 10.7
 LOGIT_TRAFFIC = 60  # bytes per logit, forward and backward
@@ -98,9 +97,8 @@ def _compute(setup: Setup, device: Device) -> float:
     attention = tokens * 4 * cost.attention * cost.positions / tensor / flops_rate
     kept = samples * activations.kept_by_block(setup, "none") / bytes_rate
     forward = products + attention + FORWARD_TRAFFIC * kept + _dequantized(setup, bytes_rate)
-    towards = (
-        2 if setup.adapters is None else 1
-    )  # inputs and weights; frozen weights have no gradients
+    # inputs and weights; frozen weights have no gradients
+    towards = 2 if setup.adapters is None else 1
     backward = (
         towards * products
         + 2.5 * attention
@@ -262,9 +260,8 @@ def _tensor(setup: Setup, device: Device) -> float:
     if str(setup.recompute).isdigit():
         repeated *= activations.recomputed_blocks(setup, blocks) / blocks
     elements = setup.micro * setup.accumulate * cost.positions / setup.axes["context"] * cost.width
-    ends = 2 * (
-        setup.compute_bytes + activations.residual_bytes(setup)
-    )  # head; embedding, both forward and backward
+    # head; embedding, both forward and backward
+    ends = 2 * (setup.compute_bytes + activations.residual_bytes(setup))
     return _ring(
         ((8 + repeated) * blocks * setup.compute_bytes + ends) * elements,
         setup.axes["tensor"],

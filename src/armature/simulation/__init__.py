@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["Report", "Request", "SimulationFailed", "Volume", "simulate", "simulate_all", "text"]
 
 
-def __getattr__(
-    name: str,
-) -> Any:  # the modules of this package are imported by one another, so not at once
+# the modules of this package are imported by one another, so not at once
+def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from armature.simulation import processes, report

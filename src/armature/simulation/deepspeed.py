@@ -107,9 +107,8 @@ def held_bytes(one: Report, *, stage: int, ranks: int, width: int) -> dict[str, 
     holds.
     """
     weights = float(one.parameters * width)
-    to_fp32 = (
-        4 * one.parameters / one.held["parameters"]
-    )  # the state of one process has its weights' type
+    # the state of one process has its weights' type
+    to_fp32 = 4 * one.parameters / one.held["parameters"]
     state = 4 * one.parameters + to_fp32 * one.held["optimizer state"]
     return {
         "parameters": weights / (ranks if stage == 3 else 1), "gradients": weights / ranks,
@@ -124,9 +123,8 @@ def _sizes(options: Mapping[str, Any]) -> tuple[int, float]:
     typed = (options["config"] or {}).get("zero_optimization", {})
     bucket = typed.get("reduce_bucket_size", memory.DEEPSPEED_BUCKET)
     reuse = typed.get("stage3_max_reuse_distance", 2 * memory.DEEPSPEED_KEPT)
-    return bucket if options[
-        "stage"
-    ] == 3 else 2 * bucket, reuse / 2  # forward and backward pass them once each
+    # forward and backward pass them once each
+    return bucket if options["stage"] == 3 else 2 * bucket, reuse / 2
 
 
 def bucket_bytes(strategy: Any) -> int:

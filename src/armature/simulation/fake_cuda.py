@@ -43,9 +43,8 @@ _shim: ctypes.CDLL | None = None  # as soon as it is loaded
 def _nothing() -> None: ...
 
 
-on_wait: Callable[[], None] = (
-    _nothing  # called whenever code waits for the device by a function of torch.cuda
-)
+# called whenever code waits for the device by a function of torch.cuda
+on_wait: Callable[[], None] = _nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +110,8 @@ def compiled() -> Path:
         return library
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            dir=library.parent
-        ) as part:  # beside the target: a rename stays on its disk
+        # beside the target: a rename stays on its disk
+        with tempfile.TemporaryDirectory(dir=library.parent) as part:
             built = Path(part) / library.name
             _compile(built, torch_folder)
             os.replace(built, library)

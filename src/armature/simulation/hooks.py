@@ -36,9 +36,8 @@ def install(meter: Meter) -> None:
     # it runs each operator once on tensors of global size, to learn shapes
     wrap(ShardingPropagator, "_propagate_tensor_meta_non_cached", lambda f: _unnoticed(meter, f))
     wrap(_fsdp_init, "_move_states_to_device", _moving)
-    wrap(
-        torch.UntypedStorage, "resize_", lambda f: _noting_sizes(meter, f)
-    )  # no dispatch mode sees it
+    # no dispatch mode sees it
+    wrap(torch.UntypedStorage, "resize_", lambda f: _noting_sizes(meter, f))
 
 
 def wrap(owner: Any, name: str, make: Callable[[Function], Function]) -> None:

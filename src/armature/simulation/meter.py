@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed._tools import (
-    fake_collectives,
-)  # gives c10d's operators a form without values
+
+# gives c10d's operators a form without values
+from torch.distributed._tools import fake_collectives
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

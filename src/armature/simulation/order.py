@@ -62,9 +62,8 @@ class Operation:
     group: tuple[int, ...]
     peer: int = -1  # of a send or receive; the source of a broadcast; -1: none
     bytes: int = 0  # of the largest tensor
-    splits: tuple[
-        int, ...
-    ] = ()  # elements that an all-to-all sends to each rank of the group, then receives from each
+    # elements that an all-to-all sends to each rank of the group, then receives from each
+    splits: tuple[int, ...] = ()
 
     @property
     def is_to_one(self) -> bool:

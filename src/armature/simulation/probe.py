@@ -70,9 +70,8 @@ class MeasuredStep(L.Callback):
             self.bucket = max(self.bucket, deepspeed.bucket_bytes(trainer.strategy))
 
         for param in pl_module.parameters() if self.engine else ():
-            param.register_post_accumulate_grad_hook(
-                note_bucket
-            )  # the engine frees it after backward
+            # the engine frees it after backward
+            param.register_post_accumulate_grad_hook(note_bucket)
 
     @override
     def on_train_batch_start(

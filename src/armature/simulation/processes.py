@@ -68,9 +68,8 @@ class Recorded:
 
     report: Report
     record: list[dict[str, Any]]
-    validation_syncs: dict[
-        str, int
-    ]  # host synchronizations of the validation's batches, by line of code
+    # host synchronizations of the validation's batches, by line of code
+    validation_syncs: dict[str, int]
 
 
 def simulate(
@@ -154,9 +153,8 @@ class _Server:
     def run(self, jobs: Sequence[dict[str, Any]]) -> list[Report | ConfigError | SimulationFailed]:
         try:
             return self._run(jobs)
-        except (
-            BaseException
-        ):  # what it still answers to these jobs must not be taken for answers to others
+        except BaseException:
+            # what it still answers to these jobs must not be taken for answers to others
             _server.cache_clear()
             self.process.kill()
             raise

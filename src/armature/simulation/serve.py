@@ -23,12 +23,10 @@ from typing import Any
 
 
 def main() -> None:
-    logging.getLogger("torch.utils.flop_counter").setLevel(
-        logging.ERROR
-    )  # on import it warns that triton is missing
-    warnings.filterwarnings(
-        "ignore", "This process .* is multi-threaded", DeprecationWarning
-    )  # one watches the parent
+    # on import it warns that triton is missing
+    logging.getLogger("torch.utils.flop_counter").setLevel(logging.ERROR)
+    # one watches the parent
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     from armature.simulation import job  # noqa: F401  # the import that every simulation would pay for
 
     gc.freeze()

@@ -79,9 +79,8 @@ def forget_folder(cfg: DictConfig) -> None:
     step's cost.
     """
     if OmegaConf.select(cfg, "model.pretrained") is not None:
-        cfg.data = OmegaConf.create(
-            OmegaConf.to_container(cfg.data, resolve=True)
-        )  # it may name the folder
+        # it may name the folder
+        cfg.data = OmegaConf.create(OmegaConf.to_container(cfg.data, resolve=True))
         cfg.model.pretrained = None
 
 

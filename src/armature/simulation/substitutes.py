@@ -57,9 +57,8 @@ def install(*, devices: int, capability: tuple[int, int]) -> None:
         wrap(randomness, name, with_values)
     wrap(agreement, "stop_together", with_values)  # a number without a value would end the run
     initialization.initialize_by_name = lambda *args, **kwargs: None  # weights have no values
-    device_dtype_mixin._DeviceDtypeModuleMixin.cpu = lambda self: (
-        self
-    )  # fake tensors cannot be swapped
+    # fake tensors cannot be swapped
+    device_dtype_mixin._DeviceDtypeModuleMixin.cpu = lambda self: self
     torch.Tensor.pin_memory = lambda self, device=None: self
     torch.Tensor.record_stream = lambda self, stream: None
     _ddp()
@@ -127,9 +126,10 @@ def data_module(data: Any) -> None:
 
 
 def _ddp() -> None:
+    # read values
     ddp._verify_param_shape_across_processes = ddp._sync_module_states = lambda *args, **kwargs: (
         None
-    )  # read values
+    )
 
     def reduce(state: Any, bucket: Any) -> Any:
         # the fake group's own future holds no tensors, for which DDP asks it

@@ -137,9 +137,8 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        torch.manual_seed(
-            self.seed
-        )  # a model that is not initialized by name is built alike on every rank
+        # a model that is not initialized by name is built alike on every rank
+        torch.manual_seed(self.seed)
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
@@ -173,9 +172,8 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         if trainer.state.fn == TrainerFn.FITTING:
             if getattr(trainer, "begins_random_streams", False):
                 self.random_state.begin(seed=self.seed, stream=self.rng_stream)
-                if (
-                    not self.sharded
-                ):  # weights that `on_fit_start` or `on_train_start` draws are alike on every rank
+                # weights that `on_fit_start` or `on_train_start` draws are alike on every rank
+                if not self.sharded:
                     randomness.begin(seed=self.seed, stream=randomness.OF_ALL_RANKS)
             else:
                 randomness.begin(seed=self.seed, stream=self.rng_stream)
@@ -199,9 +197,8 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         params = dict(self.module.named_parameters(remove_duplicate=False))
         names = {f"{name}.{own}" for name, names in self.imported.items() for own in names}
         filled = {params[name] for name in names if name in params}
-        self.from_base = names | {
-            name for name, param in params.items() if param in filled
-        }  # tied ones have two
+        # tied ones have two
+        self.from_base = names | {name for name, param in params.items() if param in filled}
         adapted = tuple(
             f"{name}."
             for name, model in models
@@ -350,9 +347,8 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        tensor = (
-            tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        )  # as a penalty on sharded weights
+        # as a penalty on sharded weights
+        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         op = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
         # the mean of whole numbers would be truncated, and `self.log(…, sync_dist=True)` counts its
         # samples that way
@@ -375,9 +371,8 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        yes = int(
-            process_group.all_sum(torch.tensor(int(decision)))
-        )  # of processes: `reduce` counts parts of the data
+        # of processes: `reduce` counts parts of the data
+        yes = int(process_group.all_sum(torch.tensor(int(decision))))
         return yes == self.world_size if all else yes > 0
 
     @override

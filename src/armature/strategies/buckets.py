@@ -57,9 +57,8 @@ class BucketOrder:
         self._names: Sequence[str] = ()
         self._reduced: Sequence[str] = ()
         self._ready: list[str] = []
-        self._notes = self._learns = (
-            False  # whether this backward is noted; whether it is a static graph's first
-        )
+        # whether this backward is noted; whether it is a static graph's first
+        self._notes = self._learns = False
         self._handles: list[RemovableHandle] = []
 
     @property
@@ -101,9 +100,8 @@ class BucketOrder:
         if self._learns:
             self._learns = False
             return
-        ready = dict.fromkeys(
-            self._ready[::-1]
-        )  # DDP counts the last of several of a reentrant checkpoint
+        # DDP counts the last of several of a reentrant checkpoint
+        ready = dict.fromkeys(self._ready[::-1])
         self._names = [*[*ready][::-1], *(name for name in self._reduced if name not in ready)]
         self.stop_watching()
 

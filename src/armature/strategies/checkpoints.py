@@ -101,14 +101,12 @@ class CheckpointMixin(LayoutMixin):
     frozen_base: Set[str] = frozenset()
     _extra_state: dict[str, Callable[[], Mapping[str, Tensor]]]
     _loading: Path | None = None  # between `load_checkpoint` and the optimizers' state
-    _late: Mapping[str, Any] = MappingProxyType(
-        {}
-    )  # what `on_fit_start` makes: weights of modules, and buffers
+    # what `on_fit_start` makes: weights of modules, and buffers
+    _late: Mapping[str, Any] = MappingProxyType({})
     copies_buffers: bool = False
     _named_buffers: Set[str] = frozenset()  # that differ between ranks, and were warned of
-    _first_names: Set[str] | None = (
-        None  # of weights and saved buffers, when training began; of those warned of, too
-    )
+    # of weights and saved buffers, when training began; of those warned of, too
+    _first_names: Set[str] | None = None
     before_loading: Sequence[Callable[[dict[str, Any]], None]] = ()
     restore_checkpoint_after_setup = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
     lightning_restore_optimizer = True  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
@@ -150,9 +148,8 @@ class CheckpointMixin(LayoutMixin):
                 raise ConfigError(whole_optimizers.needs_whole_model(optimizer))
             return {"whole": whole_optimizers.whole_state(optimizer)}
         names, index = state.parameter_names(self.module), self.optimizers.index(optimizer)
-        whole_optimizers.check(
-            optimizer, names, held=self.module.state_dict()
-        )  # a hook may have unfrozen a weight
+        # a hook may have unfrozen a weight
+        whole_optimizers.check(optimizer, names, held=self.module.state_dict())
         tensors = optimizers.by_weight(optimizer, names, index=index)
         of_groups, first = optimizers.group_names(optimizer, names), self.first_groups.get(index)
         groups = optimizers.param_groups(optimizer, of_groups)
@@ -163,9 +160,8 @@ class CheckpointMixin(LayoutMixin):
             if first is not None and not first.intersection(group[optimizers.NAMES])
         )
         for number, group in enumerate(added, start=1):
-            group[optimizers.ADDED] = (
-                number  # equal groups without a number would be merged into one
-            )
+            # equal groups without a number would be merged into one
+            group[optimizers.ADDED] = number
         return {"tensors": tensors, "groups": groups}
 
     @override
@@ -191,9 +187,8 @@ class CheckpointMixin(LayoutMixin):
             )
         dtensors.check_parts()  # the change of a row in the last hook before a save
         if storage_options is None:
-            filepath = process_group.broadcast_object(
-                filepath
-            )  # ModelCheckpoint's holds a metric of this rank
+            # ModelCheckpoint's holds a metric of this rank
+            filepath = process_group.broadcast_object(filepath)
         path = resume.to_path(filepath)
         rest = {
             key: value
@@ -329,9 +324,8 @@ class CheckpointMixin(LayoutMixin):
             for index, groups in enumerate(meta.get(state.GROUPS, ()))
         ]
         self.bucket_order.names = meta.pop(state.BUCKETS, ())
-        grown = buffers.resized(
-            self.module, self.first_sizes
-        )  # since an older checkpoint was saved
+        # since an older checkpoint was saved
+        grown = buffers.resized(self.module, self.first_sizes)
         buffers.resize(path, self.module, {*meta.pop(buffers.RESIZED, ()), *grown})
         if self._hooks_change_weights:
             meta["state_dict"] = self.read_weights(path)
@@ -536,7 +530,6 @@ def _stepped(optimizer: Optimizer) -> set[Tensor]:
     tell which.
     """
     own = {param for group in optimizer.param_groups for param in group["params"]}
-    tells = bool(optimizer.state) and not whole_optimizers.is_saved_whole(
-        optimizer
-    )  # SGD without momentum has none
+    # SGD without momentum has none
+    tells = bool(optimizer.state) and not whole_optimizers.is_saved_whole(optimizer)
     return {param for param in own if param in optimizer.state} if tells else own

@@ -23,9 +23,8 @@ from armature.strategies.base import StrategyMixin
 from armature.strategies.buckets import OrderedDDP
 
 
-def rounded_to_bf16(
-    group, bucket
-):  # without annotations: DDP refuses strings, as `from __future__` makes them
+# without annotations: DDP refuses strings, as `from __future__` makes them
+def rounded_to_bf16(group, bucket):
     """Call torch's hook under another name.
 
     DDP refuses that name on a CPU, although gloo can sum bf16.
@@ -64,9 +63,8 @@ class DDP(StrategyMixin, DDPStrategy):
     saves_files = True
     copies_buffers = True
     replicates_weights = True
-    remedies: ClassVar = {
-        "Expected to have finished reduction": UNUSED
-    }  # Lightning names a strategy of its own
+    # Lightning names a strategy of its own
+    remedies: ClassVar = {"Expected to have finished reduction": UNUSED}
 
     def __init__(
         self,
@@ -116,9 +114,8 @@ class DDP(StrategyMixin, DDPStrategy):
             (name, param) for name, param in self.module.named_parameters() if param.requires_grad
         ]
         unused = [name for name, param in trained if param.grad is None]
-        if self._ddp_kwargs["find_unused_parameters"] or not 0 < len(unused) < len(
-            trained
-        ):  # all: they are cleared
+        # all: they are cleared
+        if self._ddp_kwargs["find_unused_parameters"] or not 0 < len(unused) < len(trained):
             return super().why_unequal()
         return f"{', '.join(unused[:3])}{' …' if len(unused) > 3 else ''}: {UNUSED}"
 
@@ -190,15 +187,12 @@ class DDP(StrategyMixin, DDPStrategy):
         wrapped._check_reducer_finalized()
         trainer = self.module.trainer
         if trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches:
-            for (
-                param
-            ) in changed:  # what this step's earlier micro-batches have added is not reduced yet
+            # what this step's earlier micro-batches have added is not reduced yet
+            for param in changed:
                 if param.grad is not None and not param.requires_grad:
                     dist.all_reduce(param.grad.div_(self.world_size))
-        del (
-            wrapped.logger,
-            wrapped.reducer,
-        )  # with the last reference, its hooks on the weights are removed
+        # with the last reference, its hooks on the weights are removed
+        del wrapped.logger, wrapped.reducer
         self._ddp_kwargs["init_sync"] = False  # the ranks are alike
         self._first_step = trainer.global_step  # a static graph is learned anew
         self.configure_ddp()

@@ -76,19 +76,16 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         self.config = cast(dict[str, Any], OmegaConf.to_container(merged, resolve=True))
         self.fetches_weights = self.zero_stage_3
         self._groups: list[list[str]] = []
-        self._stepped: set[str] = (
-            set()
-        )  # the weights of which the engine has fp32 copies and the optimizer's state
-        self._replaced_scale: tuple[float, float] | None = (
-            None  # the engine's own loss scale and that of this step
-        )
+        # the weights of which the engine has fp32 copies and the optimizer's state
+        self._stepped: set[str] = set()
+        # the engine's own loss scale and that of this step
+        self._replaced_scale: tuple[float, float] | None = None
         self.configure_mixin(seed, activation_checkpointing, compile, compile_mode, float8)
 
     @override
     def _format_config(self) -> None:
-        assert isinstance(
-            self.config, dict
-        )  # Lightning leaves 16 bits off where any entry of theirs was typed
+        # Lightning leaves 16 bits off where any entry of theirs was typed
+        assert isinstance(self.config, dict)
         typed = {key: self.config.pop(key) for key in ("fp16", "bf16") if key in self.config}
         super()._format_config()
         for key, entries in typed.items():
@@ -101,9 +98,8 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
             "ignore", message=".*(all_gather_into|reduce_scatter)_tensor` is deprecated"
         )
         self.join_group()
-        DDPStrategy.setup_environment(
-            self
-        )  # DeepSpeedStrategy's refuses a CPU, on which the engine works
+        # DeepSpeedStrategy's refuses a CPU, on which the engine works
+        DDPStrategy.setup_environment(self)
         torch.manual_seed(self.seed)
 
     @override
@@ -129,9 +125,8 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
 
     @override
     def setup_distributed(self) -> None:
-        process_group.on_all_ranks(
-            extension_locks.clear if self.local_rank == 0 else lambda: None
-        )  # then all compile
+        # then all compile
+        process_group.on_all_ranks(extension_locks.clear if self.local_rank == 0 else lambda: None)
         self.set_world_ranks()
         self._init_deepspeed_distributed()
 
@@ -241,9 +236,8 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         norm = self.deepspeed_engine.get_global_grad_norm()
         if norm is not None:
             norm = torch.as_tensor(norm, dtype=torch.float32)
-            self.grad_norm = norm.where(
-                norm >= 0, torch.nan
-            )  # the engine writes -1 for one that is not finite
+            # the engine writes -1 for one that is not finite
+            self.grad_norm = norm.where(norm >= 0, torch.nan)
         return result
 
     # ------------------------------------------------------------ checkpoints
@@ -391,9 +385,8 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         }
         own = [name for name in self.module.state_dict() if name in held and name not in tensors]
         kept = {name: others[name] if name in others else whole([name])[name] for name in own}
-        state.load_tensors_of(
-            path, self.module, kept, strict=False
-        )  # of get_extra_state, and metrics
+        # of get_extra_state, and metrics
+        state.load_tensors_of(path, self.module, kept, strict=False)
         if fitting:
             optimizers.restore_groups(
                 self._zero.optimizer, self._groups, checkpoint[state.OPTIMIZER][0]["param_groups"]
@@ -439,9 +432,8 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         values = state.load_tensors(checkpoint, [like + key for key in keys], saved)
         shaped = [key for key in keys if getattr(values[like + key], "ndim", 0) > 0]
         inner, of_flat = self._zero.optimizer, getattr(self._zero, "sub_group_to_group_id", None)
-        for i, flat in enumerate(
-            self._flat()
-        ):  # stage 3 has several flat tensors of a group, and empties the groups
+        # stage 3 has several flat tensors of a group, and empties the groups
+        for i, flat in enumerate(self._flat()):
             on_device = _counts_on_device(inner.param_groups[i if of_flat is None else of_flat[i]])
             for key in keys:
                 value = values[like + key]

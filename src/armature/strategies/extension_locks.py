@@ -19,9 +19,8 @@ import psutil
 log = logging.getLogger(__name__)
 
 QUIET_SECONDS = 10.0  # writing the build files before ninja starts takes less
-SHARED_QUIET_SECONDS = (
-    300.0  # on a file system where another machine may compile, whose processes we do not see
-)
+# on a file system where another machine may compile, whose processes we do not see
+SHARED_QUIET_SECONDS = 300.0
 LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "overlay", "tmpfs", "apfs")
 POLL_SECONDS = 1.0
 

@@ -72,9 +72,8 @@ class GradientMixin(LayoutMixin):
     _data_ranks: int
     _weighs_targets: bool
     _hooks_read_gradients: bool = False
-    _norm_sums_targets: bool = (
-        False  # whether the step's targets are added up with the norm, in one collective
-    )
+    # whether the step's targets are added up with the norm, in one collective
+    _norm_sums_targets: bool = False
     # training_step returned None, after which Lightning clips but the scaler makes no step
     _skips_step: bool = False
     # weights, and whether their gradients are reduced over the ranks; of one rank, none
@@ -237,9 +236,8 @@ class GradientMixin(LayoutMixin):
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        gives_gradient = (
-            len(args) > 1 or kwargs.get("gradient") is not None
-        )  # the first of args is the optimizer
+        # the first of args is the optimizer
+        gives_gradient = len(args) > 1 or kwargs.get("gradient") is not None
         if not closure_loss.requires_grad or (closure_loss.numel() != 1 and not gives_gradient):
             self._refuse_loss(closure_loss)
         if changed := [p for p, reduced in self._reduced if p.requires_grad and not reduced]:
@@ -278,9 +276,8 @@ class GradientMixin(LayoutMixin):
             travels_with_norm=self._norm_sums_targets,
         )
         if self.update_mask is not None and self.update_mask.restores:
-            loss = loss * (
-                1 + 0 * loss.detach()
-            )  # a loss that is not finite makes all ranks' gradients NaN
+            # a loss that is not finite makes all ranks' gradients NaN
+            loss = loss * (1 + 0 * loss.detach())
         plugin_hooks = ("pre_backward", "post_backward")
         if any(
             getattr(type(plugin), name) is not getattr(Precision, name) for name in plugin_hooks
@@ -408,9 +405,8 @@ class GradientMixin(LayoutMixin):
             self.clip_gradients(optimizer, trainer.gradient_clip_val or 0.0, algorithm)
         if not self.gradients_are_scaled:
             self.scale_gradients(optimizer)
-        if (
-            self.update_mask is not None and self.scaler is None
-        ):  # the scaler leaves out the update itself
+        # the scaler leaves out the update itself
+        if self.update_mask is not None and self.scaler is None:
             norm = self.grad_norm
             if norm is None and self.update_mask.restores:  # the module clips itself
                 norm = self._norm_of(gradients.local_gradients(parameters_of(optimizer)))

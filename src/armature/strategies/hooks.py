@@ -46,10 +46,8 @@ def call_hooks(trainer: L.Trainer, name: str, *args: Any) -> Any:
         return call._call_lightning_module_hook(trainer, name, *args)
     module, default = _module_of(trainer), _CALLBACK_DEFAULTS[name]
     state = module.__dict__
-    before, state["_current_fx_name"] = (
-        state["_current_fx_name"],
-        name,
-    )  # `self.log` asks which hook it is called in
+    # `self.log` asks which hook it is called in
+    before, state["_current_fx_name"] = (state["_current_fx_name"], name)
     for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
         hook = getattr(callback, name)
         if getattr(hook, "__func__", None) is not default and callable(hook):
@@ -117,9 +115,8 @@ def only_calls(method: Callable[..., Any], names: Collection[str]) -> bool:
         if isinstance(function, ast.FunctionDef) and not function.decorator_list
         else []
     )
-    if (
-        body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
-    ):  # a docstring
+    # a docstring
+    if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
         body = body[1:]
     if len(body) != 1 or not isinstance(body[0], ast.Expr | ast.Return):
         return False

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 import lightning as L
 
 if TYPE_CHECKING:
-    from lightning.pytorch.strategies import (
-        DDPStrategy as _Base,
-    )  # a mixin is combined with one of Lightning's
+    # a mixin is combined with one of Lightning's
+    from lightning.pytorch.strategies import DDPStrategy as _Base
 else:
     _Base = object
 

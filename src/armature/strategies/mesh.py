@@ -147,9 +147,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         )
         if (problem := mesh.expert_problem(expert, self.sizes)) is not None:
             raise ConfigError(problem)
-        if (
-            self._device_mesh is None
-        ):  # a test after fit uses the same groups: each has buffers on a GPU
+        # a test after fit uses the same groups: each has buffers on a GPU
+        if self._device_mesh is None:
             self._device_mesh = mesh.build(self.sizes, device_type=self.root_device.type)
             self.positions = (
                 Positions(mesh.context_group(self.sizes)) if self.sizes["context"] > 1 else None
@@ -175,10 +174,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
     @property
     @override
     def sample_ranks(self) -> list[int]:
-        context, tensor = (
-            self.sizes["context"],
-            self._rank_on("tensor"),
-        )  # "shard" is the mesh's axis of both
+        # "shard" is the mesh's axis of both
+        context, tensor = (self.sizes["context"], self._rank_on("tensor"))
         return (
             self.device_mesh.mesh[
                 self.stage, :, self._rank_on("shard") % context :: context, tensor
@@ -217,9 +214,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
     # ------------------------------------------------------------ building
     @override
     def build(self, module: L.LightningModule) -> None:
-        self.precision_plugin.convert_module(
-            module
-        )  # bf16-true: weights that are created from here on have this type
+        # bf16-true: weights that are created from here on have this type
+        self.precision_plugin.convert_module(module)
         others = ("pipe", "context", "tensor")  # whose activations may be DTensors
         weights_only = all(self.sizes[axis] == 1 for axis in others) and self.options["expert"] == 1
         dtensors.support_user_code(watch_parts=weights_only)
@@ -349,9 +345,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
 
         `several`: the LightningModule has more than one model.
         """
-        several = (
-            several and self.sizes["pipe"] == 1
-        )  # a pipeline needs weights until the end of all micro-batches
+        # a pipeline needs weights until the end of all micro-batches
+        several = several and self.sizes["pipe"] == 1
         options = self.options | {
             name: getattr(self, name)
             for name in ("activation_checkpointing", "compile", "compile_mode", "float8")
@@ -382,9 +377,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
     @override
     def leave_out_together(self, optimizer: torch.optim.Optimizer, steps_before: int) -> None:
         added_up_before = self.sizes["tensor"] > 1 and self.options["sequence_parallel"]
-        if not (
-            added_up_before or self.options["cpu_offload"]
-        ):  # else the first wait of the others is elsewhere
+        # else the first wait of the others is elsewhere
+        if not (added_up_before or self.options["cpu_offload"]):
             super().leave_out_together(optimizer, steps_before)
 
     @override

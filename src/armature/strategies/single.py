@@ -19,9 +19,8 @@ class SingleDevice(StrategyMixin, SingleDeviceStrategy):
         compile_mode: str = "default", float8: bool | str = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.parallel_devices: list[torch.device] | None = (
-            None  # the Trainer sets it, from its accelerator
-        )
+        # the Trainer sets it, from its accelerator
+        self.parallel_devices: list[torch.device] | None = None
         self.configure_mixin(seed, activation_checkpointing, compile, compile_mode, float8)
 
     @property

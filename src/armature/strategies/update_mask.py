@@ -11,11 +11,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-DEVICE_TYPES = (
-    "cuda",
-    "mps",
-    "xpu",
-)  # where a number is not read without waiting for everything computed before it
+# where a number is not read without waiting for everything computed before it
+DEVICE_TYPES = ("cuda", "mps", "xpu")
 
 
 class StepLeftOut(Exception):
@@ -50,9 +47,8 @@ class UpdateMask:
         self._total: Tensor | None = None  # 0, or NaN from the first step on that is left out
         self._on_device = False  # whether the optimizer reads the flag, once that is known
         self._module = module
-        self._before: list[
-            tuple[nn.Module, str, Tensor]
-        ] = []  # owner, name and value of each buffer
+        # owner, name and value of each buffer
+        self._before: list[tuple[nn.Module, str, Tensor]] = []
 
     def step_begins(self) -> None:
         """Called before each forward: remember the buffers as they were before the first of a

@@ -23,9 +23,8 @@ from armature.validation import compose
 
 log = logging.getLogger(__name__)
 MOST_ROWS = 20  # of the printed table
-_begun: list[
-    tuple[Path, int | None]
-] = []  # of the sweeps of this process: directory, and the trials asked for
+# of the sweeps of this process: directory, and the trials asked for
+_begun: list[tuple[Path, int | None]] = []
 
 
 class Announce(Callback):

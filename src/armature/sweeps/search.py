@@ -171,9 +171,8 @@ def _trials(
             all_begun = exhausted or space.all_tried(
                 parameters, settings["sampler"], [each.params for each in begun]
             )
-            study.sampler = _sampler(
-                settings["sampler"], number=len(trials)
-            )  # it also ends a resumed trial
+            # it also ends a resumed trial
+            study.sampler = _sampler(settings["sampler"], number=len(trials))
             if found is None and len(begun) < settings["trials"] and not all_begun:
                 trial = study.ask(distributions)
                 claim = _claimed(folder, trial.number)
@@ -209,14 +208,12 @@ def _interrupted(study: Any, folder: Path, keys: list[str]) -> tuple[Any, FileLo
         if claim is None:
             continue
         trial = study.get_trials(deepcopy=False)[seen.number]
-        if (
-            trial.state == TrialState.RUNNING
-        ):  # else its process told the result before it released the trial
+        # else its process told the result before it released the trial
+        if trial.state == TrialState.RUNNING:
             if any(key not in trial.params for key in keys):
                 study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
-            elif not run_state.is_held(
-                folder / str(trial.number) / lock.NAME
-            ):  # by a machine that does not see claims
+            elif not run_state.is_held(folder / str(trial.number) / lock.NAME):
+                # by a machine that does not see claims
                 return trial, claim
         claim.release()
     return None
@@ -239,9 +236,8 @@ def _sampler(node: Mapping[str, Any], *, number: int) -> Any:
     seed, name = node.get("seed"), node.get("name")
     if seed is None or name == "GridSampler":
         return plugin_of("sampler", node)
-    if (
-        name == "QMCSampler"
-    ):  # another sampler draws what is not in its sequence yet: values of the first trials
+    # another sampler draws what is not in its sequence yet: values of the first trials
+    if name == "QMCSampler":
         first = plugin_of("sampler", {"name": "RandomSampler", "seed": seed + number})
         return plugin_of("sampler", {"independent_sampler": first, **node})
     return plugin_of("sampler", {**node, "seed": seed + number})

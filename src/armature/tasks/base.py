@@ -186,9 +186,8 @@ class Task(L.LightningModule):
     def update(self, metrics: dict[str, Metric], batch: Batch) -> None:
         """Add one batch. A batch of padding, whose targets are all -100, has no weight."""
         loss, counted = self.loss_of(batch), batch["targets"] != IGNORED
-        if batch[
-            "targets"
-        ].is_floating_point():  # -100.0 may be a number to predict, as in training
+        # -100.0 may be a number to predict, as in training
+        if batch["targets"].is_floating_point():
             counted = counted.any().expand_as(counted)
         metrics["loss"].update(loss, weight=counted.sum())
 

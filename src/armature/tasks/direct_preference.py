@@ -142,9 +142,8 @@ class DirectPreference(LanguageModeling):
 
     def compare(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return each pair's loss (B,), and by name the values (B,) that are logged beside it."""
-        reference = self.reference_of(
-            batch
-        )  # first, before the activations that backward needs take memory
+        # first, before the activations that backward needs take memory
+        reference = self.reference_of(batch)
         policy = self.log_probabilities(batch)
         ratio = policy - reference
         if self.length_normalized:
@@ -218,9 +217,8 @@ class DirectPreference(LanguageModeling):
     @override
     def update(self, metrics: dict[str, Metric], batch: Batch) -> None:
         losses, columns = self.compare(batch)
-        counted = (
-            (batch["targets"] != IGNORED).any(dim=-1).any(dim=-1).float()
-        )  # padding has no targets
+        # padding has no targets
+        counted = (batch["targets"] != IGNORED).any(dim=-1).any(dim=-1).float()
         for name, values in {"loss": losses, **columns}.items():
             metrics[name].update(values.where(counted > 0, 0.0), weight=counted)
 

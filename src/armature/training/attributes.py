@@ -42,10 +42,8 @@ from armature.training.progress import data_of
 
 log = logging.getLogger(__name__)
 
-_MOST_BYTES, _MOST_PARTS = (
-    4_000_000,
-    10_000,
-)  # of an attribute: larger ones are not compared, which would take long
+# of an attribute: larger ones are not compared, which would take long
+_MOST_BYTES, _MOST_PARTS = (4_000_000, 10_000)
 _MOST_LEFT_OUT = 20  # attributes of an object that are too large: looking at each may take long
 _NUMBERS = (
     type(None),
@@ -60,17 +58,12 @@ _NUMBERS = (
     torch.device,
     torch.Size,
 )
-_ITERATOR, _UNREADABLE = (
-    "iterator",
-    "unreadable",
-)  # words in a digest: the value holds one, whose position is not seen
+# words in a digest: the value holds one, whose position is not seen
+_ITERATOR, _UNREADABLE = ("iterator", "unreadable")
 _UNCHANGED = "unchanged"  # begins a digest of which only types are known
 _MAKES = "value)"  # ends a word of a digest: how an object is made of its plain value
-_NO_MATTER = (
-    io.IOBase,
-    logging.Filterer,
-    logging.LoggerAdapter,
-)  # files and loggers: training does not read them
+# files and loggers: training does not read them
+_NO_MATTER = (io.IOBase, logging.Filterer, logging.LoggerAdapter)
 _PLAIN = (type(None), bool, int, float, str)
 _OF_TRAINER = (  # settings that a hook may change
     "gradient_clip_val",
@@ -133,9 +126,8 @@ def _unsaved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, part in module.named_modules():
         for name in sorted(part._non_persistent_buffers_set):
             buffer = part._buffers.get(name)
-            size = (
-                0 if buffer is None else buffer.numel() * buffer.element_size()
-            )  # sparse ones have no nbytes
+            # sparse ones have no nbytes
+            size = 0 if buffer is None else buffer.numel() * buffer.element_size()
             if buffer is not None and size <= left:
                 left -= size
                 yield f"{path}.{name}".removeprefix("."), buffer
@@ -316,9 +308,8 @@ def _position_of(iterator: Iterator[Any]) -> Sequence[Any]:
         return (iterator._num_yielded,)
     if type(iterator).__reduce__ is object.__reduce__:
         raise ValueError("it does not tell")
-    with warnings.catch_warnings(
-        action="ignore", category=DeprecationWarning
-    ):  # itertools: Python 3.14 has none
+    # itertools: Python 3.14 has none
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         reduced = iterator.__reduce__()
     return () if isinstance(reduced, str) else reduced[1:]
 
@@ -393,9 +384,8 @@ class _Digest:
         elif isinstance(value, Iterator):
             self._add_iterator(value)
             return
-        if all(
-            type(part) in _PLAIN for part in parts
-        ):  # a history of losses: at once, which is faster
+        # a history of losses: at once, which is faster
+        if all(type(part) in _PLAIN for part in parts):
             self.write(repr(parts).encode())
             return
         self.parents.add(id(value))
@@ -441,9 +431,8 @@ class _Digest:
         if isinstance(value, Tensor):
             value = local_part(value)
             plain = type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided
-            if not plain or (
-                value.requires_grad and not self.parents
-            ):  # the output of a step is made anew
+            # the output of a step is made anew
+            if not plain or (value.requires_grad and not self.parents):
                 raise ValueError("no plain value")
             value = (
                 value.detach()

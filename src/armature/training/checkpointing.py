@@ -98,17 +98,15 @@ class Checkpointing(Checkpoint):
         self._saved_step = -1
         self._newest: str | None = None  # of this start, on rank 0
         self._validated_step = -1
-        self._owes_validation = (
-            False  # a validation was due at the checkpoint's step, but did not run
-        )
+        # a validation was due at the checkpoint's step, but did not run
+        self._owes_validation = False
         self._due = False
         self._time_vote = Vote()
         self._warned_of_monitor = False
         self._owed_step = -1  # the loaded checkpoint's, when its validation has run
         self._weights_at_end: replicas.Sums | None = None
-        self._changed_at_end = (
-            False  # the newest checkpoint holds weights that hooks of the end have put in
-        )
+        # the newest checkpoint holds weights that hooks of the end have put in
+        self._changed_at_end = False
 
     def state_dict(self) -> dict[str, Any]:
         own = {"scores": dict(self.scores), "owes_validation": self._owes_validation}
@@ -212,9 +210,8 @@ class Checkpointing(Checkpoint):
         if trainer.is_global_zero:
             directory.clear_leftovers(self.folder)
         self._saved_at = time.monotonic()
-        self._saved_step = completed_batches(
-            trainer
-        )  # its checkpoint exists, or there is nothing to save yet
+        # its checkpoint exists, or there is nothing to save yet
+        self._saved_step = completed_batches(trainer)
         if (
             self._changed_at_end
             and trainer.is_global_zero
@@ -239,9 +236,8 @@ class Checkpointing(Checkpoint):
         Not in on_train_batch_end, since later callbacks' hooks may still change what is saved.
         """
         step = completed_batches(trainer)
-        time_is_up = self._time_is_up(
-            trainer
-        )  # at every step: a vote that was sent must be read at the next one
+        # at every step: a vote that was sent must be read at the next one
+        time_is_up = self._time_is_up(trainer)
         self._due = (
             self._due or bool(self.every_n_steps and step % self.every_n_steps == 0) or time_is_up
         )
@@ -260,9 +256,8 @@ class Checkpointing(Checkpoint):
             self._owed_step, self._owes_validation = self._validated_step, False
         value = trainer.callback_metrics.get(self.monitor)
         score = None if value is None or not math.isfinite(value) else float(value)
-        score = process_group.broadcast_object(
-            score
-        )  # whatever each rank has logged, all ranks save or none does
+        # whatever each rank has logged, all ranks save or none does
+        score = process_group.broadcast_object(score)
         if (
             value is None
             and self.keep_best
@@ -302,10 +297,8 @@ class Checkpointing(Checkpoint):
         renamed, changed = set(), False
         if (before := self._weights_at_end) is not None:
             now = self._weights_at_end = _sums(trainer.lightning_module)
-            renamed, changed = (
-                before.keys() ^ now.keys(),
-                repr(before) != repr(now),
-            )  # NaN is equal there
+            # NaN is equal there
+            renamed, changed = (before.keys() ^ now.keys(), repr(before) != repr(now))
         everyones = process_group.all_gather_object((sorted(renamed), changed))
         names = next((names for names, _ in everyones if names), [])
         if names and self._saved_step == completed_batches(trainer):
@@ -333,9 +326,8 @@ class Checkpointing(Checkpoint):
         test then measures.
         """
         self._weights_at_end = _sums(trainer.lightning_module)
-        own = is_overridden(
-            trainer.lightning_module, "on_train_end", LightningModule
-        )  # called after the callbacks'
+        # called after the callbacks'
+        own = is_overridden(trainer.lightning_module, "on_train_end", LightningModule)
         if own and (self.at_end or trainer.should_stop):
             trainer.fit_loop.after_train_end.append(partial(self._save_at_end, trainer))
 
@@ -368,9 +360,8 @@ class Checkpointing(Checkpoint):
         )
         if process_group.ranks() == 1:
             return due and step % VOTE_STEPS == 0
-        if (
-            step % VOTE_STEPS == VOTE_STEPS - 1
-        ):  # a step before it is read, so that no rank waits for the others
+        # a step before it is read, so that no rank waits for the others
+        if step % VOTE_STEPS == VOTE_STEPS - 1:
             self._time_vote(due)
         return step % VOTE_STEPS == 0 and any(self._time_vote.finish())
 
@@ -422,9 +413,8 @@ class Checkpointing(Checkpoint):
         self._saved_at = time.monotonic()
         self.save_begins()
         self._finish_pending(trainer)
-        if (
-            score is not None
-        ):  # not earlier: the pending save would remove the best one before this one replaces it
+        # not earlier: the pending save would remove the best one before this one replaces it
+        if score is not None:
             self.scores[step] = score
         try:
             trainer.save_checkpoint(self._path(step), storage_options=self.writer)

@@ -69,9 +69,8 @@ class Display(Callback):
     def _show_model(self, module: LightningModule) -> None:
         """Print a line per part of the model, with its number of parameters."""
         model = getattr(module, "model", None)
-        model = (
-            model if isinstance(model, nn.Module) else module
-        )  # users' `model` may be a name or a method
+        # users' `model` may be a name or a method
+        model = model if isinstance(model, nn.Module) else module
         table = Table(box=None, pad_edge=False)
         for column in ("part", "type", "parameters"):
             table.add_column(column, justify="right" if column == "parameters" else "left")
@@ -205,9 +204,8 @@ class Bar(Display, ProgressBar):
         Only inside a step: at an epoch's end, reading is a collective.
         """
         logged = trainer.progress_bar_metrics
-        shown = [
-            name for name in logged if name not in SHOWN and not name.startswith("val/")
-        ]  # val/ has its own line
+        # val/ has its own line
+        shown = [name for name in logged if name not in SHOWN and not name.startswith("val/")]
         self._logged = "".join(f" {name} {float(logged[name]):.4g}" for name in shown)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -31,9 +31,8 @@ from armature.parallel import process_group
 log = logging.getLogger(__name__)
 
 Newest = Mapping[str, Mapping[str, Any]]
-Facts = dict[
-    str, dict[str, Any]
-]  # by key of the collection, or by name of the metric in the module
+# by key of the collection, or by name of the metric in the module
+Facts = dict[str, dict[str, Any]]
 _ALIKE = (dim_zero_max, dim_zero_min, dim_zero_mean)  # of equal values, each is that value
 _NOTHING = {"max": float("-inf"), "min": float("inf")}  # of sums and means: 0
 _META = (
@@ -115,9 +114,8 @@ def numbers(values: Mapping[str, Any]) -> dict[str, Tensor]:
 @contextmanager
 def without_logging(*owners: Any) -> Iterator[None]:
     """Let `self.log` of a module, and of callbacks, do nothing."""
-    own = [
-        vars(each).get("log") for each in owners
-    ]  # Lightning sets `log` on callbacks: the module's method
+    # Lightning sets `log` on callbacks: the module's method
+    own = [vars(each).get("log") for each in owners]
     for each in owners:
         vars(each)["log"] = lambda *args, **kwargs: None
     try:
@@ -172,9 +170,8 @@ def metric_states(module: nn.Module, *, evaluated: Any = MappingProxyType({})) -
         if not (result.is_tensor or result.has_reset)
     }
     for collection in (m for m in module.modules() if isinstance(m, MetricCollection)):
-        list(
-            collection.items()
-        )  # brings the states of metrics that are computed together up to date
+        # brings the states of metrics that are computed together up to date
+        list(collection.items())
     metrics = {
         name: _reset(metric) if id(metric) in ended else metric for name, metric in _metrics(module)
     }
@@ -258,9 +255,8 @@ def restore_states(
     chosen, place = _one_per_data_rank(of_ranks, saved_data_ranks), data_ranks[rank]
     if saved_data_ranks == data_ranks:
         chosen, takes = [of_ranks[rank]], True
-    elif len({*data_ranks}) >= len(
-        chosen
-    ):  # each continues one rank's, and those without one start from nothing
+    elif len({*data_ranks}) >= len(chosen):
+        # each continues one rank's, and those without one start from nothing
         takes = place < len(chosen)
         chosen = chosen[place : place + 1] or chosen
     else:
@@ -283,9 +279,8 @@ def _set_lengths(module: nn.Module, saved: set[str]) -> None:
         steps = {
             each.removeprefix(before).partition(".")[0] for each in saved if each.startswith(before)
         }
-        while (
-            steps and tracker.n_steps < len(steps) - 1
-        ):  # one is the object that the others are copies of
+        # one is the object that the others are copies of
+        while steps and tracker.n_steps < len(steps) - 1:
             tracker.increment()
         while steps and tracker.n_steps > len(steps) - 1:
             delattr(tracker, str(tracker.n_steps))  # `del tracker[-1]` would rename the first one
@@ -427,17 +422,15 @@ def clear(results: Any, restored: Facts) -> None:
 
 
 def _restore(metric: Any, facts: dict[str, Any]) -> None:
-    dtype = (
-        getattr(torch, facts["type"]) if "type" in facts else None
-    )  # older checkpoints have none
+    # older checkpoints have none
+    dtype = getattr(torch, facts["type"]) if "type" in facts else None
     metric.value = torch.full_like(metric.value, facts["value"], dtype=dtype)
     if metric.meta.is_mean_reduction:
         metric.cumulated_batch_size = torch.full_like(metric.cumulated_batch_size, facts["samples"])
 
 
-_COUNTERS = (
-    "_num_vals_seen",
-)  # of torchmetrics' running means: the place of the next value in the window
+# of torchmetrics' running means: the place of the next value in the window
+_COUNTERS = ("_num_vals_seen",)
 
 
 def _metrics(module: nn.Module) -> Iterator[tuple[str, Metric]]:

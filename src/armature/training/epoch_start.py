@@ -50,9 +50,8 @@ _NOT_OF_HOOKS = {  # entries of a checkpoint that no `on_save_checkpoint` has ad
 }  # fmt: skip
 _LARGE = 4_000_000  # bytes of an attribute: larger ones are not compared
 
-Saved = list[
-    tuple[Any, set[str]]
-]  # objects, and the names of their attributes that a checkpoint has restored
+# objects, and the names of their attributes that a checkpoint has restored
+Saved = list[tuple[Any, set[str]]]
 
 
 def users_hooks(trainer: Any, name: str) -> list[tuple[Any, Callable[[], Any]]]:
@@ -72,9 +71,8 @@ def users_hooks(trainer: Any, name: str) -> list[tuple[Any, Callable[[], Any]]]:
 
 
 def _is_users(hook: Any) -> bool:
-    return not f"{getattr(hook, '__module__', '')}.".startswith(
-        NOT_USERS
-    )  # they save what they need
+    # they save what they need
+    return not f"{getattr(hook, '__module__', '')}.".startswith(NOT_USERS)
 
 
 def random_state(trainer: Any) -> dict[str, Any] | None:
@@ -233,9 +231,8 @@ def put_back(module: nn.Module, weights: dict[str, Tensor]) -> None:
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:
-    found = nn.Module.state_dict(
-        module, keep_vars=True
-    )  # also if the module has a state_dict of its own
+    # also if the module has a state_dict of its own
+    found = nn.Module.state_dict(module, keep_vars=True)
     return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
 

@@ -29,9 +29,8 @@ class Finding:
     kind: str  # NaN or infinite
     order: int  # counts what was looked at before
     stage: int = 0  # of a pipeline
-    samples: list[int] = field(
-        default_factory=list
-    )  # indices, if only some samples of the micro-batch are affected
+    # indices, if only some samples of the micro-batch are affected
+    samples: list[int] = field(default_factory=list)
     clean: bool = True  # of a module: its inputs were finite
 
     @property

@@ -36,21 +36,16 @@ class FitLoop(_FitLoop):
     ) -> None:
         super().__init__(trainer, min_epochs=limits.min_epochs, max_epochs=limits.max_epochs)
         self._before_training = before_training
-        self.before_first_batch: list[
-            Callable[[], None]
-        ] = []  # called once, after all `on_train_start` hooks
-        self.rest_of_step: list[
-            Callable[[], None]
-        ] = []  # then: what a stop had left, such as the step's validation
-        self.before_epoch_end: list[
-            Callable[[], None]
-        ] = []  # called once, before ranks reduce the epoch's values
-        self.before_train_end: list[
-            Callable[[], None]
-        ] = []  # called once, before all `on_train_end` hooks
-        self.after_train_end: list[
-            Callable[[], None]
-        ] = []  # called once, after them, the module's own too
+        # called once, after all `on_train_start` hooks
+        self.before_first_batch: list[Callable[[], None]] = []
+        # then: what a stop had left, such as the step's validation
+        self.rest_of_step: list[Callable[[], None]] = []
+        # called once, before ranks reduce the epoch's values
+        self.before_epoch_end: list[Callable[[], None]] = []
+        # called once, before all `on_train_end` hooks
+        self.before_train_end: list[Callable[[], None]] = []
+        # called once, after them, the module's own too
+        self.after_train_end: list[Callable[[], None]] = []
         self._epochs = self.max_epochs  # as it was last
 
     @property
@@ -92,18 +87,16 @@ class FitLoop(_FitLoop):
 
     @override
     def _iteration_based_training(self) -> bool:
-        return (
-            self.max_steps != -1
-        )  # not `trainer.max_steps`, which also reports the limit of global batches
+        # not `trainer.max_steps`, which also reports the limit of global batches
+        return self.max_steps != -1
 
     @override
     def setup_data(self) -> None:
         with self.asking_for_data():
             super().setup_data()
         owner: Any = self._data_source.instance
-        if hasattr(
-            type(owner), "check_train_loader"
-        ):  # a data module of ours; a user's `__getattr__` is not asked
+        # a data module of ours; a user's `__getattr__` is not asked
+        if hasattr(type(owner), "check_train_loader"):
             owner.check_train_loader(self.trainer.train_dataloader)
 
     @contextmanager
@@ -201,9 +194,8 @@ class FitLoop(_FitLoop):
             count.ready = count.started = epoch + started
             count.processed = count.completed = epoch
         self._restart_stage = EpochStage.RESTARTED_MID_EPOCH if started else EpochStage.NONE
-        self._restarting = (
-            False  # else the schedulers that are due at the end of this epoch would be skipped
-        )
+        # else the schedulers that are due at the end of this epoch would be skipped
+        self._restarting = False
         self._last_train_dl_reload_epoch = epoch
 
 

@@ -31,9 +31,8 @@ POLL_SECONDS = 1.0
 ASK_SECONDS = 4.0  # between two looks at the store: 1,000 ranks make 250 requests per second
 ANSWER_SECONDS = 3 * ASK_SECONDS  # that all ranks have to answer
 JUDGE_SECONDS = 2 * ANSWER_SECONDS  # after which a store that is asked counts as dead
-LAST_SECONDS = (
-    3.0  # that rank 0, which may host the store, waits for the others to read the verdict
-)
+# that rank 0, which may host the store, waits for the others to read the verdict
+LAST_SECONDS = 3.0
 ERRORS = (dist.DistError, RuntimeError, ValueError)
 
 
@@ -42,9 +41,8 @@ class Pulse:
     """What the watch knows of its own rank's progress."""
 
     beats: int = 0
-    slowest: float = (
-        math.inf
-    )  # seconds of the slowest step; infinite while no step is due (validation, a save)
+    # seconds of the slowest step; infinite while no step is due (validation, a save)
+    slowest: float = math.inf
 
 
 def is_needed() -> bool:
@@ -101,9 +99,8 @@ class HangWatch:
 
     def _watch(self) -> None:
         seconds, seen = 0.0, -1
-        while not self._over.wait(
-            POLL_SECONDS
-        ):  # counted, not read from a clock: a machine may be suspended
+        # counted, not read from a clock: a machine may be suspended
+        while not self._over.wait(POLL_SECONDS):
             seconds, seen = (
                 (0.0 if self.pulse.beats != seen else seconds + POLL_SECONDS),
                 self.pulse.beats,
@@ -199,9 +196,8 @@ class HangWatch:
                 time.sleep(0.5)
             answers = self._collect(number)
             goes_on = self._over.is_set() or self.pulse.beats != beats
-            text = (
-                "" if goes_on else self._judge(answers, seconds)
-            )  # the others wait for a verdict in any case
+            # the others wait for a verdict in any case
+            text = "" if goes_on else self._judge(answers, seconds)
             if text:
                 print(text, file=sys.stderr, flush=True)
             self._store.set(

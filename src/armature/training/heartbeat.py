@@ -60,9 +60,8 @@ class Heartbeat(Callback):
         self._trainer: Trainer | None = None
         self._next = 0.0
         self._begun = False
-        self._slowest = (
-            0.0  # seconds of a step, without the first after a start, a validation or a save
-        )
+        # seconds of a step, without the first after a start, a validation or a save
+        self._slowest = 0.0
         self._step_began: float | None = None
         self._resting = False
 

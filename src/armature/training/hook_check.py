@@ -40,11 +40,8 @@ _NAMED = (
     "test_dataloader",
     "predict_dataloader",
 )
-_BY_NAME = (
-    "stage",
-    "gradient_clip_val",
-    "gradient_clip_algorithm",
-)  # arguments that are passed by their names
+# arguments that are passed by their names
+_BY_NAME = ("stage", "gradient_clip_val", "gradient_clip_algorithm")
 # hooks of Lightning 1 that nothing calls; those that Lightning 2 refuses itself are left out
 REMOVED = {
     "on_epoch_start": "on_train_epoch_start",
@@ -215,9 +212,8 @@ def _calls(name: str, hook: Callable[..., Any]) -> list[Call]:
     by_name = [each for each in needed if each in _BY_NAME]
     ways = [([each for each in needed if each not in by_name], by_name)]
     names = [each.name for each in taken]
-    return (
-        [*ways, (names, [])] if LOADER in names else ways
-    )  # which is passed if there are several loaders
+    # which is passed if there are several loaders
+    return [*ways, (names, [])] if LOADER in names else ways
 
 
 def _takes(signature: inspect.Signature, args: list[str], keywords: list[str]) -> bool:

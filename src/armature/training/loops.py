@@ -77,18 +77,15 @@ class EpochLoop(_TrainingEpochLoop):
         self._own_max_steps = limits.max_steps  # a trial of Lightning's Tuner has another limit
         self.max_global_batches = max_global_batches
         self.step_ended, self.validation_ended = step_ended, validation_ended
-        self._completed_batches: int | None = (
-            None  # unknown until a batch is trained or a checkpoint of ours is loaded
-        )
+        # unknown until a batch is trained or a checkpoint of ours is loaded
+        self._completed_batches: int | None = None
         self.data_wait: DataWait | None = None
         self._in_eval: list[str] | None = None  # while it validates
-        self._step_function: Any = (
-            None  # the training_step whose arguments `_takes_index` describes
-        )
+        # the training_step whose arguments `_takes_index` describes
+        self._step_function: Any = None
         self._takes_index = True
-        self._may_stop: bool | None = (
-            None  # whether code of users may set trainer.should_stop on some ranks only
-        )
+        # whether code of users may set trainer.should_stop on some ranks only
+        self._may_stop: bool | None = None
 
     @override
     def advance(self, data_fetcher: _DataFetcher) -> None:
@@ -100,9 +97,8 @@ class EpochLoop(_TrainingEpochLoop):
         if self._only_validation_is_left(data_fetcher):
             return
         completed, fetched = self.completed_batches, next(data_fetcher)
-        takes_iterator = isinstance(
-            data_fetcher, _DataLoaderIterDataFetcher
-        )  # whose end training_step may meet
+        # whose end training_step may meet
+        takes_iterator = isinstance(data_fetcher, _DataLoaderIterDataFetcher)
         with nullcontext() if takes_iterator else NoEndOfData("A hook or training_step"):
             skips_epoch = self._train_on(fetched, data_fetcher, completed=completed)
         if skips_epoch:
@@ -115,9 +111,8 @@ class EpochLoop(_TrainingEpochLoop):
 
         # move to the device
         progress.is_last_batch = data_fetcher.done
-        if isinstance(
-            data_fetcher, _DataLoaderIterDataFetcher
-        ):  # training_step(dataloader_iter) moves its batches
+        # training_step(dataloader_iter) moves its batches
+        if isinstance(data_fetcher, _DataLoaderIterDataFetcher):
             batch, index = data_fetcher._batch, data_fetcher._batch_idx
         else:
             batch = self.move_to_device(fetched[0])
@@ -164,9 +159,8 @@ class EpochLoop(_TrainingEpochLoop):
                     1 + (progress.current.ready - 1) % trainer.accumulate_grad_batches
                 )
             return True
-        if isinstance(
-            data_fetcher, _DataLoaderIterDataFetcher
-        ):  # training_step has fetched the batch
+        # training_step has fetched the batch
+        if isinstance(data_fetcher, _DataLoaderIterDataFetcher):
             batch, index, progress.is_last_batch = (
                 data_fetcher._batch,
                 data_fetcher._batch_idx,
@@ -219,9 +213,8 @@ class EpochLoop(_TrainingEpochLoop):
                     "supported. Return a "
                     "loss on every rank: 0 times the loss trains on nothing."
                 )
-            if (
-                accumulate == 1 and isinstance(output, Tensor) and output.requires_grad
-            ):  # spares a division by 1
+            # spares a division by 1
+            if accumulate == 1 and isinstance(output, Tensor) and output.requires_grad:
                 return ClosureResult(output)
             return self.automatic_optimization.output_result_cls.from_training_step_output(
                 output, accumulate
@@ -234,17 +227,14 @@ class EpochLoop(_TrainingEpochLoop):
             call_module(trainer, "optimizer_zero_grad", epoch, index, optimizer)
             progress.zero_grad.increment_completed()
 
-        def backward(
-            loss: Tensor,
-        ) -> None:  # with the hooks on_before_backward and on_after_backward
+        # with the hooks on_before_backward and on_after_backward
+        def backward(loss: Tensor) -> None:
             call_strategy(trainer, "backward", loss, optimizer)
 
-        no_gradients = (
-            self.automatic_optimization._skip_backward
-        )  # SWA updates BatchNorm's statistics
-        first = (
-            self.batch_idx % accumulate == 0
-        )  # with training_step(dataloader_iter), `index` is the batch's before
+        # SWA updates BatchNorm's statistics
+        no_gradients = self.automatic_optimization._skip_backward
+        # with training_step(dataloader_iter), `index` is the batch's before
+        first = self.batch_idx % accumulate == 0
         closure = Closure(
             forward,
             zero_grad_fn=zero_grad if first and not no_gradients else None,
@@ -257,9 +247,8 @@ class EpochLoop(_TrainingEpochLoop):
         )
         steps_before = ours.steps_made[optimizer] if ours is not None else 0
         if accumulates and not strategy.handles_gradient_accumulation:
-            with _block_parallel_sync_behavior(
-                strategy
-            ):  # gradients are reduced with the last micro-batch
+            # gradients are reduced with the last micro-batch
+            with _block_parallel_sync_behavior(strategy):
                 closure()
         else:
             if not accumulates:
@@ -413,9 +402,8 @@ class EpochLoop(_TrainingEpochLoop):
         trainer, every = self.trainer, self.trainer.val_check_batch
         steps_done = self.last_batch_is_done and self.max_steps == self._own_max_steps
         ended = self.all_global_batches_are_done or steps_done
-        if every and every != float(
-            "inf"
-        ):  # None: by the clock. This spares most steps a look at the hooks
+        # None: by the clock. This spares most steps a look at the hooks
+        if every and every != float("inf"):
             batches = (
                 self.total_batch_idx if trainer.check_val_every_n_epoch is None else self.batch_idx
             )
@@ -441,9 +429,8 @@ class EpochLoop(_TrainingEpochLoop):
         self._in_eval = epoch_start.in_eval(trainer.lightning_module)
         if not self._should_accumulate():  # gradients are not needed during validation
             call_module(trainer, "on_validation_model_zero_grad")
-        self.val_loop.restarting = (
-            False  # a resumed validation starts anew, since its values are not saved
-        )
+        # a resumed validation starts anew, since its values are not saved
+        self.val_loop.restarting = False
         before = stopped_validation.Before(trainer)
         try:
             self.val_loop.run()
@@ -479,9 +466,8 @@ class EpochLoop(_TrainingEpochLoop):
     @override
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         super().on_load_checkpoint(state_dict)
-        self._completed_batches = state_dict.get(
-            "completed_batches"
-        )  # older checkpoints: as many as optimizer steps
+        # older checkpoints: as many as optimizer steps
+        self._completed_batches = state_dict.get("completed_batches")
 
     def _only_validation_is_left(self, data_fetcher: _DataFetcher) -> bool:
         """Return whether a resumed epoch has no batch left; count a validation that had ended as
@@ -526,9 +512,8 @@ class EpochLoop(_TrainingEpochLoop):
                 BatchStage.RESTARTED_ON_LAST if closing else BatchStage.RESTARTED_ON_TRAIN_BATCH_END
             )
         self.val_loop.restarting = False
-        self.val_loop._has_run = (
-            closing or self.last_batch_is_done
-        )  # nothing but the end of the epoch is left
+        # nothing but the end of the epoch is left
+        self.val_loop._has_run = closing or self.last_batch_is_done
 
     def close_epoch(self) -> None:
         """Forget that the run was resumed: at the end of a resumed epoch."""

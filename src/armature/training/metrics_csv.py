@@ -50,9 +50,8 @@ class MetricsCSV(Logger):
         # it
         self._size = 0
         self.is_expected = False  # whether a run that resumes has a file
-        self.is_silent = (
-            False  # while hooks of the start, whose values the first start has logged, run again
-        )
+        # while hooks of the start, whose values the first start has logged, run again
+        self.is_silent = False
 
     @property
     def name(self) -> str:
@@ -88,9 +87,8 @@ class MetricsCSV(Logger):
         values = convert_tensors_to_scalars(values)  # hooks may pass tensors
         if self.is_silent or self.step < self.held.get("step", 0):
             return  # the latter in on_fit_start of a resumed run, before `resume_from`
-        if values and self.step > self.held.get(
-            "step", 0
-        ):  # StepLog writes that row later, with several others
+        # StepLog writes that row later, with several others
+        if values and self.step > self.held.get("step", 0):
             self._early.setdefault(self.step, {}).update(values)
         elif values:
             self.write_rows([{"step": self.step, **values}])
@@ -160,9 +158,8 @@ class MetricsCSV(Logger):
     @rank_zero_only
     def finalize(self, status: str) -> None:
         untouched = not self._columns and self.file.exists()  # the error came before `resume_from`
-        if (
-            status == "failed" and not untouched
-        ):  # after a success, the test adds its values to the last row
+        # after a success, the test adds its values to the last row
+        if status == "failed" and not untouched:
             try:
                 self.flush()
             except NotSaved as error:  # beside the error that ends the run
@@ -233,11 +230,8 @@ class MetricsCSV(Logger):
             for row in rows:
                 int(row["step"])
             return columns, rows
-        except (
-            ValueError,
-            KeyError,
-            csv.Error,
-        ) as error:  # another encoding, no header, not a table
+        except (ValueError, KeyError, csv.Error) as error:
+            # another encoding, no header, not a table
             damaged = self.file.with_name(f"{self.file.name}.damaged")
             log.error(
                 "%s cannot be read (%r). It is renamed to %s, and a new one begins.",

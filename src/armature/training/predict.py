@@ -131,9 +131,8 @@ class RowWriter(L.Callback):
     def __init__(self, file: Any) -> None:
         self.file = file
         self._batches: dict[int, list[list[int]]] = {}  # samples of each batch, by loader
-        self._describe: dict[
-            int, Any
-        ] = {}  # a method of the dataset that says what a sample is, by loader
+        # a method of the dataset that says what a sample is, by loader
+        self._describe: dict[int, Any] = {}
 
     @override
     def on_predict_batch_end(
@@ -302,9 +301,8 @@ def _write_parquet(file: Path, read: Read) -> int:
 
     schema, count = pyarrow.schema([]), 0
     for group in groups():
-        for name in dict.fromkeys(
-            column for row in group for column in row
-        ):  # pyarrow itself asks the first row alone
+        # pyarrow itself asks the first row alone
+        for name in dict.fromkeys(column for row in group for column in row):
             try:
                 found = pyarrow.schema(
                     [(name, pyarrow.array([row.get(name) for row in group]).type)]

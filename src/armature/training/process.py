@@ -30,9 +30,8 @@ class LogFile(logging.FileHandler):
     _reported = False
 
     def __init__(self, path: str | Path) -> None:
-        super().__init__(
-            path, encoding="utf-8", errors="backslashreplace"
-        )  # names of files need not be text
+        # names of files need not be text
+        super().__init__(path, encoding="utf-8", errors="backslashreplace")
 
     @override
     def handleError(self, record: logging.LogRecord) -> None:
@@ -57,9 +56,8 @@ class LogFile(logging.FileHandler):
 def prepare(cfg: DictConfig, directory: Path) -> logging.FileHandler:
     """Open this rank's log, and set what holds for the whole process."""
     quiet()
-    (directory / "logs").mkdir(
-        parents=True, exist_ok=True
-    )  # an NFS client may not know yet that rank 0 made it
+    # an NFS client may not know yet that rank 0 made it
+    (directory / "logs").mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if cfg.trainer.accelerator == "gpu" else "cpu")
     heap.keep_freed_memory(cfg.trainer.accelerator)
     handler = LogFile(directory / "logs" / f"rank_{environment.rank():04d}.log")
@@ -79,9 +77,8 @@ def quiet() -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    warnings.filterwarnings(
-        "ignore", message=".*sync_dist=True.*"
-    )  # torchmetrics has reduced them already
+    # torchmetrics has reduced them already
+    warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
     warnings.filterwarnings("ignore", message="The `srun` command is available")
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
     # norms of each head's queries and keys, whose weights stay in fp32 under autocast
@@ -92,9 +89,8 @@ def quiet() -> None:
     # ours is resumable: the sampler knows its position
     warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")
     warnings.filterwarnings("ignore", message=".*is smaller than the logging interval.*")
-    warnings.filterwarnings(
-        "error", message=refusals.REFUSED_KEYS
-    )  # in what configure_optimizers returns
+    # in what configure_optimizers returns
+    warnings.filterwarnings("error", message=refusals.REFUSED_KEYS)
 
 
 def keep_traceback(error: Exception, file: logging.FileHandler) -> None:
@@ -104,9 +100,8 @@ def keep_traceback(error: Exception, file: logging.FileHandler) -> None:
     says_all = isinstance(error, RunFailed) or (
         isinstance(error, ConfigError) and error.__cause__ is None
     )
-    if (
-        says_all or environment.error_file() is not None
-    ):  # a rank with such a file writes it itself (worker.main)
+    # a rank with such a file writes it itself (worker.main)
+    if says_all or environment.error_file() is not None:
         return
     file.handle(
         log.makeRecord(log.name, logging.ERROR, __file__, 0, "The run failed.", (), sys.exc_info())

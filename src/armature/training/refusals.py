@@ -21,9 +21,8 @@ from armature.errors import ConfigError, is_users
 
 _LIGHTNING = str(Path(L.__file__).parent)
 _EMPTY = "optimizer got an empty parameter list"
-_UNKNOWN_KEYS = (
-    "Found unsupported keys in the "  # a warning of Lightning's, which continues without them
-)
+# a warning of Lightning's, which continues without them
+_UNKNOWN_KEYS = "Found unsupported keys in the "
 # Lightning 1 had a frequency there, which modules with manual optimization read themselves
 REFUSED_KEYS = _UNKNOWN_KEYS + r"(?!optimizer configuration: \{'frequency'\})"
 _UNKNOWN_BY_HAND = r"()LRSchedulerConfig.__init__\(\) got an unexpected keyword argument ('.*')"
@@ -42,9 +41,8 @@ def refusal_of(error: BaseException, module: L.LightningModule) -> ConfigError |
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, ConfigError) or not frames:
         return None
-    within = itertools.dropwhile(
-        lambda frame: is_users(frame.filename), frames
-    )  # not the call of trainer.fit
+    # not the call of trainer.fit
+    within = itertools.dropwhile(lambda frame: is_users(frame.filename), frames)
     own = [frame for frame in within if is_users(frame.filename)]
     place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
     name, last = type(module).__name__, frames[-1]

@@ -18,19 +18,15 @@ from armature.strategies.base import StrategyMixin
 from armature.training.progress import completed_batches
 
 EVERY = 1024  # steps between two checks later in a run
-_PARTS = {
-    torch.float64: 1e-4,
-    torch.float32: 1e-4,
-}  # of its norm that a weight may differ by; of shorter types:
-_PART_OF_SHORT = 0.02
+# of its norm that a weight may differ by
+_PARTS = {torch.float64: 1e-4, torch.float32: 1e-4}
+_PART_OF_SHORT = 0.02  # the same of shorter types
 
-Sums = Mapping[
-    str, tuple[float, float, float]
-]  # name → sum, norm, and the part of the norm that may differ
+# name → sum, norm, and the part of the norm that may differ
+Sums = Mapping[str, tuple[float, float, float]]
 T = TypeVar("T")
-Update = tuple[
-    int, list[float]
-]  # of an optimizer: the steps that it has made, and the rates of its groups
+# of an optimizer: the steps that it has made, and the rates of its groups
+Update = tuple[int, list[float]]
 
 
 def step_ended(trainer: L.Trainer) -> None:
@@ -179,17 +175,14 @@ def sums(weights: Mapping[str, Tensor]) -> Sums:
     parts, both = {}, []
     for name, weight in weights.items():
         values = torch.view_as_real(weight) if weight.is_complex() else weight
-        ordinary = type(weight) in (
-            Tensor,
-            nn.Parameter,
-        )  # a class of quantized weights may not add them up
+        # a class of quantized weights may not add them up
+        ordinary = type(weight) in (Tensor, nn.Parameter)
         if ordinary and values.is_floating_point() and values.element_size() > 1 and values.numel():
             parts[name] = _PARTS.get(values.dtype, _PART_OF_SHORT)
             dtype = torch.promote_types(values.dtype, torch.float32)
             norm = torch.linalg.vector_norm(values, dtype=dtype)
-            total = values.sum(-1, dtype=dtype).sum(
-                dtype=torch.float64
-            )  # at once it would copy the weight to float64
+            # at once it would copy the weight to float64
+            total = values.sum(-1, dtype=dtype).sum(dtype=torch.float64)
             both.append(
                 torch.stack([total, norm.double()]).to(both[0].device if both else total.device)
             )

@@ -47,25 +47,20 @@ class RestoreProgress(Callback):
         self._states: list[epoch_metrics.Facts] = []  # of each rank
         self._left: epoch_metrics.Facts = {}  # of this rank: not logged again since the resume
         self._newest: list[epoch_metrics.Newest] = []  # of each rank
-        self._order: list[
-            str
-        ] = []  # of the values when the checkpoint was saved, and so of their columns
+        # of the values when the checkpoint was saved, and so of their columns
+        self._order: list[str] = []
         self._restored: epoch_metrics.Facts = {}
         self._in_eval: list[str] | None = None  # None: the checkpoint does not know
-        self._random: dict[str, Any] | None = (
-            None  # of this rank, when its epoch began; None: no hook can draw
-        )
+        # of this rank, when its epoch began; None: no hook can draw
+        self._random: dict[str, Any] | None = None
         self._attributes: epoch_start.SavedAttributes | None = None
         self._saved_attributes: epoch_start.Saved = []
-        self._digests: dict[
-            str, str
-        ] = {}  # of rank 0's attributes that had changed when the checkpoint was saved
-        self._at_start: dict[str, str] | None = (
-            None  # the same of all attributes, when training began
-        )
-        self._weights: dict[
-            str, Tensor
-        ] = {}  # that a checkpoint holds, if a user's on_fit_start may change them
+        # of rank 0's attributes that had changed when the checkpoint was saved
+        self._digests: dict[str, str] = {}
+        # the same of all attributes, when training began
+        self._at_start: dict[str, str] | None = None
+        # that a checkpoint holds, if a user's on_fit_start may change them
+        self._weights: dict[str, Tensor] = {}
         self._checkpoint: Mapping[str, Any] = {}  # that is loaded
         self._model_checkpoints: Mapping[str, Mapping[str, Any]] = {}  # by state key
         self._schedules: schedule_ends.Lengths = []

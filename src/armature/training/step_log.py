@@ -153,9 +153,8 @@ class StepLog(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.csv.held = dict(state_dict["row"])
-        self._lr = state_dict.get(
-            "lr", 0.0
-        )  # of the next row too, if its batch makes no optimizer step
+        # of the next row too, if its batch makes no optimizer step
+        self._lr = state_dict.get("lr", 0.0)
         self.not_finite_since = state_dict.get("not_finite_since")
 
     def resume(self, trainer: Trainer) -> None:
@@ -186,9 +185,8 @@ class StepLog(Callback):
         self._not_trained.begin(trainer)
         if completed_batches(trainer):
             assert isinstance(trainer, OurTrainer)
-            self.csv.is_silent = (
-                True  # for what on_train_start of the user's callbacks and module logs
-            )
+            # for what on_train_start of the user's callbacks and module logs
+            self.csv.is_silent = True
             trainer.fit_loop.before_first_batch.append(self._speak)
         self.expert_load = ExpertLoad.of(pl_module)
         others = [monitor for monitor in self.monitors if not isinstance(monitor, ExpertLoad)]
@@ -232,9 +230,8 @@ class StepLog(Callback):
         if not stepped:
             return
         self.samples_seen = _samples_seen(trainer)
-        if (
-            not pl_module.automatic_optimization
-        ):  # any number of optimizers may have stepped, or none
+        # any number of optimizers may have stepped, or none
+        if not pl_module.automatic_optimization:
             self._lr = _first_rate(trainer.optimizers)
         self.csv.step = step = completed_batches(trainer)
         row: dict[str, Any] = {"step": step, "samples": self.samples_seen}
@@ -246,9 +243,8 @@ class StepLog(Callback):
                 self._loss if scale is None else self._loss * scale,
                 None,
             )
-        if (
-            strategy is not None and pl_module.automatic_optimization
-        ):  # manual: any number of gradients per batch
+        # manual: any number of gradients per batch
+        if strategy is not None and pl_module.automatic_optimization:
             norm, strategy.grad_norm = strategy.grad_norm, None
             if norm is not None:  # a module's optimizer_step may leave steps out
                 row["train/grad_norm"] = norm
@@ -328,9 +324,8 @@ class StepLog(Callback):
         if self.rows_read is not None:
             self.rows_read(trainer, rows)  # pyright: ignore[reportArgumentType]
         self._since = time.perf_counter()
-        if (
-            due[0] or len(rows) >= LEAST_STEPS
-        ):  # with fewer steps per write, a comparison spans several writes
+        # with fewer steps per write, a comparison spans several writes
+        if due[0] or len(rows) >= LEAST_STEPS:
             self.stragglers.restart()
 
     def _read(
@@ -456,9 +451,8 @@ class StepLog(Callback):
             trainer.training
             and (trainer.fit_loop.epoch_loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0
         ):
-            self.flush(
-                trainer
-            )  # `rows_read` may refuse what a callback of the user's is about to save
+            # `rows_read` may refuse what a callback of the user's is about to save
+            self.flush(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._speak()  # a callback may have ended the run before the first batch
@@ -483,6 +477,5 @@ def _first_rate(optimizers: list[Optimizer]) -> float | Tensor | None:
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     rate = groups[0].get("lr") if groups else 0.0
-    return (
-        rate.clone() if isinstance(rate, Tensor) else rate
-    )  # a schedule changes a tensor in place before it is read
+    # a schedule changes a tensor in place before it is read
+    return rate.clone() if isinstance(rate, Tensor) else rate

@@ -33,9 +33,8 @@ class CheckCallbacks(Callback):
             lightning_callbacks.problem_of_object(kind, self._cfg, layout) for kind in kinds
         ]
         found = [each for each in of_kinds if each is not None]
-        one = getattr(
-            data_of(trainer), "has_one_test_loader", False
-        )  # other data tell by test_dataloader
+        # other data tell by test_dataloader
+        one = getattr(data_of(trainer), "has_one_test_loader", False)
         one = one and self._cfg.trainer.test_at_end and trainer.limit_test_batches != 0
         if one and is_overridden("test_step", pl_module):
             found += hook_check.all_loader_problems(

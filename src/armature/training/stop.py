@@ -95,9 +95,8 @@ class StopOnSignal(Callback):
         if number == signal.SIGINT and self._flag == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.raise_signal(signal.SIGINT)
-        self._flag = (
-            self._flag or number
-        )  # the first one: an agent forwards a scheduler's USR1 as a TERM
+        # the first one: an agent forwards a scheduler's USR1 as a TERM
+        self._flag = self._flag or number
 
     def state_dict(self) -> dict[str, Any]:
         return {"seconds": self._seconds()}

@@ -26,12 +26,10 @@ from armature.training import blocked
 CHECK_SECONDS = 30.0  # between two comparisons
 # comparisons in a row that must name the same rank: another program may take a core for a minute
 CHECKS = 3
-RATIO = (
-    1.5  # of the others' time of a step; ranks on busy CPUs differ by up to 1.3 in one comparison
-)
-LEAST_SECONDS = (
-    5e-3  # of delay per step: rank 0 writes and prints, which shows in steps of some milliseconds
-)
+# of the others' time of a step; ranks on busy CPUs differ by up to 1.3 in one comparison
+RATIO = 1.5
+# of delay per step: rank 0 writes and prints, which shows in steps of some milliseconds
+LEAST_SECONDS = 5e-3
 QUIET_SECONDS = 300.0  # between two lines
 LEAST_STEPS = 3
 MOST_CALLS = 2**20  # of all ranks, in one exchange

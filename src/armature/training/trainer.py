@@ -74,9 +74,8 @@ class LoggerConnector(_LoggerConnector):
         self.reserved: frozenset[str] = frozenset()
         self.epoch: Callable[[], float] | None = None
         self.step_values: set[str] = set()
-        self._of_others: list[
-            str
-        ] = []  # keys of values that only other ranks have logged in this epoch
+        # keys of values that only other ranks have logged in this epoch
+        self._of_others: list[str] = []
 
     @override
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:

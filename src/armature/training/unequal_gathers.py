@@ -19,12 +19,8 @@ from armature.training import agreement
 log = logging.getLogger(__name__)
 
 NAME = "all_gather"
-OF_PROCESSES = (
-    "world_size",
-    "get_world_size",
-    "global_rank",
-    "get_rank",
-)  # counts and numbers of them
+# counts and numbers of them
+OF_PROCESSES = ("world_size", "get_world_size", "global_rank", "get_rank")
 
 
 class UnequalGathers(Callback):

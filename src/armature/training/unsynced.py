@@ -12,9 +12,8 @@ from armature.parallel import process_group
 
 log = logging.getLogger(__name__)
 
-_RELATIVE = (
-    1e-4  # less is rounding, such as that of metrics which ranks have gathered in another order
-)
+# less is rounding, such as that of metrics which ranks have gathered in another order
+_RELATIVE = 1e-4
 _SMALLEST = 1e-4  # values nearer to zero count as this
 
 

@@ -156,9 +156,8 @@ def _group_problems(cfg: DictConfig) -> list[str]:
             gone = [item.name] if item.name not in raw else []
         found += [f"~{key}: every run needs {key}. Remove ~{key} from the command." for key in gone]
     for name in ("task", "model", "data", "optimizer", "scheduler", "strategy"):
-        if isinstance(value := raw.get(name), list) and (
-            value or name != "scheduler"
-        ):  # scheduler=null arrives as []
+        # scheduler=null arrives as []
+        if isinstance(value := raw.get(name), list) and (value or name != "scheduler"):
             found.append(
                 f"{name}={value}: a list, where one option is due. Type {name}=NAME, a file of "
                 f"configs/{name}/."
@@ -400,9 +399,8 @@ def layout_problems(cfg: DictConfig) -> list[str]:
             problems := parallelism.problems(plain(cfg), layout) + manual.problems(cfg, layout)
         ):
             size = batching.configured_batch_size(cfg.data)
-            if (
-                size is not None
-            ):  # else the loaders of a plain LightningDataModule decide it, which each rank reads
+            # else the loaders of a plain LightningDataModule decide it, which each rank reads
+            if size is not None:
                 key = (
                     "data.global_batch_size"
                     if cfg.data.get("global_batch_size") is not None
@@ -521,10 +519,8 @@ def _folder_problems(key: str, folder: str | None) -> list[str]:
 def _resume_problems(cfg: DictConfig) -> list[str]:
     try:
         return resume.problems(cfg)
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # a name that no path can have, a folder that may not be read
+    except (OSError, ValueError) as error:
+        # a name that no path can have, a folder that may not be read
         return [
             f"resume={cfg.resume}: it cannot be read ({error}). Name a run directory, or a step=… "
             "folder in one."

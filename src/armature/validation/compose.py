@@ -35,14 +35,10 @@ from armature.validation import foreign_keys, rules, signatures, values
 _ONE_CLASS = ("task", "model", "data", "optimizer", "scheduler", "strategy")
 OPEN = ("callbacks", "logger")  # groups to which a key may be added
 MOST_VALUES = 50  # of a sweep that are tried
-MOST_SECONDS = (
-    4.0  # of CPU time for trying all but the first: a machine that stands still must not skip any
-)
-GLOBAL = (
-    "experiment",
-    "debug",
-    "sweep",
-)  # groups whose files set values of the whole configuration
+# of CPU time for trying all but the first: a machine that stands still must not skip any
+MOST_SECONDS = 4.0
+# groups whose files set values of the whole configuration
+GLOBAL = ("experiment", "debug", "sweep")
 HEADER = "# @package _global_"
 SEARCHPATH = "hydra.searchpath="  # adds folders, as --config-dir does
 _PLANNED = (  # of hardware=, whose folder is in configs/
@@ -68,18 +64,16 @@ def explain(
             each: each.split("=")[0].lstrip("+~").split("@")[0] in groups for each in overrides
         }
         problems, sound = [], []
-        for override in sorted(
-            overrides, key=lambda override: not chooses[override]
-        ):  # options of groups first
+        # options of groups first
+        for override in sorted(overrides, key=lambda override: not chooses[override]):
             if (problem := _try([*sound, override])) is not None:
                 problems.append(_describe(problem, override, groups, sound, folders))
             elif chooses[override]:
                 sound.append(override)
         if sweep:  # values of a sweep do not compose as they stand, and are no mistake
             problems = [problem for problem in problems if "is a sweep" not in problem]
-    if (
-        isinstance(error, OSError) and error.filename and not problems
-    ):  # Hydra makes a sweep's folder
+    # Hydra makes a sweep's folder
+    if isinstance(error, OSError) and error.filename and not problems:
         return [
             f"{error.filename}: {error.strerror}. Type run.root=… with a folder that can be "
             "written."
@@ -115,9 +109,8 @@ def explain_sweep(
         except CONFIG_ERRORS:
             return []  # Hydra meets it, too
         found, end = [], None
-        if (
-            here and not values and isinstance(only := _composed(tuple(fixed)), DictConfig)
-        ):  # a sweep of one trial
+        # a sweep of one trial
+        if here and not values and isinstance(only := _composed(tuple(fixed)), DictConfig):
             try:
                 check(only)
             except ConfigError as error:
@@ -136,9 +129,8 @@ def explain_sweep(
                     check(made)
                 except ConfigError as error:
                     found += error.problems
-            end = (
-                end or time.process_time() + MOST_SECONDS
-            )  # the first one's time is that of the imports
+            # the first one's time is that of the imports
+            end = end or time.process_time() + MOST_SECONDS
     return [problem for problem in dict.fromkeys(found) if "HydraConfig was not set" not in problem]
 
 
@@ -247,9 +239,8 @@ def _of_option(group: str, option: str) -> list[str]:
     try:
         with warnings.catch_warnings():  # of the defaults list of a file that is not a primary one
             warnings.simplefilter("ignore")
-            return [
-                *_keys(compose(f"{group}/{option}", overrides=_searched))
-            ]  # in a tenth of the time
+            # in a tenth of the time
+            return [*_keys(compose(f"{group}/{option}", overrides=_searched))]
     except Exception:  # a file that changes other groups composes with them only
         return _known([f"{group}={option}"])
 
@@ -312,9 +303,8 @@ def _describe(
             else f"{override}: '{key}' exists already. Leave out the plus: type {without}."
         )
     remedy = foreign_keys.remedy(key, value, known=known)
-    if (
-        key.startswith("model.") and (of_task := f"task.{key.removeprefix('model.')}") in known
-    ):  # the template's module
+    # the template's module
+    if key.startswith("model.") and (of_task := f"task.{key.removeprefix('model.')}") in known:
         remedy = f"Type {of_task}={value}."
     if key.partition(".")[0] == "hardware":
         return f"{override}: {_PLANNED}"

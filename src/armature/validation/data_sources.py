@@ -33,13 +33,8 @@ def problems(cfg: DictConfig, *, prepare: bool) -> list[str]:
             _open(cfg.data.source, prepare=prepare)
     except ConfigError as error:
         return error.problems
-    except (
-        HydraException,
-        OSError,
-        RecursionError,
-        TypeError,
-        ValueError,
-    ) as error:  # a folder that may not be read
+    except (HydraException, OSError, RecursionError, TypeError, ValueError) as error:
+        # a folder that may not be read
         key = "data.path" if find is not None else "data.source"
         rest = "" if find is not None else " and the other keys of data.source"
         return [f"{key}: {error_line(error.__cause__ or error)}. Check data.path{rest}."]

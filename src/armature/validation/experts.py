@@ -59,9 +59,8 @@ def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
             "each rank would send the same tokens to the experts. Type "
             "strategy.sequence_parallel=true."
         )
-    meshed = layout.kind == "mesh" and (
-        expert > 1 or layout.axes["tensor"] > 1
-    )  # experts are on ranks of their own
+    # experts are on ranks of their own
+    meshed = layout.kind == "mesh" and (expert > 1 or layout.axes["tensor"] > 1)
     if meshed and options["cpu_offload"]:
         found.append(
             f"strategy.cpu_offload=true with {_axes(expert, layout)} has not been tried for a "

@@ -20,11 +20,8 @@ AVERAGING = f"{_CALLBACKS}.weight_averaging.WeightAveraging"
 SWA = f"{_CALLBACKS}.stochastic_weight_avg.StochasticWeightAveraging"
 FINETUNING = f"{_CALLBACKS}.finetuning.BaseFinetuning"
 WHOLE = ("single", "ddp")  # every rank holds the whole model
-UNFREEZE = (
-    *WHOLE,
-    "shard",
-    "context",
-)  # strategies that reduce gradients of weights that are unfrozen
+# strategies that reduce gradients of weights that are unfrozen
+UNFREEZE = (*WHOLE, "shard", "context")
 OURS = "Type callbacks=ema, which averages under every strategy"
 
 

@@ -18,13 +18,8 @@ from armature.validation import checks
 
 AUTO = "auto"
 GROUPS = ("model", "data", "optimizer", "strategy")  # with others, another size may fit
-NO_MATTER = (
-    "eval_batch_size",
-    "num_workers",
-    "path",
-    "cache_dir",
-    "seed",
-)  # keys of the data without effect on it
+# keys of the data without effect on it
+NO_MATTER = ("eval_batch_size", "num_workers", "path", "cache_dir", "seed")
 
 
 def is_auto(cfg: DictConfig) -> bool:
@@ -38,9 +33,8 @@ def decided(cfg: DictConfig) -> DictConfig:
 
 
 def _found(cfg: DictConfig) -> int | None:
-    return OmegaConf.select(
-        cfg, "run.micro_batch_size"
-    )  # config.yaml of an older version has no such key
+    # config.yaml of an older version has no such key
+    return OmegaConf.select(cfg, "run.micro_batch_size")
 
 
 def with_size(cfg: DictConfig, size: int | str) -> DictConfig:

@@ -33,9 +33,8 @@ def apply(cfg: DictConfig, overrides: list[str], *, run_dir: Path) -> None:
         return
     source = _source(cfg)
     referring = bool(_REFERENCE.search(OmegaConf.to_yaml(cfg, resolve=False)))
-    for override in sorted(
-        overrides, key=lambda override: "." in override.partition("=")[0]
-    ):  # options first
+    # options first
+    for override in sorted(overrides, key=lambda override: "." in override.partition("=")[0]):
         key, equals, value = override.partition("=")
         if not equals:
             raise ConfigError(f"{override}: type KEY=VALUE, as in data.eval_batch_size=64.")

@@ -482,9 +482,8 @@ def _pipeline(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
             "data.global_batch_size."
         )
     sharded = layout.axes["replicate"] * layout.axes["shard"] * layout.axes["context"] > 1
-    sharded = sharded or (
-        plan.experts is not None and layout.axes["tensor"] > 1
-    )  # ranks of the tensor axis, too
+    # ranks of the tensor axis, too
+    sharded = sharded or (plan.experts is not None and layout.axes["tensor"] > 1)
     if schedule == "zero_bubble" and strategy["reshard_after_forward"] and sharded:
         problems.append(
             "strategy.schedule=zero_bubble with strategy.reshard_after_forward=true: its backward "

@@ -20,16 +20,10 @@ from armature.errors import ConfigError
 from armature.validation import preferences, signatures
 
 log = logging.getLogger(__name__)
-OF_STEPS = (
-    "epoch",
-    "lr",
-    "train/loss",
-    "train/grad_norm",
-)  # of each row of metrics.csv: callbacks may monitor them
-SILENT = (
-    "armature.",
-    "lightning.pytorch.callbacks.EarlyStopping",
-)  # callbacks that log nothing to monitor
+# of each row of metrics.csv: callbacks may monitor them
+OF_STEPS = ("epoch", "lr", "train/loss", "train/grad_norm")
+# callbacks that log nothing to monitor
+SILENT = ("armature.", "lightning.pytorch.callbacks.EarlyStopping")
 
 
 def problems(cfg: dict[str, Any]) -> list[str]:
@@ -67,9 +61,8 @@ def _monitors(cfg: dict[str, Any]) -> Iterator[str]:
         for name, node in callbacks.items()
         if "monitor" in node
     }
-    at_end = [
-        name.replace("val/", "test/", 1) for name in known
-    ]  # what a trial of a sweep may be compared by
+    # what a trial of a sweep may be compared by
+    at_end = [name.replace("val/", "test/", 1) for name in known]
     for key, name in asked.items():
         names = [*known, *OF_STEPS, *(at_end if key == "checkpoint.monitor" else ())]
         of_validation = isinstance(name, str) and name.startswith("val/")

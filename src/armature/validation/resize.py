@@ -39,9 +39,8 @@ def fewer(cfg: DictConfig, *, most: int, least: int) -> DictConfig | str:
         for micro in _micro_batch_sizes(cfg, data_ranks=data_ranks):
             candidate.data.micro_batch_size = micro
             if not (problems := checks.layout_problems(candidate)):
-                if (
-                    micro_batch.is_auto(cfg) and micro != micro_batch.AUTO
-                ):  # memory may still run out
+                # memory may still run out
+                if micro_batch.is_auto(cfg) and micro != micro_batch.AUTO:
                     candidate.run.micro_batch_size, candidate.data.micro_batch_size = (
                         micro,
                         micro_batch.AUTO,

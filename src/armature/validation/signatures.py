@@ -23,11 +23,8 @@ from armature.validation import annotations, foreign_keys
 
 LIBRARIES = ("torch", "lightning", *namesakes.TWINS)  # their classes declare nothing of ours
 OUR_DATA = "armature.data.base.DataModule"
-FACTORIES = (
-    "model",
-    "optimizer",
-    "scheduler",
-)  # groups that a task's constructor gets, if it takes them
+# groups that a task's constructor gets, if it takes them
+FACTORIES = ("model", "optimizer", "scheduler")
 Definition = tuple[str, ast.ClassDef | ast.FunctionDef]  # the defining module, and the syntax tree
 HYDRA_KEYS = {"_target_", "_partial_", "_args_", "_convert_", "_recursive_"}
 
@@ -47,9 +44,8 @@ def argument_problems(path: str, node: dict[str, Any], definition: Definition) -
     take.
     """
     target, signature = node["_target_"], signature_of(*definition)
-    plain_data = path == "data" and not derives_from(
-        target, OUR_DATA
-    )  # data/adapter.py takes its LOADER_KEYS
+    # data/adapter.py takes its LOADER_KEYS
+    plain_data = path == "data" and not derives_from(target, OUR_DATA)
     found = []
     for key, value in node.items():
         if key in HYDRA_KEYS:
@@ -221,9 +217,10 @@ def signature_of(module: str, node: ast.ClassDef | ast.FunctionDef) -> Signature
             for i in fields
             if i.value is not None and isinstance(i.target, ast.Name)
         }
+        # field(…)
         own.defaults = {
             name: value for name, value in given.items() if not isinstance(value, ast.Call)
-        }  # field(…)
+        }
         return _with_bases(module, node, own) if node.bases else own
     base = _base_that_constructs(module, node)
     return Signature(open=bool(node.bases)) if base is None else signature_of(*base)
@@ -259,9 +256,8 @@ def _base_that_constructs(module: str, node: ast.ClassDef) -> tuple[str, ast.Cla
     None: it has none, or cannot be read.
     """
     above = [*_above(module, node)]
-    order = [
-        each for place, each in enumerate(above) if each not in above[place + 1 :]
-    ]  # as Python's: a base is last
+    # as Python's: a base is last
+    order = [each for place, each in enumerate(above) if each not in above[place + 1 :]]
     found = next(
         (each for each in order if _is_dataclass(each[1]) or _own_constructor(each[1])), None
     )
@@ -365,9 +361,8 @@ def accepted(task: Mapping[str, Any], names: Iterable[str] = FACTORIES) -> list[
         return own
     if not derives(definition, ["LightningModule"]):
         return names
-    if not _keeps_keywords(
-        definition
-    ):  # LightningModule's own constructor takes any keyword, and fails with each
+    # LightningModule's own constructor takes any keyword, and fails with each
+    if not _keeps_keywords(definition):
         return own
     source = "".join(ast.unparse(node) for _, node in lineage(definition))
     whole = re.search(r"\bhparams\b(?!\s*[.\[])", source)  # taken as a whole: anything may read it
@@ -494,9 +489,10 @@ def defaults_of(target: str) -> dict[str, Any]:
     definition = find_definition(target)
     defaults = signature_of(*definition).defaults if definition is not None else {}
     values = {name: annotations.literal(node) for name, node in defaults.items()}
+    # as in YAML
     return {
         name: list(value) if isinstance(value, tuple) else value for name, value in values.items()
-    }  # as in YAML
+    }
 
 
 def class_attribute(target: str, name: str) -> Any | None:
@@ -528,9 +524,8 @@ def assigns(target: str, name: str, value: Any) -> bool:
 def _function_signature(node: ast.FunctionDef, *, skip_self: bool) -> Signature:
     positional = [*node.args.posonlyargs, *node.args.args]
     arguments = [*positional, *node.args.kwonlyargs][skip_self:]
-    given = zip(
-        positional[::-1], node.args.defaults[::-1], strict=False
-    )  # defaults belong to the last parameters
+    # defaults belong to the last parameters
+    given = zip(positional[::-1], node.args.defaults[::-1], strict=False)
     keywords = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
     defaults = {
         argument.arg: default for argument, default in (*given, *keywords) if default is not None

@@ -28,9 +28,8 @@ from armature.errors import ConfigError, error_line
 from armature.validation import signatures
 from armature.validation.signatures import Definition
 
-_SOURCES = Path(__file__).parents[
-    2
-]  # src/: a user's own package next to ours may be named in `_target_`
+# src/: a user's own package next to ours may be named in `_target_`
+_SOURCES = Path(__file__).parents[2]
 _KEY = "launch.allowed_packages"
 # inside these packages, only these parts may be named
 CLASSES = {
@@ -111,13 +110,8 @@ NEVER = (
     "pkg_resources",
 )
 CONVERSIONS = ("none", "partial", "object", "all")  # Hydra's _convert_
-PLAIN = (
-    "collections",
-    "datetime",
-    "decimal",
-    "fractions",
-    "pathlib",
-)  # of the standard library, harmless classes
+# of the standard library, harmless classes
+PLAIN = ("collections", "datetime", "decimal", "fractions", "pathlib")
 ROLES = {  # group → base classes of which one is needed
     "callbacks": ("Callback",),
     "logger": ("Logger",),
@@ -285,9 +279,8 @@ def _forbidden(path: str, target: str, allowed: Sequence[str]) -> str | None:
     module, node = definition
     defined, is_class = f"{module}.{node.name}", isinstance(node, ast.ClassDef)
     top, home = target.split(".")[0], module.split(".")[0]
-    if (
-        home == f"_py{top}" and top in sys.stdlib_module_names
-    ):  # what Python's library has in C, written in Python
+    # what Python's library has in C, written in Python
+    if home == f"_py{top}" and top in sys.stdlib_module_names:
         home, defined = top, target
     if home != top and not _under(defined, allowed):
         return (
@@ -315,9 +308,8 @@ def _refusal(what: str, name: str, *, is_class: bool) -> str | None:
     if top not in CLASSES:
         return None
     places = (CLASSES if is_class else FUNCTIONS)[top]
-    package_root = is_class and rest.count(".") <= (
-        1 if top == "lightning" else 0
-    )  # re-exported, as armature.X
+    # re-exported, as armature.X
+    package_root = is_class and rest.count(".") <= (1 if top == "lightning" else 0)
     if not (_under(rest, places) or package_root):
         return f"{what}: a configuration may not name this {kind} of {top}. {remedy}"
     return None

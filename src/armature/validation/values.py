@@ -191,9 +191,8 @@ OWN_RANGES: dict[str, Rule] = {  # where the group's class is ours
     "data.source.val_fraction": rules.number(least=0, below=0.9),
     "data.source.test_fraction": rules.number(least=0, below=0.9),
 }
-OPTIMIZER: dict[
-    str, Rule
-] = {  # names that most optimizers share; torch's would refuse the values in the rank
+# names that most optimizers share; torch's would refuse the values in the rank
+OPTIMIZER: dict[str, Rule] = {
     "optimizer.lr": rules.number(above=0),
     "optimizer.weight_decay": rules.number(least=0),
     "optimizer.eps": rules.number(least=0),
@@ -202,9 +201,8 @@ OPTIMIZER: dict[
     "optimizer.base_width": rules.number(least=1, whole=True, null="no scaling"),
 }
 _of_bytes = rules.number(least=257, most=2**24, whole=True)
-_bytes_and_end = {
-    "vocab_size": lambda value: None if _size(value) else _of_bytes(value)
-}  # one problem at a time
+# one problem at a time
+_bytes_and_end = {"vocab_size": lambda value: None if _size(value) else _of_bytes(value)}
 ARGUMENTS: dict[str, dict[str, Rule]] = {  # by the class, which would refuse them in the rank
     "armature.data.image_folder.ImageFolderData": {
         "size": rules.number(least=1, most=2**16, whole=True),
@@ -281,9 +279,8 @@ def _arguments(plain: dict[str, Any]) -> Iterator[str]:
     source = data.get("source") if isinstance(data, dict) else None
     nodes |= {"data": data, "data.source": source}
     optimizer = plain.get("optimizer")
-    if (
-        isinstance(optimizer, dict) and optimizer.get("precision") != plain["trainer"]["precision"]
-    ):  # reported there
+    # reported there
+    if isinstance(optimizer, dict) and optimizer.get("precision") != plain["trainer"]["precision"]:
         nodes["optimizer"] = optimizer
     for path, node in nodes.items():
         ranges = ARGUMENTS.get(str(node.get("_target_")), {}) if isinstance(node, dict) else {}
@@ -306,9 +303,8 @@ def _shown(value: Any) -> str:
 def _choices(plain: dict[str, Any], choices: dict[str, tuple[Any, ...]]) -> Iterator[str]:
     for key, names in choices.items():
         value = _select(plain, key)
-        known = (
-            any(value is name for name in names) if isinstance(value, bool) else value in names
-        )  # True equals 1
+        # True equals 1
+        known = any(value is name for name in names) if isinstance(value, bool) else value in names
         if value is _UNSET or known:
             continue
         texts = [_shown(name) for name in names]

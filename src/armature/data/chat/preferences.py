@@ -63,9 +63,8 @@ def parse(record: object, *, where: str) -> tuple[Side, Side]:
     answers = [messages(record[side], side, where=where, role="assistant") for side in SIDES]
     if all(answer[0]["role"] != "assistant" for answer in answers):
         prompt = _common(*answers)
-        if (
-            len(answers[0]) == len(answers[1]) == len(prompt)
-        ):  # identical: all up to the last answer is the prompt
+        # identical: all up to the last answer is the prompt
+        if len(answers[0]) == len(answers[1]) == len(prompt):
             prompt = prompt[:-1]
         if not prompt:
             raise ConfigError(
@@ -162,9 +161,8 @@ class Preferences(Conversations):
     def _write(self, files: list[SourceFile], writers: dict[str, Writer]) -> None:
         sides: Iterator[Side] = (side for pair in conversations.read(files, parse) for side in pair)
         encoded = self._encoded(sides)
-        for chosen, rejected in zip(
-            encoded, encoded, strict=True
-        ):  # one iterator: consecutive ones
+        # one iterator: consecutive ones
+        for chosen, rejected in zip(encoded, encoded, strict=True):
             writer = writers[self._split(chosen.conversation)]
             writer.counts["read"] += 1
             outcome = self._outcome(chosen, rejected)

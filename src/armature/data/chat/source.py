@@ -36,9 +36,8 @@ log = logging.getLogger(__name__)
 
 SPLITS = ("train", "val", "test")
 _VERSION = 3  # layout of the cache
-_RENDERING = (
-    2  # what a template is given of a message; rows that it does not change keep their fingerprint
-)
+# what a template is given of a message; rows that it does not change keep their fingerprint
+_RENDERING = 2
 _TOGETHER = 1024  # conversations that are encoded in one call
 
 
@@ -404,9 +403,8 @@ def encode(
         learned, shortened = np.zeros(len(offsets), np.bool_), 0
         for i in conversation.learned:
             start, end = spans[i]
-            learned |= (offsets[:, 0] < end) & (
-                offsets[:, 1] > start
-            )  # trimmed spaces have no length
+            # trimmed spaces have no length
+            learned |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
             before = max(
                 (spans[other][1] for other in spans if other < i), default=0
             )  # a prompt may begin the thoughts

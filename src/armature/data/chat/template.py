@@ -37,25 +37,14 @@ BUILT_IN = {
 # Templates that write the date get this one: with the day's, the same data would be other tokens
 # tomorrow
 DATE = date(2024, 7, 26)
-_MARK, _BEGIN, _END = (
-    "\ufdd0",
-    "\ufdd1",
-    "\ufdd2",
-)  # no characters, by Unicode: for a program's own use
+# no characters, by Unicode: for a program's own use
+_MARK, _BEGIN, _END = ("\ufdd0", "\ufdd1", "\ufdd2")
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # the first that is there
 _ALSO_WRITTEN = ("tool_calls", *_THOUGHTS)  # by the model, beside the content
-_ENDS = (
-    "</s>",
-    "<eos>",
-    "<|end_of_text|>",
-    tokens.END_OF_TEXT,
-)  # usual names of the last token of a text
-_RENDERED = {
-    "messages",
-    "tools",
-    "documents",
-    "add_generation_prompt",
-}  # what rendering passes itself
+# usual names of the last token of a text
+_ENDS = ("</s>", "<eos>", "<|end_of_text|>", tokens.END_OF_TEXT)
+# what rendering passes itself
+_RENDERED = {"messages", "tools", "documents", "add_generation_prompt"}
 _END_OF_TURN = r"<[^<>\s]{1,40}>"
 _QUESTION = [{"role": "user", "content": "a"}]
 
@@ -112,9 +101,8 @@ class ChatTemplate:
             )
         except ConfigError:
             raise
-        except (
-            Exception
-        ) as error:  # a template can raise anything, such as a TypeError for a content of null
+        except Exception as error:
+            # a template can raise anything, such as a TypeError for a content of null
             raise NotRenderable(
                 f"the chat template cannot write it ({error_line(error)[:200]})"
             ) from error
@@ -219,9 +207,8 @@ class ChatTemplate:
         with suppress(NotRenderable):
             shadow = self.render([*messages[:index], bare, *messages[index + 1 :]], tools=tools)
             before, mark, after = shadow.partition(_MARK)
-            if not text.startswith(
-                before
-            ):  # a template may put a space before words, and none before a call
+            # a template may put a space before words, and none before a call
+            if not text.startswith(before):
                 before = before.rstrip()
             room = len(text) - len(before) - len(after)
             if (
@@ -275,9 +262,8 @@ class ChatTemplate:
         if self._short is None:
             return None
         text, (start, end) = self._short
-        closed = re.search(
-            rf"({self._ends.pattern})\s*$", text[start:end]
-        )  # thoughts have marks of their own
+        # thoughts have marks of their own
+        closed = re.search(rf"({self._ends.pattern})\s*$", text[start:end])
         return closed.group(1) if closed else None
 
     @cached_property

@@ -32,12 +32,10 @@ class KeyValueCache:
         self.positions = positions
         self.length = 0
         self.layers: dict[str, tuple[Tensor, ...]] = {}  # keys and values (B, G, C, K)
-        self.documents_BS: Tensor | None = (
-            None  # each position's document number, if attention stays within documents
-        )
-        self._first: dict[
-            str, int
-        ] = {}  # the position in the first place of a layer's room, 0 without a window
+        # each position's document number, if attention stays within documents
+        self.documents_BS: Tensor | None = None
+        # the position in the first place of a layer's room, 0 without a window
+        self._first: dict[str, int] = {}
         self._rotary_C2K: Tensor | None = None
         self.lengths_B = lengths_B
         self._padding_B: Tensor | None = None  # places before each row, once they do
@@ -56,9 +54,8 @@ class KeyValueCache:
             self._rotary_C2K = table()
         if self._padding_B is None:
             return self._rotary_C2K[self.length :]
-        return self._rotary_C2K[
-            self.length - self._padding_B[:, None, None]
-        ]  # (B, 1, 1, 2, K/2): one position
+        # (B, 1, 1, 2, K/2): one position
+        return self._rotary_C2K[self.length - self._padding_B[:, None, None]]
 
     def advance(self, x_BTD: Tensor) -> Tensor:
         """Count the positions of an input that all layers have read, and return those whose logits

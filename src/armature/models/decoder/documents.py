@@ -76,9 +76,8 @@ def block_mask(document_BT: Tensor, *, window: int | None = None) -> BlockMask:
         document_BT[:, start_N],
         document_BT[:, (start_N + BLOCK - 1).clamp(max=length - 1)],
     )
-    apart_NN = (
-        start_N[:, None] - start_N
-    )  # the least distance of two positions is BLOCK - 1 less, the largest more
+    # the least distance of two positions is BLOCK - 1 less, the largest more
+    apart_NN = start_N[:, None] - start_N
     earlier_NN = apart_NN > 0
     near_NN, all_near_NN = earlier_NN, earlier_NN
     if window is not None:
@@ -105,10 +104,8 @@ def block_mask(document_BT: Tensor, *, window: int | None = None) -> BlockMask:
 def attend(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask: BlockMask) -> Tensor:
     """Return attention (B, H, T, K) under the block mask."""
     attention = flex_attention if torch.compiler.is_compiling() else compiled()
-    q_BHTK, k_BGTK = (
-        q_BHTK.to(v_BGTK.dtype),
-        k_BGTK.to(v_BGTK.dtype),
-    )  # autocast normalizes queries and keys in fp32
+    # autocast normalizes queries and keys in fp32
+    q_BHTK, k_BGTK = (q_BHTK.to(v_BGTK.dtype), k_BGTK.to(v_BGTK.dtype))
     return attention(
         q_BHTK, k_BGTK, v_BGTK, block_mask=mask, enable_gqa=q_BHTK.shape[1] != k_BGTK.shape[1]
     )

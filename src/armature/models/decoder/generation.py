@@ -15,9 +15,8 @@ from armature.models.decoder.cache import KeyValueCache
 # tokens per look at whether all rows have ended, for which the host waits for the device
 READ_EVERY, OTHER_READ_EVERY = {"cpu": 1}, 8
 LEAST_TOKENS = 16  # copying matrices takes as long as about ten tokens
-MOST_COPIED_BYTES = (
-    1 << 29
-)  # of a larger model, copies would take too much memory, and gain a tenth
+# of a larger model, copies would take too much memory, and gain a tenth
+MOST_COPIED_BYTES = 1 << 29
 
 
 def complete(
@@ -59,9 +58,8 @@ def _ends(eot: int | Sequence[int] | None) -> list[int]:
 
 
 @torch.inference_mode()
-@torch.compiler.set_stance(
-    "force_eager"
-)  # compiled blocks would be recompiled for each length of the cache
+# compiled blocks would be recompiled for each length of the cache
+@torch.compiler.set_stance("force_eager")
 def generate(
     model: nn.Module,
     prompt_BT: Tensor,
@@ -201,9 +199,8 @@ def _continued(
         if len(end_ids) and position % read_every == 0 and int(last_B.max()) < position:
             break
     if at_once:
-        for row, prompt in enumerate(
-            lengths_B.tolist()
-        ):  # the new tokens follow the row's own prompt
+        # the new tokens follow the row's own prompt
+        for row, prompt in enumerate(lengths_B.tolist()):
             ids_BT[row, prompt : prompt + position - length] = ids_BT[row, length:position].clone()
     return ids_BT[:, : min(position, int(last_B.max()) + 1) if len(end_ids) else position]
 

@@ -132,9 +132,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         needs_x, needs_weight = (with_gradients and needed for needed in ctx.needs_input_grad[:2])
         gx_ND = torch.empty_like(x_low_ND) if needs_x else None
         gweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
-        total = torch.zeros(
-            (), device=x_ND.device, dtype=torch.float32
-        )  # the default type may be bf16
+        # the default type may be bf16
+        total = torch.zeros((), device=x_ND.device, dtype=torch.float32)
         share = 1 / (targets_N != IGNORED).sum(dtype=torch.float32).clamp(min=1)
         product_VD = torch.empty_like(weight_low_VD) if needs_weight else None
         for chunk in _chunks(x_low_ND, weight_low_VD, targets_N, part):
@@ -184,9 +183,8 @@ class ChunkedTokenLosses(torch.autograd.Function):
     ) -> Tensor:
         weight_low_VD = to_compute_dtype(weight_VD)
         x_low_ND = x_ND.to(weight_low_VD.dtype)
-        losses_N = torch.empty(
-            len(x_ND), device=x_ND.device, dtype=torch.float32
-        )  # the default may be bf16
+        # the default may be bf16
+        losses_N = torch.empty(len(x_ND), device=x_ND.device, dtype=torch.float32)
         for chunk in _chunks(x_low_ND, weight_low_VD, targets_N, part):
             losses_N[chunk.rows] = -(chunk.log_p_R1 * chunk.keep_R1).squeeze(1)
         ctx.save_for_backward(x_low_ND, weight_low_VD, targets_N)

@@ -218,9 +218,8 @@ class Decoder(nn.Module):
     """
 
     modality = "tokens"
-    computes_loss_in_forward = (
-        True  # without all the logits: a pipeline gives its last stage the targets
-    )
+    # without all the logits: a pipeline gives its last stage the targets
+    computes_loss_in_forward = True
     pretrained_name = staticmethod(names.theirs)
 
     def __init__(
@@ -319,16 +318,14 @@ class Decoder(nn.Module):
             x_BTD = cache.advance(x_BTD)
         if self.norm is not None:
             x_BTD = self.norm(x_BTD)
-        own_loss = (
-            getattr(self.loss, "unsharded", self.loss) is Decoder.loss
-        )  # a tensor axis replaces it
+        # a tensor axis replaces it
+        own_loss = getattr(self.loss, "unsharded", self.loss) is Decoder.loss
         if targets is not None and (own_loss or per_token) and computes_loss(self.head):
             # `self.loss` of the head's outputs, without holding all of them
             return self.head(x_BTD, targets, per_token=per_token)
         if targets is not None and (own_loss or per_token) and is_plain_linear(self.head):
-            return chunked_loss(
-                x_BTD, self.head.weight, targets, per_token=per_token
-            )  # a tensor axis has hooks on it
+            # a tensor axis has hooks on it
+            return chunked_loss(x_BTD, self.head.weight, targets, per_token=per_token)
         outputs = self.head(x_BTD) if self.head is not None else x_BTD
         if targets is not None and per_token:
             return token_losses(outputs, targets)
@@ -395,9 +392,8 @@ class Decoder(nn.Module):
             self.head_dim, theta=self.rope_theta, scaling=self.rope_scaling, device=device
         )
         position_C = torch.arange(self.context, device=device, dtype=torch.float32)
-        angle_CK = (
-            position_C[:, None] * frequency_K
-        )  # not a matmul, which autocast would round to bf16
+        # not a matmul, which autocast would round to bf16
+        angle_CK = position_C[:, None] * frequency_K
         rotary_C2K = torch.stack([angle_CK.cos(), angle_CK.sin()], dim=1)
         return rotary_C2K if scale == 1.0 else rotary_C2K * scale
 

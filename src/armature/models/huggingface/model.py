@@ -26,18 +26,12 @@ from armature.models.loss import IGNORED, mean_cross_entropy
 from armature.models.plan import Plan
 from armature.models.wrapped import WrappedModel, weights_on
 
-NOT_DAMAGE = (
-    ImportError,
-    MemoryError,
-    torch.OutOfMemoryError,
-)  # a kernel's package, and memory: not the folder's fault
+# a kernel's package, and memory: not the folder's fault
+NOT_DAMAGE = (ImportError, MemoryError, torch.OutOfMemoryError)
 
 
-ATTENTION = {
-    "full_attention",
-    "sliding_attention",
-    "chunked_attention",
-}  # kinds of layers, in transformers' words
+# kinds of layers, in transformers' words
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
 # whose blocks read some weights past their Linears' forward: on GPUs in kernels, Mamba's dt_proj on
 # CPUs as well
@@ -256,9 +250,8 @@ class CausalLM(PretrainedModel):
         )
         begin, cache.length = cache.length, cache.length + inputs.shape[1]
         if self._has_cache:
-            if (
-                self.other_layers and "position_ids" in self._accepted
-            ):  # Bamba would begin at 0 again
+            # Bamba would begin at 0 again
+            if self.other_layers and "position_ids" in self._accepted:
                 kept["position_ids"] = torch.arange(begin, cache.length, device=inputs.device)[None]
             return self.inner(
                 input_ids=inputs, past_key_values=cache.values, use_cache=True, **kept
@@ -328,9 +321,8 @@ class SequenceClassifier(PretrainedModel):
         self.new_head = new_head
         text = self.inner.config.get_text_config()
         padding = getattr(text, "pad_token_id", None)
-        if (
-            padding is None or padding < 0
-        ):  # now: an embedding that knows it has no gradient for its row
+        # now: an embedding that knows it has no gradient for its row
+        if padding is None or padding < 0:
             end = getattr(text, "eos_token_id", None)
             text.pad_token_id = (end[0] if isinstance(end, list) else end) or 0
         self.padding: int = text.pad_token_id

@@ -16,10 +16,8 @@ from torch import nn
 from armature.models.adapters import is_adapter
 from armature.models.wrapped import Match
 
-UNUSED = (
-    r"rotary_emb\.inv_freq$",
-    r"(^|\.)position_ids$",
-)  # tables in older folders, which are computed
+# tables in older folders, which are computed
+UNUSED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
 
 def match(model: Any, saved: Iterable[str]) -> Match:
@@ -59,9 +57,8 @@ def original(model: Any, name: str) -> str:
     from transformers.conversion_mapping import get_model_conversion_mapping  # pyright: ignore[reportMissingImports]
     from transformers.core_model_loading import WeightRenaming, rename_source_key  # pyright: ignore[reportMissingImports]
 
-    mapping = get_model_conversion_mapping(
-        model, add_legacy=False
-    )  # else LayerNorm.weight is written as .gamma
+    # else LayerNorm.weight is written as .gamma
+    mapping = get_model_conversion_mapping(model, add_legacy=False)
     rules = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
     return rename_source_key(
         name, [rule.reverse_transform() for rule in reversed(rules)], [], reverse=True

@@ -22,17 +22,14 @@ def cost(args: Mapping[str, Any]) -> Cost:
     """
     width, layers, dense = args["width"], args["layers"], args.get("dense_layers", 0)
     experts, active, hidden = args["experts"], args["active"], args["expert_hidden"]
-    shared, share = (
-        args.get("shared_hidden") or 0,
-        1 - dense / layers,
-    )  # of the blocks that are mixtures
+    # of the blocks that are mixtures
+    shared, share = (args.get("shared_hidden") or 0, 1 - dense / layers)
     alike, ffn = decoder_cost(args), args.get("ffn_hidden") or ffn_hidden_of(width)
     own = round(share * 3 * width * hidden * experts)
     used = round(share * (3 * width * (hidden * active + shared) + width * experts))
     without = round(share * 3 * width * ffn)
-    routed = round(
-        share * active * (4 * hidden + 3 * width)
-    )  # gate, its silu, up, their product; rows in and out
+    # gate, its silu, up, their product; rows in and out
+    routed = round(share * active * (4 * hidden + 3 * width))
     return replace(
         alike,
         block=alike.block - without + round(share * (3 * width * shared + width * experts)) + own,

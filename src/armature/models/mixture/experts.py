@@ -56,10 +56,8 @@ def grouped_product(x_MI: Tensor, weight_EOI: Tensor, end_E: Tensor) -> Tensor:
     """Return (M, O): rows up to `end_E[e]`, from the expert before, times the transposed matrix of
     expert e.
     """
-    x_MI, weight_EOI = (
-        to_compute_dtype(x_MI),
-        to_compute_dtype(weight_EOI),
-    )  # autocast does not know grouped_mm
+    # autocast does not know grouped_mm
+    x_MI, weight_EOI = (to_compute_dtype(x_MI), to_compute_dtype(weight_EOI))
     if takes_groups(x_MI):
         if x_MI.device.type == "cuda" and torch.cuda.get_device_properties(x_MI.device).major >= 10:
             # Blackwell leaves garbage in the gradients of experts without rows (pytorch#172439),
@@ -151,9 +149,8 @@ class Mixture(nn.Module):
         )
         self.newest_E: Tensor | None = None
         self.passes: list[Tensor] | None = None
-        self._count_E: Tensor | None = (
-            None  # since `take_counts`; a list would recompile compiled code as it grows
-        )
+        # since `take_counts`; a list would recompile compiled code as it grows
+        self._count_E: Tensor | None = None
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         logits_NE = self.router(x_BTD).flatten(0, 1)
@@ -208,9 +205,8 @@ class Mixture(nn.Module):
         """
         if self.bias is None or not self.router.weight.requires_grad:
             return
-        step_E = (
-            (load_E.sum() - len(load_E) * load_E).sign().to(self.bias)
-        )  # whole numbers: exact under every layout
+        # whole numbers: exact under every layout
+        step_E = (load_E.sum() - len(load_E) * load_E).sign().to(self.bias)
         self.bias += self.balance_rate * (step_E - step_E.mean())
 
     def _apply(self, fn: Any, recurse: bool = True) -> Mixture:

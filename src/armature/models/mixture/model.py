@@ -117,9 +117,8 @@ class MixtureDecoder(Decoder):
         """
         for index, mixture in self.mixtures().items():
             mixture.rebalance(load_LE[index])
-        exact = (
-            torch.float32 if load_LE.device.type == "mps" else torch.float64
-        )  # which MPS does not have
+        # which MPS does not have
+        exact = torch.float32 if load_LE.device.type == "mps" else torch.float64
         self.load_LE = self.experts * load_LE.to(exact) / load_LE.sum(1, keepdim=True).clamp(min=1)
 
     @contextmanager
