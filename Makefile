@@ -169,6 +169,9 @@ checks: $(VENV)/.installed-dev ## Lint, check types and the import contracts
 	PYTHONPATH=src $(BIN)/lint-imports
 	$(BIN)/python -m pytest tests/test_contracts.py
 
+size: $(VENV)/bin/python ## Print how large each part is, and its limits
+	@$(BIN)/python scripts/size.py $(ARGS)
+
 format: $(VENV)/.installed-dev ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -178,4 +181,4 @@ clean: ## Remove caches; runs and the environment stay
 	rm -rf .site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 .PHONY: help setup setup-finetune new train test test-fast test-gpu parity simulate-check habits huggingface-check resume-proof runs docs notebooks images \
-	docs-check lock bench faults checks format clean
+	docs-check lock bench faults checks size format clean
