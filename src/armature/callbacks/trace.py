@@ -1,0 +1,287 @@
+"""Record what a run computes, so that `armature.proof.locate` finds where two runs part.
+
+One file per rank, one JSON line per optimizer step. Tensors become three numbers: count, sum and
+sum of squares. These add up over micro-batches and ranks, so that a batch that two ranks share can
+be compared with the same batch in one process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from armature.data.base import DataModule
+from armature.training.progress import completed_batches
+
+FOLDER = "trace"
+GENERATOR = "generator"  # kind of an attribute that holds random state
+NO_VALUE = "object"  # kind of an attribute that is no plain value
+MOST_ITEMS = 10_000  # of an attribute; larger ones are not read
+_FRAMEWORKS = ("armature.", "lightning.", "torch.", "torchmetrics.", "builtins.", "numpy.")
+_NUMBERS = (type(None), bool, int, float, complex, str, bytes, np.generic)
+
+
+class Trace(Callback):
+    """Write digests of samples, weights, module inputs and outputs, losses and gradients.
+
+    python train.py experiment=mine '+callbacks.trace={_target_:armature.callbacks.trace.Trace}'
+
+    Args:
+        steps: the first optimizer steps, which are recorded.
+    """
+
+    def __init__(self, steps: int = 8) -> None:
+        self.steps = steps
+        self._record: dict[str, Any] | None = None  # of the step under way
+        self._file: TextIO | None = None
+        self._random = b""
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: L.LightningModule) -> None:
+        folder = Path(trainer.default_root_dir) / FOLDER
+        folder.mkdir(exist_ok=True)
+        # appended: a resumed run repeats a step, and its last record counts
+        self._file = (folder / f"rank_{trainer.global_rank:04}.jsonl").open("a")
+        for name, module in pl_module.named_modules():
+            if name:
+                module.register_forward_hook(self._hook(name), with_kwargs=True)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        step = completed_batches(trainer) + 1
+        if step > self.steps:
+            return
+        if self._record is None:
+            self._record = {
+                "step": step,
+                "attributes": attributes(trainer),
+                "weights": _statistics(_named_weights(pl_module)),
+                "pieces": [],
+                "modules": {},
+                "gradients": {},
+            }
+        samples, shape = sample_digests(batch)
+        self._record["pieces"].append({"samples": samples, "shape": shape, "targets": {}})
+        self._random = _random_state()
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: L.LightningModule, optimizer: Optimizer
+    ) -> None:
+        if self._record is None:
+            return
+        own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        gradients = {
+            name: param.grad
+            for name, param in pl_module.named_parameters()
+            if id(param) in own and param.grad is not None
+        }
+        self._record["gradients"] |= _statistics(gradients)
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        if self._record is None:
+            return
+        piece = self._record["pieces"][-1]
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor):  # Lightning has divided it by the micro-batches of a step
+            piece["loss"] = float(loss) * trainer.accumulate_grad_batches
+        # backward meets the last output first: its rows with a gradient are the targets that count
+        piece["targets"] = next(iter(piece["targets"].values()), None)
+        piece["draws"] = self._random != _random_state()
+        if completed_batches(trainer) >= self._record["step"]:
+            self._write(self._record | {"logged": _logged(trainer)})
+            self._record = None
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: L.LightningModule) -> None:
+        if self._file is not None and completed_batches(trainer) <= self.steps:
+            self._write({"step": completed_batches(trainer), "logged": _logged(trainer)})
+
+    def _write(self, record: dict[str, Any]) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def _hook(self, name: str) -> Any:
+        def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if self._record is None:
+                return
+            modules = self._record["modules"]
+            entry = modules.setdefault(name, {"class": type(module).__name__})
+            outputs = list(tensors(output))
+            for key, values in (("input", tensors((args, kwargs))), ("output", outputs)):
+                entry[key] = _added(entry.get(key), map(statistic, values))
+            targets = self._record["pieces"][-1]["targets"]
+            for value in outputs:
+                if value.requires_grad and value.ndim and not isinstance(value, DTensor):
+                    value.register_hook(lambda grad: targets.update({name: _rows(grad)}))
+
+        return record
+
+
+def _logged(trainer: Trainer) -> dict[str, float]:
+    """Return this rank's logged values. Ranks that differ have logged their own, unsynchronized."""
+    metrics = trainer.callback_metrics.items()
+    return {name: float(value) for name, value in metrics if value.numel() == 1}
+
+
+def _rows(grad: Tensor) -> int:
+    """Return the number of rows of a gradient that are not all zeros."""
+    rows = grad.detach().flatten(0, -2) if grad.ndim > 1 else grad.detach()[:, None]
+    return int(rows.ne(0).any(dim=-1).sum())
+
+
+def statistic(value: Tensor) -> list[float]:
+    """Return count, sum and sum of squares of the elements that this rank holds."""
+    with torch.no_grad():
+        local = value.to_local() if isinstance(value, DTensor) else value
+        numbers = torch.view_as_real(local) if local.is_complex() else local
+        double = numbers.detach().double()
+        return [double.numel(), float(double.sum()), float(double.square().sum())]
+
+
+def _statistics(named: Mapping[str, Tensor]) -> dict[str, list[float]]:
+    return {name: statistic(value) for name, value in named.items()}
+
+
+def _added(one: list[float] | None, others: Iterator[list[float]]) -> list[float]:
+    columns = zip(one or (0, 0.0, 0.0), *others, strict=True)
+    return [sum(column) for column in columns]
+
+
+def _named_weights(module: nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_parameters()) | dict(module.named_buffers())
+
+
+def _random_state() -> bytes:
+    digest = hashlib.blake2b(torch.get_rng_state().numpy().tobytes())
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        digest.update(torch.cuda.get_rng_state().numpy().tobytes())
+    return digest.digest()
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested lists, tuples and mappings, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors(each)
+
+
+def sample_digests(batch: Any) -> tuple[list[str], str]:
+    """Return a digest per sample of a batch, and the shapes without the batch dim."""
+    leaves = [leaf for leaf in tensors(batch) if leaf.ndim]
+    sizes = [len(leaf) for leaf in leaves]
+    size = max(set(sizes), key=sizes.count, default=0)
+    rows = [leaf.detach().cpu().contiguous() for leaf in leaves if len(leaf) == size]
+    digests = []
+    for i in range(size):
+        digest = hashlib.blake2b(digest_size=6)
+        for leaf in rows:
+            digest.update(leaf[i].reshape(-1).view(torch.uint8).numpy().tobytes())
+        digests.append(digest.hexdigest())
+    return digests, str([list(leaf.shape[1:]) for leaf in rows])
+
+
+# ---------------------------------------------------------------- plain attributes of users
+def attributes(trainer: Any) -> dict[str, list[str]]:
+    """Return [kind, digest, text] of each attribute of the user's objects, by its path in code."""
+    module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
+    found: dict[str, list[str]] = {}
+    seen: set[int] = set()
+    roots = [
+        ("self" if not name else f"self.{name}", part) for name, part in module.named_modules()
+    ]
+    roots += [(type(each).__name__, each) for each in trainer.callbacks]
+    roots += [(type(data).__name__, data)] if data is not None else []
+    known = {*vars(L.LightningModule()), *vars(L.LightningDataModule()), *vars(nn.Module())}
+    if isinstance(data, DataModule):
+        known |= vars(DataModule(global_batch_size=1)).keys()
+    while roots:
+        path, owner = roots.pop(0)
+        if id(owner) in seen or not _is_users(owner):
+            continue
+        seen.add(id(owner))
+        for name, value in vars(owner).items():
+            if name in known or isinstance(value, nn.Module | Optimizer | L.Trainer):
+                continue
+            described = _described(value)
+            if described is not None:
+                found[f"{path}.{name}"] = described
+            elif path.count(".") < 4:
+                roots.append((f"{path}.{name}", value))
+    return found
+
+
+def _is_users(value: Any) -> bool:
+    framework = f"{type(value).__module__}.".startswith(_FRAMEWORKS)
+    return hasattr(value, "__dict__") and not isinstance(value, type) and not framework
+
+
+def _described(value: Any) -> list[str] | None:
+    """Return kind, digest and text of a value, or None for an object with attributes."""
+    state: Any = None
+    if isinstance(value, torch.Generator):
+        state = value.get_state()
+    elif isinstance(value, np.random.Generator):
+        state = value.bit_generator.state
+    elif isinstance(value, np.random.RandomState):
+        state = value.get_state(legacy=False)
+    elif isinstance(value, random.Random):
+        state = value.getstate()
+    if state is not None:
+        return [GENERATOR, _digest(_text(state)), type(value).__name__]
+    try:
+        text = _text(value)
+    except (TypeError, ValueError):
+        return None if _is_users(value) else [NO_VALUE, "", type(value).__name__]
+    return [type(value).__name__, _digest(text), text if len(text) < 40 else f"{text[:36]} …"]
+
+
+def _text(value: Any) -> str:
+    """Return a text that two equal plain values share; TypeError for others."""
+    if isinstance(value, _NUMBERS):
+        return repr(value)
+    if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.numel() < MOST_ITEMS:
+        return f"tensor {tuple(value.shape)} {_digest(repr(value.tolist()))}"
+    if isinstance(value, np.ndarray):
+        return f"array {value.shape} {_digest(value.tobytes())}"
+    if isinstance(value, list | tuple | set | frozenset | deque) and len(value) <= MOST_ITEMS:
+        texts = [_text(each) for each in value]
+        return f"[{', '.join(sorted(texts) if isinstance(value, set | frozenset) else texts)}]"
+    if isinstance(value, Mapping) and len(value) <= MOST_ITEMS:
+        return f"{{{', '.join(f'{key!r}: {_text(each)}' for key, each in value.items())}}}"
+    raise TypeError(type(value).__name__)
+
+
+def _digest(value: str | bytes) -> str:
+    data = value.encode() if isinstance(value, str) else value
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
