@@ -23,6 +23,7 @@ TORCH_BUILD = $(if $(TORCH_NEEDS_INDEX),$(patsubst torch==%,torch==%+cpu,$(TORCH
 # everything but torch in the versions that were tested; CONSTRAINTS= takes the newest that the requirements allow
 CONSTRAINTS ?= constraints.txt
 PIP_TOOLS = python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
+PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 PIP_INSTALL = $(PIP_TOOLS) $(if $(TORCH_NEEDS_INDEX),$$($(BIN)/python -m pip \
 	index versions torch 2>/dev/null | grep -qF '$(patsubst torch==%,%,$(TORCH))+cpu' || echo --extra-index-url $(TORCH_NEEDS_INDEX)))
 
@@ -35,12 +36,15 @@ $(VENV)/.installed: requirements.txt $(wildcard constraints.txt) | $(VENV)/bin/p
 	$(BIN)/$(PIP_INSTALL) --requirement requirements.txt "$(TORCH_BUILD)"
 	@touch $@
 
-$(VENV)/.installed-dev: requirements-dev.txt requirements-data.txt requirements-deepspeed.txt requirements-sweep.txt requirements-wandb.txt $(VENV)/.installed
+# torchmetrics imports transformers if it is on the path, which makes each start of Lightning three seconds longer: the packages
+# of requirements-extras.txt lie in a folder of their own, and only the processes that need them have it on their path
+$(VENV)/.installed-dev: $(wildcard requirements-*.txt) $(VENV)/.installed
 	$(BIN)/$(PIP_INSTALL) --requirement requirements-dev.txt "$(TORCH_BUILD)"
+	$(BIN)/$(PIP_TOOLS) --no-deps --upgrade --target $(VENV)/extras --requirement requirements-extras.txt
 	@touch $@
 
 help: ## List the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 
 setup: $(VENV)/.installed ## Create the environment in .venv; EXTRAS="data export" adds those of requirements-data.txt, …
 	@$(if $(filter-out timm,$(EXTRAS)),$(BIN)/$(PIP_INSTALL) \
@@ -56,53 +60,26 @@ new: $(VENV)/.installed ## Start a model, data, task and test of your own: make 
 train: $(VENV)/.installed ## Train a small language model, or what ARGS choose
 	$(BIN)/python train.py $(ARGS)
 
-test: $(VENV)/.installed-dev .venv-extras/.installed .venv-notebooks/.installed ## Run all tests, on two workers; ARGS="-n 0" for none
-	$(BIN)/python -m pytest -n 2 --dist loadscope $(ARGS)
+test: $(VENV)/.installed-dev ## Run the tests: fifteen minutes on two cores; ARGS="-n 0" for one process
+	$(PYTEST) -m "guarantee or not slow" $(ARGS)
+
+test-guarantees: $(VENV)/.installed-dev ## Run the tests that hold a sentence of docs/contract.md
+	$(PYTEST) -m guarantee $(ARGS)
 
 test-fast: $(VENV)/.installed-dev ## Run the tests that take seconds
-	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
-parity: $(VENV)/.installed ## Compare every layout with one process, and resume checkpoints under every layout
-	$(BIN)/python -m benchmarks.parity --resume $(ARGS)
+test-all: $(VENV)/.installed-dev ## Run everything, for hours; a missing package fails a test; ARGS=tests/finetune for a part
+	$(PYTEST) --all $(ARGS)
 
-simulate-check: $(VENV)/.installed ## Compare simulated ranks with real processes, and write the table in docs/simulator.md
-	PYTHONPATH=src $(BIN)/python -m benchmarks.simulate_check $(ARGS)
-	$(BIN)/python -m pytest tests/simulation/test_layouts.py --all-layouts
-
-habits: $(VENV)/.installed-dev .venv-extras/.installed ## Resume and compare all modules in tests/lightning_habits under every layout
-	$(BIN)/python -m pytest tests/lightning_habits --all-habits $(ARGS)
-
-huggingface-check: $(VENV)/.installed-dev .venv-extras/.installed ## Train every kind of model of transformers under every layout
-	$(BIN)/python -m pytest tests/finetune/test_huggingface_runs.py tests/finetune/test_classifiers.py \
-		tests/finetune/test_image_classifiers.py tests/finetune/test_against_trainer.py --all-models $(ARGS)
-
-resume-proof: $(VENV)/.installed ## Stop and resume an experiment (ARGS), and compare it with an undisturbed run
-	$(BIN)/python scripts/resume_proof.py $(ARGS)
-
-# transformers in .venv would slow down every start of Lightning: it and alternatives have their own environment, which sees .venv
-.venv-extras/.installed: requirements-extras.txt requirements-finetune.txt requirements-export.txt requirements-timm.txt $(VENV)/.installed
-	$(BIN)/python -m venv --clear .venv-extras
-	@echo '*' > .venv-extras/.gitignore
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-		> "$$(.venv-extras/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/armature.pth"
-	.venv-extras/bin/$(PIP_INSTALL) --requirement requirements-extras.txt "$(TORCH_BUILD)"
-	.venv-extras/bin/$(PIP_INSTALL) --no-deps --requirement requirements-timm.txt
-	@touch $@
+prove: $(VENV)/.installed ## Prove that an experiment (ARGS) is the same after stops and under every layout
+	$(BIN)/python scripts/prove.py $(ARGS)
 
 runs: $(VENV)/.installed ## List runs: running, finished, stopped or failed, with step, best metric, age and size
 	@$(BIN)/python scripts/runs.py $(ARGS)
 
-# the tools that execute notebooks have their own environment, which sees .venv
-.venv-notebooks/.installed: requirements-notebooks.txt $(VENV)/.installed
-	$(BIN)/python -m venv --clear .venv-notebooks
-	@echo '*' > .venv-notebooks/.gitignore
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
-		> "$$(.venv-notebooks/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/armature.pth"
-	.venv-notebooks/bin/$(PIP_TOOLS) --requirement requirements-notebooks.txt
-	@touch $@
-
-notebooks: .venv-notebooks/.installed ## Execute notebooks/, each from a fresh kernel, and write their outputs; ARGS="1 4" for some
-	.venv-notebooks/bin/python scripts/notebooks.py $(ARGS)
+notebooks: $(VENV)/.installed-dev ## Execute notebooks/, each from a fresh kernel, and write their outputs; ARGS="1 4" for some
+	$(BIN)/python scripts/notebooks.py $(ARGS)
 
 images: $(VENV)/.installed ## Make the images of README.md again, from real runs of some minutes
 	PYTHONPATH=src $(BIN)/python -m benchmarks.readme_images $(ARGS)
@@ -115,7 +92,7 @@ images: $(VENV)/.installed ## Make the images of README.md again, from real runs
 	@touch $@
 
 lock: CONSTRAINTS = # of what the tools of .venv-docs were, else a change of theirs could not be installed
-LOCKED := dev extras docs notebooks timm # dev and extras include the others
+LOCKED := dev extras docs # they include the others
 # versions in the file stay, unless a requirement forbids them
 lock: .venv-docs/.installed ## Write constraints.txt anew after a change of requirements; UPGRADE=1 takes the newest versions
 	echo "$(if $(filter torch==%,$(TORCH)),$(TORCH),torch)" > .venv-docs/torch.txt
@@ -141,7 +118,7 @@ docs-check: .venv-docs/.installed $(VENV)/.installed-dev ## Build the site witho
 	.venv-docs/bin/hadolint Dockerfile
 	$(BIN)/python -m pytest tests/test_docs.py tests/test_readme.py tests/test_furniture.py
 
-bench: $(VENV)/.installed .venv-extras/.installed ## Compare training speed with a bare PyTorch loop and others (docs/benchmarks.md)
+bench: $(VENV)/.installed-dev ## Compare training speed with a bare PyTorch loop and others (docs/benchmarks.md)
 	$(BIN)/python -m benchmarks --all $(ARGS)
 
 # the simulator needs torch's CPU build, beside the CUDA build
@@ -158,9 +135,6 @@ test-gpu: $(VENV)/.installed-dev ## On a GPU: run its tests, benchmark gpt2_124m
 		data.global_batch_size=16 strategy.compile=block $(ARGS)
 	$(MAKE) .venv-simulate/.installed
 	PYTHONPATH=src $(BIN)/python -m benchmarks.measured_gpu
-
-faults: $(VENV)/.installed ## Break runs in every listed way, under every strategy (docs/faults.md)
-	$(BIN)/python -m benchmarks.faults $(ARGS)
 
 checks: $(VENV)/.installed-dev ## Lint, check types and the import contracts
 	$(BIN)/ruff check .
@@ -180,5 +154,5 @@ clean: ## Remove caches; runs and the environment stay
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 	rm -rf .site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup setup-finetune new train test test-fast test-gpu parity simulate-check habits huggingface-check resume-proof runs docs notebooks images \
-	docs-check lock bench faults checks size format clean
+.PHONY: help setup setup-finetune new train test test-guarantees test-fast test-all test-gpu prove \
+	runs docs notebooks images docs-check lock bench checks size format clean

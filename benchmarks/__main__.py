@@ -51,7 +51,7 @@ def main() -> int:
         return 2
     print(report.markdown(results))
     print(f"written to {file}", file=sys.stderr)
-    problem = report.plot(file, file.with_suffix(".svg"), python=args.python)
+    problem = report.plot(file, file.with_suffix(".svg"))
     if problem is not None:
         print(problem, file=sys.stderr)
     if args.write:
@@ -143,11 +143,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=2.0, help="length of a block")
     parser.add_argument(
         "--alone", action="store_true", help="one contender in memory at a time; slower"
-    )
-    parser.add_argument(
-        "--python",
-        default=str(report.rivals_python(ROOT)),
-        help="that has transformers, accelerate",
     )
     parser.add_argument(
         "--write", action="store_true", help="write the tables to docs/benchmarks.md"

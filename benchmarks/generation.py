@@ -1,7 +1,7 @@
 """Tokens per second of our generation and of transformers' `generate`: the same weights, prompts
 and tokens.
 
-    PYTHONPATH=src .venv-extras/bin/python -m benchmarks.generation [--rounds 12]
+    PYTHONPATH=src:.venv/extras python -m benchmarks.generation [--rounds 12]
 
 They take turns, on a model of gpt_nano's sizes, on this machine's CPU or GPU. The weights are a
 LlamaForCausalLM's with a large initial spread, read by ours from transformers' own folder. Both

@@ -1,5 +1,6 @@
 """Derive from overrides what all contenders train. Imports no torch."""
 
+import importlib.util
 import json
 import os
 import sys
@@ -9,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from armature.launcher import heap
-from benchmarks.contender import ROOT, Contender, file_name
+from benchmarks.contender import ROOT, Contender, environment, file_name
 
 FOREVER = 1_000_000  # optimizer steps: a benchmark ends when its blocks are measured
 TRAINING_CONFIGS = ROOT / "configs"
 CONFIGS = ROOT / "benchmarks" / "configs"  # groups only for benchmarks
+EXTRAS = Path(sys.prefix) / "extras"  # packages that no other start should see: Makefile
 PINNED = {  # options of ours that no change of configs/ moves, by group
     "task": "language_modeling",
     "model": "gpt_bench",
@@ -242,23 +244,17 @@ def heap_variables(job_file: Path, *, ranks: int = 1) -> dict[str, str]:
     return heap.variables(device) | (heap.rank_variables(device) if ranks > 1 else {})
 
 
-def rival(which: str, job_file: Path, folder: Path, *, python: str) -> Contender:
-    """Return Lightning, Fabric, accelerate or transformers as a contender, run by `python`."""
+def rival(which: str, job_file: Path, folder: Path) -> Contender:
+    """Return Lightning, Fabric, accelerate or transformers as a contender."""
     package = {"fabric": "lightning"}.get(which, which)
-    missing = None if _has(python, package) else "not installed"
-    command = [python, "-m", "benchmarks.rivals", which, str(job_file), str(folder / which)]
+    apart = (EXTRAS / package).is_dir()
+    missing = None if apart or importlib.util.find_spec(package) else "not installed"
+    command = [sys.executable, "-m", "benchmarks.rivals", which, str(job_file), str(folder / which)]
+    path = {"PYTHONPATH": f"{environment()['PYTHONPATH']}{os.pathsep}{EXTRAS}"}
     shown = {
         "lightning": "stock Lightning",
         "fabric": "Lightning Fabric",
         "transformers": "transformers' Trainer",
     }
-    return Contender(
-        shown.get(which, which), command, missing=missing, environment=heap_variables(job_file)
-    )
-
-
-def _has(python: str, package: str) -> bool:
-    import subprocess
-
-    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
-    return subprocess.run([python, "-c", code]).returncode == 0
+    variables = heap_variables(job_file) | (path if apart else {})
+    return Contender(shown.get(which, which), command, missing=missing, environment=variables)

@@ -49,9 +49,7 @@ def run(args: Namespace, folder: Path, *, say: Callable[[str], None]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     end = math.inf if args.rounds else time.monotonic() + SECONDS
     workload = replace(compose([OPTIMIZER, *args.overrides]), ranks=1)
-    rows = measure(
-        workload, folder, python=args.python, rounds=args.rounds, end=end, only=args.only, say=say
-    )
+    rows = measure(workload, folder, rounds=args.rounds, end=end, only=args.only, say=say)
     print("\n".join(table(rows, workload)))
     new = results(rows, workload)
     history.append(ROOT / OWN_HISTORY, new)
@@ -81,7 +79,6 @@ def measure(
     workload: Workload,
     folder: Path,
     *,
-    python: str,
     rounds: int | None,
     end: float,
     only: list[str] | None,
@@ -91,7 +88,7 @@ def measure(
 
     All programs take turns in the same rounds.
     """
-    compared = pairs(workload, folder, python=python)
+    compared = pairs(workload, folder)
     if only:
         compared = [pair for pair in compared if any(word in pair[1].name for word in only)]
     contenders = list(
@@ -107,12 +104,12 @@ def measure(
     ]
 
 
-def pairs(workload: Workload, folder: Path, *, python: str) -> list[tuple[Contender, Contender]]:
+def pairs(workload: Workload, folder: Path) -> list[tuple[Contender, Contender]]:
     """Return ours and the other program of each row: in one process, then on two or more."""
     job_file = workload.job.save(folder / "job.json")
     one = ours(workload, folder)
     found = [(one, bare(job_file, name="a bare PyTorch loop"))]
-    found += [(one, rival(name, job_file, folder, python=python)) for name in RIVALS]
+    found += [(one, rival(name, job_file, folder)) for name in RIVALS]
     ranks = hardware.gpu_count() if workload.accelerator == "gpu" else 2
     if ranks < 2 or workload.job.global_batch_size % ranks:
         return found

@@ -1,5 +1,6 @@
 """Turn records into JSON, tables and a chart."""
 
+import importlib.util
 import json
 import shutil
 import statistics
@@ -24,14 +25,6 @@ TITLES = {
     "saves": "Checkpoints",
     "scale": "More ranks",
 }
-
-
-def rivals_python(root: Path) -> Path:
-    """Return the Python of `make bench`'s environment with transformers and accelerate, or this
-    one's.
-    """
-    made = root / ".venv-extras" / "bin" / "python"
-    return made if made.exists() else Path(sys.executable)
 
 
 def save(results: dict[str, Any], file: Path) -> None:
@@ -308,23 +301,11 @@ def write(results: dict[str, Any], file: Path, *, docs: Path) -> None:
     page.write_text(f"{before}{BEGIN}\n{shown}\n{END}{rest.split(END)[1]}")
 
 
-def plot(file: Path, chart: Path, *, python: str) -> str | None:
-    """Draw the chart with a Python that has matplotlib.
-
-    Return None, or the reason why it was not drawn.
-    """
-    for interpreter in dict.fromkeys((sys.executable, python)):
-        if (
-            subprocess.run([interpreter, "-c", "import matplotlib"], capture_output=True).returncode
-            == 0
-        ):
-            script = Path(__file__).with_name("plot.py")
-            done = subprocess.run(
-                [interpreter, str(script), str(file), str(chart)], capture_output=True, text=True
-            )
-            return (
-                None
-                if done.returncode == 0
-                else f"no chart: {done.stderr.strip().splitlines()[-1]}"
-            )
-    return "no chart: matplotlib is not installed (requirements-extras.txt has it)"
+def plot(file: Path, chart: Path) -> str | None:
+    """Draw the chart. Return None, or the reason why it was not drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return "no chart: matplotlib is not installed (pip install matplotlib)"
+    command = [sys.executable, str(Path(__file__).with_name("plot.py")), str(file), str(chart)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    failed = done.returncode != 0
+    return f"no chart: {done.stderr.strip().splitlines()[-1]}" if failed else None

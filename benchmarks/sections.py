@@ -187,15 +187,8 @@ class Benchmark:
         return result
 
     def rivals(self, job_file: Path) -> list[Contender]:
-        here = [
-            rival(name, job_file, self.folder, python=sys.executable)
-            for name in ("lightning", "fabric")
-        ]
-        there = [
-            rival(name, job_file, self.folder, python=self.args.python)
-            for name in ("accelerate", "transformers")
-        ]
-        return here + there
+        names = ("lightning", "fabric", "accelerate", "transformers")
+        return [rival(name, job_file, self.folder) for name in names]
 
     def section(
         self,

@@ -1,6 +1,6 @@
 """Execute the notebooks from their scripts, each from a fresh kernel, and write their outputs.
 
-python scripts/notebooks.py            all, in the environment of make notebooks
+python scripts/notebooks.py            all
 python scripts/notebooks.py 1 4        some
 python scripts/notebooks.py --check    write nothing: do they still run, do scripts and notebooks
                                        agree, and did the cells of the committed one take less than
@@ -18,7 +18,7 @@ try:
     import nbformat
     from nbclient import NotebookClient
 except ModuleNotFoundError as error:
-    sys.exit(f"{error}: notebooks are executed in an environment of their own. Type make notebooks")
+    sys.exit(f"{error}. Type make notebooks, which installs it")
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 CELL_SECONDS = 600  # after which a cell counts as hanging

@@ -43,7 +43,7 @@ TAKE_OVERRIDES = (
         "doctor.py",
         "show_batch.py",
     ),
-    "resume_proof.py",
+    "prove.py",
 )
 OWN_KEYS = ("slurm", "hardware=", "out=")  # of a script, not of the configuration
 CREATED = (  # by users, and by runs

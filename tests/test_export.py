@@ -3,7 +3,6 @@ samples.
 """
 
 import importlib.util
-import subprocess
 from types import SimpleNamespace
 
 import lightning.pytorch as L
@@ -16,10 +15,6 @@ from armature.errors import ConfigError
 from armature.models.decoder.model import Decoder
 from armature.models.vit.model import VisionTransformer
 from tests import in_process
-from tests.running import ROOT
-
-ONNX = "runs in .venv-extras, through the test above"
-EXTRA_PYTHON = ROOT / ".venv-extras" / "bin" / "python"
 
 
 class Module(L.LightningModule):
@@ -48,35 +43,10 @@ def tokens() -> tuple[nn.Module, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_onnx_files_in_the_environment_that_has_its_packages():
-    if not EXTRA_PYTHON.exists():
-        pytest.skip("onnx is not in .venv-extras: make .venv-extras/.installed")
-    if importlib.util.find_spec("onnx") is not None:
-        pytest.skip("the tests below run in this environment")
-    command = [
-        str(EXTRA_PYTHON),
-        "-m",
-        "pytest",
-        __file__,
-        "-q",
-        "-n",
-        "0",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        "an_onnx_file",
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
-    assert "skipped" not in result.stdout
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("make", [images, patches, tokens])
 def test_an_onnx_file_computes_the_models_outputs(make, tmp_path):
-    onnx = pytest.importorskip("onnx", reason=ONNX)
-    pytest.importorskip("onnxscript", reason=ONNX)
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
     from onnx.reference import ReferenceEvaluator
 
     torch.manual_seed(0)

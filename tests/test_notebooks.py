@@ -5,13 +5,13 @@ fresh kernel.
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted((ROOT / "notebooks").glob("[0-9]*.py"))
-TOOLS = ROOT / ".venv-notebooks" / "bin" / "python"
 
 
 def cells(script: Path) -> list[tuple[str, str]]:
@@ -43,31 +43,8 @@ def test_a_notebook_has_the_cells_of_its_script_and_their_outputs(script):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not TOOLS.exists(), reason="make notebooks creates .venv-notebooks")
 def test_a_notebook_runs_from_a_fresh_kernel():
-    command = [str(TOOLS), str(ROOT / "scripts" / "notebooks.py"), "--check", "3"]
+    pytest.importorskip("jupytext")
+    command = [sys.executable, str(ROOT / "scripts" / "notebooks.py"), "--check", "3"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr[-4000:]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not TOOLS.exists(), reason="make notebooks creates .venv-notebooks")
-def test_a_committed_notebook_that_took_more_than_two_minutes_is_a_problem(tmp_path):
-    for seconds in (100, 121):
-        notebook = {
-            "cells": [],
-            "metadata": {"armature": {"seconds": seconds}},
-            "nbformat": 4,
-            "nbformat_minor": 5,
-        }
-        (tmp_path / f"{seconds}.ipynb").write_text(json.dumps(notebook))
-    call = (
-        "import sys, pathlib, notebooks; print([notebooks.too_slow(pathlib.Path(n)) for n in "
-        "sys.argv[1:]])"
-    )
-    command = [str(TOOLS), "-c", call, str(tmp_path / "100.ipynb"), str(tmp_path / "121.ipynb")]
-    result = subprocess.run(command, cwd=ROOT / "scripts", capture_output=True, text=True)
-    expected = (
-        "[[], ['121.ipynb took 121 s, more than 120 s. On an idle machine type make notebooks']]"
-    )
-    assert result.stdout.strip() == expected, result.stderr

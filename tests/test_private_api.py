@@ -10,13 +10,14 @@ import ast
 import functools
 import importlib
 import inspect
-import subprocess
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from armature.training import restore_progress
+from tests import needs
+from tests.finetune import extras
 
 SOURCE = Path(__file__).parents[1] / "src" / "armature"
 LOOPS = "lightning.pytorch.loops"
@@ -609,7 +610,7 @@ DEEPSPEED = [
     ),
     ("deepspeed.runtime.fp16.loss_scaler:LossScalerBase", "cur_scale", None),
 ]
-TRANSFORMERS = [  # in .venv-extras: models/huggingface/ and finetune/built.py
+TRANSFORMERS = [  # models/huggingface/ and finetune/built.py
     ("transformers.modeling_utils:PreTrainedModel", "_no_split_modules"),
     ("transformers.modeling_utils:PreTrainedModel", "_keys_to_ignore_on_load_unexpected"),
     ("transformers.modeling_utils:PreTrainedModel", "tp_plan"),
@@ -690,10 +691,7 @@ def test_a_private_name_of_optuna_is_as_we_know_it(owner, name, parameters):
 
 @pytest.mark.slow
 def test_names_of_transformers_are_as_we_know_them():
-    """They lie in another environment, whose Python looks for them."""
-    python = SOURCE.parents[1] / ".venv-extras" / "bin" / "python"
-    if not python.exists():
-        pytest.skip("transformers is not in .venv-extras: make .venv-extras/.installed")
+    needs.extra("transformers")
     code = (
         "import importlib, sys\n"
         f"for owner, name in {TRANSFORMERS!r}:\n"
@@ -703,7 +701,7 @@ def test_names_of_transformers_are_as_we_know_them():
         "    assert hasattr(holder, name), f'transformers changed {owner}.{name}: see "
         "src/armature/models/huggingface/'"
     )
-    subprocess.run([str(python), "-c", code], check=True, timeout=200)
+    extras.command("-c", code)
 
 
 def test_a_change_is_named():

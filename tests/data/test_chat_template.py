@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -14,6 +12,7 @@ from armature.data.chat.source import encode
 from armature.data.chat.template import ChatTemplate, NotRenderable
 from armature.errors import ConfigError
 from armature.finetune import folder as model_folder
+from tests import needs
 from tests.data.chat_parts import (
     CHAT,
     CHATML,
@@ -30,6 +29,7 @@ from tests.data.chat_parts import (
     folder,
     small_tokenizer,
 )
+from tests.finetune import extras
 from tests.finetune.folders import write_model
 
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -449,9 +449,7 @@ print(json.dumps(made))
 
 @pytest.mark.slow
 def test_texts_tokens_and_tagged_masks_are_those_of_transformers(tmp_path):
-    python = Path(__file__).parents[2] / ".venv-extras/bin/python"
-    if not python.exists():
-        pytest.skip("transformers is not installed: make .venv-extras/.installed")
+    needs.extra("transformers")
     sources = {**STYLES, **TOOL_STYLES}
     paths = {
         style: folder(tmp_path / style, source, eos="</s>") for style, source in sources.items()
@@ -460,14 +458,8 @@ def test_texts_tokens_and_tagged_masks_are_those_of_transformers(tmp_path):
         style: (TOOL_CHAT, TOOLS) if style in TOOL_STYLES else (CHAT, None) for style in sources
     }
     cases = [(style, str(paths[style]), *chats[style]) for style in sources]
-    result = subprocess.run(
-        [str(python), "-c", TRANSFORMERS, json.dumps(cases)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    for style, (text, ids, mask, prompt) in json.loads(result.stdout.splitlines()[-1]).items():
+    printed = extras.run("-c", TRANSFORMERS, json.dumps(cases)).stdout
+    for style, (text, ids, mask, prompt) in json.loads(printed.splitlines()[-1]).items():
         chat, tools = chats[style]
         own = template.load(paths[style], template=None)
         learned = tuple(i for i, message in enumerate(chat) if message["role"] == "assistant")

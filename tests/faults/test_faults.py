@@ -1,6 +1,6 @@
 """A few cells of the fault matrix that together meet each kind of fault.
 
-`make faults` runs all of them.
+`python -m benchmarks.faults` runs all of them.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Small random classifiers of transformers. Runs in the environment .venv-extras.
+"""Small random classifiers of transformers. Runs by tests/finetune/extras.py.
 
 classifier_models.py make FOLDER
     folders with heads of 3 classes, and "bert-words" with a head for words

@@ -1,33 +1,29 @@
-"""Run scripts in .venv-extras, the environment that has transformers, peft, timm and
-bitsandbytes.
-"""
+"""Run scripts in a process that has the packages of requirements-extras.txt on its path."""
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
-import pytest
+from tests import needs, running
 
-from tests import running
-
-PYTHON = running.ROOT / ".venv-extras" / "bin" / "python"
+PYTHONPATH = os.pathsep.join(map(str, (running.ROOT / "src", running.ROOT, needs.EXTRAS)))
 
 
-def require(package: str = "transformers") -> None:
-    """Skip the test if the environment, or the package in it, is not there."""
-    search = f"import importlib.util, sys; sys.exit(importlib.util.find_spec('{package}') is None)"
-    if not PYTHON.exists() or subprocess.run([PYTHON, "-c", search]).returncode:
-        pytest.skip(f"{package} is not in .venv-extras: make .venv-extras/.installed")
-
-
-def command(*words: str | Path, code: int = 0) -> str:
-    """Run a script of ours, or of tests, there, and return what it printed."""
-    environment = running.environment(PYTHONPATH=f"{running.ROOT / 'src'}:{running.ROOT}")
+def run(*words: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run a script of ours, or of tests, there."""
     result = subprocess.run(
-        [str(PYTHON), *map(str, words)],
+        [sys.executable, *map(str, words)],
         capture_output=True,
         text=True,
         timeout=390,
-        env=environment,
+        env=running.environment(PYTHONPATH=PYTHONPATH),
     )
     assert result.returncode == code, result.stdout[-2000:] + result.stderr[-3000:]
+    return result
+
+
+def command(*words: str | Path, code: int = 0) -> str:
+    """Run a script as `run` does, and return all that it printed."""
+    result = run(*words, code=code)
     return result.stdout + result.stderr

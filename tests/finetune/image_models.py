@@ -1,4 +1,4 @@
-"""Small random models of timm. Runs in the environment .venv-extras.
+"""Small random models of timm. Runs by tests/finetune/extras.py.
 
 image_models.py make FOLDER            a folder for each kind, with a head of 7 classes
 image_models.py logits FOLDER OUT      the largest difference of logits to timm's own, for each kind

@@ -1,4 +1,4 @@
-"""A tiny Qwen3-MoE of transformers, and the logits of a folder. Runs in .venv-extras.
+"""A tiny Qwen3-MoE of transformers, and the logits of a folder. Runs by tests/finetune/extras.py.
 
 mixture_reference.py make FOLDER OUT      write a folder, and its logits
 mixture_reference.py logits FOLDER OUT    write the logits of a folder that is there

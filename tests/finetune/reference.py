@@ -1,6 +1,6 @@
 """Small random models of transformers, and their logits.
 
-Runs in the environment .venv-extras, in a process of its own.
+Runs by tests/finetune/extras.py, in a process of its own.
 
 reference.py make FOLDER        a folder for each family, and FOLDER/logits.safetensors
 reference.py logits FOLDER OUT  what transformers computes with the model in FOLDER

@@ -16,7 +16,7 @@ from armature.finetune import inference
 from armature.models.adapters import is_adapter
 from armature.models.decoder.names import theirs
 from armature.parallel import initialization
-from tests import running
+from tests import needs, running
 from tests.data import chat_parts
 from tests.finetune import extras
 from tests.finetune.folders import write_random_model
@@ -63,7 +63,7 @@ def runs(tmp_path_factory):
     """The run directory of each job, with losses.json: what the Trainer made of the same batches,
     in one process.
     """
-    extras.require()
+    needs.extra("transformers")
     root = tmp_path_factory.mktemp("trainer")
     for name, changes in MODELS.items():
         write_random_model(root / name, **SIZES, **changes)
@@ -241,8 +241,8 @@ def test_zero_3_that_resumes_has_these_losses_too(request, runs):
     """Weights from a folder, adapters and DeepSpeed, whose partitions are saved and read again
     halfway.
     """
-    if not request.config.getoption("--all-models", default=False):
-        pytest.skip("takes a minute; runs with --all-models (make huggingface-check)")
+    if not request.config.getoption("--all"):
+        pytest.skip("takes a minute: runs with --all")
     root = runs["adapters, llama"].parent
     more = ("strategy=deepspeed_zero3", "trainer.devices=2", "run.name=zero3")
     for steps in (STEPS // 2, STEPS):

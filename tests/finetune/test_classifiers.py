@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from armature.finetune import folder
-from tests import running
+from tests import needs, running
 from tests.data.chat_parts import folder as write_tokenizer
-from tests.finetune import extras
 from tests.finetune.classifier_models import KINDS
 from tests.finetune.extras import command
 from tests.finetune.layouts import assert_equal
@@ -26,7 +25,7 @@ WORDS = {"fine": "thank you I am fine", "greeting": "hello world", "question": "
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    extras.require()
+    needs.extra("transformers")
     root = tmp_path_factory.mktemp("classifiers")
     command(SCRIPT, "make", root)
     for path in root.iterdir():
@@ -45,10 +44,10 @@ def test_logits_are_transformers_own_of_each_text_without_padding(folders):
 @pytest.mark.parametrize("kind", [*KINDS, "bert-words"])
 def test_layouts_train_as_one_process_does(folders, request, kind, adapter):
     layouts = SAMPLE.get(kind, []) if not adapter else []
-    if request.config.getoption("--all-models", default=False):
+    if request.config.getoption("--all"):
         layouts = [name for name in EVERY if "tensor" not in name or kind in WITH_PLAN]
     if not layouts:
-        pytest.skip("runs with --all-models (make huggingface-check)")
+        pytest.skip("runs with --all")
     out = folders / f"{kind}-{adapter}.json"
     command(SCRIPT, "fit", folders, kind, out, *["--adapter"] * adapter, *layouts)
     assert_equal(out, layouts)

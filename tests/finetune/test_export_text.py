@@ -2,11 +2,9 @@
 scripts/generate.py does.
 """
 
-import subprocess
-
 import pytest
 
-from tests import running
+from tests import needs, running
 from tests.finetune import extras
 
 pytestmark = pytest.mark.slow
@@ -25,7 +23,7 @@ print(tokenizer.decode(ids[0], skip_special_tokens=True))
 
 
 def test_transformers_continues_a_text_as_the_run_does(corpus, tmp_path):
-    extras.require()
+    needs.extra("transformers")
     running.train(
         "run.name=run", "data.context=64", "trainer.max_steps=60", cwd=tmp_path, corpus=corpus
     )
@@ -47,8 +45,6 @@ def test_transformers_continues_a_text_as_the_run_does(corpus, tmp_path):
     found = [
         running.script("generate.py", str(path), *words, cwd=tmp_path).stdout for path in (run, out)
     ]
-    command = [str(extras.PYTHON), "-c", CONTINUE, str(out), PROMPT, str(TOKENS)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert found[0] == found[1] == result.stdout
+    continued = extras.run("-c", CONTINUE, out, PROMPT, str(TOKENS)).stdout
+    assert found[0] == found[1] == continued
     assert len(found[0]) > len(PROMPT) + 10

@@ -11,10 +11,9 @@ from safetensors.torch import load_file
 from armature.checkpoint.storage import read_metadata
 from armature.finetune import folder
 from armature.models.adapters import is_adapter
-from tests import running
+from tests import needs, running
 from tests.data.chat_parts import CHATS, write
 from tests.data.chat_parts import folder as write_tokenizer
-from tests.finetune import extras
 from tests.finetune.extras import command
 from tests.finetune.layouts import assert_equal
 from tests.finetune.transformers_models import DAMAGED, KINDS, RECURRENT
@@ -36,7 +35,7 @@ WITHOUT_TENSOR = ("gpt2",)  # transformers has no plan for it
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    extras.require()
+    needs.extra("transformers")
     root = tmp_path_factory.mktemp("models")
     command(SCRIPT, "make", root)
     return root
@@ -51,7 +50,7 @@ def test_logits_are_transformers_own_alone_packed_and_with_a_cache(folders):
 
 
 def test_a_damaged_config_is_one_message_with_the_folders_name(tmp_path):
-    extras.require()
+    needs.extra("transformers")
     command(SCRIPT, "damaged", tmp_path, tmp_path / "said.json")
     said = json.loads((tmp_path / "said.json").read_text())
     assert len(said) == 2 * len(DAMAGED)
@@ -68,10 +67,10 @@ def test_a_damaged_config_is_one_message_with_the_folders_name(tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_layouts_train_as_one_process_does(folders, request, kind, adapter):
     layouts = SAMPLE.get(kind, []) if not adapter else []
-    if request.config.getoption("--all-models", default=False):
+    if request.config.getoption("--all"):
         layouts = [name for name in EVERY if "tensor" not in name or kind not in WITHOUT_TENSOR]
     if not layouts or (adapter and kind == "gpt2"):
-        pytest.skip("runs with --all-models (make huggingface-check)")
+        pytest.skip("runs with --all")
     out = folders / f"{kind}-{adapter}.json"
     command(SCRIPT, "fit", folders, kind, out, *["--adapter"] * adapter, *layouts)
     assert_equal(out, layouts)
@@ -196,8 +195,8 @@ def test_folders_generate_as_transformers_does(folders, request, tmp_path, kind)
     """GPT-NeoX has other names in its files, GPT-2 a table of positions, Mamba no keys and
     values.
     """
-    if not request.config.getoption("--all-models", default=False):
-        pytest.skip("runs with --all-models (make huggingface-check)")
+    if not request.config.getoption("--all"):
+        pytest.skip("runs with --all")
     write_tokenizer(folders / kind)
     command(SCRIPT, "generate", folders / kind, tmp_path / "texts.json", "", folders / kind)
     [[texts, chats]] = json.loads((tmp_path / "texts.json").read_text())

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from armature.finetune import folder
-from tests import running
-from tests.finetune import extras
+from tests import needs, running
 from tests.finetune.extras import command
 from tests.finetune.image_models import KINDS
 from tests.finetune.layouts import assert_equal
@@ -23,7 +22,7 @@ SAMPLE = {"vit": ["fsdp 2"], "resnet": ["ddp 2"]}
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    extras.require("timm")
+    needs.extra("timm")
     root = tmp_path_factory.mktemp("images")
     command(SCRIPT, "make", root)
     return root
@@ -39,14 +38,14 @@ def test_logits_are_timms_own(folders):
 @pytest.mark.parametrize("kind", KINDS)
 def test_layouts_train_as_one_process_does(folders, request, kind):
     layouts = SAMPLE.get(kind, [])
-    if request.config.getoption("--all-models", default=False):
+    if request.config.getoption("--all"):
         layouts = [
             name
             for name in EVERY
             if "tensor" not in name and (kind != "resnet" or "deepspeed" not in name)
         ]
     if not layouts:
-        pytest.skip("runs with --all-models (make huggingface-check)")
+        pytest.skip("runs with --all")
     out = folders / f"{kind}.json"
     command(SCRIPT, "fit", folders, kind, out, *layouts)
     assert_equal(out, layouts)

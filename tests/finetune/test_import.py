@@ -15,7 +15,7 @@ from armature.finetune import architecture, check, folder
 from armature.finetune.export import read_decoder
 from armature.models.decoder import names
 from armature.models.decoder.model import Decoder
-from tests import forked, running
+from tests import forked, needs, running
 from tests.finetune import extras
 from tests.finetune.folders import write_model
 from tests.finetune.reference import FAMILIES, ids
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    extras.require()
+    needs.extra("transformers")
     root = tmp_path_factory.mktemp("folders")
     extras.command(REFERENCE, "make", root)
     return root

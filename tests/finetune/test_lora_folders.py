@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import running
+from tests import needs, running
 from tests.data.chat_parts import CHATS, folder, write
 from tests.finetune import extras
 
@@ -54,7 +54,7 @@ def command(*words: str | Path) -> str:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run that trained adapters under fsdp 2 of a folder that has since moved."""
-    extras.require()
+    needs.extra("transformers")
     root = tmp_path_factory.mktemp("adapters")
     extras.command("-c", MAKE, root / "base")
     folder(root / "base")

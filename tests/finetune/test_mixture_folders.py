@@ -20,6 +20,7 @@ from armature.finetune.export import read_decoder
 from armature.models.mixture.model import MixtureDecoder
 from armature.models.mixture.plan import PLAN
 from benchmarks.parity.harness import on_ranks
+from tests import needs
 from tests.finetune import extras
 from tests.finetune.mixture_reference import CONFIG, ids
 from tests.parallel.building import options
@@ -31,7 +32,7 @@ NEAR = 2e-5
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    extras.require()
+    needs.extra("transformers")
     root = tmp_path_factory.mktemp("mixture")
     extras.command(REFERENCE, "make", root / "folder", root / "logits.safetensors")
     return root

@@ -21,6 +21,7 @@ from armature.models.adapters import is_adapter
 from armature.models.decoder.model import Decoder
 from armature.parallel import initialization
 from benchmarks.parity.harness import LAYOUTS, difference, fit_once
+from tests import needs
 from tests.finetune import extras
 from tests.finetune.folders import write_random_model
 from tests.finetune.test_lora import fill_adapters
@@ -56,7 +57,7 @@ assert nf4.computes_alike(nf4.bitsandbytes_kernel(), torch.device("cpu"))
 
 @pytest.mark.slow
 def test_codes_are_those_of_bitsandbytes_and_its_kernel_computes_the_same():
-    extras.require("bitsandbytes")
+    needs.extra("bitsandbytes")
     extras.command("-c", COMPARE)
 
 

@@ -1,6 +1,6 @@
 """The training of transformers' Trainer, and of peft.
 
-Runs in the environment .venv-extras, in a process of its own.
+Runs by tests/finetune/extras.py, in a process of its own.
 
 trainer_reference.py JOB …
     train as each JOB (JSON) says, and write its "out": the loss of each optimizer step

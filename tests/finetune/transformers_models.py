@@ -1,6 +1,6 @@
 """Small random models of transformers that `model=huggingface` trains.
 
-Runs in the environment .venv-extras.
+Runs by tests/finetune/extras.py.
 
 transformers_models.py make FOLDER
     a folder for each kind of `KINDS`

@@ -14,6 +14,7 @@ import pytest
 from armature.pages import compare, history, report
 from armature.sweeps import report as sweep_report
 from armature.sweeps.trials import Sweep, Trial
+from tests import needs
 from tests.pages.run_files import HOSTILE, write
 
 BROWSER = next(
@@ -30,10 +31,7 @@ FLAGS = (
     "--hide-scrollbars",
 )
 WIDTHS = {"phone": 390, "desk": 1280}
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(BROWSER is None, reason="no chromium: apt-get install chromium"),
-]
+pytestmark = pytest.mark.slow
 
 
 def browse(address: str, profile, *flags: str) -> str:
@@ -45,6 +43,8 @@ def browse(address: str, profile, *flags: str) -> str:
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
     """All pages, and a page that shows each in a frame of a width and tells its measures."""
+    if BROWSER is None:
+        needs.absent("there is no Chromium: apt-get install chromium")
     folder = tmp_path_factory.mktemp("pages")
     run = write(folder / "a", name=HOSTILE, text=HOSTILE)
     other = write(folder / "b", name="b" * 120, offset=0.3)

@@ -64,7 +64,7 @@ def assert_same(job: Job, *, tolerance: float = TOLERANCE) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_context_axis_trains_as_one_process_does(name: str) -> None:
-    """`make parity` runs all of the layouts."""
+    """`python -m benchmarks.parity --resume` runs all of the layouts."""
     assert_same(replace(LAYOUTS[name], validate=True))
 
 

@@ -1,6 +1,6 @@
 """Every layout trains as one process does: losses, gradient norms, final weights, resumes.
 
-`make parity` runs all.
+`python -m benchmarks.parity --resume` runs all.
 """
 
 from __future__ import annotations

@@ -225,8 +225,8 @@ def problems(ranks: list[processes.Recorded]) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_ranks_meet_and_do_not_wait_for_their_device(name, request):
-    if name not in SAMPLE and not request.config.getoption("--all-layouts"):
-        pytest.skip("make simulate-check")
+    if name not in SAMPLE and not request.config.getoption("--all"):
+        pytest.skip("runs with --all")
     ranks = recorded(*LAYOUTS[name])
     assert all(rank.record for rank in ranks)
     assert problems(ranks) == []

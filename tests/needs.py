@@ -1,0 +1,22 @@
+"""What a test needs that may be absent: it is then skipped by name, or fails by name under --all."""
+
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+EXTRAS = Path(sys.prefix) / "extras"  # packages that no start of Lightning should see: Makefile
+everything = False  # whether --all was typed
+
+
+def absent(reason: str) -> NoReturn:
+    if everything:
+        pytest.fail(reason, pytrace=False)
+    pytest.skip(reason)
+
+
+def extra(package: str) -> None:
+    """Require a package of requirements-extras.txt."""
+    if not (EXTRAS / package).is_dir():
+        absent(f"{package} is not installed: make test installs it")
