@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-LOSS, NORM = "loss", "gradient norm"
-METRICS, WEIGHTS, OPTIMIZER, RANDOM = "metrics", "weights", "optimizer", "random state"
+LOSS, NORM, METRICS = "loss", "grad norm", "metrics"
+WEIGHTS, OPTIMIZER, RANDOM = "weights", "optimizer", "random"
 COLUMNS = (LOSS, NORM, METRICS, WEIGHTS, OPTIMIZER, RANDOM)
 BOUND = 1e-5  # relative, of fp32
 NORM_BOUND = 1e-4  # a norm adds up the rounding of every gradient
@@ -42,7 +42,7 @@ class Cell:
         if self.largest is None:
             return "–"
         if self.broken:
-            return f"step {self.step} DIFFERS" if self.step is not None else "DIFFERS"
+            return f"DIFFERS at {self.step}" if self.step is not None else "DIFFERS"
         return "equal" if self.largest == 0 else f"{self.largest:.1e}"
 
 
@@ -245,10 +245,10 @@ def _distance(value: Any, other: Any, noise: float) -> float:
         return 0.0 if bool(value == other) else math.inf
     if value.shape != other.shape:
         return math.inf
-    if torch.equal(value, other) or bool(torch.isclose(value, other, 0, 0, equal_nan=True).all()):
-        return 0.0
     wide = torch.complex128 if value.is_complex() else torch.float64
     one, two = value.to(wide), other.to(wide)
+    if torch.equal(one, two) or bool(torch.isclose(one, two, 0, 0, equal_nan=True).all()):
+        return 0.0
     difference = float((one - two).norm()) / max(float(one.norm()), noise, 1e-30)
     return difference if math.isfinite(difference) else math.inf
 

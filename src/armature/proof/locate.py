@@ -75,23 +75,28 @@ def own_values(run: Path) -> set[str]:
     return names
 
 
-def locate(reference: Path, other: Path, *, exact: bool) -> Found | None:
-    """Return the first difference of two traced runs, or None if no step shows one.
+def locate(
+    reference: Path, other: Path, *, exact: bool, tolerance: float = TOLERANCE
+) -> Found | None:
+    """Return the first difference of two recorded runs, or None if no step shows one.
 
     Args:
         exact: of the same layout, equal bit for bit.
+        tolerance: relative, of sums and of norms, unless `exact`.
     """
     runs = read(reference), read(other)
     steps = sorted(runs[0].keys() & runs[1].keys())
-    search = _Search(runs, exact=exact)
+    search = _Search(runs, exact=exact, tolerance=tolerance)
     return next((found for step in steps if (found := search.first_in(step))), None)
 
 
 class _Search:
     """Looks through a step in the order in which it is computed."""
 
-    def __init__(self, runs: tuple[dict[int, list[Step]], ...], *, exact: bool) -> None:
-        self.runs, self.exact = runs, exact
+    def __init__(
+        self, runs: tuple[dict[int, list[Step]], ...], *, exact: bool, tolerance: float
+    ) -> None:
+        self.runs, self.exact, self.tolerance = runs, exact, tolerance
         self.step = 0
 
     def first_in(self, step: int) -> Found | None:
@@ -305,7 +310,7 @@ class _Search:
         ratio = max(copies, 1 / copies)
         if abs(ratio - round(ratio)) > TOLERANCE:
             return True  # padded to another length: nothing can be said
-        return _close(one, [value / copies for value in two], scale)
+        return _close(one, [value / copies for value in two], scale, self.tolerance)
 
 
 BATCHNORM = (
@@ -315,13 +320,16 @@ BATCHNORM = (
 )
 
 
-def _close(one: list[float], two: list[float], scale: float) -> bool:
-    count, total, squares = one
+def _close(one: list[float], two: list[float], scale: float, tolerance: float) -> bool:
+    """Return whether sums and sums of squares agree. `scale`: of the largest tensor of the kind."""
     if not all(map(math.isfinite, (*one, *two))):
         return [math.isfinite(value) for value in one] == [math.isfinite(value) for value in two]
-    size = max(math.sqrt(squares * count), TOLERANCE * scale * count)  # bounds the sum
-    noise = TOLERANCE * max(squares, (TOLERANCE * scale) ** 2 * count)
-    return abs(total - two[1]) <= TOLERANCE * size and abs(squares - two[2]) <= 2 * noise
+    count, total, squares = one
+    squares = max(squares, (tolerance * scale) ** 2 * count)  # less is rounding noise
+    apart = abs(total - two[1]), abs(one[2] - two[2])
+    return (
+        apart[0] <= tolerance * math.sqrt(squares * count) and apart[1] <= 2 * tolerance * squares
+    )
 
 
 def _rms(value: list[float]) -> float:
