@@ -166,7 +166,7 @@ def assert_refused(problems: list[str], typed: str) -> None:
     ), problems
 
 
-@pytest.mark.slow
+@pytest.mark.guarantee
 @pytest.mark.parametrize("typed", OUT_OF_RANGE)
 def test_a_value_is_refused_by_its_key(typed, default, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -181,7 +181,6 @@ def test_a_value_is_refused_by_its_key(typed, default, tmp_path, monkeypatch):
     assert_refused(caught.value.problems, typed)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("typed", [*((each,) for each in OF_ANOTHER_FORM), *TOGETHER], ids=" ".join)
 def test_an_override_is_refused_by_its_key(typed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -259,6 +258,7 @@ SECRETS = [
 ]
 
 
+@pytest.mark.guarantee
 @pytest.mark.parametrize("name", SECRETS)
 def test_a_secret_is_refused_and_not_repeated(name):
     (problem,) = values.secrets(OmegaConf.create({"logger": {"x": [{name: "hunter22"}]}}))
@@ -282,6 +282,7 @@ def test_a_password_in_an_address_is_refused_and_ordinary_keys_are_not():
     assert not [*values.secrets(OmegaConf.create(plain))]
 
 
+@pytest.mark.guarantee
 def test_the_value_of_a_secret_variable_is_not_shown(monkeypatch, capsys):
     monkeypatch.setenv("MY_TOKEN", "s3cr3tvalue")
     problems = problems_of("model.width=${oc.env:MY_TOKEN}")
@@ -341,6 +342,7 @@ def test_what_pythons_library_has_in_c_and_in_python_is_allowed_where_it_is_trus
     assert called(target, targets.installed())
 
 
+@pytest.mark.guarantee
 @pytest.mark.parametrize("target", FORBIDDEN)
 def test_what_runs_other_code_is_refused_in_nested_lists_and_in_allowed_packages(target):
     for packages in (targets.installed(), WIDE):
@@ -348,6 +350,7 @@ def test_what_runs_other_code_is_refused_in_nested_lists_and_in_allowed_packages
         assert problem.startswith(f"x.deep[0][0]._target_={target}: ")
 
 
+@pytest.mark.guarantee
 def test_a_stranger_s_run_allows_no_packages(tmp_path):
     node = {"_target_": "shutil.copyfile", "src": "a", "dst": "b"}
     groups = {name: {"_target_": "torch.nn.Identity"} for name in config.NEEDED}
@@ -586,6 +589,7 @@ def test_a_function_that_returns_no_module_is_named():
         build_task(cfg)
 
 
+@pytest.mark.guarantee
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [

@@ -164,7 +164,6 @@ def compose_once(name: str) -> DictConfig:
     return compose("train", overrides=["trainer.accelerator=cpu", override, *extra])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_every_file_composes_and_passes_the_checks(name, monkeypatch):
     monkeypatch.setenv("USER", "someone")
@@ -204,7 +203,6 @@ def test_every_experiment_opens_with_its_command(path):
     assert f"experiment={path.stem}" in head[1]
 
 
-@pytest.mark.slow
 def test_a_key_of_other_options_names_them_all_also_those_that_inherit_it():
     (problem,) = explain(Exception(), ["strategy=ddp", "strategy.tensor=2"], CONFIGS)
     axes = [

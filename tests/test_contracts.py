@@ -8,6 +8,8 @@ import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import pytest
+
 SOURCE = Path(__file__).parents[1] / "src" / "armature"
 TRAINING_CODE = ("models", "tasks", "data", "callbacks", "optim", "loggers")
 DISTRIBUTED = (
@@ -78,6 +80,7 @@ def found(walked: Iterable[Path], forbidden: Callable[[Path], set[str]]) -> dict
     return {relative(file): names for file in walked if (names := forbidden(file))}
 
 
+@pytest.mark.guarantee
 def test_training_code_never_touches_a_process_group():
     outside = (
         "torch.distributed",
@@ -90,6 +93,7 @@ def test_training_code_never_touches_a_process_group():
     assert not found(files(*TRAINING_CODE), lambda file: starting(imports(file), *outside))
 
 
+@pytest.mark.guarantee
 def test_callbacks_never_reach_a_process_group_through_training():
     assert not found(
         files("callbacks"), lambda file: {name for name in imports(file) if "process_group" in name}
@@ -101,6 +105,7 @@ def test_torch_distributed_is_imported_in_few_places():
     assert not found(elsewhere, lambda file: starting(imports(file), "torch.distributed"))
 
 
+@pytest.mark.guarantee
 def test_models_are_plain_torch():
     def forbidden(file: Path) -> set[str]:
         ours = starting(imports(file), "armature") - starting(imports(file), "armature.models")
@@ -163,8 +168,3 @@ def test_a_violation_is_seen(tmp_path):
         "def f():\n    from torch import distributed as d\n    import torch.distributed\n"
     )
     assert starting(imports(tmp_path / "task.py"), "torch.distributed") == {"torch.distributed"}
-
-
-def test_files_stay_readable():
-    lines = {relative(file): len(file.read_text().splitlines()) for file in ALL}
-    assert not {file: count for file, count in lines.items() if count > 420}

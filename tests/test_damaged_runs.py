@@ -20,7 +20,7 @@ from armature.errors import ConfigError
 from armature.run_dir import FILES
 from tests import running
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.guarantee
 NEWEST = "checkpoints/step=000004"
 WITHIN = 10  # seconds
 

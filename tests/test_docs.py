@@ -147,7 +147,6 @@ COMPOSED = sorted(  # those of README.md: tests/test_readme.py
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("overrides", COMPOSED, ids=" ".join)
 def test_every_command_composes(overrides):
     """A user's own experiment stands for the example that it is copied from."""
@@ -158,7 +157,6 @@ def test_every_command_composes(overrides):
     assert cli.compose(typed).model._target_
 
 
-@pytest.mark.slow
 def test_every_row_of_the_table_that_chooses_a_strategy_composes():
     table = TEXTS["docs/strategies.md"].partition("## All strategies")[0]
     rows = re.findall(r"`(strategy=[^`]+)`", table.partition("| your case |")[2])

@@ -15,6 +15,7 @@ def model() -> Decoder:
     return Decoder(vocab_size=31, context=16, width=16, layers=2, heads=4, kv_heads=2, dropout=0.5)
 
 
+@pytest.mark.guarantee
 def test_greedy_text_equals_that_of_a_model_without_a_cache(model):
     ids = PROMPT
     model.eval()
@@ -23,6 +24,7 @@ def test_greedy_text_equals_that_of_a_model_without_a_cache(model):
     assert torch.equal(generate(model, PROMPT, max_new_tokens=10, temperature=0), ids)
 
 
+@pytest.mark.guarantee
 def test_prompts_of_different_lengths_continue_as_each_alone(model):
     prompts = [
         [3, 1, 4, 1, 5, 9, 2, 6],

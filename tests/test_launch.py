@@ -37,6 +37,7 @@ def assert_same_losses(run_dir, single):
     assert running.losses(run_dir) == pytest.approx(running.losses(single), rel=1e-5)
 
 
+@pytest.mark.guarantee
 def test_one_process_fills_the_run_directory(single):
     names = {path.name for path in single.iterdir()}
     assert names >= {
@@ -72,6 +73,7 @@ def test_one_process_fills_the_run_directory(single):
     assert (single / "logs" / "rank_0000.log").exists()
 
 
+@pytest.mark.guarantee
 def test_the_agent_trains_on_two_ranks_with_the_same_losses(single, corpus, tmp_path):
     running.train("strategy=ddp", "trainer.devices=2", "run.name=run", cwd=tmp_path, corpus=corpus)
     run_dir = tmp_path / "outputs" / "run"
@@ -93,6 +95,7 @@ def test_micro_batches_make_no_difference(micro, single, corpus, tmp_path):
     assert_same_losses(tmp_path / "outputs" / "run", single)
 
 
+@pytest.mark.guarantee
 def test_torchrun_joins_as_ranks(single, corpus, tmp_path):
     torchrun = [
         sys.executable,
@@ -153,6 +156,7 @@ def test_srun_joins_as_ranks(single, corpus, tmp_path):
     assert_same_losses(tmp_path / "outputs" / "41", single)
 
 
+@pytest.mark.guarantee
 def test_a_sweep_runs_each_trial_once_in_its_own_directory(corpus, tmp_path):
     launcher = [sys.executable, TRAIN, "-m"]
     overrides = [
@@ -246,6 +250,7 @@ def test_a_trial_that_was_begun_with_other_values_is_refused(mode, seed, monkeyp
     assert run_dir.read(Path(trial.run.dir)).seed == 0
 
 
+@pytest.mark.guarantee
 def test_a_finished_run_says_so_and_stops(single, corpus):
     started = time.monotonic()
     result = running.train(
@@ -270,6 +275,7 @@ def test_another_run_starts_from_a_checkpoint(single, corpus, tmp_path):
     assert [row["step"] for row in running.rows(tmp_path / "outputs" / "next")] == ["6", "7", "8"]
 
 
+@pytest.mark.guarantee
 def test_resuming_from_a_run_passes_over_its_damaged_checkpoint(single, corpus, tmp_path):
     run = shutil.copytree(single, tmp_path / "copied")
     newest = run / "checkpoints" / "step=000006"
@@ -323,8 +329,8 @@ def test_a_resume_that_cannot_work_leaves_the_run_as_it_is(single, corpus):
     ("devices", "number", "code"),
     [
         (1, signal.SIGTERM, 143),
-        (2, signal.SIGTERM, 143),
-        (1, signal.SIGINT, 130),
+        pytest.param(2, signal.SIGTERM, 143, marks=pytest.mark.guarantee),
+        pytest.param(1, signal.SIGINT, 130, marks=pytest.mark.guarantee),
         (2, signal.SIGINT, 130),
         (1, signal.SIGHUP, 129),
     ],
@@ -494,6 +500,7 @@ def test_wandb_offline_can_be_read_back(corpus, tmp_path):
     assert losses == pytest.approx(running.losses(tmp_path / "outputs" / "run"))
 
 
+@pytest.mark.guarantee
 def test_no_secret_is_on_disk_after_a_run(corpus, tmp_path):
     marker = "m4rk3r-0f-4-s3cr3t"
     (tmp_path / ".env").write_text(f"WANDB_API_KEY={marker}-dotenv\n")
@@ -515,6 +522,7 @@ def test_no_secret_is_on_disk_after_a_run(corpus, tmp_path):
     assert [path for path in files if marker.encode() in path.read_bytes()] == []
 
 
+@pytest.mark.guarantee
 def test_scripts_work_from_the_run_directory_alone(single, tmp_path):
     arguments = ["--split", "val", "--set", "trainer.precision=32-true"]
     evaluate = running.script("evaluate.py", str(single), *arguments, cwd=tmp_path)

@@ -46,6 +46,7 @@ def file_of(run: Path) -> Path:
     return file
 
 
+@pytest.mark.guarantee
 def test_a_run_is_loaded_in_a_line(run):
     module = armature.load(run)
     assert isinstance(module, LanguageModeling)
@@ -69,6 +70,7 @@ def test_a_users_checkpoints_lie_beside_ours(run):
     assert not torch.equal(early.model.embed.weight, armature.load(run).model.embed.weight)
 
 
+@pytest.mark.guarantee
 def test_a_run_becomes_a_file_of_lightnings_and_a_program(run, tmp_path, capsys):
     def convert_to(name: str, **options) -> Path:
         given = {"source": run, "target": tmp_path / name, "input": None, "overrides": []}
@@ -157,6 +159,7 @@ def test_a_model_that_cannot_be_exported_is_named(tmp_path):
         convert.to_program(Module(), tmp_path / "a.pt2", torch.ones(2, 3))
 
 
+@pytest.mark.guarantee
 def test_training_starts_with_the_weights_of_a_file(run, tmp_path):
     corpus = running.write_corpus(tmp_path / "c")
     done = running.train(

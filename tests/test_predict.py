@@ -51,6 +51,7 @@ def parts(folder, ranks, task=None, make=lambda: Ten(global_batch_size=4, eval_b
     return found
 
 
+@pytest.mark.guarantee
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
 def test_any_number_of_processes_writes_the_same_file(suffix, tmp_path):
     if suffix == "parquet":

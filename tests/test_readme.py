@@ -113,6 +113,7 @@ def test_the_table_of_features_is_the_one_that_is_enforced():
     assert shown == features_table()
 
 
+@pytest.mark.guarantee
 @pytest.mark.slow
 def test_the_example_learns_and_neither_the_strategy_nor_a_copy_changes_it(clone):
     commands = re.findall(
@@ -159,6 +160,7 @@ def test_every_command_that_trains_composes(words, clone):
     assert cfg.model._target_
 
 
+@pytest.mark.guarantee
 def test_a_mistake_is_reported_in_the_words_that_are_shown(tmp_path):
     (shown,) = (text for _, text in FENCES if text.startswith("$ python train.py"))
     command, *expected = shown.splitlines()

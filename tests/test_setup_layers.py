@@ -3,21 +3,17 @@ them.
 """
 
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, Timer
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
 
-from armature.callbacks.ema import EMA
 from armature.data.adapter import PlainData
 from armature.errors import ConfigError
 from armature.loading import load_task, set_up_with
 from armature.strategies.single import SingleDevice
-from armature.training import left_out
 
 
 class Rows(L.LightningDataModule):
@@ -76,60 +72,3 @@ def test_their_weights_are_loaded_once_setup_was_called(tmp_path: Path):
         match=r"net.bias.* MakesLayers.setup is called by evaluate.py and predict.py, but",
     ):
         load_task(cfg, checkpoint)
-
-
-class AddsLayers(L.Callback):
-    def setup(self, trainer, pl_module, stage):
-        pl_module.head = torch.nn.Linear(3, 1)
-
-
-class Averages(L.Callback):
-    def on_train_batch_end(self, *args):
-        """Average."""
-
-    def on_test_start(self, *args):
-        """Put the average in."""
-
-    on_test_end = on_test_start
-
-
-class Stops(EarlyStopping):
-    def on_train_epoch_end(self, *args):
-        """Do something else."""
-
-
-def callbacks(**kinds: type) -> Any:
-    nodes = {
-        name: {"_target_": f"{kind.__module__}.{kind.__qualname__}"} for name, kind in kinds.items()
-    }
-    return OmegaConf.create({"task": {"_target_": f"{__name__}.MakesLayers"}, "callbacks": nodes})
-
-
-def test_callbacks_that_would_be_called_are_named():
-    cfg = callbacks(mine=Averages, stops=Stops, adds=AddsLayers, stock=Timer, ours=EMA)
-    hooks = (
-        "callbacks.mine (Averages.on_test_end, Averages.on_test_start); callbacks.adds "
-        "(AddsLayers.setup). What it"
-    )
-    assert hooks in str(left_out.note(cfg, "test"))
-    assert "mine" not in str(left_out.note(cfg, "validate"))
-    stock = callbacks(average=EMAWeightAveraging)
-    assert "EMAWeightAveraging.on_validation_epoch_start" in str(left_out.note(stock, "validate"))
-    assert left_out.note(callbacks(stops=Stops, stock=Timer, ours=EMA), "validate") is None
-    assert left_out.note(OmegaConf.create({"callbacks": None}), "test") is None
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_layers_that_a_callback_makes_are_reported_with_its_name(tmp_path: Path):
-    fit, checkpoint = (
-        trainer(strategy=SingleDevice(), callbacks=[AddsLayers()]),
-        tmp_path / "step=000002",
-    )
-    fit.fit(MakesLayers(), datamodule=Rows())
-    fit.save_checkpoint(checkpoint)
-    set_up = set_up_with(PlainData(Rows()), "test", run_dir=tmp_path)
-    with pytest.raises(
-        ConfigError,
-        match=r"head.* Not called here: callbacks.adds \(AddsLayers.setup\). If it makes",
-    ):
-        load_task(callbacks(adds=AddsLayers), checkpoint, set_up=set_up)

@@ -386,6 +386,7 @@ def test_the_trials_of_a_sweep_are_counted(typed, count):
 
 
 # ---------------------------------------------------------------- whole sweeps
+@pytest.mark.guarantee
 @pytest.mark.slow
 def test_a_grid_ends_with_an_answer(tmp_path):
     result = sweep("optimizer.lr=1e-3,1e-1", "seed=0,1", "run.name=grid", cwd=tmp_path)

@@ -300,7 +300,7 @@ LOADERS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.guarantee
 @pytest.mark.parametrize("loader", LOADERS.values(), ids=list(LOADERS))
 def test_a_resume_inside_an_epoch_and_more_ranks_see_the_same_samples_and_random_numbers(
     loader, tmp_path

@@ -12,6 +12,7 @@ from armature.errors import ConfigError
 number = st.integers(1, 64)
 
 
+@pytest.mark.guarantee
 @given(number, number, number)
 def test_sizes_multiply_to_the_global_batch(micro, accumulate, ranks):
     batches = plan_batches(micro * accumulate * ranks, micro, ranks)

@@ -443,6 +443,7 @@ def test_packed_rows_are_refused_in_a_pipeline(script, chat_run, monkeypatch):
         checks.check(cfg, prepare=False)
 
 
+@pytest.mark.guarantee
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_on_chats_resumes_exactly_and_answers(chat_run, tmp_path, script):

@@ -447,6 +447,7 @@ print(json.dumps(made))
 """
 
 
+@pytest.mark.guarantee
 @pytest.mark.slow
 def test_texts_tokens_and_tagged_masks_are_those_of_transformers(tmp_path):
     needs.extra("transformers")

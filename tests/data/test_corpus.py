@@ -205,7 +205,7 @@ def test_a_changed_file_is_noticed(files, corpus, counted):
     assert len(counted) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.guarantee
 @pytest.mark.parametrize("always_checked", [cache._ALWAYS_CHECKED_BYTES, 0])
 @pytest.mark.parametrize("name", ["train.bin", "val.bin", "tokenizer.json", "header.json"])
 @pytest.mark.parametrize("harm", ["flip", "cut", "empty", "remove"])

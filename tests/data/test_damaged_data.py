@@ -56,6 +56,7 @@ TABLES = {
 }
 
 
+@pytest.mark.guarantee
 @pytest.mark.parametrize(("text", "message"), TABLES.values(), ids=TABLES)
 def test_a_damaged_csv_file_is_named_with_its_line(text, message, tmp_path):
     (tmp_path / "t.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -280,6 +281,7 @@ def test_folders_of_images_that_cannot_be_classes(make, message, tmp_path):
         build("image_folder", path=str(tmp_path / "images")).names()
 
 
+@pytest.mark.guarantee
 def test_a_damaged_image_is_named_also_by_a_loader_process(tmp_path):
     folder = images(tmp_path / "images")
     for kind in ("cat", "dog"):

@@ -192,12 +192,12 @@ def test_resume_at_any_step_makes_the_same_steps_as_an_uninterrupted_run(tmp_pat
         torch.testing.assert_close(resumed.weight, whole.weight)
 
 
+@pytest.mark.guarantee
 @pytest.mark.parametrize(
     ("before", "after"),
     [
         (4, 1),
-        pytest.param(1, 4, marks=pytest.mark.slow),
-        pytest.param(2, 1, marks=pytest.mark.slow),
+        (1, 4),
     ],
 )
 def test_resume_under_another_accumulation_makes_the_same_steps(tmp_path, before, after):

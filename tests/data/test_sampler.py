@@ -94,6 +94,7 @@ def test_permutation_never_changes():
     ]
 
 
+@pytest.mark.guarantee
 @settings(max_examples=50)
 @given(sizes, layouts, seeds)
 def test_every_sample_is_seen_once_an_epoch(size, layout, seed):
@@ -106,6 +107,7 @@ def test_every_sample_is_seen_once_an_epoch(size, layout, seed):
         )
 
 
+@pytest.mark.guarantee
 @settings(max_examples=25)
 @given(sizes, st.integers(1, 24), seeds)
 def test_steps_hold_the_same_samples_under_any_layout(size, global_batch, seed):
@@ -117,6 +119,7 @@ def test_steps_hold_the_same_samples_under_any_layout(size, global_batch, seed):
                 assert stream(size, layout, seed=seed, steps=12) == alone
 
 
+@pytest.mark.guarantee
 @settings(max_examples=50)
 @given(sizes, layouts, layouts, seeds, st.integers(0, 30))
 def test_resume_from_any_step_continues_the_stream(size, before, after, seed, step):
@@ -164,6 +167,7 @@ def test_position_is_asked_when_iteration_starts():
     assert len(sampler) == len(whole) == 5
 
 
+@pytest.mark.guarantee
 @given(st.integers(0, 100), st.integers(1, 9), st.integers(1, 6))
 def test_evaluation_serves_each_sample_once_in_equally_many_batches(size, batch_size, ranks):
     streams = [

@@ -1,33 +1,46 @@
-"""A few cells of the fault matrix that together meet each kind of fault.
-
-`python -m benchmarks.faults` runs all of them.
-"""
+"""Runs that are broken in every listed way, under every strategy."""
 
 import sys
 
 import pytest
 
+from benchmarks.faults import matrix, over_network, under_slurm
 from benchmarks.faults.cells import COLUMNS, STEPS, Run, Session
-from benchmarks.faults.matrix import BY_NAME, cell, flip_byte
+from benchmarks.faults.matrix import cell, flip_byte
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
 
+FAULTS = (*matrix.FAULTS, *under_slurm.FAULTS, *over_network.FAULTS)
+BY_NAME = {fault.name: fault for fault in FAULTS}
+GUARANTEED = (
+    ("sigkill_rank", "ddp"),
+    ("sigstop_rank", "ddp"),
+    ("sigterm_rank", "single"),
+    ("kill_in_save", "ddp"),
+    ("flipped_byte", "single"),
+    ("full_disk", "single"),
+    ("twice", "single"),
+)
+CELLS = [
+    (fault.name, column.name)
+    for fault in FAULTS
+    for column in COLUMNS.values()
+    if not column.stock and column.name not in fault.without
+]
+
+
 @pytest.fixture(scope="module")
 def session(tmp_path_factory):
-    return Session(tmp_path_factory.mktemp("faults"))
+    yield Session(tmp_path_factory.mktemp("faults"))
+    under_slurm.SLURM.close()
 
 
 @pytest.mark.parametrize(
     ("fault", "column"),
     [
-        ("sigkill_rank", "ddp"),
-        ("sigterm_rank", "single"),
-        ("kill_in_save", "ddp"),
-        ("hang", "ddp"),
-        ("flipped_byte", "single"),
-        ("full_disk", "single"),
-        ("twice", "single"),
+        pytest.param(*each, marks=[pytest.mark.guarantee] if each in GUARANTEED else [])
+        for each in CELLS
     ],
 )
 def test_a_disturbed_run_ends_like_an_undisturbed_one(fault, column, session):

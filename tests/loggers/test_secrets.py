@@ -40,6 +40,7 @@ def _secret_variable(monkeypatch):
     plain._warn_of_stored.cache_clear()
 
 
+@pytest.mark.guarantee
 def test_hyperparameters_in_checkpoints_are_masked_and_a_user_s_own_state_is_not(caplog):
     with caplog.at_level(logging.WARNING):
         saved = plain.plain_checkpoint(
@@ -51,6 +52,7 @@ def test_hyperparameters_in_checkpoints_are_masked_and_a_user_s_own_state_is_not
     assert "cls_token" not in caplog.text
 
 
+@pytest.mark.guarantee
 @pytest.mark.parametrize("form", [dict, lambda given: Namespace(**given), OmegaConf.create])
 def test_hyperparameters_for_loggers_are_masked(form, tmp_path):
     logger = CSVLogger(tmp_path, name="", version="")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,11 +30,8 @@ from benchmarks.parity.harness import (
     Job,
     alone,
     difference,
-    fit,
     fit_once,
-    mesh,
     on_ranks,
-    repeats,
 )
 from tests.parallel.building import decoder_on_meta, parallelize
 
@@ -64,7 +60,6 @@ def assert_same(job: Job, *, tolerance: float = TOLERANCE) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_context_axis_trains_as_one_process_does(name: str) -> None:
-    """`python -m benchmarks.parity --resume` runs all of the layouts."""
     assert_same(replace(LAYOUTS[name], validate=True))
 
 
@@ -105,31 +100,6 @@ def test_muon_trains_as_in_one_process() -> None:
         LAYOUTS["context 2 × tensor 2"], optimizer="armature.optim.muon.Muon", optimizer_args={}
     )
     assert_same(job)
-
-
-# ---------------------------------------------------------------- checkpoints
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("saved", "resumed"),
-    [
-        (mesh(4, shard=2, context=2), Job("DDP", ranks=2)),
-        (mesh(2, shard=2), mesh(4, context=2, tensor=2)),
-        (mesh(4, context=2, tensor=2), mesh(4, context=2, pipe=2)),
-    ],
-    ids=["context to ddp", "fsdp to context and tensor", "tensor to pipeline"],
-)
-def test_a_checkpoint_resumes_under_another_layout(
-    saved: Job, resumed: Job, tmp_path: Path
-) -> None:
-    folder = str(tmp_path / "step=6")
-    fit(replace(saved, steps=6, save=folder))
-    assert_same(replace(resumed, resume=folder))
-
-
-@pytest.mark.slow
-def test_a_resume_on_the_same_layout_repeats_the_same_bits() -> None:
-    job = LAYOUTS["fsdp 2 × context 2, unequal targets"]
-    assert repeats(job, fit_once(job))
 
 
 # ---------------------------------------------------------------- calls of the model

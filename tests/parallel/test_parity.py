@@ -1,16 +1,25 @@
-"""Every layout trains as one process does: losses, gradient norms, final weights, resumes.
-
-`python -m benchmarks.parity --resume` runs all.
-"""
+"""Every layout trains as one process does: losses, gradient norms, final weights, resumes."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.parity.harness import LAYOUTS, Job, Run, difference, fit, fit_once, mesh
+from benchmarks.parity import context
+from benchmarks.parity.harness import (
+    LAYOUTS,
+    Job,
+    Run,
+    difference,
+    fit,
+    fit_once,
+    mesh,
+    repeats,
+)
 
 TOLERANCE = 1e-5
 VIT = {
@@ -25,6 +34,52 @@ VIT = {
 CONV = {"image_size": 8, "channels": 1, "classes": 10, "width": 8}
 ENCODER = {"vocab_size": 96, "context": 16, "width": 32, "depth": 4}
 DEEPSPEED = "deepspeed 3 at 2"
+CONTEXT = "fsdp 2 × context 2"
+EVERY = {**LAYOUTS, CONTEXT: context.LAYOUTS[CONTEXT]}
+FAMILIES = (  # a layout of each strategy; the expert axis is in test_experts.py
+    "single",
+    "ddp 2",
+    "fsdp 2",
+    "hsdp 2×2",
+    "tensor 2, sequence parallel",
+    "pipeline 2, 1f1b",
+    CONTEXT,
+    DEEPSPEED,
+)
+DISTINCT = (  # whose ranks hold other tensors than those of all others
+    *FAMILIES,
+    "pipeline 2, interleaved 1f1b",
+    "pipeline 2, zero bubble",
+    "fsdp 2 × tensor 2",
+    "tensor 2 × pipeline 2",
+    "2×2×2",
+    "deepspeed 1 at 2",
+)
+COMPARED = (*FAMILIES, "pipeline 2, zero bubble", "fsdp 2 × tensor 2", "2×2×2", "deepspeed 2 at 2")
+EXCHANGED = (  # each family saves once and resumes once
+    ("single", "fsdp 2 × tensor 2"),
+    ("ddp 2", "pipeline 2, zero bubble"),
+    ("fsdp 2", "ddp 2"),
+    ("hsdp 2×2", "tensor 2, sequence parallel"),
+    ("tensor 2, sequence parallel", DEEPSPEED),
+    ("pipeline 2, 1f1b", "2×2×2"),
+    ("fsdp 2 × tensor 2", CONTEXT),
+    (CONTEXT, "hsdp 2×2"),
+    ("2×2×2", "pipeline 2, 1f1b"),
+    (DEEPSPEED, "single"),
+    ("deepspeed 1 at 2", "fsdp 2"),
+)
+
+
+def guaranteed(cases, chosen) -> list:
+    """The chosen ones hold the contract, and run in `make test`; the others in `make test-all`."""
+    marks = pytest.mark.guarantee
+    return [
+        pytest.param(*(each if isinstance(each, tuple) else (each,)), marks=marks)
+        if each in chosen
+        else each
+        for each in cases
+    ]
 
 
 def assert_same(job: Job, *, tolerance: float = TOLERANCE) -> Run:
@@ -41,9 +96,9 @@ def _reference(job: Job) -> Run:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "single"])
+@pytest.mark.parametrize("name", guaranteed([name for name in EVERY if name != "single"], COMPARED))
 def test_layout_trains_as_one_process_does(name: str) -> None:
-    assert_same(LAYOUTS[name])
+    assert_same(EVERY[name])
 
 
 @pytest.mark.slow
@@ -208,26 +263,31 @@ def test_bf16_equals_one_process_within_its_rounding(name: str, precision: str) 
     assert_same(replace(LAYOUTS[name], precision=precision), tolerance=2e-2)
 
 
-RESUMES = [
-    ("single", "2×2×2"),
-    ("2×2×2", "ddp 2"),
-    ("ddp 2", "fsdp 2 × tensor 2"),
-    ("fsdp 2 × tensor 2", "pipeline 2, zero bubble"),
-    ("pipeline 2, zero bubble", DEEPSPEED),
-    (DEEPSPEED, "single"),
-    ("deepspeed 1 at 2", "fsdp 2"),
-    ("fsdp 2, ZeRO-2", "deepspeed 2 at 2"),
-]
+@pytest.mark.slow
+@pytest.mark.parametrize("name", guaranteed(DISTINCT, FAMILIES))
+def test_a_resume_under_the_same_layout_repeats_every_bit(name: str) -> None:
+    assert repeats(EVERY[name], fit_once(EVERY[name]))
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory):
+    """The checkpoint of a layout in the middle of its run, which is made once."""
+
+    @functools.cache
+    def save(name: str) -> str:
+        folder = str(tmp_path_factory.mktemp("saved") / "step=6")
+        fit(replace(EVERY[name], steps=6, save=folder))
+        return folder
+
+    return save
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("saved", "resumed"), RESUMES)
-def test_a_checkpoint_of_one_layout_resumes_under_another(
-    saved: str, resumed: str, tmp_path: Path
-) -> None:
-    folder = str(tmp_path / "step=6")
-    fit(replace(LAYOUTS[saved], steps=6, save=folder))
-    assert_same(replace(LAYOUTS[resumed], resume=folder))
+@pytest.mark.parametrize(
+    ("saved", "resumed"), guaranteed([*itertools.permutations(DISTINCT, 2)], EXCHANGED)
+)
+def test_a_checkpoint_of_one_layout_resumes_under_another(saves, saved: str, resumed: str) -> None:
+    assert_same(replace(EVERY[resumed], resume=saves(saved)))
 
 
 @pytest.mark.slow

@@ -117,6 +117,7 @@ DAMAGES = [
 ]  # fmt: skip
 
 
+@pytest.mark.guarantee
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_a_damaged_checkpoint_is_named_and_skipped(saved: Path, damage, caplog) -> None:
     said = damage(saved)
@@ -144,6 +145,7 @@ def test_none_intact_is_an_error_that_names_each(saved: Path) -> None:
     assert "step=000002" in str(error.value)
 
 
+@pytest.mark.guarantee
 def test_the_pointer_comes_first_then_the_newest(saved: Path) -> None:
     names = [path.name for path in resume.candidates(saved.parent)]
     assert names == ["step=000002", "step=000001"]
@@ -153,6 +155,7 @@ def test_the_pointer_comes_first_then_the_newest(saved: Path) -> None:
     assert [path.name for path in resume.candidates(saved.parent)] == names
 
 
+@pytest.mark.guarantee
 def test_what_a_crash_leaves_is_cleared_and_never_picked_up(saved: Path) -> None:
     shutil.copytree(saved, saved.with_name("step=000003.part"))
     saved.rename(
@@ -200,6 +203,7 @@ def test_a_foreign_directory_is_taken_only_on_trust(saved: Path) -> None:
     assert storage.first_intact([saved], trust=True) == saved
 
 
+@pytest.mark.guarantee
 def test_code_in_meta_does_not_run(saved: Path) -> None:
     torch.save({"global_step": Code()}, saved / "meta.pt")
     with pytest.raises(ConfigError, match="refused, since it holds more than tensors"):
@@ -207,6 +211,7 @@ def test_code_in_meta_does_not_run(saved: Path) -> None:
     assert RAN == []
 
 
+@pytest.mark.guarantee
 def test_code_in_metadata_does_not_run(saved: Path) -> None:
     metadata = storage.read_metadata(saved)
     metadata.planner_data = Code()
@@ -216,6 +221,7 @@ def test_code_in_metadata_does_not_run(saved: Path) -> None:
     assert RAN == []
 
 
+@pytest.mark.guarantee
 def test_code_in_a_value_does_not_run(saved: Path) -> None:
     metadata, file = storage.read_metadata(saved), shard(saved)
     place = next(info for index, info in metadata.storage_data.items() if index.fqn == "count")
@@ -240,6 +246,7 @@ def test_a_ckpt_of_lightnings_gives_its_weights(tmp_path: Path) -> None:
     assert checkpoint.is_weights_only(tmp_path / "step=000000")
 
 
+@pytest.mark.guarantee
 def test_code_in_a_ckpt_does_not_run(tmp_path: Path) -> None:
     torch.save({"state_dict": {}, "hyper_parameters": Code()}, tmp_path / "a.ckpt")
     with pytest.raises(ConfigError, match=r"a.ckpt: refused"):

@@ -157,7 +157,6 @@ def test_adapters_are_named_where_full_training_does_not_fit(plan, script: Modul
     assert "task=lora" not in out
 
 
-@pytest.mark.slow
 def test_adapters_are_planned(plan) -> None:
     adapted = (
         "model=llama3_8b",
@@ -175,7 +174,6 @@ def test_adapters_are_planned(plan) -> None:
     assert "There is no formula" in plan(*adapted, "task.adapter.targets=[q]", "trainer.devices=8")
 
 
-@pytest.mark.slow
 def test_for_a_model_of_wide_blocks_on_several_machines_a_tensor_axis_comes_first(plan) -> None:
     out = plan(
         "experiment=llama3_70b",
@@ -203,7 +201,6 @@ def test_a_budget_names_the_compute_optimal_sizes(plan) -> None:
     assert "--budget a lot: type a number of FLOPs" in plan(*words, "--budget=a lot")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
@@ -262,7 +259,6 @@ def test_bad_input_is_refused_with_what_to_type(plan, words: list[str], answer: 
     assert answer in out
 
 
-@pytest.mark.slow
 def test_a_model_that_needs_more_devices_is_told_how_many(plan) -> None:
     out = plan(
         "experiment=llama3_70b", "data.path=x", "hardware=rtx4090", "trainer.devices=1", "--quick"

@@ -160,14 +160,6 @@ LAYOUTS = {
         for schedule in SCHEDULES
     },
 }
-SAMPLE = (
-    "fsdp 2, muon, ema, monitors",
-    "fsdp 2, fp16",
-    "fsdp 2, offloaded",
-    "pipeline 2, interleaved_1f1b",
-)
-
-
 KNOWN_WAITS = {
     # whether a gradient overflowed
     "fp16": {
@@ -224,9 +216,7 @@ def problems(ranks: list[processes.Recorded]) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_ranks_meet_and_do_not_wait_for_their_device(name, request):
-    if name not in SAMPLE and not request.config.getoption("--all"):
-        pytest.skip("runs with --all")
+def test_ranks_meet_and_do_not_wait_for_their_device(name):
     ranks = recorded(*LAYOUTS[name])
     assert all(rank.record for rank in ranks)
     assert problems(ranks) == []

@@ -137,6 +137,7 @@ def ranks(submit, limited, unwarned):
     return job
 
 
+@pytest.mark.guarantee
 def test_srun_ranks_on_two_nodes_go_on_after_sigusr1(submit, ranks):
     submit.assert_went_on_to_the_end(ranks, world_size=2)
     assert "SIGUSR1 at step" in submit.log(ranks)
