@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
@@ -142,10 +140,9 @@ KINDS: dict[str, Callable[[int], Any]] = {
     "tokens": tokens,
     "ragged": ragged,
     "graphs": graph,
-    "objects": regression,
 }
 
-COLLATED = {"ragged": pack, "graphs": join, "objects": lambda samples: pairs(samples)}
+COLLATED = {"ragged": pack, "graphs": join}
 RANGES = {
     "train": range(TRAIN),
     "val": range(100, 100 + HELD_OUT),
@@ -165,13 +162,6 @@ class SampleData(DataModule):
         return Samples(sample, indices)
 
 
-class TwoLoaders(SampleData):
-    """Validates on two sets."""
-
-    def val_dataloader(self):
-        return [super().val_dataloader(), super().test_dataloader()]
-
-
 class AugmentedData(SampleData):
     """Draws from the generator that the data module gives each sample."""
 
@@ -183,24 +173,3 @@ class Augmented(Samples):
     def augment(self, sample, generator):
         x, y = sample
         return x + 0.1 * torch.randn(x.shape, generator=generator), y
-
-
-def one_hot(labels: Tensor, classes: int) -> Tensor:
-    return F.one_hot(labels, classes).float()
-
-
-@dataclass
-class Pairs:
-    """A batch that is an object: Lightning moves dataclasses, and whatever has a method `to`."""
-
-    x: Tensor
-    y: Tensor
-    names: list[str]
-
-
-def pairs(samples: list[tuple[Tensor, Tensor]]) -> Pairs:
-    return Pairs(
-        torch.stack([x for x, _ in samples]),
-        torch.stack([y for _, y in samples]),
-        ["a"] * len(samples),
-    )

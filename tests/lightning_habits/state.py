@@ -1,6 +1,6 @@
-"""What users keep in checkpoints: hyperparameters of all kinds, NumPy, edits of the state dict,
-files of their own.
-"""
+"""What users keep in checkpoints: hyperparameters, NumPy, edited state dicts, own files."""
+
+from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
@@ -8,10 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    TensorDataset,
+)
 
 import armature
 from tests.lightning_habits import data
+from tests.lightning_habits.habit import INSIDE, SAVED, ddp, fsdp
 from tests.lightning_habits.regression import Regressor
 
 
@@ -140,25 +144,6 @@ class DropsOnSave(Regressor):
             checkpoint["state_dict"][f"teacher.{name}"] = value
 
 
-class Renames(Regressor):
-    """Weights are renamed in on_load_checkpoint: none here has the old name, and all must stay as
-    they are.
-    """
-
-    def on_load_checkpoint(self, checkpoint):
-        state = checkpoint["state_dict"]
-        for name in list(state):
-            state[name.replace("old_net.", "net.")] = state.pop(name)
-
-
-class Halves(Regressor):
-    """Reads its weights in on_save_checkpoint, as loggers of statistics do."""
-
-    def on_save_checkpoint(self, checkpoint):
-        checkpoint["norm"] = float(sum(v.float().norm() for v in self.state_dict().values()))
-        checkpoint["names"] = list(checkpoint["state_dict"])
-
-
 class SavesItself(Regressor):
     """torch.save of the module, of its state and of a deep copy within hooks."""
 
@@ -167,15 +152,6 @@ class SavesItself(Regressor):
         if self.trainer.is_global_zero:
             torch.save(self, folder / "module.pt")
             torch.save(self.net.state_dict(), folder / "net.pt")
-
-
-class SavesNet(Regressor):
-    """torch.save of the network's state on each rank, as of a best model."""
-
-    def on_validation_epoch_end(self):
-        torch.save(
-            self.net.state_dict(), Path(self.trainer.default_root_dir) / f"net{self.global_rank}.pt"
-        )
 
 
 class SavesWhole(Regressor):
@@ -197,12 +173,6 @@ class SavesCheckpoint(Regressor):
 
     def on_validation_end(self):
         self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / "mine.ckpt")
-
-
-class SavesWeightsOnly(Regressor):
-    def on_train_epoch_end(self):
-        name = f"epoch{self.current_epoch}.ckpt"
-        self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / name, weights_only=True)
 
 
 class OwnStateDict(Regressor):
@@ -228,56 +198,6 @@ class OwnStateDict(Regressor):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
-
-
-class OwnLoading(Regressor):
-    """load_state_dict is replaced, and renames keys of older checkpoints."""
-
-    def load_state_dict(self, state_dict, strict=True, assign=False):
-        state_dict = {k.replace("old_net.", "net."): v for k, v in state_dict.items()}
-        return super().load_state_dict(state_dict, strict=strict, assign=assign)
-
-
-class LoadHooks(Regressor):
-    """torch's own hooks around state dicts."""
-
-    def __init__(self):
-        super().__init__()
-        self.net.register_load_state_dict_pre_hook(self.before)
-        self.net.register_state_dict_post_hook(self.after)
-
-    def before(self, module, state_dict, prefix, *args):
-        for name in [name for name in state_dict if name.startswith(f"{prefix}old.")]:
-            state_dict[name.replace("old.", "")] = state_dict.pop(name)
-
-    @staticmethod
-    def after(module, state_dict, prefix, local_metadata):
-        return None
-
-
-class SavesOptimizers(Regressor):
-    """Reads and marks optimizer states in the checkpoint's hooks."""
-
-    def on_save_checkpoint(self, checkpoint):
-        checkpoint["rates"] = [group["lr"] for group in self.optimizers().param_groups]
-        checkpoint["version"] = "1.0"
-        checkpoint["time"] = 0.0
-
-    def on_load_checkpoint(self, checkpoint):
-        assert checkpoint["rates"] == [0.05]
-        assert checkpoint["version"] == "1.0"
-        assert len(checkpoint["optimizer_states"]) == 1
-
-
-class LoadsPretrained(Regressor):
-    """Weights of a file are loaded in __init__, as fine-tuning does."""
-
-    def __init__(self):
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(3)
-            other = Regressor()
-        self.load_state_dict(other.state_dict())
 
 
 class PerRank(Regressor):
@@ -328,3 +248,45 @@ class CountsIterator(Regressor):
 
     def on_load_checkpoint(self, checkpoint):
         self.taken = checkpoint["taken"]
+
+
+class Stateful(Regressor):
+    """A running value that decides the loss, in a plain attribute; kept by hooks of the
+    checkpoint.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.running = None
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        value = self.trainer.strategy.reduce(loss.detach())
+        self.running = value if self.running is None else 0.9 * self.running + 0.1 * value
+        return loss / self.running.clamp(min=0.1)
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["running"] = self.running
+
+    def on_load_checkpoint(self, checkpoint):
+        self.running = checkpoint["running"]
+        assert checkpoint["global_step"] in (9, 10)  # several ranks agree on a stop one step later
+        assert checkpoint["epoch"] in (1, 2)
+        assert "callbacks" in checkpoint
+        assert checkpoint["hyper_parameters"]["lr"] == 0.05
+
+
+HABITS = [
+    fsdp(RichHparams, "+task.sizes=[16,8]", "+task.nested={a:{b:[1,2]},c:x}"),
+    ddp(ListHparams, "+task.sizes=[16,8]", "+task.options={deep:[1,{x:2}]}", sample=True),
+    ddp(NumpyState, resume=SAVED, sample=True),
+    fsdp(ExtraState),
+    fsdp(DropsOnSave),
+    ddp(SavesItself),
+    fsdp(SavesWhole),
+    ddp(SavesCheckpoint),
+    fsdp(OwnStateDict),
+    ddp(PerRank, random=True),
+    fsdp(CountsIterator, sample=True),
+    ddp(Stateful, resume=INSIDE),
+]
