@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from tests.lightning_habits.habit import ddp, fsdp
 from tests.lightning_habits.regression import Regressor
@@ -53,54 +50,6 @@ class PGD(Regressor):
         self.log("val/robust", F.mse_loss(self(moved), y), sync_dist=True)
 
 
-class Reverse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, alpha):
-        ctx.alpha = alpha
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return -ctx.alpha * grad, None
-
-
-class Adversary(Regressor):
-    """Domain-adversarial training: a gradient is reversed, more so as the training proceeds."""
-
-    def __init__(self):
-        super().__init__()
-        self.domain = nn.Linear(16, 2)
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        progress = (batch_idx + self.current_epoch * self.trainer.num_training_batches) / (
-            self.trainer.max_epochs * self.trainer.num_training_batches
-        )
-        alpha = 2.0 / (1.0 + math.exp(-10 * progress)) - 1
-        features = self.net[1](self.net[0](x))
-        domain = F.cross_entropy(self.domain(Reverse.apply(features, alpha)), (x[:, 0] > 0).long())
-        self.log_dict({"alpha": alpha, "domain": domain}, sync_dist=True)
-        return F.mse_loss(self.net[2](features), y) + domain
-
-
-class PerSample(Regressor):
-    """Gradients of each sample by vmap: the mean of their norms is logged."""
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        params = {name: p.detach() for name, p in self.net.named_parameters()}
-
-        def loss(params, x, y):
-            return F.mse_loss(
-                torch.func.functional_call(self.net, params, (x.unsqueeze(0),)), y.unsqueeze(0)
-            )
-
-        grads = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(params, x, y)
-        norms = sum(g.flatten(1).square().sum(1) for g in grads.values()).sqrt()
-        self.log("per_sample", norms.mean(), sync_dist=True)
-        return super().training_step(batch, batch_idx)
-
-
 class InnerLoop(Regressor):
     """An adapted copy of the weights in each step, by torch.func (MAML)."""
 
@@ -135,8 +84,6 @@ HABITS = [
     # fsdp has no gradient of a gradient
     ddp(Penalty, sample=True),
     fsdp(PGD),
-    fsdp(Adversary),
-    ddp(PerSample),
     # each rank adapts to its own samples
     ddp(InnerLoop, random=True),
     fsdp(OwnClipping),

@@ -17,7 +17,7 @@ class Habit:
     """How a habit is run. It is resumed in one process, and compared with two ranks.
 
     Attributes:
-        data: samples of data.py (`KINDS`), or a LightningDataModule.
+        data: samples of data.py (`SAMPLES`), or a LightningDataModule.
         layout: of the two ranks, "ddp2" or "fsdp2"; empty: they cannot take it.
         also: overrides for the two ranks.
         resume: one of `RESUMES`; empty: it is dealt out in turn (habits.py).

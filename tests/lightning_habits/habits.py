@@ -1,48 +1,19 @@
 """The list of habits. `python -m tests.lightning_habits.habits` prints it."""
 
 import dataclasses
+import importlib
 import itertools
 
-from tests.lightning_habits import (
-    callbacks,
-    generative,
-    gradients,
-    hooks,
-    layers,
-    loaders,
-    manual,
-    metrics,
-    optimizers,
-    schedules,
-    sequences,
-    settings,
-    state,
-    teachers,
-    vision,
-)
 from tests.lightning_habits.habit import RESUMES
 
-FILES = (
-    settings,
-    optimizers,
-    schedules,
-    manual,
-    generative,
-    vision,
-    metrics,
-    teachers,
-    sequences,
-    layers,
-    gradients,
-    state,
-    hooks,
-    callbacks,
-    loaders,
-)
+NAMES = """settings optimizers schedules manual gradients layers teachers images sequences metrics
+    state hooks callbacks loaders"""
+FILES = [importlib.import_module(f"tests.lightning_habits.{name}") for name in NAMES.split()]
 HABITS = [
     dataclasses.replace(habit, resume=habit.resume or resume)
-    for file in FILES
-    for habit, resume in zip(file.HABITS, itertools.cycle(RESUMES), strict=False)
+    for habit, resume in zip(
+        (habit for file in FILES for habit in file.HABITS), itertools.cycle(RESUMES), strict=False
+    )
 ]
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -17,14 +16,12 @@ class ManualAccumulation(Manual):
 
     def training_step(self, batch, batch_idx):
         opt = self.optimizers()
-        loss = self.shared_step(batch, "train") / 2
-        self.manual_backward(loss)
+        self.manual_backward(self.shared_step(batch, "train") / 2)
         if (batch_idx + 1) % 2 == 0:
             opt.step()
             opt.zero_grad()
         if self.trainer.is_last_batch:
             self.lr_schedulers().step()
-        return loss
 
     def configure_optimizers(self):
         optimizer = self.sgd()
@@ -47,15 +44,12 @@ class ManualClosure(Manual):
         opt.step(closure=closure)
 
     def on_train_epoch_end(self):
-        schedule = self.lr_schedulers()
-        if isinstance(schedule, lr_scheduler.ReduceLROnPlateau):
-            schedule.step(self.trainer.callback_metrics["train/loss"])
+        self.lr_schedulers().step(self.trainer.callback_metrics["train/loss"])
 
     def configure_optimizers(self):
         optimizer = self.sgd()
-        return [optimizer], [
-            lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", patience=0, factor=0.5)
-        ]
+        schedule = lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", patience=0, factor=0.5)
+        return [optimizer], [schedule]
 
 
 class TwoOptimizers(Manual):
@@ -79,16 +73,13 @@ class TwoOptimizers(Manual):
         )
 
 
-class Frequencies(Manual):
-    """The head is stepped with every batch, the body with every third, each with a schedule of its
-    own.
-    """
+class Frequencies(TwoOptimizers):
+    """The head is stepped with every batch, the body with every third, each by its schedule."""
 
     def training_step(self, batch, batch_idx):
         body, head = self.optimizers()
         body_schedule, head_schedule = self.lr_schedulers()
-        loss = self.shared_step(batch, "train")
-        self.manual_backward(loss)
+        self.manual_backward(self.shared_step(batch, "train"))
         head.step()
         head.zero_grad()
         head_schedule.step()
@@ -99,8 +90,7 @@ class Frequencies(Manual):
             body_schedule.step(self.trainer.callback_metrics.get("val/loss", torch.tensor(1.0)))
 
     def configure_optimizers(self):
-        body = torch.optim.SGD(self.net[0].parameters(), lr=0.05, momentum=0.9)
-        head = torch.optim.Adam(self.net[2].parameters(), lr=0.01)
+        body, head = super().configure_optimizers()
         plateau = lr_scheduler.ReduceLROnPlateau(body, patience=0, mode="max")
         return (
             {"optimizer": body, "lr_scheduler": {"scheduler": plateau, "monitor": "val/loss"}},
@@ -122,54 +112,44 @@ class SyncsLate(Manual):
 
 
 class PlainOptimizers(Manual):
-    """`optimizers(use_pl_optimizer=False)` and loss.backward(): steps that Lightning does not
-    see.
-    """
+    """`optimizers(use_pl_optimizer=False)`: steps that Lightning does not see."""
 
     def training_step(self, batch, batch_idx):
         opt = self.optimizers(use_pl_optimizer=False)
         opt.zero_grad(set_to_none=False)
-        loss = self.shared_step(batch, "train")
-        self.manual_backward(loss)
+        self.manual_backward(self.shared_step(batch, "train"))
         nn.utils.clip_grad_norm_(self.parameters(), 0.5)
         opt.step()
-        return loss
 
 
-class NoOptimizer(Regressor):
+class NoOptimizer(Manual):
     """configure_optimizers returns None: statistics are collected, nothing is trained."""
 
     def __init__(self):
         super().__init__()
-        self.automatic_optimization = False
         self.register_buffer("mean", torch.zeros(8))
 
     def training_step(self, batch, batch_idx):
-        x, _ = batch
-        self.mean.lerp_(self.all_gather(x.mean(0)).reshape(-1, 8).mean(0), 0.1)
-        self.log("mean", self.mean.mean())
+        self.mean.lerp_(self.all_gather(batch[0].mean(0)).reshape(-1, 8).mean(0), 0.1)
 
     def configure_optimizers(self):
         return None
 
 
 class Multitask(Manual):
-    """Gradients of two losses, combined by hand: conflicting ones are projected (PCGrad)."""
+    """Gradients of two losses, combined by hand, as PCGrad does."""
 
     def training_step(self, batch, batch_idx):
-        opt = self.optimizers()
-        x, y = batch
+        opt, (x, y) = self.optimizers(), batch
         out = self(x)
-        losses = [F.mse_loss(out, y), F.l1_loss(out, -y)]
         opt.zero_grad()
-        self.manual_backward(losses[0], retain_graph=True)
+        self.manual_backward(F.mse_loss(out, y), retain_graph=True)
         first = [p.grad.clone() for p in self.parameters()]
         opt.zero_grad()
-        self.manual_backward(losses[1])
+        self.manual_backward(F.l1_loss(out, -y))
         for p, one in zip(self.parameters(), first, strict=True):
             p.grad.mul_(0.3).add_(one)
         opt.step()
-        self.log_dict({"first": losses[0], "second": losses[1]}, sync_dist=True)
 
 
 class StepsAtTheEnd(Manual):
@@ -184,36 +164,8 @@ class StepsAtTheEnd(Manual):
         opt.zero_grad()
 
 
-class Recurrent(L.LightningModule):
-    """Truncated backpropagation: one batch, several steps of the optimizer over parts of the
-    sequence.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-        self.cell, self.head = nn.GRU(3, 8, batch_first=True), nn.Linear(8, 2)
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        opt, hidden = self.optimizers(), None
-        for part in x.split(2, dim=1):
-            out, hidden = self.cell(part, hidden)
-            loss = F.cross_entropy(self.head(out[:, -1]), y)
-            opt.zero_grad()
-            self.manual_backward(loss)
-            opt.step()
-            hidden = hidden.detach()
-        self.log("loss", loss, sync_dist=True)
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=1e-2)
-
-
 class SAM(Manual):
-    """Sharpness-aware minimization: two backward passes per step, weights moved and restored in
-    between.
-    """
+    """Sharpness-aware minimization: two backward passes, weights moved and restored between."""
 
     def training_step(self, batch, batch_idx):
         opt, old = self.optimizers(), []
@@ -224,8 +176,7 @@ class SAM(Manual):
                 old.append(p.detach().clone())
                 p.add_(p.grad, alpha=0.05)
         opt.zero_grad()
-        x, y = batch
-        self.manual_backward(F.mse_loss(self(x), y))
+        self.manual_backward(F.mse_loss(self(batch[0]), batch[1]))
         with torch.no_grad():
             for p, value in zip(self.net.parameters(), old, strict=True):
                 p.copy_(value)
@@ -233,9 +184,7 @@ class SAM(Manual):
 
 
 class SkippedUpdates(Regressor):
-    """Updates only every second batch, within automatic optimization: the recipe of Lightning's
-    page.
-    """
+    """Updates only every second batch, within automatic optimization: a recipe of Lightning's."""
 
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
         if batch_idx % 2 == 0:
@@ -279,7 +228,6 @@ HABITS = [
     fsdp(NoOptimizer, NO_CLIP),
     fsdp(Multitask, NO_CLIP),
     ddp(StepsAtTheEnd, NO_CLIP),
-    fsdp(Recurrent, NO_CLIP, data="sequences"),
     fsdp(SAM, NO_CLIP),
     ddp(SkippedUpdates),
     fsdp(AccumulatesByHooks, resume=INSIDE, stop=8, sample=True),

@@ -7,17 +7,8 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
-from torchmetrics import (
-    MeanMetric,
-    MeanSquaredError,
-    MetricCollection,
-    MetricTracker,
-)
-from torchmetrics.classification import (
-    BinaryAUROC,
-    MulticlassAccuracy,
-    MulticlassF1Score,
-)
+from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection, MetricTracker
+from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassF1Score
 
 from tests.lightning_habits.habit import INSIDE, MICRO, SAVED, ddp, fsdp
 from tests.lightning_habits.regression import Regressor
@@ -102,22 +93,6 @@ class Reductions(Regressor):
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.log("extra_mean", outputs["extra"].mean(), sync_dist=True)
-
-
-class LogsDoubles(Regressor):
-    """Values in float64, of steps, epochs and the validation before."""
-
-    def training_step(self, batch, batch_idx):
-        value = batch[0].double().mean() / 3
-        self.log("double", value, on_step=True, on_epoch=True, sync_dist=True)
-        if batch_idx == 0:
-            self.log("first", value, on_step=True, on_epoch=True, sync_dist=True)
-        validated = self.trainer.callback_metrics.get("val/double", torch.tensor(0.1))
-        self.log("validated", validated.double() + 1 / 3)
-        return super().training_step(batch, batch_idx)
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val/double", batch[0].double().mean() / 3, sync_dist=True)
 
 
 class CollectsOutputs(Regressor):
@@ -300,7 +275,6 @@ HABITS = [
     fsdp(MetricsNet, MICRO, data="images", apart=("my_loss_step",)),
     ddp(ListStates, data="images", apart=("train/mean_step",), sample=True),
     ddp(Reductions, apart=("mine_local",), sample=True),
-    ddp(LogsDoubles),
     ddp(CollectsOutputs),
     fsdp(CollectsTrainOutputs),
     fsdp(Tracked, resume=SAVED),

@@ -26,11 +26,9 @@ class Sequential(Regressor):
     """Warm-up per epoch, then cosine."""
 
     def configure_optimizers(self):
-        optimizer = self.sgd()
+        optimizer, epochs = self.sgd(), self.trainer.max_epochs
         warmup = lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=1)
-        cosine = lr_scheduler.CosineAnnealingLR(
-            optimizer, T_max=max(1, self.trainer.max_epochs - 1)
-        )
+        cosine = lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs - 1)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             schedule = lr_scheduler.SequentialLR(optimizer, [warmup, cosine], milestones=[1])
@@ -49,16 +47,11 @@ class OwnWarmup(Regressor):
 
 
 class Cyclic(Regressor):
-    """Schedules whose state is more than numbers.
-
-    CyclicLR with a function, then a LambdaLR with an object.
-    """
+    """A schedule that holds a function."""
 
     def configure_optimizers(self):
-        optimizer = self.sgd()
-        cyclic = lr_scheduler.CyclicLR(
-            optimizer, 0.01, 0.1, step_size_up=3, scale_fn=lambda x: 0.9**x
-        )
+        optimizer, shrinks = self.sgd(), lambda x: 0.9**x
+        cyclic = lr_scheduler.CyclicLR(optimizer, 0.01, 0.1, step_size_up=3, scale_fn=shrinks)
         return [optimizer], [{"scheduler": cyclic, "interval": "step"}]
 
 
@@ -72,17 +65,14 @@ class WarmupCosine(lr_scheduler.LRScheduler):
     def get_lr(self):
         if self.last_epoch < self.warmup:
             return [base * (self.last_epoch + 1) / self.warmup for base in self.base_lrs]
-        share = (self.last_epoch - self.warmup) / max(1, self.total - self.warmup)
+        share = (self.last_epoch - self.warmup) / (self.total - self.warmup)
         return [base * 0.5 * (1 + math.cos(math.pi * share)) for base in self.base_lrs]
 
 
 class OwnSchedule(Regressor):
     def configure_optimizers(self):
         optimizer = self.sgd()
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": WarmupCosine(optimizer), "interval": "step"},
-        }
+        return [optimizer], [{"scheduler": WarmupCosine(optimizer), "interval": "step"}]
 
 
 class TimmSchedule:
@@ -114,52 +104,24 @@ class Timm(Regressor):
         scheduler.step(epoch=self.current_epoch + 1)
 
 
-class ChainedSchedules(Regressor):
-    def configure_optimizers(self):
-        optimizer = self.sgd()
-        parts = [
-            lr_scheduler.ConstantLR(optimizer, 0.3, total_iters=3),
-            lr_scheduler.ExponentialLR(optimizer, 0.9),
-        ]
-        return [optimizer], [
-            {"scheduler": lr_scheduler.ChainedScheduler(parts), "interval": "step", "frequency": 2}
-        ]
-
-
 class FineSchedules(Regressor):
-    """Three schedules of one optimizer, with names, intervals, frequencies and monitors of their
-    own.
-    """
+    """Three schedules of one optimizer, with intervals, frequencies and monitors of their own."""
 
     def configure_optimizers(self):
-        optimizer = torch.optim.SGD(
-            [
-                {"params": self.net[0].parameters()},
-                {"params": self.net[2].parameters(), "lr": 0.02},
-            ],
-            lr=0.05,
-            momentum=0.8,
-        )
+        groups = [{"params": self.net[0].parameters()}, {"params": self.net[2].parameters()}]
+        optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.8)
         warmup = lr_scheduler.LambdaLR(optimizer, [lambda s: 1 / (1 + 0.02 * s), lambda s: 0.99**s])
         plateau = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, mode="max", factor=0.7)
-        step = lr_scheduler.ReduceLROnPlateau(
-            optimizer, patience=1, factor=0.9, min_lr=[1e-3, 1e-4]
-        )
+        step = lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, factor=0.9, min_lr=[1e-3, 0])
+        every = {"interval": "step", "frequency": 3, "monitor": "train/mse"}
         return [optimizer], [
             {"scheduler": warmup, "interval": "step", "frequency": 2, "name": "warm"},
             {"scheduler": plateau, "interval": "epoch", "monitor": "val/loss", "strict": True},
-            {
-                "scheduler": step,
-                "interval": "step",
-                "frequency": 3,
-                "monitor": "train/mse",
-                "reduce_on_plateau": True,
-            },
+            {"scheduler": step, "reduce_on_plateau": True, **every},
         ]
 
     def training_step(self, batch, batch_idx):
-        x, y = batch
-        loss = F.mse_loss(self(x), y)
+        loss = F.mse_loss(self(batch[0]), batch[1])
         self.log("train/mse", loss, sync_dist=True)
         return loss
 
@@ -190,22 +152,19 @@ class Warmup(lr_scheduler.LRScheduler):
 
 class WarmsUp(Regressor):
     def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
-        after = lr_scheduler.CosineAnnealingLR(optimizer, T_max=12)
-        schedule = Warmup(optimizer, 3, after)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        optimizer = self.sgd()
+        schedule = Warmup(optimizer, 3, lr_scheduler.CosineAnnealingLR(optimizer, T_max=12))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
 class LoaderLength(Regressor):
     """The length of the schedule, from the length of the data module's loader."""
 
     def configure_optimizers(self):
-        optimizer = self.sgd()
+        optimizer, epochs = self.sgd(), self.trainer.max_epochs
         steps = len(self.trainer.datamodule.train_dataloader())
-        schedule = lr_scheduler.OneCycleLR(
-            optimizer, 0.1, steps_per_epoch=steps, epochs=self.trainer.max_epochs
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        schedule = lr_scheduler.OneCycleLR(optimizer, 0.1, steps_per_epoch=steps, epochs=epochs)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
 HABITS = [
@@ -215,7 +174,6 @@ HABITS = [
     ddp(Cyclic),
     ddp(OwnSchedule),
     fsdp(Timm),
-    ddp(ChainedSchedules),
     fsdp(FineSchedules, sample=True, resume=OWED),
     ddp(WarmsUp),
     ddp(LoaderLength, MICRO),

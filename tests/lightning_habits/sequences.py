@@ -7,9 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
-from torch.utils.data import (
-    DataLoader,
-)
+from torch.utils.data import DataLoader
 
 from tests.lightning_habits import data
 from tests.lightning_habits.habit import ddp, fsdp

@@ -11,16 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from armature.callbacks.ema import EMA
-from tests.lightning_habits.habit import (
-    FIND_UNUSED,
-    INSIDE,
-    OWED,
-    SAVED,
-    callback,
-    ddp,
-    fsdp,
-    stock,
-)
+from tests.lightning_habits.habit import INSIDE, OWED, SAVED, callback, ddp, fsdp, stock
 from tests.lightning_habits.regression import Regressor
 
 
@@ -256,25 +247,6 @@ class AveragedByPackage(Regressor):
         self.ema.load_state_dict(checkpoint["ema"])
 
 
-class DQN(Regressor):
-    """A target network that takes the network's state every four steps."""
-
-    def __init__(self):
-        super().__init__()
-        self.target_net = copy.deepcopy(self.net)
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        with torch.no_grad():
-            wanted = y + 0.9 * self.target_net(x)
-        if self.global_step % 4 == 0:
-            self.target_net.load_state_dict(self.net.state_dict())
-        return F.smooth_l1_loss(self.net(x), wanted)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.net.parameters(), lr=0.05)
-
-
 HABITS = [
     fsdp(MoCo, data="views", sample=True),
     fsdp(SimCLR, data="views"),
@@ -284,7 +256,6 @@ HABITS = [
     fsdp(SwapsAverage, sample=True, resume=OWED),
     fsdp(TeacherAtStart, resume=INSIDE),
     ddp(AveragedByPackage),
-    ddp(DQN, also=FIND_UNUSED),
     fsdp(Regressor, callback(EMA, decay=0.9), name="OurEMA"),
     ddp(Regressor, stock("EMAWeightAveraging", decay=0.9), name="EMAWeightAveraging"),
     ddp(
