@@ -244,10 +244,10 @@ class Diffusion(L.LightningModule):
 
 HABITS = [
     ddp(MNISTLitModule, data="images", sample=True, resume=OWED_AT_END),
-    fsdp(UNet, data="masks", sample=True, resume=SAVED),
+    fsdp(UNet, data="masks", sample=True, resume=SAVED, twice=True),
     ddp(UNet, callback(EMA, decay=0.9), data="masks", name="AveragedUNet"),
     ddp(GAN, NO_CLIP, data="images", sample=True, resume=SAVED),
     ddp(WGAN, NO_CLIP, data="images"),
     ddp(LitAutoEncoder, data="images", apart=("train_loss",)),
-    fsdp(Diffusion, data="images", random=True, sample=True),
+    fsdp(Diffusion, data="images", random=True),
 ]

@@ -375,9 +375,9 @@ class SetsSamplerWeights(Regressor):
 HABITS = [
     ddp(data=Vectors, sample=True),
     fsdp(data=Unshuffled),
-    fsdp(data=Weighted, sample=True),
+    fsdp(data=Weighted),
     fsdp(TwoLoaders, data=TwoValidations),
-    ddp(data=WithState, sample=True),
+    ddp(data=WithState, twice=True),
     fsdp(data=TemplateData),
     ddp(data=Distributed),
     ddp(FromDict, data=Collated),
@@ -393,6 +393,6 @@ HABITS = [
     ddp(data=Streaming, sample=True, twice=True),
     fsdp(data=ShardedByWorkers),
     ddp(data=ShuffledStream),
-    ddp(SetsWeightsInside, data=HardExamples, sample=True, twice=True),
-    fsdp(SetsSamplerWeights, data=HardExamples),
+    ddp(SetsWeightsInside, data=HardExamples, sample=True),
+    fsdp(SetsSamplerWeights, data=HardExamples, twice=True),
 ]

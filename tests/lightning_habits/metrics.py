@@ -280,7 +280,7 @@ HABITS = [
     fsdp(Tracked, resume=SAVED),
     ddp(LogsEverywhere),
     ddp(LogsNamesByData),
-    fsdp(MetricUpdatedByData),
+    fsdp(MetricUpdatedByData, twice=True),
     fsdp(GradNorms),
     fsdp(GathersInValidation, sample=True),
     ddp(LogsAtStart, resume=INSIDE, stop=12),

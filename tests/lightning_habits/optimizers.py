@@ -52,16 +52,17 @@ class Lists(OwnOptimizer):
 
     def update(self, p, state, group):
         if not state:
-            state.update(GG=[torch.zeros_like(p), None], by_name={"m": torch.zeros_like(p)})
-            state.update({"history": np.zeros(2), 0: 0.0, "pair": (torch.zeros_like(p), 1)})
+            state.update(GG=[torch.zeros_like(p), None], empty=[])
+            state.update({"by.name": {"m": torch.zeros_like(p)}, "history": np.zeros(2), 0: 0.0})
+            state["pair"] = (torch.zeros_like(p), 1)
         state["GG"][0].mul_(0.9).add_(p.grad.square())
-        state["by_name"]["m"].mul_(0.8).add_(p.grad)
+        state["by.name"]["m"].mul_(0.8).add_(p.grad)
         state["pair"][0].add_(p.grad, alpha=0.1)
         state["history"][0] += 1
         state[0] += 0.5
         if state["history"][0] == 4:
             state["late"], state["GG"][1] = torch.zeros_like(p), torch.full_like(p, 2.0)
-        update = state["by_name"]["m"] + 0.1 * state["pair"][0] + state[0] * 1e-3
+        update = state["by.name"]["m"] + 0.1 * state["pair"][0] + state[0] * 1e-3
         update = update / (state["GG"][0].sqrt() + 1)
         if "late" in state:
             update = update + 0.1 * state["late"].lerp_(p, 0.3) * state["GG"][1]
@@ -313,7 +314,7 @@ HABITS = [
     ddp(HasNoRate),
     fsdp(Tagged),
     fsdp(SchedulesDecay),
-    ddp(AddsGroup, sample=True, resume=INSIDE),
+    ddp(AddsGroup, resume=INSIDE),
     ddp(LooksAhead),
     fsdp(ByClass),
     ddp(Sparse, NO_CLIP),

@@ -170,7 +170,7 @@ class LoaderLength(Regressor):
 HABITS = [
     ddp(Plateau, sample=True, resume=OWED_AT_END),
     fsdp(Sequential),
-    fsdp(OwnWarmup, sample=True),
+    fsdp(OwnWarmup),
     ddp(Cyclic),
     ddp(OwnSchedule),
     fsdp(Timm),

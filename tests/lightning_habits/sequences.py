@@ -161,7 +161,7 @@ class TransformersLlama(LlamaModule):
 HABITS = [
     ddp(PackedLSTM, data="ragged", sample=True),
     fsdp(PackedLSTM, data=Ragged, name="PackedByWorkers"),
-    ddp(GraphNet, data="graphs", sample=True),
+    ddp(GraphNet, data="graphs"),
     fsdp(LlamaModule, data="tokens", sample=True),
     fsdp(TransformersLlama, data="tokens", needs="transformers"),
 ]

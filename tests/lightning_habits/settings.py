@@ -31,5 +31,5 @@ HABITS = [
     ddp(Regressor, "trainer.limit_train_batches=5", name="LimitedTrain"),
     ddp(TrainOnly),
     fsdp(OneCycle, "trainer.max_epochs=null", "trainer.max_steps=15", name="EndsInsideAnEpoch"),
-    ddp(OneCycle, name="StopAtTheLastStep", resume=INSIDE, stop=18, sample=True),
+    ddp(OneCycle, name="StopAtTheLastStep", resume=INSIDE, stop=18),
 ]

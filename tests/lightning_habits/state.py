@@ -216,14 +216,14 @@ class Stateful(Regressor):
 
 HABITS = [
     fsdp(RichHparams, "+task.sizes=[16,8]", "+task.nested={a:{b:[1,2]},c:x}"),
-    ddp(ListHparams, "+task.sizes=[16,8]", "+task.options={deep:[1,{x:2}]}", sample=True),
+    ddp(ListHparams, "+task.sizes=[16,8]", "+task.options={deep:[1,{x:2}]}"),
     ddp(NumpyState, resume=SAVED, sample=True),
     fsdp(ExtraState),
     fsdp(DropsOnSave),
     ddp(SavesItself),
     fsdp(SavesWhole),
     ddp(SavesCheckpoint),
-    fsdp(OwnStateDict),
+    fsdp(OwnStateDict, twice=True),
     ddp(PerRank, random=True),
     fsdp(CountsIterator, sample=True),
     ddp(Stateful, resume=INSIDE),

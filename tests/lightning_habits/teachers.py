@@ -251,7 +251,7 @@ HABITS = [
     fsdp(MoCo, data="views", sample=True),
     fsdp(SimCLR, data="views"),
     ddp(BYOL, data="views"),
-    fsdp(LateTeacher, data="views"),
+    fsdp(LateTeacher, data="views", twice=True),
     fsdp(Averaged),
     fsdp(SwapsAverage, sample=True, resume=OWED),
     fsdp(TeacherAtStart, resume=INSIDE),
@@ -262,7 +262,6 @@ HABITS = [
         Regressor,
         stock("StochasticWeightAveraging", swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=2),
         name="SWA",
-        sample=True,
         resume=SAVED,
     ),
 ]
