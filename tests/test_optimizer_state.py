@@ -7,8 +7,7 @@ import torch
 
 from armature.checkpoint import optimizers, plain, whole_optimizers
 from armature.errors import ConfigError
-from tests.lightning_habits.optimizers import SizesSteps
-from tests.lightning_habits.weights import ScheduleFree
+from tests.lightning_habits.optimizers import ScheduleFree, SizesSteps
 
 T = torch.ones(2)
 

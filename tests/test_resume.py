@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from armature.callbacks.stop_at import StopAt
-from scripts import resume_proof
+from armature.proof import compare
 from tests import running
 from tests.forked import Forks
 
@@ -89,8 +89,8 @@ def runs(forks):
 
 
 def assert_equal(straight: Path, resumed: Path) -> None:
-    difference, _ = resume_proof.compare(straight, resumed)
-    assert difference is None, difference.text
+    found = compare.first(compare.compare(straight, resumed, exact=True))
+    assert found is None, f"step {found.step}, {found.what}"
     assert (straight / "metrics.csv").read_bytes() == (resumed / "metrics.csv").read_bytes()
 
 
@@ -409,88 +409,6 @@ def test_wandb_goes_on_in_the_same_run(runs):
     names = [path.name for path in (run_dir / "wandb").glob("offline-run-*")]
     assert len({name.rsplit("-", 1)[1] for name in names}) == 1
     assert names
-
-
-# ---------------------------------------------------------------- scripts/resume_proof.py
-@pytest.fixture
-def proof(tmp_path, monkeypatch, capsys):
-    """Calls scripts/resume_proof.py in this process and forks its runs: its exit code, and what it
-    printed.
-    """
-    path = f"{running.ROOT / 'src'}:{running.ROOT}"
-
-    def run(command, *, stdout, **_):
-        done = running.run(command, cwd=tmp_path, env=running.environment(PYTHONPATH=path))
-        stdout.write(done.stdout + done.stderr)
-        return done
-
-    def call(*arguments: str) -> tuple[int | str | None, str]:
-        monkeypatch.setattr(sys, "argv", ["resume_proof.py", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            resume_proof.main()
-        return ended.value.code, capsys.readouterr().out
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        resume_proof, "subprocess", SimpleNamespace(run=run, STDOUT=subprocess.STDOUT)
-    )
-    return call
-
-
-def test_the_proof_finds_a_generator_that_no_checkpoint_knows(proof, tmp_path):
-    code, printed = proof("--steps", "5", *BASE, "data.own_generator=true")
-    assert code == 1, printed
-    assert "NOT equal: step 2, val/loss:" in printed  # the validation of step 1 had drawn from it
-    assert "numpy.random.default_rng()" in printed
-    assert len(list((tmp_path / "outputs").glob("resume-proof-*/straight/metrics.csv"))) == 1
-
-
-def test_the_proof_of_an_experiment_that_is_sound(proof, tmp_path):
-    code, printed = proof("--steps", "5", *BASE, "trainer.max_steps=100", "run.name=mine")
-    assert code == 0, printed
-    assert (
-        "trainer.max_steps=100, run.name=mine: not used, since this script decides that" in printed
-    )
-    assert "equal, bit for bit: 5 rows" in printed
-    assert list((tmp_path / "outputs").iterdir()) == []
-
-
-def test_the_proof_passes_a_mistake_on(tmp_path):
-    path = f"{running.ROOT / 'src'}:{running.ROOT}"
-    command = [
-        sys.executable,
-        str(running.ROOT / "scripts" / "resume_proof.py"),
-        "experiment=digit",
-    ]
-    env = running.environment(PYTHONPATH=path)
-    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert result.returncode == 2
-    assert "Did you mean 'digits'?" in result.stderr
-    assert not (tmp_path / "outputs").exists() or not list((tmp_path / "outputs").iterdir())
-
-
-ROWS = [{"step": "1", "train/loss": "5.5"}, {"step": "2", "train/loss": "5.25"}]
-
-
-@pytest.mark.parametrize(
-    ("rows", "text"),
-    [
-        (ROWS[:1], "metrics.csv has one row of step 2 straight, no row resumed"),
-        ([*ROWS, ROWS[1]], "metrics.csv has one row of step 2 straight, 2 rows resumed"),
-        (
-            [ROWS[0], {"step": "2", "train/loss": "5.26"}],
-            "step 2, train/loss: 5.25 straight, 5.26 resumed",
-        ),
-        (
-            [ROWS[0], {"step": "2", "train/loss": ""}],
-            "step 2, train/loss: 5.25 straight, nothing resumed",
-        ),
-    ],
-)
-def test_the_first_difference_is_said_in_words(rows, text):
-    found = resume_proof.compare_rows((list(ROWS[0]), ROWS), (list(ROWS[0]), rows))
-    assert found is not None
-    assert found.text == text
 
 
 def test_a_signal_that_does_not_exist_is_refused():

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from armature.data.base import DataModule
 
-TRAIN, HELD_OUT = 48, 16  # samples; 6 batches of 8 per epoch
-
 
 def generator(index: int) -> torch.Generator:
     return torch.Generator().manual_seed(index)
-
-
-def vector(index: int) -> tuple[Tensor, int]:
-    x = torch.randn(8, generator=generator(index))
-    return x, int(x[:4].argmax())
 
 
 def regression(index: int) -> tuple[Tensor, Tensor]:
@@ -51,19 +42,10 @@ def views(index: int) -> tuple[tuple[Tensor, Tensor], int]:
     return (x + 0.1 * noise[0], x + 0.1 * noise[1]), label
 
 
-def sequence(index: int) -> tuple[Tensor, int]:
-    x = torch.randn(6, 3, generator=generator(index))
-    return x, int(x.sum() > 0)
-
-
 def tokens(index: int) -> dict[str, Tensor]:
     start = int(torch.randint(0, 16, (1,), generator=generator(index)))
     ids = (start + 3 * torch.arange(12)) % 16
-    return {
-        "input_ids": ids,
-        "labels": ids.clone(),
-        "attention_mask": torch.ones(12, dtype=torch.long),
-    }
+    return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
 
 
 def ragged(index: int) -> tuple[Tensor, int]:
@@ -80,32 +62,23 @@ def graph(index: int) -> dict[str, Any]:
 
 def pack(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor, Tensor]:
     """collate_fn: sequences padded to the longest of the batch, lengths, labels."""
-    lengths = torch.tensor([len(x) for x, _ in samples])
-    return (
-        pad_sequence([x for x, _ in samples], batch_first=True),
-        lengths,
-        torch.tensor([y for _, y in samples]),
-    )
+    xs = [x for x, _ in samples]
+    lengths, labels = torch.tensor([len(x) for x in xs]), torch.tensor([y for _, y in samples])
+    return pad_sequence(xs, batch_first=True), lengths, labels
 
 
 def join(samples: list[dict[str, Any]]) -> dict[str, Any]:
     """collate_fn: one big graph, in a nested dict whose tensors have unequal first dimensions."""
-    sizes = [len(sample["x"]) for sample in samples]
-    offsets = [sum(sizes[:i]) for i in range(len(sizes))]
-    edges = torch.cat(
-        [sample["edges"] + offset for sample, offset in zip(samples, offsets, strict=True)], dim=1
-    )
-    owner = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(sizes))
+    sizes = torch.tensor([len(sample["x"]) for sample in samples])
+    offsets = sizes.cumsum(0) - sizes
+    edges = [each["edges"] + offset for each, offset in zip(samples, offsets, strict=True)]
     graph = {
         "x": torch.cat([sample["x"] for sample in samples]),
-        "edges": edges.T.contiguous(),
-        "owner": owner,
+        "edges": torch.cat(edges, dim=1).T.contiguous(),
+        "owner": torch.repeat_interleave(torch.arange(len(samples)), sizes),
     }
-    return {
-        "graph": graph,
-        "target": {"y": torch.cat([sample["y"] for sample in samples])},
-        "ids": ["a"] * len(samples),
-    }
+    targets = {"y": torch.cat([sample["y"] for sample in samples])}
+    return {"graph": graph, "target": targets, "ids": ["a"] * len(samples)}
 
 
 class Samples(Dataset):
@@ -122,35 +95,22 @@ class Samples(Dataset):
 class Batched(Samples):
     """Serves whole batches, which is how a data module of ours collates."""
 
-    def __init__(
-        self, sample: Callable[[int], Any], indices: range, collate: Callable[[list[Any]], Any]
-    ) -> None:
-        super().__init__(sample, indices)
-        self.collate = collate
-
     def batch(self, indices):
-        return self.collate([self[index] for index in indices])
+        return COLLATED[self.sample]([self[index] for index in indices])
 
 
-KINDS: dict[str, Callable[[int], Any]] = {
-    "vectors": vector,
+SAMPLES: dict[str, Callable[[int], Any]] = {
     "regression": regression,
     "images": image,
     "masks": mask,
     "views": views,
-    "sequences": sequence,
     "tokens": tokens,
     "ragged": ragged,
     "graphs": graph,
-    "objects": regression,
 }
-
-COLLATED = {"ragged": pack, "graphs": join, "objects": lambda samples: pairs(samples)}
-RANGES = {
-    "train": range(TRAIN),
-    "val": range(100, 100 + HELD_OUT),
-    "test": range(200, 200 + HELD_OUT),
-}
+COLLATED = {ragged: pack, graph: join}
+# 6 batches of 8 per epoch
+RANGES = {"train": range(48), "val": range(100, 116), "test": range(200, 216)}
 
 
 class SampleData(DataModule):
@@ -159,48 +119,5 @@ class SampleData(DataModule):
         self.samples = samples
 
     def dataset(self, split):
-        sample, indices = KINDS[self.samples], RANGES[split]
-        if self.samples in COLLATED:
-            return Batched(sample, indices, COLLATED[self.samples])
-        return Samples(sample, indices)
-
-
-class TwoLoaders(SampleData):
-    """Validates on two sets."""
-
-    def val_dataloader(self):
-        return [super().val_dataloader(), super().test_dataloader()]
-
-
-class AugmentedData(SampleData):
-    """Draws from the generator that the data module gives each sample."""
-
-    def dataset(self, split):
-        return Augmented(KINDS[self.samples], RANGES[split])
-
-
-class Augmented(Samples):
-    def augment(self, sample, generator):
-        x, y = sample
-        return x + 0.1 * torch.randn(x.shape, generator=generator), y
-
-
-def one_hot(labels: Tensor, classes: int) -> Tensor:
-    return F.one_hot(labels, classes).float()
-
-
-@dataclass
-class Pairs:
-    """A batch that is an object: Lightning moves dataclasses, and whatever has a method `to`."""
-
-    x: Tensor
-    y: Tensor
-    names: list[str]
-
-
-def pairs(samples: list[tuple[Tensor, Tensor]]) -> Pairs:
-    return Pairs(
-        torch.stack([x for x, _ in samples]),
-        torch.stack([y for _, y in samples]),
-        ["a"] * len(samples),
-    )
+        sample = SAMPLES[self.samples]
+        return (Batched if sample in COLLATED else Samples)(sample, RANGES[split])

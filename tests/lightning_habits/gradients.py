@@ -1,34 +1,91 @@
-"""Which elements of parameters have no gradient in exact arithmetic.
+"""Gradients of inputs and samples, and gradients that are changed before a step."""
 
-Adam makes full steps of their rounding noise.
-"""
-
-from pathlib import Path
+from __future__ import annotations
 
 import torch
-from lightning.pytorch import Callback
-from torch import Tensor
+import torch.nn.functional as F
 
-FILE = "without_gradient.pt"
+from tests.lightning_habits.habit import ddp, fsdp
+from tests.lightning_habits.regression import Regressor
 
 
-class WithoutGradient(Callback):
-    """In a run in float64, write which elements of parameters have gradients of rounding noise
-    only.
+class Penalty(Regressor):
+    """A second derivative: the gradient penalty of the inputs."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        x = x.clone().requires_grad_()
+        out = self(x)
+        (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return F.mse_loss(out, y) + 0.1 * grad.square().sum(1).mean()
+
+
+class PGD(Regressor):
+    """Adversarial training: inputs move along the sign of the gradient, in eval mode, before the
+    step.
     """
 
-    def __init__(self) -> None:
-        self.largest: dict[str, Tensor] = {}
+    def attack(self, x, y):
+        moved = x.detach().clone()
+        for _ in range(3):
+            moved.requires_grad_(True)
+            loss = F.mse_loss(self(moved), y)
+            (gradient,) = torch.autograd.grad(loss, moved)
+            moved = (moved.detach() + 0.05 * gradient.sign()).clamp(x - 0.1, x + 0.1)
+        return moved.detach()
 
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        for name, param in pl_module.named_parameters():
-            if param.grad is not None:
-                known = self.largest.get(name, torch.zeros_like(param.grad))
-                self.largest[name] = torch.maximum(known, param.grad.abs())
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        self.net.eval()
+        moved = self.attack(x, y)
+        self.net.train()
+        loss = F.mse_loss(self(x), y) + F.mse_loss(self(moved), y)
+        self.log("train/loss", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
 
-    def on_train_end(self, trainer, pl_module):
-        most = max(
-            (float(value.max()) for value in self.largest.values() if value.numel()), default=0.0
-        )
-        masks = {name: value < 1e-11 * most for name, value in self.largest.items()}
-        torch.save(masks, Path(trainer.default_root_dir) / FILE)
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        with torch.enable_grad():
+            moved = self.attack(x, y)
+        self.log("val/robust", F.mse_loss(self(moved), y), sync_dist=True)
+
+
+class InnerLoop(Regressor):
+    """An adapted copy of the weights in each step, by torch.func (MAML)."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        params = dict(self.net.named_parameters())
+        inner = F.mse_loss(torch.func.functional_call(self.net, params, (x,)), y)
+        grads = torch.autograd.grad(inner, list(params.values()), create_graph=True)
+        adapted = {name: p - 0.05 * g for (name, p), g in zip(params.items(), grads, strict=True)}
+        return F.mse_loss(torch.func.functional_call(self.net, adapted, (x,)), y)
+
+
+class OwnClipping(Regressor):
+    """configure_gradient_clipping by epoch."""
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+        value = 0.1 if self.current_epoch else 0.5
+        self.clip_gradients(optimizer, gradient_clip_val=value, gradient_clip_algorithm="norm")
+
+
+class NoisyGradients(Regressor):
+    """Gradients are changed in on_after_backward, and looked at for NaN."""
+
+    def on_after_backward(self):
+        for p in self.parameters():
+            if p.grad is not None:
+                assert torch.isfinite(p.grad).all()
+                p.grad.mul_(0.5)
+
+
+HABITS = [
+    # fsdp has no gradient of a gradient
+    ddp(Penalty, sample=True),
+    fsdp(PGD),
+    # each rank adapts to its own samples
+    ddp(InnerLoop, random=True),
+    fsdp(OwnClipping),
+    fsdp(NoisyGradients),
+]

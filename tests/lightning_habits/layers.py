@@ -1,36 +1,18 @@
-"""Weights and layers in the forms that torch has for them: parametrizations, hooks, sparse and
-shared ones.
-"""
+"""Weights and layers: parametrizations, hooks, buffers, BatchNorm, frozen and late parts."""
+
+from __future__ import annotations
+
+import functools
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from tests.lightning_habits.habit import FIND_UNUSED, ddp, fsdp
+from tests.lightning_habits.loaders import Vectors
 from tests.lightning_habits.regression import Regressor
-
-
-class OldWeightNorm(Regressor):
-    """torch.nn.utils.weight_norm, which is deprecated and everywhere."""
-
-    def __init__(self):
-        super().__init__()
-        import warnings
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self.net = nn.Sequential(
-                nn.utils.weight_norm(nn.Linear(8, 16)), nn.Tanh(), nn.Linear(16, 1)
-            )
-
-
-class NewWeightNorm(Regressor):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(
-            parametrizations.weight_norm(nn.Linear(8, 16)), nn.Tanh(), nn.Linear(16, 1)
-        )
 
 
 class Symmetric(nn.Module):
@@ -59,36 +41,14 @@ class Hooked(Regressor):
 
     def __init__(self):
         super().__init__()
-        self.seen = {}
-        self.net[0].register_forward_hook(self.keep("hidden"))
+        self.seen = []
+        self.net[0].register_forward_hook(lambda module, args, output: self.seen.append(output))
         self.net[2].register_forward_pre_hook(lambda module, args: (args[0] * 1.1,))
 
-    def keep(self, name):
-        def hook(module, args, output):
-            self.seen[name] = output
-
-        return hook
-
     def training_step(self, batch, batch_idx):
+        self.seen.clear()
         loss = super().training_step(batch, batch_idx)
-        return loss + 0.01 * self.seen.pop("hidden").square().mean()
-
-
-class GradientHooks(Regressor):
-    """Hooks of tensors and of parameters in the backward pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.net[2].register_full_backward_hook(self.scale)
-
-    def scale(self, module, grad_input, grad_output):
-        return tuple(None if grad is None else 0.5 * grad for grad in grad_input)
-
-    def forward(self, x):
-        hidden = self.net[1](self.net[0](x))
-        if hidden.requires_grad:
-            hidden.register_hook(lambda grad: torch.where(grad > 0, grad, 0.5 * grad))
-        return self.net[2](hidden)
+        return loss + 0.01 * self.seen.pop().square().mean()
 
 
 class ParameterHooks(Regressor):
@@ -97,7 +57,7 @@ class ParameterHooks(Regressor):
     def __init__(self):
         super().__init__()
         self.register_buffer("mask", (torch.arange(16) % 2).float().unsqueeze(1))
-        self.net[0].weight.register_hook(lambda grad: 0.5 * grad)
+        self.net[0].weight.register_hook(lambda grad: grad * self.mask)
 
 
 class Shared(Regressor):
@@ -114,23 +74,16 @@ class Shared(Regressor):
 
 
 class LateBuffers(Regressor):
-    """Buffers that setup and on_fit_start register."""
+    """A buffer that setup registers, and one whose mean all ranks move."""
 
     def setup(self, stage):
-        if not hasattr(self, "offset"):
-            self.register_buffer("offset", torch.linspace(-0.1, 0.1, 8))
-
-    def on_fit_start(self):
         if not hasattr(self, "moving"):
-            self.register_buffer("moving", torch.zeros(8, device=self.device))
+            self.register_buffer("moving", torch.zeros(8))
 
     def training_step(self, batch, batch_idx):
         x, y = batch
         self.moving.lerp_(self.all_gather(x.mean(0)).reshape(-1, 8).mean(0), 0.1)
         return super().training_step((x - self.moving, y), batch_idx)
-
-    def forward(self, x):
-        return self.net(x + self.offset)
 
 
 class GrowingBuffer(Regressor):
@@ -148,235 +101,12 @@ class GrowingBuffer(Regressor):
         return loss + 0.1 * self.net(self.memory).square().mean()
 
 
-class GrowingBufferLoads(GrowingBuffer):
-    """The same with the usual remedy: the buffer takes the checkpoint's shape before it is
-    loaded.
-    """
-
-    def on_load_checkpoint(self, checkpoint):
-        self.memory = torch.zeros_like(checkpoint["state_dict"]["memory"])
-
-
-class Sparse(Regressor):
-    """A sparse embedding, trained by SparseAdam, beside a dense optimizer."""
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-        self.table = nn.Embedding(10, 8, sparse=True)
-
-    def forward(self, x):
-        return self.net(x + self.table((x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()))
-
-    def training_step(self, batch, batch_idx):
-        dense, sparse = self.optimizers()
-        loss = self.shared_step(batch, "train")
-        dense.zero_grad()
-        sparse.zero_grad()
-        self.manual_backward(loss)
-        dense.step()
-        sparse.step()
-
-    def configure_optimizers(self):
-        return self.sgd(), torch.optim.SparseAdam(list(self.table.parameters()), lr=0.01)
-
-    def sgd(self):
-        return torch.optim.SGD(self.net.parameters(), lr=0.05)
-
-
-class SparseOverBatches(Sparse):
-    """The same, with a step for two batches: a stop between them leaves a sparse gradient."""
-
-    def training_step(self, batch, batch_idx):
-        self.manual_backward(self.shared_step(batch, "train"))
-        if batch_idx % 2:
-            for optimizer in self.optimizers():
-                optimizer.step()
-                optimizer.zero_grad()
-
-
-class SparseAutomatically(Sparse):
-    """One optimizer, and clipping, for sparse and dense gradients."""
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = True
-
-    def training_step(self, batch, batch_idx):
-        return self.shared_step(batch, "train")
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.05)
-
-
-class Factorized(Regressor):
-    """Sparse embeddings of users and items alone, trained by SparseAdam, as in matrix
-    factorization.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.users, self.items = nn.Embedding(8, 4, sparse=True), nn.Embedding(8, 4, sparse=True)
-        self.net = nn.Identity()
-
-    def forward(self, x):
-        bits = (x > 0).long() * torch.tensor([1, 2, 4, 0, 1, 2, 4, 0], device=x.device)
-        return (self.users(bits[:, :4].sum(1)) * self.items(bits[:, 4:].sum(1))).sum(
-            1, keepdim=True
-        )
-
-    def configure_optimizers(self):
-        return torch.optim.SparseAdam(self.parameters(), lr=0.01)
-
-
-class Embeddings(Regressor):
-    """padding_idx, and EmbeddingBag with offsets."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(6, 8, padding_idx=0)
-        self.bag = nn.EmbeddingBag(12, 8, mode="mean")
-
-    def forward(self, x):
-        index = (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()
-        offsets = 2 * torch.arange(len(x), device=x.device)
-        bags = self.bag(torch.stack([index, index + 4], dim=1).flatten(), offsets)
-        return self.net(x + self.table(index) + bags)
-
-
-class MaxNorm(Regressor):
-    """An embedding with max_norm, which changes its weight in the forward pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(4, 8, max_norm=0.5)
-
-    def forward(self, x):
-        return self.net(x + self.table((x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()))
-
-
-class Averaged(Regressor):
-    """torch's AveragedModel inside the module, which validates the average."""
-
-    def __init__(self):
-        super().__init__()
-        self.average = AveragedModel(self.net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-
-    def on_before_zero_grad(self, optimizer):
-        self.average.update_parameters(self.net)
-
-    def validation_step(self, batch, batch_idx):
-        x, y = batch
-        self.log("val/loss", F.mse_loss(self.average(x), y), sync_dist=True)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
-
-
-class SwapsWeights(Regressor):
-    """Swaps averaged weights in for validation, and the trained ones back after it."""
-
-    def __init__(self):
-        super().__init__()
-        self.average = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).requires_grad_(
-            False
-        )
-        self.average.load_state_dict(self.net.state_dict())
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        for slow, fast in zip(self.average.parameters(), self.net.parameters(), strict=True):
-            slow.data.lerp_(fast.data, 0.2)
-
-    def swap(self):
-        for slow, fast in zip(self.average.parameters(), self.net.parameters(), strict=True):
-            kept = fast.detach().clone()
-            fast.data.copy_(slow.data)
-            slow.data.copy_(kept)
-
-    def on_validation_epoch_start(self):
-        self.swap()
-
-    def on_validation_epoch_end(self):
-        self.swap()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
-
-
-class HiddenTeacher(Regressor):
-    """A teacher that is hidden from Lightning in a list: in no state dict, made the same by each
-    start.
-    """
-
-    def __init__(self):
-        super().__init__()
-        teacher = nn.Linear(8, 1)
-        with torch.no_grad():
-            teacher.weight.copy_(torch.linspace(-1, 1, 8).reshape(1, 8))
-            teacher.bias.fill_(0.1)
-        self.teacher = [teacher.eval()]
-
-    def training_step(self, batch, batch_idx):
-        x, _ = batch
-        with torch.no_grad():
-            wanted = self.teacher[0].to(self.device)(x)
-        return super().training_step(batch, batch_idx) + F.mse_loss(self(x), wanted)
-
-
-class Compiled(Regressor):
-    """A submodule that is compiled in place, by a backend that compiles nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.net.compile(backend="eager")
-
-
 class CompiledWrapper(Regressor):
     """torch.compile in configure_model: names begin with _orig_mod."""
 
-    def __init__(self):
-        super().__init__()
-        self.built = False
-
     def configure_model(self):
-        if not self.built:
-            self.net, self.built = torch.compile(self.net, backend="eager"), True
-
-
-class Transformer(Regressor):
-    """nn.Transformer with masks, and nn.TransformerEncoder, whose fast path differs in eval."""
-
-    def __init__(self):
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.query = nn.Parameter(torch.zeros(1, 1, 8))
-
-    def forward(self, x):
-        tokens = torch.cat(
-            [self.query.expand(len(x), 1, 8), x.unsqueeze(1), x.flip(1).unsqueeze(1)], dim=1
-        )
-        mask = nn.Transformer.generate_square_subsequent_mask(3, device=x.device)
-        return self.net(self.encoder(tokens, mask=mask.T)[:, 0])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.05)
-
-
-class ChannelsLast(Regressor):
-    """Weights in another memory format, and a complex parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(1, 4, 3, padding=1).to(memory_format=torch.channels_last)
-        self.mix = nn.Linear(8, 8)
-
-    def forward(self, x):
-        image = torch.outer(torch.ones(2, device=x.device), torch.ones(4, device=x.device)).expand(
-            len(x), 1, 2, 4
-        )
-        image = (image * x.view(len(x), 1, 2, 4)).contiguous(memory_format=torch.channels_last)
-        return self.net(self.mix(F.avg_pool2d(self.conv(image), 1, 2).flatten(1)))
+        if not hasattr(self.net, "_orig_mod"):
+            self.net = torch.compile(self.net, backend="eager")
 
 
 class ComplexWeights(Regressor):
@@ -388,24 +118,6 @@ class ComplexWeights(Regressor):
 
     def forward(self, x):
         return self.net(torch.fft.irfft(torch.fft.rfft(x) * self.spectrum, n=8))
-
-
-class Routed(Regressor):
-    """Two experts, of which a batch may leave out one on some ranks; their outputs are weighted."""
-
-    def __init__(self):
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-        self.gate = nn.Linear(8, 2)
-
-    def forward(self, x):
-        weights = self.gate(x).softmax(-1)
-        return self.net(
-            sum(
-                w.unsqueeze(1) * expert(x)
-                for w, expert in zip(weights.T, self.experts, strict=True)
-            )
-        )
 
 
 class ExtraStateNet(nn.Linear):
@@ -432,16 +144,218 @@ class ExtraStates(Regressor):
         self.net = nn.Sequential(ExtraStateNet(8, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
-class BatchNorms(Regressor):
-    """BatchNorm without affine weights, with a cumulative mean, and LayerNorm without bias."""
+class OddParameters(Regressor):
+    """Weights of integers, an empty one, a number, and one that is not contiguous."""
 
     def __init__(self):
         super().__init__()
-        self.norms = nn.Sequential(
-            nn.BatchNorm1d(8, affine=False, momentum=None),
-            nn.Linear(8, 8),
-            nn.LayerNorm(8, bias=False),
-        )
+        self.order = nn.Parameter(torch.arange(8).flip(0), requires_grad=False)
+        self.nothing = nn.Parameter(torch.zeros(0, 8))
+        self.number = nn.Parameter(torch.tensor(0.5))
+        self.turned = nn.Parameter(torch.linspace(-1, 1, 64).reshape(8, 8).T)
 
     def forward(self, x):
-        return self.net(self.norms(x))
+        x = torch.cat([x, self.nothing * 2])[:, self.order]
+        return self.net(self.number * x @ self.turned)
+
+
+class Materialized(Regressor):
+    """Lazy layers, whose shapes a forward pass in configure_model decides."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.LazyLinear(16), nn.Tanh(), nn.LazyLinear(1))
+
+    def configure_model(self):
+        if any(nn.parameter.is_lazy(p) for p in self.parameters()):
+            self.net(torch.zeros(2, 8))
+
+
+class RecomputesSelectively(Regressor):
+    """Gradient checkpointing, which keeps matrix products."""
+
+    def forward(self, x):
+        keeps = functools.partial(
+            create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default]
+        )
+        return checkpoint(self.net, x, use_reentrant=False, context_fn=keeps)
+
+
+class WeightOutside(Regressor):
+    """A weight that is used outside of its module's forward."""
+
+    def forward(self, x):
+        return self.net(x) + F.linear(x, self.net[0].weight).mean(1, keepdim=True)
+
+
+class SometimesUsed(Regressor):
+    """A branch that only some batches take."""
+
+    def __init__(self):
+        super().__init__()
+        self.branch = nn.Linear(8, 1)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        out = self(x) + (self.branch(x) if batch_idx % 2 else 0)
+        return F.mse_loss(out, y)
+
+
+class ParameterLists(Regressor):
+    """ParameterList, ParameterDict and a parameter of one row."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(8)) for _ in range(2)])
+        self.table = nn.ParameterDict({"bias": nn.Parameter(torch.zeros(1, 8))})
+
+    def forward(self, x):
+        return self.net(x * self.scales[0] * self.scales[1] + self.table["bias"])
+
+
+class Tied(Regressor):
+    """Encoder and decoder share one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
+        self.outer.weight = self.inner.weight
+
+    def forward(self, x):
+        return self.net(self.outer(torch.tanh(self.inner(x))))
+
+
+class FrozenBackbone(Regressor):
+    """A frozen backbone in eval mode, in no_grad; the optimizer has the head only."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.backbone(x)
+        return self.net(x)
+
+    def on_train_epoch_start(self):
+        self.backbone.eval()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(filter(lambda p: p.requires_grad, self.parameters()), lr=1e-2)
+
+
+class Orthogonal(Regressor):
+    """Penalties by matrix products and singular values of the weights."""
+
+    def training_step(self, batch, batch_idx):
+        w = self.net[0].weight
+        penalty = (w.T @ w - torch.eye(8, device=w.device)).square().sum()
+        penalty = penalty + torch.linalg.svdvals(w).max() + w.flatten()[3:9].square().sum()
+        return super().training_step(batch, batch_idx) + 0.01 * penalty
+
+
+class WithAdapter(nn.Module):
+    def __init__(self, base: nn.Linear):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+class InjectsAdapters(Regressor):
+    """Replaces its Linear layers by ones with adapters, in configure_model."""
+
+    def configure_model(self):
+        for name, layer in self.net.named_children():
+            if isinstance(layer, nn.Linear):
+                setattr(self.net, name, WithAdapter(layer))
+
+
+class SetsRows(Regressor):
+    """Rows of a weight are kept at a value: those of padding, or of units that are switched off."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.net[0].weight[:2] = 0.25
+        self.net[0].weight.data[14] = torch.linspace(0, 1, 8)
+
+
+class StaysInTraining(Regressor):
+    """Validates in training mode: BatchNorm uses, and moves, what it measures."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
+
+    def on_validation_model_eval(self):
+        pass
+
+    def on_validation_model_train(self):
+        pass
+
+
+class Freezes(Regressor):
+    """Trains everything at first, and the head alone from the second epoch on."""
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.net[0].requires_grad_(False)
+
+
+class BuiltInSetup(Regressor):
+    """Layers are made in setup(stage), from the data module, as Lightning's page on data has it."""
+
+    def __init__(self):
+        super().__init__()
+        del self.net
+
+    def setup(self, stage):
+        if not hasattr(self, "net"):
+            torch.manual_seed(1)
+            self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+class EvalInTraining(Regressor):
+    """A part is in eval mode from on_train_start on, and after validation, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5))
+
+    def on_train_start(self):
+        self.norm.eval()
+
+    def forward(self, x):
+        return self.net(self.norm(x))
+
+
+HABITS = [
+    fsdp(Parametrized, sample=True),
+    ddp(Hooked),
+    fsdp(ParameterHooks),
+    ddp(Shared),
+    fsdp(LateBuffers),
+    ddp(GrowingBuffer, sample=True),
+    fsdp(CompiledWrapper),
+    ddp(ComplexWeights),
+    ddp(ExtraStates),
+    fsdp(OddParameters),
+    ddp(Materialized),
+    fsdp(RecomputesSelectively),
+    fsdp(WeightOutside, sample=True),
+    ddp(SometimesUsed, also=FIND_UNUSED),
+    fsdp(ParameterLists),
+    ddp(Tied),
+    fsdp(FrozenBackbone),
+    fsdp(Orthogonal),
+    fsdp(InjectsAdapters),
+    fsdp(SetsRows),
+    ddp(StaysInTraining, data=Vectors),
+    ddp(EvalInTraining, sample=True),
+    ddp(Freezes),
+    fsdp(BuiltInSetup),
+]

@@ -1,224 +1,268 @@
-"""Data that change while training, and loaders and samplers of one's own."""
+"""LightningDataModules: loaders, samplers, batches and streams."""
 
 from __future__ import annotations
 
 import random
+from typing import Any
 
+import lightning as L
 import numpy as np
+import pytorch_lightning as pl
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    WeightedRandomSampler,
+    get_worker_info,
+    random_split,
+)
 
 from tests.lightning_habits import data
-from tests.lightning_habits.plain import Vectors
+from tests.lightning_habits.habit import ddp, fsdp
 from tests.lightning_habits.regression import Regressor
 
 
-class Negatives(data.Samples):
-    """Recommenders' data set: negatives are drawn anew when it is asked to."""
+class Vectors(L.LightningDataModule):
+    """random_split in setup, shuffled training."""
 
-    def __init__(self, sample, indices):
-        super().__init__(sample, indices)
-        self.order = list(range(len(indices)))
-        self.draw()
+    sample = staticmethod(data.regression)
 
-    def draw(self):
-        self.negatives = np.random.randint(300, 400, len(self.indices))
-
-    def __getitem__(self, index):
-        x, y = super().__getitem__(self.order[index])
-        return x - 0.1 * data.regression(int(self.negatives[index]))[0], y
-
-
-class NegativeData(Vectors):
-    def setup(self, stage=None):
-        super().setup(stage)
-        self.train = Negatives(data.regression, range(48))
-
-
-class DrawsAtStart(Regressor):
-    def on_train_epoch_start(self):
-        self.trainer.train_dataloader.dataset.draw()
-
-
-class GrowingData(Vectors):
-    """Active learning: the module adds samples at the end of an epoch."""
+    def __init__(self, batch_size: int = 8, num_workers: int = 0):
+        super().__init__()
+        self.save_hyperparameters()
+        self.batch_size = batch_size
 
     def setup(self, stage=None):
+        everything = data.Samples(self.sample, range(64))
+        generator = torch.Generator().manual_seed(42)
+        self.train, self.val = random_split(everything, [0.75, 0.25], generator=generator)
+        self.test = data.Samples(self.sample, range(200, 216))
+
+    def train_dataloader(self):
+        workers = self.hparams.num_workers
+        return DataLoader(self.train, self.batch_size, num_workers=workers, shuffle=True)
+
+    def val_dataloader(self):
+        return DataLoader(self.val, batch_size=self.batch_size)
+
+    def test_dataloader(self):
+        return DataLoader(self.test, batch_size=self.batch_size)
+
+
+class TwoLoaders(Regressor):
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        loss = F.mse_loss(self(batch[0]), batch[1])
+        self.log("val/loss", loss, sync_dist=True)
+        self.log(f"own/{dataloader_idx}", loss, add_dataloader_idx=False, sync_dist=True)
+
+
+class Unshuffled(Vectors):
+    """drop_last, no shuffling, a number of samples that the batch does not divide."""
+
+    def setup(self, stage=None):
         super().setup(stage)
-        self.train = data.Samples(data.regression, list(range(24)))
-
-
-class Labels(Regressor):
-    def on_train_epoch_end(self):
-        known = self.trainer.datamodule.train.indices
-        known.extend(range(len(known), len(known) + 8))
-
-
-class RepeatLoader(DataLoader):
-    """A loader that changes batches as it serves them."""
-
-    def __iter__(self):
-        for x, y in super().__iter__():
-            yield 2 * x, y + 0.5
-
-
-class OwnLoaderClass(Vectors):
-    def train_dataloader(self):
-        return RepeatLoader(self.train, batch_size=self.batch_size, shuffle=True)
-
-
-class Wrapped:
-    """A loader around a loader, as prefetchers have it."""
-
-    def __init__(self, loader):
-        self.loader = loader
-
-    def __len__(self):
-        return len(self.loader)
-
-    def __iter__(self):
-        for x, y in self.loader:
-            yield 2 * x, y + 0.5
-
-    def __getattr__(self, name):
-        return getattr(self.loader, name)
-
-
-class WrappedLoader(Vectors):
-    def train_dataloader(self):
-        return Wrapped(DataLoader(self.train, batch_size=self.batch_size, shuffle=True))
-
-
-class ListsOfIndices(Vectors):
-    """A batch sampler that is a list of lists, as torch takes any iterable."""
+        self.train = data.Samples(self.sample, range(52))
 
     def train_dataloader(self):
-        batches = (
-            torch.randperm(48, generator=torch.Generator().manual_seed(3)).reshape(6, 8).tolist()
-        )
-        return DataLoader(self.train, batch_sampler=batches)
+        return DataLoader(self.train, batch_size=self.batch_size, drop_last=True)
 
 
-class OutOfOrder(Vectors):
+class Weighted(Vectors):
+    """WeightedRandomSampler for classes of unequal size."""
+
     def train_dataloader(self):
-        return DataLoader(self.train, batch_size=8, shuffle=True, num_workers=2, in_order=False)
+        weights = torch.linspace(0.1, 1, 48)
+        return DataLoader(self.train, batch_size=8, sampler=WeightedRandomSampler(weights, 48))
 
 
-class WithReplacement(Vectors):
+class TwoValidations(Vectors):
+    def val_dataloader(self):
+        return [super().val_dataloader(), super().test_dataloader()]
+
+
+class WithState(Vectors):
+    """state_dict of the data module, and a batch hook of it."""
+
+    transferred = 0
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        x, y = batch
+        self.transferred += self.trainer.training
+        return x * (1 + 0.01 * self.transferred), y
+
+    def state_dict(self):
+        return {"transferred": self.transferred}
+
+    def load_state_dict(self, state_dict):
+        self.transferred = state_dict["transferred"]
+
+
+class TemplateData(Vectors):
+    """lightning-hydra-template's MNISTDataModule divides its batch by the number of processes."""
+
+    def setup(self, stage=None):
+        super().setup(stage)
+        if self.trainer is not None:
+            if self.hparams.batch_size % self.trainer.world_size != 0:
+                raise RuntimeError("Batch size is not divisible by the number of devices")
+            self.batch_size = self.hparams.batch_size // self.trainer.world_size
+
+
+class Distributed(Vectors):
+    """A DistributedSampler by hand."""
+
     def train_dataloader(self):
-        sampler = torch.utils.data.RandomSampler(self.train, replacement=True, num_samples=44)
+        ranks, rank = self.trainer.world_size, self.trainer.global_rank
+        sampler = DistributedSampler(self.train, num_replicas=ranks, rank=rank, shuffle=True)
         return DataLoader(self.train, batch_size=8, sampler=sampler)
 
 
-def rank_and_size():
-    there = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if there else (0, 1)
+def mixed(samples: list[Any]) -> dict[str, Any]:
+    ys = torch.stack([y for _, y in samples])
+    names = ["a"] * len(samples)
+    return {"x": [x for x, _ in samples], "deep": ({"y": ys}, None), "none": None, "names": names}
 
 
-class WeightedDistributed(Sampler):
-    """The usual answer to "a weighted sampler for DDP": no subclass of torch's, it asks for its
-    rank itself.
-    """
+class Collated(Vectors):
+    """Its loaders share a collate_fn."""
 
-    def __init__(self, weights):
-        self.rank, self.ranks = rank_and_size()
-        self.weights, self.epoch = torch.as_tensor(weights), 0
+    collate = staticmethod(mixed)
 
-    def __len__(self):
-        return len(self.weights) // self.ranks
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __iter__(self):
-        generator = torch.Generator().manual_seed(self.epoch)
-        drawn = torch.multinomial(
-            self.weights, len(self.weights), True, generator=generator
-        ).tolist()
-        return iter(drawn[self.rank :: self.ranks])
-
-
-class OwnDistributedSampler(Vectors):
     def train_dataloader(self):
-        return DataLoader(
-            self.train, batch_size=8, sampler=WeightedDistributed(torch.linspace(0.1, 1, 48))
-        )
-
-
-class SplitByNode(IterableDataset):
-    """webdataset's split_by_node: the stream asks for its rank, when it is read."""
-
-    def __iter__(self):
-        rank, ranks = rank_and_size()
-        return map(data.regression, range(rank, 48, ranks))
-
-
-class NodeStream(Vectors):
-    def train_dataloader(self):
-        return DataLoader(SplitByNode(), batch_size=8)
-
-
-class NodeStreamHeldOut(Vectors):
-    def val_dataloader(self):
-        return DataLoader(SplitByNode(), batch_size=8)
-
-
-class ShardHeldOut(Vectors):
-    """A Subset of this rank's samples, and the test's split likewise by a sampler."""
+        return DataLoader(self.train, batch_size=8, shuffle=True, collate_fn=self.collate)
 
     def val_dataloader(self):
-        rank, ranks = rank_and_size()
-        return [
-            DataLoader(self.val, batch_size=8),
-            DataLoader(Subset(self.val, range(rank, 16, ranks)), batch_size=8),
-        ]
+        return DataLoader(self.val, batch_size=8, collate_fn=self.collate)
 
 
-class ShardTest(Vectors):
-    def test_dataloader(self):
-        return DataLoader(
-            self.test, batch_size=8, sampler=WeightedDistributed(torch.linspace(0.1, 1, 16))
-        )
+class FromDict(Regressor):
+    """Reads dicts, in which some entries are None, strings or lists."""
+
+    def shared_step(self, batch, stage):
+        assert batch["none"] is None
+        assert isinstance(batch["names"][0], str)
+        return super().shared_step((torch.stack(batch["x"]), batch["deep"][0]["y"]), stage)
 
 
-class ShuffledByRank(Vectors):
-    """A dataset that shuffles itself, on each rank by another seed."""
+class OwnBatch:
+    """A batch class with `to` and pin_memory, as PyTorch Geometric's."""
+
+    def __init__(self, samples):
+        self.x, self.y = (torch.stack(part) for part in zip(*samples, strict=True))
+
+    def to(self, device, non_blocking=False):
+        self.x, self.y = self.x.to(device), self.y.to(device)
+        return self
+
+    def pin_memory(self):
+        return self
+
+
+class OwnBatches(Collated):
+    collate = OwnBatch
+
+
+class FromFields(Regressor):
+    """Reads batches by the names x and y."""
+
+    def shared_step(self, batch, stage):
+        loss = F.mse_loss(self(batch.x), batch.y)
+        self.log(f"{stage}/loss", loss, batch_size=len(batch.x), sync_dist=True)
+        return loss
+
+
+class Noisy(data.Samples):
+    """Augmentation from the global generators of torch, NumPy and Python."""
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        noise = torch.randn(8) + float(np.random.rand()) + random.random()
+        return x + 0.01 * noise, y
+
+
+class Augmented(Vectors):
+    """Two persistent workers draw, with a worker_init_fn."""
 
     def setup(self, stage=None):
         super().setup(stage)
-        order = np.random.default_rng(rank_and_size()[0]).permutation(48).tolist()
-        self.train = data.Samples(self.sample, order)
+        self.train = Noisy(self.sample, range(48))
 
-
-class OneByOne(Vectors):
-    """As for pictures of unequal sizes."""
-
-    def val_dataloader(self):
-        return DataLoader(Subset(self.val, range(15)), batch_size=1)
-
-
-class BufferShuffled(IterableDataset):
-    """webdataset's shuffle: a buffer, and Python's global random numbers."""
-
-    def __iter__(self):
-        buffer = []
-        for index in range(48):
-            buffer.append(index)
-            if len(buffer) >= 12:
-                yield data.regression(buffer.pop(random.randrange(len(buffer))))
-        while buffer:
-            yield data.regression(buffer.pop(random.randrange(len(buffer))))
-
-
-class ShuffledStream(Vectors):
     def train_dataloader(self):
-        return DataLoader(BufferShuffled(), batch_size=8)
+        workers = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 4}
+        return DataLoader(self.train, 8, shuffle=True, worker_init_fn=seed_worker, **workers)
+
+
+def seed_worker(worker_id: int) -> None:
+    np.random.seed(torch.initial_seed() % 2**32)
+
+
+class SeededLoader(Vectors):
+    """A generator is handed to the loader."""
+
+    def train_dataloader(self):
+        generator = torch.Generator().manual_seed(5)
+        return DataLoader(self.train, batch_size=8, shuffle=True, generator=generator)
+
+
+class Transfers(Vectors):
+    """All three transfer hooks."""
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return [batch[0] + 0.1, batch[1]]
+
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return batch[0] * 2, batch[1]
+
+
+class LastIsSmall(Vectors):
+    """The last batch of an epoch has other samples than the rest: drop_last is false."""
+
+    def setup(self, stage=None):
+        super().setup(stage)
+        self.train = data.Samples(self.sample, range(46))
+
+
+class ModuleTransfers(Regressor):
+    """The module's hooks: noise after the transfer by torch's generator, as kornia's."""
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return batch[0].double(), batch[1].double()
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        x, y = batch
+        noise = 0.1 * torch.randn(len(x), 1, device=x.device) if self.trainer.training else 0.0
+        return x.float() + noise, y.float()
+
+
+class SetEpochSampler(Vectors):
+    """A sampler with set_epoch, which Lightning calls."""
+
+    class ByEpoch(Sampler):
+        epoch = 0
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __len__(self):
+            return 48
+
+        def __iter__(self):
+            generator = torch.Generator().manual_seed(self.epoch)
+            return iter(torch.randperm(48, generator=generator).tolist())
+
+    def train_dataloader(self):
+        return DataLoader(self.train, batch_size=8, sampler=self.ByEpoch())
 
 
 class Episodes(Sampler):
-    """Few-shot learning: batches of classes and of their samples, drawn from NumPy's global
-    numbers.
-    """
+    """Few-shot learning: a batch sampler, which draws from NumPy's global numbers."""
 
     def __len__(self):
         return 6
@@ -230,23 +274,125 @@ class Episodes(Sampler):
 
 
 class EpisodeData(Vectors):
-    sample = staticmethod(data.regression)
-
     def train_dataloader(self):
         return DataLoader(self.train, batch_sampler=Episodes())
 
 
-class Endless(Sampler):
-    """As detectron's TrainingSampler, whose length is that of an epoch."""
+class OtherName(pl.LightningModule):
+    """Names Lightning by its other package, as code of its first years does."""
+
+    def __init__(self, **kwargs):
+        super().__init__()
+        self.net = nn.Linear(8, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = F.mse_loss(self.net(batch[0]), batch[1])
+        self.log("train/mse", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class Streaming(Vectors):
+    """An IterableDataset without a length."""
+
+    class Lines(IterableDataset):
+        def __iter__(self):
+            return map(data.regression, range(48))
+
+    def train_dataloader(self):
+        return DataLoader(self.Lines(), batch_size=8)
+
+
+class Sharded(IterableDataset):
+    """Divides its samples over the loader's workers, and has a length."""
 
     def __len__(self):
         return 48
 
     def __iter__(self):
-        while True:
-            yield from torch.randperm(48).tolist()
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return map(data.regression, range(first, 48, step))
 
 
-class EndlessData(Vectors):
+class ShardedByWorkers(Vectors):
     def train_dataloader(self):
-        return DataLoader(self.train, batch_size=8, sampler=Endless())
+        return DataLoader(Sharded(), batch_size=8, num_workers=2)
+
+
+class BufferShuffled(IterableDataset):
+    """webdataset's shuffle: a buffer, and Python's global random numbers."""
+
+    def __iter__(self):
+        buffer = []
+        for index in range(60):
+            buffer.append(index % 48)
+            if len(buffer) > 12:
+                yield data.regression(buffer.pop(random.randrange(len(buffer))))
+
+
+class ShuffledStream(Vectors):
+    def train_dataloader(self):
+        return DataLoader(BufferShuffled(), batch_size=8)
+
+
+class HardExamples(Vectors):
+    """Weights of a sampler, which the module changes while training."""
+
+    def setup(self, stage=None):
+        super().setup(stage)
+        self.weights = torch.ones(48, dtype=torch.double)
+
+    def train_dataloader(self):
+        return DataLoader(self.train, 8, sampler=WeightedRandomSampler(self.weights, 48))
+
+    def state_dict(self):
+        return {"weights": self.weights}
+
+    def load_state_dict(self, state):
+        self.weights.copy_(state["weights"])
+
+
+class SetsWeightsInside(Regressor):
+    """The weights follow what has been learned so far, in the middle of an epoch."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 2:
+            weights = torch.linspace(0.1, 1 + self.trainer.global_step, 48)
+            self.trainer.datamodule.weights.copy_(weights)
+
+
+class SetsSamplerWeights(Regressor):
+    """The same through the Trainer's loader, when an epoch begins."""
+
+    def on_train_epoch_start(self):
+        weights = torch.linspace(0.1, 1 + self.current_epoch, 48).double()
+        self.trainer.train_dataloader.sampler.weights = weights
+
+
+HABITS = [
+    ddp(data=Vectors, sample=True),
+    fsdp(data=Unshuffled),
+    fsdp(data=Weighted),
+    fsdp(TwoLoaders, data=TwoValidations),
+    ddp(data=WithState, twice=True),
+    fsdp(data=TemplateData),
+    ddp(data=Distributed),
+    ddp(FromDict, data=Collated),
+    fsdp(FromFields, data=OwnBatches),
+    fsdp(data=Augmented),
+    ddp(data=SeededLoader),
+    ddp(data=Transfers),
+    fsdp(data=LastIsSmall),
+    ddp(ModuleTransfers, random=True),
+    ddp(data=SetEpochSampler),
+    fsdp(data=EpisodeData),
+    fsdp(OtherName),
+    ddp(data=Streaming, sample=True, twice=True),
+    fsdp(data=ShardedByWorkers),
+    ddp(data=ShuffledStream),
+    ddp(SetsWeightsInside, data=HardExamples, sample=True),
+    fsdp(SetsSamplerWeights, data=HardExamples, twice=True),
+]

@@ -1,124 +1,38 @@
-"""Optimizers and schedules that keep state in forms of their own."""
+"""Optimizers that are chosen, written or wrapped by users, and their groups."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch.optim import Optimizer, lr_scheduler
-from torch.optim.swa_utils import AveragedModel
+from torch import nn
+from torch.optim import Optimizer
 
-from tests.lightning_habits.regression import Manual, Regressor
-
-
-class Sharpness(Optimizer):
-    """SAM as its widely copied file has it: steps another optimizer, which shares its groups, and
-    needs a closure.
-    """
-
-    def __init__(self, params, base, rho=0.05, **kwargs):
-        super().__init__(params, {"rho": rho, **kwargs})
-        self.base_optimizer = base(self.param_groups, **kwargs)
-        self.param_groups = self.base_optimizer.param_groups
-        self.defaults.update(self.base_optimizer.defaults)
-
-    @torch.no_grad()
-    def first_step(self, zero_grad=False):
-        for group in self.param_groups:
-            scale = group["rho"] / (self._norm() + 1e-12)
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.state[p]["old_p"] = p.data.clone()
-                    p.add_(p.grad * scale)
-        if zero_grad:
-            self.zero_grad()
-
-    @torch.no_grad()
-    def second_step(self, zero_grad=False):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.data = self.state[p]["old_p"]
-        self.base_optimizer.step()
-        if zero_grad:
-            self.zero_grad()
-
-    def step(self, closure=None):
-        assert closure is not None, "Sharpness Aware Minimization requires closure"
-
-    def _norm(self):
-        return torch.stack(
-            [p.grad.norm() for g in self.param_groups for p in g["params"] if p.grad is not None]
-        ).norm()
-
-    def load_state_dict(self, state_dict):
-        super().load_state_dict(state_dict)
-        self.base_optimizer.param_groups = self.param_groups
+from tests.lightning_habits.habit import INSIDE, NO_CLIP, SAVED, ddp, fsdp
+from tests.lightning_habits.regression import Regressor
 
 
-class StepsAnother(Manual):
+class Zoo(Regressor):
+    """Any optimizer of torch by its name."""
+
+    def __init__(self, kind: str, lr: float = 0.01):
+        super().__init__()
+        self.save_hyperparameters()
+
     def configure_optimizers(self):
-        return Sharpness(self.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
-
-    def training_step(self, batch, batch_idx):
-        optimizer, (x, y) = self.optimizers().optimizer, batch
-        loss = self.shared_step(batch, "train")
-        self.manual_backward(loss)
-        optimizer.first_step(zero_grad=True)
-        self.manual_backward(F.mse_loss(self(x), y))
-        optimizer.second_step(zero_grad=True)
-        return loss
+        return getattr(torch.optim, self.hparams.kind)(self.parameters(), lr=self.hparams.lr)
 
 
-class Delegating(Optimizer):
-    """timm's Lookahead: its `state_dict` is that of the optimizer that it wraps, with the slow
-    weights.
-    """
+class LBFGS(Regressor):
+    """A closure that is called several times per step."""
 
-    def __init__(self, base, alpha=0.5, k=3):
-        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
-        self._base_optimizer, self.param_groups, self.defaults = (
-            base,
-            base.param_groups,
-            base.defaults,
-        )
-        self.state, self.alpha, self.k = {}, alpha, k
-        for group in base.param_groups:
-            group["lookahead_step"] = 0
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = self._base_optimizer.step(closure)
-        for group in self._base_optimizer.param_groups:
-            group["lookahead_step"] += 1
-            if group["lookahead_step"] % self.k == 0:
-                for p in group["params"]:
-                    entry = self._base_optimizer.state[p]
-                    slow = entry.setdefault("lookahead_slow_buff", p.detach().clone())
-                    slow.lerp_(p, self.alpha)
-                    p.copy_(slow)
-        return loss
-
-    def state_dict(self):
-        return self._base_optimizer.state_dict()
-
-    def load_state_dict(self, state_dict):
-        self._base_optimizer.load_state_dict(state_dict)
-        self.param_groups = self._base_optimizer.param_groups
-
-
-class Delegates(Regressor):
     def configure_optimizers(self):
-        return Delegating(torch.optim.AdamW(self.parameters(), lr=1e-2))
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3, history_size=4)
 
 
-class Lists(Optimizer):
-    """Shampoo's and SOAP's form: lists and dicts of tensors in the entries, which grow while it
-    trains.
-    """
-
-    def __init__(self, params, lr=1e-2):
-        super().__init__(params, {"lr": lr})
+class OwnOptimizer(Optimizer):
+    """What most optimizers of users do: a closure, then an update of each weight."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -128,137 +42,161 @@ class Lists(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is None:
-                    continue
-                entry = self.state[p]
-                if not entry:
-                    entry.update(
-                        {
-                            "GG": [torch.zeros_like(p), None],
-                            "by.name": {"m": torch.zeros_like(p)},
-                            "empty": [],
-                        }
-                    )
-                    entry.update({"history": np.zeros(2), 0: 0.0, "pair": (torch.zeros_like(p), 1)})
-                entry["GG"][0].mul_(0.9).add_(p.grad.square())
-                entry["by.name"]["m"].mul_(0.8).add_(p.grad)
-                entry["pair"][0].add_(p.grad, alpha=0.1)
-                entry["history"][0] += 1
-                entry[0] += 0.5
-                if entry["history"][0] == 4:
-                    entry["late"] = torch.zeros_like(p)
-                    entry["GG"][1] = torch.full_like(p, 2.0)
-                update = entry["by.name"]["m"] + 0.1 * entry["pair"][0] + entry[0] * 1e-3
-                update = update / (entry["GG"][0].sqrt() + 1 + len(entry["empty"]))
-                if "late" in entry:
-                    entry["late"].lerp_(p, 0.3)
-                    update = update + 0.1 * entry["late"] * entry["GG"][1]
-                p.add_(update, alpha=-group["lr"])
+                if p.grad is not None:
+                    self.update(p, self.state[p], group)
         return loss
+
+
+class Lists(OwnOptimizer):
+    """Shampoo's and SOAP's form: lists and dicts of tensors in the state, which grow."""
+
+    def update(self, p, state, group):
+        if not state:
+            state.update(GG=[torch.zeros_like(p), None], empty=[])
+            state.update({"by.name": {"m": torch.zeros_like(p)}, "history": np.zeros(2), 0: 0.0})
+            state["pair"] = (torch.zeros_like(p), 1)
+        state["GG"][0].mul_(0.9).add_(p.grad.square())
+        state["by.name"]["m"].mul_(0.8).add_(p.grad)
+        state["pair"][0].add_(p.grad, alpha=0.1)
+        state["history"][0] += 1
+        state[0] += 0.5
+        if state["history"][0] == 4:
+            state["late"], state["GG"][1] = torch.zeros_like(p), torch.full_like(p, 2.0)
+        update = state["by.name"]["m"] + 0.1 * state["pair"][0] + state[0] * 1e-3
+        update = update / (state["GG"][0].sqrt() + 1)
+        if "late" in state:
+            update = update + 0.1 * state["late"].lerp_(p, 0.3) * state["GG"][1]
+        p.add_(update, alpha=-group["lr"])
 
 
 class KeepsLists(Regressor):
     def configure_optimizers(self):
-        return Lists(self.parameters())
+        return Lists(self.parameters(), {"lr": 1e-2})
 
 
-class Counting(torch.optim.SGD):
-    """MADGRAD's form: an entry of the state that belongs to no weight."""
-
-    def __init__(self, params, **kwargs):
-        super().__init__(params, **kwargs)
-        self.state["k"] = torch.tensor([0])
-
-    def step(self, closure=None):
-        self.state["k"] += 1
-        for group in self.param_groups:
-            group["lr"] = 0.05 / (1 + 0.1 * self.state["k"].item())
-        return super().step(closure)
-
-
-class Counts(Regressor):
-    def configure_optimizers(self):
-        return Counting(self.parameters(), lr=0.05, momentum=0.9)
-
-
-class NumpyRate(Regressor):
-    """A rate that NumPy computes."""
+class StepHooks(Regressor):
+    """torch's hooks around an optimizer's step."""
 
     def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2 * np.sqrt(2.0))
-        schedule = lr_scheduler.LambdaLR(
-            optimizer, lambda step: 0.5 * (1 + np.cos(np.pi * step / 20))
-        )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        optimizer = self.sgd()
 
+        def center(optimizer, args, kwargs):
+            for p in self.parameters():
+                if p.grad is not None and p.ndim > 1:
+                    p.grad.sub_(p.grad.mean(dim=1, keepdim=True))
 
-class Warmup(lr_scheduler.LRScheduler):
-    """The widely copied warmup before another schedule, which it holds."""
-
-    def __init__(self, optimizer, total, after_scheduler):
-        self.total, self.after_scheduler, self.finished = total, after_scheduler, False
-        super().__init__(optimizer)
-
-    def get_lr(self):
-        if self.last_epoch >= self.total:
-            if not self.finished:
-                self.after_scheduler.base_lrs = [*self.base_lrs]
-                self.finished = True
-            return self.after_scheduler.get_last_lr()
-        return [base * (self.last_epoch + 1) / (self.total + 1) for base in self.base_lrs]
-
-    def step(self, epoch=None):
-        if self.finished:
-            self.after_scheduler.step()
-            self._last_lr = self.after_scheduler.get_last_lr()
-            self.last_epoch += 1
-        else:
-            super().step(epoch)
-
-
-class WarmsUp(Regressor):
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
-        after = lr_scheduler.CosineAnnealingLR(optimizer, T_max=12)
-        schedule = Warmup(optimizer, 3, after)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-class AveragesAfterSteps(Regressor):
-    """A hook of torch's moves an average after each step, and counts."""
-
-    def __init__(self):
-        super().__init__()
-        self.average = AveragedModel(self.net, use_buffers=True).requires_grad_(False)
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-2)
-        optimizer.register_step_post_hook(lambda *_: self.average.update_parameters(self.net))
+        optimizer.register_step_pre_hook(center)
+        optimizer.register_step_post_hook(lambda *_: self.net[2].bias.data.clamp_(-0.3, 0.3))
         return optimizer
 
-    def training_step(self, batch, batch_idx):
-        x, _ = batch
-        return (
-            super().training_step(batch, batch_idx)
-            + 0.1 * (self.net(x) - self.average(x).detach()).square().mean()
-        )
+
+class Muon(OwnOptimizer):
+    """Keller Jordan's SingleDeviceMuonWithAuxAdam, short."""
+
+    def update(self, p, state, group):
+        buffer = state.setdefault("momentum_buffer", torch.zeros_like(p))
+        buffer.lerp_(p.grad, 0.1)
+        x = p.grad.lerp(buffer, 0.9)
+        if p.ndim == 2:
+            x = x / (x.norm() + 1e-7)
+            tall = x.size(0) > x.size(1)
+            x = x.mT if tall else x
+            for _ in range(5):
+                a = x @ x.mT
+                x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+            x = x.mT if tall else x
+        p.add_(x, alpha=-group["lr"])
 
 
-class StepsLooseTensor(Regressor):
-    """A tensor that is trained but is no parameter of the module."""
+class Muons(Regressor):
+    def configure_optimizers(self):
+        return Muon(self.parameters(), {"lr": 0.02})
+
+
+class ScheduleFree(OwnOptimizer):
+    """An optimizer that holds other weights for training than for evaluation."""
+
+    def __init__(self, params, lr: float = 0.05):
+        super().__init__(params, {"lr": lr, "k": 0, "train_mode": False})
+
+    @torch.no_grad()
+    def swap(self, train):
+        for group in self.param_groups:
+            if group["train_mode"] != train:
+                for p in group["params"]:
+                    if "z" in self.state[p]:
+                        p.lerp_(self.state[p]["z"], 0.1 if train else 1 - 1 / 0.9)
+                group["train_mode"] = train
+
+    def train(self):
+        self.swap(True)
+
+    def eval(self):
+        self.swap(False)
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            assert group["train_mode"]
+            group["k"] += 1
+        return super().step(closure)
+
+    def update(self, p, state, group):
+        if "z" not in state:
+            state["z"] = p.clone()
+        share = 1 / (group["k"] + 1)
+        p.lerp_(state["z"], share)
+        p.add_(p.grad, alpha=group["lr"] * (0.9 * (1 - share) - 1))
+        state["z"].sub_(p.grad, alpha=group["lr"])
+
+
+class SchedulesFree(Regressor):
+    def configure_optimizers(self):
+        return ScheduleFree(self.parameters())
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.optimizers(use_pl_optimizer=False).train()
+
+    def on_validation_start(self):
+        self.optimizers(use_pl_optimizer=False).eval()
+
+    def on_validation_end(self):
+        self.optimizers(use_pl_optimizer=False).train()
+
+
+class SizesSteps(OwnOptimizer):
+    """Computes the size of its steps: transformers' Adafactor's rate may be None."""
+
+    def update(self, p, state, group):
+        total = state.setdefault("sum", torch.zeros_like(p)).add_(p.grad.abs())
+        p.sub_(p.grad / (50 * (1 + total)))
+
+
+class HasNoRate(Regressor):
+    def configure_optimizers(self):
+        return SizesSteps(self.parameters(), {"lr": None})
+
+
+class Tagged(Regressor):
+    """S4's and Mamba's tags on parameters, which configure_optimizers and a hook read."""
 
     def __init__(self):
         super().__init__()
-        self.shift = [torch.zeros(1, requires_grad=True)]
+        self.net[2].weight._optim = {"lr": 0.01, "weight_decay": 0.0}
+        self.net[2].bias.is_last = True
 
     def configure_optimizers(self):
-        return torch.optim.Adam([*self.parameters(), *self.shift], lr=1e-2)
+        groups = [{"params": [p for p in self.parameters() if not hasattr(p, "_optim")]}]
+        groups += [{"params": [p], **p._optim} for p in self.parameters() if hasattr(p, "_optim")]
+        return torch.optim.AdamW(groups, lr=0.02, weight_decay=0.1)
+
+    def on_before_optimizer_step(self, optimizer):
+        for p in self.parameters():
+            if getattr(p, "is_last", False):
+                p.grad.mul_(0.5)
 
 
 class SchedulesDecay(Regressor):
-    """DINO's and MAE's weight decay schedule: the group keeps its first value from the first batch
-    on.
-    """
+    """DINO's and MAE's schedule of the weight decay: a group keeps its first value."""
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1)
@@ -269,108 +207,115 @@ class SchedulesDecay(Regressor):
             group["weight_decay"] = first * (1 + self.global_step)
 
 
-class NamesGroups(Regressor):
-    """Groups hold the names of their parameters, for a printout."""
+class AddsGroup(Regressor):
+    """A group of parameters is added to the optimizer in the second epoch."""
 
-    def configure_optimizers(self):
-        groups = [
-            {
-                "params": [*layer.parameters()],
-                "names": [name for name, _ in layer.named_parameters()],
-                "lr": lr,
-            }
-            for layer, lr in ((self.net[0], 0.05), (self.net[2], 0.01))
-        ]
-        optimizer = torch.optim.SGD(groups, momentum=0.9)
-        return [optimizer], [lr_scheduler.ExponentialLR(optimizer, 0.5)]
-
-
-class FreezesBackbone(Regressor):
-    """The backbone is frozen, so that its group is empty."""
-
-    def __init__(self):
-        super().__init__()
-        self.net[0].requires_grad_(False)
-
-    def configure_optimizers(self):
-        groups = [
-            {"params": [p for p in layer.parameters() if p.requires_grad], "lr": lr}
-            for layer, lr in ((self.net[0], 0.01), (self.net[2], 0.05))
-        ]
-        optimizer = torch.optim.SGD(groups, momentum=0.9)
-        return [optimizer], [
-            {"scheduler": lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}
-        ]
-
-
-class SizesSteps(Optimizer):
-    """Computes the size of its steps.
-
-    COCOB's groups have no rate, transformers' Adafactor's may have None.
-    """
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for p in self.param_groups[0]["params"]:
-            if p.grad is not None:
-                total = self.state[p].setdefault("sum", torch.zeros_like(p)).add_(p.grad.abs())
-                p.sub_(p.grad / (50 * (1 + total)))
-        return loss
-
-
-class HasNoRate(Regressor):
-    def __init__(self, settings):
-        super().__init__()
-        self.settings = settings
-
-    def configure_optimizers(self):
-        return SizesSteps(self.parameters(), {**self.settings})
-
-
-class SetsRateAtStart(Regressor):
-    """A rate and a group for the start of training, set by hand.
-
-    The rate is raised by hand, too.
-    """
+    def on_train_epoch_start(self):
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        if self.current_epoch >= 1 and len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": self.net[0].parameters(), "lr": 0.01})
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.net[2].parameters(), lr=0.05, momentum=0.9)
 
-    def on_train_start(self):
-        optimizer = self.optimizers(use_pl_optimizer=False)
-        optimizer.add_param_group({"params": self.net[0].parameters()})
-        for group in optimizer.param_groups:
-            group["lr"] = 0.001
 
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        for group in self.optimizers().param_groups:
-            group["lr"] *= 1.2
-
-
-class BeginsOptimizerAnew(Regressor):
-    """The optimizer begins anew with each epoch."""
-
-    def on_train_epoch_start(self):
-        if self.current_epoch > 0:
-            self.trainer.optimizers = [self.configure_optimizers()]
-
-
-class ReplacesHead(Regressor):
-    """The head is drawn anew for the second epoch and the optimizer with it, as in
-    class-incremental learning.
+class SlowWeights(torch.optim.Optimizer):
+    """torch_optimizer's Lookahead: counts steps itself, and saves slow weights beside torch's
+    entries.
     """
 
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
-        return [optimizer], [
-            {"scheduler": lr_scheduler.ExponentialLR(optimizer, 0.9), "interval": "step"}
-        ]
+    def __init__(self, optimizer, k=4, alpha=0.5):
+        self.optimizer, self.k, self.alpha, self.counter = optimizer, k, alpha, 0
+        self.param_groups, self.defaults = optimizer.param_groups, {"k": k, **optimizer.defaults}
+        self.slow = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
 
-    def on_train_epoch_start(self):
-        if self.current_epoch == 1:
-            self.net[2] = torch.nn.Linear(16, 1).to(self.device)
-            self.trainer.strategy.setup_optimizers(self.trainer)
+    state = property(lambda self: self.optimizer.state)
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure=None):
+        loss = self.optimizer.step(closure)
+        self.counter = (self.counter + 1) % self.k
+        if not self.counter:
+            with torch.no_grad():
+                for group, slow in zip(self.param_groups, self.slow, strict=True):
+                    for p, q in zip(group["params"], slow, strict=True):
+                        q.lerp_(p, self.alpha)
+                        p.copy_(q)
+        return loss
+
+    def state_dict(self):
+        return {**self.optimizer.state_dict(), "slow": self.slow, "counter": self.counter}
+
+    def load_state_dict(self, state_dict):
+        groups = zip(state_dict["slow"], self.slow, strict=True)
+        self.slow = [
+            [x.to(old) for x, old in zip(new, known, strict=True)] for new, known in groups
+        ]
+        self.counter = state_dict["counter"]
+        self.optimizer.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+        self.param_groups = self.optimizer.param_groups
+
+
+class LooksAhead(Regressor):
+    def configure_optimizers(self):
+        return SlowWeights(self.sgd())
+
+
+class ByClass(Regressor):
+    """LightningCLI's way: a callable that makes the optimizer."""
+
+    def __init__(self, make: Callable[[Iterable], torch.optim.Optimizer] = torch.optim.Adam):
+        super().__init__()
+        self.make = make
+
+    def configure_optimizers(self):
+        return self.make(self.parameters())
+
+
+class Sparse(Regressor):
+    """A sparse embedding, trained by SparseAdam, beside a dense optimizer."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.table = nn.Embedding(10, 8, sparse=True)
+
+    def forward(self, x):
+        return self.net(x + self.table((x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()))
+
+    def training_step(self, batch, batch_idx):
+        dense, sparse = self.optimizers()
+        loss = self.shared_step(batch, "train")
+        dense.zero_grad()
+        sparse.zero_grad()
+        self.manual_backward(loss)
+        dense.step()
+        sparse.step()
+
+    def configure_optimizers(self):
+        return self.sgd(), torch.optim.SparseAdam(list(self.table.parameters()), lr=0.01)
+
+    def sgd(self):
+        return torch.optim.SGD(self.net.parameters(), lr=0.05)
+
+
+HABITS = [
+    # fsdp cannot compute the steps of several of these
+    ddp(Zoo, "+task.kind=Adafactor", name="Adafactor"),
+    fsdp(Zoo, "+task.kind=ASGD", name="ASGD"),
+    # its estimates of the curvature amplify rounding
+    ddp(LBFGS, random=True),
+    fsdp(KeepsLists, sample=True),
+    fsdp(StepHooks),
+    ddp(Muons),
+    fsdp(SchedulesFree, sample=True, resume=SAVED),
+    ddp(HasNoRate),
+    fsdp(Tagged),
+    fsdp(SchedulesDecay),
+    ddp(AddsGroup, resume=INSIDE),
+    ddp(LooksAhead),
+    fsdp(ByClass),
+    ddp(Sparse, NO_CLIP),
+]

@@ -1,9 +1,8 @@
-"""What users keep in checkpoints: hyperparameters of all kinds, NumPy, edits of the state dict,
-files of their own.
-"""
+"""What users keep in checkpoints: hyperparameters, NumPy, edited state dicts, own files."""
+
+from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import armature
 from tests.lightning_habits import data
+from tests.lightning_habits.habit import INSIDE, SAVED, ddp, fsdp
 from tests.lightning_habits.regression import Regressor
 
 
@@ -19,32 +19,14 @@ class Color(enum.Enum):
     RED = "red"
 
 
-@dataclass
-class Settings:
-    width: int = 16
-    names: tuple[str, ...] = ("a", "b")
-
-
 class RichHparams(Regressor):
-    """Lists, paths, an enum, a dataclass, NumPy and torch values as hyperparameters."""
+    """Lists, paths, an enum, NumPy and torch values as hyperparameters."""
 
-    def __init__(
-        self, sizes: list[int] | None = None, folder: str = ".", nested: dict | None = None
-    ):
+    def __init__(self, sizes: list[int] | None = None, nested: dict | None = None):
         super().__init__()
-        path, color, settings = Path(folder), Color.RED, Settings()
-        scale, dtype = np.float64(0.5), torch.float32
-        self.save_hyperparameters(
-            {
-                "sizes": sizes,
-                "path": path,
-                "color": color,
-                "settings": settings,
-                "scale": scale,
-                "nested": nested,
-            }
-        )
-        self.save_hyperparameters({"dtype": str(dtype), "mean": np.arange(3.0)})
+        self.save_hyperparameters({"sizes": sizes, "path": Path("."), "color": Color.RED})
+        self.save_hyperparameters({"scale": np.float64(0.5), "nested": nested})
+        self.save_hyperparameters({"dtype": str(torch.float32), "mean": np.arange(3.0)})
         self.hparams.lr = 0.05
 
 
@@ -72,35 +54,20 @@ class NumpyState(Regressor):
         gathered = self.all_gather(x.mean(0)).reshape(-1, 8).mean(0)
         self.mean += (gathered.cpu().numpy() - self.mean) / self.count
         self.seen.append(int(self.count))
-        loss = super().training_step(
-            (x - torch.tensor(self.mean, dtype=x.dtype, device=x.device), y), batch_idx
-        )
         self.log("count", float(self.count))
-        return loss
+        return super().training_step((x - torch.tensor(self.mean).to(x), y), batch_idx)
 
     def on_save_checkpoint(self, checkpoint):
-        checkpoint["mean"], checkpoint["count"], checkpoint["seen"] = (
-            self.mean,
-            self.count,
-            self.seen,
-        )
-        checkpoint["best"] = {
-            "score": np.float32(0.5),
-            "path": Path("x"),
-            "kind": Color.RED,
-            "keys": {1, 2},
-        }
+        checkpoint.update(mean=self.mean, count=self.count, seen=self.seen)
+        checkpoint["best"] = {"score": np.float32(0.5), "kind": Color.RED, "keys": {1, 2}}
 
     def on_load_checkpoint(self, checkpoint):
-        self.mean, self.count, self.seen = (
-            checkpoint["mean"],
-            checkpoint["count"],
-            checkpoint["seen"],
-        )
+        self.mean, self.count = checkpoint["mean"], checkpoint["count"]
+        self.seen = checkpoint["seen"]
 
 
 class ExtraState(Regressor):
-    """torch's get_extra_state of a submodule, beside a buffer that no state dict holds."""
+    """A buffer that counts, beside one that no state dict holds."""
 
     def __init__(self):
         super().__init__()
@@ -108,59 +75,42 @@ class ExtraState(Regressor):
         self.register_buffer("table", torch.linspace(0, 1, 8), persistent=False)
 
     def forward(self, x):
-        return self.net(x + 0.01 * self.table)
+        return self.net(x + 0.01 * self.table * self.steps)
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.steps += 1
-        self.log("steps_in_buffer", self.steps.float())
 
 
-class DropsOnSave(Regressor):
-    """A frozen teacher is left out of checkpoints, and put in again on load."""
+class Frozen(Regressor):
+    """A frozen part, which every start makes the same."""
 
     def __init__(self):
         super().__init__()
-        self.teacher = torch.nn.Linear(8, 1)
-        with torch.no_grad():
-            self.teacher.weight.copy_(torch.linspace(-1, 1, 8).reshape(1, 8))
-            self.teacher.bias.zero_()
-        self.teacher.requires_grad_(False)
+        self.frozen = torch.nn.Linear(8, 8).requires_grad_(False)
+        self.frozen.weight.copy_(torch.eye(8))
+        self.frozen.bias.fill_(0.1)
 
-    def training_step(self, batch, batch_idx):
-        x, _ = batch
-        loss = super().training_step(batch, batch_idx)
-        return loss + 0.1 * (self(x) - self.teacher(x)).square().mean()
+    def forward(self, x):
+        return self.net(self.frozen(x))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
+
+
+class DropsOnSave(Frozen):
+    """The frozen part is left out of checkpoints, and put in again on load."""
 
     def on_save_checkpoint(self, checkpoint):
-        for name in [name for name in checkpoint["state_dict"] if name.startswith("teacher.")]:
+        for name in [name for name in checkpoint["state_dict"] if name.startswith("frozen.")]:
             del checkpoint["state_dict"][name]
 
     def on_load_checkpoint(self, checkpoint):
-        for name, value in self.teacher.state_dict().items():
-            checkpoint["state_dict"][f"teacher.{name}"] = value
-
-
-class Renames(Regressor):
-    """Weights are renamed in on_load_checkpoint: none here has the old name, and all must stay as
-    they are.
-    """
-
-    def on_load_checkpoint(self, checkpoint):
-        state = checkpoint["state_dict"]
-        for name in list(state):
-            state[name.replace("old_net.", "net.")] = state.pop(name)
-
-
-class Halves(Regressor):
-    """Reads its weights in on_save_checkpoint, as loggers of statistics do."""
-
-    def on_save_checkpoint(self, checkpoint):
-        checkpoint["norm"] = float(sum(v.float().norm() for v in self.state_dict().values()))
-        checkpoint["names"] = list(checkpoint["state_dict"])
+        for name, value in self.frozen.state_dict().items():
+            checkpoint["state_dict"][f"frozen.{name}"] = value
 
 
 class SavesItself(Regressor):
-    """torch.save of the module, of its state and of a deep copy within hooks."""
+    """torch.save of the module and of its state within a hook."""
 
     def on_train_epoch_end(self):
         folder = Path(self.trainer.default_root_dir)
@@ -169,25 +119,14 @@ class SavesItself(Regressor):
             torch.save(self.net.state_dict(), folder / "net.pt")
 
 
-class SavesNet(Regressor):
-    """torch.save of the network's state on each rank, as of a best model."""
-
-    def on_validation_epoch_end(self):
-        torch.save(
-            self.net.state_dict(), Path(self.trainer.default_root_dir) / f"net{self.global_rank}.pt"
-        )
-
-
 class SavesWhole(Regressor):
-    """The whole weights, under any strategy, into a file that another module reads."""
+    """The whole weights, under any strategy."""
 
     def on_train_epoch_end(self):
         weights, total = armature.full_state_dict(self, prefix="net."), 0.0
         if self.trainer.is_global_zero:
-            file = Path(self.trainer.default_root_dir) / "net.pt"
-            torch.save(weights, file)
             net = Regressor().net
-            net.load_state_dict(torch.load(file))
+            net.load_state_dict(weights)
             total = float(sum(param.double().norm() for param in net.parameters()))
         self.log("norm_of_file", self.trainer.strategy.broadcast(total))
 
@@ -199,85 +138,13 @@ class SavesCheckpoint(Regressor):
         self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / "mine.ckpt")
 
 
-class SavesWeightsOnly(Regressor):
-    def on_train_epoch_end(self):
-        name = f"epoch{self.current_epoch}.ckpt"
-        self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / name, weights_only=True)
+class OwnStateDict(Frozen):
+    """Lightning's recipe for LoRA: state_dict leaves it out, with strict_loading off."""
 
-
-class OwnStateDict(Regressor):
-    """A frozen part is left out by an override of state_dict, with strict_loading off.
-
-    Lightning's recipe for LoRA.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.strict_loading = False
-        self.frozen = torch.nn.Linear(8, 8)
-        with torch.no_grad():
-            self.frozen.weight.copy_(torch.eye(8))
-            self.frozen.bias.fill_(0.1)
-        self.frozen.requires_grad_(False)
-
-    def forward(self, x):
-        return self.net(self.frozen(x))
+    strict_loading = False
 
     def state_dict(self, *args, **kwargs):
         return {k: v for k, v in super().state_dict(*args, **kwargs).items() if "frozen" not in k}
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
-
-
-class OwnLoading(Regressor):
-    """load_state_dict is replaced, and renames keys of older checkpoints."""
-
-    def load_state_dict(self, state_dict, strict=True, assign=False):
-        state_dict = {k.replace("old_net.", "net."): v for k, v in state_dict.items()}
-        return super().load_state_dict(state_dict, strict=strict, assign=assign)
-
-
-class LoadHooks(Regressor):
-    """torch's own hooks around state dicts."""
-
-    def __init__(self):
-        super().__init__()
-        self.net.register_load_state_dict_pre_hook(self.before)
-        self.net.register_state_dict_post_hook(self.after)
-
-    def before(self, module, state_dict, prefix, *args):
-        for name in [name for name in state_dict if name.startswith(f"{prefix}old.")]:
-            state_dict[name.replace("old.", "")] = state_dict.pop(name)
-
-    @staticmethod
-    def after(module, state_dict, prefix, local_metadata):
-        return None
-
-
-class SavesOptimizers(Regressor):
-    """Reads and marks optimizer states in the checkpoint's hooks."""
-
-    def on_save_checkpoint(self, checkpoint):
-        checkpoint["rates"] = [group["lr"] for group in self.optimizers().param_groups]
-        checkpoint["version"] = "1.0"
-        checkpoint["time"] = 0.0
-
-    def on_load_checkpoint(self, checkpoint):
-        assert checkpoint["rates"] == [0.05]
-        assert checkpoint["version"] == "1.0"
-        assert len(checkpoint["optimizer_states"]) == 1
-
-
-class LoadsPretrained(Regressor):
-    """Weights of a file are loaded in __init__, as fine-tuning does."""
-
-    def __init__(self):
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(3)
-            other = Regressor()
-        self.load_state_dict(other.state_dict())
 
 
 class PerRank(Regressor):
@@ -302,9 +169,7 @@ class PerRank(Regressor):
 class CountsIterator(Regressor):
     """Unlabeled data of an iterator beside the loader, which a resume advances to where it was."""
 
-    def __init__(self):
-        super().__init__()
-        self.taken = 0
+    taken = 0
 
     def unlabeled(self):
         x = torch.stack([data.regression(i)[0] for i in range(100, 140)])
@@ -319,12 +184,47 @@ class CountsIterator(Regressor):
     def training_step(self, batch, batch_idx):
         self.taken += 1
         (x,) = next(self.iterator)
-        return (
-            super().training_step(batch, batch_idx) + 0.1 * self(x.to(self.device)).square().mean()
-        )
+        out = self(x.to(self.device))
+        return super().training_step(batch, batch_idx) + 0.1 * out.square().mean()
 
     def on_save_checkpoint(self, checkpoint):
         checkpoint["taken"] = self.taken
 
     def on_load_checkpoint(self, checkpoint):
         self.taken = checkpoint["taken"]
+
+
+class Stateful(Regressor):
+    """A running value that decides the loss, kept by hooks of the checkpoint."""
+
+    running = None
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        value = self.trainer.strategy.reduce(loss.detach())
+        self.running = value if self.running is None else 0.9 * self.running + 0.1 * value
+        return loss / self.running.clamp(min=0.1)
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["running"] = self.running
+
+    def on_load_checkpoint(self, checkpoint):
+        self.running = checkpoint["running"]
+        assert checkpoint["global_step"] in (9, 10)  # several ranks agree on a stop one step later
+        assert checkpoint["hyper_parameters"]["lr"] == 0.05
+
+
+HABITS = [
+    fsdp(RichHparams, "+task.sizes=[16,8]", "+task.nested={a:{b:[1,2]},c:x}"),
+    ddp(ListHparams, "+task.sizes=[16,8]", "+task.options={deep:[1,{x:2}]}"),
+    ddp(NumpyState, resume=SAVED, sample=True),
+    fsdp(ExtraState),
+    fsdp(DropsOnSave),
+    ddp(SavesItself),
+    fsdp(SavesWhole),
+    ddp(SavesCheckpoint),
+    fsdp(OwnStateDict, twice=True),
+    ddp(PerRank, random=True),
+    fsdp(CountsIterator, sample=True),
+    ddp(Stateful, resume=INSIDE),
+]

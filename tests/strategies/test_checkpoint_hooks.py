@@ -27,7 +27,7 @@ from armature.checkpoint import convert, lightning_file, plain, state, storage, 
 from armature.checkpoint.state import load_full_state_dict
 from armature.errors import ConfigError
 from armature.strategies.single import SingleDevice
-from tests.lightning_habits.packages import SlowWeights
+from tests.lightning_habits.optimizers import SlowWeights
 
 # what Lightning says of loaders and callbacks that differ, as they do here on purpose
 pytestmark = [
