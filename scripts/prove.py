@@ -175,6 +175,7 @@ class Proof:
             "trainer.max_time=null",
             "trainer.precision=32-true",
             "trainer.test_at_end=false",
+            "trainer.log_every_n_steps=1",
             f"trainer.val_every_n_steps={self.every}",
             f"checkpoint.every_n_steps={self.every}",
             "checkpoint.root=null",
@@ -205,15 +206,18 @@ class Proof:
         return self._checked[overrides]
 
     def _rows(self, typed: str | None) -> list[Row]:
-        base = self.typed_layout or SINGLE
-        title = self.typed_layout and f"{' '.join(self.typed_layout)}, "
+        base, title = self.typed_layout or SINGLE, ""
         (term, stop), (kill, end) = self.stops
-        rows = [
-            Row(f"{title or ''}stopped at {stop}, resumed", base, (term, stop)),
-            Row(f"{title or ''}killed at {end}, resumed", base, (kill, end)),
-        ]
+        rows = []
         if self.typed_layout:
-            rows.insert(0, self._row(" ".join(self.typed_layout), self.typed_layout, chosen=True))
+            values = dict(word.split("=", 1) for word in self.typed_layout)
+            devices = values.get("trainer.devices", "1")
+            title = f"{values.get('strategy', 'auto')} {devices} as typed"
+            rows.append(self._row(title, self.typed_layout, chosen=True))
+        rows += [
+            Row(f"{title or 'single 1'}, {kind} at {step}", base, (signal, step))
+            for kind, signal, step in (("stopped", term, stop), ("killed", kill, end))
+        ]
         names = DEFAULT_LAYOUTS if typed is None else [n for n in typed.split(",") if n != "none"]
         problems, chosen = [], typed is not None
         for name in names:
@@ -274,7 +278,9 @@ class Proof:
 
     def _validation(self, layout: tuple[str, ...]) -> tuple[str]:
         """Return the override with which a layout validates on as many samples as the others."""
-        ranks = Layout.of(self.check(layout)).data_ranks
+        cfg = self.check(layout)
+        # a batch of ours is a rank's; one of a plain data module is shared among the ranks
+        ranks = Layout.of(cfg).data_ranks if "eval_batch_size" in cfg.data else 1
         return (f"trainer.limit_val_batches={max(1, VALIDATION_BATCHES // ranks)}",)
 
     def _go(self, name: str, *overrides: str) -> Path:
@@ -468,6 +474,8 @@ class Against:
         last = int(rows[-1]["step"])
         self.steps = min(steps, last)
         self.ends = self.steps == last  # then the checkpoints are of the same step
+        # one step later, since a stop leaves the step's validation to the resumed run
+        self.stop = self.steps + 1 if self.steps + 1 < last else None
         recorded = [
             each for each in newest_start(run) if each.lstrip("+").partition("=")[0] not in DECIDED
         ]
@@ -475,12 +483,13 @@ class Against:
         self.command = [w for w in recorded if w.lstrip("+").partition("=")[0] not in keys]
         decided = [f"run.root={root}", "run.report=false", "logger=none", "checkpoint.root=null"]
         self.runs = Runs(root, [*self.command, *typed, *decided, "launch.max_restarts=0"])
-        self.recorded = Runs(root, [*recorded, *decided, "launch.max_restarts=0"])
+        folder = [word for word in typed if word.startswith("hydra.searchpath")]
+        self.recorded = Runs(root, [*folder, *recorded, *decided, "launch.max_restarts=0"])
         check(cli.compose(self.runs.base), prepare=False)
 
     def prove(self) -> bool:
         """Make the run, print the table, and return whether both agree."""
-        print(f"{' '.join(self.runs.base[:-5])}: {self.steps} steps, against {self.run}")
+        print(f"the first {self.steps} steps of the command of {self.run}, now")
         self._repeat(self.runs, "now")
         cells = self._compare("now")
         width = len(str(self.run)) + 2
@@ -495,8 +504,8 @@ class Against:
         return False
 
     def _repeat(self, runs: Runs, name: str, *more: str) -> None:
-        stop = () if self.ends else (STOP.format(name="SIGTERM", step=self.steps),)
-        message = runs.train(name, *more, *stop, stopped=not self.ends)
+        stop = () if self.stop is None else (STOP.format(name="SIGTERM", step=self.stop),)
+        message = runs.train(name, *more, *stop, stopped=bool(stop))
         if message:
             raise ConfigError(message.strip().removeprefix("1 problem:\n  - "))
 

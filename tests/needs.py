@@ -1,4 +1,4 @@
-"""What a test needs that may be absent: it is then skipped by name, or fails by name under --all."""
+"""What a test needs that may be absent: it is then skipped by name, or fails under --all."""
 
 import sys
 from pathlib import Path

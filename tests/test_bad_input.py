@@ -200,7 +200,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-# what only the command itself finds: sweeps, Hydra's own options, and what the checks do after composing
+# what only the command itself finds: sweeps, Hydra's own options, what follows composing
 COMMANDS = (
     "nothing to go on from",
     "options of Hydra's own are no mistakes",

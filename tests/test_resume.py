@@ -1,10 +1,7 @@
 """A run that is stopped and goes on writes the very metrics.csv of the run that was not stopped."""
 
 import gzip
-import subprocess
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch

@@ -12,6 +12,7 @@ from typing import Any
 from armature.callbacks.trace import FOLDER, GENERATOR
 
 TOLERANCE = 1e-6  # relative, of sums in runs in float64 whose inputs may be of fp32
+NOISE = 1e-6  # of the largest tensor of its kind: a gradient that is zero but for rounding
 NORMS = ("BatchNorm", "SyncBatchNorm")
 OWN_STATE = (
     "Use register_buffer, or on_save_checkpoint and on_load_checkpoint (state_dict and "
@@ -325,11 +326,10 @@ def _close(one: list[float], two: list[float], scale: float, tolerance: float) -
     if not all(map(math.isfinite, (*one, *two))):
         return [math.isfinite(value) for value in one] == [math.isfinite(value) for value in two]
     count, total, squares = one
-    squares = max(squares, (tolerance * scale) ** 2 * count)  # less is rounding noise
-    apart = abs(total - two[1]), abs(one[2] - two[2])
-    return (
-        apart[0] <= tolerance * math.sqrt(squares * count) and apart[1] <= 2 * tolerance * squares
-    )
+    noise = (NOISE * scale) ** 2 * count
+    of_sum = math.sqrt(max(tolerance**2 * squares, noise) * count)
+    of_squares = max(2 * tolerance * squares, noise)
+    return abs(total - two[1]) <= of_sum and abs(squares - two[2]) <= of_squares
 
 
 def _rms(value: list[float]) -> float:
