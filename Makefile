@@ -69,7 +69,7 @@ test-guarantees: $(VENV)/.installed-dev ## Run the tests that hold a sentence of
 test-fast: $(VENV)/.installed-dev ## Run the tests that take seconds
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: $(VENV)/.installed-dev ## Run everything, for hours; a missing package fails a test; ARGS=tests/finetune for a part
+test-all: $(VENV)/.installed-dev ## Run everything, for hours; a missing package fails its tests; ARGS=tests/finetune for a part
 	$(PYTEST) --all $(ARGS)
 
 resume-proof: $(VENV)/.installed ## Stop and resume an experiment (ARGS), and compare it with an undisturbed run

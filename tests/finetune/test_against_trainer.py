@@ -219,12 +219,10 @@ def test_packed_conversations_have_these_losses_under_every_layout(runs, layout)
     assert running.losses(run) == pytest.approx(expected, abs=NEAR, rel=0)
 
 
-def test_zero_3_that_resumes_has_these_losses_too(request, runs):
+def test_zero_3_that_resumes_has_these_losses_too(runs):
     """Weights from a folder, adapters and DeepSpeed, whose partitions are saved and read again
     halfway.
     """
-    if not request.config.getoption("--all"):
-        pytest.skip("takes a minute: runs with --all")
     root = runs["adapters, llama"].parent
     more = ("strategy=deepspeed_zero3", "trainer.devices=2", "run.name=zero3")
     for steps in (STEPS // 2, STEPS):
