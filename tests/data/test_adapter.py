@@ -3,7 +3,6 @@ after a resume.
 """
 
 import itertools
-import logging
 import random
 import threading
 from itertools import chain
@@ -745,16 +744,6 @@ class Waiting(Numbers):
         threading.Event().wait(None if get_worker_info() else self.seconds)
         self.seconds = 0.0
         return super().__getitem__(index)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_samples_that_wait_for_training_are_named_and_in_loader_processes_not_compared(
-    workers, monkeypatch, caplog
-):
-    monkeypatch.setattr("armature.data.eval_loader.WAIT_SECONDS", 0.2)
-    with caplog.at_level(logging.WARNING, logger="armature"):
-        check_ranks_agree([Waiting(), Numbers()], workers=workers)
-    assert "Plain has not read its first training samples after 0.2 s" in caplog.text
 
 
 def test_a_resumed_run_reads_no_samples_before_training():

@@ -96,6 +96,7 @@ def test_a_new_shape_is_counted_as_a_new_graph(count) -> None:
     assert count() == 2
 
 
+@pytest.mark.slow
 def test_generation_compiles_nothing(count) -> None:
     model = Decoder(**SMALL)
     blocks.compile_forward(model.blocks.values())
