@@ -22,7 +22,9 @@ TORCH_NEEDS_INDEX := $(if $(GPU)$(TORCH_INDEX),,$(if $(filter Linux,$(shell unam
 TORCH_BUILD = $(if $(TORCH_NEEDS_INDEX),$(patsubst torch==%,torch==%+cpu,$(TORCH)),$(TORCH))
 # everything but torch in the versions that were tested; CONSTRAINTS= takes the newest that the requirements allow
 CONSTRAINTS ?= constraints.txt
-PIP_TOOLS = python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
+# Python files are compiled on all cores afterwards: pip would take a minute more on one
+PIP_TOOLS = python -m pip install --quiet --no-compile $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
+COMPILE = $(BIN)/python -m compileall -qq -j 0 $(VENV) || true # some packages ship files for other Pythons
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 PIP_INSTALL = $(PIP_TOOLS) $(if $(TORCH_NEEDS_INDEX),$$($(BIN)/python -m pip \
 	index versions torch 2>/dev/null | grep -qF '$(patsubst torch==%,%,$(TORCH))+cpu' || echo --extra-index-url $(TORCH_NEEDS_INDEX)))
@@ -34,6 +36,7 @@ $(VENV)/bin/python:
 $(VENV)/.installed: requirements.txt $(wildcard constraints.txt) | $(VENV)/bin/python
 	$(if $(TORCH_INDEX),$(BIN)/python -m pip install --quiet --index-url $(TORCH_INDEX) "$$(grep '^torch>' requirements.txt)")
 	$(BIN)/$(PIP_INSTALL) --requirement requirements.txt "$(TORCH_BUILD)"
+	@$(COMPILE)
 	@touch $@
 
 # torchmetrics imports transformers if it is on the path, which makes each start of Lightning three seconds longer: the packages
@@ -41,6 +44,7 @@ $(VENV)/.installed: requirements.txt $(wildcard constraints.txt) | $(VENV)/bin/p
 $(VENV)/.installed-dev: $(wildcard requirements-*.txt) $(VENV)/.installed
 	$(BIN)/$(PIP_INSTALL) --requirement requirements-dev.txt "$(TORCH_BUILD)"
 	$(BIN)/$(PIP_TOOLS) --no-deps --upgrade --target $(VENV)/extras --requirement requirements-extras.txt
+	@$(COMPILE)
 	@touch $@
 
 help: ## List the targets
@@ -69,7 +73,7 @@ test-guarantees: $(VENV)/.installed-dev ## Run the tests that hold a sentence of
 test-fast: $(VENV)/.installed-dev ## Run the tests that take seconds
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: $(VENV)/.installed-dev ## Run everything, for hours; a missing package fails a test; ARGS=tests/finetune for a part
+test-all: $(VENV)/.installed-dev ## Run everything, for hours; a missing package fails its tests; ARGS=tests/finetune for a part
 	$(PYTEST) --all $(ARGS)
 
 prove: $(VENV)/.installed ## Prove that an experiment (ARGS) is the same after stops and under every layout

@@ -10,7 +10,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--all",
         action="store_true",
-        help="every layout, model and fault; a test whose package is missing fails",
+        help="a test whose package is missing fails instead of being skipped",
     )
 
 

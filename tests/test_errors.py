@@ -75,6 +75,7 @@ def test_a_cause_is_shown_with_its_message():
     assert "RuntimeError: could not load" in text
 
 
+@pytest.mark.slow
 def test_the_whole_traceback_is_pointed_to():
     def fails(note=None):
         error = ValueError("wrong")

@@ -42,7 +42,7 @@ def tokens() -> tuple[nn.Module, torch.Tensor]:
     return model, torch.arange(32).view(2, 16)
 
 
-@pytest.mark.slow
+@pytest.mark.guarantee
 @pytest.mark.parametrize("make", [images, patches, tokens])
 def test_an_onnx_file_computes_the_models_outputs(make, tmp_path):
     onnx = pytest.importorskip("onnx")

@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-from armature.models.decoder import generation
 from armature.models.decoder.cache import KeyValueCache
 from armature.models.decoder.generation import complete, generate, sample
 from armature.models.decoder.model import Decoder
@@ -118,63 +117,6 @@ def test_the_head_computes_the_newest_positions_alone(model):
     generate(model, PROMPT, max_new_tokens=3, temperature=0)
     complete(model, [[1, 2, 3], [4]], max_new_tokens=3, temperature=0)
     assert seen == [(2, 1)] * 6
-
-
-def test_looking_rarely_for_the_end_of_all_rows_gives_the_same_text(model, monkeypatch):
-    prompts = [[3, 1, 4], [1, 5, 9], [2, 6]]
-    eot = complete(model, prompts, max_new_tokens=12, temperature=0)[0][5:7]
-    options = {"max_new_tokens": 12, "temperature": 0, "eot": eot}
-    expected = [complete(model, prompts, **options), generate(model, PROMPT, **options).tolist()]
-    monkeypatch.setattr(generation, "READ_EVERY", {"cpu": 5})
-    assert [
-        complete(model, prompts, **options),
-        generate(model, PROMPT, **options).tolist(),
-    ] == expected
-
-
-def test_the_cache_takes_its_room_once_and_the_rotary_table_is_computed_once(model, monkeypatch):
-    made, tables, table, empty = [], [], model.rotary, torch.empty
-    monkeypatch.setattr(
-        torch, "empty", lambda *args, **kwargs: (made.append(args[0]), empty(*args, **kwargs))[1]
-    )
-    monkeypatch.setattr(model, "rotary", lambda **kwargs: (tables.append(1), table(**kwargs))[1])
-    generate(model, PROMPT, max_new_tokens=40, temperature=0)
-    assert [room for room in made if isinstance(room, tuple)] == [
-        (2, 2, 16, 4)
-    ] * 4  # keys and values of two layers
-    assert len(tables) == 1
-    made.clear()
-    generate(model, PROMPT, max_new_tokens=4, temperature=0)
-    assert [room for room in made if isinstance(room, tuple)] == [
-        (2, 2, 7, 4)
-    ] * 4  # no longer than the text
-
-
-def test_matrices_lie_by_columns_only_while_text_is_generated(model, monkeypatch):
-    model = decoder(tied=True).train()
-    before = {
-        name: (weight.data_ptr(), weight.stride(), weight.clone())
-        for name, weight in model.named_parameters()
-    }
-    strides = []
-    model.head.register_forward_hook(
-        lambda head, inputs, output: strides.append(head.weight.stride())
-    )
-    by_columns = generate(model, PROMPT, max_new_tokens=20, temperature=0)
-    assert {*strides} == {(1, 31)}
-    for name, weight in model.named_parameters():
-        pointer, stride, values = before[name]
-        assert (weight.data_ptr(), weight.stride()) == (pointer, stride)
-        assert torch.equal(weight, values)
-    model(PROMPT, PROMPT).backward()  # no weight became a tensor of inference mode
-
-    strides.clear()
-    generate(model, PROMPT, max_new_tokens=4)  # too few to pay for the copies
-    monkeypatch.setattr(generation, "MOST_COPIED_BYTES", 1000)
-    assert torch.equal(generate(model, PROMPT, max_new_tokens=20, temperature=0), by_columns)
-    with torch.inference_mode():
-        generate(decoder(), PROMPT, max_new_tokens=20)  # its weights can only be read
-    assert {*strides} == {(16, 1)}
 
 
 def test_a_full_cache_is_refused(model):

@@ -18,7 +18,6 @@ from omegaconf import OmegaConf
 
 from armature import cli, config, launch, run_dir
 from armature.errors import ConfigError
-from armature.launcher import supervise
 from tests import running
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cache")]
@@ -212,19 +211,6 @@ def test_fine_tuning_begins_with_the_weights_alone_and_their_tokens(single, corp
 def test_a_sweep_without_a_name_has_the_time():
     config.register()
     assert OmegaConf.create({"of": "${sweep_name:${name}}", "name": None}).of.startswith("sweep-")
-
-
-def test_a_stopped_sweep_is_told_to_go_on_by_its_own_name(monkeypatch, capsys):
-    hydra = SimpleNamespace(mode=RunMode.MULTIRUN, sweep=SimpleNamespace(dir="outputs/a/b"))
-    monkeypatch.setattr(cli, "HydraConfig", SimpleNamespace(get=lambda: hydra))
-    cfg = OmegaConf.create({"run": {"root": "outputs", "name": "a/b/1"}})
-
-    def trial(_):
-        raise supervise.stopped(cfg, "SIGTERM", step=3)
-
-    with pytest.raises(SystemExit, match="143"):
-        cli.report_errors(trial)(cfg)
-    assert "The same command with run.name=a/b resumes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -77,25 +77,6 @@ def test_going_on_drops_what_came_after_the_checkpoint(tmp_path):
     ]
 
 
-def test_the_file_is_opened_at_most_once_per_second(tmp_path, monkeypatch):
-    clock = []
-    monkeypatch.setattr("armature.training.metrics_csv.time.monotonic", lambda: clock[-1])
-    log, found = MetricsCSV(tmp_path), []
-    for seconds in (100.0, 100.5, 100.9, 101.1, 101.2):
-        clock.append(seconds)
-        log.write_rows(
-            [
-                {"step": step, "train/loss": 1.0}
-                for step in (log.held.get("step", 0) + k for k in (1, 2))
-            ]
-        )
-        found.append([int(row["step"]) for row in read(tmp_path / "metrics.csv")[1]])
-    assert found == [[1], [1], [1], [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 7]]
-    assert log.held["step"] == 10  # what a checkpoint keeps is never behind
-    log.finalize("failed")  # an error: nothing that was read is lost
-    assert [int(row["step"]) for row in read(tmp_path / "metrics.csv")[1]] == list(range(1, 11))
-
-
 def test_going_on_keeps_what_a_test_added_to_the_last_row(tmp_path):
     log = MetricsCSV(tmp_path)
     write(log, 1, 2)
@@ -118,50 +99,6 @@ def test_a_line_that_a_crash_cut_short_is_left_out(tmp_path):
     file = tmp_path / "metrics.csv"
     file.write_text(file.read_text() + "3")
     assert [row["step"] for row in read(file)[1]] == ["1", "2"]
-
-
-VANISHES = {
-    "deleted": lambda file: file.unlink(),
-    "renamed": lambda file: file.rename(file.with_name("old.csv")),
-    "emptied": lambda file: file.write_text(""),
-}
-
-
-@pytest.mark.parametrize("how", VANISHES)
-def test_a_file_that_vanishes_while_training_is_written_anew_with_a_header(how, tmp_path, caplog):
-    log = MetricsCSV(tmp_path)
-    write(log, 1, 4)
-    VANISHES[how](tmp_path / "metrics.csv")
-    write(log, 5, 6)
-    write(log, 7, 7)
-    log.write_rows([{"step": 8, "train/loss": 0.1, "val/loss": 0.2}])  # another column
-    log.flush()
-    columns, rows = read(tmp_path / "metrics.csv")
-    assert columns == ["step", "train/loss", "val/loss"]
-    assert [row["step"] for row in rows] == ["4", "5", "6", "7", "8"]
-    assert len(caplog.messages) == 1
-    assert "the rows of steps 1 to 3 are missing" in caplog.text
-    again = MetricsCSV(tmp_path)
-    again.is_expected = True
-    again.resume_from(8)
-    assert len(caplog.messages) == 1  # it was reported once
-
-
-@pytest.mark.parametrize("how", VANISHES)
-def test_a_file_that_vanished_before_a_resume_is_reported(how, tmp_path, caplog):
-    log = MetricsCSV(tmp_path)
-    write(log, 1, 4)
-    held = dict(log.held)
-    VANISHES[how](tmp_path / "metrics.csv")
-    again = MetricsCSV(tmp_path)
-    again.held, again.is_expected = held, True
-    again.resume_from(4)
-    write(again, 5, 6)
-    again.flush()
-    assert [row["step"] for row in read(tmp_path / "metrics.csv")[1]] == ["4", "5", "6"]
-    assert [message.partition(": ")[2] for message in caplog.messages] == [
-        "the rows of steps 1 to 3 are missing. Training does not need them."
-    ]
 
 
 def test_a_run_that_starts_from_another_one_misses_no_rows(tmp_path, caplog):
@@ -202,22 +139,6 @@ def test_rows_that_a_full_disk_lacks_at_the_end_are_reported_beside_another_erro
     )
     with pytest.raises(NotSaved, match="lacks 2 rows"):
         log.flush()
-
-
-def test_a_directory_that_vanishes_while_training_costs_only_its_own_rows(tmp_path, caplog):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    log = MetricsCSV(folder)
-    write(log, 1, 4)
-    folder.rename(tmp_path / "elsewhere")
-    write(log, 5, 6)
-    folder.mkdir()  # by the keeper of the lock
-    write(log, 7, 8)
-    log.flush()
-    assert [row["step"] for row in read(folder / "metrics.csv")[1]] == ["4", "5", "6", "7", "8"]
-    assert "could not be written" in caplog.messages[0]
-    assert "the rows of steps 1 to 3 are missing" in caplog.messages[1]
-    assert len(caplog.messages) == 2
 
 
 def test_a_module_that_logs_images_runs_without_another_logger(tmp_path):

@@ -93,26 +93,3 @@ def test_another_layout_continues_with_rank_0s_and_says_so(monkeypatch, caplog):
         meta = restored(monkeypatch, file, rank=0, ranks=ranks, layout=layout)
         assert meta["callbacks"]["Counter"] == {"seen": 0}
         assert "Each rank had saved its own Counter" in caplog.text
-
-
-def test_nothing_is_added_if_ranks_save_the_same_or_rank_0_alone(monkeypatch):
-    """Equal values are equal wherever they lie in memory."""
-
-    def values() -> dict[str, Any]:
-        average = {
-            "w": torch.arange(6.0).reshape(2, 3),
-            "half": torch.ones(2, dtype=torch.bfloat16),
-        }
-        odd = [
-            torch.tensor(1.0),
-            torch.eye(2).to_sparse(),
-            torch.ones(1, dtype=torch.complex64),
-            torch.empty(0),
-        ]
-        return {"average": average, "odd": odd, "text": "".join(["a", "b"])}
-
-    assert of_ranks.KEY not in saved(monkeypatch, [meta_of(0, **values()), meta_of(0, **values())])
-    assert of_ranks.KEY not in saved(monkeypatch, [meta_of(0, **values()), meta_of(0)])
-    changed = values()
-    changed["average"]["w"][1, 2] += 1
-    assert of_ranks.KEY in saved(monkeypatch, [meta_of(0, **values()), meta_of(0, **changed)])

@@ -150,25 +150,6 @@ def test_a_column_of_several_types_is_named(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.jsonl", "p.jsonl"]
 
 
-def test_outputs_of_other_forms():
-    def made(outputs):
-        return predict.rows(outputs, 2, owner="Task")
-
-    assert made(torch.arange(4).view(2, 2)) == [{"prediction": [0, 1]}, {"prediction": [2, 3]}]
-    assert made(["a", "b"]) == [{"prediction": "a"}, {"prediction": "b"}]
-    assert made([{"box": torch.ones(2)}, {"box": torch.ones(0)}]) == [
-        {"box": [1.0, 1.0]},
-        {"box": []},
-    ]
-    assert made((torch.arange(2), torch.arange(2))) == [{"0": 0, "1": 0}, {"0": 1, "1": 1}]
-    with pytest.raises(
-        ConfigError, match=r"returned 'prediction' of shape \(3,\) for a batch of 2 samples"
-    ):
-        made(torch.ones(3))
-    with pytest.raises(ConfigError, match="returned None: return a row for each sample"):
-        made(None)
-
-
 def test_a_task_that_cannot_predict_is_named(tmp_path):
     with pytest.raises(ConfigError, match="LightningModule has neither predict_step nor forward"):
         parts(tmp_path, 1, task=L.LightningModule())

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import time
 import weakref
@@ -384,32 +383,6 @@ LOST = "RuntimeError: Connection reset by peer"
 WRONG_SUM = "ArithmeticError: wrong"
 
 
-@pytest.mark.parametrize(
-    ("error", "number", "after", "expected"),
-    [
-        (
-            LOST,
-            signal.SIGKILL,
-            0.1,
-            "rank 1 was killed by SIGKILL",
-        ),  # gone a little later than its connections
-        (LOST, signal.SIGABRT, 0.1, "rank 1 was killed by SIGABRT"),
-        (LOST, signal.SIGTERM, 0.1, "rank 1 was killed by SIGTERM"),
-        (WRONG_SUM, signal.SIGABRT, 0.1, "rank 0 failed with ArithmeticError: wrong"),
-        (WRONG_SUM, signal.SIGABRT, -0.1, "rank 1 was killed by SIGABRT"),
-        (WRONG_SUM, signal.SIGTERM, 0.1, "rank 0 failed with ArithmeticError: wrong"),
-    ],
-)
-def test_what_came_first_is_told(error, number, after, expected, tmp_path):
-    deaths = {1: Death(100.4 + after, -number), 0: Death(101.0, 1)}
-    watch = SimpleNamespace(hung={}, ended=set(), deaths=deaths)
-    failures = {
-        0: failure(tmp_path, rank=0, code=1, at=100.4, error=error),
-        1: failure(tmp_path, rank=1, code=-number, at=100.4 + after),
-    }
-    assert describe(failures, watch, tmp_path, oom=False).what == expected
-
-
 @pytest.mark.parametrize("kind", ["NotSaved", "EndedByCode"])
 def test_what_no_restart_would_mend_is_one_line_and_the_end(kind, tmp_path):
     watch = SimpleNamespace(hung={}, ended=set(), deaths={})
@@ -433,16 +406,6 @@ def test_a_rank_that_was_ended_for_another_is_not_taken_for_the_first(tmp_path):
         describe(failures, watch, tmp_path, oom=None).what
         == "rank 0 failed with ArithmeticError: wrong"
     )
-
-
-@pytest.mark.parametrize(
-    ("oom", "words"), [(None, ", probably out of memory"), (True, "ran out of memory"), (False, "")]
-)
-def test_memory_is_named_where_it_can_be_the_reason(oom, words, tmp_path):
-    watch = SimpleNamespace(hung={}, ended=set(), deaths={})
-    told = describe({0: failure(tmp_path, rank=0, code=-9, at=1.0)}, watch, tmp_path, oom=oom).what
-    assert told.startswith("rank 0 was killed by SIGKILL")
-    assert told.endswith(words or "SIGKILL")
 
 
 @pytest.mark.parametrize(
@@ -503,27 +466,6 @@ def end_batch(beats):
     beats.on_train_batch_end(
         SimpleNamespace(accumulate_grad_batches=1, is_last_batch=False), None, None, None, 0
     )
-
-
-def test_a_heart_beats_once_a_second_from_the_first_batch_on(monkeypatch, tmp_path):
-    monkeypatch.setenv("ARMATURE_HEARTBEATS", str(tmp_path))
-    now = 100.0
-    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now)
-    monkeypatch.setattr(heartbeat.blocked, "answer_requests", lambda folder, place: None)
-    beats, file = heartbeat.Heartbeat(), tmp_path / str(os.getpid())
-    beats.on_validation_batch_end()
-    assert not file.exists()
-    end_batch(beats)
-    os.utime(file, (0, 0))
-    now = 100.9
-    end_batch(beats)
-    assert file.stat().st_mtime == 0
-    now = 101.1
-    beats.on_validation_batch_end()
-    assert file.stat().st_mtime > 0
-    shutil.rmtree(tmp_path)
-    now = 103.0
-    end_batch(beats)  # a folder that is gone ends nothing
 
 
 def test_without_a_parent_that_watches_there_is_no_beat(monkeypatch, tmp_path):

@@ -252,26 +252,6 @@ def test_a_path_that_a_run_with_checkpoints_would_not_begin_with_is_refused(tmp_
     start(first)
 
 
-def test_a_path_with_a_reference_is_known_again(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WORK", str(tmp_path / "other"))
-    checkpoint_at(tmp_path / "other" / "checkpoints" / "step=000050")
-
-    def start(path):
-        cfg = config("outputs", resume=path, checkpoint={"root": None, "trust": False})
-        cfg.run.name = "mine"
-        cfg = OmegaConf.merge(cfg, {name: {} for name in NEEDED if name not in cfg})
-        return run_dir.write(
-            run_dir.decide(cfg, label="x"), []
-        )  # nothing was typed: an experiment has it
-
-    start("${oc.env:WORK}/checkpoints/step=000050")
-    checkpoint_at(tmp_path / "outputs" / "mine" / "checkpoints" / "step=000060")
-    start("${oc.env:WORK}/checkpoints/step=000050")
-    with pytest.raises(ConfigError, match=r"resume=x: .*mine has checkpoints of its own"):
-        start("${oc.env:GONE,x}")
-
-
 def test_paths_in_object_stores_are_compared_as_they_are_written():
     there = resume.to_path("memory://bucket/run/")
     assert resume._is_same(there, resume.to_path("memory://bucket/run"))
@@ -284,20 +264,6 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_from_scratch(tmp
     (tmp_path / cfg.run.name / "checkpoints" / "step=000002").mkdir(parents=True)
     with pytest.raises(ConfigError, match="None of the run's checkpoints is complete"):
         run_dir.write(cfg, [])
-
-
-def test_the_config_of_another_program_makes_no_run_directory(tmp_path):
-    """LightningCLI writes version_0/config.yaml beside version_0/checkpoints."""
-    (tmp_path / "checkpoints").mkdir()
-    (checkpoint := tmp_path / "checkpoints" / "x.ckpt").touch()
-    (tmp_path / "config.yaml").write_text("trainer: {max_epochs: 3}\nmodel: {lr: 0.1}\n")
-    cfg = run_dir.decide(config(tmp_path / "outputs", checkpoint={"root": None}), label="x")
-    assert resume.run_of(checkpoint) is None
-    assert resume.mismatches(cfg, checkpoint) == []
-    assert resume.run_of(tmp_path) == tmp_path  # named itself, it is read, and reported as damaged
-    groups = "".join(f"{name}: {{}}\n" for name in NEEDED)
-    (tmp_path / "config.yaml").write_text(groups)
-    assert resume.run_of(checkpoint) == tmp_path
 
 
 def test_every_start_of_a_run_has_the_same_id(tmp_path):
@@ -333,18 +299,6 @@ def test_the_state_of_the_code_and_the_sweep_s_name_are_written(tmp_path, monkey
     run_dir.git.cache_clear()
     assert run_dir.git() == {**state, "dirty": True}
     run_dir.git.cache_clear()
-
-
-def test_a_refused_command_leaves_a_folder_of_the_user_s(tmp_path):
-    for root in (tmp_path / "own", tmp_path / "new"):
-        if root.name == "own":
-            root.mkdir()
-        cfg = config(tmp_path)
-        cfg.run.root, cfg.run.name = str(root), None
-        cfg = run_dir.decide(cfg, label="x")
-        run_dir.release(cfg)
-        assert not Path(cfg.run.dir).exists()
-    assert [each.name for each in tmp_path.iterdir()] == ["own"]
 
 
 def test_a_full_disk_is_named_at_the_start_and_at_the_end(tmp_path, monkeypatch):

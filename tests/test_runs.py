@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from armature.launcher import lock, run_state
-from armature.pages import history
+from armature.launcher import lock
 from scripts import runs
 
 ROOT = Path(__file__).parents[1]
@@ -112,17 +111,6 @@ def test_sizes_and_times_have_few_digits():
     ]
 
 
-def test_pipes_in_a_run_directory_block_nothing(tmp_path):
-    names = ("metrics.csv", "summary.json", "config.yaml", "report.jsonl", lock.NAME)
-    for name in names:
-        os.mkfifo(tmp_path / name)
-    assert run_state.state(tmp_path, run_state.read_summary(tmp_path)) == "failed"
-    assert runs.metrics(tmp_path / "metrics.csv", "val/loss", "min") == (None, None)
-    assert runs.settings(tmp_path) == {}
-    found = history.read(tmp_path)
-    assert (found.metrics, found.events, found.config) == ({}, [], {})
-
-
 def test_it_prints_json_without_importing_torch(make, tmp_path):
     make("one", reason="finished")
     code = (
@@ -134,31 +122,6 @@ def test_it_prints_json_without_importing_torch(make, tmp_path):
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert [run["state"] for run in json.loads(result.stdout)] == ["finished"]
-
-
-def test_folders_that_cannot_be_listed_and_runs_behind_links_are_no_errors(
-    make, tmp_path, monkeypatch, capsys
-):
-    make("one", reason="finished")
-    (tmp_path / "link").symlink_to(tmp_path)
-    (tmp_path / "closed").mkdir()
-    real = os.scandir
-
-    def scandir(path):
-        if Path(path).name == "closed":
-            raise PermissionError(13, "Permission denied")
-        return real(path)
-
-    monkeypatch.setattr(os, "scandir", scandir)
-    monkeypatch.setattr(sys, "argv", ["runs.py", str(tmp_path), "--json"])
-    runs.main()
-    said = capsys.readouterr()
-    assert len(json.loads(said.out)) == 1
-    assert "closed: not listed (Permission denied)." in said.err
-    monkeypatch.setattr(sys, "argv", ["runs.py", "x" * 300])
-    with pytest.raises(SystemExit, match="2"):
-        runs.main()
-    assert "no such folder: xxx" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path, monkeypatch, capsys):

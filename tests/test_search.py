@@ -102,20 +102,6 @@ def test_an_interrupted_trial_is_resumed_with_its_values(folder):
     assert f"optimizer.lr={values['optimizer.lr']}" in launcher.begun[0][1]
 
 
-def test_a_trial_that_its_process_finished_meanwhile_is_not_repeated(folder, monkeypatch):
-    with pytest.raises(KeyboardInterrupt):
-        begin(KeyboardInterrupt(), trials=1)
-    claimed = search._claimed
-
-    def claim_after_the_end(folder, number):
-        opened(folder).tell(number, 0.7, skip_if_finished=True)
-        return claimed(folder, number)
-
-    monkeypatch.setattr(search, "_claimed", claim_after_the_end)
-    assert begin(trials=1).begun == []
-    assert [trial.value for trial in opened(folder).trials] == [0.7]
-
-
 def test_a_result_of_a_trial_that_has_one_is_not_an_error(folder):
     def told_by_another_process():
         opened(folder).tell(0, 0.7)
@@ -198,20 +184,6 @@ def test_the_password_of_a_storage_is_not_shown(monkeypatch):
     assert "hunter22" not in errors.masked(str(error.value))
 
 
-def test_a_process_without_a_pruner_turns_pruning_off(folder):
-    asked = []
-
-    def trial():
-        search.is_hopeless(folder / "0", 1, 0.5, study="search", storage=None)
-        opened(folder).set_user_attr("pruner", None)
-        asked.append(search.is_hopeless(folder / "0", 2, 0.1, study="search", storage=None))
-        return 0.5
-
-    begin(trial, trials=1, pruner={"name": "ThresholdPruner", "lower": 0.3})
-    assert asked == [False]
-    assert [*opened(folder).trials[0].intermediate_values] == [1, 2]
-
-
 def test_values_that_cannot_be_combined_do_not_stop_the_search(folder):
     begin(SystemExit(2), SystemExit(2), SystemExit(2), SystemExit(2), 0.5, trials=6)
     assert states(folder) == ["FAIL"] * 4 + ["COMPLETE"] * 2
@@ -275,33 +247,6 @@ def test_a_sampler_that_has_tried_each_combination_ends_the_search(sampler, fold
     assert begin(**settings).begun == []
     other = begin(**{**settings, "sampler": {"name": "RandomSampler", "seed": 0}, "trials": 7})
     assert [number for number, _ in other.begun] == [6]
-
-
-@pytest.mark.parametrize(
-    "sampler",
-    [
-        {"name": "GridSampler", "seed": 0, "search_space": CELLS},
-        {"name": "BruteForceSampler", "seed": 0},
-    ],
-    ids=["grid", "brute_force"],
-)
-def test_a_second_process_repeats_no_combination_that_the_first_still_runs(sampler, folder, caplog):
-    settings = {
-        "sampler": sampler,
-        "params": {"optimizer.name": "a,b", "model.layers": "range(1,4)"},
-        "trials": 9,
-    }
-    others = []
-
-    def last():
-        with caplog.at_level("INFO"):
-            others.append(begin(**settings))
-        return 0.5
-
-    begin(0.5, 0.5, 0.5, 0.5, 0.5, last, **settings)
-    assert [other.begun for other in others] == [[]]
-    assert "Other processes still run trial 5" in caplog.text
-    assert states(folder) == ["COMPLETE"] * 6
 
 
 def test_trials_of_a_low_discrepancy_sequence_follow_each_other(folder):

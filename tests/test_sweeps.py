@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from armature import cli, config
 from armature.errors import ConfigError, RunFailed
 from armature.sweeps import conclude, report, space, study, trials
-from armature.validation.compose import count_trials, explain_sweep
+from armature.validation.compose import explain_sweep
 from tests import running
 
 TRAIN = [sys.executable, str(running.ROOT / "train.py")]
@@ -286,23 +286,6 @@ def test_the_end_of_a_sweep_prints_the_table(grid, capsys):
     assert [row["trial"] for row in ranks(grid)] == ["3", "2", "1", "0", "10"]
 
 
-def test_trials_with_different_metrics_are_not_ranked(grid):
-    (grid / "1" / "config.yaml").write_text(
-        yaml.safe_dump({"checkpoint": {"monitor": "val/loss", "mode": "min"}})
-    )
-    sweep = trials.read(grid)
-    assert sweep is not None
-    assert (
-        "not ranked, since checkpoint.monitor differs: val/accuracy (max), val/loss (min)"
-        in sweep.headline
-    )
-    _, first, second, *_ = trials.table(sweep)
-    assert first[:3] == ["–", "0", "0.8 val/accuracy"]
-    assert second[:3] == ["–", "1", "0.81 val/loss"]
-    assert trials.importance(sweep) == {}
-    assert "by value" not in report.html(sweep, {})
-
-
 # ---------------------------------------------------------------- trials that are refused
 @pytest.fixture
 def trial(monkeypatch):
@@ -366,23 +349,6 @@ def test_a_refused_trial_of_a_search_is_left_to_it(trial, tmp_path):
     with pytest.raises(SystemExit) as end:
         trial(tmp_path, "sweep=optuna")
     assert end.value.code == cli.EXIT_CONFIG
-
-
-@pytest.mark.parametrize(
-    ("typed", "count"),
-    [
-        (["seed=1,2,3", "optimizer.lr=0.1,0.2", "run.notes=${oc.env:UNSET_HERE}"], 6),
-        (["sweep=lr", "seed=1,2"], 2 * 3),
-        (["sweep=optuna", "hydra.sweeper.trials=7"], 7),
-    ],
-)
-def test_the_trials_of_a_sweep_are_counted(typed, count):
-    config.register()
-    with initialize_config_dir(version_base="1.3", config_dir=str(config.CONFIGS)):
-        fixed = [each for each in typed if "," not in each and "oc.env" not in each]
-        hydra = compose("train", fixed, return_hydra_config=True).hydra
-        hydra.overrides.task = [each for each in typed if "sweep" not in each]
-        assert count_trials(hydra) == count
 
 
 # ---------------------------------------------------------------- whole sweeps
@@ -505,30 +471,3 @@ def test_a_grid_under_launchers_of_hydra(launcher, tmp_path):
     pytest.importorskip(f"hydra_plugins.hydra_{launcher.partition('_')[0]}_launcher")
     result = sweep("seed=0,1", "run.name=grid", f"hydra/launcher={launcher}", cwd=tmp_path)
     assert "2 of 2 trials finished" in result.stderr
-
-
-# ---------------------------------------------------------------- Weights & Biases
-def test_the_command_of_a_wandb_agent_composes():
-    """The page's sweep file, with values in place as an agent puts them.
-
-    KEY=VALUE without hyphens.
-    """
-    page = (running.ROOT / "docs" / "sweeps.md").read_text()
-    (text,) = re.findall(r"```yaml\n# wandb-sweep.yaml\n(.*?)```", page, re.DOTALL)
-    sweep = yaml.safe_load(text)
-    values = {key: node["value"] if "value" in node else (node.get("values") or [node["min"]])[0]
-              for key, node in sweep["parameters"].items()}  # fmt: skip
-    words = []
-    for word in sweep["command"]:
-        given = [f"{key}={value}" for key, value in values.items()]
-        words += (
-            given
-            if word == "${args_no_hyphens}"
-            else [word.replace("${program}", sweep["program"])]
-        )
-    assert words[1:3] == ["python", "train.py"]
-    cfg = cli.compose(words[3:])
-    assert cfg.logger.wandb._target_.endswith("WandbLogger")
-    assert sweep["metric"]["name"] == "val/accuracy" == cfg.checkpoint.monitor
-    for key, value in values.items():
-        assert str(config.OmegaConf.select(cfg, key)) == str(value)

@@ -12,12 +12,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from armature.callbacks.ema import EMA
 from armature.checkpoint import directory, storage
 from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import NotSaved
 from armature.parallel import process_group
-from armature.strategies.base import StrategyMixin
 from armature.strategies.single import SingleDevice
 from armature.training import checkpointing
 from armature.training.checkpointing import Checkpointing
@@ -312,34 +310,6 @@ def test_ranks_agree_that_the_time_is_up_without_waiting_for_each_other():
         assert sent == [(9, "all_reduce"), (19, "all_reduce")]
 
 
-def test_a_vote_is_read_at_the_step_after_it_whatever_else_is_due(monkeypatch):
-    made: Any = Checkpointing(
-        Path(),
-        Quiet(),
-        **{**POLICY, "every_n_steps": 10, "every_n_minutes": 1.0},
-        on_failure="stop",
-    )  # pyright: ignore[reportArgumentType]
-    votes: list[tuple[str, int]] = []
-
-    class Votes:
-        def __call__(self, due: bool) -> None:
-            votes.append(("sent", trainer.global_step))
-
-        def finish(self) -> list[bool]:
-            votes.append(("read", trainer.global_step))
-            return []
-
-    trainer: Any = SimpleNamespace(
-        fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(validation_is_due=False))
-    )
-    monkeypatch.setattr(process_group, "ranks", lambda: 2)
-    made._time_vote, made._save = Votes(), lambda trainer: setattr(made, "_due", False)
-    for step in range(1, 21):
-        trainer.global_step = step
-        made.step_ended(trainer)
-    assert votes == [("sent", 9), ("read", 10), ("sent", 19), ("read", 20)]
-
-
 class Module(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
@@ -375,22 +345,6 @@ def test_a_checkpoint_that_somebody_else_saves_leaves_last_alone(tmp_path):
         trainer.save_checkpoint(tmp_path / "step=000003", storage_options="s3")
 
 
-def test_a_strategy_that_is_not_ours_is_named():
-    trainer = L.Trainer(
-        accelerator="cpu", max_steps=1, max_epochs=-1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[EMA()],
-    )  # fmt: skip
-    assert StrategyMixin.find(trainer) is None
-    with pytest.raises(
-        TypeError, match=r"SingleDeviceStrategy: this needs a strategy of armature\.strategies"
-    ):
-        StrategyMixin.of(trainer)
-    with pytest.raises(
-        TypeError, match=r"EMA needs a strategy of armature\.strategies.*Got SingleDeviceStrategy"
-    ):
-        trainer.fit(Module(), torch.utils.data.DataLoader([torch.ones(2)]))
-
-
 @pytest.mark.slow
 def test_a_pointer_that_is_gone_does_not_send_the_run_back_to_the_start(tmp_path):
     corpus = write_corpus(tmp_path / "corpus")
@@ -399,34 +353,6 @@ def test_a_pointer_that_is_gone_does_not_send_the_run_back_to_the_start(tmp_path
     (tmp_path / "outputs/a/checkpoints/last").unlink()
     done = train(*args, cwd=tmp_path, corpus=corpus)
     assert "step=000004, step 4" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("logged", "told"),
-    [
-        ({}, "nothing."),
-        ({"val/lost": torch.tensor(1.0)}, "val/lost."),
-        (
-            {"val/loss/dataloader_idx_0": torch.tensor(1.0)},
-            "idx_0. Type checkpoint.monitor=val/loss/dataloader_idx_0",
-        ),
-    ],
-)
-def test_a_monitor_that_nobody_logs_is_told_once(tmp_path, caplog, logged, told):
-    log: Any = Quiet()
-    trainer: Any = Trainer(set())
-    trainer.state, trainer.sanity_checking, trainer.callback_metrics = (
-        SimpleNamespace(fn="fit"),
-        False,
-        logged,
-    )
-    callback = Checkpointing(tmp_path, log, **{**POLICY, "keep_best": 1}, on_failure="continue")
-    for _ in range(2):
-        callback.validation_ended(trainer)
-    assert (
-        caplog.text.count("checkpoint.monitor=val/loss: no logged value has that name, so no") == 1
-    )
-    assert told in caplog.text
 
 
 def test_scores_of_another_monitor_do_not_count_after_a_resume(tmp_path, caplog):

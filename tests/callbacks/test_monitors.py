@@ -5,15 +5,12 @@ import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from armature import config, hardware
 from armature.callbacks.monitors import Monitors, Norms, part_of
 from armature.data.base import DataModule
 from armature.models.decoder.model import Decoder
@@ -24,10 +21,10 @@ from armature.tasks.base import Task
 from armature.training import flops, step_log, timings
 from armature.training.metrics_csv import MetricsCSV, read
 from armature.training.step_log import StepLog
-from armature.training.timings import DataWait, DataWaitWarning, TimingsCSV, Window
+from armature.training.timings import TimingsCSV
 from armature.training.trainer import Trainer
 from tests.forked import Forks
-from tests.running import ROOT, TINY, rows, summary, write_corpus
+from tests.running import TINY, rows, summary, write_corpus
 
 torch.set_num_threads(1)
 
@@ -171,84 +168,6 @@ def waiting(num_workers: int | None = 0, accumulate: int = 1, devices: int = 1) 
     return SimpleNamespace(
         accumulate_grad_batches=accumulate, num_devices=devices, datamodule=loader
     )
-
-
-def judged(trainer, *, wait: float, step: float = 0.1, windows: int = 8, waits=None) -> list[str]:
-    """What is said of so many windows of ten steps."""
-    watch, window = (
-        DataWaitWarning(),
-        Window(steps=10, samples=80, seconds=10 * step, data_wait=10 * wait),
-    )
-    said = [watch.problem(trainer, window, waits=waits or [wait / step]) for _ in range(windows)]
-    return [text for text in said if text]
-
-
-def test_the_warning_names_the_remedy_once(monkeypatch):
-    monkeypatch.setattr(hardware, "cpu_count", lambda: 8)
-    (text,) = judged(waiting(), wait=0.06)
-    assert text.startswith(
-        "the model waits for data 60% of the time, 60 ms per batch. Type data.num_workers=3:"
-    )
-    (text,) = judged(waiting(num_workers=2), wait=0.06)
-    assert "Type data.num_workers=4 instead of 2." in text
-    assert "decode, resize or tokenize once" in text
-    (text,) = judged(waiting(num_workers=4, devices=2), wait=0.06)
-    assert (
-        "All 4 CPUs of a rank load data already (data.num_workers=4), so make samples cheaper"
-        in text
-    )
-    (text,) = judged(waiting(accumulate=4), wait=0.06, waits=[0.1, 0.6])
-    assert text.startswith("rank 1 waits for data 60% of the time, 15 ms per batch.")
-
-
-def test_no_warning_below_five_per_cent_in_the_warm_up_or_where_nothing_would_help():
-    assert not judged(waiting(), wait=0.0049)
-    assert not judged(
-        waiting(), wait=0.06, windows=3
-    )  # the first twenty steps, and ten that are too few to judge by
-    assert not judged(waiting(), wait=0.0009, step=0.01, windows=50)
-
-
-def test_the_warning_reaches_the_log(tmp_path, caplog):
-    fit(tmp_path, data_pause=0.012, steps=70, every=10)
-    assert sum("waits for data" in record.message for record in caplog.records) == 1
-
-
-def test_on_a_gpu_only_its_idle_time_counts(monkeypatch):
-    on_gpu = on_host = 0.0
-    synchronized = []
-
-    class Event:
-        def __init__(self, enable_timing) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            self.at = on_gpu
-
-        def elapsed_time(self, other) -> float:
-            return (other.at - self.at) * 1e3
-
-        def synchronize(self) -> None:
-            synchronized.append(self.at)
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(timings.time, "perf_counter", lambda: on_host)
-    trainer = SimpleNamespace(
-        strategy=SimpleNamespace(root_device=torch.device("cuda")),
-    )
-    wait = DataWait(trainer)  # pyright: ignore[reportArgumentType]
-    for begins, ends in ((1.0, 3.0), (3.1, 5.0), (7.0, 8.0)):
-        wait.fetch_started()
-        on_host, on_gpu = on_host + 0.5, begins
-        wait.fetch_ended()
-        on_gpu = ends
-        wait.batch_ended()
-        assert not synchronized
-    # the first batch's host time counts whole, of the second what the GPU stood idle, of the third
-    # what the host took
-    assert wait.read() == pytest.approx(0.5 + 0.1 + 0.5)
-    assert synchronized == [8.0]
-    assert wait.read() == 0.0
 
 
 # ------------------------------------------------------------ rows
@@ -448,13 +367,6 @@ def test_impossible_settings_are_refused():
         Monitors(norms_every_n_steps=None, update_ratio=True)
 
 
-def test_monitors_and_ema_are_chosen_together():
-    config.register()
-    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
-        cfg = compose("train", overrides=["callbacks=[ema,monitors]"])
-    assert list(cfg.callbacks) == ["ema", "monitors"]
-
-
 @pytest.mark.parametrize(
     ("name", "part"),
     [
@@ -465,24 +377,6 @@ def test_monitors_and_ema_are_chosen_together():
 )
 def test_a_weight_belongs_to_its_block_or_end(name, part):
     assert part_of(name) == part
-
-
-# ------------------------------------------------------------ arithmetic
-def test_a_decoder_is_counted_by_palms_formula():
-    with torch.device("meta"):
-        model = Decoder(
-            vocab_size=50304,
-            context=1024,
-            width=768,
-            layers=12,
-            heads=12,
-            ffn_hidden=2048,
-            tied=True,
-        )
-    weights = 12 * (4 * 768**2 + 3 * 768 * 2048) + 50304 * 768
-    assert (
-        model.flops_per_sample(torch.zeros(1, 1024)) == (6 * weights + 12 * 12 * 768 * 1024) * 1024
-    )
 
 
 def test_the_formula_is_what_the_operators_add_up_to():
@@ -522,36 +416,6 @@ def test_other_models_are_counted_by_operator_or_say_it_themselves():
     assert flops.flops_per_sample(own, inputs, targets) == 7
     broken = type("Broken", (Net,), {"forward": lambda self, inputs, targets: inputs.sum().item()})
     assert flops.flops_per_sample(broken, inputs, targets) is None
-
-
-@pytest.mark.parametrize(
-    ("name", "tera"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989.4),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H200", 989.4),
-        ("NVIDIA L40S", 362),
-        ("NVIDIA GH200 480GB", 989.4),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA A10", 125),
-        ("NVIDIA RTX A4000", None),
-        ("AMD EPYC, 2 cores", None),
-    ],
-)
-def test_published_peaks_are_found_by_name(name, tera):
-    assert hardware.published_peak(name) == (tera and tera * 1e12)
-
-
-def test_rates_are_divided_by_the_ranks():
-    monitors = Monitors(memory=False, norms_every_n_steps=None)
-    monitors._log = cast(StepLog, SimpleNamespace(tokens_per_sample=16))
-    window = Window(steps=2, samples=80, seconds=4.0, data_wait=0.0)
-    have = monitors.measured(cast(Trainer, SimpleNamespace(world_size=2)), window)
-    assert have == {"samples_per_second_per_rank": 10.0, "tokens_per_second_per_rank": 160.0}
-
-
-def test_a_cpus_peak_is_measured():
-    assert 1e8 < flops.measured_peak(torch.float32, seconds=0.05, size=256) < 1e14
 
 
 # ------------------------------------------------------------ several ranks

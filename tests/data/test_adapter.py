@@ -3,10 +3,8 @@ after a resume.
 """
 
 import itertools
-import logging
 import random
 import threading
-from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +14,6 @@ import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -30,23 +27,18 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
-    Subset,
     SubsetRandomSampler,
     WeightedRandomSampler,
     get_worker_info,
     random_split,
 )
 
-from armature import worker
-from armature.data import adapter, loaders, ranks_agree
+from armature.data import adapter
 from armature.data.adapter import PlainData
 from armature.data.base import DataModule
 from armature.data.batching import plan_batches
 from armature.data.loaders import Draw
-from armature.data.sampler import DrawnSampler
 from armature.errors import ConfigError
-from armature.parallel import process_group
-from armature.training.same_data import SameHeldOutData
 from tests.data.test_data_module import RestoreProgress, SaveEveryStep
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*")
@@ -413,22 +405,6 @@ class PerClass(ByEpoch):
         return iter(self.labels.tolist())
 
 
-class Varying(ByEpoch):
-    """torchreid's RandomIdentitySampler: how many samples are left over depends on the draw."""
-
-    def __iter__(self):
-        return iter(torch.randperm(20)[: 20 - int(torch.randint(5, ()))].tolist())
-
-
-def test_a_sampler_that_shuffles_what_it_keeps_repeats():
-    draw = Draw(PerClass(), owner="mine", seed=0, whole_batches=False)
-    epochs = [draw(epoch).tolist() for epoch in (0, 1, 2)]
-    assert all(sorted(epoch) == [*range(20)] for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2]
-    again = Draw(PerClass(), owner="mine", seed=0, whole_batches=False)
-    assert [again(epoch).tolist() for epoch in (2, 0)] == [epochs[2], epochs[0]]
-
-
 class Weighted(PerClass):
     """Changes as it draws, and so do its weights while training."""
 
@@ -464,37 +440,6 @@ def test_weights_that_change_count_from_the_next_draw_on_and_a_resume_repeats_th
     assert set(resumed.keep(0).tolist()) == {3}
     resumed.load_state_dict(saved, population=3)  # the data have changed
     assert len(set(resumed.keep(0).tolist())) == 20
-
-
-def test_the_next_epoch_is_drawn_with_the_step_that_needs_it():
-    drawn = []
-
-    def draw(epoch):
-        drawn.append(epoch)
-        return np.arange(10)
-
-    sampler = DrawnSampler(
-        10,
-        draw=draw,
-        population=10,
-        seed=0,
-        batches=plan_batches(4, 4, 1),
-        rank=0,
-        position=lambda: 0,
-    )
-    steps = iter(sampler)
-    assert [next(steps), next(steps), drawn] == [[0, 11, 22, 33], [44, 55, 66, 77], [0]]
-    assert [*steps] == [[88, 99, 100, 111]]
-    assert drawn == [0, 1]
-
-
-def test_epochs_of_a_sampler_of_varying_length_have_as_many_as_the_first(caplog):
-    draw = Draw(Varying(), owner="mine", seed=0, whole_batches=False)
-    epochs = [draw(epoch).tolist() for epoch in range(20)]
-    assert {len(epoch) for epoch in epochs} == {draw.size}
-    assert caplog.text.count("Varying yields") == 1
-    other = Draw(Varying(), owner="mine", seed=0, whole_batches=False)
-    assert other(7).tolist() == epochs[7]
 
 
 class OtherLoader(DataLoader):
@@ -721,29 +666,6 @@ def test_test_data_are_checked_before_training_if_they_are_there(tmp_path):
         before_training(module, ranks=1).check_test()
 
 
-class SeveralLoaders(L.LightningModule):
-    def test_step(self, batch, batch_idx, dataloader_idx):
-        pass
-
-
-@pytest.mark.parametrize(("tests", "limit"), [(True, 1.0), (False, 1.0), (True, 0)])
-def test_hooks_that_do_not_fit_the_number_of_test_loaders_are_refused_before_training(tests, limit):
-    data = before_training(Plain(), ranks=1)
-    trainer: Any = SimpleNamespace(
-        datamodule=data,
-        val_dataloaders=None,
-        limit_test_batches=limit,
-        callbacks=[],
-        lightning_module=SeveralLoaders(),
-    )
-    check = SameHeldOutData(tests=tests)
-    if not (tests and limit):
-        check.on_train_start(trainer, trainer.lightning_module)
-        return
-    with pytest.raises(ConfigError, match=r"SeveralLoaders.test_step.*there is one test loader"):
-        check.on_train_start(trainer, trainer.lightning_module)
-
-
 class OfRank(Dataset):
     """What it holds, or its noise, is another on each rank; reading may fail."""
 
@@ -765,24 +687,6 @@ class OfRank(Dataset):
         if self.kind == "broken":
             raise OSError("no such file")
         return self.values[index] + torch.rand(()), f"/local/{id(self)}/{index}.png"
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize(
-    ("kind", "refused"),
-    [("same", False), ("shuffled", True), ("rounded", False), ("noisy", False), ("broken", False)],
-)
-def test_ranks_that_hold_other_samples_under_the_same_indices_are_refused(kind, refused, workers):
-    datasets = [OfRank(rank, kind) for rank in range(2)]
-    if refused:
-        with pytest.raises(
-            ConfigError,
-            match=r"Plain has other training samples on rank 1 .* under the same indices",
-        ):
-            check_ranks_agree(datasets, workers=workers)
-    else:
-        check_ranks_agree(datasets, workers=workers)
-    assert datasets[0].reads[:3] == ([] if workers else [0] if kind == "broken" else [0, 10, 19])
 
 
 def check_ranks_agree(datasets, *, workers=0):
@@ -842,16 +746,6 @@ class Waiting(Numbers):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_samples_that_wait_for_training_are_named_and_in_loader_processes_not_compared(
-    workers, monkeypatch, caplog
-):
-    monkeypatch.setattr("armature.data.eval_loader.WAIT_SECONDS", 0.2)
-    with caplog.at_level(logging.WARNING, logger="armature"):
-        check_ranks_agree([Waiting(), Numbers()], workers=workers)
-    assert "Plain has not read its first training samples after 0.2 s" in caplog.text
-
-
 def test_a_resumed_run_reads_no_samples_before_training():
     data, own = PlainData(Plain(lambda _: DataLoader(own, 4)), seed=5), OfRank(0, "same")
     data.setup("fit")
@@ -864,39 +758,6 @@ def test_a_resumed_run_reads_no_samples_before_training():
     data.trainer = SimpleNamespace(strategy=strategy)
     data.check_ranks_agree("train")
     assert own.reads == []
-
-
-class Opaque(IterableDataset):
-    """Its records have a repr of their own in each process, as pictures have."""
-
-    def __init__(self, values) -> None:
-        self.values = values
-
-    def __len__(self):
-        return len(self.values)
-
-    def __iter__(self):
-        return iter([(object(), value) for value in self.values])
-
-
-def test_ranks_with_the_same_stream_agree_whatever_its_records_are():
-    first, again, other, later = (
-        ranks_agree._first(
-            loaders.read_loader(DataLoader(Opaque(values), 2), owner="", seed=5),
-            seed=5,
-            num_workers=0,
-            fresh=True,
-        )
-        for values in (
-            [0.0, 1.0, 2.0, 3.0],
-            [0.0, 1.0, 2.0, 3.0],
-            [0.0, 1.0, 5.0, 3.0],
-            [0.0, 1.0, 2.0, 5.0],
-        )
-    )
-    assert ranks_agree._near(first, again)
-    assert ranks_agree._near(first, later)  # the first three are read
-    assert not ranks_agree._near(first, other)
 
 
 @pytest.mark.parametrize(
@@ -975,21 +836,6 @@ def test_the_number_of_workers_is_that_of_the_training_loader():
 
 def config(**data):
     return OmegaConf.create({"seed": 3, "data": {"_target_": f"{__name__}.Plain", **data}})
-
-
-def test_keys_that_the_class_does_not_take_are_the_adapters():
-    data = adapter.build(
-        config(size=12, batch_size=6, num_workers=1, global_batch_size=3, micro_batch_size=1)
-    )
-    assert isinstance(data, PlainData)
-    data.setup("fit")
-    assert (data.module.hparams["size"], data.module.hparams["num_workers"]) == (12, 1)
-    assert (data.global_batch_size, data.batches.accumulate, data.seed, data.train_size) == (
-        3,
-        3,
-        3,
-        12,
-    )
 
 
 def test_loaders_that_the_module_lacks_are_not_claimed():
@@ -1097,60 +943,6 @@ def test_ragged_samples_need_a_collate_fn():
     )
 
 
-class Listed(Dataset):
-    """Fetches lists alone, as from a database."""
-
-    def __init__(self, make=lambda indices: [(i, random.random()) for i in indices]) -> None:
-        self.make = make
-
-    def __len__(self):
-        return 20
-
-    def __getitems__(self, indices):
-        return self.make(indices)
-
-
-@pytest.mark.parametrize(
-    "make", [lambda data: data, lambda data: Subset(data, range(20))], ids=["whole", "subset"]
-)
-def test_a_dataset_that_fetches_lists_alone_has_random_numbers_for_each_sample(make):
-    data = PlainData(Plain(lambda data: DataLoader(make(Listed()), 4)), seed=5)
-    data.setup("fit")
-    samples = [
-        pair
-        for batch in data.train_dataloader()
-        for pair in zip(*map(torch.Tensor.tolist, batch), strict=True)
-    ]
-    assert [index for index, _ in samples] == [*range(20)]
-    alone = PlainData(Plain(lambda data: DataLoader(make(Listed()), 4)), seed=5, micro_batch_size=1)
-    alone.setup("fit")
-    assert [(int(index), float(number)) for index, number in alone.train_dataloader()] == samples
-
-
-@pytest.mark.parametrize(
-    ("dataset", "message"),
-    [
-        (
-            Listed(lambda indices: torch.ones(len(indices), 3)),
-            "Listed.__getitems__ returns a Tensor for one index, not a",
-        ),
-        (
-            Listed(lambda indices: [torch.ones(i) for i in indices]),
-            r"Listed cannot .* Here its __getitems__.* Pass DataL",
-        ),
-        (
-            [torch.ones(i) for i in range(20)],
-            r"samples of list cannot be stacked .*\). Pass DataLoader\(collate_fn=…\) a ",
-        ),
-    ],
-)
-def test_samples_of_a_plain_data_module_that_make_no_batch_are_named(dataset, message):
-    data = PlainData(Plain(lambda _: DataLoader(dataset, 4)), seed=5)
-    data.setup("fit")
-    with pytest.raises(ConfigError, match=message):
-        next(iter(data.train_dataloader()))
-
-
 def test_an_iterable_dataset_is_read_as_a_stream():
     data = Streamed(global_batch_size=4)
     assert data.train_size == 12
@@ -1172,76 +964,6 @@ def test_an_endless_iterable_dataset_is_refused_or_limited(monkeypatch):
     assert Streamed(global_batch_size=4, train_limit=8).train_size == 8
 
 
-def test_an_iterable_dataset_of_varying_length_is_refused(monkeypatch):
-    with pytest.raises(
-        ConfigError, match=r"Sifted has no __len__, and yields \d+ samples .* and \d+ in the next"
-    ):
-        PlainData(Plain(lambda _: DataLoader(Sifted(), batch_size=4)), seed=5).setup("fit")
-    monkeypatch.setattr(Streamed, "dataset", lambda self, split: Sifted())
-    with pytest.raises(ConfigError, match=r"Sifted .* type data\.train_limit=…"):
-        _ = Streamed(global_batch_size=4).train_size
-    assert Streamed(global_batch_size=4, train_limit=8).train_size == 8
-
-
-class Experiences(IterableDataset):
-    """lightning-bolts' RLDataset: draws its samples from a buffer when the epoch begins."""
-
-    def __init__(self) -> None:
-        self.buffer = [(i, float(i)) for i in range(100)]
-
-    def __iter__(self):
-        return iter(random.sample(self.buffer, 20))
-
-
-class Agent(Recorder):
-    """Replaces what the buffer holds as it learns, if it plays."""
-
-    def __init__(self, plays=True) -> None:
-        super().__init__()
-        self.plays = plays
-
-    def on_train_batch_end(self, *_):
-        buffer = self.trainer.datamodule.experiences.buffer
-        if self.plays:
-            buffer[:] = [*buffer[1:], (len(buffer) + self.global_step, 0.0)]
-
-
-@pytest.mark.parametrize("plays", [True, False], ids=["plays", "only reads"])
-@pytest.mark.parametrize(
-    "settings", [{"num_workers": 1}, {"train_limit": 20}], ids=["workers", "limited"]
-)
-def test_a_resume_says_that_a_stream_begins_with_other_samples_than_before(
-    plays, settings, tmp_path, caplog, capfd
-):
-    def module():
-        plain, experiences = Plain(lambda _: DataLoader(experiences, batch_size=4)), Experiences()
-        plain.experiences = experiences
-        return plain
-
-    fit(module(), tmp_path, steps=9, task=Agent(plays), **settings)
-    assert "does not begin with the samples" not in caplog.text
-    logger, handler = (
-        logging.getLogger("armature"),
-        logging.StreamHandler(),
-    )  # also of loader processes
-    logger.addHandler(handler)
-    try:
-        fit(
-            module(),
-            tmp_path,
-            steps=9,
-            checkpoint=tmp_path / "7.ckpt",
-            task=Agent(plays),
-            **settings,
-        )
-    finally:
-        logger.removeHandler(handler)
-    said = capfd.readouterr().err
-    assert said.count(
-        "of Experiences does not begin with the samples that it had before the run"
-    ) == int(plays)
-
-
 class Counting(IterableDataset):
     """Each pass has another order, by a counter or by a generator that draws on."""
 
@@ -1254,26 +976,6 @@ class Counting(IterableDataset):
     def __iter__(self):
         self.epoch += 1
         return (self.record(self, i) for i in range(12))
-
-
-RECORDS = {
-    "tensors": lambda self, i: (torch.tensor([i + self.epoch, float("nan")]), "a"),
-    "arrays": lambda self, i: {"x": np.array([i, self.epoch])},
-    "texts": lambda self, i: f"{self.epoch}/{i}",
-    "numbers": lambda self, i: float(self.rng.random()),
-}
-
-
-@pytest.mark.parametrize("record", RECORDS.values(), ids=list(RECORDS))
-def test_an_iterable_dataset_that_differs_from_pass_to_pass_is_refused(record, monkeypatch):
-    monkeypatch.setattr(Streamed, "dataset", lambda self, split: Counting(record))
-    with pytest.raises(
-        ConfigError, match=r"Counting yields other samples when it is read again, .* set_epoch"
-    ):
-        _ = Streamed(global_batch_size=4).train_size
-    module = Plain(lambda data: DataLoader(Counting(record), batch_size=4))
-    with pytest.raises(ConfigError, match="Counting yields other samples"):
-        PlainData(module, seed=5).setup("fit")
 
 
 @pytest.mark.parametrize(
@@ -1325,34 +1027,3 @@ def test_data_that_another_stage_makes_are_set_up_when_they_are_asked_for():
     broken.setup("validate")
     with pytest.raises(AttributeError, match="test"):
         broken.test_dataloader()
-
-
-def test_ranks_wait_for_the_one_that_prepares_as_long_as_it_takes(monkeypatch):
-    """A download may take longer than launch.hang_timeout, after which any other collective
-    fails.
-    """
-    process_group.init("gloo", alone=True, timeout=timedelta(seconds=30))
-    try:
-        groups, made = [], dist.new_group
-        monkeypatch.setattr(
-            dist, "new_group", lambda **given: groups.append(given) or made(**given)
-        )
-        gathered: Any = process_group.all_gather_object
-        monkeypatch.setattr(
-            process_group,
-            "all_gather_object",
-            lambda obj, group: groups.append(group) or gathered(obj, group=group),
-        )
-        done = []
-        data: Any = SimpleNamespace(
-            prepares_on_every_rank=False,
-            prepare_data_per_node=True,
-            prepare_data=lambda: done.append(True),
-        )
-        worker._prepare(data)
-    finally:
-        process_group.destroy()
-    asked, group = groups
-    assert asked["timeout"] > timedelta(days=1)
-    assert isinstance(group, dist.ProcessGroup)
-    assert done == [True]

@@ -227,6 +227,7 @@ class Wraps(Ours):
         return DataLoader(loader.dataset, batch_size=BATCH)
 
 
+@pytest.mark.slow
 def test_a_training_loader_that_ours_does_not_make_is_refused():
     with pytest.raises(
         ConfigError, match=r"Wraps.train_dataloader returns a DataLoader of its own"

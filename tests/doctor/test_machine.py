@@ -6,8 +6,6 @@ import os
 import socket
 import sys
 import time
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,16 +16,13 @@ from armature.doctor import (
     environment,
     finding,
     launch,
-    order,
     replicas,
     run_directory,
     session,
-    training,
 )
-from armature.doctor.communication import AxisGroup, Link
+from armature.doctor.communication import Link
 from armature.doctor.examine import examine
 from armature.launcher import lock
-from armature.planner import devices
 from tests import in_process
 
 
@@ -77,17 +72,6 @@ def test_a_check_that_raises_is_a_failure_and_the_others_count():
 
 
 @pytest.mark.parametrize(
-    "typed", ["--deadline=nan", "--deadline=inf", "--deadline=-1", "--step-seconds=x"]
-)
-def test_a_deadline_that_is_no_time_is_refused(typed, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["doctor.py", typed])
-    with pytest.raises(SystemExit) as ended:
-        in_process.load("doctor").take_options()
-    assert ended.value.code == 2
-    assert f"{typed}: type a number of seconds" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("typed", "said"),
     [
         ("trainer.devcies=2", "Did you mean 'trainer.devices'?"),
@@ -109,14 +93,6 @@ def test_a_command_that_is_refused_is_json_too_on_the_first_rank(typed, said, mo
     assert capsys.readouterr().out == ""
 
 
-# ------------------------------------------------------------ environment
-def test_a_version_outside_of_the_requirements_is_named():
-    found = list(environment.versions(["torch>=2.11,<2.14", "psutil>=7"], {"torch": "2.15.0"}.get))
-    assert [each.level for each in found] == ["failure", "failure"]
-    assert found[0].what == "torch 2.15.0 is installed, but this project needs <2.14,>=2.11."
-    assert found[1].what == "psutil is not installed."
-
-
 def test_a_build_without_cuda_and_hidden_gpus_are_named(run, monkeypatch):
     monkeypatch.setattr(environment.hardware, "gpu_count", lambda: 2)
     monkeypatch.setattr(environment, "_installed", lambda name: "2.13.0+cpu")
@@ -130,48 +106,6 @@ def test_a_build_without_cuda_and_hidden_gpus_are_named(run, monkeypatch):
     )
 
 
-def test_a_driver_that_is_too_old_is_named(run, monkeypatch):
-    monkeypatch.setattr(environment.hardware, "gpu_count", lambda: 4)
-    monkeypatch.setattr(environment, "_installed", lambda name: "2.13.0+cu130")
-    monkeypatch.setattr(environment.hardware, "cuda_driver_version", lambda: (12, 2))
-    found = [each for each in environment.gpus(run, {}) if each.level == "failure"]
-    assert "was built for CUDA 13.0, but the driver supports up to 12.2" in only(found).what
-
-
-def test_limits_that_are_too_small_are_named(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        environment.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 64 * 2**20})()
-    )
-    assert "64 MiB free" in only(environment.shared_memory(run, tmp_path)).what
-    assert only(environment.open_files(run, 1024)).remedy.startswith("Type ulimit -n 65536")
-    few = only(environment.memory(run, {"the machine": 2**40, "Slurm (--mem)": 2**32}))
-    assert few.what.startswith(
-        "Slurm (--mem) allows 4.0 GiB; 4 ranks with 2 loader workers each need"
-    )
-    assert only(environment.threads(run, {}, cpus=2)).level == "warning"
-    many = only(environment.threads(run, {"OMP_NUM_THREADS": "16"}, cpus=16))
-    assert many.remedy == "Type export OMP_NUM_THREADS=4."
-
-
-def test_limits_of_the_groups_around_this_one_count(tmp_path):
-    own, group = tmp_path / "self", tmp_path / "slurm" / "job_7" / "step_0" / "task_3"
-    group.mkdir(parents=True)
-    own.write_text("0::/slurm/job_7/step_0/task_3\n")
-    (group / "memory.max").write_text("max\n")
-    (group / "cpu.max").write_text("max 100000\n")
-    (group.parents[1] / "memory.max").write_text(f"{2**30}\n")
-    (group.parents[1] / "cpu.max").write_text("150000 100000\n")
-    environ = {"SLURM_MEM_PER_CPU": "100", "SLURM_CPUS_ON_NODE": "4"}
-    limits = environment.memory_limits(tmp_path, own, environ)
-    assert limits.pop("the machine") > 2**30
-    assert limits == {
-        "the container's or job's cgroup": 2**30,
-        "Slurm (--mem-per-cpu)": 400 * 2**20,
-    }
-    assert environment.cpu_quota(tmp_path, own) == 1.5
-    assert environment.cpu_quota(tmp_path / "none", own) == float("inf")
-
-
 def test_a_leftover_build_lock_is_named(run, tmp_path):
     lock = tmp_path / "py311_cpu" / "comm" / "lock"
     lock.parent.mkdir(parents=True)
@@ -182,29 +116,6 @@ def test_a_leftover_build_lock_is_named(run, tmp_path):
     run.strategy = {"_target_": "armature.strategies.ddp.DDP"}
     run.model = run.task = {"_target_": "torch.nn.Linear"}
     assert only(environment.extension_locks(run, tmp_path)).remedy == f"Type rm {lock}"
-
-
-# ------------------------------------------------------------ launch
-def test_variables_of_a_job_that_has_ended_are_named():
-    environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1000"}
-    assert only(launch.leftovers(environ)).what.startswith(
-        "SLURM_JOB_ID=7: this job should have ended already"
-    )
-    assert not list(
-        launch.leftovers({**environ, "SLURM_JOB_END_TIME": str(int(time.time()) + 3600)})
-    )
-
-
-def test_variables_of_another_job_are_named():
-    found = only(launch.leftovers({"RANK": "0", "WORLD_SIZE": "8"}))
-    assert "takes itself for rank 0" in found.what
-    assert found.remedy.endswith("type unset RANK WORLD_SIZE")
-    assert not list(
-        launch.leftovers({"RANK": "0", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "none"})
-    )
-    assert (
-        only(launch.leftovers({"ARMATURE_STORE": "/tmp/x"})).remedy == "Type unset ARMATURE_STORE"
-    )
 
 
 def test_ranks_that_disagree_with_devices_are_named(run):
@@ -228,55 +139,6 @@ def test_one_rank_of_each_machine_reports_what_ends_the_examination(
         assert any(each.what == "RANK=abc: no number." for each in shown)
 
 
-@pytest.mark.parametrize(
-    ("tasks", "words"),
-    [
-        ("2(x2)", "srun started 2 tasks per node, but trainer.devices=4"),
-        ("4,3", "every node must have the same number"),
-    ],
-)
-def test_tasks_of_slurm_that_disagree_with_devices_are_named(run, tasks, words):
-    environ = {
-        "SLURM_JOB_ID": "7",
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NUM_TASKS": "4",
-        "SLURM_STEP_NUM_NODES": "2",
-        "SLURM_STEP_TASKS_PER_NODE": tasks,
-    }
-    assert words in only(launch.slurm_tasks(run, environ)).what
-
-
-def test_gpus_and_nodes_of_slurm_that_disagree_are_named(run):
-    environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "4", "SLURM_GPUS_ON_NODE": "1"}
-    nodes, gpus = launch.slurm_tasks(run, environ)
-    assert nodes.what == "trainer.num_nodes=2, but the Slurm job has 4 nodes."
-    assert gpus.what == "trainer.devices=4, but Slurm gave this job 1 GPUs on this node."
-
-
-def test_an_interface_that_is_not_there_is_named():
-    found = only(launch.interfaces({"GLOO_SOCKET_IFNAME": "ib7"}))
-    assert found.what == "GLOO_SOCKET_IFNAME=ib7: this machine has no such network interface."
-    assert not list(launch.interfaces({"NCCL_SOCKET_IFNAME": "l", "GLOO_SOCKET_IFNAME": "lo"}))
-
-
-def test_a_machine_without_any_network_is_named(run, monkeypatch):
-    run.trainer.num_nodes = 1
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    assert not list(launch.loopback(run, {}))
-    monkeypatch.setattr(launch.psutil, "net_if_addrs", dict)
-    assert (
-        "is down: the ranks of a machine connect through it" in only(launch.loopback(run, {})).what
-    )
-    assert not list(launch.loopback(run, {"RANK": "0"}))
-
-
-def test_an_address_that_does_not_resolve_is_named():
-    assert only(launch.port_findings("no-such-host.invalid", 1)).what.startswith(
-        "MASTER_ADDR=no-such-host.invalid"
-    )
-    assert "cannot resolve" in only(launch.answer_findings("no-such-host.invalid", 1, rank=3)).what
-
-
 def test_an_address_of_another_machine_is_named():
     found = only(launch.port_findings("192.0.2.1", 29500))  # of no machine (RFC 5737)
     assert "is no address of" in found.what
@@ -297,15 +159,6 @@ def test_a_port_that_is_taken_is_named_with_who_took_it():
     )
 
 
-def test_machines_of_the_same_name_are_told_apart():
-    places = {0: ("a", "1", 0), 1: ("a", "2", 1), 3: ("b", "3", 2)}
-    present = {
-        rank: dict(zip(("host", "machine", "node"), place, strict=True))
-        for rank, place in places.items()
-    }
-    assert session.host_names(present, ranks=4) == ["a (node 0)", "a (node 1)", "", "b"]
-
-
 def test_what_must_be_equal_on_all_ranks_is_named_with_its_ranks():
     everyones = [
         {"torch": "2.13.0" if rank < 4 else "2.12.1", "Python": "3.11"} for rank in range(8)
@@ -315,32 +168,6 @@ def test_what_must_be_equal_on_all_ranks_is_named_with_its_ranks():
         found.what
         == "torch differs between the ranks: 2.13.0 on rank 0 on node0, 2.12.1 on rank 4 on node1."
     )
-
-
-# ------------------------------------------------------------ communication
-def test_a_rank_at_half_speed_is_named():
-    found = only(communication.rank_findings([10.0, 9.5, 5.0, 10.2], name=name))
-    assert (
-        found.what
-        == "rank 2 on node0 computes at 50% of the others' speed; every step waits for it."
-    )
-    assert only(communication.rank_findings([10.0, 9.0, 8.0, 10.0], name=name)).level == "ok"
-
-
-def test_a_rank_of_half_the_speed_is_measured_as_slow(monkeypatch):
-    """Each product is made twice.
-
-    A machine that is busy with other things may disturb a few of the trials.
-    """
-    usual, product, found = communication.compute_rate, torch.mm, []
-    for _ in range(5):
-        monkeypatch.setattr(torch, "mm", product)
-        whole = usual(torch.device("cpu"))
-        monkeypatch.setattr(torch, "mm", lambda a, b: (product(a, b), product(a, b)))
-        found = list(communication.rank_findings([whole, usual(torch.device("cpu"))], name=name))
-        if found[0].level == "warning":
-            break
-    assert "rank 1 on" in found[0].what
 
 
 def links(*, slow=lambda link: False):
@@ -364,57 +191,6 @@ def test_a_slow_link_a_slow_rank_and_a_slow_kind_of_link_are_named():
     assert only(rank).what == "All links of rank 3 on node0 have 20% of the others' bandwidth."
     kind = judged(links(), between=4e11)
     assert kind[1].what == "Links between machines: 20 GB/s, 10 µs; the hardware's give 400 GB/s."
-
-
-def test_an_axis_is_compared_with_its_links_and_a_slow_group_is_named():
-    def found(groups, **expected):
-        measured = [AxisGroup("tensor", ranks, 1e-5, rate) for ranks, rate in groups.items()]
-        return list(
-            communication.axis_findings(measured, hosts=["a"] * 4 + ["b"] * 4, expected=expected)
-        )
-
-    within = {(0, 1): 3e11, (2, 3): 3e11, (4, 5): 3e11, (6, 7): 1e11}
-    slow = only(found(within, within=4.5e11))
-    assert slow.what == "axis tensor: ranks 6, 7 all-reduce at 33% of the other groups' speed."
-    assert only(found(dict.fromkeys(within, 3e11), within=4.5e11)).level == "ok"
-    assert (
-        only(found(within)).what
-        == "axis tensor, within a machine: 2 ranks all-reduce at 300 GB/s, 10 µs."
-    )
-    across = only(found({(0, 4): 5e9, (1, 5): 5e9}, within=4.5e11, between=5e10))
-    assert across.what.endswith(
-        "between machines: 2 ranks all-reduce at 5 GB/s, 10 µs; the hardware's links give 50 GB/s."
-    )
-    assert across.remedy.endswith("so that it stays within a machine.")
-
-
-@pytest.mark.parametrize(
-    ("gpu", "links"),
-    [
-        ("NVIDIA H100 80GB HBM3", {"within": 450e9, "between": 50e9}),
-        ("NVIDIA H100 PCIe", {"within": 0, "between": 0}),
-    ],
-)
-def test_a_card_without_nvlink_is_not_judged_by_the_links_of_its_namesake(monkeypatch, gpu, links):
-    monkeypatch.setattr(devices.hardware, "gpu_count", lambda: 8)
-    monkeypatch.setattr(devices.hardware, "gpu_name", lambda: gpu)
-    assert communication.expected_links(torch.device("cuda")) == links
-
-
-def test_clocks_that_differ_are_named():
-    found = only(communication.clock_findings([100.0, 100.01, 160.0], hosts=["a", "b", "c"]))
-    assert "c by +60.0 s" in found.what
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_every_pair_of_ranks_meets_once(ranks):
-    rounds = communication.pairs(ranks)
-    assert all(
-        len({rank for pair in matches for rank in pair}) == 2 * len(matches) for matches in rounds
-    )
-    assert sorted(pair for matches in rounds for pair in matches) == [
-        (a, b) for a in range(ranks) for b in range(a + 1, ranks)
-    ]
 
 
 # ------------------------------------------------------------ replicas
@@ -450,18 +226,6 @@ def test_different_data_on_equal_ranks_and_the_same_data_on_others_are_named():
     assert same.what.startswith("rank 0 and rank 1 train on the same samples")
 
 
-# ------------------------------------------------------------ data
-def test_samples_that_two_ranks_draw_and_samples_that_none_draws_are_named():
-    import numpy as np
-
-    assert only(order.coverage([np.array([0, 2]), np.array([1, 3])], size=4)).level == "ok"
-    assert (
-        "both train on sample 2"
-        in only(order.coverage([np.array([0, 2]), np.array([2, 3])], size=4)).what
-    )
-    assert "draw 3" in only(order.coverage([np.array([0, 2]), np.array([1])], size=4)).what
-
-
 # ------------------------------------------------------------ run directory
 def test_a_full_disk_is_named(tmp_path, monkeypatch):
     def full(*args):
@@ -482,43 +246,6 @@ def test_another_run_in_the_run_directory_is_named(run, tmp_path):
     assert held.what.startswith(f"{tmp_path}/mine is in use by process {os.getpid()} on ")
 
 
-def test_a_folder_that_can_be_written_is_left_as_it_was(tmp_path):
-    assert only(run_directory.folder(tmp_path / "a" / "b", key="run.root")).level == "ok"
-    assert not list(tmp_path.iterdir())
-
-
-def test_an_object_store_is_written_to(monkeypatch):
-    upath = pytest.importorskip("upath")
-    assert only(run_directory.store("memory://doctor/runs")).level == "ok"
-    assert not list(upath.UPath("memory://doctor/runs").iterdir())
-    monkeypatch.setattr(
-        run_directory.resume,
-        "to_path",
-        lambda path: (_ for _ in ()).throw(KeyError("no credentials")),
-    )
-    assert (
-        "memory://doctor: it cannot be written (KeyError: 'no credentials')"
-        in only(run_directory.store("memory://doctor")).what
-    )
-    monkeypatch.setattr(run_directory.resume, "to_path", lambda path: time.sleep(0.5) or path)
-    monkeypatch.setattr(run_directory, "STORE_SECONDS", 0.05)
-    assert (
-        "no file could be written within 0.05 s"
-        in only(run_directory.store("memory://doctor")).what
-    )
-
-
-def test_a_rename_that_is_not_atomic_is_named(tmp_path, monkeypatch):
-    def copies(new, final):
-        final.write_bytes(new.read_bytes())
-
-    monkeypatch.setattr(run_directory.os, "replace", copies)
-    assert (
-        "a killed save could leave a damaged checkpoint"
-        in only(run_directory.folder(tmp_path, key="run.root")).what
-    )
-
-
 def test_room_for_the_checkpoints_is_counted(run):
     levels = [
         only(run_directory.room(run, free=free, trained=10**6)).level
@@ -533,17 +260,3 @@ def test_room_for_the_checkpoints_is_counted(run):
     assert only(run_directory.room(run, free=10**7, trained=1000)).level == "ok"
     run.checkpoint.keep_every_n_steps = 10
     assert run_directory.kept_checkpoints(run) == 14
-
-
-@pytest.mark.parametrize(
-    ("batches", "said"), [(8, "4 steps ran;"), (4, "2 steps ran;"), (2, "1 step ran;")]
-)
-def test_the_steps_of_a_short_run_are_counted(batches, said):
-    loop = SimpleNamespace(epoch_loop=SimpleNamespace(data_wait=None))
-    trainer: Any = SimpleNamespace(accumulate_grad_batches=2, global_step=0, fit_loop=loop)
-    alone: Any = SimpleNamespace(rank=0, ranks=1)
-    watch = training.Watch(alone)
-    watch._began = 1.0  # the first step has been compared
-    for batch in range(batches):
-        watch.on_train_batch_end(trainer, None, None, None, batch)  # pyright: ignore[reportArgumentType]
-    assert watch.findings(SimpleNamespace(trainer=trainer))[-1].what.startswith(said)  # pyright: ignore[reportArgumentType]

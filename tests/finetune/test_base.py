@@ -31,7 +31,6 @@ from armature.models.decoder.plan import PLAN
 from armature.parallel import plan_check
 from armature.strategies.single import SingleDevice
 from armature.training.strategy_access import trained_weights
-from armature.validation import values
 from benchmarks.parity.harness import LAYOUTS, Job, difference, fit, fit_once
 from tests.finetune.folders import write_model
 
@@ -70,37 +69,10 @@ def job(layout: str, path: Path, **options: Any) -> Job:
     return replace(LAYOUTS[layout], adapter=ADAPTER, model_args=named, **options)
 
 
-# ---------------------------------------------------------------- to know a base model again
-def test_a_copy_in_other_files_is_the_same_model(model, tmp_path):
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    (copy / folder.CONFIG).write_bytes((model / folder.CONFIG).read_bytes())
-    tensors = {
-        name: value
-        for file in model.glob("*.safetensors")
-        for name, value in load_file(file).items()
-    }
-    save_file(dict(sorted(tensors.items())), copy / folder.WEIGHTS, metadata={"format": "pt"})
-    assert base.record(copy) | {"folder": ""} == base.record(model) | {"folder": ""}
-
-
 def test_another_fine_tune_of_the_same_form_is_another_model(model, tmp_path):
     other = base.record(write_base(tmp_path / "other", seed=1))
     assert other["fingerprint"] == base.record(model)["fingerprint"]
     assert other["values"] != base.record(model)["values"]
-
-
-@pytest.mark.parametrize("place", [0, 5000, 24500])
-def test_a_change_within_a_sample_of_one_tensor_is_seen(tmp_path, place):
-    path = write_base(
-        tmp_path / "base", vocab_size=200
-    )  # the embedding has 25,600 bytes: not all are sampled
-    before = base.record(path)
-    tensor = folder.weights(path).tensors["model.embed_tokens.weight"]
-    with (path / tensor.file).open("r+b") as file:
-        file.seek(tensor.span[0] + place)
-        file.write(b"\x01\x02\x03\x04")
-    assert (base.record(path)["values"] == before["values"]) is (place == 5000)
 
 
 def says(name: Path | str, needed: dict[str, str], checkpoint: Path) -> str:
@@ -347,25 +319,3 @@ def test_adapters_that_do_not_fit_the_model_are_named_before_launch(model):
     assert "rank 1" in built(
         {"pipe": 2, "schedule": "zero_bubble"}, 2, model, targets=["blocks.0.*"]
     )
-
-
-@pytest.mark.parametrize(
-    ("override", "says"),
-    [
-        ("rank=0", "must be a positive whole number"), ("alpha=-1", "must be positive and finite"),
-        ("dropout=1.0", "of at least 0 and below 1"), ("targets=q", "must be a list of names or "
-                                                                    "patterns, as in [q,v]"),
-        ("train=[1]", "must be a list"),
-    ],
-)  # fmt: skip
-def test_values_of_an_adapter_are_checked_before_torch_is_loaded(override, says):
-    key, _, value = override.partition("=")
-    plain = {
-        "task": {
-            "_target_": "armature.tasks.base.Task",
-            "adapter": {key: OmegaConf.from_dotlist([f"x={value}"]).x},
-        }
-    }
-    [problem] = values._ranges(plain, values.OWN_RANGES)
-    assert problem.startswith(f"task.adapter.{key}=")
-    assert says in problem

@@ -18,7 +18,6 @@ from tests.finetune.test_huggingface_runs import EVERY, losses
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 SCRIPT = Path(__file__).with_name("classifier_models.py")
-SAMPLE = {"bert-words": ["fsdp 2"], "llama": ["fsdp 2 × tensor 2"]}
 WITH_PLAN = ("llama", "qwen3")  # transformers has none for the others
 WORDS = {"fine": "thank you I am fine", "greeting": "hello world", "question": "how are you"}
 
@@ -42,12 +41,8 @@ def test_logits_are_transformers_own_of_each_text_without_padding(folders):
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["whole", "adapters"])
 @pytest.mark.parametrize("kind", [*KINDS, "bert-words"])
-def test_layouts_train_as_one_process_does(folders, request, kind, adapter):
-    layouts = SAMPLE.get(kind, []) if not adapter else []
-    if request.config.getoption("--all"):
-        layouts = [name for name in EVERY if "tensor" not in name or kind in WITH_PLAN]
-    if not layouts:
-        pytest.skip("runs with --all")
+def test_layouts_train_as_one_process_does(folders, kind, adapter):
+    layouts = [name for name in EVERY if "tensor" not in name or kind in WITH_PLAN]
     out = folders / f"{kind}-{adapter}.json"
     command(SCRIPT, "fit", folders, kind, out, *["--adapter"] * adapter, *layouts)
     assert_equal(out, layouts)

@@ -7,7 +7,7 @@ import pytest
 from tests import needs, running
 from tests.finetune import extras
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.guarantee]
 PROMPT = "line 3 of file"
 TOKENS = 24
 CONTINUE = """

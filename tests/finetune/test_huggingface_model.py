@@ -4,8 +4,7 @@ environment.
 
 import importlib
 import importlib.metadata
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -95,74 +94,11 @@ def test_folders_that_cannot_be_read_are_refused(tmp_path, installed):
     assert "this folder is no model" in refused(tmp_path / "d")
 
 
-@pytest.mark.parametrize("kernel", ["flash_attention_2", "flash_attention_3"])
-@pytest.mark.parametrize("place", ["attention", "config.json"])
-def test_packing_is_refused_for_kernels_that_mix_conversations(tmp_path, place, kernel):
-    path = write_model(
-        tmp_path / "model", attn_implementation=kernel if place == "config.json" else None
-    )
-    cfg = config(path, attention=kernel if place == "attention" else None)
-    cfg.data = {"source": {"packing": True}}
-    [problem] = built.problems(cfg)
-    assert f"model.attention={kernel} with data.source.packing=true" in problem
-    assert "Type model.attention=sdpa, or data.source.packing=false." in problem
-
-
-class Attentive(nn.ModuleList):
-    """A model whose attention keeps conversations apart, and other parts."""
-
-    def __init__(self, *parts, kinds=None, tower=()):
-        super().__init__([*parts, *tower])
-        self.text = nn.ModuleList(parts)
-        text = SimpleNamespace(layer_types=kinds)
-        self.config = SimpleNamespace(get_text_config=lambda: text)
-
-    def get_decoder(self):
-        return self.text
-
-    def forward(self, input_ids, use_cache=False, position_ids=None, past_key_values=None):
-        if not use_cache:
-            importlib.import_module("transformers").masking_utils.find_packed_sequence_indices(
-                position_ids
-            )
-        return SimpleNamespace(logits=position_ids)
-
-
 def causal_lm(inner):
     own = model.CausalLM.__new__(model.CausalLM)
     nn.Module.__init__(own)
     own.inner, own.context, own.weight = inner, 32, nn.Parameter(torch.zeros(1))
     return own
-
-
-@pytest.mark.parametrize(
-    ("parts", "kinds", "says"),
-    [
-        ([], None, None),
-        ([], ["full_attention", "sliding_attention", "chunked_attention"], None),
-        ([nn.Conv1d(4, 4, 3)], ["full_attention"], "it has layers of convolution"),
-        ([], ["full_attention", "linear_attention"], "it has layers of linear_attention"),
-    ],
-)
-def test_packing_is_refused_for_layers_that_read_across_conversations(
-    tmp_path, monkeypatch, parts, kinds, says
-):
-    masks = ModuleType("transformers.masking_utils")
-    masks.find_packed_sequence_indices = lambda ids: ids
-    package = ModuleType("transformers")
-    package.masking_utils = masks
-    monkeypatch.setitem(sys.modules, "transformers", package)
-    monkeypatch.setitem(sys.modules, "transformers.masking_utils", masks)
-    cfg = config(tmp_path)
-    cfg.data = {"source": {"packing": True}}
-    found = built._packing_problems(causal_lm(Attentive(*parts, kinds=kinds)), cfg)
-    assert len(found) == (says is not None)
-    assert all(
-        says in problem and "Type data.source.packing=false." in problem for problem in found
-    ), found
-    if not parts:  # a convolution that reads sounds reads no tokens
-        with_tower = causal_lm(Attentive(kinds=kinds, tower=[nn.Conv1d(4, 4, 3)]))
-        assert built._packing_problems(with_tower, cfg) == found
 
 
 @pytest.mark.parametrize("strategy", ["pipeline", "3d"])
@@ -194,28 +130,6 @@ def test_other_strategies_are_not(strategy):
         cli.compose([*overrides, "trainer.accelerator=cpu", "data.global_batch_size=32"])
     )
     assert parallelism.problems(checks.plain(cfg), Layout.of(cfg)) == []
-
-
-@pytest.mark.parametrize("place", ["config", "model"])
-@pytest.mark.parametrize("error", [ImportError, MemoryError, torch.OutOfMemoryError])
-def test_no_memory_is_not_blamed_on_the_folder(tmp_path, monkeypatch, place, error):
-    def fail(*_, **__):
-        raise error("of the machine")
-
-    fake = SimpleNamespace(
-        PreTrainedConfig=SimpleNamespace(
-            get_config_dict=lambda *_, **__: ({"model_type": "x"}, {})
-        ),
-        CONFIG_MAPPING=["x"],
-        MODEL_FOR_CAUSAL_LM_MAPPING=[SimpleNamespace],
-        AutoConfig=SimpleNamespace(
-            from_pretrained=fail if place == "config" else lambda *_, **__: SimpleNamespace()
-        ),
-        AutoModelForCausalLM=SimpleNamespace(from_config=fail),
-    )
-    monkeypatch.setattr(model, "_transformers", lambda: fake)
-    with pytest.raises(error, match="of the machine"):
-        model.CausalLM(pretrained=str(tmp_path), vocab_size=4, context=4, attention=None)
 
 
 class Block(nn.Module):
@@ -337,17 +251,6 @@ def test_what_an_axis_does_not_divide_is_found_on_the_model_itself():
     )
 
 
-def test_computed_tables_keep_their_type():
-    model = PretrainedModel.__new__(PretrainedModel)
-    nn.Module.__init__(model)
-    model.inner = Block()
-    model.inner.register_buffer("inv_freq", torch.tensor([0.123456789]), persistent=False)
-    model.to(torch.bfloat16)
-    assert model.inner.q.weight.dtype == torch.bfloat16
-    assert model.inner.inv_freq.dtype == torch.float32
-    assert model.inner.inv_freq.item() == pytest.approx(0.123456789, rel=1e-7)
-
-
 def test_positions_begin_anew_with_each_document():
     documents = torch.tensor([[0, 0, 0, 1, 2, 2], [5, 5, 6, 6, 6, 6]])
     assert positions_within(documents).tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 0, 1, 2, 3]]
@@ -368,15 +271,6 @@ def test_tied_parameters_whose_values_differ_in_the_files_are_refused(tmp_path):
         assert (
             built._tied_problems(causal_lm(inner), tmp_path, folder.weights(tmp_path), alone) == []
         )
-
-
-@pytest.mark.parametrize(
-    ("kind", "names"), [("mamba", ("dt_proj", "out_proj", "x_proj")), ("llama", ())]
-)
-def test_state_space_models_name_what_they_read_past_their_linears(kind, names):
-    inner = Attentive()
-    inner.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(model_type=kind))
-    assert causal_lm(inner).read_directly == names
 
 
 @pytest.mark.parametrize(
@@ -429,17 +323,3 @@ def test_a_model_without_keys_and_values_reads_the_whole_text_for_each_token():
     assert text.tolist() == [[1, 2, 3, 6, 5, 3]]
     cache.clear()
     assert torch.equal(own(ids[:, 1:], cache=cache), own(ids[:, 1:]))
-
-
-@pytest.mark.parametrize("kinds", [["linear_attention", "full_attention"], ["full_attention"]])
-def test_a_model_of_several_kinds_of_layers_is_given_the_positions_after_a_cache(
-    monkeypatch, kinds
-):
-    monkeypatch.setattr(
-        model, "_transformers", lambda: SimpleNamespace(DynamicCache=lambda config: None)
-    )
-    own, ids = causal_lm(Attentive(kinds=kinds)), torch.zeros(1, 2, dtype=torch.long)
-    cache = own.make_cache()
-    given = [own(ids, cache=cache) for _ in range(2)]
-    expected = [[[0, 1]], [[2, 3]]] if len(kinds) == 2 else [None, None]
-    assert [each if each is None else each.tolist() for each in given] == expected

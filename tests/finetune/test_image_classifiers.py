@@ -17,7 +17,6 @@ from tests.finetune.test_huggingface_runs import EVERY, losses
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 SCRIPT = Path(__file__).with_name("image_models.py")
-SAMPLE = {"vit": ["fsdp 2"], "resnet": ["ddp 2"]}
 
 
 @pytest.fixture(scope="module")
@@ -36,16 +35,12 @@ def test_logits_are_timms_own(folders):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_layouts_train_as_one_process_does(folders, request, kind):
-    layouts = SAMPLE.get(kind, [])
-    if request.config.getoption("--all"):
-        layouts = [
-            name
-            for name in EVERY
-            if "tensor" not in name and (kind != "resnet" or "deepspeed" not in name)
-        ]
-    if not layouts:
-        pytest.skip("runs with --all")
+def test_layouts_train_as_one_process_does(folders, kind):
+    layouts = [
+        name
+        for name in EVERY
+        if "tensor" not in name and (kind != "resnet" or "deepspeed" not in name)
+    ]
     out = folders / f"{kind}.json"
     command(SCRIPT, "fit", folders, kind, out, *layouts)
     assert_equal(out, layouts)

@@ -149,6 +149,7 @@ def train(path: Path, corpus: Path, cwd: Path, *more: str, ranks: int = 1):
     return running.run(words, cwd=cwd, env=running.environment(), ranks=ranks)
 
 
+@pytest.mark.guarantee
 def test_a_run_starts_from_the_folder_resumes_without_it_and_comes_back_out(
     folders, corpus, tmp_path
 ):

@@ -13,11 +13,10 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
 from armature.errors import ConfigError
-from armature.finetune import base, export, folder, inference, merge, others, peft
+from armature.finetune import export, folder, inference, merge, others, peft
 from armature.finetune.export import read_decoder
 from armature.finetune.lora import DoraLinear, Lora, LoraLinear, row_norms
 from armature.models.decoder.model import Decoder
-from tests import in_process
 from tests.data import chat_parts
 from tests.finetune.folders import write_model, write_random_model
 
@@ -111,23 +110,6 @@ def test_an_adapter_is_merged_into_a_folder(tmp_path, changes, dtype):
         )
 
 
-def test_a_model_that_the_decoder_does_not_compute_is_merged_and_takes_nothing_else(tmp_path):
-    write_adapter(tmp_path / "adapter", write_base(tmp_path / "base"))
-    config = json.loads((tmp_path / "base" / folder.CONFIG).read_text())
-    (tmp_path / "base" / folder.CONFIG).write_text(
-        json.dumps({**config, "rope_scaling": {"rope_type": "longrope"}})
-    )
-    (tmp_path / "adapter" / folder.CONFIG).write_text('{"quantization_config": {}}')
-    (tmp_path / "base" / folder.CHAT_TEMPLATE).write_text("the base's")
-    (tmp_path / "adapter" / folder.TOKENIZER_CONFIG).write_text(
-        '{"chat_template": "the adapter\'s"}'
-    )
-    said = merge.merge(tmp_path / "adapter", tmp_path / "merged")
-    assert said.endswith("its logits were not compared: the decoder does not compute it")
-    assert "longrope" in (tmp_path / "merged" / folder.CONFIG).read_text()
-    assert folder.chat_template(tmp_path / "merged") == "the adapter's"
-
-
 def test_a_merged_folder_whose_logits_differ_is_not_written(tmp_path, monkeypatch):
     write_adapter(tmp_path / "adapter", write_base(tmp_path / "base"))
     monkeypatch.setattr(merge.peft, "add_to", lambda model, path: None)
@@ -136,25 +118,6 @@ def test_a_merged_folder_whose_logits_differ_is_not_written(tmp_path, monkeypatc
     ):
         merge.merge(tmp_path / "adapter", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--adapter", "--best"], "--best, --adapter would change nothing here"),
-        (["--base", "BASE", "model.pretrained=x"], "model.pretrained=x would change nothing here"),
-        (["--base", "nowhere"], "--base nowhere: no such folder"),
-    ],
-)
-def test_options_that_do_not_fit_an_adapter_are_refused(tmp_path, monkeypatch, capsys, words, says):
-    write_adapter(tmp_path / "adapter", write_base(tmp_path / "base"))
-    script, ends = in_process.load("convert"), [str(tmp_path / "adapter"), str(tmp_path / "merged")]
-    words = [word.replace("BASE", str(tmp_path / "base")) for word in words]
-    assert says in in_process.run(script, [*ends, *words], monkeypatch, capsys)
-    ends[1] += ".safetensors"
-    assert "an adapter is added to its model in a new folder" in in_process.run(
-        script, ends, monkeypatch, capsys
-    )
 
 
 def test_a_written_adapter_is_read_back_and_compared(tmp_path):
@@ -223,79 +186,12 @@ def test_a_long_context_takes_no_table_of_all_its_positions(tmp_path):
     assert inference.load(tmp_path / "base").model.context == inference.LONGEST
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"use_qalora": True}, "use_qalora=True"),
-        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights=pissa_niter_4: only LoRA"),
-        ({"init_lora_weights": "olora"}, "init_lora_weights=olora: only LoRA"),
-        ({"alora_invocation_tokens": [1, 2]}, r"alora_invocation_tokens=\[1, 2\]"),
-        ({"arrow_config": {"top_k": 2}, "kasa_config": {"beta": 1}}, "arrow_config=.*kasa_config="),
-        ({"setting_of_tomorrow": 1}, "setting_of_tomorrow=1"),
-        ({"modules_to_save": ["lm_head"], "peft_type": "IA3"}, "modules_to_save.*peft_type=IA3"),
-        (
-            {"r": 8},
-            r"do not belong together: model.layers.0.self_attn.q_proj.weight is \(16, 16\).*of "
-            r"rank 8",
-        ),
-        ({"base_model_name_or_path": "/gone"}, "base model /gone is not there. Type --base FOLDER"),
-        ({"base_model_name_or_path": None}, "names no base model. Type --base FOLDER"),
-    ],
-)
-def test_an_adapter_that_cannot_be_read_is_refused(tmp_path, changes, says):
-    write_adapter(tmp_path / "adapter", write_base(tmp_path / "base"), **changes)
-    with pytest.raises(ConfigError, match=f"(?s){says}"):
-        inference.load(tmp_path / "adapter")
-
-
 @pytest.mark.parametrize("changes", [{"hidden_size": 32}, {"num_hidden_layers": 1}])
 def test_an_adapter_of_another_model_is_refused(tmp_path, changes):
     write_adapter(tmp_path / "adapter", write_base(tmp_path / "base"))
     write_base(tmp_path / "other", **changes)
     with pytest.raises(ConfigError, match="adapter and base model do not belong together"):
         inference.load(tmp_path / "adapter", base=str(tmp_path / "other"))
-
-
-def test_an_exported_adapter_knows_the_model_that_it_was_trained_on(tmp_path, caplog):
-    model = write_base(tmp_path / "base")
-    write_adapter(tmp_path / "adapter", model)
-    file = tmp_path / "adapter" / peft.WEIGHTS
-    metadata = {"format": "pt", base.KEY: json.dumps(base.record(tmp_path / "base"))}
-    save_file(load_file(file), file, metadata=metadata)
-    inference.load(tmp_path / "adapter", base=str(tmp_path / "base"))
-    assert "fine-tune" not in caplog.text
-
-    write_base(tmp_path / "tuned")
-    weights = tmp_path / "tuned" / folder.WEIGHTS
-    save_file(
-        {name: value + 0.1 for name, value in load_file(weights).items()},
-        weights,
-        metadata={"format": "pt"},
-    )
-    inference.load(tmp_path / "adapter", base=str(tmp_path / "tuned"))
-    assert "as those of another fine-tune" in caplog.text
-    config = tmp_path / "tuned" / folder.CONFIG
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"rope_theta": 5.0}))
-    with pytest.raises(ConfigError, match=r"trained on another model .*base.* Type --base"):
-        inference.load(tmp_path / "adapter", base=str(tmp_path / "tuned"))
-
-
-def test_files_that_are_no_adapter_are_refused(tmp_path):
-    write_adapter(tmp_path / "adapter", write_base(tmp_path / "base"))
-    file = tmp_path / "adapter" / peft.WEIGHTS
-    file.write_bytes(b"no tensors")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        inference.load(tmp_path / "adapter")
-    prefix = "base_model.model.model.layers.0.self_attn.q_proj"
-    save_file({f"{prefix}.{name}.weight": torch.ones(4) for name in ("lora_A", "lora_B")}, file)
-    with pytest.raises(ConfigError, match="do not belong together"):
-        inference.load(tmp_path / "adapter")
-    save_file({f"{prefix}.lora_A.weight": torch.ones(4, 16)}, file)
-    with pytest.raises(ConfigError, match="no pair of lora_A and lora_B"):
-        inference.load(tmp_path / "adapter")
-    file.rename(file.with_suffix(".bin"))
-    with pytest.raises(ConfigError, match="Pickled adapters"):
-        inference.load(tmp_path / "adapter")
 
 
 def test_a_classifier_is_no_model_that_continues_texts(tmp_path, monkeypatch):

@@ -12,18 +12,14 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
-from armature.checkpoint import convert, huggingface
+from armature.checkpoint import convert
 from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import ConfigError
 from armature.finetune import architecture, check, export, folder
 from armature.finetune.export import read_decoder
-from armature.models.mixture.model import MixtureDecoder
-from armature.models.mixture.plan import PLAN
-from benchmarks.parity.harness import on_ranks
 from tests import needs
 from tests.finetune import extras
 from tests.finetune.mixture_reference import CONFIG, ids
-from tests.parallel.building import options
 
 REFERENCE = Path(__file__).with_name("mixture_reference.py")
 QWEN = {**CONFIG, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
@@ -51,40 +47,6 @@ def test_logits_are_transformers_own(made: Path) -> None:
             far(read_decoder(made / "folder", context=48)(ids()), made / "logits.safetensors")
             <= NEAR
         )
-
-
-def _logits_of_rank(path: str, axes: dict[str, int], expert: int) -> list[Any]:
-    from armature.parallel import apply, mesh
-
-    sizes = {"pipe": 1, "replicate": 1, "shard": 1, "context": 1, "tensor": 1} | axes
-    args = architecture.mixture_arguments(folder.config(Path(path)), name=path)
-    with torch.device("meta"):
-        model = MixtureDecoder(**args, context=48, pretrained=path)
-    names = huggingface.imported_names(model)
-    device_mesh = mesh.build(sizes, device_type="cpu")
-    apply.parallelize(
-        model,
-        PLAN,
-        device_mesh,
-        options(expert=expert),
-        device=torch.device("cpu"),
-        prefix="model.",
-        imported=names,
-    )
-    huggingface.read(model, names)
-    with torch.no_grad():
-        logits = model.eval()(ids())
-    return getattr(logits, "full_tensor", lambda: logits)().tolist()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("axes", "expert"), [({"shard": 2}, 1), ({"shard": 4}, 2), ({"shard": 2, "tensor": 2}, 4)]
-)
-def test_each_rank_reads_its_experts(made: Path, axes: dict[str, int], expert: int) -> None:
-    ranks = axes["shard"] * axes.get("tensor", 1)
-    for logits in on_ranks(_logits_of_rank, str(made / "folder"), axes, expert, ranks=ranks):
-        assert far(torch.tensor(logits), made / "logits.safetensors") <= NEAR
 
 
 @pytest.mark.slow
@@ -153,14 +115,3 @@ def test_a_decoder_does_not_read_a_mixture() -> None:
         ConfigError, match=r"is a mixture of experts\. Type model=pretrained_mixture"
     ):
         architecture.arguments(QWEN, name="folder")
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("balance_rate", 1e-3), ("score", "sigmoid"), ("shared_hidden", 8)]
-)
-def test_what_qwen3_moe_does_not_compute_is_not_exported(
-    key: str, value: Any, tmp_path: Path
-) -> None:
-    args = architecture.mixture_arguments(QWEN, name="folder") | {"context": 48, key: value}
-    with pytest.raises(ConfigError, match=f"model.{key}={value} .only .*Qwen3-MoE"):
-        export.form_of(configuration(args, tmp_path))

@@ -6,9 +6,7 @@ from omegaconf import OmegaConf
 
 from armature.errors import ConfigError
 from armature.finetune import architecture, check, folder
-from armature.layout import Layout
 from armature.models.decoder.check import problems
-from armature.validation import parallelism
 from tests.finetune.folders import CONFIG, write_model, write_shard, write_tokenizer
 
 SHARD = "model-00001-of-00002.safetensors"
@@ -54,24 +52,6 @@ def test_both_dialects_of_a_rope_may_be_there_if_they_agree(tmp_path, theta):
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
-@pytest.mark.parametrize("rope", [LLAMA3, {"rope_type": "yarn", "factor": 4.0}])
-def test_the_context_before_it_was_stretched_is_read_as_transformers_does(rope):
-    beside, inside = (
-        {"original_max_position_embeddings": 8},
-        {"original_max_position_embeddings": 16},
-    )
-    for expected, changes in (
-        (16, {"rope_scaling": rope | inside}),
-        (8, {"rope_scaling": rope, **beside}),
-        (8, {"rope_scaling": rope | inside, **beside}),
-        (2048, {"rope_scaling": rope}),
-    ):
-        assert (
-            architecture.arguments(CONFIG | changes, name="x")["rope_scaling"]["original_context"]
-            == expected
-        )
-
-
 @pytest.mark.parametrize(
     ("rope", "longest"), [(LLAMA3, 2048), ({"type": "yarn", "factor": 4.0}, 6000)]
 )
@@ -111,46 +91,6 @@ def test_a_tied_head_whose_values_differ_in_the_files_is_refused(tmp_path, monke
     untied = json.loads((path / folder.CONFIG).read_text()) | {"tie_word_embeddings": False}
     (path / folder.CONFIG).write_text(json.dumps(untied))
     assert check.fill(config(path)).model.tied is False
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "windows"),
-    [
-        ("llama", {"sliding_window": 8}, None),
-        ("qwen2", {"sliding_window": 8}, [None, 8]),
-        ("qwen3", {}, [None, 4096]),
-        ("qwen3", {"sliding_window": None}, None),
-        ("qwen3", {"use_sliding_window": False, "sliding_window": 8}, None),
-    ],
-)
-def test_windows_are_those_of_the_architecture(kind, changes, windows):
-    config = {
-        **CONFIG,
-        "model_type": kind,
-        "use_sliding_window": True,
-        "max_window_layers": 1,
-        **changes,
-    }
-    assert architecture.arguments(config, name="x")["windows"] == windows
-
-
-def test_a_folder_below_home_is_named_in_full_and_its_tokenizer_compared(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    path = write_model(tmp_path / "model")
-    write_tokenizer(path, 9)
-    (tmp_path / "other").mkdir()
-    write_tokenizer(tmp_path / "other", 8)
-    data = {"source": {"tokenizer": "${model.pretrained}", "template": None}}
-    cfg = config(path, data)
-    cfg.model.pretrained = "~/model"
-    filled = check.fill(cfg)
-    assert filled.model.pretrained == filled.data.source.tokenizer == str(path)
-    for name in ("~/other", "~/other/tokenizer.json"):
-        cfg.data.source.tokenizer = name
-        with pytest.raises(
-            ConfigError, match=r"gives other ids than model\.pretrained was trained with"
-        ):
-            check.fill(cfg)
 
 
 def test_the_folder_sets_all_sizes(model):
@@ -253,23 +193,6 @@ def test_a_damaged_tokenizer_is_named(model, text):
     assert f"{model / folder.TOKENIZER} is damaged, or no tokenizer" in refused(model)[0]
 
 
-def test_files_that_cannot_be_opened_are_named(model, tmp_path):
-    (model / SHARD).unlink()
-    (model / SHARD).symlink_to(SHARD)
-    assert (
-        f"{model / SHARD}: it cannot be read (Too many levels of symbolic links)"
-        in refused(model)[0]
-    )
-    (model / folder.INDEX).write_text('{"weight_map": {"a": 1}}')
-    assert "no index of weights (1 is no name of a file)" in refused(model)[0]
-    assert "no such folder" in refused(tmp_path / ("x" * 300))[0]
-    (model / folder.CHAT_TEMPLATE).write_bytes("{{ messages }}".encode("utf-16"))
-    with pytest.raises(
-        ConfigError, match=r"chat_template.jinja: it cannot be read \('utf-8' codec"
-    ):
-        folder.chat_template(model)
-
-
 def test_names_and_shapes_of_the_weights_are_those_of_config_json(model):
     index = json.loads((model / folder.INDEX).read_text())["weight_map"]
     write_shard(
@@ -358,71 +281,5 @@ def test_a_run_that_resumes_needs_the_folder_no_more(model, monkeypatch):
     assert folder.is_same(str(model.with_name("moved")), run)
 
 
-def test_a_decoder_of_ones_own_gets_a_configuration_that_means_the_same():
-    sizes = {
-        "vocab_size": 64,
-        "width": 32,
-        "layers": 3,
-        "heads": 4,
-        "kv_heads": 2,
-        "ffn_hidden": 64,
-        "norm_eps": 1e-5,
-    }
-    for changes in (
-        {},
-        {
-            "rope_scaling": {
-                "factor": 4.0,
-                "low_frequency": 1.0,
-                "high_frequency": 4.0,
-                "original_context": 16,
-            }
-        },
-        {"windows": 8, "head_dim": 16},
-        {
-            "attention_bias": True,
-            "windows": [None, 8, 8],
-            "rope_scaling": {"kind": "linear", "factor": 2.0},
-        },
-        {"qk_norm": "weighted", "tied": True},
-    ):
-        defaults = {
-            "windows": None,
-            "attention_bias": False,
-            "qk_norm": False,
-            "tied": False,
-            "head_dim": None,
-        }
-        args = {
-            **sizes,
-            **defaults,
-            "context": 64,
-            "rope_theta": 1e4,
-            "rope_scaling": None,
-            **changes,
-        }
-        back = architecture.arguments(architecture.config_of(args, dtype="float32"), name="mine")
-        for key, value in back.items():
-            wanted = {"head_dim": args["head_dim"] or 8, "windows": back["windows"]}.get(
-                key, args[key]
-            )
-            if key == "rope_scaling" and wanted is not None:
-                wanted = {"kind": "llama3", **wanted}
-            assert value == wanted, key
-    with pytest.raises(ConfigError, match="no architecture of Hugging Face's computes this"):
-        architecture.config_of({**args, "qk_norm": True}, dtype="float32")
-
-
 def test_the_tiny_folder_is_one_that_passes(model):
     assert check.weight_problems(model, architecture.arguments(CONFIG, name="tiny")) == []
-
-
-def test_a_strategy_that_does_not_read_folders_is_refused(model):
-    layout = Layout(kind="other", options={}, world_size=1, data_ranks=1, axes={}, plan=None)
-    cfg = {
-        "model": {"_target_": check.DECODER, "pretrained": str(model)},
-        "strategy": {"_target_": "lightning.pytorch.strategies.DDPStrategy"},
-    }
-    (problem,) = parallelism.problems(cfg, layout)
-    assert "only armature's own strategies read model.pretrained" in problem
-    assert parallelism.problems(cfg | {"model": {}}, layout) == []

@@ -5,10 +5,6 @@
 
 import math
 import os
-from pathlib import Path
-from traceback import FrameSummary
-
-import pytest
 
 from armature.launcher import hang
 from armature.launcher.watch import AUTO_SECONDS, Rank, RankWatcher
@@ -52,111 +48,10 @@ def test_a_rank_that_never_came_is_named_with_where_it_is():
     assert "    task.py:12 training_step" in text
 
 
-def test_a_sharded_weight_that_only_some_ranks_use_is_named_with_what_to_type():
-    use = {"sharded": "mine.py:12 training_step"}
-    records = {
-        0: record(call(2, done=False)) | use,
-        1: record(call(1), call(2, name="broadcast", done=False)),
-    }
-    told = (
-        "Rank 0 computes with a sharded weight at mine.py:12 training_step, which gathers it "
-        "from all ranks. If"
-    )
-    assert told in hang.verdict(records, ranks=range(2))
-    assert "sharded" not in hang.verdict({0: records[0], 1: records[0]}, ranks=range(2))
-
-
-def test_a_value_that_only_some_ranks_log_is_named_with_what_to_type():
-    records = {0: record(call(1, done=False)) | {"logging": "mine.py:7 training_step"}, 1: record()}
-    told = (
-        "Rank 0 waits in self.log at mine.py:7 training_step, which reduces the value over all "
-        "ranks at once"
-    )
-    assert told in hang.verdict(records, ranks=range(2))
-    assert "self.log" not in hang.verdict({0: records[0], 1: records[0]}, ranks=range(2))
-
-
-def test_the_line_that_logs_is_that_of_user_code():
-    lightning = os.path.join(
-        "x", blocked.PACKAGES.strip(os.sep), "lightning", "pytorch", "core", "module.py"
-    )
-    frames = [FrameSummary("c10d.py", 1, "all_reduce"), FrameSummary(lightning, 2, "log"),
-              FrameSummary(lightning, 3, "log_dict"), FrameSummary("mine.py", 4, "training_step"),
-              FrameSummary(lightning, 5, "optimizer_step")]  # fmt: skip
-    assert blocked.logging_call(frames) == "mine.py:4 training_step"
-    assert blocked.logging_call(frames[3:]) is None
-
-
-def test_a_step_that_only_some_ranks_make_is_named_with_what_to_type():
-    records = {
-        0: record(call(1, done=False)) | {"stepping": "mine.py:7 optimizer_step"},
-        1: record(),
-    }
-    verdict = hang.verdict(records, ranks=range(2))
-    assert (
-        "Rank 0 makes the optimizer's step at mine.py:7 optimizer_step. If others leave it out"
-        in verdict
-    )
-    assert "trainer.on_nan=skip" in verdict
-    ours, module = (
-        str(Path(blocked.__file__).parents[1] / "strategies" / "gradients.py"),
-        "/home/me/mine.py",
-    )
-    frames = [
-        FrameSummary(ours, 1, "_after_closure"),
-        FrameSummary(ours, 2, "optimizer_step"),
-        FrameSummary(module, 3, "optimizer_step"),
-        FrameSummary(module, 4, "<module>"),
-    ]
-    assert blocked.own_step(frames) == "/home/me/mine.py:3 optimizer_step"
-    assert (
-        blocked.own_step([FrameSummary(f"/venv/{blocked.CLOSURE}", 5, "closure"), *frames]) is None
-    )
-    assert blocked.own_step(frames[:2]) is None
-
-
-@pytest.mark.parametrize(
-    ("inner", "expected"),
-    [
-        (["site-packages/torch/distributed/tensor/_api.py"], "/home/me/mine.py:1 step"),
-        (
-            ["armature/parallel/dtensors.py", "site-packages/torch/_tensor.py"],
-            "/home/me/mine.py:1 step",
-        ),
-        (
-            ["site-packages/torch/distributed/tensor/_api.py", "armature/parallel/gradients.py"],
-            None,
-        ),
-        (["site-packages/torch/distributed/fsdp/_fully_shard.py"], None),
-    ],
-)
-def test_the_line_that_uses_a_sharded_weight_is_that_of_user_code(inner, expected):
-    source = Path(blocked.__file__).parents[2]
-    files = [
-        str(source / name) if name.startswith("armature") else f"/venv/{name}" for name in inner
-    ]
-    frames = [
-        FrameSummary(file, 1, "step")
-        for file in [*files, "/home/me/mine.py", "/venv/site-packages/l.py"]
-    ]
-    assert blocked.sharded_use(frames) == expected
-
-
 def test_a_rank_that_does_not_answer_is_named():
     records = {0: record(call(5, done=False))}
     assert "rank 1 never came." in hang.verdict(records, ranks=range(2))
     assert "rank 1 did not answer" in hang.report(records, ranks=range(2), seconds=9)
-
-
-def test_different_calls_are_named():
-    records = {
-        0: record(call(3, done=False)),
-        1: record(call(3, name="broadcast", sizes=((8,),), done=False)),
-    }
-    assert hang.verdict(records, ranks=range(2)) == (
-        "The ranks made different calls as collective 3 of all ranks: rank 0 all_reduce of 4096, "
-        "rank 1 broadcast of 8."
-    )
 
 
 def test_ranks_outside_of_a_group_are_not_waited_for():
@@ -255,11 +150,3 @@ def test_a_heart_tells_the_slowest_step_and_rests(monkeypatch, tmp_path):
     trainer.is_last_batch = True  # what a user's on_train_epoch_end does then is no step
     batch(8, 1.0)
     assert float(file.read_text()) == math.inf
-
-
-@pytest.mark.parametrize("value", ["auto", 5, 2.5, None])
-def test_what_can_be_typed(value):
-    from armature.validation import values
-
-    assert values.RANGES["launch.hang_timeout"](value) is None
-    assert values.RANGES["launch.hang_timeout"]("often") is not None

@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -135,15 +134,6 @@ def test_a_silent_process_of_another_machine_is_replaced(run_dir, fast, caplog):
     assert "on elsewhere, which has been silent for 1 s" in caplog.messages[1]
 
 
-def test_silence_is_measured_by_the_clock_of_the_file_system(run_dir, caplog):
-    file = write(run_dir, host="elsewhere", machine="other")
-    os.utime(file, (time.time() - 90, time.time() - 90))
-    begun = time.monotonic()
-    acquire(run_dir)
-    assert time.monotonic() - begun < 3
-    assert "has been silent for 90 s" in caplog.text
-
-
 @pytest.mark.parametrize("text", [None, "", "{}"])
 def test_a_touching_process_of_another_machine_is_respected(run_dir, fast, text):
     file = write(run_dir, host="elsewhere", machine="other")
@@ -195,16 +185,6 @@ def test_one_of_several_wins(run_dir, stale):
         process.join()
 
 
-def test_without_hard_links_the_lock_is_created_exclusively(run_dir, monkeypatch):
-    def link(*paths) -> None:
-        raise OSError(lock.errno.EPERM, "no links here")
-
-    monkeypatch.setattr(lock.os, "link", link)
-    acquire(run_dir)
-    with pytest.raises(ConfigError, match="in use by"):
-        acquire(run_dir)
-
-
 def test_the_folder_of_checkpoints_is_locked_too(run_dir, tmp_path):
     elsewhere = tmp_path / "root" / run_dir.name
     with lock.hold(config(run_dir, root=str(tmp_path / "root"))):
@@ -219,81 +199,8 @@ def test_the_folder_of_checkpoints_is_locked_too(run_dir, tmp_path):
     assert not (elsewhere / lock.NAME).exists()
 
 
-def test_an_object_store_is_locked_by_what_it_holds_after_a_while(fast, monkeypatch):
-    upath = pytest.importorskip("upath")
-    monkeypatch.setattr(lock._InObjects, "settle", 0.1)
-    folder = upath.UPath("memory://runs/mine")
-    first = acquire(folder)
-    with pytest.raises(ConfigError, match=f"process {os.getpid()}"):
-        acquire(folder)
-    before = first.store.read()
-    first.next_touch = 0.0
-    assert first.keep()
-    assert first.store.read()[0] == before[0]
-    assert first.store.read()[1] != before[1]
-    first.release()
-    assert first.store.read() is None
-    (folder / lock.NAME).write_text(
-        replace(Holder.this_process(config(Path())), host="elsewhere", machine="x").text() + "1\n"
-    )
-    acquire(folder)  # nothing changes it
-
-
 class StoreError(Exception):
     """Of an object store's client, whose classes are no OSError."""
-
-
-def test_a_store_that_cannot_be_reached_is_named(run_dir, monkeypatch):
-    upath = pytest.importorskip("upath")
-
-    def away(*_, **__) -> None:
-        raise StoreError("Unable to locate credentials")
-
-    monkeypatch.setattr(type(upath.UPath("memory://x")), "read_text", away)
-    with (
-        pytest.raises(
-            ConfigError,
-            match=r"checkpoint.root=memory://x: .*Unable to locate credentials.*Type another",
-        ),
-        lock.hold(config(run_dir, root="memory://x")),
-    ):
-        pass
-
-
-def test_a_lock_is_kept_after_a_store_was_away(run_dir, fast, monkeypatch):
-    upath = pytest.importorskip("upath")
-    for name, seconds in {"settle": 0.0, "interval": 0.05}.items():
-        monkeypatch.setattr(lock._InObjects, name, seconds)
-    kind, tries = type(upath.UPath("memory://y")), []
-
-    def away(*_, **__) -> None:
-        tries.append(1)
-        raise StoreError("Could not connect")
-
-    with lock.hold(config(run_dir, root="memory://y")):
-        with monkeypatch.context() as patch:
-            patch.setattr(kind, "write_text", away)
-            running.wait_for(lambda: len(tries) > 2, seconds=10, what="touches that fail")
-        before = upath.UPath(f"memory://y/{run_dir.name}/{lock.NAME}").read_text()
-        running.wait_for(
-            lambda: upath.UPath(f"memory://y/{run_dir.name}/{lock.NAME}").read_text() != before,
-            seconds=10, what="a touch",
-        )  # fmt: skip
-
-
-def test_a_deleted_run_directory_is_restored_while_the_run_trains(run_dir, fast, caplog):
-    with lock.hold(config(run_dir)):
-        (run_dir / "config.yaml").write_text("seed: 1\n")
-        time.sleep(0.3)
-        shutil.rmtree(
-            run_dir.rename(run_dir.with_name("deleted"))
-        )  # at once: the lock is refreshed meanwhile
-        running.wait_for((run_dir / lock.NAME).exists, seconds=10, what="the lock")
-        assert (run_dir / "config.yaml").read_text() == "seed: 1\n"
-        assert (run_dir / "logs").is_dir()
-        time.sleep(0.3)
-    assert [record.levelname for record in caplog.records] == ["ERROR"]
-    assert "was deleted or renamed while the run trains" in caplog.text
 
 
 HOLDER = """
@@ -350,19 +257,3 @@ def test_the_same_command_typed_twice_trains_once(corpus, tmp_path):
     assert f"is taken over from process {first.pid}" in third.stderr
     assert [row["step"] for row in running.rows(tmp_path / "outputs/mine")][-1] == "3"
     assert not (tmp_path / "outputs/mine/.lock").exists()
-
-
-def test_agents_on_several_machines_write_to_no_run_directory_of_another_job(run_dir):
-    def check(job: str):
-        cfg = config(run_dir)
-        cfg.launch.rdzv_endpoint = job
-        lock.check(cfg)
-
-    check("a:1")  # there is no lock yet
-    file = write(run_dir, job="a:1")
-    check("a:1")  # rank 0 of this job has started already
-    with pytest.raises(ConfigError, match=r"in use by process .* another run.name"):
-        check("b:1")
-    write(run_dir, job="a:1", pid=dead())
-    check("b:1")
-    assert file.exists()

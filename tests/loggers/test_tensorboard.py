@@ -4,7 +4,6 @@ the run.
 
 import io
 import logging
-import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -85,23 +84,6 @@ def test_records_are_tensorboards_own_bytes():
         theirs, data = io.BytesIO(), bytes(i * 7 % 256 for i in range(length))
         RecordWriter(theirs).write(data)
         assert theirs.getvalue() == _record(data)
-
-
-def test_rows_are_written_once_per_second_as_they_were_when_they_were_logged(tmp_path, monkeypatch):
-    logger = TensorBoard(str(tmp_path), name="", version="")
-    value = torch.tensor(1.0)
-    logger.log_metrics({"a": value}, step=1)
-    now = time.monotonic()
-    monkeypatch.setattr("armature.loggers.tensorboard.time.monotonic", lambda: now)
-    logger.log_metrics({"a": value}, step=2)
-    value += 1
-    assert scalars(tmp_path)["a"] == [(1, "1")]
-    now += 1.1
-    logger.log_metrics({"a": value}, step=3)
-    logger.log_metrics({"a": value}, step=4)
-    assert scalars(tmp_path)["a"] == [(1, "1"), (2, "1"), (3, "2")]
-    logger.finalize("failed")
-    assert scalars(tmp_path)["a"] == [(1, "1"), (2, "1"), (3, "2"), (4, "2")]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")

@@ -102,24 +102,6 @@ def test_generation_uses_its_cache(flex):
     torch.testing.assert_close(torch.cat(pieces, dim=1), model(ids[:, :20]))
 
 
-@pytest.mark.slow
-def test_other_documents_recompile_nothing(flex, monkeypatch, tmp_path):
-    make = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda function, *, mode: make(function, backend="aot_eager")
-    )
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    torch._dynamo.reset()
-    model, counters = decoder(), torch._dynamo.utils.counters["stats"]
-    blocks.compile_forward(model.blocks.values())
-    before = counters["unique_graphs"]
-    for _ in range(4):
-        ids = packed(length=150, every=20)
-        model(ids[:, :-1], ids[:, 1:]).backward()
-    assert counters["unique_graphs"] - before == 1
-    torch._dynamo.reset()
-
-
 def test_selective_recomputation_keeps_attention(flex, monkeypatch):
     inner, calls, ids = (
         sys.modules["torch._higher_order_ops.flex_attention"],

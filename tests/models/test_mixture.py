@@ -5,7 +5,6 @@ load.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -185,38 +184,6 @@ def test_tokens_are_counted_once_however_often_a_block_is_computed_again(mode: s
     assert model.take_load(device=torch.device("cpu")).sum() == 0, (
         "a validation counts what was computed again"
     )
-
-
-def test_only_the_last_passes_of_a_context_are_counted() -> None:
-    model, ids = decoder(), torch.arange(32).view(2, 16)
-    model(ids, ids)
-    before = model.take_load(device=torch.device("cpu"))
-    for number, expected in ((0, 1), (1, 2), (2, 3), (3, 3)):
-        model(ids, ids)
-        with model.counted_passes(number):
-            model(ids, ids)
-            model(ids, ids)
-        assert torch.equal(model.take_load(device=torch.device("cpu")), expected * before)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # torch.compile has several of its own
-def test_compiled_blocks_are_not_compiled_anew_for_each_micro_batch() -> None:
-    model, ids, compiled = decoder(layers=1, dense_layers=0), torch.arange(32).view(2, 16), []
-
-    def backend(graph: Any, _: Any) -> Any:
-        compiled.append(graph)
-        return graph.forward
-
-    for block in model.blocks.values():
-        block.forward = torch.compile(block.forward, backend=backend)
-    counts = []
-    for _ in range(2):
-        for _ in range(3):
-            model(ids, ids).backward()
-            counts.append(len(compiled))
-        assert model.take_load(device=torch.device("cpu")).sum(1).tolist() == [3 * 64]
-    assert counts[1:] == counts[1:2] * 5
 
 
 def test_a_frozen_router_counts_tokens_and_keeps_its_bias() -> None:

@@ -7,7 +7,6 @@ from armature.optim import muon
 from armature.optim.muon import Muon, orthogonalize
 from armature.parallel.distributed_matrices import DistributedMatrices
 from benchmarks.parity.harness import on_ranks
-from benchmarks.volume import CollectiveCounter
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (16, 64), (64, 16)])
@@ -199,83 +198,3 @@ def test_shared_work_takes_the_same_steps_as_one_process(layout, ranks, most):
         )
         for got, alone in zip(weights, expected, strict=False):
             torch.testing.assert_close(torch.tensor(got), torch.tensor(alone), rtol=1e-5, atol=1e-6)
-
-
-def exchanges(layout: str, room: int | None = None) -> tuple[list[str], bool]:
-    """Return the collectives that share the work on six matrices, and whether each result is that
-    of one process.
-    """
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    from armature.parallel import distributed_matrices
-
-    if room is not None:
-        distributed_matrices.MAX_ROUND_ELEMENTS = distributed_matrices.MAX_SHARD_ELEMENTS = room
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(24, 16), (16, 24), (24, 24), (13, 24), (24, 24), (3, 24)]
-    whole = [
-        torch.randn(shape, generator=generator) for shape in shapes[:1] if layout.startswith("one")
-    ]
-    whole = whole or [torch.randn(shape, generator=generator) for shape in shapes]
-    if layout.endswith("sharded"):
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        matrices = [
-            distribute_tensor(matrix, mesh, [Shard(i % 2)]) for i, matrix in enumerate(whole)
-        ]
-        work = DistributedMatrices()
-    else:
-        matrices, work = whole, DistributedMatrices(dist.group.WORLD)
-    results: dict[int, torch.Tensor] = {}
-    with CollectiveCounter() as counter:
-        for indices in work.rounds(matrices):
-            mapped = work.map([matrices[i] for i in indices], muon.orthogonalize)
-            results |= zip(indices, mapped, strict=True)
-    full = [getattr(results[i], "full_tensor", lambda i=i: results[i])() for i in range(len(whole))]
-    equal = all(
-        torch.equal(result, muon.orthogonalize(matrix))
-        for result, matrix in zip(full, whole, strict=True)
-    )
-    return [each["kind"] for each in counter.collectives], equal
-
-
-def every_exchange() -> list[tuple[list[str], bool]]:
-    return [
-        exchanges("replicated"), exchanges("sharded"), exchanges("one matrix"),
-        exchanges("replicated", 1000), exchanges("sharded", 500), exchanges("one, sharded"),
-    ]  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_all_matrices_of_a_step_travel_together_up_to_a_size(ranks):
-    for found in on_ranks(every_exchange, ranks=ranks):
-        together, sharded, one, replicated_rounds, sharded_rounds, one_sharded = found
-        assert together == (["all_gather"], True)
-        assert sharded == (["all_to_all"] * 2, True)
-        assert one == (["broadcast" if ranks == 3 else "all_gather"], True)
-        assert len(replicated_rounds[0]) == ranks + 1, (
-            "three rounds; with three ranks, one of two broadcasts"
-        )
-        assert len(sharded_rounds[0]) == (4 if ranks == 3 else 6)
-        assert one_sharded == (["all_to_all"] * 2, True), (
-            "the other ranks have no matrix of their own"
-        )
-        assert replicated_rounds[1]
-        assert sharded_rounds[1]
-
-
-def test_stacks_that_are_left_to_adamw_are_named(caplog):
-    stack, position = (
-        torch.nn.Parameter(torch.ones(4, 2, 3)),
-        torch.nn.Parameter(torch.ones(1, 2, 3)),
-    )
-    Muon([{"params": [position], "hidden": False}, {"params": [stack], "hidden": True}])
-    assert not caplog.records
-    Muon([{"params": [stack, position], "hidden": False}])
-    assert (
-        "Muon leaves 1 three-dimensional parameters to AdamW, such as one of (4, 2, 3)"
-        in caplog.text
-    )
-    assert "`stacked = True`" in caplog.text

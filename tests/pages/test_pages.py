@@ -8,7 +8,6 @@ from html.parser import HTMLParser
 
 import pytest
 
-from armature.config import CONFIGS
 from armature.pages import compare, history, report
 from tests.pages.run_files import HOSTILE, write
 
@@ -113,31 +112,6 @@ def test_the_page_of_a_run_has_all_parts(tmp_path):
     assert_harmless(page)
 
 
-def test_the_load_of_experts_is_drawn(tmp_path):
-    path = write(tmp_path / "mine")
-    assert "<h2>Experts</h2>" not in report.make(path)
-    rows = (path / "metrics.csv").read_text().splitlines()
-    loads = ["experts/load_max,experts/load_min", *("1.5,0.25" for _ in rows[1:])]
-    (path / "metrics.csv").write_text(
-        "\n".join(f"{row},{load}" for row, load in zip(rows, loads, strict=True)) + "\n"
-    )
-    summary = json.loads((path / "summary.json").read_text()) | {
-        "expert_load": {"1": [1.5, 0.25, 1.25, 1.0], "2": [1.0] * 4}
-    }
-    (path / "summary.json").write_text(json.dumps(summary))
-    page = report.make(path)
-    assert "<h2>Experts</h2>" in page
-    for title in (
-        "tokens of the most and the least used expert, times the mean",
-        "tokens of each expert in the last step, times the mean",
-    ):
-        assert f'aria-label="{title}"' in page, title
-    assert "block 1" in page
-    for damaged in ([1, 2], {"1": "x"}, {"1": [None, "y"]}):
-        (path / "summary.json").write_text(json.dumps(summary | {"expert_load": damaged}))
-        assert "in the last step, times the mean" not in report.make(path)
-
-
 def test_samples_that_a_resumed_run_has_not_made_are_gone(tmp_path):
     page = report.make(write(tmp_path / "mine"))
     assert "def f(): 60" in page
@@ -148,18 +122,6 @@ def test_keys_that_differ_from_the_defaults_are_bold(tmp_path):
     page = report.make(write(tmp_path / "mine", config="resume: auto\n"))
     assert {"optimizer.lr", "0.5"} <= set(bold(page))
     assert not {"seed", "resume", "run.report", "checkpoint.monitor"} & set(bold(page))
-
-
-def test_what_auto_became_is_bold_only_if_it_was_typed(tmp_path):
-    config = "trainer: {precision: 32-true}\nlaunch: {max_restarts: 3}\n"
-    path = write(tmp_path / "mine", config=config)
-    (path / "overrides.txt").write_text("experiment=parity\n")
-    assert "precision: 32-true" in (CONFIGS / "experiment" / "parity.yaml").read_text()
-    assert "trainer.precision" in bold(report.make(path))
-    assert "launch.max_restarts" not in bold(report.make(path))
-    for text in ("experiment=parity\n\nlaunch.max_restarts=3\n", "experiment=nowhere\n"):
-        (path / "overrides.txt").write_text(text)
-        assert "launch.max_restarts" in bold(report.make(path))
 
 
 def test_the_defaults_are_those_that_hydra_composes():
@@ -267,20 +229,6 @@ def test_the_best_of_each_metric_is_bold_and_differences_are_listed(tmp_path):
     assert re.search(r"^val/loss +[\d.]+\* ", text, re.MULTILINE)
 
 
-def test_values_that_differ_after_the_fifth_digit_are_shown_whole(tmp_path):
-    runs = [
-        history.read(
-            write(
-                tmp_path / name, name=name, config=f"data: {{a: {value}, b: {value}, c: {value}}}\n"
-            )
-        )
-        for name, value in (("a", 0.123456), ("b", 0.123459))
-    ]
-    runs[1].config.update({"data.b": 0.5, "data.c": 0.123456})
-    found = compare.differences(runs)
-    assert found == {"data.a": ["0.123456", "0.123459"], "data.b": ["0.12346", "0.5"]}
-
-
 @pytest.mark.parametrize(
     ("name", "aim"),
     [
@@ -322,14 +270,3 @@ def test_values_under_a_modules_own_names_are_shown(tmp_path):
     assert ">val_loss</text>" in page  # with the training loss, in one chart
     assert 'aria-label="val_loss"' in compare.make(runs)
     assert compare.results(runs)["val_loss"] == [min(runs[0].curve("val_loss")[1]), None]
-
-
-def test_columns_that_are_left_out_are_counted(tmp_path):
-    path = write(tmp_path / "mine")
-    head, *rows = (path / "metrics.csv").read_text().splitlines()
-    names = [f"device/{i}" for i in range(30)]
-    table = [",".join([head, *names]), *(",".join([row, *("1" for _ in names)]) for row in rows)]
-    (path / "metrics.csv").write_text("\n".join(table) + "\n")
-    for page in (report.make(path), compare.make([history.read(path)])):
-        assert page.count('aria-label="device/') == 2 * 24  # linear and logarithmic
-        assert "6 more in metrics.csv" in page

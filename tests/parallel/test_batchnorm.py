@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 from itertools import pairwise
 from typing import Any
 
-import cloudpickle
 import pytest
 import torch
 from torch import Tensor, nn
@@ -211,36 +209,3 @@ def test_statistics_that_cannot_be_synchronized_are_named(monkeypatch, caplog) -
     caplog.clear()
     model.eval()(torch.ones(4, 6))
     assert not caplog.text
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-def test_a_synchronized_model_can_be_scripted() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 6, 1), nn.BatchNorm2d(6))
-    x = torch.randn(4, 3, 5, 5)
-    expected = copy.deepcopy(model)(x)
-    batchnorm.synchronize(model, group=GROUP)
-    scripted = torch.jit.script(model)
-    torch.testing.assert_close(scripted(x), expected)
-    torch.testing.assert_close(scripted.eval()(x), model.eval()(x))
-
-
-@pytest.mark.parametrize("pickler", [pickle, cloudpickle])
-def test_copies_stay_synchronized_and_pickles_are_torchs_own(pickler) -> None:
-    model = nn.Sequential(nn.BatchNorm2d(6), Own(6), nn.InstanceNorm2d(6, track_running_stats=True))
-    batchnorm.synchronize(model, group=GROUP)
-    assert [type(module) for module in (model[0], model[2])] == [nn.BatchNorm2d, nn.InstanceNorm2d]
-    twin = copy.deepcopy(model)
-    assert [type(module) for module in twin] == [type(module) for module in model]
-    assert twin[0].forward.__self__ is twin[0]
-    assert vars(twin[0])[batchnorm.GROUP].group is GROUP
-    assert twin[0].weight is not model[0].weight
-    text = pickler.dumps(model)
-    assert (b"armature.parallel" in text) == (
-        pickler is cloudpickle
-    )  # which finds a method's function by its module
-    plain = pickle.loads(text)
-    assert [type(module) for module in plain] == [nn.BatchNorm2d, Own, nn.InstanceNorm2d]
-    torch.testing.assert_close(plain.state_dict(), model.state_dict())
-    assert plain(torch.randn(4, 6, 3, 3)).shape == (4, 6, 3, 3)  # alone, as torch computes it
-    batchnorm.synchronize(plain, group=GROUP)
-    assert vars(plain[0])[batchnorm.GROUP].group is GROUP

@@ -4,7 +4,6 @@ compiled code.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import os
 import pickle
@@ -97,6 +96,7 @@ def test_a_new_shape_is_counted_as_a_new_graph(count) -> None:
     assert count() == 2
 
 
+@pytest.mark.slow
 def test_generation_compiles_nothing(count) -> None:
     model = Decoder(**SMALL)
     blocks.compile_forward(model.blocks.values())
@@ -104,28 +104,6 @@ def test_generation_compiles_nothing(count) -> None:
     assert count() == 0
     train(model, 8)
     assert count() == 1
-
-
-@pytest.mark.parametrize("checkpointing", ["none", "every"])
-@pytest.mark.parametrize("twin_of", [copy.deepcopy, pickled], ids=["copy", "pickle"])
-def test_a_twin_computes_with_its_own_weights_by_the_same_graph(
-    count, twin_of, checkpointing: str
-) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    blocks.checkpoint_activations(model, mode=checkpointing)
-    blocks.compile_forward(model)
-    x = torch.randn(3, 4)
-    before, compiled = model(x), count()
-    twin = twin_of(model)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.zero_()
-    assert torch.equal(twin(x), before)
-    assert not model(x).any()
-    twin(x).sum().backward()
-    assert all(param.grad is None for param in model.parameters())
-    assert all(param.grad is not None for param in twin.parameters())
-    assert count() == compiled
 
 
 def compiled_in_a_fit(job: Job) -> int:

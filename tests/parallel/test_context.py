@@ -9,21 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from armature.errors import ConfigError
-from armature.models.decoder.cost import cost
 from armature.models.decoder.model import Decoder
 from armature.models.decoder.plan import PLAN
 from armature.parallel import plan_check, randomness
-from armature.parallel.context import Positions
-from armature.parallel.mesh import AXES
-from armature.planner import activations
-from armature.planner.setup import Setup
 from benchmarks.parity.context import LAYOUTS
 from benchmarks.parity.harness import (
     DECODER,
@@ -175,52 +168,6 @@ def test_positions_have_their_own_dropout_and_code_around_the_model_draws_the_sa
     torch.manual_seed(0)
     assert outside == other
     assert len({*first, *second}) > 2, (first, second)
-
-
-# ---------------------------------------------------------------- memory
-def kept_bytes(context: int) -> int:
-    """Return the bytes that a rank keeps of the blocks' forward pass, besides weights."""
-    model = Decoder(**LONG)
-    if context > 1:
-        Positions(dist.group.WORLD).divide(model, PLAN)  # pyright: ignore[reportArgumentType]
-    weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
-    kept: dict[int, int] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    rotary_C2K, x_BTD = (
-        model.rotary(device="cpu"),
-        torch.randn(1, 1024 // context, 64, requires_grad=True),
-    )
-    with saved_tensors_hooks(pack, lambda x: x):
-        y_BTD = x_BTD
-        for block in model.blocks.values():
-            y_BTD = block(y_BTD, rotary_C2K, None)
-    others = weights | {rotary_C2K.untyped_storage().data_ptr()}
-    return sum(size for place, size in kept.items() if place not in others)
-
-
-LONG = {
-    "vocab_size": 96,
-    "context": 1024,
-    "width": 64,
-    "layers": 4,
-    "heads": 4,
-    "kv_heads": 2,
-    "ffn_hidden": 128,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("context", [1, 2, 4])
-def test_a_rank_keeps_the_activations_that_the_planner_predicts(context: int) -> None:
-    axes = dict.fromkeys(AXES, 1) | {"context": context}
-    setup = Setup(cost=cost(LONG), kind="mesh", axes=axes, world_size=context, precision="32-true")
-    predicted = activations.kept_by_block(setup, "none") * LONG["layers"]
-    for found in on_ranks(kept_bytes, context, ranks=context):
-        assert found == pytest.approx(predicted, rel=0.1)
 
 
 # ---------------------------------------------------------------- before launch

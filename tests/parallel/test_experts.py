@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from armature.models.mixture.experts import Experts, Router
 from benchmarks.parity.harness import Job, Run, alone, difference, fit, fit_once, on_ranks, repeats
@@ -211,30 +210,3 @@ def test_a_step_that_is_not_finite_on_one_ranks_experts_is_left_out_on_all() -> 
         assert np.allclose(run.weights[name], value, rtol=0, atol=TOLERANCE), name
         assert np.isfinite(value).all()
     assert run.facts["load"] == reference.facts["load"]
-
-
-def _gradient_of_one_a_rank(rest: int, force: bool) -> float:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (2 // rest, rest), mesh_dim_names=("expert", "rest"))
-    module = nn.Linear(2, 2, bias=False)
-    fully_shard(module, mesh=mesh["rest"])
-    module.set_gradient_divide_factor(4.0)
-    module.set_force_sum_reduction_for_comms(force)
-    module(torch.ones(1, 2)).sum().backward()
-    return float(module.weight.grad.full_tensor()[0, 0])  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("rest", "force", "expected"), [(1, False, 0.25), (2, True, 0.5)])
-def test_torch_divides_gradients_by_the_factor_once(
-    rest: int, force: bool, expected: float
-) -> None:
-    assert on_ranks(_gradient_of_one_a_rank, rest, force, ranks=2) == [expected] * 2
-
-
-@pytest.mark.slow
-def test_torch_still_divides_twice_if_there_is_nothing_to_reduce() -> None:
-    """If this fails, `experts.shard` no longer needs its condition on `rest`."""
-    assert on_ranks(_gradient_of_one_a_rank, 1, True, ranks=2) == [0.0625] * 2

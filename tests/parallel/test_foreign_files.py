@@ -2,7 +2,6 @@
 as what it is.
 """
 
-import io
 import json
 import pickle
 import re
@@ -93,12 +92,6 @@ def exchange(file: Path, content: bytes) -> None:
     manifest = json.loads((file.parent / directory.MANIFEST).read_text())
     manifest["files"] |= directory.describe(file.parent, [file.name])
     (file.parent / directory.MANIFEST).write_text(json.dumps(manifest))
-
-
-def saved_by_torch(value: object) -> bytes:
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream.getvalue()
 
 
 @pytest.mark.parametrize(

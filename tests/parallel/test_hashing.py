@@ -13,13 +13,10 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.serialization import get_crc32_options
 
-from armature import files
-from armature.checkpoint import directory, hashing, state, storage
+from armature.checkpoint import hashing, state, storage
 from armature.checkpoint import writer as checkpoint_writer
 from armature.checkpoint.hashing import HashingFileSystem, SaveThreads
 from armature.checkpoint.writer import CheckpointWriter
-
-LINUX = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="Linux's scheduler")
 
 
 def saved(path: Path, **options: Any) -> Path:
@@ -31,20 +28,6 @@ def saved(path: Path, **options: Any) -> Path:
     )
     writer.finish()
     return path
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"background": True}, {"background": True, "idle": True}], ids=str
-)
-def test_nothing_is_read_back_but_the_small_file(tmp_path: Path, monkeypatch, options) -> None:
-    read: list[str] = []
-    original = files.sha256
-    monkeypatch.setattr(files, "sha256", lambda path: read.append(path.name) or original(path))
-    path = saved(tmp_path / "step=1", **options)
-    assert read == [directory.META]
-    described = (directory.read_manifest(path) or {})["files"]
-    assert described == directory.describe(path, described)
-    assert described.keys() == {directory.META, directory.TENSOR_INDEX, "__0_0.distcp"}
 
 
 @pytest.mark.parametrize(
@@ -69,28 +52,6 @@ def test_a_file_is_what_was_written_and_so_is_its_checksum(
     }
 
 
-@LINUX
-def test_the_work_waits_for_idle_cores_until_somebody_waits_for_it(monkeypatch) -> None:
-    def policies(threads: SaveThreads) -> list[int]:
-        found: list[int] = []
-
-        def note(piece: memoryview) -> None:
-            found.append(os.sched_getscheduler(0))
-
-        threads.both(note, note, [memoryview(b"piece")])
-        return found
-
-    ordinary = [os.sched_getscheduler(0)] * 2
-    assert policies(SaveThreads()) == ordinary
-    threads = SaveThreads(idle=True)
-    assert policies(threads) == [os.SCHED_IDLE] * 2
-    threads.hurry()
-    assert policies(threads) == ordinary
-    monkeypatch.setattr(hashing, "IDLE_SECONDS", 0.0)  # on a machine without idle cores
-    assert policies(SaveThreads(idle=True)) == ordinary
-    assert os.sched_getscheduler(0) == ordinary[0]
-
-
 def test_the_disk_does_not_wait_for_the_checksum_of_each_piece() -> None:
     written = threading.Event()
 
@@ -102,37 +63,6 @@ def test_the_disk_does_not_wait_for_the_checksum_of_each_piece() -> None:
         assert written.wait(20)
 
     SaveThreads().both(write, calculate, [memoryview(b"first"), memoryview(b"last")])
-
-
-@LINUX
-@pytest.mark.parametrize("waits", ["finish", "wait"])
-def test_a_save_that_is_awaited_goes_on_at_once(tmp_path: Path, monkeypatch, waits: str) -> None:
-    """The first piece is written on an idle core, where this one asks to wait; the others are
-    not.
-    """
-    begun, awaited, policies = threading.Event(), threading.Event(), []
-    hurry = SaveThreads.hurry
-
-    def write(stream: hashing._HashingStream, piece: memoryview) -> None:
-        policies.append(os.sched_getscheduler(0))
-        begun.set()
-        assert awaited.wait(20)
-        stream._stream.write(piece)
-
-    def hurry_and_tell(threads: SaveThreads) -> None:
-        hurry(threads)
-        awaited.set() if begun.is_set() else None
-
-    monkeypatch.setattr(hashing._HashingStream, "_write", write)
-    monkeypatch.setattr(SaveThreads, "hurry", hurry_and_tell)
-    writer = CheckpointWriter(background=True, idle=True)
-    writer.save(tmp_path / "step=1", {"large": torch.randn(3 << 20)}, {})
-    assert begun.wait(20)
-    getattr(writer, waits)()
-    assert policies[0] == os.SCHED_IDLE
-    assert len(policies) == 3
-    assert os.SCHED_IDLE not in policies[1:]
-    assert directory.problem(tmp_path / "step=1") is None
 
 
 @pytest.mark.parametrize(

@@ -62,10 +62,10 @@ EXCHANGED = (  # each family saves once and resumes once
     ("fsdp 2", "ddp 2"),
     ("hsdp 2×2", "tensor 2, sequence parallel"),
     ("tensor 2, sequence parallel", DEEPSPEED),
-    ("pipeline 2, 1f1b", "2×2×2"),
+    ("pipeline 2, 1f1b", "tensor 2 × pipeline 2"),
     ("fsdp 2 × tensor 2", CONTEXT),
     (CONTEXT, "hsdp 2×2"),
-    ("2×2×2", "pipeline 2, 1f1b"),
+    ("tensor 2 × pipeline 2", "pipeline 2, 1f1b"),
     (DEEPSPEED, "single"),
     ("deepspeed 1 at 2", "fsdp 2"),
 )

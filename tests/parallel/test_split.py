@@ -2,50 +2,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from armature.models.mixture.cost import cost
 from armature.models.mixture.model import MixtureDecoder
 from armature.models.mixture.plan import PLAN
 from armature.parallel.mesh import AXES
 from armature.parallel.pipeline import blocks_of_stages
-from armature.parallel.split import SCHEDULES, balance_blocks, bubble_share, stages_of_rank
+from armature.parallel.split import SCHEDULES, bubble_share, stages_of_rank
 from armature.planner.setup import Setup
-
-
-@given(
-    costs=st.lists(st.integers(1, 50), min_size=1, max_size=9),
-    stages=st.integers(1, 5),
-    first=st.integers(0, 60),
-    last=st.integers(0, 60),
-)
-def test_no_other_split_has_a_cheaper_largest_stage(
-    costs: list[int], stages: int, first: int, last: int
-) -> None:
-    if len(costs) < stages:
-        with pytest.raises(ValueError, match="cannot fill"):
-            balance_blocks(costs, stages=stages)
-        return
-
-    def most_expensive(sizes: list[int]) -> int:
-        starts = [sum(sizes[:i]) for i in range(stages)]
-        prices = [sum(costs[a : a + n]) for a, n in zip(starts, sizes, strict=True)]
-        prices[0] += first
-        prices[-1] += last
-        return max(prices)
-
-    def cuts(n: int, parts: int) -> list[list[int]]:
-        return (
-            [[n]]
-            if parts == 1
-            else [[k, *rest] for k in range(1, n - parts + 2) for rest in cuts(n - k, parts - 1)]
-        )
-
-    sizes = balance_blocks(costs, stages=stages, first=first, last=last)
-    assert sum(sizes) == len(costs)
-    assert min(sizes) >= 1
-    assert most_expensive(sizes) == min(most_expensive(other) for other in cuts(len(costs), stages))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

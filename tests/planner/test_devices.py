@@ -27,13 +27,6 @@ def test_every_file_is_complete_and_in_plausible_units(name: str) -> None:
     assert "Sources" in (devices.FOLDER / f"{name}.yaml").read_text()
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_rates_agree_with_those_that_mfu_is_measured_by(name: str) -> None:
-    published = hardware.published_peak(name.partition("_")[0].upper())
-    if published is not None:
-        assert devices.named(name).peak_flops["bfloat16"] == pytest.approx(published)
-
-
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     with pytest.raises(
         ConfigError,
@@ -61,18 +54,6 @@ def test_this_finds_the_file_of_the_gpu(
     assert device.peak_flops["float16"] == peak
 
 
-def test_this_passes_over_files_without_names(tmp_path: Path, monkeypatch) -> None:
-    for name in ("t4", "mine"):
-        text = (devices.FOLDER / "t4.yaml").read_text()
-        kept = [line for line in text.splitlines() if name == "t4" or not line.startswith("names:")]
-        (tmp_path / f"{name}.yaml").write_text("\n".join(kept))
-    monkeypatch.setattr(devices, "FOLDER", tmp_path)
-    monkeypatch.setattr(hardware, "gpu_count", lambda: 1)
-    monkeypatch.setattr(hardware, "gpu_name", lambda: "Tesla T4")
-    monkeypatch.setattr(hardware, "gpu_memory_bytes", lambda: None)
-    assert devices.this().name == "t4"
-
-
 def test_this_refuses_a_gpu_without_a_file(monkeypatch) -> None:
     monkeypatch.setattr(hardware, "gpu_count", lambda: 1)
     monkeypatch.setattr(hardware, "gpu_name", lambda: "NVIDIA GeForce 256")
@@ -98,25 +79,6 @@ def test_ram_is_a_containers_limit_where_it_has_one(monkeypatch) -> None:
         lambda self, *a, **k: "1048576\n" if "cgroup" in str(self) else real(self, *a, **k),
     )
     assert hardware.ram_bytes() == 2**20
-
-
-def test_a_copied_file_without_what_the_simulator_needs_is_refused(tmp_path, monkeypatch) -> None:
-    text = (devices.FOLDER / "h100_80gb.yaml").read_text()
-    left_out = ("capability:", "processors:", "  float64:")
-    lines = [line for line in text.splitlines() if not line.startswith(left_out)]
-    (tmp_path / "h100_80gb.yaml").write_text(text)
-    (tmp_path / "mine.yaml").write_text("\n".join(lines))
-    monkeypatch.setattr(devices, "FOLDER", tmp_path)
-    with pytest.raises(
-        ConfigError,
-        match=r"hardware=mine: .*mine.yaml: .*missing.* has processors: 132, capability: \[9, 0\]",
-    ):
-        devices.named("mine")
-    (tmp_path / "mine.yaml").write_text("\n".join([*lines, "capability: [7, 5]", "processors: 40"]))
-    device = devices.named("mine")
-    assert device.capability == (7, 5)
-    with pytest.raises(ConfigError, match=r"64-true: hardware=mine has no float64 in peak_tflops"):
-        device.peak("float64")
 
 
 @pytest.mark.parametrize(
@@ -148,18 +110,3 @@ def test_a_file_of_the_users_own_is_refused_by_key_and_value(
     monkeypatch.setattr(devices, "FOLDER", tmp_path)
     with pytest.raises(ConfigError, match=answer):
         devices.named("mine")
-
-
-def test_a_file_that_holds_no_keys_is_refused(tmp_path, monkeypatch) -> None:
-    (tmp_path / "mine.yaml").write_text("5")
-    monkeypatch.setattr(devices, "FOLDER", tmp_path)
-    with pytest.raises(ConfigError, match=r"mine.yaml holds no keys"):
-        devices.named("mine")
-
-
-@pytest.mark.parametrize(
-    "typed", ["+hardware=h200", "hardwre=h200", "hardware.memory_gib=3", "~hardware=h200"]
-)
-def test_a_word_that_is_nearly_hardware_is_refused(typed) -> None:
-    with pytest.raises(ConfigError, match=r"there is no such key here. Type hardware="):
-        devices.take_name([typed])

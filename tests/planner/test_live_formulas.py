@@ -59,42 +59,6 @@ CASES = {
 }
 
 
-PIPELINES = {
-    "pipeline": [
-        "strategy=pipeline",
-        "trainer.devices=2",
-        "data.global_batch_size=4",
-        "data.micro_batch_size=4",
-    ],
-    "fsdp_pipeline": [
-        "strategy=fsdp_pipeline",
-        "trainer.devices=4",
-        "strategy.pipe=2",
-        "data.micro_batch_size=4",
-    ],
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PIPELINES)
-def test_memory_of_the_pipelines_rank_that_needs_most_is_within_a_tenth_of_the_simulators(
-    name: str,
-) -> None:
-    cfg, device = command.composed(
-        [*MODEL, "data.global_batch_size=8", *PIPELINES[name], "hardware=h100_80gb"]
-    )
-    last = cfg.trainer.devices - 1
-    requests = [simulation.Request(cfg=cfg, rank=rank, device=device) for rank in (0, last)]
-    cfg = cfg.copy()
-    cfg.trainer.accelerator, cfg.trainer.precision = "gpu", device.precision
-    setup = setup_of(cfg, Layout.of(cfg))
-    assert setup is not None
-    reports = simulation.simulate_all(requests)
-    peaks = [report.peak for report in reports if isinstance(report, simulation.Report)]
-    assert len(peaks) == 2, reports
-    assert memory.peak(setup).allocated_bytes == pytest.approx(max(peaks), rel=0.1)
-
-
 @pytest.mark.slow
 def test_memory_is_within_a_tenth_of_the_simulators_and_communication_equal() -> None:
     requests, setups = [], []

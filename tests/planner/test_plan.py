@@ -3,16 +3,15 @@
 import argparse
 import re
 import xml.etree.ElementTree as ElementTree
-from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from armature import cli, config, hardware
 from armature.errors import ConfigError
-from armature.planner import devices, memory, picture, ranking, refine
+from armature.planner import devices, ranking, refine
 from armature.planner import layouts as layouts_of
 from armature.planner.setup import Setup
 from armature.simulation import settings
@@ -102,17 +101,6 @@ def test_a_batch_that_does_not_divide_is_named_once_in_the_command(plan) -> None
     assert re.findall(r"data.global_batch_size=\d+", command) == ["data.global_batch_size=65"]
 
 
-def test_offloaded_layouts_say_what_the_host_holds(plan) -> None:
-    out = plan(
-        "model=llama3_70b", "data=synthetic", "hardware=h100_80gb", "trainer.devices=8", "--quick"
-    )
-    assert re.search(
-        r"^Offloaded layouts also take [\d.]+ GiB of the memory of each machine's host",
-        out,
-        re.MULTILINE,
-    )
-
-
 def test_a_mixtures_experts_may_be_spread_over_the_gpus_of_a_machine(plan) -> None:
     words = (
         "model=qwen3_30b_a3b",
@@ -185,20 +173,6 @@ def test_for_a_model_of_wide_blocks_on_several_machines_a_tensor_axis_comes_firs
     )
     assert re.match(r"fsdp \d+ × tensor \d+", layouts(out)[0])
     assert "70,553,706,496 parameters on h100_80gb: 141.1 GB of weights in 16 bits" in out
-
-
-def test_a_budget_names_the_compute_optimal_sizes(plan) -> None:
-    words = (
-        "model=gpt2_124m",
-        "data=synthetic",
-        "hardware=h100_80gb",
-        "trainer.devices=1",
-        "--quick",
-    )
-    assert "5.76e+23 FLOPs are best spent on 67.00 billion parameters" in plan(
-        *words, "--budget=5.76e23"
-    )
-    assert "--budget a lot: type a number of FLOPs" in plan(*words, "--budget=a lot")
 
 
 @pytest.mark.parametrize(
@@ -299,29 +273,6 @@ def test_the_first_layout_of_a_plan(script: ModuleType, overrides, hardware, gpu
     runs, _ = ranking.rank(cfg, device, [pair], fixed=ranking.Fixed())
     assert runs[0].fits
     assert f"{runs[0].choice.name} {runs[0].setup.recompute}" == first
-
-
-@pytest.mark.parametrize(
-    ("words", "answer"),
-    [
-        (["--svg=nofolder/x.svg"], "--svg nofolder/x.svg: there is no folder nofolder."),
-        (["--svg=."], "--svg .: it is a folder."),
-        (["--svg=/proc/x.svg"], "--svg /proc/x.svg: "),
-        ([f"--svg={'x' * 300}.svg"], "File name too long"),
-        (["--budget=nan"], "--budget nan: type a number of FLOPs"),
-        (["--budget=1e-300"], "--budget 1e-300: type a number of FLOPs"),
-        (["--budget=1e300h"], "--budget 1e300h: type a number of FLOPs"),
-        (["--config-dir="], "--config-dir : there is no such folder."),
-        (["--tokens=-1"], "--tokens -1: type a number above 0"),
-        (["--tokens=nan"], "--tokens nan: type a number above 0"),
-        (["--config-dir=nofolder"], "--config-dir nofolder: there is no such folder."),
-    ],
-)
-def test_bad_options_are_refused_before_the_work(
-    plan, script: ModuleType, words, answer, monkeypatch
-) -> None:
-    monkeypatch.setattr(script, "plan", lambda *_: pytest.fail("the work has begun"))
-    assert answer in plan(*RUN, "hardware=t4", *words)
 
 
 def test_the_printed_command_can_be_pasted(script: ModuleType) -> None:
@@ -437,34 +388,3 @@ def test_every_layout_that_is_offered_passes_the_checks_before_launch(
             problems = [each for each in error.problems if "deepspeed is not installed" not in each]
             found |= {each.words: problems} if problems else {}
     assert found == {}
-
-
-def test_a_number_of_devices_is_one_that_whole_machines_have(monkeypatch) -> None:
-    device = replace(devices.named("t4"), devices_per_machine=3)
-    monkeypatch.setattr(
-        ranking, "rank", lambda *args, **_: ([SimpleNamespace(fits=args[2] == [(3, 2)])], [])
-    )
-    assert ranking.devices_needed(None, device, fixed=ranking.Fixed()) == 6  # pyright: ignore[reportArgumentType]
-
-
-def test_simulated_rows_are_drawn_as_long_as_their_peak() -> None:
-    setup = Setup(cost=cost_of("llama3_1b"), kind="single")
-    peak, choice = memory.peak(setup).total_bytes, next(layouts_of.choices(devices=1, num_nodes=1))
-    widths = []
-    for size, simulated in ((peak, False), (peak / 2, True)):
-        each = ranking.Candidate(
-            choice=choice,
-            devices=1,
-            num_nodes=1,
-            setup=setup,
-            peak_bytes=size,
-            capacity_bytes=2 * peak,
-            units_per_second=(1.0, 2.0),
-            words="",
-            simulated=simulated,
-        )
-        drawn = picture.svg([each], title="", unit="tokens")
-        rows = re.findall(r'<rect x="[\d.]+" y="62.0" width="([\d.]+)" height="14', drawn)
-        widths.append(sum(map(float, rows[:-1])))  # the last is throughput
-        assert ("single* on 1" in drawn) == simulated
-    assert widths[1] == pytest.approx(widths[0] / 2, rel=0.01)

@@ -14,10 +14,10 @@ from omegaconf import OmegaConf
 from armature import simulation
 from armature.errors import ConfigError
 from armature.planner import devices, refine
-from armature.simulation import deepspeed, job, meter, processes, settings
-from armature.simulation.report import Report, Volume, extrapolated
+from armature.simulation import job, meter, processes
+from armature.simulation.report import Report, Volume
 from armature.simulation.roofline import Roofline
-from benchmarks import measured_gpu, simulate_check
+from benchmarks import simulate_check
 from scripts import simulate as command
 from tests import running
 
@@ -174,28 +174,6 @@ def test_seconds_of_a_step_and_what_follows():
     assert Report.from_dict(REPORT.to_dict()) == REPORT
 
 
-def test_the_page_says_what_does_not_fit():
-    page = simulation.text([dataclasses.replace(REPORT, capacity=40 * 2**30, syncs={"x.py:3": 2})])
-    assert "76.0 GiB of 40.0 GiB, does NOT fit" in page
-    assert "2 × x.py:3" in page
-    assert "200 to 250 tokens/s, 25 to 31 per GPU" in page
-
-
-def test_extrapolation_is_a_straight_line():
-    larger = dataclasses.replace(
-        REPORT,
-        peak=80 * 2**30,
-        syncs={"x.py:3": 1},
-        volumes=[dataclasses.replace(REPORT.volumes[0], bytes=2**31)],
-    )
-    found = extrapolated(REPORT, larger, depths=(2, 4), depth=32)
-    assert "type --depths 3,5" in found.notes[-1]
-    assert found.peak == (70 + 10 * 15) * 2**30
-    assert found.volumes[0].bytes == 16 * 2**30
-    assert found.syncs == {"x.py:3": 15}
-    assert "from 2 and 4 layers to 32" in found.notes[-1]
-
-
 @pytest.mark.slow
 def test_the_plans_depths_lie_on_the_line_of_the_whole_model():
     """Of two layers, none lies between two others: the line from 2 and 4 counts a missing buffer
@@ -229,29 +207,6 @@ def test_the_folder_is_read_once_for_all_ranks_and_depths(monkeypatch):
     )
     assert len(results) == 3
     assert filled == [cfg]
-
-
-def test_zero_holds_and_sends_what_its_paper_says():
-    one = dataclasses.replace(
-        REPORT, held={"parameters": 32_000, "gradients": 32_000, "optimizer state": 64_000}
-    )
-    held = deepspeed.held_bytes(one, stage=3, ranks=8, width=2)
-    assert held == {"parameters": 2_000, "gradients": 2_000, "optimizer state": 12_000}
-    assert deepspeed.held_bytes(one, stage=1, ranks=8, width=2) == {**held, "parameters": 16_000}
-    assert deepspeed.held_bytes(one, stage=3, ranks=8, width=4)["optimizer state"] == 12_000
-    low = dataclasses.replace(
-        one, held={"parameters": 16_000, "gradients": 16_000, "optimizer state": 32_000}
-    )
-    assert deepspeed.held_bytes(low, stage=3, ranks=8, width=2) == held
-    assert deepspeed.volume(100.0, stage=3, micro_batches=2) == [
-        ("all_gather", 400.0),
-        ("reduce_scatter", 200.0),
-    ]
-    assert deepspeed.volume(100.0, stage=3, micro_batches=2, kept=60.0)[0] == ("all_gather", 280.0)
-    assert deepspeed.volume(100.0, stage=2, micro_batches=2) == [
-        ("all_gather", 100.0),
-        ("all_reduce", 200.0),
-    ]
 
 
 def test_a_group_is_as_fast_as_its_slowest_link():
@@ -298,19 +253,6 @@ def test_a_mistake_is_refused_before_the_simulator_starts(words, answer, monkeyp
     )
     with pytest.raises(ConfigError, match=answer):
         command.run(options, [*TINY, *(word for word in words if not word.startswith("--"))])
-
-
-def test_a_model_of_fewer_layers_names_no_folder_and_has_as_many_windows():
-    cfg = OmegaConf.create({
-        "model": {"pretrained": "folder", "layers": 6, "windows": [8] * 6},
-        "data": {"path": "${model.pretrained}"},
-    })  # fmt: skip
-    small = settings.of_depth(cfg, 4)
-    assert small.model == {"pretrained": None, "layers": 4, "windows": [8] * 4}
-    assert small.data.path == "folder"
-    assert cfg.model.layers == 6
-    with pytest.raises(ConfigError, match="no number of layers"):
-        settings.of_depth(OmegaConf.create({"model": {}}), 4)
 
 
 @pytest.mark.parametrize(
@@ -361,51 +303,3 @@ def test_an_interrupted_batch_leaves_no_answers_to_the_next(monkeypatch):
         server.run([{}])
     assert ended == ["forgotten"]
     server.process.kill.assert_called_once()
-
-
-def test_a_gpus_measurements_stand_beside_their_predictions(tmp_path):
-    line = measured_gpu.row("ddp 2", REPORT.to_dict(), peak=77 * 2**30, rate=220.0)
-    assert line == "| ddp 2 | 70.00 | 77.00 (+10.0%) | 200 to 250 | 220 |"
-    document = tmp_path / "page.md"
-    document.write_text("before\n<!-- measured-gpu -->\nold\n<!-- end -->\nafter\n")
-    measured_gpu.write(measured_gpu.table([line], where="2 × H100"), document=document)
-    text = document.read_text()
-    assert "on 2 × H100:" in text
-    assert line in text
-    assert "old" not in text
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
-    assert {"single", "single, every block recomputed", "single, compiled"} <= set(
-        measured_gpu.cases(1)
-    )
-    assert {"ddp 8", "fsdp 8", "fsdp 4 × tensor 2"} <= set(measured_gpu.cases(8))
-    assert "tensor 4" in measured_gpu.cases(4)
-    assert "tensor 8" not in measured_gpu.cases(8)  # gpt2_124m has 12 heads
-
-
-def test_deepspeed_is_held_to_the_formulas_by_a_share():
-    assert simulate_check._near({"parameters": (100.0, 101.0)}) == "within 1.0% of the formulas"
-    assert (
-        simulate_check._near({"parameters": (103.0, 100.0)})
-        == "parameters: measured 103.0, predicted 100.0"
-    )
-
-
-def test_a_row_that_is_not_checked_stays_in_the_table():
-    before = simulate_check.table(
-        [("ddp 2", "equal", "equal"), ("single", "equal", "wrong")], before=""
-    )
-    after = simulate_check.table([("single", "equal", "equal")], before=before)
-    rows = ["| single | equal | equal |", "| ddp 2 | equal | equal |"]
-    assert after.splitlines() == [*simulate_check.HEAD, *rows]
-
-
-def test_a_mistyped_command_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"hardware=cpu: only GPUs are simulated.* Type hardware=h100_80gb or"
-    ):
-        command.composed([*TINY, "hardware=cpu"])
-    with pytest.raises(ConfigError, match=r"hardware=h10: there is no such file"):
-        command.composed([*TINY, "hardware=h10"])
-    with pytest.raises(ConfigError, match=r"--ranks a: type whole numbers"):
-        command.numbers("--ranks", "a")

@@ -110,12 +110,6 @@ def test_a_mistake_is_told_before_it_waits_in_the_queue(case, monkeypatch, capsy
     assert printed.out == ""
 
 
-def test_no_sbatch_is_no_traceback(tmp_path):
-    result = submit("slurm=cpu", PATH=str(tmp_path))
-    assert result.returncode == 2
-    assert "sbatch: no such program here" in result.stderr
-
-
 @pytest.mark.slow
 def test_what_it_submits_trains(slurm, corpus, tmp_path):
     overrides = [

@@ -246,15 +246,6 @@ def test_an_optimizer_that_no_resume_can_load_is_named_when_it_is_saved_first(tm
         fit(tmp_path, SwitchesOptimizer(), ckpt=tmp_path / "step=000002", max_steps=3)
 
 
-def test_initial_weights_of_a_module_that_is_none_are_left_out_with_a_warning(tmp_path):
-    path, strategy = saved_by(tmp_path, LateTeacher()), SingleDevice()
-    strategy.connect(LateTeacher())
-    with pytest.warns(
-        UserWarning, match=r"teacher\.weight.* is not loaded, since the module does not have it"
-    ):
-        strategy.load_initial_weights(path)
-
-
 class Puts(Module):
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -319,25 +310,6 @@ def test_numpys_random_state_can_be_kept(tmp_path):
     assert np.array_equal(np.asarray(again.got["array"]), np.arange(3.0))
 
 
-def test_a_deque_keeps_its_limit_and_a_defaultdict_its_default(tmp_path):
-    again = Puts(None)
-    kept = {
-        "queue": collections.deque([(1, "a"), (2, "b")], maxlen=2),
-        "free": [collections.deque()],
-    }
-    kept |= {"counts": collections.defaultdict(int, {"a": 1, 2: collections.defaultdict(list)})}
-    kept |= {
-        "recent": collections.defaultdict(collections.deque),
-        "swapped": np.arange(3).astype(">i4"),
-    }
-    fit(tmp_path, again, ckpt=saved_by(tmp_path, Puts(kept)), max_steps=3)
-    assert np.array_equal(again.got.pop("swapped"), kept.pop("swapped"))
-    assert again.got == kept
-    assert again.got["recent"]["new"] == collections.deque()
-    assert (again.got["queue"].maxlen, again.got["free"][0].maxlen) == (2, None)
-    assert (again.got["counts"]["new"], again.got["counts"][2]["new"]) == (0, [])
-
-
 UNHASHABLE = (
     {frozenset({0, 1}): 3},
     {frozenset({0, 1})},
@@ -389,83 +361,6 @@ def test_a_schedules_state_is_refused_before_training(tmp_path):
         ConfigError, match=r"checkpoint\['lr_schedulers'\]\[0\]\['function'\] is a builtin_function"
     ):
         plain.check_before_training(trainer)
-
-
-class CountsSaves(L.Callback):
-    saves = 0
-
-    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
-        self.saves += 1
-
-
-def test_hooks_are_tried_once_per_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(plain, "DTensor", nn.Parameter)  # as if the weights were sharded
-    callback = CountsSaves()
-    trainer = trainer_for(tmp_path, callback)
-    trainer.strategy.connect(Module())
-    plain.check_before_training(trainer)
-    plain.check_before_training(trainer, resumed=True)
-    assert callback.saves == 1
-
-
-def test_a_view_is_saved_without_what_it_is_a_view_of():
-    assert plain.plain(torch.zeros(1000)[:2]).untyped_storage().nbytes() == 8
-
-
-class OwnNames(Module):
-    """Modules have the names of what checkpoints hold beside weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra, self.optimizer_states = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def training_step(self, batch):
-        return super().training_step(self.extra(self.optimizer_states(batch)))
-
-
-def test_modules_may_have_any_name(tmp_path):
-    module = OwnNames()
-    path = saved_by(tmp_path, module)
-    assert load_full_state_dict(path).keys() == module.state_dict().keys()
-    convert.to_ckpt(path, tmp_path / "a.ckpt")
-    assert torch.equal(
-        OwnNames.load_from_checkpoint(tmp_path / "a.ckpt").extra.weight, module.extra.weight
-    )
-
-
-class PutsAll(Module):
-    """Its entries have the names of what checkpoints hold themselves."""
-
-    names = (
-        "extra_state",
-        "flags",
-        "random",
-        "param_groups",
-        "bucket_order",
-        "optimizer_classes",
-        "resized_buffers",
-    )
-
-    def on_save_checkpoint(self, checkpoint):
-        checkpoint |= {name: {"seen": name} for name in self.names}
-
-    def on_load_checkpoint(self, checkpoint):
-        self.got = {name: checkpoint[name]["seen"] for name in self.names}
-
-
-def test_entries_of_hooks_may_have_any_name(tmp_path):
-    path, expected = saved_by(tmp_path, PutsAll()), {name: name for name in PutsAll.names}
-    module = PutsAll()
-    fit(tmp_path, module, ckpt=path, max_steps=3)
-    assert module.got == expected
-    convert.to_ckpt(path, tmp_path / "a.ckpt")
-    assert PutsAll.load_from_checkpoint(tmp_path / "a.ckpt").got == expected
-    with pytest.raises(
-        ConfigError, match=r"checkpoint\['\.flags'\]: entries that begin with '\.' are ours"
-    ):
-        module.trainer.strategy.save_checkpoint(
-            {"state_dict": {}, ".flags": 1}, tmp_path / "step=000004"
-        )
 
 
 # ---------------------------------------------------------------- what is changed on loading
@@ -595,13 +490,6 @@ def test_hooks_get_arrays_whoever_loads_the_checkpoint(tmp_path, name, way):
     assert module.got.tolist() == [0, 1, 2]
 
 
-def test_a_path_with_a_protocol_is_one_in_an_object_store(tmp_path):
-    fit(tmp_path, Module()).strategy.save_checkpoint(
-        {"state_dict": {}}, f"file://{tmp_path}/step=000002"
-    )
-    assert storage.read_meta(tmp_path / "step=000002")[state.FLAGS] == {}
-
-
 class Reads(Module):
     def on_load_checkpoint(self, checkpoint):
         self.rate = checkpoint["optimizer_states"][0]["param_groups"][0]["lr"]
@@ -706,38 +594,6 @@ def test_a_state_dict_that_leaves_out_what_is_trained_is_refused(tmp_path):
         ConfigError, match=r"Adam trains head\.bias, which the module's state_dict leaves out"
     ):
         fit(tmp_path, SavesTooLittle())
-
-
-class LoadsOld(Module):
-    """The signature of older torch, and no return."""
-
-    def load_state_dict(self, state_dict, strict=True):
-        super().load_state_dict(
-            {name.removeprefix("old."): value for name, value in state_dict.items()}, strict
-        )
-
-    def on_load_checkpoint(self, checkpoint):
-        checkpoint["state_dict"] = {
-            f"old.{name}": value for name, value in checkpoint["state_dict"].items()
-        }
-
-
-class LoadsOldInPart(LoadsOld):
-    def on_load_checkpoint(self, checkpoint):
-        del checkpoint["state_dict"]["head.bias"]
-
-
-def test_a_module_loads_by_the_method_of_older_torch(tmp_path):
-    before, stops, module = saved_by(tmp_path, Module()), Stops(), LoadsOld()
-    fit(tmp_path, module, stops, ckpt=before, max_steps=3)
-    saved = load_full_state_dict(before)
-    torch.testing.assert_close(stops.loaded, saved, rtol=0, atol=0)
-    state.load_tensors_of(before, module, dict(saved), assign=True)  # as for an evaluation
-    torch.testing.assert_close(dict(module.state_dict()), saved, rtol=0, atol=0)
-    with pytest.raises(
-        ConfigError, match=r"Not in the checkpoint: head\.bias"
-    ):  # though nothing is returned
-        fit(tmp_path, LoadsOldInPart(), ckpt=before, max_steps=3)
 
 
 class CachesByHook(Module):

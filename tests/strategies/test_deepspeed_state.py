@@ -48,39 +48,6 @@ def test_the_state_of_fp16s_loss_scale_is_saved_and_restored(DeepSpeed: Any) -> 
     assert second._zero.loss_scaler.cur_scale == 1.0
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_the_number_of_steps_lies_where_fused_kernels_read_it(
-    DeepSpeed: Any, stage: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a CPU both are the same place, so the flat weights are on the meta device here."""
-    flat = torch.nn.Parameter(torch.empty(4, device="meta"))
-    saved = {
-        ".optimizer_states.0.w.step": torch.tensor(3.0),
-        ".optimizer_states.0.w.exp_avg": torch.ones(4),
-    }
-    monkeypatch.setattr(
-        state, "load_tensors", lambda path, names, saved: {name: saved[name] for name in names}
-    )
-    for fused in (True, False):
-        strategy: Any = DeepSpeed()
-        inner = torch.optim.AdamW([flat], fused=None, foreach=False)
-        inner.param_groups[0]["fused"] = fused
-        whole = {"fp32_groups_flat_partition": [flat]}
-        if stage == 3:  # which empties the groups between steps
-            whole = {"fp32_partitioned_groups_flat": [flat], "sub_group_to_group_id": {0: 0}}
-            inner.param_groups[0]["params"] = []
-        strategy.model = engine(optimizer=inner, **whole)
-        strategy._lightning_module = SimpleNamespace(named_parameters=lambda: [("w", flat)])
-        strategy._stepped = {"w"}
-        monkeypatch.setattr(
-            DeepSpeed, "module", property(lambda self: self._lightning_module), raising=False
-        )
-        monkeypatch.setattr(DeepSpeed, "_link_optimizer_state", lambda self: None)
-        assert strategy._create_state(Path(), saved) == ["exp_avg"]
-        assert inner.state[flat]["step"].device.type == ("meta" if fused else "cpu")
-        assert inner.state[flat]["exp_avg"].device.type == "meta"
-
-
 class Partly(torch.nn.Module):
     """Keeps a number and a tensor beside its weights, of which an optimizer has one."""
 

@@ -1,9 +1,6 @@
 """Attributes that no checkpoint holds are named after a resume that has lost them."""
 
-import csv
 import enum
-import itertools
-import logging
 import queue
 import random
 from collections import deque
@@ -18,7 +15,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.data import DataLoader, Dataset, Subset
 from torchmetrics import MeanMetric
 
 from armature.training import attributes
@@ -107,11 +103,6 @@ def move_center(trainer):
     trainer.lightning_module.criterion.center += 1
 
 
-def append_to_lists_of_classes(trainer):
-    trainer.lightning_module.losses.append(1.0)
-    trainer.lightning_module.net[1].draws.append(1.0)
-
-
 def set_layers(trainer):
     trainer.lightning_module.net[2].p += 0.1
     trainer.lightning_module.net[3].momentum = None
@@ -189,167 +180,13 @@ class Wraps:
         return next(self.batches)
 
 
-ITERATORS = {
-    "list": lambda: iter([1, 2, 3]),
-    "cycle": lambda: itertools.cycle([1, 2, 3]),
-    "count": itertools.count,
-    "loader": lambda: iter(DataLoader(range(8), batch_size=2)),
-    "map": lambda: map(str, iter([1, 2, 3])),
-    "generator": lambda: batches(DataLoader(range(8), batch_size=2)),
-    "expression": lambda: (x for x in [1, 2, 3]),
-    "object": lambda: Wraps([1, 2, 3]),
-    "large": lambda: itertools.cycle(torch.zeros(3, 2_000_000)),
-    "unreadable": lambda: csv.reader(["a", "b", "c"]),
-}
-
-
-@pytest.mark.parametrize("kind", ITERATORS)
-def test_iterators_that_are_not_as_far_are_named_with_a_remedy(kind, caplog):
-    unreadable = kind in ("large", "unreadable")
-    saving, resumed, advanced = (trainer_of(Module()) for _ in range(3))
-    for each in (saving, resumed, advanced):
-        each.lightning_module.iterator = ITERATORS[kind]()
-    began = attributes.digests(saving)
-    assert (not attributes.changed(saving, began)) or unreadable
-    for each in (saving, advanced):
-        next(each.lightning_module.iterator), next(each.lightning_module.iterator)
-    saved = attributes.changed(saving, began)
-    assert saved.keys() == {"Module.iterator"}
-    attributes.warn_of_lost(advanced, saved)
-    assert (
-        ("Module.iterator: how far it is cannot be read" in caplog.text)
-        == bool(caplog.records)
-        == unreadable
-    )
-    caplog.clear()
-    attributes.warn_of_lost(resumed, saved)
-    assert "An iterator cannot be saved (Module.iterator): save how many items" in caplog.text
-    assert (
-        len([*zip(advanced.lightning_module.iterator, range(1), strict=False)]) == 1
-    )  # looking has not moved it
-
-
-def test_files_loggers_and_iterators_that_are_exhausted_are_not_named(tmp_path):
-    module = Module()
-    module.file, module.params = (tmp_path / "log").open("w"), module.parameters()
-    module.logs = logging.getLogger("tests.of_attributes")
-    list(module.params)
-    trainer = trainer_of(module)
-    began = attributes.digests(trainer)
-    assert "Module.logs" in began  # without all loggers of the process, which takes long
-    module.file.write("text")
-    module.logs.info("it keeps this level")
-    assert attributes.changed(trainer, began) == {}
-    module.file.close()
-
-
 class Point(NamedTuple):
     x: int
-
-
-class Typed(Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.meter, self.color, self.point, self.pair = (
-            Meter(),
-            Color.RED,
-            Point(1),
-            [np.float32(1.0)],
-        )
-
-
-@pytest.mark.parametrize("change", [True, False], ids=["changed", "unchanged"])
-def test_types_that_a_checkpoint_does_not_give_back_are_named(change, caplog):
-    saving, loaded, resumed = (trainer_of(Typed()) for _ in range(3))
-    began, module, other = (
-        attributes.digests(saving),
-        saving.lightning_module,
-        loaded.lightning_module,
-    )
-    if change:
-        module.color = Color.BLUE
-        module.meter.count += 1
-        str(module.meter.path)  # kept in a slot of it
-    saved = attributes.changed(saving, began)
-    attributes.warn_of_lost(saving, saved)
-    assert not caplog.records
-    other.meter, other.color = {"count": module.meter.count, "path": "a"}, module.color.value
-    other.point, other.pair = (1,), [1.0]
-    attributes.warn_of_lost(loaded, saved)
-    assert (
-        "was saved: Typed.color, Typed.meter, Typed.pair, Typed.point. No checkpoint" in caplog.text
-    )
-    assert (
-        "If Typed.color is saved: a checkpoint gives plain values back. Write Color(value) on "
-        "loading." in caplog.text
-    )
-    for words in (
-        "Write Meter(**value), PurePosixPath(value) on",
-        "Write Point(*value) on",
-        "Write float32(value) on",
-    ):
-        assert words in caplog.text
-    caplog.clear()
-    attributes.warn_of_lost(resumed, saved)
-    assert (
-        ("was saved: Typed.color, Typed.meter. No checkpoint" in caplog.text)
-        == bool(caplog.records)
-        == change
-    )
-    assert "plain values" not in caplog.text
-
-
-def test_lists_of_classes_are_compared_once_per_class():
-    module = Module()
-    module.net.append(Noise())
-    trainer = trainer_of(module)
-    before = attributes.digests(trainer)
-    append_to_lists_of_classes(trainer)
-    try:
-        assert attributes.changed(trainer, before).keys() == {"Module.losses", "Module.net.1.draws"}
-    finally:
-        Module.losses.clear(), Noise.draws.clear()
 
 
 def test_a_checkpoint_of_an_older_version_names_none(caplog):
     attributes.warn_of_lost(trainer_of(Module()), {})
     assert not caplog.records
-
-
-def test_long_lists_are_not_compared():
-    module = Module()
-    module.paths, module.rows = ["a.png"] * 5_000, ["a.png"] * 50_000
-    assert "Module.paths" in attributes.digests(trainer_of(module))
-    assert "Module.rows" not in attributes.digests(trainer_of(module))
-
-
-class Images(Dataset):
-    """Holds all its samples, and what a hook sets while training."""
-
-    def __init__(self) -> None:
-        self.images, self.paths = torch.zeros(2_000_000), [f"{i}.png" for i in range(50_000)]
-        self.tables = {"pixels": np.zeros(4_000_000), "parts": [[0.0]] * 9_000}
-        self.owner, self.difficulty, self.weights = self, 0, torch.ones(4)
-
-    def __len__(self):
-        return 4
-
-
-@pytest.mark.parametrize(
-    "wrap", [lambda data: data, lambda data: Subset(data, [0, 1])], ids=["alone", "in a subset"]
-)
-def test_what_is_large_in_a_dataset_hides_none_of_its_other_attributes(wrap):
-    images, module = Images(), Module()
-    module.data = wrap(images)
-    trainer = trainer_of(module)
-    before = attributes.digests(trainer)
-    images.images += 1
-    assert attributes.changed(trainer, before) == {}
-    images.weights += 1
-    changed = attributes.changed(trainer, before)
-    assert changed.keys() == {"Module.data"}
-    images.difficulty += 1
-    assert attributes.changed(trainer, before)["Module.data"] != changed["Module.data"]
 
 
 class Holds(L.Callback):

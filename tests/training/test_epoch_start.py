@@ -213,18 +213,6 @@ def test_what_any_object_has_restored_stays():
     assert (shared.again, module.alpha) == (1, 0.5)  # no checkpoint holds them
 
 
-def test_large_values_are_not_copied_to_compare_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(epoch_start, "_LARGE", 1000)
-    mapped = np.memmap(tmp_path / "array", dtype=np.int8, mode="w+", shape=(1001,))
-    large = [mapped, {"part": torch.zeros(1001, dtype=torch.int8)}, [*range(1000)], Hooked().log]
-    assert [epoch_start._digest(value) for value in large] == [None] * 4
-    assert (
-        epoch_start._digest({"a": [1]})
-        == epoch_start._digest({"a": [1]})
-        != epoch_start._digest({"a": [2]})
-    )
-
-
 def test_hooks_of_lightning_are_not_called_again():
     class Finetunes(BackboneFinetuning):
         pass

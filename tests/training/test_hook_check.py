@@ -3,7 +3,6 @@ calls are named.
 """
 
 import functools
-import logging
 
 import lightning.pytorch as L
 import pytest
@@ -117,26 +116,6 @@ def test_lightnings_own_classes_pass():
         assert hook_check.warnings_of(callback, L.Callback) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("on_epoch_end", "on_train_epoch_end"),
-        ("training_step_end", "training_step"),
-        ("on_train_epoch_ends", "on_train_epoch_end"),
-        ("configure_optimizer", "configure_optimizers"),
-    ],
-)
-def test_what_looks_like_a_hook_is_named_unless_the_hook_is_there(caplog, name, meant):
-    with caplog.at_level(logging.WARNING):
-        hook_check.check(module(**{name: lambda self: 0}), base=L.LightningModule)
-    assert f"Mine.{name} is never called" in caplog.text
-    assert f"Use {meant}." in caplog.text
-    caplog.clear()
-    arguments = {"training_step": lambda self, batch: 0}.get(meant, lambda self: 0)
-    hook_check.check(module(**{name: lambda self: 0, meant: arguments}), base=L.LightningModule)
-    assert not caplog.text
-
-
 def test_hooks_of_evaluated_batches_are_called_by_the_number_of_loaders():
     def problems(
         *parameters: str, several: bool, name: str = "on_validation_batch_end"
@@ -166,45 +145,6 @@ def test_hooks_of_evaluated_batches_are_called_by_the_number_of_loaders():
     )
 
 
-@pytest.mark.parametrize(
-    "parameters", ["batch", "batch, batch_idx", "batch, batch_idx, dataloader_idx=0", "*args"]
-)
-def test_a_step_takes_the_batches_of_one_loader(parameters):
-    owner = module(test_step=eval(f"lambda self, {parameters}: 0"))
-    assert hook_check.loader_problems(owner, L.LightningModule, stage="test", several=False) == []
-    assert hook_check.loader_problems(
-        module(test_step=lambda self, batch, batch_idx, dataloader_idx: 0),
-        L.LightningModule,
-        stage="test",
-        several=False,
-    )
-
-
 class Called:
     def __call__(self, trainer, pl_module):
         return None
-
-
-def test_an_object_in_a_hook_s_place_passes():
-    callback = L.callbacks.LambdaCallback(on_fit_start=Called())
-    hook_check.check(callback, base=L.Callback)
-
-
-def test_a_method_that_another_one_calls_is_not_named(caplog):
-    def prepare(self):
-        return self.configure_models()
-
-    hook_check.check(
-        module(configure_models=lambda self: 0, prepare=prepare), base=L.LightningModule
-    )
-    hook_check.check(module(_on_train_start=lambda self: 0), base=L.LightningModule)
-    assert not caplog.text
-
-
-def test_other_methods_are_not_taken_for_hooks(caplog):
-    own = {
-        name: lambda self: 0
-        for name in ("generator_step", "on_start", "embed", "train_step", "log_images")
-    }
-    hook_check.check(module(**own), base=L.LightningModule)
-    assert not caplog.text

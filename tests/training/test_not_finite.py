@@ -1,7 +1,6 @@
 """`trainer.on_nan`: what a run does about a loss or a gradient that is not finite."""
 
 import json
-import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,19 +16,14 @@ import armature
 from armature import run_dir, worker
 from armature.checkpoint import storage
 from armature.checkpoint.state import load_tensors
-from armature.data.base import DataModule
 from armature.data.batching import Batches
-from armature.data.memory import is_missing
 from armature.data.sampler import TrainSampler
 from armature.errors import ConfigError, NotFinite
-from armature.models.mixture.model import MixtureDecoder
 from armature.parallel import process_group
-from armature.parallel.initialization import initialize_by_name
 from armature.strategies import update_mask
 from armature.strategies.single import SingleDevice
 from armature.strategies.update_mask import StepLeftOut, UpdateMask
-from armature.training import not_finite, replay
-from armature.training.finite import kind_of
+from armature.training import not_finite
 from tests import running
 from tests.test_resume import BASE, CONFIGS
 
@@ -124,15 +118,6 @@ def test_a_run_ends_with_the_step_the_module_and_the_samples(kind, place, name, 
 
 
 @pytest.mark.slow
-def test_a_replay_takes_the_module_s_own_backward(train):
-    folder, error = train(
-        *bad("stop", BAD, kind="backward"), "task._target_=tests.nan_parts.OwnBackward"
-    )
-    assert "at step 7 (trainer.on_nan=stop)" in str(error)
-    assert events(folder)[0]["place"] == "backward"
-
-
-@pytest.mark.slow
 def test_a_save_that_is_due_reads_the_rows_first(train):
     folder, error = train(
         *bad("stop", BAD), "trainer.log_every_n_steps=100", "checkpoint.every_n_steps=1"
@@ -210,59 +195,6 @@ def test_a_run_with_a_skipped_step_resumes_exactly(train):
     train(*bad("skip", BAD), EMA_ON, name="resumed")
     assert_same(resumed, straight)
     assert running.summary(resumed)["skipped_steps"] == 1
-
-
-# ---------------------------------------------------------------- rollback
-@pytest.mark.slow
-def test_a_run_is_rolled_back_and_leaves_the_samples_out(train):
-    folder, error = train(*bad("rollback", BAD), name="straight")
-    assert error is None
-    (event,) = events(folder)
-    assert event["left_out"] == [[24, 4]]
-    assert running.summary(folder)["rolled_back_steps"] == [7]
-    seen = [
-        list(map(int, line.split()[2:])) for line in (folder / "seen.txt").read_text().splitlines()
-    ][-6:]
-    assert not any(BAD in samples for samples in seen)
-    # stopped after the rollback, and resumed: only the checkpoint knows what is left out
-    resumed, _ = train(*bad("rollback", BAD), stop_at(9), name="resumed")
-    (resumed / not_finite.FILE).unlink()
-    train(*bad("rollback", BAD), name="resumed")
-    assert_same(resumed, folder)
-
-
-@pytest.mark.slow
-def test_a_run_that_is_stopped_at_the_bad_step_resumes_without_its_samples(train):
-    late = "trainer.log_every_n_steps=100"  # only the save reads the rows
-    straight, _ = train(*bad("rollback", BAD), late, name="straight")
-    folder, error = train(*bad("rollback", BAD), late, stop_at(7), name="resumed")
-    assert error is None
-    assert (folder / "checkpoints" / "last").read_text().strip() == "step=000006"
-    train(*bad("rollback", BAD), late, name="resumed")
-    assert_same(folder, straight)
-    ended, error = train(*bad("stop", BAD), late, stop_at(7), name="ended")
-    assert "at step 7" in str(error)
-    assert (ended / "checkpoints" / "last").read_text().strip() == "step=000006"
-
-
-@pytest.mark.slow
-def test_a_rollback_before_the_first_checkpoint_begins_anew(train):
-    folder, error = train(*bad("rollback", 43), "resume=never")  # a sample of step 2
-    assert error is None
-    assert running.summary(folder)["rolled_back_steps"] == [2]
-    assert len(running.rows(folder)) == 12
-
-
-@pytest.mark.slow
-def test_rollbacks_end(train):
-    folder, error = train(*bad("rollback", *range(60)))
-    assert "rolled back 3 times already, at steps 1, 1, 1" in str(error)
-    assert [event.get("left_out") for event in events(folder)] == [
-        [[0, 4]],
-        [[4, 4]],
-        [[8, 4]],
-        None,
-    ]
 
 
 def test_parts_that_are_left_out_move_the_rest_of_the_order_up():
@@ -353,14 +285,6 @@ def test_a_fused_optimizers_first_step_is_left_out_too(make, monkeypatch):
         assert torch.equal(stepped(optimizer, parameter, 1.0, mask), torch.ones(3)) is not restores
 
 
-def test_apples_kernels_ignore_the_flag():
-    adamw = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1, device="meta"))], fused=None)
-    adamw.state, adamw._step_supports_amp_scaling = cast(Any, {1: 1}), True
-    assert update_mask._masks_itself(adamw, torch.device("meta"))
-    adamw.param_groups[0]["params"] = [SimpleNamespace(device=torch.device("mps"))]
-    assert not update_mask._masks_itself(adamw, torch.device("mps"))
-
-
 class Centered(torch.nn.Module):
     """Puts other tensors in the place of its buffers, one of them of another shape."""
 
@@ -417,41 +341,6 @@ def test_a_step_that_fp16s_scaler_skips_leaves_the_buffers_alone(skipped, monkey
     assert strategy._make_mask() is None
 
 
-def test_a_replay_puts_back_buffers_that_the_step_has_assigned_anew():
-    module = BoringModel()
-    module.part = part = Centered()
-    strategy = SingleDevice()
-    strategy.connect(module)
-    strategy.model = module
-    kept, values = part.center, part.center.clone()
-    with replay._undisturbed(SimpleNamespace(lightning_module=module), strategy):  # pyright: ignore[reportArgumentType]
-        part(torch.ones(2))
-    assert part.center is kept
-    assert torch.equal(part.center, values)
-
-
-def test_a_replay_counts_no_tokens_of_experts():
-    module = BoringModel()
-    sizes = {
-        "vocab_size": 9,
-        "context": 8,
-        "width": 8,
-        "layers": 1,
-        "heads": 2,
-        "experts": 4,
-        "active": 2,
-    }
-    module.part = part = MixtureDecoder(**sizes, expert_hidden=8)  # pyright: ignore[reportArgumentType]
-    initialize_by_name(part, seed=0)
-    strategy, ids = SingleDevice(), torch.arange(8)[None]
-    strategy.connect(module)
-    strategy.model = module
-    part(ids, ids)
-    with replay._undisturbed(SimpleNamespace(lightning_module=module), strategy):  # pyright: ignore[reportArgumentType]
-        part(ids, ids)
-    assert part.take_load(device=torch.device("cpu")).sum() == 16
-
-
 @pytest.mark.slow
 def test_the_average_stays_where_only_the_device_knows(train, monkeypatch):
     expected, _ = train(*bad("skip", BAD), EMA_ON, "scheduler=constant", name="host")
@@ -464,14 +353,6 @@ def test_the_average_stays_where_only_the_device_knows(train, monkeypatch):
         ):  # the device path cannot know how often the average has moved
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[name])), name
     assert all(torch.isfinite(torch.as_tensor(value)).all() for value in mine.values())
-
-
-@pytest.mark.parametrize("restores", [True, False])
-def test_only_a_run_that_continues_needs_the_devices_flag(restores):
-    strategy = SingleDevice()
-    strategy.update_mask = UpdateMask(BoringModel(), restores=restores)
-    strategy.update_mask.found = torch.ones(())
-    assert (strategy.left_out_flag is not None) is restores
 
 
 def test_all_ranks_leave_out_what_rank_0s_run_directory_says(tmp_path, monkeypatch):
@@ -511,87 +392,3 @@ def test_skip_is_refused_for_a_task_that_optimizes_manually():
     (found,) = manual.setting_problems("Gan", clip=None, micro="auto", size=None, on_nan="skip")
     assert "trainer.on_nan=rollback" in found
     assert not manual.setting_problems("Gan", clip=None, micro="auto", size=None, on_nan="rollback")
-
-
-def test_lbfgs_cannot_skip():
-    strategy = SingleDevice()
-    module = BoringModel()
-    strategy.connect(module)
-    strategy.on_nan, strategy.optimizers = "skip", [torch.optim.LBFGS(module.parameters())]
-    with pytest.raises(ConfigError, match=r"trainer.on_nan=skip: LBFGS"):
-        strategy._make_mask()
-
-
-# ---------------------------------------------------------------- replays that fail
-@pytest.mark.slow
-def test_a_step_whose_samples_cannot_be_read_again_is_not_replayed_by_any_rank(train, monkeypatch):
-    gather = process_group.all_gather_object
-
-    def of_two_ranks(problem, **kwargs):  # the other one cannot read
-        return [*gather(problem, **kwargs), "OSError: no such file"]
-
-    class Data:
-        indices_of_step = staticmethod(lambda position: [[0, 1]])
-        batches_of_step = staticmethod(lambda position: iter(["batch"]))
-
-    assert replay._read(Data, position=0) == [([0, 1], "batch")]
-    with monkeypatch.context() as patched:
-        patched.setattr(process_group, "all_gather_object", of_two_ranks)
-        with pytest.raises(replay._Unreadable, match="no such file"):
-            replay._read(Data, position=0)
-
-    def unreadable(self, position):
-        raise OSError("stale file handle")
-
-    monkeypatch.setattr(DataModule, "batches_of_step", unreadable)
-    folder, error = train(*bad("stop", BAD))
-    assert "cannot be read again (stale file handle)" in str(error)
-    assert events(folder)[0]["step"] == 7
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_replay_that_fails_on_one_of_several_ranks_ends_that_rank(ranks, train, monkeypatch):
-    def fails(trainer, *args, **kwargs):
-        monkeypatch.setattr(type(trainer), "world_size", ranks)
-        raise torch.OutOfMemoryError("CUDA out of memory.\nMore")
-
-    monkeypatch.setattr(replay, "_find", fails)
-    if ranks == 1:
-        assert "Replaying the step failed (OutOfMemoryError: CUDA out of memory.)" in str(
-            train(*bad("stop", BAD))[1]
-        )
-        return
-    with pytest.raises(
-        RuntimeError, match=r"replaying the step failed on rank 0 \(OutOfMemoryError\)"
-    ) as caught:
-        train(*bad("stop", BAD))
-    assert not is_missing(caught.value)
-
-
-@pytest.mark.slow
-def test_a_step_of_an_iterable_dataset_is_not_replayed(train, monkeypatch):
-    monkeypatch.setattr(DataModule, "reads_from_start", True)
-    folder, error = train(*bad("stop", BAD))
-    assert "not replayed: an IterableDataset would be read from its start" in str(error)
-    assert BAD in events(folder)[0]["step_samples"]["0"]
-
-
-def test_only_an_iterable_dataset_is_read_from_its_start():
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return iter(range(8))
-
-    data = DataModule(global_batch_size=2)
-    for dataset, expected in (
-        (Stream(), True),
-        (torch.utils.data.TensorDataset(torch.zeros(8, 1)), False),
-    ):
-        data.dataset, data._datasets = lambda split, dataset=dataset: dataset, {}
-        assert data.reads_from_start is expected
-
-
-def test_complex_weights_are_looked_at():
-    assert kind_of(torch.zeros(3, dtype=torch.complex64)) is None
-    assert kind_of(torch.tensor([1 + 2j, complex(0, math.inf)])) == "infinite"
-    assert kind_of(torch.tensor([complex(0, math.nan)]).conj()) == "NaN"

@@ -1,8 +1,6 @@
 """When memory runs out, the message says what held it and what to type."""
 
 from functools import partial
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
@@ -12,8 +10,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 import armature
 from armature import hardware
 from armature.data.memory import is_missing
-from armature.strategies.mesh import MeshStrategy
-from armature.training import memory, micro_batch
+from armature.training import memory
 from armature.training.record_error import RecordError
 from armature.validation.memory import overrides
 from tests import running
@@ -172,28 +169,3 @@ def test_memory_advice_never_accumulates_where_a_module_optimizes_manually(compo
     manual = composed("task._target_=tests.lightning_habits.regression.Manual", *removed, allowed)
     assert "data.micro_batch_size" in " ".join(overrides(composed()))
     assert "data.micro_batch_size" not in " ".join(overrides(manual))
-
-
-def test_a_smaller_micro_batch_is_tried_though_the_explanation_fails(monkeypatch):
-    def fails(*args):
-        raise ValueError("no such device")
-
-    monkeypatch.setattr(memory, "explain", fails)
-    monkeypatch.setattr(micro_batch, "smaller", lambda *args: micro_batch.Smaller(2, "4 → 2"))
-    monkeypatch.setattr(micro_batch, "begins_anew_here", lambda: True)
-    errors, error = RecordError(cast(Any, None)), MemoryError()
-    errors.on_exception(cast(Any, None), cast(Any, None), error)
-    assert errors.smaller == micro_batch.Smaller(2, "4 → 2")
-    assert error.__notes__ == ["4 → 2"]
-
-
-def test_the_recorded_error_says_what_to_type(monkeypatch, tmp_path):
-    strategy = MeshStrategy()
-    words = next(iter(strategy.remedies))
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    trainer, error = SimpleNamespace(strategy=strategy), RuntimeError(words)
-    RecordError(cast(Any, None)).on_exception(cast(Any, trainer), cast(Any, None), error)
-    recorded = (tmp_path / "error.json").read_text()
-    assert strategy.remedies[words][:40] in recorded
-    strategy.on_exception(error)
-    assert str(error).count(strategy.remedies[words]) == 1

@@ -8,12 +8,7 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 from lightning.pytorch import callbacks
-from lightning.pytorch.demos.boring_classes import BoringModel
-from omegaconf import OmegaConf
 
-from armature.errors import ConfigError
-from armature.training.stock_callbacks import CheckCallbacks
-from armature.training.trainer import Trainer
 from armature.validation import lightning_callbacks
 
 STOCK = "lightning.pytorch.callbacks"
@@ -79,56 +74,6 @@ def test_what_cannot_be_right_is_refused_by_name(target, method, objects, words)
 
 class Finds(callbacks.LearningRateFinder):
     pass
-
-
-@pytest.mark.parametrize(
-    ("make", "layout", "words"),
-    [
-        (
-            lambda: callbacks.GradientAccumulationScheduler({0: 1, 1: 2}),
-            "single",
-            "does not work here: accumulation is",
-        ),
-        (lambda: Finds(num_training_steps=2), "single", "Type -m sweep=lr"),
-        (lambda: callbacks.ModelPruning("l1_unstructured"), "single", "Prune the finished"),
-        (lambda: callbacks.WeightAveraging(), "shard", r"with this strategy \(shard\)"),
-        (lambda: callbacks.StochasticWeightAveraging(0.1), "shard", "Type callbacks=ema"),
-        (lambda: callbacks.StochasticWeightAveraging(0.1, swa_epoch_start=1), "single", None),
-        (lambda: callbacks.EarlyStopping("val/loss"), "shard", None),
-    ],
-)
-def test_callbacks_of_configure_callbacks_are_refused_as_well(make, layout, words, monkeypatch):
-    """Before the first of their hooks that does something."""
-
-    class Configures(BoringModel):
-        trained = False
-
-        def configure_callbacks(self):
-            return [make()]
-
-        def on_fit_start(self):
-            self.trained = True
-
-    monkeypatch.setattr("armature.layout.Layout.of", lambda cfg: SimpleNamespace(methods=[layout]))
-    module, own = Configures(), CheckCallbacks(OmegaConf.create(MODULE))
-    trainer = Trainer(
-        accelerator="cpu",
-        max_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[own],
-    )
-    if words is None:
-        trainer.fit(module)
-    else:
-        with pytest.raises(ConfigError, match=words) as error:
-            trainer.fit(module)
-        assert "configure_callbacks of tests.lightning_habits.regression.Regressor" in str(
-            error.value
-        )
-        assert not module.trained
 
 
 def test_a_subclass_of_another_library_of_that_name_passes():

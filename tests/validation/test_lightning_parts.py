@@ -127,30 +127,6 @@ def test_a_module_that_builds_its_own_model_is_not_held_to_the_unused_one(caplog
         checks.check(composed(*typed[:2]), prepare=False)
 
 
-def test_a_group_that_the_task_does_not_take_may_refer_to_keys_that_the_data_have_not():
-    cfg = composed(
-        "task=example", "model=gpt_nano", "data=example"
-    )  # model.vocab_size is ${data.source.vocab_size}
-    with open_dict(cfg):
-        cfg.task = {"_target_": "tests.validation.users.Plain"}
-        cfg.scheduler = None
-    assert "vocab_size" not in checks.check(cfg, prepare=False).model
-    cfg = composed(
-        "task=example",
-        "model=gpt_nano",
-        "data=example",
-        "task._target_=example.task.PointClassificatio",
-    )
-    with pytest.raises(ConfigError, match="PointClassificatio: there is no such class or function"):
-        checks.check(cfg, prepare=False)
-
-    with pytest.raises(
-        ConfigError,
-        match=r"model\.vocab_size: it is data\.\S+, which these data do not have\. Type",
-    ):
-        checks.check(composed("task=example", "model=gpt_nano", "data=example"), prepare=False)
-
-
 def test_a_typed_key_of_a_group_that_the_task_sets_itself_is_refused():
     cfg = composed()
     with open_dict(cfg):
@@ -165,31 +141,6 @@ def test_a_typed_key_of_a_group_that_the_task_sets_itself_is_refused():
     with open_dict(cfg):
         cfg.task.optimizer.lr = "${optimizer.lr}"  # then what is typed reaches it
     assert lightning_parts.unused_problems(cfg, ["optimizer.lr=0.2"]) == []
-
-
-def test_values_of_the_task_that_an_experiment_sets_in_an_unused_group_are_refused():
-    """As in the template's experiments, where `model` is the LightningModule."""
-    cfg = composed("data=example")
-    with open_dict(cfg):
-        cfg.task = {
-            "_target_": f"{USERS}.Template",
-            "optimizer": {"lr": 0.1},
-            "net": {"width": 16},
-            "dropout": 0.0,
-        }
-        cfg.model.optimizer, cfg.model.net = {"lr": 0.5}, {"width": 128}
-    with pytest.raises(
-        ConfigError
-    ) as refused:  # although gpt_nano, which no example has words for, is forgotten
-        checks.check(cfg, prepare=False)
-    assert [each.split(":")[0] for each in refused.value.problems] == [
-        "model.optimizer",
-        "model.net",
-    ]
-    assert "write net below task: instead of below model:" in refused.value.problems[1]
-    with open_dict(cfg):
-        del cfg.model.optimizer, cfg.model.net  # what is left, dropout, is gpt_nano's own as well
-    assert lightning_parts.misplaced_problems(cfg) == []
 
 
 @pytest.mark.parametrize(
