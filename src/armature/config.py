@@ -167,9 +167,8 @@ def load(file: Path) -> DictConfig:
         for name, kind in groups.items()
         for field in fields(kind)
     ):
-        train = OmegaConf.masked_copy(
-            OmegaConf.load(CONFIGS / "train.yaml"), [*OF_TRAIN, "seed", "resume"]
-        )  # pyright: ignore[reportArgumentType]
+        train = OmegaConf.load(CONFIGS / "train.yaml")
+        train = OmegaConf.masked_copy(train, [*OF_TRAIN, "seed", "resume"])  # pyright: ignore[reportArgumentType]
         defaults = {
             name: OmegaConf.load(CONFIGS / name / "default.yaml")
             for name in groups

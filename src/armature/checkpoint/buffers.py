@@ -125,8 +125,8 @@ def resize(checkpoint: Path, module: L.LightningModule, names: Collection[str]) 
         if name in saved:
             facts = saved[name]
             given = (
-                {"dtype": facts.properties.dtype, "device": module.device} if buffer is None else {}
-            )  # pyright: ignore[reportAttributeAccessIssue]
+                {"dtype": facts.properties.dtype, "device": module.device} if buffer is None else {}  # pyright: ignore[reportAttributeAccessIssue]
+            )
             value = (torch.empty(0) if buffer is None else buffer).new_empty(facts.size, **given)  # pyright: ignore[reportAttributeAccessIssue]
         owner, _, key = name.rpartition(".")
         setattr(module.get_submodule(owner), key, value)

@@ -284,9 +284,8 @@ def check_before_training(trainer: L.Trainer, *, resumed: bool = False) -> None:
     count one more.
     """
     found: dict[str, Any] = {"callbacks": {}}
-    for key, owner in zip(
-        HYPER_PARAMETERS, (trainer.lightning_module, trainer.datamodule), strict=True
-    ):  # pyright: ignore[reportAttributeAccessIssue]
+    owners = (trainer.lightning_module, trainer.datamodule)  # pyright: ignore[reportAttributeAccessIssue]
+    for key, owner in zip(HYPER_PARAMETERS, owners, strict=True):
         if owner is not None and getattr(owner, "hparams", None):
             found[key] = owner.hparams
     for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
@@ -317,8 +316,9 @@ def _added_by_hooks(trainer: L.Trainer) -> dict[str, Any]:
     )
     own = set(trial)
     hooks = [
-        partial(callback.on_save_checkpoint, trainer, module) for callback in trainer.callbacks
-    ]  # pyright: ignore[reportAttributeAccessIssue]
+        partial(callback.on_save_checkpoint, trainer, module)
+        for callback in trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    ]
     users = [
         hook for hook in hooks if not hook.func.__module__.startswith(("armature.", "lightning."))
     ]

@@ -42,10 +42,10 @@ def folder(run_dir: Path, cfg: Any = None) -> Path:
         config.require_plain_addresses(cfg, file, groups=["checkpoint"])
     root = OmegaConf.select(cfg, "checkpoint.root") if cfg is not None else None
     return (
-        to_path(root) / str(OmegaConf.select(cfg, "run.name"))
+        to_path(root) / str(OmegaConf.select(cfg, "run.name"))  # pyright: ignore[reportArgumentType]
         if root
         else directory.folder_of(run_dir)
-    )  # pyright: ignore[reportArgumentType]
+    )
 
 
 def to_path(path: str | Path) -> Path:

@@ -331,8 +331,8 @@ def read_loader(
     size = (
         draw.batch_size
         if draw is not None and draw.whole_batches
-        else loader.batch_sampler.batch_size
-    )  # pyright: ignore[reportAttributeAccessIssue]
+        else loader.batch_sampler.batch_size  # pyright: ignore[reportAttributeAccessIssue]
+    )
     if predicting:
         if draw is not None:
             raise ConfigError(

@@ -52,9 +52,8 @@ def _unsharded_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         if isinstance(unit, FSDPModule):
             unit.reshard()
     for param in model.parameters():
-        memo[id(param)] = nn.Parameter(
-            param.detach().full_tensor().clone(), requires_grad=param.requires_grad
-        )  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+        whole = param.detach().full_tensor().clone()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+        memo[id(param)] = nn.Parameter(whole, requires_grad=param.requires_grad)
     kept = {key: value for key, value in model.__dict__.items() if not key.startswith(STATE_PREFIX)}
     hooks = {id(hook): hook for hooks in _hooks(model) for hook in hooks.values() if _shards(hook)}
     memo |= hooks | {id(model.__dict__["_armature_shard"]): None}

@@ -226,10 +226,8 @@ class Runner:
         """
         if self.positions is None:
             return self.model.loss(outputs, targets)  # pyright: ignore[reportCallIssue]
-        loss, share = (
-            self.model.loss(outputs, self.positions.part(targets)),
-            self.positions.share(targets),
-        )  # pyright: ignore[reportCallIssue]
+        loss = self.model.loss(outputs, self.positions.part(targets))  # pyright: ignore[reportCallIssue]
+        share = self.positions.share(targets)
         return weigh(loss, share)
 
     def _mean(self, loss: Tensor) -> Tensor:

@@ -106,8 +106,8 @@ class GradientMixin(LayoutMixin):
             is_overridden(hook, self.module) for hook in (HOOK, "configure_gradient_clipping")
         )
         self._hooks_read_gradients = own_hooks or any(
-            map(needs_scaled_gradients, trainer.callbacks)
-        )  # pyright: ignore[reportAttributeAccessIssue]
+            map(needs_scaled_gradients, trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
+        )
         clips = is_overridden("clip_gradients", self.module)
         self._norm_sums_targets = self.sharded and not self._hooks_read_gradients and not clips
         self.update_mask = self._make_mask()

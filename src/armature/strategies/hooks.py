@@ -87,9 +87,9 @@ def _module_of(trainer: L.Trainer) -> L.LightningModule:
 
 def is_watched(trainer: L.Trainer) -> bool:
     """Return whether a profiler or a log at DEBUG level sees each hook."""
-    return not isinstance(trainer.profiler, PassThroughProfiler) or call.log.isEnabledFor(
+    return not isinstance(trainer.profiler, PassThroughProfiler) or call.log.isEnabledFor(  # pyright: ignore[reportAttributeAccessIssue]
         logging.DEBUG
-    )  # pyright: ignore[reportAttributeAccessIssue]
+    )
 
 
 def _call(module: L.LightningModule, name: str, hook: Any, args: tuple[Any, ...]) -> Any:

@@ -248,9 +248,8 @@ class DirectPreference(LanguageModeling):
     # ------------------------------------------------------------ the reference, before training
     @override
     def on_train_start(self) -> None:
-        step_log = next(
-            (each for each in self.trainer.callbacks if isinstance(each, StepLog)), None
-        )  # pyright: ignore[reportAttributeAccessIssue]
+        callbacks = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        step_log = next((each for each in callbacks if isinstance(each, StepLog)), None)
         if step_log is not None and self not in step_log.monitors:
             step_log.monitors.append(self)
         if self.reference == "cached":
@@ -290,9 +289,8 @@ class DirectPreference(LanguageModeling):
         if self.trainer.is_global_zero:
             # trainer.limit_train_batches takes other pairs in each epoch
             log.info("Computing the reference of all %s pairs, once.", f"{sum(sizes.values()):,}")
-        stop = next(
-            (each for each in self.trainer.callbacks if isinstance(each, StopOnSignal)), None
-        )  # pyright: ignore[reportAttributeAccessIssue]
+        callbacks = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        stop = next((each for each in callbacks if isinstance(each, StopOnSignal)), None)
         for split, size in sizes.items():
             indices, values = [], []
             with evaluating(self.model):

@@ -91,9 +91,9 @@ class Results(_ResultCollection):
 
     @override
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
-        super().update_metrics(
+        super().update_metrics(  # pyright: ignore[reportAttributeAccessIssue]
             key, value.full_tensor() if isinstance(value, DTensor) else value, batch_size
-        )  # pyright: ignore[reportAttributeAccessIssue]
+        )
 
 
 def newest_of(results: Results) -> dict[str, dict[str, Tensor]]:

@@ -101,9 +101,8 @@ def _settings(task: Mapping[str, Any]) -> list[str]:
         )
     elif reference == "adapters_off" and adapter.get("train"):  # pyright: ignore[reportOptionalMemberAccess]
         found.append(
-            f"task.reference=adapters_off, but task.adapter.train={adapter['train']} changes the "
-            "model without its "  # pyright: ignore[reportOptionalSubscript]
-            "adapters, too. Type task.reference=cached."
+            f"task.reference=adapters_off, but task.adapter.train={adapter['train']} changes the "  # pyright: ignore[reportOptionalSubscript]
+            "model without its adapters, too. Type task.reference=cached."
         )
     return found
 

@@ -55,9 +55,9 @@ class Head(nn.Linear):
         return [key for registered in hooks for key in registered]
 
     @override
-    def forward(
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, x: Tensor, targets: Tensor | None = None, *, per_token: bool = False
-    ) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    ) -> Tensor:
         if targets is None:
             return F.linear(x, self.weight)
         return chunked_loss(x, self.weight, targets, self.vocabulary, per_token=per_token)
