@@ -100,7 +100,7 @@ def compare_rows(
         return dict.fromkeys(
             (LOSS, NORM, METRICS), Cell(math.inf, broken=True, step=step, what=text)
         )
-    cells = {LOSS: Cell(), NORM: Cell(), METRICS: Cell()}
+    cells = {LOSS: NOT_COMPARED, NORM: NOT_COMPARED, METRICS: Cell()}
     names = dict.fromkeys(name for row in (*rows, *others) for name in row)
     for name in (name for name in names if name != "step"):
         kind = {"train/loss": LOSS, "train/grad_norm": NORM}.get(name, METRICS)
@@ -110,8 +110,6 @@ def compare_rows(
         ]
         bound = 0.0 if exact else NORM_BOUND if kind == NORM else BOUND
         cells[kind] = _worse(cells[kind], _of_column(name, values, bound))
-    if not any(row.get("train/grad_norm") for row in rows):
-        cells[NORM] = NOT_COMPARED
     return cells
 
 
@@ -155,6 +153,8 @@ def _worse(one: Cell, two: Cell) -> Cell:
         return replace(min(one, two, key=_order), names=one.names + two.names)
     if one.broken or two.broken:
         return one if one.broken else two
+    if one.largest is None or two.largest is None:
+        return two if one.largest is None else one
     return max(one, two, key=lambda cell: cell.largest or 0.0)
 
 
@@ -210,14 +210,25 @@ def weights_of(run: Path) -> dict[str, Any]:
 
 
 def compare_tensors(
-    tensors: Mapping[str, Any], others: Mapping[str, Any], names: Iterable[str], *, bound: float
+    tensors: Mapping[str, Any],
+    others: Mapping[str, Any],
+    names: Iterable[str],
+    *,
+    bound: float,
+    least: float = 0.0,
 ) -> Cell:
-    """Return the cell of the tensor that differs most."""
+    """Return the cell of the tensor that differs most.
+
+    Args:
+        bound: relative, of the norm of the difference.
+        least: the norm that a tensor counts as if its own is smaller.
+    """
     cell, largest = Cell(), _largest_norms(tensors)
     for name in sorted(names):
         if name not in tensors or name not in others:
             return Cell(math.inf, broken=True, what=f"{name} is in one checkpoint only")
-        difference = _distance(tensors[name], others[name], NOISE * largest.get(_kind(name), 0.0))
+        smallest = max(least, NOISE * largest.get(_kind(name), 0.0))
+        difference = _distance(tensors[name], others[name], smallest)
         text = f"{name} at the end"
         cell = _worse(cell, Cell(difference, broken=difference > bound, what=text))
     return cell
