@@ -29,6 +29,7 @@ OPTIONAL = (  # what a run can do without; the rest of src/armature is the core
     "planner",
     "simulation",
     "doctor",
+    "proof",
     "pages",
     "sweeps",
 )
