@@ -1,0 +1,64 @@
+"""evaluate.py, predict.py and convert.py agree with what the run itself measured."""
+
+import csv
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests import running
+from tests.guarantees import users
+from tests.guarantees.runs import of_user, rows
+
+pytestmark = [pytest.mark.guarantee, pytest.mark.slow]
+COMMAND = of_user("Normalized")
+
+
+@pytest.fixture(scope="module")
+def run_dir(runs):
+    """A run under fsdp, so that its checkpoint is a sharded one."""
+    return runs.straight(COMMAND, "fsdp 2")
+
+
+def rows_of(begin):
+    dataset = users.Rows(begin, users.HELD_OUT)
+    return [torch.stack([dataset[i][k] for i in range(len(dataset))]) for k in (1, 2)]
+
+
+def test_evaluate_measures_what_the_run_measured(run_dir, runs):
+    printed = runs.script("evaluate.py", str(run_dir), "--split", "val", "--json")
+    value = float(rows(run_dir)[-1]["val/loss"])
+    assert f"{value:.5f}"[:6] in printed, printed
+
+
+def test_converted_weights_compute_what_the_run_measured(run_dir, runs):
+    """Without any code of ours: a LightningModule that loads a file of Lightning's form."""
+    file = run_dir / "mine.ckpt"
+    runs.script("convert.py", str(run_dir), str(file))
+    module = users.Normalized.load_from_checkpoint(file, weights_only=True).eval()
+    x, y = rows_of(1000)
+    loss = float(F.mse_loss(module(x), y))
+    assert loss == pytest.approx(float(rows(run_dir)[-1]["val/loss"]), rel=1e-5)
+
+
+def test_predictions_are_those_of_the_weights_on_any_number_of_processes(run_dir, runs):
+    module = users.Normalized()
+    module.load_state_dict(runs.weights(run_dir))
+    x, _ = rows_of(2000)
+    expected = module.eval()(x)[:, 0].tolist()
+    for devices in (1, 2):
+        file = run_dir / f"rows-{devices}.csv"
+        runs.script("predict.py", str(run_dir), f"out={file}", f"trainer.devices={devices}")
+        with file.open(newline="") as stream:
+            found = list(csv.DictReader(stream))
+        assert [int(row["id"]) for row in found] == list(range(2000, 2000 + users.HELD_OUT))
+        assert [float(row["value"]) for row in found] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_run_that_begins_with_converted_weights_measures_the_same(run_dir, runs):
+    begin = run_dir.parent / "converted" / "checkpoints" / "step=000000"
+    runs.script("convert.py", str(run_dir / "mine.ckpt"), str(begin))
+    other = runs.new()
+    still = ("trainer.max_steps=1", "trainer.gradient_clip_val=1e-12")
+    runs.start(other, COMMAND, "ddp 2", f"resume={begin}", *still)
+    assert running.summary(other)
