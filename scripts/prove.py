@@ -337,8 +337,6 @@ class Proof:
         """Repeat both runs and record them; add what is found to the row's notes."""
         trace = TRACE.format(steps=self.steps)
         row.broken = True
-        what = first.what if first.step is None else f"step {first.step}, {first.what}"
-        row.notes.append(f"differs first at {what}" if first.step else f"differs: {what}")
         try:
             if row.exact:
                 self._explain_resume(row, name, trace)
@@ -346,6 +344,9 @@ class Proof:
                 self._explain_layout(row, name, cells, trace)
         except ConfigError as error:
             row.notes.append(f"the repeated run shows nothing more: {error.problems[0]}")
+        if row.broken:
+            what = f"first at step {first.step}, {first.what}" if first.step else first.what
+            row.notes.insert(0, f"differs {what}")
 
     def _explain_resume(self, row: Row, name: str, trace: str) -> None:
         layout = (*row.overrides, *self._validation(row.overrides), trace)
@@ -391,7 +392,8 @@ class Proof:
         if METRICS in left and unsynced == own:
             left.remove(METRICS)
         if own:
-            row.cells[METRICS] = OWN
+            if METRICS not in left:
+                row.cells[METRICS] = OWN
             row.notes.append(
                 f"own: {', '.join(sorted(own))}: logged without sync_dist=True, so that each rank "
                 "has the value of its own samples, and rank 0's is in metrics.csv"
