@@ -281,7 +281,10 @@ def test_tied_parameters_whose_values_differ_in_the_files_are_refused(tmp_path):
         (["b", "a"], ["a", "b"], False, True),
         (["b", "a"], ["a", "b"], True, False),
         (["a", "b", "c"], ["a", "c"], False, True),
-        (["LABEL_0", "LABEL_1"], ["a", "b"], False, False),
+        (["LABEL_0", "LABEL_1"], ["a", "b"], False, True),
+        (["LABEL_0", "LABEL_1"], ["0", "1"], False, False),
+        (["LABEL_0", "LABEL_1"], ["LABEL_0", "LABEL_1"], False, False),
+        (["LABEL_0", "LABEL_1", "LABEL_2"], ["0", "2"], False, True),
         (["b", "a"], None, False, False),
     ],
 )

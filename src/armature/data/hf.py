@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from armature.data import extras
 from armature.data.base import Split
-from armature.data.labels import LabeledData
+from armature.data.labels import LabeledData, ordered
 from armature.errors import ConfigError, error_line
 
 log = logging.getLogger(__name__)
@@ -83,6 +83,8 @@ class HFData(LabeledData):
             "data_dir": data_dir,
             "streaming": streaming,
         }
+        if path == "csv":  # pandas takes the texts NA, None and null for empty cells
+            self.source |= {"keep_default_na": False, "na_values": [""]}
         self.splits = dict(splits or {"train": "train", "val": "validation", "test": "test"})
         self.inputs, self.targets = (
             inputs if isinstance(inputs, str) else [str(each) for each in inputs],
@@ -146,7 +148,7 @@ class HFData(LabeledData):
                 "data.classes=false if they are no names of classes."
             )
         self._check(rows, [column])
-        return sorted(rows.unique(column))
+        return ordered(rows.unique(column))
 
     def _has_unlabeled(self, rows: Any, split: Split) -> bool:
         """Return whether a class of the test split is -1, as public tests have it.

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from armature.data import extras, sources
 from armature.data.base import Batch, Split
-from armature.data.labels import LabeledData
+from armature.data.labels import LabeledData, ordered
 from armature.data.splits import split_indices
 from armature.errors import ConfigError
 
@@ -225,9 +225,9 @@ _KINDS = ", ".join(sorted(SUFFIXES))
 
 
 def _classes(folder: Path) -> list[str]:
-    """Return the names of the folders in a folder, except hidden ones."""
+    """Return the names of the folders in a folder, except hidden ones, in the classes' order."""
     below = (each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
-    return sorted(each.name for each in below)
+    return ordered(each.name for each in below)
 
 
 def _rgb(image: Any, path: Path) -> Any:

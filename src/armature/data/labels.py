@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 
 CLASSES_FILE = "classes.json"
 _NAMED = 5  # names that a message shows of each kind
+_NUMBER = re.compile(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?", re.ASCII)
+_DIGITS = re.compile(r"(\d+)", re.ASCII)
 
 
 class LabeledData(DataModule):
@@ -126,6 +129,24 @@ class LabeledData(DataModule):
                 "samples of unknown classes, leave the classes out."
             )
         return [number[name] for name in found]
+
+
+def ordered(names: Iterable[str]) -> list[str]:
+    """Return the distinct names of classes in the order in which they are numbered.
+
+    Names that are numbers, or hold some, stand for them: 2 is before 10, and class_2 before
+    class_10, where the order of texts would say 10, 2. Other names are sorted as texts.
+    """
+    distinct = set(names)
+    if all(map(_NUMBER.fullmatch, distinct)):
+        return sorted(distinct, key=lambda name: (float(name), name))
+    return sorted(distinct, key=_key)
+
+
+def _key(name: str) -> tuple[list[str | int], str]:
+    """Return a name's texts and numbers in turn; the name itself tells 1 from 01."""
+    parts = _DIGITS.split(name)  # every second one is a number
+    return [int(part) if i % 2 else part for i, part in enumerate(parts)], name
 
 
 def of_dataset(dataset: Any) -> list[str] | None:

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from armature.data import extras, sources
 from armature.data.base import Split
-from armature.data.labels import LabeledData
+from armature.data.labels import LabeledData, ordered
 from armature.data.splits import split_indices
 from armature.errors import ConfigError, error_line
 
@@ -27,8 +27,6 @@ log = logging.getLogger(__name__)
 # names that pandas gives to columns of row numbers
 _ROW_NUMBERS = re.compile(r"|__index_level_\d+__")
 _NESTED = (np.ndarray, list, dict)
-# missing values of NumPy, pandas and pyarrow as texts
-_EMPTY = ("None", "nan", "NaN", "<NA>", "NaT")
 _LONGEST_CELL = 2**31 - 1  # characters; the module csv's own limit is 131,072
 _SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 # a row after the last one of a file: a quote that is not closed takes it in
@@ -78,7 +76,7 @@ class TableData(LabeledData):
         path: a file, folder, pattern or list of .csv files (with a header) or .parquet files.
         target: the column to predict.
         features: the columns to learn from; None: all others.
-        classes: the target is a class: its sorted values are numbered from 0. False: it is a
+        classes: the target is a class: its values are numbered in order from 0. False: it is a
             number.
         val_fraction, test_fraction: shares of the rows, drawn at random, always the same.
         loader: batch sizes and the other arguments of DataModule.
@@ -148,7 +146,9 @@ class TableData(LabeledData):
             content.targets = torch.from_numpy(_numbers(column, self.target, "target"))
         else:
             values, index = np.unique(column.astype(str), return_inverse=True)
-            content.classes, content.targets = values.tolist(), torch.from_numpy(index)
+            content.classes = ordered(values.tolist())
+            numbers = {name: i for i, name in enumerate(content.classes)}
+            content.targets = torch.tensor([numbers[name] for name in values])[index]
         return content
 
     def _read(self) -> dict[str, np.ndarray]:
@@ -387,9 +387,15 @@ def _first_empty(column: np.ndarray) -> int | None:
     if column.dtype.kind in "biuf":
         missing = np.isnan(column)
     else:
-        texts = np.char.strip(column.astype(str))
-        missing = np.isin(texts, ["", *(() if column.dtype.kind in "US" else _EMPTY)])
+        missing = np.array([_is_missing(value) for value in column.tolist()], dtype=bool)
     return int(np.flatnonzero(missing)[0]) if missing.any() else None
+
+
+def _is_missing(value: Any) -> bool:
+    """Return whether a cell is empty: the texts NA and None are values, as any other text."""
+    if isinstance(value, str):
+        return not value.strip()
+    return value is None or value != value  # NaN and NaT differ from themselves
 
 
 def _is_number(value: Any) -> bool:

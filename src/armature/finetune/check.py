@@ -265,9 +265,9 @@ def class_problems(cfg: DictConfig, data: Any) -> list[str]:
     return [
         f"model.new_head=false: the head of {KEY}={name} numbers the classes "
         f"{folder.some(names, 5)} (id2label in "
-        f"config.json), and the data {folder.some(classes, 5)}. Rename the labels of the data, or "
-        "type "
-        "model.new_head=true for a head that begins at random."
+        f"config.json), and the data {folder.some(classes, 5)}. Rename the labels of the data "
+        "(0, 1, … are the head's own numbers), write id2label, or type model.new_head=true for a "
+        "head that begins at random."
     ]
 
 

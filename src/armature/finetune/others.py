@@ -93,15 +93,15 @@ def normalization(config: Mapping[str, Any]) -> dict[str, list[float]]:
 def class_names(config: Mapping[str, Any]) -> list[str] | None:
     """Return a classifier's classes in the order of their numbers.
 
-    None: it has no head, or no names of them.
+    Without names of its own they are LABEL_0, LABEL_1, …, as transformers writes. None: it has no
+    head.
     """
     classes, named = config.get("architectures"), config.get("id2label")
     if not any(str(each).endswith("ForSequenceClassification") for each in classes or []):
         return None
     if not isinstance(named, Mapping) or {*map(str, named)} != {*map(str, range(len(named)))}:
         return None
-    names = [str(named[key]) for key in sorted(named, key=int)]
-    return None if names == [f"LABEL_{i}" for i in range(len(names))] else names
+    return [str(named[key]) for key in sorted(named, key=int)]
 
 
 def vocab_size(config: Mapping[str, Any]) -> int | None:
