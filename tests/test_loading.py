@@ -105,8 +105,6 @@ def test_a_run_becomes_a_file_of_lightnings_and_a_program(run, tmp_path, capsys)
         5, -1
     )  # the context of the example, and another number of samples
     assert program(ids).shape[0] == 5
-    with pytest.raises(ConfigError, match=r"pip install onnx onnxscript"):
-        convert_to("a.onnx")
     with pytest.raises(ConfigError, match="one of the two must be a run"):
         script.run(Namespace(source=tmp_path / "a.ckpt", target=tmp_path / "c.ckpt"))
     with pytest.raises(ConfigError, match=r"--input, data.seed=1 would change nothing"):
