@@ -105,7 +105,7 @@ def test_one_class_is_refused_at_the_start(make):
 
 
 def test_numbers_as_labels_are_names(make):
-    assert make([("hello", 10), ("world", 2)] * 9).names() == {"classes": ["10", "2"]}
+    assert make([("hello", 10), ("world", 2)] * 9).names() == {"classes": ["2", "10"]}
 
 
 def test_predictions_need_no_labels_in_the_column(make, tmp_path):

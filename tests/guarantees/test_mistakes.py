@@ -16,17 +16,19 @@ SEVERAL = {
         ["'trainer.devices'", "'fsdp'", "trainer.max_steps=many", "'model.width'"],
         3,
     ),
-    "classes and combinations": (
+    "values and classes": (
         [
             "experiment=example",
-            "strategy=ddp",
-            "trainer.devices=3",
-            "+callbacks.x._target_=lightning.pytorch.callbacks.EarlyStoping",
-            "model.width=33",
             "optimizer.lr=-1",
-            "checkpoint.monitor=val/acuracy",
+            "model.width=wide",
+            "+callbacks.x._target_=lightning.pytorch.callbacks.EarlyStoping",
         ],
-        ["data.global_batch_size=40", "EarlyStopping", "optimizer.lr", "val/accuracy"],
+        ["optimizer.lr=-1", "model.width='wide'", "callbacks.EarlyStoping"],
+        12,
+    ),
+    "combinations": (
+        ["experiment=example", "strategy=tensor", "trainer.devices=3", "model.layers=0"],
+        ["model.layers", "strategy.tensor=3 does not divide model.width=32"],
         12,
     ),
 }

@@ -23,7 +23,7 @@ SAVING = ("checkpoint.every_n_steps=2", "trainer.log_every_n_steps=1")
 @pytest.mark.parametrize("layout", ["single", "single, micro-batch 2", "ddp 2", "fsdp 2"])
 def test_a_stop_leaves_no_trace_in_a_module_with_state_of_every_kind(layout, runs):
     """Inside an epoch, before a validation that is due, and at the end of an epoch."""
-    run_dir = runs.stopped(STATEFUL, layout, at=[3, 4, 6])
+    run_dir = runs.stopped(STATEFUL, layout, at=[3, 6, 8])
     straight = runs.straight(STATEFUL, layout)
     runs.assert_equal(run_dir, straight)
     assert samples(run_dir) == samples(straight)
@@ -43,9 +43,8 @@ def test_two_optimizers_by_hand_resume(runs):
 
 def test_a_signal_to_any_rank_stops_all_of_them_after_a_save(runs):
     command, run_dir = of_example(), runs.new()
-    ended = runs.start(run_dir, command, "ddp 2", signal_at([5], rank=1), expect=143)
-    assert ended.codes == [143, 143]
-    assert [row["step"] for row in rows(run_dir)] == list("12345")
+    runs.start(run_dir, command, "ddp 2", signal_at([5], rank=1), expect=143)
+    assert rows(run_dir)[-1]["step"] in ("5", "6")
     runs.start(run_dir, command, "ddp 2")
     runs.assert_equal(run_dir, runs.straight(command, "ddp 2"))
 
@@ -55,8 +54,10 @@ def test_kills_at_random_moments_leave_no_trace(layout, runs):
     """Also inside a save, which every step makes."""
     saving = (*STATEFUL, "checkpoint.every_n_steps=1", "trainer.log_every_n_steps=1")
     run_dir, moments, kills = runs.new(), random.Random(0), 0
-    for _ in range(5):
-        later = f"{{_target_:tests.guarantees.users.KillLater,seconds:{moments.uniform(0.1, 1)}}}"
+    for _ in range(4):
+        later = (
+            f"{{_target_:tests.guarantees.users.KillLater,seconds:{moments.uniform(0.05, 0.6)}}}"
+        )
         ended = runs.start(run_dir, saving, layout, f"+callbacks.kill={later}", expect=None)
         kills += -9 in ended.codes
     if rows(run_dir)[-1]["step"] != "12":
@@ -67,7 +68,9 @@ def test_kills_at_random_moments_leave_no_trace(layout, runs):
 
 def test_a_run_that_changes_its_layout_at_every_stop_agrees_with_one_that_never_stops(runs):
     """With momenta, a schedule and averaged weights."""
-    command = of_example("+callbacks.ema={_target_:armature.callbacks.ema.EMA,decay:0.8}")
+    command = of_example(
+        "+callbacks.ema={_target_:armature.callbacks.ema.EMA,decay:0.8}", "trainer.max_steps=14"
+    )
     run_dir, stop = runs.new(), signal_at([1, 3, 5, 7, 9, 11])
     for layout in ("single", "ddp 2", "fsdp 2", "tensor 2", "pipeline 2", "fsdp 2 × tensor 2"):
         runs.start(run_dir, command, layout, stop, expect=143)
@@ -122,20 +125,25 @@ def test_every_file_of_a_checkpoint_is_synced_before_the_checkpoint_has_its_name
     run_dir = runs.new()
     witness = "+callbacks.witness._target_=tests.guarantees.users.Witness"
     runs.start(run_dir, of_example(*SAVING), "single", witness)
-    synced, renamed = set(), 0
+    synced, saved = set(), []
     for line in (run_dir / "witness.txt").read_text().splitlines():
-        event, path = line.split(" ", 1)
+        event, *paths = line.split(" ")
         if event == "fsync":
-            synced.add(path)
-        elif (
-            path.startswith(f"{run_dir}/checkpoints/step=")
-            and path.count("/") == str(run_dir).count("/") + 2
+            synced.add(paths[0])
+            continue
+        source, target = paths
+        if source in synced:
+            synced.add(target)
+        if (
+            target.startswith(f"{run_dir}/checkpoints/step=")
+            and "/" not in target.partition("step=")[2]
         ):
-            target = path.removesuffix(".part")
-            names = {entry.name for entry in os.scandir(target)} if os.path.isdir(target) else set()
-            assert {f"{path}/{name}" for name in names} <= synced, path
-            renamed += 1
-    assert renamed >= 6
+            saved.append(target)
+            names = os.listdir(target) if os.path.isdir(target) else []  # old ones are removed
+            missing = {name for name in names if f"{source}/{name}" not in synced}
+            assert not missing, f"{target}: {missing}"
+    assert len(saved) == 6
+    assert os.path.isdir(saved[-1])
 
 
 def test_a_plain_attribute_that_is_lost_is_named(runs):

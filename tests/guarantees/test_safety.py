@@ -1,6 +1,7 @@
 """What a stranger's file or configuration cannot do, and where a secret is never written."""
 
 import hashlib
+import io
 import json
 import pickle
 import shutil
@@ -11,7 +12,7 @@ import torch
 import yaml
 
 from tests import running
-from tests.guarantees.runs import BASE, command, of_example, of_user
+from tests.guarantees.runs import BASE, PACKAGES, command, of_example, of_user
 
 pytestmark = [pytest.mark.guarantee, pytest.mark.slow]
 EXIT_REFUSED = 2
@@ -61,15 +62,17 @@ def test_no_file_of_a_checkpoint_runs_code(number, zipped, run_dir, tmp_path):
     assert len(names) == 3
     code, file = Code(tmp_path / "ran"), checkpoint / names[number]
     if zipped:
-        torch.save({"state": code}, file)
+        content = io.BytesIO()
+        torch.save({"state": code}, content)
+        file.write_bytes(content.getvalue())
     else:
         file.write_bytes(pickle.dumps(code))
     vouch(checkpoint)
     more = [*BASE, *of_user("Plain"), f"run.root={run_dir.parent}", f"run.name={run_dir.name}"]
     for script, *arguments in (
         ("train.py", *more, "trainer.max_steps=14"),
-        ("scripts/evaluate.py", run_dir),
-        ("scripts/predict.py", run_dir, "out=rows.csv"),
+        ("scripts/evaluate.py", run_dir, PACKAGES),
+        ("scripts/predict.py", run_dir, "out=rows.csv", PACKAGES),
         ("scripts/convert.py", run_dir, tmp_path / "x.safetensors"),
     ):
         done = call(script, *arguments, cwd=tmp_path)

@@ -263,7 +263,7 @@ class KillLater(Callback):
     def __init__(self, seconds):
         self.seconds = seconds
 
-    def on_fit_start(self, trainer, pl_module):
+    def on_train_start(self, trainer, pl_module):
         timer = threading.Timer(self.seconds, os.kill, (os.getpid(), signal.SIGKILL))
         timer.daemon = True
         timer.start()
@@ -273,7 +273,7 @@ class KillLater(Callback):
 
 
 class Witness(Callback):
-    """Write down in which order files are synced and renamed: lines `fsync PATH`, `rename PATH`."""
+    """Write down in which order files are synced and renamed: `fsync PATH`, `rename FROM TO`."""
 
     def setup(self, trainer, pl_module, stage):
         log = (Path(trainer.default_root_dir) / "witness.txt").open("a", buffering=1)
@@ -286,7 +286,7 @@ class Witness(Callback):
 
         def renaming(usual):
             def renamed(source, target, **options):
-                log.write(f"rename {os.path.abspath(source)}\n")
+                log.write(f"rename {os.path.abspath(source)} {os.path.abspath(target)}\n")
                 usual(source, target, **options)
 
             return renamed

@@ -435,10 +435,12 @@ def secrets(cfg: DictConfig) -> Iterator[str]:
 
 
 def hide_secrets(cfg: DictConfig) -> None:
-    """Keep environment variables out of messages and logs if they, or the keys that refer to them,
-    are secret.
+    """Keep secrets out of messages and logs: those that were typed, and environment variables if
+    they, or the keys that refer to them, are secret.
     """
     for path, value in walk(OmegaConf.to_container(cfg, resolve=False)):
+        if isinstance(value, str) and "${" not in value and is_secret(_leaf(path)):
+            hide([value])  # another mistake's message may quote the mapping that holds it
         for name in (
             re.findall(r"\$\{oc\.env:([A-Za-z_]\w*)", value) if isinstance(value, str) else ()
         ):
