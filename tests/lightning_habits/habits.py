@@ -1,4 +1,4 @@
-"""The list of habits. `python -m tests.lightning_habits.habits` prints it."""
+"""The list of habits. `PYTHONPATH=src python -m tests.lightning_habits.habits` prints it."""
 
 import dataclasses
 import importlib
