@@ -20,10 +20,13 @@ STATEFUL = of_user(
 SAVING = ("checkpoint.every_n_steps=2", "trainer.log_every_n_steps=1")
 
 
-@pytest.mark.parametrize("layout", ["single", "single, micro-batch 2", "ddp 2", "fsdp 2"])
-def test_a_stop_leaves_no_trace_in_a_module_with_state_of_every_kind(layout, runs):
+@pytest.mark.parametrize(
+    ("layout", "at"),
+    [("single", [3, 6, 8]), ("ddp 2, micro-batch 2", [3, 6]), ("fsdp 2", [5])],
+)
+def test_a_stop_leaves_no_trace_in_a_module_with_state_of_every_kind(layout, at, runs):
     """Inside an epoch, before a validation that is due, and at the end of an epoch."""
-    run_dir = runs.stopped(STATEFUL, layout, at=[3, 6, 8])
+    run_dir = runs.stopped(STATEFUL, layout, at=at)
     straight = runs.straight(STATEFUL, layout)
     runs.assert_equal(run_dir, straight)
     assert samples(run_dir) == samples(straight)
@@ -54,14 +57,11 @@ def test_kills_at_random_moments_leave_no_trace(layout, runs):
     """Also inside a save, which every step makes."""
     saving = (*STATEFUL, "checkpoint.every_n_steps=1", "trainer.log_every_n_steps=1")
     run_dir, moments, kills = runs.new(), random.Random(0), 0
-    for _ in range(4):
-        later = (
-            f"{{_target_:tests.guarantees.users.KillLater,seconds:{moments.uniform(0.05, 0.6)}}}"
-        )
+    for _ in range(3):
+        later = f"{{_target_:tests.guarantees.users.KillLater,seconds:{moments.uniform(0.1, 1)}}}"
         ended = runs.start(run_dir, saving, layout, f"+callbacks.kill={later}", expect=None)
         kills += -9 in ended.codes
-    if rows(run_dir)[-1]["step"] != "12":
-        runs.start(run_dir, saving, layout)
+    runs.start(run_dir, saving, layout)
     assert kills > 1
     runs.assert_equal(run_dir, runs.straight(saving, layout))
 
