@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,8 +20,9 @@ from typing_extensions import override
 
 from armature.errors import ConfigError
 
-# of gathered weights that parts kept for `check_parts` hold; the newest part is always kept
-_MOST_BYTES = 1 << 26
+_MOST_BYTES = (
+    1 << 26
+)  # of gathered weights that parts kept for `check_parts` hold; the newest part is always kept
 _watches_parts = False
 WATCHED_FORWARDS = 6  # of a model, for changes of its weights
 # in torch's error for an operation of a sharded weight and a plain tensor
@@ -117,16 +118,18 @@ def _set_items(self: DTensor, key: Any, value: Any) -> None:
             self.copy_(replicated.redistribute(placements=self.placements))
 
 
-# that were gathered to be read, with versions and bytes of the whole
-_parts: list[tuple[DTensor, int, int]] = []
+_parts: list[
+    tuple[DTensor, int, int]
+] = []  # that were gathered to be read, with versions and bytes of the whole
 _changed_parts = False  # whether one that is no longer kept was changed
 
 
 def _get_items(self: DTensor, key: Any) -> Any:
     part = _taken(Tensor.__getitem__, self, key)
     keys = key if isinstance(key, tuple) else (key,)
-    # a view in one process
-    if all(isinstance(each, int | slice | None) or each is Ellipsis for each in keys):
+    if all(
+        isinstance(each, int | slice | None) or each is Ellipsis for each in keys
+    ):  # a view in one process
         _watch(self, part)
     return part
 
@@ -146,14 +149,17 @@ def _part_taker(name: str) -> Callable[..., Any]:
 def _taken(function: Callable[..., Any], whole: DTensor, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_inference_mode_enabled() or whole.is_inference():
         return function(whole, *args, **kwargs)
-    # in inference mode torch makes no view of a sharded weight
-    with torch.inference_mode(False), torch.no_grad():
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):  # in inference mode torch makes no view of a sharded weight
         return function(whole, *args, **kwargs)
 
 
 def _watch(whole: DTensor, part: Any) -> None:
-    # a change of the part is an error of torch's then
-    learns = torch.is_grad_enabled() and whole.requires_grad
+    learns = (
+        torch.is_grad_enabled() and whole.requires_grad
+    )  # a change of the part is an error of torch's then
     if (
         _watches_parts
         and not learns
@@ -197,16 +203,38 @@ def check_parts() -> None:
 # ---------------------------------------------------------------- weights used outside of their
 # model's forward
 @contextmanager
-def gathers() -> Iterator[None]:
+def gathers(*, evaluates: bool = False, possible: bool = True) -> Iterator[None]:
     """Within this context, an operation of sharded weights and plain tensors gathers the weights.
 
-    A model's forward has gathered weights, but a step may use layers without it: `self.net[:3](x)`,
-    a method other than forward, `F.linear(x, self.net.weight)`. All ranks must reach the operation,
-    as they must reach a forward.
+    A model's forward has gathered weights, but a step or hook may use layers without it:
+    `self.net[:3](x)`, a method other than forward, `F.linear(x, self.net.weight)`. All ranks must
+    reach the operation, as they must reach a forward.
+
+    torch refuses plain tensors beside sharded ones, but takes one of a single element for the same
+    on all ranks, in silence. Here the arguments' types decide, never how many samples a rank has.
+
+    Args:
+        evaluates: no weights change here, so that no number can be a factor of an average or a
+            gradient.
+        possible: False: such an operation is torch's error, also for one element.
     """
-    # a step of manual optimization calls backward within
-    before = vars(DTensor)["__torch_function__"]
-    DTensor.__torch_function__ = classmethod(_gather_if_mixed)  # pyright: ignore[reportAttributeAccessIssue]
+    rule = partial(_gather_if_mixed, evaluates=evaluates, possible=possible)
+    with _torch_function(classmethod(lambda cls, *args, **kwargs: rule(*args, **kwargs))):
+        yield
+
+
+def as_torch() -> AbstractContextManager[None]:
+    """Within this context, torch's own rules hold: an optimizer's numbers are all ranks'."""
+    return _torch_function(_TORCHS_OWN)
+
+
+_TORCHS_OWN = vars(DTensor)["__torch_function__"]
+
+
+@contextmanager
+def _torch_function(function: Any) -> Iterator[None]:
+    before = vars(DTensor)["__torch_function__"]  # contexts are entered within one another
+    DTensor.__torch_function__ = function
     try:
         yield
     finally:
@@ -261,41 +289,69 @@ class _Placed(torch.autograd.Function):
         return grad.redistribute(placements=ctx.placements)
 
 
-def _learns_beside(args: Any) -> bool:
-    """Return whether a plain tensor that learns, as a gathered weight does, is an operand beside a
-    sharded one.
-
-    An operation that torch begins with both and refuses spoils the plain one's graph: backward then
-    fails.
-    """
-    plain = [
-        leaf
-        for leaf in pytree.tree_leaves(args)
-        if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)
-    ]
-    return any(leaf.requires_grad for leaf in plain)
-
-
 def _gather_if_mixed(
-    cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    func: Callable[..., Any],
+    types: Any,
+    args: Any = (),
+    kwargs: Any = None,
+    *,
+    evaluates: bool,
+    possible: bool,
 ) -> Any:
-    changed = args[:1] if _is_in_place(func.__name__) else (kwargs or {}).get("out")
-    whole = changed is not None and not pytree.tree_any(
-        lambda leaf: isinstance(leaf, DTensor), changed
-    )
-    of_leaf = changed is not None or func.__name__ in _OF_THE_LEAF or not torch.is_grad_enabled()
-    # torch has an error of its own for a plain number that a sharded weight is added to in place
-    if not whole and (of_leaf or not _learns_beside(args)):
-        if not of_leaf:
-            args, kwargs = pytree.tree_map_only(DTensor, _placed, (args, kwargs or {}))
-        try:
-            return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
-        except RuntimeError as error:
-            # a gathered weight would change, and the weight not
-            if MIXED not in str(error) or changed is not None:
-                raise
-    args, kwargs = pytree.tree_map_only(DTensor, _gathered, (args, kwargs or {}))
-    return func(*args, **kwargs)
+    kwargs = kwargs or {}
+    changed = args[:1] if _is_in_place(func.__name__) else kwargs.get("out")
+    sharded, plain = _operands((args, kwargs))
+    in_place = any(each.requires_grad for each in _operands(changed)[0])
+    into_shards = changed is not None and bool(_operands(changed)[0])
+    if func.__name__ in _OF_THE_LEAF or (into_shards and not (plain and in_place)):
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
+    in_use = any(map(_is_in_use, sharded))
+    if plain and any(map(_is_over_data, sharded)):
+        if into_shards or not possible:
+            raise RuntimeError(f"{func.__name__}: got {MIXED}.")
+        # else a factor of an average or a gradient
+        if evaluates or in_use or any(each.ndim or each.requires_grad for each in plain):
+            args, kwargs = pytree.tree_map_only(DTensor, _gathered, (args, kwargs))
+            return func(*args, **kwargs)
+    learns = torch.is_grad_enabled()
+    placed = pytree.tree_map_only(DTensor, _placed, (args, kwargs)) if learns else (args, kwargs)
+    try:
+        result = torch._C._disabled_torch_function_impl(func, types, *placed)
+    except RuntimeError as error:
+        if MIXED not in str(error) or not possible:
+            raise
+        args, kwargs = pytree.tree_map_only(DTensor, _gathered, (args, kwargs))
+        return func(*args, **kwargs)
+    if in_use and not learns:
+        for each in _operands(result)[0]:
+            vars(each)[_IN_USE] = True
+    return result
+
+
+_IN_USE = "_armature_in_use"  # an attribute of what is computed from weights without gradients
+
+
+def _operands(args: Any) -> tuple[list[DTensor], list[Tensor]]:
+    """Return the sharded and the plain tensors of an operation."""
+    tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+    sharded = [each for each in tensors if isinstance(each, DTensor)]
+    return sharded, [each for each in tensors if not isinstance(each, DTensor)]
+
+
+def _is_in_use(tensor: DTensor) -> bool:
+    """Return whether a tensor is a weight or computed from one.
+
+    Not a gradient, nor what is detached, such as an average.
+    """
+    return isinstance(tensor, nn.Parameter) or tensor.requires_grad or _IN_USE in vars(tensor)
+
+
+def _is_over_data(tensor: DTensor) -> bool:
+    """Return whether ranks with different samples hold the tensor together.
+
+    The ranks of a tensor axis have the same samples, and so the same numbers.
+    """
+    return not {*(tensor.device_mesh.mesh_dim_names or ("data",))} <= {"tensor", "expert"}
 
 
 def _is_in_place(name: str) -> bool:
@@ -326,8 +382,9 @@ class _Gather(torch.autograd.Function):
     @override
     def backward(ctx: Any, grad: Tensor) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad.is_cuda:
-            # FSDP adds to the same gradient on a stream of its own
-            torch.cuda.synchronize(grad.device)
+            torch.cuda.synchronize(
+                grad.device
+            )  # FSDP adds to the same gradient on a stream of its own
         summed = DTensor.from_local(grad / ctx.mesh.size(), ctx.mesh, [Partial()] * ctx.mesh.ndim)
         return summed.redistribute(
             placements=[Replicate() if p.is_partial() else p for p in ctx.placements]
@@ -391,8 +448,9 @@ def counts(weight: Tensor) -> bool:
 
 
 def sums(weight: Tensor) -> Tensor:
-    # a sum in bf16 would not see a row that changes
-    dtype = torch.promote_types(weight.dtype, torch.float32)
+    dtype = torch.promote_types(
+        weight.dtype, torch.float32
+    )  # a sum in bf16 would not see a row that changes
     return torch.stack(
         [weight.sum(dtype=dtype), torch.linalg.vector_norm(weight, dtype=dtype).to(dtype)]
     )
@@ -409,8 +467,9 @@ def learn_gradient_types(model: nn.Module) -> None:
     for part in model.modules():
         if isinstance(part, FSDPModule):
             unit: Any = part._get_fsdp_state()
-            # one in older torch
-            for group in getattr(unit, "_fsdp_param_groups", None) or [unit._fsdp_param_group]:
+            for group in getattr(unit, "_fsdp_param_groups", None) or [
+                unit._fsdp_param_group
+            ]:  # one in older torch
                 if group is not None:
                     group._init_mp_dtypes()
 
@@ -490,8 +549,9 @@ def refuse_functional_calls(model: nn.Module) -> None:
 
     It puts other tensors in the place of weights, or keeps gathered ones, whose memory FSDP frees.
     """
-    # not parts of it: a head with hooks of others makes all logits
-    if isinstance(model, FSDPModule):
+    if isinstance(
+        model, FSDPModule
+    ):  # not parts of it: a head with hooks of others makes all logits
         model.register_forward_pre_hook(_check_caller, prepend=True)
 
 

@@ -398,9 +398,11 @@ class GradientMixin(LayoutMixin):
             or not module.automatic_optimization
             or lightnings_own.func is not Precision._after_closure
         ):
-            lightnings_own(module, optimizer)
+            with self._step_context():
+                lightnings_own(module, optimizer)
         else:
-            call_hooks(trainer, HOOK, optimizer)
+            with self._step_context():
+                call_hooks(trainer, HOOK, optimizer)
             algorithm = trainer.gradient_clip_algorithm or GradClipAlgorithmType.NORM
             self.clip_gradients(optimizer, trainer.gradient_clip_val or 0.0, algorithm)
         if not self.gradients_are_scaled:

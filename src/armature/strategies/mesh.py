@@ -5,8 +5,8 @@ their hybrids.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import lightning as L
@@ -373,6 +373,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         if self.sizes["tensor"] > 1:
             self._run_contexts.enter_context(loss_parallel())  # backward needs it too
         super().setup(trainer)
+        self._run_contexts.enter_context(self._gathers())  # for hooks
 
     @override
     def leave_out_together(self, optimizer: torch.optim.Optimizer, steps_before: int) -> None:
@@ -413,19 +414,19 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             (param, reduced or param.requires_grad) for param, reduced in self._reduced
         ]
 
-    @contextmanager
-    @override
-    def _step_context(self) -> Iterator[None]:
+    def _gathers(self, *, evaluates: bool = False) -> AbstractContextManager[None]:
         """Let user code use weights outside of their model's forward, if they are sharded over data
         ranks alone.
         """
+        if self.data_size * self.sizes["context"] == 1 or self.compile != "none":
+            return nullcontext()
         others = self.sizes["pipe"] > 1 or self.sizes["tensor"] > 1 or self.options["cpu_offload"]
-        sharding = self.data_size * self.sizes["context"]
-        with (
-            nullcontext()
-            if others or sharding == 1 or self.compile != "none"
-            else dtensors.gathers()
-        ):
+        return dtensors.gathers(evaluates=evaluates, possible=not others)
+
+    @contextmanager
+    @override
+    def _step_context(self, *, evaluates: bool = False) -> Iterator[None]:
+        with self._gathers(evaluates=evaluates):
             try:
                 yield
             except Exception as error:
@@ -457,8 +458,16 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         super().pre_backward(closure_loss)
 
     @override
-    def optimizer_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        result = super().optimizer_step(optimizer, *args, **kwargs)
+    def optimizer_step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], *args: Any,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        def step_and_hooks() -> Any:
+            with self._gathers():
+                return closure()
+
+        with dtensors.as_torch():
+            result = super().optimizer_step(optimizer, step_and_hooks, *args, **kwargs)
         self.gathered.require_reduced(self.module, optimizer, layout=self.layout)
         return result
 
@@ -531,17 +540,17 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step_context(), self._refused_optimizers():
+        with self._step_context(evaluates=True), self._refused_optimizers():
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step_context(), self._refused_optimizers():
+        with self._step_context(evaluates=True), self._refused_optimizers():
             return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step_context(), self._refused_optimizers():
+        with self._step_context(evaluates=True), self._refused_optimizers():
             return super().predict_step(*args, **kwargs)
 
     @contextmanager

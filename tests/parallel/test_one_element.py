@@ -1,0 +1,61 @@
+"""Weights that are used outside of their model's forward, with one element per rank.
+
+torch takes a plain tensor of one element beside a sharded weight for the same on all ranks.
+"""
+
+import pytest
+
+from tests import running
+from tests.forked import Forks
+from tests.plain_parts import USES
+
+pytestmark = [pytest.mark.guarantee, pytest.mark.slow]
+CONFIGS = str(running.ROOT / "tests" / "plain_configs")
+
+
+@pytest.fixture(scope="module")
+def forks(tmp_path_factory):
+    with Forks(tmp_path_factory.mktemp("runs"), ["tests.plain_parts"]) as started:
+        yield started
+
+
+def assert_same_under_fsdp(forks, *overrides):
+    for name, ranks, words in (("single", 1, ()), ("fsdp", 2, ("strategy=fsdp",))):
+        forks.train(
+            "--config-dir",
+            CONFIGS,
+            "experiment=plain",
+            *overrides,
+            f"trainer.devices={ranks}",
+            f"run.name={'-'.join((name, *overrides))}",
+            *words,
+            ranks=ranks,
+            seconds=120,
+        )
+    single, fsdp = (
+        running.rows(forks.cwd / "outputs" / "-".join((name, *overrides)))
+        for name in ("single", "fsdp")
+    )
+    assert len(single) == len(fsdp) > 0
+    for row, other in zip(single, fsdp, strict=True):
+        assert row.keys() == other.keys()
+        for column, value in row.items():
+            if value:
+                assert float(other[column]) == pytest.approx(float(value), rel=1e-4, abs=1e-5), (
+                    row["step"],
+                    column,
+                )
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_layer_called_apart_has_the_values_of_one_process(use, forks):
+    assert_same_under_fsdp(forks, f"+task.use={use}", "data.eval_batch_size=1")
+
+
+def test_ranks_with_unequal_last_batches_make_the_same_calls(forks):
+    assert_same_under_fsdp(forks, "+data.batch_size=4", "+data.held_out=7")
+
+
+def test_numbers_of_averages_and_gradients_stay_as_they_are(forks):
+    assert_same_under_fsdp(forks, "+task.average=tensor")
+    assert_same_under_fsdp(forks, "task._target_=tests.plain_parts.ByHand")

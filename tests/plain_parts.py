@@ -1,0 +1,152 @@
+"""Modules, data and callbacks as people write them for Lightning."""
+
+import copy
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
+from torch.utils.data import DataLoader, Dataset
+
+
+class Pairs(Dataset):
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, i):
+        return torch.tensor((i * 7) % 16), torch.tensor((i * 5) % 4)
+
+
+class Data(L.LightningDataModule):
+    def __init__(self, count=16, held_out=6, batch_size=2):
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self):
+        return DataLoader(Pairs(self.hparams.count), batch_size=self.hparams.batch_size)
+
+    def val_dataloader(self):
+        return DataLoader(Pairs(self.hparams.held_out), batch_size=2)
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.first = nn.Linear(1, 8)
+        self.head = nn.Linear(8, 4)
+        self.temperature = nn.Parameter(torch.tensor([0.5]))
+
+    def forward(self, x):
+        column = x[:, None].float() / 16
+        return self.head(torch.tanh(self.embedding(x) + self.first(column))) * self.temperature
+
+
+def embedding(net, x):
+    return net.embedding(x).mean(1)
+
+
+def linear(net, x):
+    return net.first(x[:, None].float() / 16).mean(1)
+
+
+def bare_weight(net, x):
+    return F.linear(x[:, None].float() / 16, net.first.weight).mean(1)
+
+
+def detached(net, x):
+    return F.linear(x[:, None].float() / 16, net.first.weight.detach(), net.first.bias).mean(1)
+
+
+def row(net, x):
+    return net.embedding.weight[x].mean(1)
+
+
+def number(net, x):
+    return net.temperature * x.float().mean()
+
+
+def temperature(net, x):
+    return net.temperature.exp() * x.float().mean(0, keepdim=True) / 16
+
+
+def in_place(net, x):
+    return (x.float() / 16).mul_(net.temperature)
+
+
+def metric(net, x):
+    column = x[:, None].float() / 16
+    return torch.cdist(column, net.first.weight).mean(1)
+
+
+USES = {each.__name__: each for each in (embedding, linear, bare_weight, detached, row, number,
+                                         temperature, in_place, metric)}  # fmt: skip
+
+
+class Apart(L.LightningModule):
+    """Uses weights of its network outside of the network's forward, in steps and hooks."""
+
+    def __init__(self, use="embedding", average="number"):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net, self.teacher = Net(), Net()
+        self.teacher.requires_grad_(False)
+        self.use = USES[use]
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        apart = self.use(self.net, x).mean()
+        with torch.no_grad():
+            target = self.use(self.teacher, x).mean()
+        return F.cross_entropy(self.net(x), y) + 0.1 * apart + 0.01 * target
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.log("hook", self.use(self.net, batch[0]).mean().detach(), sync_dist=True)
+        with torch.no_grad():
+            own = self.use(self.net, batch[0]).mean()
+        self.log("without_gradients", own, sync_dist=True)
+        with torch.no_grad():
+            for old, new in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                if self.hparams.average == "number":
+                    old.mul_(0.9).add_(new, alpha=0.1)
+                else:  # the same on all ranks
+                    old.data = old.data * torch.tensor(0.9) + new.data * torch.tensor(0.1)
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("val/loss", F.cross_entropy(self.net(x), y), sync_dist=True)
+        self.log("val/apart", self.use(self.net, x).mean(), sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.05)
+
+
+class ByHand(Apart):
+    """Manual optimization whose own numbers, on all ranks the same, stand beside gradients."""
+
+    def __init__(self, use="embedding"):
+        super().__init__(use)
+        self.automatic_optimization = False
+        self.averaged = AveragedModel(copy.deepcopy(self.net), avg_fn=get_swa_avg_fn())
+
+    def training_step(self, batch, batch_idx):
+        loss, optimizer = super().training_step(batch, batch_idx), self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        for param in self.net.parameters():
+            param.grad = param.grad * torch.tensor(0.5)
+        torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
+        optimizer.step()
+        self.averaged.update_parameters(self.net)
+        self.log("averaged", sum(p.detach().norm() for p in self.averaged.parameters()))
+        return loss
+
+    def configure_optimizers(self):
+        rate = torch.tensor(0.05)
+        return torch.optim.Adam(self.net.parameters(), lr=rate)
