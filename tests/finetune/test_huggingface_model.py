@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from armature import cli
+from armature.data.labels import LabeledData
 from armature.errors import ConfigError
 from armature.finetune import built, check, folder, others
 from armature.layout import Layout
@@ -379,33 +380,70 @@ def test_state_space_models_name_what_they_read_past_their_linears(kind, names):
     assert causal_lm(inner).read_directly == names
 
 
+class Named(LabeledData):
+    def __init__(self, classes):
+        super().__init__(global_batch_size=2)
+        self.own, self.path = classes, "x.csv"
+
+    def names(self):
+        return {"classes": self.own}
+
+
+TWELVE = [str(i) for i in range(12)]
+
+
+@pytest.mark.guarantee
 @pytest.mark.parametrize(
-    ("names", "classes", "new_head", "is_refused"),
+    ("head", "own", "numbered"),
     [
-        (["NEGATIVE", "positive"], ["negative", "positive"], False, False),
-        (["a", "b", "c"], ["a", "b"], False, False),
-        (["b", "a"], ["a", "b"], False, True),
-        (["b", "a"], ["a", "b"], True, False),
-        (["a", "b", "c"], ["a", "c"], False, True),
-        (["LABEL_0", "LABEL_1"], ["a", "b"], False, False),
-        (["b", "a"], None, False, False),
+        (["NEGATIVE", "positive"], ["positive", "negative"], ["negative", "positive"]),
+        (["a", "b", "c"], ["a", "c"], ["a", "b", "c"]),
+        (["b", "a"], ["a", "b"], ["b", "a"]),
+        ([f"LABEL_{i}" for i in range(12)], ["0", "1", "10", "11", *TWELVE[2:10]], TWELVE),
+        ([f"LABEL_{i}" for i in range(3)], ["1", "2"], ["LABEL_0", "1", "2"]),
+        (["LABEL_0", "LABEL_1"], ["LABEL_1", "LABEL_0"], ["LABEL_0", "LABEL_1"]),
+        (["good", "bad"], ["00", "01"], ["00", "01"]),
+        (["1", "2", "3"], ["1", "2", "3"], ["1", "2", "3"]),
+        (None, ["b", "a"], ["b", "a"]),
+        (["LABEL_0", "LABEL_1"], ["a", "b"], None),
+        (["LABEL_0", "LABEL_1"], ["1", "2"], None),
+        (["1", "2", "3"], ["0", "1"], None),
+        (["a", "b"], ["a", "b", "c"], None),
+        (["yes", "no"], ["yes", "Yes"], None),
     ],
 )
-def test_a_head_that_numbers_the_classes_otherwise_is_refused(
-    tmp_path, names, classes, new_head, is_refused
-):
-    labels = {str(i): name for i, name in enumerate(names)}
+def test_data_number_classes_as_the_head_that_training_begins_with(tmp_path, head, own, numbered):
+    labels = {"id2label": {str(i): name for i, name in enumerate(head)}} if head else {}
+    kind = "LlamaForSequenceClassification" if head else "LlamaForCausalLM"
+    path = write_model(tmp_path / "model", architectures=[kind], **labels)
+    cfg, data = config(path, _target_=others.CLASSIFIER, new_head=False), Named(own)
+    found = check.number_classes(cfg, data)
+    if numbered is None:
+        assert f"and the data {', '.join(own)}" in found[0]
+        assert "type model.new_head=true" in found[0]
+    else:
+        assert found == []
+        assert data.classes == numbered
+    cfg.model.new_head, data = True, Named(own)
+    assert check.number_classes(cfg, data) == []
+    assert data.classes == own
+
+
+@pytest.mark.parametrize(
+    ("classes", "is_refused"), [(["a", "b"], False), (["b", "a"], True), (None, False)]
+)
+def test_a_data_module_of_users_must_number_classes_as_the_head(tmp_path, classes, is_refused):
+    labels = {"0": "A", "1": "B", "2": "C"}
     path = write_model(
         tmp_path / "model", id2label=labels, architectures=["LlamaForSequenceClassification"]
     )
-    cfg = config(path, _target_=others.CLASSIFIER, new_head=new_head)
-    found = check.class_problems(cfg, SimpleNamespace(classes=classes))
-    assert len(found) == is_refused
-    assert all(
-        f"{', '.join(names)} (id2label" in each and "model.new_head=true" in each for each in found
-    ), found
-    cfg.model._target_ = others.CAUSAL
-    assert check.class_problems(cfg, SimpleNamespace(classes=classes)) == []
+    cfg = config(path, _target_=others.CLASSIFIER, new_head=False)
+    assert len(check.number_classes(cfg, SimpleNamespace(class_names=classes))) == is_refused
+
+
+def test_a_head_of_timm_numbers_classes_by_its_names():
+    assert others.class_names({"architecture": "vit", "label_names": ["b", "a"]}) == ["b", "a"]
+    assert others.class_names({"architecture": "vit"}) is None
 
 
 class Counting(nn.Module):

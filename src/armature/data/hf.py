@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from armature.data import extras
 from armature.data.base import Split
-from armature.data.labels import LabeledData
+from armature.data.labels import LabeledData, ordered
 from armature.errors import ConfigError, error_line
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ Of = dict[str, str | list[str]]  # columns by name in a sample
 class HFData(LabeledData):
     """Samples {"inputs", "targets"} of two columns.
 
-    Texts as targets are classes, numbered in sorted order.
+    Texts as targets are classes, numbered in the order of `labels.ordered`.
 
     Predictions are of the test split, or another one if there is none, and need no column of
     targets.
@@ -148,7 +148,7 @@ class HFData(LabeledData):
                 "data.classes=false if they are no names of classes."
             )
         self._check(rows, [column])
-        return sorted(rows.unique(column))
+        return ordered(rows.unique(column))
 
     def _has_unlabeled(self, rows: Any, split: Split) -> bool:
         """Return whether a class of the test split is -1, as public tests have it.

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from armature.data import extras, sources
 from armature.data.base import Batch, Split
-from armature.data.labels import LabeledData
+from armature.data.labels import LabeledData, ordered
 from armature.data.splits import split_indices
 from armature.errors import ConfigError
 
@@ -97,8 +97,8 @@ class ImageFiles(Dataset[Batch]):
 
 
 class ImageFolderData(LabeledData):
-    """Images (B, 3, S, S) and classes (B,), which are the folders' names in alphabetical order,
-    numbered from 0.
+    """Images (B, 3, S, S) and classes (B,), which are the folders' names in the order of
+    `labels.ordered`.
 
     A trained model's classes keep their numbers. Predictions need no class folders.
 
@@ -233,7 +233,7 @@ _KINDS = ", ".join(sorted(SUFFIXES))
 def _classes(folder: Path) -> list[str]:
     """Return the names of the folders in a folder, except hidden ones."""
     below = (each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
-    return sorted(each.name for each in below)
+    return ordered(each.name for each in below)
 
 
 def _rgb(image: Any, path: Path) -> Any:

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from armature.data import extras, sources
 from armature.data.base import Split
-from armature.data.labels import LabeledData
+from armature.data.labels import LabeledData, name_of, ordered
 from armature.data.splits import split_indices
 from armature.errors import ConfigError, error_line
 
@@ -28,13 +28,6 @@ _ROW_NUMBERS = re.compile(
     r"|__index_level_\d+__"
 )  # names that pandas gives to columns of row numbers
 _NESTED = (np.ndarray, list, dict)
-_EMPTY = (
-    "None",
-    "nan",
-    "NaN",
-    "<NA>",
-    "NaT",
-)  # missing values of NumPy, pandas and pyarrow as texts
 _LONGEST_CELL = 2**31 - 1  # characters; the module csv's own limit is 131,072
 _SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
 # a row after the last one of a file: a quote that is not closed takes it in
@@ -84,8 +77,8 @@ class TableData(LabeledData):
         path: a file, folder, pattern or list of .csv files (with a header) or .parquet files.
         target: the column to predict.
         features: the columns to learn from; None: all others.
-        classes: the target is a class: its sorted values are numbered from 0. False: it is a
-            number.
+        classes: the target is a class: its values are numbered from 0 (`labels.ordered`). False:
+            it is a number.
         val_fraction, test_fraction: shares of the rows, drawn at random, always the same.
         loader: batch sizes and the other arguments of DataModule.
     """
@@ -154,7 +147,10 @@ class TableData(LabeledData):
             content.targets = torch.from_numpy(_numbers(column, self.target, "target"))
         else:
             values, index = np.unique(column.astype(str), return_inverse=True)
-            content.classes, content.targets = values.tolist(), torch.from_numpy(index)
+            names = [str(name_of(value)) for value in values.tolist()]
+            content.classes = ordered(names)
+            numbers = {name: i for i, name in enumerate(content.classes)}
+            content.targets = torch.tensor([numbers[name] for name in names])[index]
         return content
 
     def _read(self) -> dict[str, np.ndarray]:
@@ -391,11 +387,12 @@ def _plain(value: Any) -> Any:
 
 def _first_empty(column: np.ndarray) -> int | None:
     """Return the index of the first value that is missing, or None."""
-    if column.dtype.kind in "biuf":
-        missing = np.isnan(column)
+    if column.dtype.kind in "US":
+        missing = np.char.strip(column) == ""
+    elif column.dtype.kind in "biufmM":
+        missing = column != column  # NaN and NaT
     else:
-        texts = np.char.strip(column.astype(str))
-        missing = np.isin(texts, ["", *(() if column.dtype.kind in "US" else _EMPTY)])
+        missing = np.array([name_of(value) is None for value in column])
     return int(np.flatnonzero(missing)[0]) if missing.any() else None
 
 

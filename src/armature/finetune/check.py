@@ -247,26 +247,32 @@ def _same(key: str, given: Any, value: Any, args: Mapping[str, Any]) -> bool:
     return bool(given == value)
 
 
-def class_problems(cfg: DictConfig, data: Any) -> list[str]:
-    """Return a problem if the head of the folder that training begins with numbers the data's
-    classes otherwise.
+def number_classes(cfg: DictConfig, data: Any) -> list[str]:
+    """Let the data number their classes as the head does that training begins with.
+
+    Return a problem if that is not possible.
     """
-    if OmegaConf.select(cfg, "model._target_") != others.CLASSIFIER or cfg.model.get("new_head"):
+    from armature.data.labels import LabeledData, numbered_as
+
+    target = OmegaConf.select(cfg, "model._target_")
+    begins_anew = cfg.model.get("new_head", target == others.IMAGES)
+    if target not in (others.CLASSIFIER, others.IMAGES) or begins_anew:
         return []
-    name, classes = cfg.model.pretrained, getattr(data, "classes", None)
-    names = others.class_names(folder.config(Path(name)))
-    if (
-        names is None
-        or not isinstance(classes, list)
-        or classes == [str(i) for i in range(len(classes))]
-    ):
-        return []  # labels that are the head's own numbers
-    if [each.casefold() for each in classes] == [each.casefold() for each in names[: len(classes)]]:
+    name, classes = cfg.model.pretrained, data.class_names
+    head = others.class_names(folder.config(Path(name)))
+    if head is None or classes is None:
+        return []
+    numbered = numbered_as(head, classes)
+    if isinstance(data, LabeledData):
+        if data.begin_with(head):
+            return []
+    elif numbered is not None and numbered[: len(classes)] == classes:
         return []
     return [
         f"model.new_head=false: the head of {KEY}={name} numbers the classes "
-        f"{folder.some(names, 5)} (id2label in "
-        f"config.json), and the data {folder.some(classes, 5)}. Rename the labels of the data, or "
+        f"{folder.some(head, 5)} (id2label in "
+        f"config.json), and the data {folder.some(classes, 5)}. Rename the labels of the data (its "
+        "names, or its numbers from 0 on), or "
         "type "
         "model.new_head=true for a head that begins at random."
     ]
