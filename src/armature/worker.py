@@ -32,6 +32,7 @@ from armature.checkpoint import one_folder, resume, storage
 from armature.checkpoint.state import holds, is_weights_only
 from armature.data import adapter, batching, memory
 from armature.data.base import DataModule
+from armature.data.labels import LabeledData
 from armature.errors import EXIT_CONFIG, ConfigError, EndedByCode
 from armature.finetune import check as pretrained
 from armature.launcher import environment, lock
@@ -152,9 +153,11 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
     hook_check.check(
         data.module if isinstance(data, adapter.PlainData) else data, base=L.LightningDataModule
     )
+    checkpoint = _checkpoint_to_resume(cfg, directory)
     with memory.reporting(f"the data of {type(data).__name__}", data):
         _prepare(data)
         data.setup("fit")
+        _number_classes(cfg, data, checkpoint, directory)
     relations.check_found_sizes(cfg.model, data.found_sizes)
     data.limit_train_batches = cfg.trainer.limit_train_batches
     batches = batching.plan_batches(
@@ -167,9 +170,6 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
 
     task, strategy = build_task(cfg), instantiate(cfg.strategy)
     hook_check.check(task, base=L.LightningModule)
-    checkpoint = _checkpoint_to_resume(cfg, directory)
-    if checkpoint is None and (found := pretrained.class_problems(cfg, data)):
-        raise ConfigError(found)
     strategy.held = holds(checkpoint)
     strategy.base = process_group.on_rank_0(partial(pretrained.left_out, cfg, checkpoint))
     if checkpoint is not None and is_weights_only(checkpoint):
@@ -278,6 +278,17 @@ def _prepare(data: DataModule) -> None:
     # a download may take longer than any collective of training
     with process_group.patient_group() as group:
         process_group.on_all_ranks(data.prepare_data if chosen else lambda: None, group=group)
+
+
+def _number_classes(
+    cfg: DictConfig, data: DataModule, checkpoint: Path | None, directory: Path
+) -> None:
+    """Let classes have the numbers that the weights know them by. Raises ConfigError."""
+    if checkpoint is None:
+        if found := pretrained.number_classes(cfg, data):
+            raise ConfigError(found)
+    elif isinstance(data, LabeledData):
+        data.keep_numbers(directory)
 
 
 def _save_assets(data: DataModule, directory: Path, trainer: L.Trainer) -> None:

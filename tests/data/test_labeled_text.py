@@ -76,7 +76,7 @@ def test_the_trained_models_numbers_are_kept(make, tmp_path):
         ([("x", "a"), ("", "b")], {}, "line 2: column 'text' holds '', which is no text"),
         ([("x", "a"), (3, "b")], {}, "line 2: column 'text' holds 3, which is no text"),
         ([("x", "a"), ("y", " ")], {}, "line 2: column 'label' holds ' ', which names no class"),
-        ([("x", "a"), ("y", 0.5)], {}, "line 2: column 'label' holds 0.5, which names no class"),
+        ([("x", "a"), ("y", [1])], {}, r"line 2: column 'label' holds \[1\], which names no class"),
         ([("x", "a"), {"text": "y"}], {}, "line 2: no column 'label', which other rows have"),
         ([], {}, "the files have no rows"),
         (ROWS, {"context": 0}, "data.context=0: must be a whole number of at least 1"),
@@ -105,7 +105,7 @@ def test_one_class_is_refused_at_the_start(make):
 
 
 def test_numbers_as_labels_are_names(make):
-    assert make([("hello", 10), ("world", 2)] * 9).names() == {"classes": ["2", "10"]}
+    assert make([("hello", 10), ("world", 2.0)] * 9).names() == {"classes": ["2", "10"]}
 
 
 def test_predictions_need_no_labels_in_the_column(make, tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from omegaconf import OmegaConf
+from PIL import Image
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from armature.data.adapter import PlainData
@@ -15,6 +16,7 @@ from armature.data.labels import CLASSES_FILE
 from armature.errors import ConfigError
 from armature.training import predict
 from armature.validation import relations
+from tests.data import chat_parts
 from tests.data.test_people_data import build, write_images
 
 ROWS = "".join(f"{i},{i / 2},{kind}\n" for i, kind in enumerate(["ant", "bee", "cow"] * 10))
@@ -54,6 +56,79 @@ def test_a_table_in_which_a_class_is_missing_and_columns_are_in_another_order(
     rows = other.dataset("predict")
     assert rows.targets.tolist() == [2, 1]
     assert rows.inputs.tolist() == [[7.0, 0.5], [8.0, 1.0]]
+
+
+NUMBERED = [  # names in the order of their numbers
+    [str(i) for i in range(12)],
+    ["-1", "0", "1", "2.5", "10"],
+    ["00", "01", "02", "10"],
+    ["9", "10", "other"],
+    ["class_1", "class_2", "class_10"],
+    ["NA", "None", "a", "null"],
+    ["no", "yes"],
+]
+
+
+def numbers_of(reader, names, folder):
+    """Return the number that a reader gives to the class of each name."""
+    rows = [(name, i) for i, name in enumerate(names)] * 3
+    file = folder / "rows.csv"
+    file.write_text("kind,x\n" + "".join(f"{name},{i}\n" for name, i in rows))
+    if reader == "image_folder":
+        for name, i in rows:
+            (folder / "images" / name).mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (8, 8), (i, 0, 0)).save(folder / "images" / name / "1.png")
+        data = build("image_folder", path=str(folder / "images"), size=8, num_workers=0)
+        found = {path.parent.name: number for path, number in data.dataset("predict").files}
+        return [found[name] for name in names]
+    if reader == "table":
+        targets = build("table", path=str(file), target="kind").dataset("predict").targets
+    elif reader == "labeled_text":
+        tokenizer = str(chat_parts.folder(folder / "tokenizer"))
+        changes = {"path": str(file), "tokenizer": tokenizer, "text": "x", "target": "kind"}
+        targets = build("labeled_text", **changes).dataset("predict").targets
+    else:
+        pytest.importorskip("datasets", reason="make setup EXTRAS=data")
+        from datasets import Dataset
+
+        Dataset.from_dict(
+            {"kind": [name for name, _ in rows], "x": [i for _, i in rows]}
+        ).to_parquet(folder / "rows.parquet")
+        changes = {"inputs": "x", "targets": "kind", "splits": {"train": "train"}}
+        data = build("hf", path="parquet", data_files=str(folder / "rows.parquet"), **changes)
+        targets = torch.stack([row["targets"] for row in data.dataset("train")])
+    assert targets.tolist() == targets[: len(names)].tolist() * 3
+    return targets[: len(names)].tolist()
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("names", NUMBERED, ids=lambda names: names[-1])
+@pytest.mark.parametrize("reader", ["table", "labeled_text", "image_folder", "hf"])
+def test_classes_are_numbered_in_the_order_of_the_numbers_in_their_names(
+    reader, names, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    assert numbers_of(reader, names, tmp_path) == [*range(len(names))]
+
+
+def test_whole_numbers_are_the_same_classes_as_floats(tmp_path):
+    data = table(tmp_path / "t.csv", "x,kind\n1,10.0\n2,2\n3,2.0\n4,10\n")
+    assert data.classes == ["2", "10"]
+    assert data.dataset("predict").targets.tolist() == [1, 0, 0, 1]
+
+
+def test_a_resume_keeps_the_numbers_of_the_run(tmp_path, run):
+    data = table(tmp_path / "t.csv", "x,kind\n1,10\n2,9\n3,10\n4,9\n")
+    (run / CLASSES_FILE).write_text('{"features": ["x"], "classes": ["10", "8", "9"]}')
+    data.keep_numbers(run)
+    assert data.dataset("predict").targets.tolist() == [0, 2, 0, 2]
+    data.save_assets(run)
+    assert json.loads((run / CLASSES_FILE).read_text())["classes"] == ["10", "8", "9"]
+    again = table(tmp_path / "t.csv", "x,kind\n1,10\n2,9\n3,10\n4,9\n")
+    with pytest.raises(ConfigError, match="their order was 10, 9, and is 9, 10"):
+        again.load_state_dict(data.state_dict())
+    again.keep_numbers(run)
+    again.load_state_dict(data.state_dict())
 
 
 def test_a_class_and_columns_that_the_model_does_not_know_are_named(tmp_path, run, trained_table):

@@ -4,7 +4,8 @@ environment.
 
 import importlib
 import importlib.metadata
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from armature import cli
+from armature.data.labels import LabeledData
 from armature.errors import ConfigError
 from armature.finetune import built, check, folder, others
 from armature.layout import Layout
@@ -94,11 +96,74 @@ def test_folders_that_cannot_be_read_are_refused(tmp_path, installed):
     assert "this folder is no model" in refused(tmp_path / "d")
 
 
+@pytest.mark.parametrize("kernel", ["flash_attention_2", "flash_attention_3"])
+@pytest.mark.parametrize("place", ["attention", "config.json"])
+def test_packing_is_refused_for_kernels_that_mix_conversations(tmp_path, place, kernel):
+    path = write_model(
+        tmp_path / "model", attn_implementation=kernel if place == "config.json" else None
+    )
+    cfg = config(path, attention=kernel if place == "attention" else None)
+    cfg.data = {"source": {"packing": True}}
+    [problem] = built.problems(cfg)
+    assert f"model.attention={kernel} with data.source.packing=true" in problem
+    assert "Type model.attention=sdpa, or data.source.packing=false." in problem
+
+
+class Attentive(nn.ModuleList):
+    """A model whose attention keeps conversations apart, and other parts."""
+
+    def __init__(self, *parts, kinds=None, tower=()):
+        super().__init__([*parts, *tower])
+        self.text = nn.ModuleList(parts)
+        text = SimpleNamespace(layer_types=kinds)
+        self.config = SimpleNamespace(get_text_config=lambda: text)
+
+    def get_decoder(self):
+        return self.text
+
+    def forward(self, input_ids, use_cache=False, position_ids=None, past_key_values=None):
+        if not use_cache:
+            importlib.import_module("transformers").masking_utils.find_packed_sequence_indices(
+                position_ids
+            )
+        return SimpleNamespace(logits=position_ids)
+
+
 def causal_lm(inner):
     own = model.CausalLM.__new__(model.CausalLM)
     nn.Module.__init__(own)
     own.inner, own.context, own.weight = inner, 32, nn.Parameter(torch.zeros(1))
     return own
+
+
+@pytest.mark.parametrize(
+    ("parts", "kinds", "says"),
+    [
+        ([], None, None),
+        ([], ["full_attention", "sliding_attention", "chunked_attention"], None),
+        ([nn.Conv1d(4, 4, 3)], ["full_attention"], "it has layers of convolution"),
+        ([], ["full_attention", "linear_attention"], "it has layers of linear_attention"),
+    ],
+)
+def test_packing_is_refused_for_layers_that_read_across_conversations(
+    tmp_path, monkeypatch, parts, kinds, says
+):
+    masks = ModuleType("transformers.masking_utils")
+    masks.find_packed_sequence_indices = lambda ids: ids
+    package = ModuleType("transformers")
+    package.masking_utils = masks
+    monkeypatch.setitem(sys.modules, "transformers", package)
+    monkeypatch.setitem(sys.modules, "transformers.masking_utils", masks)
+    cfg = config(tmp_path)
+    cfg.data = {"source": {"packing": True}}
+    found = built._packing_problems(causal_lm(Attentive(*parts, kinds=kinds)), cfg)
+    assert len(found) == (says is not None)
+    assert all(
+        says in problem and "Type data.source.packing=false." in problem for problem in found
+    ), found
+    if not parts:  # a convolution that reads sounds reads no tokens
+        with_tower = causal_lm(Attentive(kinds=kinds, tower=[nn.Conv1d(4, 4, 3)]))
+        assert built._packing_problems(with_tower, cfg) == found
 
 
 @pytest.mark.parametrize("strategy", ["pipeline", "3d"])
@@ -130,6 +195,28 @@ def test_other_strategies_are_not(strategy):
         cli.compose([*overrides, "trainer.accelerator=cpu", "data.global_batch_size=32"])
     )
     assert parallelism.problems(checks.plain(cfg), Layout.of(cfg)) == []
+
+
+@pytest.mark.parametrize("place", ["config", "model"])
+@pytest.mark.parametrize("error", [ImportError, MemoryError, torch.OutOfMemoryError])
+def test_no_memory_is_not_blamed_on_the_folder(tmp_path, monkeypatch, place, error):
+    def fail(*_, **__):
+        raise error("of the machine")
+
+    fake = SimpleNamespace(
+        PreTrainedConfig=SimpleNamespace(
+            get_config_dict=lambda *_, **__: ({"model_type": "x"}, {})
+        ),
+        CONFIG_MAPPING=["x"],
+        MODEL_FOR_CAUSAL_LM_MAPPING=[SimpleNamespace],
+        AutoConfig=SimpleNamespace(
+            from_pretrained=fail if place == "config" else lambda *_, **__: SimpleNamespace()
+        ),
+        AutoModelForCausalLM=SimpleNamespace(from_config=fail),
+    )
+    monkeypatch.setattr(model, "_transformers", lambda: fake)
+    with pytest.raises(error, match="of the machine"):
+        model.CausalLM(pretrained=str(tmp_path), vocab_size=4, context=4, attention=None)
 
 
 class Block(nn.Module):
@@ -251,6 +338,17 @@ def test_what_an_axis_does_not_divide_is_found_on_the_model_itself():
     )
 
 
+def test_computed_tables_keep_their_type():
+    model = PretrainedModel.__new__(PretrainedModel)
+    nn.Module.__init__(model)
+    model.inner = Block()
+    model.inner.register_buffer("inv_freq", torch.tensor([0.123456789]), persistent=False)
+    model.to(torch.bfloat16)
+    assert model.inner.q.weight.dtype == torch.bfloat16
+    assert model.inner.inv_freq.dtype == torch.float32
+    assert model.inner.inv_freq.item() == pytest.approx(0.123456789, rel=1e-7)
+
+
 def test_positions_begin_anew_with_each_document():
     documents = torch.tensor([[0, 0, 0, 1, 2, 2], [5, 5, 6, 6, 6, 6]])
     assert positions_within(documents).tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 0, 1, 2, 3]]
@@ -274,35 +372,78 @@ def test_tied_parameters_whose_values_differ_in_the_files_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("names", "classes", "new_head", "is_refused"),
+    ("kind", "names"), [("mamba", ("dt_proj", "out_proj", "x_proj")), ("llama", ())]
+)
+def test_state_space_models_name_what_they_read_past_their_linears(kind, names):
+    inner = Attentive()
+    inner.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(model_type=kind))
+    assert causal_lm(inner).read_directly == names
+
+
+class Named(LabeledData):
+    def __init__(self, classes):
+        super().__init__(global_batch_size=2)
+        self.own, self.path = classes, "x.csv"
+
+    def names(self):
+        return {"classes": self.own}
+
+
+TWELVE = [str(i) for i in range(12)]
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize(
+    ("head", "own", "numbered"),
     [
-        (["NEGATIVE", "positive"], ["negative", "positive"], False, False),
-        (["a", "b", "c"], ["a", "b"], False, False),
-        (["b", "a"], ["a", "b"], False, True),
-        (["b", "a"], ["a", "b"], True, False),
-        (["a", "b", "c"], ["a", "c"], False, True),
-        (["LABEL_0", "LABEL_1"], ["a", "b"], False, True),
-        (["LABEL_0", "LABEL_1"], ["0", "1"], False, False),
-        (["LABEL_0", "LABEL_1"], ["LABEL_0", "LABEL_1"], False, False),
-        (["LABEL_0", "LABEL_1", "LABEL_2"], ["0", "2"], False, True),
-        (["b", "a"], None, False, False),
+        (["NEGATIVE", "positive"], ["positive", "negative"], ["negative", "positive"]),
+        (["a", "b", "c"], ["a", "c"], ["a", "b", "c"]),
+        (["b", "a"], ["a", "b"], ["b", "a"]),
+        ([f"LABEL_{i}" for i in range(12)], ["0", "1", "10", "11", *TWELVE[2:10]], TWELVE),
+        ([f"LABEL_{i}" for i in range(3)], ["1", "2"], ["LABEL_0", "1", "2"]),
+        (["LABEL_0", "LABEL_1"], ["LABEL_1", "LABEL_0"], ["LABEL_0", "LABEL_1"]),
+        (["good", "bad"], ["00", "01"], ["00", "01"]),
+        (["1", "2", "3"], ["1", "2", "3"], ["1", "2", "3"]),
+        (None, ["b", "a"], ["b", "a"]),
+        (["LABEL_0", "LABEL_1"], ["a", "b"], None),
+        (["LABEL_0", "LABEL_1"], ["1", "2"], None),
+        (["1", "2", "3"], ["0", "1"], None),
+        (["a", "b"], ["a", "b", "c"], None),
+        (["yes", "no"], ["yes", "Yes"], None),
     ],
 )
-def test_a_head_that_numbers_the_classes_otherwise_is_refused(
-    tmp_path, names, classes, new_head, is_refused
-):
-    labels = {str(i): name for i, name in enumerate(names)}
+def test_data_number_classes_as_the_head_that_training_begins_with(tmp_path, head, own, numbered):
+    labels = {"id2label": {str(i): name for i, name in enumerate(head)}} if head else {}
+    kind = "LlamaForSequenceClassification" if head else "LlamaForCausalLM"
+    path = write_model(tmp_path / "model", architectures=[kind], **labels)
+    cfg, data = config(path, _target_=others.CLASSIFIER, new_head=False), Named(own)
+    found = check.number_classes(cfg, data)
+    if numbered is None:
+        assert f"and the data {', '.join(own)}" in found[0]
+        assert "type model.new_head=true" in found[0]
+    else:
+        assert found == []
+        assert data.classes == numbered
+    cfg.model.new_head, data = True, Named(own)
+    assert check.number_classes(cfg, data) == []
+    assert data.classes == own
+
+
+@pytest.mark.parametrize(
+    ("classes", "is_refused"), [(["a", "b"], False), (["b", "a"], True), (None, False)]
+)
+def test_a_data_module_of_users_must_number_classes_as_the_head(tmp_path, classes, is_refused):
+    labels = {"0": "A", "1": "B", "2": "C"}
     path = write_model(
         tmp_path / "model", id2label=labels, architectures=["LlamaForSequenceClassification"]
     )
-    cfg = config(path, _target_=others.CLASSIFIER, new_head=new_head)
-    found = check.class_problems(cfg, SimpleNamespace(classes=classes))
-    assert len(found) == is_refused
-    assert all(
-        f"{', '.join(names)} (id2label" in each and "model.new_head=true" in each for each in found
-    ), found
-    cfg.model._target_ = others.CAUSAL
-    assert check.class_problems(cfg, SimpleNamespace(classes=classes)) == []
+    cfg = config(path, _target_=others.CLASSIFIER, new_head=False)
+    assert len(check.number_classes(cfg, SimpleNamespace(class_names=classes))) == is_refused
+
+
+def test_a_head_of_timm_numbers_classes_by_its_names():
+    assert others.class_names({"architecture": "vit", "label_names": ["b", "a"]}) == ["b", "a"]
+    assert others.class_names({"architecture": "vit"}) is None
 
 
 class Counting(nn.Module):
@@ -326,3 +467,17 @@ def test_a_model_without_keys_and_values_reads_the_whole_text_for_each_token():
     assert text.tolist() == [[1, 2, 3, 6, 5, 3]]
     cache.clear()
     assert torch.equal(own(ids[:, 1:], cache=cache), own(ids[:, 1:]))
+
+
+@pytest.mark.parametrize("kinds", [["linear_attention", "full_attention"], ["full_attention"]])
+def test_a_model_of_several_kinds_of_layers_is_given_the_positions_after_a_cache(
+    monkeypatch, kinds
+):
+    monkeypatch.setattr(
+        model, "_transformers", lambda: SimpleNamespace(DynamicCache=lambda config: None)
+    )
+    own, ids = causal_lm(Attentive(kinds=kinds)), torch.zeros(1, 2, dtype=torch.long)
+    cache = own.make_cache()
+    given = [own(ids, cache=cache) for _ in range(2)]
+    expected = [[[0, 1]], [[2, 3]]] if len(kinds) == 2 else [None, None]
+    assert [each if each is None else each.tolist() for each in given] == expected

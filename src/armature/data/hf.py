@@ -34,7 +34,7 @@ Of = dict[str, str | list[str]]  # columns by name in a sample
 class HFData(LabeledData):
     """Samples {"inputs", "targets"} of two columns.
 
-    Texts as targets are classes, numbered in sorted order.
+    Texts as targets are classes, numbered in the order of `labels.ordered`.
 
     Predictions are of the test split, or another one if there is none, and need no column of
     targets.

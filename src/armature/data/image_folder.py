@@ -93,8 +93,8 @@ class ImageFiles(Dataset[Batch]):
 
 
 class ImageFolderData(LabeledData):
-    """Images (B, 3, S, S) and classes (B,), which are the folders' names in alphabetical order,
-    numbered from 0.
+    """Images (B, 3, S, S) and classes (B,), which are the folders' names in the order of
+    `labels.ordered`.
 
     A trained model's classes keep their numbers. Predictions need no class folders.
 

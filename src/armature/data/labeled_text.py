@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from armature.data import sources, table, tokenizer
 from armature.data.base import Batch, Split
-from armature.data.labels import LabeledData, ordered
+from armature.data.labels import LabeledData, name_of, ordered
 from armature.data.splits import split_indices
 from armature.errors import ConfigError
 from armature.finetune.folder import TOKENIZER
@@ -85,8 +85,8 @@ class Texts(Dataset[Batch]):
 
 
 class LabeledTextData(LabeledData):
-    """Token ids (B, T), padded with -100, and classes (B,), which are the labels in order, numbered
-    from 0 (`labels.ordered`).
+    """Token ids (B, T), padded with -100, and classes (B,), which are the labels in the order of
+    `labels.ordered`.
 
     Each text is tokenized with the special tokens that its tokenizer adds, and cut to `context`
     tokens. All texts are held in memory. Predictions are of all rows, and need no labels.
@@ -223,7 +223,7 @@ class LabeledTextData(LabeledData):
                 raise ConfigError(f"{where}: half a surrogate pair, which is not text. Remove it.")
             texts.append(str(text))
             places.append(where)
-            label = _label(row.get(self.target))
+            label = name_of(row.get(self.target))
             if label is not None:
                 labels.append(label)
             elif problem is None:
@@ -256,8 +256,9 @@ class LabeledTextData(LabeledData):
                         )
                     yield where, row
             elif file.path.suffix in (".csv", ".parquet"):
-                # str gives each cell the size of the longest
-                columns = table.read(file.path, kind=object)
+                columns = table.read(
+                    file.path, kind=object
+                )  # str gives each cell the size of the longest
                 for number, values in enumerate(zip(*columns.values(), strict=True), start=1):
                     yield (
                         f"data.path: {file.path}, data row {number}",
@@ -265,12 +266,3 @@ class LabeledTextData(LabeledData):
                     )
             else:
                 raise ConfigError(f"data.path={file.path}: name .csv, .jsonl or .parquet files.")
-
-
-def _label(value: Any) -> str | None:
-    """Return the name of a class, or None if the value is empty or no name."""
-    return (
-        (str(value).strip() or None)
-        if isinstance(value, str | int | np.integer | np.bool_)
-        else None
-    )

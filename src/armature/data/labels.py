@@ -12,10 +12,12 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Sequence
+from decimal import Decimal
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch.utils.data import Subset
 from typing_extensions import override
 
@@ -27,8 +29,59 @@ log = logging.getLogger(__name__)
 
 CLASSES_FILE = "classes.json"
 _NAMED = 5  # names that a message shows of each kind
-_NUMBER = re.compile(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?", re.ASCII)
-_DIGITS = re.compile(r"(\d+)", re.ASCII)
+_NUMBER = re.compile(r"[-+]?\d+(\.\d+)?", re.ASCII)
+
+
+def name_of(value: Any) -> str | None:
+    """Return the name of a class, or None if the value is missing or not a single one.
+
+    A whole number has one name: a column of floats, as pandas makes of integers with a gap, names
+    the same classes as one of integers.
+    """
+    if value is None or isinstance(value, list | tuple | dict | np.ndarray):
+        return None
+    if value != value:  # NaN and NaT
+        return None
+    name = str(value).strip()
+    return re.sub(r"\.0+$", "", name) if _NUMBER.fullmatch(name) else name or None
+
+
+def ordered(names: Iterable[str]) -> list[str]:
+    """Return names in the order of their numbers: numbers by value, before all others.
+
+    In other names parts of digits are compared as numbers, so class_2 comes before class_10.
+    """
+    return sorted(set(names), key=_place)
+
+
+def _place(name: str) -> tuple[bool, Any, str]:
+    if _NUMBER.fullmatch(name):
+        return False, Decimal(name), name
+    parts = re.split(r"(\d+)", name, flags=re.ASCII)  # every second one consists of digits
+    return True, [Decimal(part) if i % 2 else part for i, part in enumerate(parts)], name
+
+
+def numbered_as(head: Sequence[str], found: Sequence[str]) -> list[str] | None:
+    """Return the names that a trained head's numbers stand for, spelled as the data spell them.
+
+    Data name a class as the head does, but for upper and lower case, or by its number. None: some
+    of their names are neither.
+    """
+    known = {name.casefold(): i for i, name in enumerate(head)}
+    numbers = [known.get(name.casefold()) for name in found]
+    if None in numbers:
+        numbers = [
+            int(name) if re.fullmatch(r"\d{1,9}", name, re.ASCII) else None for name in found
+        ]
+        if any(
+            number is None or number >= len(head) or known.get(name.casefold(), number) != number
+            for name, number in zip(found, numbers, strict=True)
+        ):
+            return None
+    if len({*numbers}) < len(found):
+        return None
+    spelled = dict(zip(numbers, found, strict=True))
+    return [spelled.get(i, name) for i, name in enumerate(head)]
 
 
 class LabeledData(DataModule):
@@ -36,8 +89,8 @@ class LabeledData(DataModule):
 
     Attributes:
         path: of the data, as typed.
-        saved: the names that the trained model knows, by their kind, as `names` returned them for
-            the training data; None: number those of these data.
+        saved: the names that the trained model knows, by their kind, in the order of their numbers;
+            None: number those of these data.
     """
 
     path: Any
@@ -59,7 +112,36 @@ class LabeledData(DataModule):
 
         None if the targets are no classes with names.
         """
-        return (self._own_names if self.saved is None else self.saved).get("classes")
+        return self._known.get("classes")
+
+    @property
+    def _known(self) -> dict[str, list[str]]:
+        return self._own_names if self.saved is None else self.saved
+
+    @property
+    def _present(self) -> dict[str, list[str]]:
+        """The names that these data have, in the order of their numbers."""
+        own = {key: {*names} for key, names in self._own_names.items()}
+        return {key: [n for n in self._known.get(key, ()) if n in own[key]] for key in own}
+
+    def keep_numbers(self, run_dir: Path) -> None:
+        """Number the names as the run did that is resumed, if it knows all of them.
+
+        Otherwise `load_state_dict` refuses the data.
+        """
+        known = read(run_dir / CLASSES_FILE) or {}
+        if all({*names} <= {*known.get(key, [])} for key, names in self._own_names.items()):
+            self.saved = known
+
+    def begin_with(self, head: Sequence[str]) -> bool:
+        """Number the classes as the head does that training begins with.
+
+        Return whether it knows all of them.
+        """
+        names = numbered_as(head, self._own_names.get("classes", []))
+        if names is not None:
+            self.saved = {**self._own_names, "classes": names}
+        return names is not None
 
     @property
     @override
@@ -79,7 +161,7 @@ class LabeledData(DataModule):
 
     @override
     def save_assets(self, run_dir: Path) -> None:
-        files.replace(run_dir / CLASSES_FILE, json.dumps(self._own_names, indent=2) + "\n")
+        files.replace(run_dir / CLASSES_FILE, json.dumps(self._known, indent=2) + "\n")
 
     @override
     def load_assets(self, run_dir: Path) -> None:
@@ -93,13 +175,12 @@ class LabeledData(DataModule):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "names": self._own_names}
+        return {**super().state_dict(), "names": self._present}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        then, now = state_dict.get("names"), self._own_names
-        if then is None:  # of an older version
-            then = now
+        now = self._present
+        then = state_dict.get("names", now)
         for key in sorted(then.keys() | now.keys()):
             if (found := difference(then.get(key, []), now.get(key, []))) is not None:
                 raise ConfigError(
@@ -129,24 +210,6 @@ class LabeledData(DataModule):
                 "samples of unknown classes, leave the classes out."
             )
         return [number[name] for name in found]
-
-
-def ordered(names: Iterable[str]) -> list[str]:
-    """Return the distinct names of classes in the order in which they are numbered.
-
-    Names that are numbers, or hold some, stand for them: 2 is before 10, and class_2 before
-    class_10, where the order of texts would say 10, 2. Other names are sorted as texts.
-    """
-    distinct = set(names)
-    if all(map(_NUMBER.fullmatch, distinct)):
-        return sorted(distinct, key=lambda name: (float(name), name))
-    return sorted(distinct, key=_key)
-
-
-def _key(name: str) -> tuple[list[str | int], str]:
-    """Return a name's texts and numbers in turn; the name itself tells 1 from 01."""
-    parts = _DIGITS.split(name)  # every second one is a number
-    return [int(part) if i % 2 else part for i, part in enumerate(parts)], name
 
 
 def of_dataset(dataset: Any) -> list[str] | None:

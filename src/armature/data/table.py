@@ -19,13 +19,14 @@ from typing_extensions import override
 
 from armature.data import extras, sources
 from armature.data.base import Split
-from armature.data.labels import LabeledData, ordered
+from armature.data.labels import LabeledData, name_of, ordered
 from armature.data.splits import split_indices
 from armature.errors import ConfigError, error_line
 
 log = logging.getLogger(__name__)
-# names that pandas gives to columns of row numbers
-_ROW_NUMBERS = re.compile(r"|__index_level_\d+__")
+_ROW_NUMBERS = re.compile(
+    r"|__index_level_\d+__"
+)  # names that pandas gives to columns of row numbers
 _NESTED = (np.ndarray, list, dict)
 _LONGEST_CELL = 2**31 - 1  # characters; the module csv's own limit is 131,072
 _SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars"}
@@ -76,8 +77,8 @@ class TableData(LabeledData):
         path: a file, folder, pattern or list of .csv files (with a header) or .parquet files.
         target: the column to predict.
         features: the columns to learn from; None: all others.
-        classes: the target is a class: its values are numbered in order from 0. False: it is a
-            number.
+        classes: the target is a class: its values are numbered from 0 (`labels.ordered`). False:
+            it is a number.
         val_fraction, test_fraction: shares of the rows, drawn at random, always the same.
         loader: batch sizes and the other arguments of DataModule.
     """
@@ -146,9 +147,10 @@ class TableData(LabeledData):
             content.targets = torch.from_numpy(_numbers(column, self.target, "target"))
         else:
             values, index = np.unique(column.astype(str), return_inverse=True)
-            content.classes = ordered(values.tolist())
+            names = [str(name_of(value)) for value in values.tolist()]
+            content.classes = ordered(names)
             numbers = {name: i for i, name in enumerate(content.classes)}
-            content.targets = torch.tensor([numbers[name] for name in values])[index]
+            content.targets = torch.tensor([numbers[name] for name in names])[index]
         return content
 
     def _read(self) -> dict[str, np.ndarray]:
@@ -184,8 +186,9 @@ class TableData(LabeledData):
                 "data.features=[]: there is nothing to learn from. Type data.features=null for all "
                 "columns."
             )
-        # they are all columns but the target
-        if known is None and typed is None and self.target not in columns:
+        if (
+            known is None and typed is None and self.target not in columns
+        ):  # they are all columns but the target
             raise ConfigError(self._lacks([self.target], columns=columns))
         features = known or typed or self._all_features(columns)
         if not features:
@@ -384,18 +387,13 @@ def _plain(value: Any) -> Any:
 
 def _first_empty(column: np.ndarray) -> int | None:
     """Return the index of the first value that is missing, or None."""
-    if column.dtype.kind in "biuf":
-        missing = np.isnan(column)
+    if column.dtype.kind in "US":
+        missing = np.char.strip(column) == ""
+    elif column.dtype.kind in "biufmM":
+        missing = column != column  # NaN and NaT
     else:
-        missing = np.array([_is_missing(value) for value in column.tolist()], dtype=bool)
+        missing = np.array([name_of(value) is None for value in column])
     return int(np.flatnonzero(missing)[0]) if missing.any() else None
-
-
-def _is_missing(value: Any) -> bool:
-    """Return whether a cell is empty: the texts NA and None are values, as any other text."""
-    if isinstance(value, str):
-        return not value.strip()
-    return value is None or value != value  # NaN and NaT differ from themselves
 
 
 def _is_number(value: Any) -> bool:

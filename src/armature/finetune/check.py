@@ -171,8 +171,9 @@ def locate(cfg: DictConfig) -> Path:
     """
     name = str(cfg.model.pretrained)
     path = folder.find(name)
-    # all ranks and later starts read this very copy, and a library knows no ~
-    if path != Path(name):
+    if path != Path(
+        name
+    ):  # all ranks and later starts read this very copy, and a library knows no ~
         _replace(cfg.data, name, str(path))
         cfg.model.pretrained = str(path)
     return path
@@ -246,28 +247,34 @@ def _same(key: str, given: Any, value: Any, args: Mapping[str, Any]) -> bool:
     return bool(given == value)
 
 
-def class_problems(cfg: DictConfig, data: Any) -> list[str]:
-    """Return a problem if the head of the folder that training begins with numbers the data's
-    classes otherwise.
+def number_classes(cfg: DictConfig, data: Any) -> list[str]:
+    """Let the data number their classes as the head does that training begins with.
+
+    Return a problem if that is not possible.
     """
-    if OmegaConf.select(cfg, "model._target_") != others.CLASSIFIER or cfg.model.get("new_head"):
+    from armature.data.labels import LabeledData, numbered_as
+
+    target = OmegaConf.select(cfg, "model._target_")
+    begins_anew = cfg.model.get("new_head", target == others.IMAGES)
+    if target not in (others.CLASSIFIER, others.IMAGES) or begins_anew:
         return []
-    name, classes = cfg.model.pretrained, getattr(data, "classes", None)
-    names = others.class_names(folder.config(Path(name)))
-    if (
-        names is None
-        or not isinstance(classes, list)
-        or classes == [str(i) for i in range(len(classes))]
-    ):
-        return []  # labels that are the head's own numbers
-    if [each.casefold() for each in classes] == [each.casefold() for each in names[: len(classes)]]:
+    name, classes = cfg.model.pretrained, data.class_names
+    head = others.class_names(folder.config(Path(name)))
+    if head is None or classes is None:
+        return []
+    numbered = numbered_as(head, classes)
+    if isinstance(data, LabeledData):
+        if data.begin_with(head):
+            return []
+    elif numbered is not None and numbered[: len(classes)] == classes:
         return []
     return [
         f"model.new_head=false: the head of {KEY}={name} numbers the classes "
-        f"{folder.some(names, 5)} (id2label in "
-        f"config.json), and the data {folder.some(classes, 5)}. Rename the labels of the data "
-        "(0, 1, … are the head's own numbers), write id2label, or type model.new_head=true for a "
-        "head that begins at random."
+        f"{folder.some(head, 5)} (id2label in "
+        f"config.json), and the data {folder.some(classes, 5)}. Rename the labels of the data (its "
+        "names, or its numbers from 0 on), or "
+        "type "
+        "model.new_head=true for a head that begins at random."
     ]
 
 
@@ -290,8 +297,9 @@ def _tokenizer_problems(cfg: DictConfig, path: Path, vocab_size: int | None) -> 
     if not isinstance(source, DictConfig) or "tokenizer" not in source:
         return found
     chosen = source.tokenizer
-    # conversations and labeled texts name the folder
-    whole = "template" in source or source is cfg.data
+    whole = (
+        "template" in source or source is cfg.data
+    )  # conversations and labeled texts name the folder
     remedy = f"Type {key}={path if whole else own}."
     if chosen is None:
         found.append(f"{key}=null: {KEY}={path} was trained with a tokenizer of its own. {remedy}")

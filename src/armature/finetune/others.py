@@ -91,15 +91,21 @@ def normalization(config: Mapping[str, Any]) -> dict[str, list[float]]:
 
 
 def class_names(config: Mapping[str, Any]) -> list[str] | None:
-    """Return a classifier's classes in the order of their numbers.
+    """Return the classes of a head in the order of their numbers.
 
-    Without names of its own they are LABEL_0, LABEL_1, …, as transformers writes. None: it has no
-    head.
+    LABEL_0, LABEL_1, … name numbers alone. None: the folder has no head for classes of texts, or
+    (timm) does not name them.
     """
+    if "architecture" in config:  # of timm
+        made: Any = config.get("pretrained_cfg") or {}
+        names = config.get("label_names") or made.get("label_names")
+        return list(map(str, names)) if isinstance(names, list) and names else None
     classes, named = config.get("architectures"), config.get("id2label")
     if not any(str(each).endswith("ForSequenceClassification") for each in classes or []):
         return None
-    if not isinstance(named, Mapping) or {*map(str, named)} != {*map(str, range(len(named)))}:
+    if not isinstance(named, Mapping):  # config.json leaves out two classes without names
+        return [f"LABEL_{i}" for i in range(config.get("num_labels") or 2)]
+    if {*map(str, named)} != {*map(str, range(len(named)))}:
         return None
     return [str(named[key]) for key in sorted(named, key=int)]
 
