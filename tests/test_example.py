@@ -48,6 +48,7 @@ def test_the_strategy_does_not_change_it(single, strategy, tmp_path):
     assert running.summary(run_dir)["metrics"]["test/accuracy"] > 0.95
 
 
+@pytest.mark.guarantee
 @pytest.mark.parametrize("file", sorted(EXAMPLE.glob("*.py")), ids=lambda file: file.stem)
 def test_it_never_touches_a_process_group(file):
     names = {
