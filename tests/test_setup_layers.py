@@ -8,16 +8,14 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, Timer
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
 
-from armature.callbacks.ema import EMA
 from armature.data.adapter import PlainData
+from armature.data.users_view import UsersTrainer
 from armature.errors import ConfigError
-from armature.loading import load_task, set_up_with
+from armature.loading import build_callbacks, load_task, set_up_with
 from armature.strategies.single import SingleDevice
-from armature.training import left_out
 
 
 class Rows(L.LightningDataModule):
@@ -47,7 +45,7 @@ class MakesLayers(L.LightningModule):
 
 
 def trainer(**options) -> L.Trainer:
-    return L.Trainer(
+    return UsersTrainer(
         accelerator="cpu",
         logger=False,
         enable_progress_bar=False,
@@ -66,14 +64,15 @@ def test_their_weights_are_loaded_once_setup_was_called(tmp_path: Path):
     fit.save_checkpoint(checkpoint)
     cfg = OmegaConf.create({"task": {"_target_": f"{__name__}.MakesLayers"}, "callbacks": None})
     data = PlainData(Rows())
-    loaded = load_task(cfg, checkpoint, set_up=set_up_with(data, "test", run_dir=tmp_path))
+    test = trainer()
+    loaded = load_task(cfg, checkpoint, set_up=set_up_with(data, "test", trainer=test))
     torch.testing.assert_close(loaded.state_dict(), trained.state_dict(), rtol=0, atol=0)
-    (measured,) = trainer().test(loaded, datamodule=data, verbose=False)
+    (measured,) = test.test(loaded, datamodule=data, verbose=False)
     torch.testing.assert_close(loaded.state_dict(), trained.state_dict(), rtol=0, atol=0)
     assert measured["test/loss"] == pytest.approx(float(trained.training_step(torch.ones(4, 3), 0)))
     with pytest.raises(
         ConfigError,
-        match=r"net.bias.* MakesLayers.setup is called by evaluate.py and predict.py, but",
+        match=r"net.bias.*setup. of MakesLayers and of callbacks is called by evaluate.py and",
     ):
         load_task(cfg, checkpoint)
 
@@ -83,21 +82,6 @@ class AddsLayers(L.Callback):
         pl_module.head = torch.nn.Linear(3, 1)
 
 
-class Averages(L.Callback):
-    def on_train_batch_end(self, *args):
-        """Average."""
-
-    def on_test_start(self, *args):
-        """Put the average in."""
-
-    on_test_end = on_test_start
-
-
-class Stops(EarlyStopping):
-    def on_train_epoch_end(self, *args):
-        """Do something else."""
-
-
 def callbacks(**kinds: type) -> Any:
     nodes = {
         name: {"_target_": f"{kind.__module__}.{kind.__qualname__}"} for name, kind in kinds.items()
@@ -105,31 +89,16 @@ def callbacks(**kinds: type) -> Any:
     return OmegaConf.create({"task": {"_target_": f"{__name__}.MakesLayers"}, "callbacks": nodes})
 
 
-def test_callbacks_that_would_be_called_are_named():
-    cfg = callbacks(mine=Averages, stops=Stops, adds=AddsLayers, stock=Timer, ours=EMA)
-    hooks = (
-        "callbacks.mine (Averages.on_test_end, Averages.on_test_start); callbacks.adds "
-        "(AddsLayers.setup). What it"
-    )
-    assert hooks in str(left_out.note(cfg, "test"))
-    assert "mine" not in str(left_out.note(cfg, "validate"))
-    stock = callbacks(average=EMAWeightAveraging)
-    assert "EMAWeightAveraging.on_validation_epoch_start" in str(left_out.note(stock, "validate"))
-    assert left_out.note(callbacks(stops=Stops, stock=Timer, ours=EMA), "validate") is None
-    assert left_out.note(OmegaConf.create({"callbacks": None}), "test") is None
-
-
 @pytest.mark.filterwarnings("ignore")
-def test_layers_that_a_callback_makes_are_reported_with_its_name(tmp_path: Path):
-    fit, checkpoint = (
-        trainer(strategy=SingleDevice(), callbacks=[AddsLayers()]),
-        tmp_path / "step=000002",
-    )
-    fit.fit(MakesLayers(), datamodule=Rows())
+def test_layers_that_a_callback_makes_are_loaded_once_its_setup_was_called(tmp_path: Path):
+    trained, checkpoint = MakesLayers(), tmp_path / "step=000002"
+    fit = trainer(strategy=SingleDevice(), callbacks=[AddsLayers()])
+    fit.fit(trained, datamodule=Rows())
     fit.save_checkpoint(checkpoint)
-    set_up = set_up_with(PlainData(Rows()), "test", run_dir=tmp_path)
-    with pytest.raises(
-        ConfigError,
-        match=r"head.* Not called here: callbacks.adds \(AddsLayers.setup\). If it makes",
-    ):
-        load_task(callbacks(adds=AddsLayers), checkpoint, set_up=set_up)
+    cfg, data = callbacks(adds=AddsLayers), PlainData(Rows())
+    test = trainer(callbacks=build_callbacks(cfg))
+    loaded = load_task(cfg, checkpoint, set_up=set_up_with(data, "test", trainer=test))
+    test.test(loaded, datamodule=data, verbose=False)
+    torch.testing.assert_close(loaded.state_dict(), trained.state_dict(), rtol=0, atol=0)
+    with pytest.raises(ConfigError, match=r"head.*and of callbacks is called by evaluate.py"):
+        load_task(cfg, checkpoint)

@@ -10,6 +10,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from armature import config
@@ -36,6 +37,9 @@ def apply(cfg: DictConfig, overrides: list[str], *, run_dir: Path) -> None:
     for override in sorted(
         overrides, key=lambda override: "." in override.partition("=")[0]
     ):  # options first
+        if override.lstrip("+~").startswith("callbacks."):
+            _override_callback(cfg, override)
+            continue
         key, equals, value = override.partition("=")
         if not equals:
             raise ConfigError(f"{override}: type KEY=VALUE, as in data.eval_batch_size=64.")
@@ -68,6 +72,26 @@ def apply(cfg: DictConfig, overrides: list[str], *, run_dir: Path) -> None:
     changed = _source(cfg)
     if changed != source and changed.get("tokenizer", _MISSING) is None and tokenizer.is_file():
         cfg.data.source.tokenizer = str(tokenizer)
+
+
+def _override_callback(cfg: DictConfig, override: str) -> None:
+    """Add, change or remove a callback, or a key of one, as train.py does."""
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+        key, value = parsed.key_or_group, parsed.value()
+    except CONFIG_ERRORS as error:
+        raise ConfigError(f"{override}: {error}") from error
+    group, _, leaf = key.rpartition(".")
+    exists = OmegaConf.select(cfg, key, default=_MISSING, throw_on_missing=False) is not _MISSING
+    if not exists and not parsed.is_add():
+        remedy = "" if parsed.is_delete() else f" To add it, type '+{override.lstrip('+')}'."
+        raise ConfigError(f"{override}: the run's configuration has no key '{key}'.{remedy}")
+    with open_dict(cfg):
+        if parsed.is_delete():
+            del OmegaConf.select(cfg, group)[leaf]
+        else:
+            cfg.callbacks = cfg.callbacks or {}
+            OmegaConf.update(cfg, key, value)
 
 
 def _is_required(cfg: DictConfig, key: str) -> bool:
