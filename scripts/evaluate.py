@@ -34,7 +34,11 @@ def evaluate(args: argparse.Namespace) -> None:
     from armature.loading import open_run
 
     cfg, checkpoint = open_run(
-        args.path, best=args.best, overrides=args.overrides, trust=args.trust
+        args.path,
+        best=args.best,
+        overrides=args.overrides,
+        trust=args.trust,
+        calls_callbacks=True,
     )
 
     from lightning.pytorch.utilities.model_helpers import is_overridden

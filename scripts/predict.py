@@ -90,6 +90,7 @@ def run(args: argparse.Namespace, *, out: Path | None) -> None:
         overrides=overrides,
         trust=args.trust,
         verified=share[1] if share[0] else None,
+        calls_callbacks=True,
     )
 
     from armature.loading import build_callbacks, load_data, load_task, set_up_with, weights_note

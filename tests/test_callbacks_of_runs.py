@@ -108,3 +108,12 @@ def test_evaluation_calls_hooks_with_the_checkpoint_s_state(split, trained):
     assert len(hooks) == 1
     assert hooks[0].endswith("after 8 batches")
     assert what.split()[0] in hooks[0]
+
+
+def test_a_callback_typed_where_none_is_called_is_refused(trained):
+    typed = "+callbacks.other={_target_:tests.plain_parts.Writer,folder:x}"
+    ended = command(
+        "scripts/convert.py", "outputs/mine", "x.safetensors", PACKAGES, typed, cwd=trained
+    )
+    assert ended.returncode == 2
+    assert "only evaluate.py and predict.py call callbacks" in ended.stderr

@@ -50,6 +50,7 @@ def open_run(
     trust: bool = False,
     packages: Sequence[str] = (),
     verified: str | None = None,
+    calls_callbacks: bool = False,
 ) -> tuple[DictConfig, Path]:
     """Return the configuration of a run, with run.dir set to where it is now, and one of its
     checkpoints, verified.
@@ -63,6 +64,7 @@ def open_run(
             (launch.allowed_packages).
         verified: the name of the checkpoint whose files another process has just compared with
             their checksums.
+        calls_callbacks: whether the run's callbacks are called, so that others can be typed.
     """
     if not path.exists():
         raise ConfigError(
@@ -79,7 +81,7 @@ def open_run(
     cfg = run_dir.read(run_path)
     config.require_groups(cfg, run_path / "config.yaml")
     OmegaConf.set_struct(cfg, True)
-    apply_overrides(cfg, overrides or [], run_dir=run_path)
+    apply_overrides(cfg, overrides or [], run_dir=run_path, calls_callbacks=calls_callbacks)
     typed_keys = [each.partition("=")[0].lstrip("+") for each in overrides or [] if each[0] != "~"]
     config.require_plain_addresses(cfg, run_path / "config.yaml", typed=typed_keys)
     typed = pretrained.KEY in typed_keys

@@ -23,12 +23,17 @@ _REFERENCE = re.compile(r"\$\{[^:{}]+\}")  # to another key, as in ${data.path}
 _MISSING = object()
 
 
-def apply(cfg: DictConfig, overrides: list[str], *, run_dir: Path) -> None:
+def apply(
+    cfg: DictConfig, overrides: list[str], *, run_dir: Path, calls_callbacks: bool = False
+) -> None:
     """Change a run's configuration in place. Keys that refer to a changed key follow it.
 
     A group's option can be chosen, too: `data=text data.path=…`. Text that the run was not trained
     on is read with the run's own tokenizer. Raises ConfigError for a key that the configuration
     does not have.
+
+    Args:
+        calls_callbacks: whether callbacks can be added (`+callbacks.x=…`) and left out.
     """
     if not overrides:
         return
@@ -38,6 +43,10 @@ def apply(cfg: DictConfig, overrides: list[str], *, run_dir: Path) -> None:
         overrides, key=lambda override: "." in override.partition("=")[0]
     ):  # options first
         if override.lstrip("+~").startswith("callbacks."):
+            if override[0] in "+~" and not calls_callbacks:
+                raise ConfigError(
+                    f"{override}: only evaluate.py and predict.py call callbacks. Leave it out."
+                )
             _override_callback(cfg, override)
             continue
         key, equals, value = override.partition("=")
