@@ -5,6 +5,9 @@ python scripts/evaluate.py outputs/<run.name> --split val --best
 python scripts/evaluate.py outputs/<run.name>/checkpoints/step=000120 data.eval_batch_size=64
 python scripts/evaluate.py outputs/<run.name> data.path='other/**/*.txt'
     read with the run's own tokenizer
+
+The run's callbacks are called, too. Type +callbacks.NAME={_target_:…} for another,
+'~callbacks.NAME' to leave one out.
 """
 
 import argparse
@@ -32,14 +35,24 @@ def evaluate(args: argparse.Namespace) -> None:
     from armature.loading import open_run
 
     cfg, checkpoint = open_run(
-        args.path, best=args.best, overrides=args.overrides, trust=args.trust
+        args.path,
+        best=args.best,
+        overrides=args.overrides,
+        trust=args.trust,
+        calls_callbacks=True,
     )
 
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
     from armature.data.users_view import UsersTrainer
-    from armature.loading import load_data, load_task, set_up_with, weights_note
-    from armature.training import left_out, process
+    from armature.loading import (
+        build_callbacks,
+        load_data,
+        load_task,
+        set_up_with,
+        weights_note,
+    )
+    from armature.training import process
     from armature.training.no_logger import NoLogger
 
     process.quiet()
@@ -50,22 +63,22 @@ def evaluate(args: argparse.Namespace) -> None:
         if args.split == "test"
         else ("validate", "validation_step", "test")
     )
-    task = load_task(cfg, checkpoint, set_up=set_up_with(data, stage, run_dir=run_dir))
-    if not is_overridden(step, task):
-        raise ConfigError(
-            f"{args.path}: {type(task).__name__} has no {step}. Add it, or type --split {other}."
-        )
-    accelerator = cli.accelerator(args.accelerator)
     trainer = UsersTrainer(
-        accelerator=accelerator,
+        accelerator=cli.accelerator(args.accelerator),
         devices=1,
         logger=NoLogger(run_dir),
         default_root_dir=run_dir,
         precision=cfg.trainer.precision,
+        callbacks=build_callbacks(cfg),
         enable_checkpointing=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
+    task = load_task(cfg, checkpoint, set_up=set_up_with(data, stage, trainer=trainer))
+    if not is_overridden(step, task):
+        raise ConfigError(
+            f"{args.path}: {type(task).__name__} has no {step}. Add it, or type --split {other}."
+        )
     run = trainer.validate if args.split == "val" else trainer.test
     metrics = {
         name: value
@@ -78,8 +91,6 @@ def evaluate(args: argparse.Namespace) -> None:
             "the task logs "
             f"nothing. Try --split {other}."
         )
-    if note := left_out.note(cfg, stage):
-        print(note, file=sys.stderr)
     print(f"{checkpoint}{weights_note(task)} on {args.split}:")
     for name, value in metrics.items():
         print(f"  {name:24} {value:.6f}")

@@ -6,6 +6,9 @@ python scripts/predict.py outputs/<run.name> data.path=new.csv out=new.parquet t
 The samples are those of the data module's `predict_dataloader` (a data module of this project: of
 its `predict_split`), else of the test split. With trainer.devices above 1 each process holds the
 whole model and predicts its share.
+
+The run's callbacks are called, too, such as a BasePredictionWriter: in each process, with its rank
+and its samples. Type +callbacks.NAME={_target_:…} for another, '~callbacks.NAME' to leave one out.
 """
 
 import argparse
@@ -86,10 +89,11 @@ def run(args: argparse.Namespace, *, out: Path | None) -> None:
         overrides=overrides,
         trust=args.trust,
         verified=share[1] if share[0] else None,
+        calls_callbacks=True,
     )
 
-    from armature.loading import load_data, load_task, set_up_with, weights_note
-    from armature.training import left_out, predict, process
+    from armature.loading import build_callbacks, load_data, load_task, set_up_with, weights_note
+    from armature.training import predict, process
 
     predict.check_output(out)
     accelerator = cli.accelerator(args.accelerator)
@@ -97,17 +101,15 @@ def run(args: argparse.Namespace, *, out: Path | None) -> None:
     process.quiet()
 
     def write_share(folder: Path, rank: int, data: Any) -> None:
-        task = load_task(
-            cfg, checkpoint, set_up=set_up_with(data, "predict", run_dir=Path(cfg.run.dir))
-        )
+        trainer = predict.make_trainer(
+            folder / f"{rank}.jsonl", run_dir=Path(cfg.run.dir), rank=rank, ranks=ranks,
+            accelerator=accelerator, precision=cfg.trainer.precision,
+            callbacks=build_callbacks(cfg),
+        )  # fmt: skip
+        task = load_task(cfg, checkpoint, set_up=set_up_with(data, "predict", trainer=trainer))
         if rank == 0 and (note := weights_note(task)):
             print(f"{checkpoint}{note}")
-        if rank == 0 and (note := left_out.note(cfg, "predict")):
-            print(note, file=sys.stderr)
-        predict.predict(
-            task, data, folder / f"{rank}.jsonl", run_dir=Path(cfg.run.dir), rank=rank, ranks=ranks,
-            accelerator=accelerator, precision=cfg.trainer.precision,
-        )  # fmt: skip
+        predict.predict(task, data, trainer)
 
     if share[0]:
         data = load_data(cfg)

@@ -1,10 +1,12 @@
 """Modules, data and callbacks as people write them for Lightning."""
 
 import copy
+from pathlib import Path
 
 import lightning as L
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_swa_avg_fn
 from torch.utils.data import DataLoader, Dataset
@@ -150,3 +152,110 @@ class ByHand(Apart):
     def configure_optimizers(self):
         rate = torch.tensor(0.05)
         return torch.optim.Adam(self.net.parameters(), lr=rate)
+
+
+class Line(L.LightningModule):
+    """A line through points, with an optimizer and a schedule of its own."""
+
+    def __init__(self, lr=0.1, weight_decay=0.0, betas=(0.9, 0.999), gamma=1.0, kind="adam"):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Linear(1, 1)
+
+    def loss(self, batch):
+        x, y = batch
+        return F.mse_loss(self.net(x[:, None].float() / 16)[:, 0], y.float())
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", self.loss(batch), sync_dist=True)
+        self.log("val/weight", self.net.weight.sum(), sync_dist=True)
+
+    def test_step(self, batch, batch_idx):
+        self.log("test/loss", self.loss(batch))
+
+    def predict_step(self, batch, batch_idx):
+        return {"x": batch[0], "y": self.net(batch[0][:, None].float() / 16)[:, 0]}
+
+    def on_train_epoch_end(self):
+        self.log("epochs_ended", float(self.current_epoch + 1))
+
+    def configure_optimizers(self):
+        given = self.hparams
+        groups = [
+            {"params": [self.net.weight], "weight_decay": given.weight_decay},
+            {"params": [self.net.bias], "weight_decay": 0.0},
+        ]
+        if given.kind == "sgd":
+            optimizer = torch.optim.SGD(groups, lr=given.lr)
+        else:
+            optimizer = torch.optim.Adam(groups, lr=given.lr, betas=tuple(given.betas))
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=given.gamma)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Writer(BasePredictionWriter):
+    """Each process writes its predictions and the places of their samples."""
+
+    def __init__(self, folder, write_interval="epoch"):
+        super().__init__(write_interval)
+        self.folder, self.batches = Path(folder), 0
+
+    def state_dict(self):
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state_dict):
+        self.batches = state_dict["batches"]
+
+    def on_train_batch_end(self, *args):
+        self.batches += 1
+
+    def note(self, trainer, what):
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / f"hooks{trainer.global_rank}.txt").open("a") as file:
+            file.write(f"{what} after {self.batches} batches\n")
+
+    def on_predict_start(self, trainer, pl_module):
+        self.note(trainer, f"predict {trainer.global_rank} of {trainer.world_size}")
+
+    def on_test_end(self, trainer, pl_module):
+        self.note(trainer, "test")
+
+    def on_validation_end(self, trainer, pl_module):
+        if not trainer.training:
+            self.note(trainer, f"validation in {trainer.state.fn}")
+
+    def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
+        self.note(trainer, "predicted")
+        found = {"predictions": predictions, "places": batch_indices}
+        torch.save(found, self.folder / f"rank{trainer.global_rank}.pt")
+
+
+class SetDecay(L.Callback):
+    """Sets the weight decay of the first group after a step."""
+
+    def __init__(self, step, value):
+        self.step, self.value = step, value
+
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == self.step:
+            trainer.optimizers[0].param_groups[0]["weight_decay"] = self.value
+
+
+class Stopping(L.Callback):
+    """Ends the training after `patience` steps since the first, a setting that it saves."""
+
+    def __init__(self, patience):
+        self.patience, self.waited = patience, 0
+
+    def state_dict(self):
+        return {"patience": self.patience, "waited": self.waited}
+
+    def load_state_dict(self, state_dict):
+        vars(self).update(state_dict)
+
+    def on_train_batch_end(self, trainer, *args):
+        self.waited += 1
+        trainer.should_stop = self.waited >= self.patience

@@ -38,9 +38,7 @@ class Predictor(L.LightningModule):
 def parts(folder, ranks, task=None, make=lambda: Ten(global_batch_size=4, eval_batch_size=2)):
     found = [folder / f"{rank}of{ranks}.jsonl" for rank in range(ranks)]
     for rank, part in enumerate(found):
-        predict.predict(
-            task or Predictor(),
-            make(),
+        trainer = predict.make_trainer(
             part,
             run_dir=folder,
             rank=rank,
@@ -48,6 +46,7 @@ def parts(folder, ranks, task=None, make=lambda: Ten(global_batch_size=4, eval_b
             accelerator="cpu",
             precision="32-true",
         )
+        predict.predict(task or Predictor(), make(), trainer)
     return found
 
 
@@ -211,8 +210,9 @@ def meets_a_full_disk(*args, **kwargs):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def meets_no_samples(task, data, part, **kwargs):
-    part.touch()
+def meets_no_samples(task, data, trainer):
+    (writer,) = [each for each in trainer.callbacks if isinstance(each, predict.RowWriter)]
+    writer.part.touch()
 
 
 @pytest.mark.parametrize(

@@ -442,6 +442,12 @@ TABLE += [  # ---------------------------------------------------------------- t
     ),
     ("torch", "_C", None, "simulation/fake_cuda.py"),
     ("torch._C", "_disabled_torch_function_impl", None, "parallel/dtensors.py"),
+    (
+        "lightning.pytorch.overrides.distributed",
+        "_IndexBatchSamplerWrapper",
+        ("batch_sampler",),
+        "data/prefetch.py",
+    ),
     ("torch.utils", "_pytree", None, "parallel/dtensors.py"),
     ("torch:Tensor", "_version", None, "parallel/dtensors.py"),
     ("torch._C", "_set_only_lift_cpu_tensors", None, "simulation/fake_cuda.py"),

@@ -11,8 +11,9 @@ from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
 
 from armature.data.adapter import PlainData
+from armature.data.users_view import UsersTrainer
 from armature.errors import ConfigError
-from armature.loading import load_task, set_up_with
+from armature.loading import build_callbacks, load_task, set_up_with
 from armature.strategies.single import SingleDevice
 
 
@@ -43,7 +44,7 @@ class MakesLayers(L.LightningModule):
 
 
 def trainer(**options) -> L.Trainer:
-    return L.Trainer(
+    return UsersTrainer(
         accelerator="cpu",
         logger=False,
         enable_progress_bar=False,
@@ -62,13 +63,41 @@ def test_their_weights_are_loaded_once_setup_was_called(tmp_path: Path):
     fit.save_checkpoint(checkpoint)
     cfg = OmegaConf.create({"task": {"_target_": f"{__name__}.MakesLayers"}, "callbacks": None})
     data = PlainData(Rows())
-    loaded = load_task(cfg, checkpoint, set_up=set_up_with(data, "test", run_dir=tmp_path))
+    test = trainer()
+    loaded = load_task(cfg, checkpoint, set_up=set_up_with(data, "test", trainer=test))
     torch.testing.assert_close(loaded.state_dict(), trained.state_dict(), rtol=0, atol=0)
-    (measured,) = trainer().test(loaded, datamodule=data, verbose=False)
+    (measured,) = test.test(loaded, datamodule=data, verbose=False)
     torch.testing.assert_close(loaded.state_dict(), trained.state_dict(), rtol=0, atol=0)
     assert measured["test/loss"] == pytest.approx(float(trained.training_step(torch.ones(4, 3), 0)))
     with pytest.raises(
         ConfigError,
-        match=r"net.bias.* MakesLayers.setup is called by evaluate.py and predict.py, but",
+        match=r"net.bias.*setup. of MakesLayers and of callbacks is called by evaluate.py and",
     ):
+        load_task(cfg, checkpoint)
+
+
+class AddsLayers(L.Callback):
+    def setup(self, trainer, pl_module, stage):
+        pl_module.head = torch.nn.Linear(3, 1)
+
+
+def callbacks(**kinds: type) -> Any:
+    nodes = {
+        name: {"_target_": f"{kind.__module__}.{kind.__qualname__}"} for name, kind in kinds.items()
+    }
+    return OmegaConf.create({"task": {"_target_": f"{__name__}.MakesLayers"}, "callbacks": nodes})
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_layers_that_a_callback_makes_are_loaded_once_its_setup_was_called(tmp_path: Path):
+    trained, checkpoint = MakesLayers(), tmp_path / "step=000002"
+    fit = trainer(strategy=SingleDevice(), callbacks=[AddsLayers()])
+    fit.fit(trained, datamodule=Rows())
+    fit.save_checkpoint(checkpoint)
+    cfg, data = callbacks(adds=AddsLayers), PlainData(Rows())
+    test = trainer(callbacks=build_callbacks(cfg))
+    loaded = load_task(cfg, checkpoint, set_up=set_up_with(data, "test", trainer=test))
+    test.test(loaded, datamodule=data, verbose=False)
+    torch.testing.assert_close(loaded.state_dict(), trained.state_dict(), rtol=0, atol=0)
+    with pytest.raises(ConfigError, match=r"head.*and of callbacks is called by evaluate.py"):
         load_task(cfg, checkpoint)

@@ -528,7 +528,9 @@ def parse_overrides(
     make_lasting()
     _load_env(Path.cwd() / ".env")
     args, typed = parser.parse_known_args()
-    if wrong := [each for each in typed if each.startswith("-") or "=" not in each]:
+    if wrong := [
+        each for each in typed if each[:1] == "-" or ("=" not in each and each[:1] != "~")
+    ]:
         parser.error(f"{' '.join(wrong)}: type KEY=VALUE{purpose}, or an option")
     if problems := _sweep_problems(typed, multirun=False):
         refuse(problems)

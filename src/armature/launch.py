@@ -31,8 +31,6 @@ from armature.validation import checks, memory, micro_batch, resize
 log = logging.getLogger(__name__)
 
 RESULT_GROUPS = ("seed", "task", "model", "data", "optimizer", "scheduler")
-# keys that do not change the result
-NO_EFFECT = ("num_workers", "micro_batch_size", "eval_batch_size", "cache_dir")
 
 
 def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
@@ -256,28 +254,12 @@ def _other_settings(cfg: DictConfig) -> list[str]:
     """Return the settings that decide the result and differ from those of the run in the
     directory.
     """
-    here, there = (
-        {
-            key: value
-            for group in RESULT_GROUPS
-            for key, value in resume.flat(container.get(group), group).items()
-        }
-        for container in (
-            config.without_secrets(cfg),
-            config.without_secrets(run_dir.read(Path(cfg.run.dir))),
-        )
+    found = resume.differences(
+        config.without_secrets(cfg),
+        config.without_secrets(run_dir.read(Path(cfg.run.dir))),
+        RESULT_GROUPS,
     )
-    return [
-        f"{key}={there.get(key)} there, {here.get(key)} here"
-        for key in sorted(here.keys() | there.keys())
-        if key.rpartition(".")[2] not in NO_EFFECT and not _same(here.get(key), there.get(key))
-    ]
-
-
-def _same(value: Any, other: Any) -> bool:
-    """Return True if two values are equal, or two spellings of one path."""
-    both = isinstance(value, str) and isinstance(other, str)
-    return value == other or (both and os.path.realpath(value) == os.path.realpath(other))
+    return [f"{key}={there} there, {here} here" for key, (here, there) in found.items()]
 
 
 def _metric(cfg: DictConfig) -> float | None:

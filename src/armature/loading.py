@@ -13,6 +13,7 @@ import lightning.pytorch as L
 import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 
@@ -30,13 +31,10 @@ from armature.checkpoint import (
 from armature.data import adapter
 from armature.data.base import DataModule
 from armature.data.memory import is_missing
-from armature.data.users_view import UsersTrainer
 from armature.errors import ConfigError, by_user, error_line, place_of
 from armature.finetune import base
 from armature.finetune import check as pretrained
 from armature.parallel import initialization
-from armature.training import left_out
-from armature.training.no_logger import NoLogger
 from armature.validation import targets, values
 from armature.validation.overrides import apply as apply_overrides
 from armature.validation.signatures import accepted
@@ -52,6 +50,7 @@ def open_run(
     trust: bool = False,
     packages: Sequence[str] = (),
     verified: str | None = None,
+    calls_callbacks: bool = False,
 ) -> tuple[DictConfig, Path]:
     """Return the configuration of a run, with run.dir set to where it is now, and one of its
     checkpoints, verified.
@@ -65,6 +64,7 @@ def open_run(
             (launch.allowed_packages).
         verified: the name of the checkpoint whose files another process has just compared with
             their checksums.
+        calls_callbacks: whether the run's callbacks are called, so that others can be typed.
     """
     if not path.exists():
         raise ConfigError(
@@ -81,8 +81,8 @@ def open_run(
     cfg = run_dir.read(run_path)
     config.require_groups(cfg, run_path / "config.yaml")
     OmegaConf.set_struct(cfg, True)
-    apply_overrides(cfg, overrides or [], run_dir=run_path)
-    typed_keys = [each.partition("=")[0].lstrip("+") for each in overrides or []]
+    apply_overrides(cfg, overrides or [], run_dir=run_path, calls_callbacks=calls_callbacks)
+    typed_keys = [each.partition("=")[0].lstrip("+") for each in overrides or [] if each[0] != "~"]
     config.require_plain_addresses(cfg, run_path / "config.yaml", typed=typed_keys)
     typed = pretrained.KEY in typed_keys
     OmegaConf.update(cfg, "run.dir", str(run_path))
@@ -224,25 +224,44 @@ def load_data(cfg: DictConfig) -> DataModule:
     return data
 
 
+def build_callbacks(cfg: DictConfig) -> list[L.Callback]:
+    """Build the callbacks of a run's configuration, but those that save checkpoints."""
+    built = []
+    for key, node in (cfg.callbacks or {}).items():
+        try:
+            with constructors():
+                callback = instantiate(node)
+        except InstantiationException as error:
+            raise ConfigError(
+                f"callbacks.{key}={node.get('_target_')}: {error_line(error.__cause__ or error)}. "
+                f"Leave it out here: '~callbacks.{key}'."
+            ) from error
+        if not isinstance(callback, Checkpoint):
+            built.append(callback)
+    return built
+
+
 def set_up_with(
-    data: DataModule, stage: str, *, run_dir: Path
+    data: DataModule, stage: str, *, trainer: L.Trainer
 ) -> Callable[[L.LightningModule], None]:
-    """Return what calls a task's `setup`, which may make layers, as the Trainer does before weights
-    are loaded.
+    """Return what calls `setup` of callbacks and task, which may make layers, as the Trainer does
+    before weights are loaded.
     """
 
     def set_up(task: L.LightningModule) -> None:
-        if is_overridden("setup", task):
-            trainer = UsersTrainer(
-                accelerator="cpu", devices=1, logger=NoLogger(run_dir), default_root_dir=run_dir,
-                enable_checkpointing=False, enable_progress_bar=False,
-            )  # fmt: skip
-            trainer.datamodule, task.trainer, data.trainer = data, trainer, trainer
-            data.prepare_data()
-            data.setup(stage)
-            task.setup(stage)
-            # the Trainer calls it again, which could make other layers
-            task.setup = lambda stage: None
+        callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        users = [each for each in callbacks if is_overridden("setup", each, L.Callback)]
+        task.trainer = trainer
+        if not users and not is_overridden("setup", task):
+            return
+        trainer.datamodule, data.trainer = data, trainer  # pyright: ignore[reportAttributeAccessIssue]
+        data.prepare_data()
+        data.setup(stage)
+        for each in users:
+            each.setup(trainer, task, stage)
+        task.setup(stage)
+        for each in (*users, task):  # the Trainer calls it again, which could make other layers
+            vars(each)["setup"] = lambda *args, **kwargs: None
 
     return set_up
 
@@ -257,7 +276,8 @@ def load_task(
     Args:
         averaged: take the averaged weights if the checkpoint holds them. None: if the run is
             measured with them.
-        set_up: called with the task before it is given weights: see `set_up_with`.
+        set_up: called with the task before it is given weights: see `set_up_with`. The callbacks of
+            the task's trainer are given their state afterwards.
         arguments: of the task's constructor.
 
     Weights that the checkpoint leaves out are read from model.pretrained. The module's
@@ -312,15 +332,26 @@ def load_task(
                 may_lack=lacking.__contains__,
             )  # fmt: skip
         except ConfigError as error:
-            note = left_out.layers_note(cfg)
-            if set_up is None and is_overridden("setup", task):
+            note = ""
+            if set_up is None and (is_overridden("setup", task) or cfg.callbacks):
                 note = (
-                    f" {type(task).__name__}.setup is called by evaluate.py and predict.py, but "
-                    "not here. If it makes "
-                    "layers, make them in __init__ or configure_model."
+                    f" `setup` of {type(task).__name__} and of callbacks is called by evaluate.py "
+                    "and predict.py, but not here. If one makes layers, make them in the module's "
+                    "__init__ or configure_model."
                 )
             raise ConfigError(f"{error}{note}") from None
+        if set_up is not None:
+            _restore_callbacks(task, saved)
     return task.eval()
+
+
+def _restore_callbacks(task: L.LightningModule, saved: dict[str, Any]) -> None:
+    """Give callbacks what the checkpoint holds for them, as `trainer.predict(ckpt_path=…)` does."""
+    states = saved.get("callbacks") or {}
+    for callback in task.trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+        callback.on_load_checkpoint(task.trainer, task, saved)
+        if (state := states.get(callback.state_key)) is not None:
+            callback.load_state_dict(state)
 
 
 def _measures_average(cfg: DictConfig) -> bool:

@@ -166,6 +166,7 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
         )
     if checkpoint is not None and (problems := resume.mismatches(cfg, checkpoint)):
         raise ConfigError(problems)
+    changed = None if checkpoint is None else resume.changes_line(cfg, checkpoint)
     if resume.begins_anew(cfg):
         # may be elsewhere
         own, checkpoints = (directory.folder_of(run_dir).exists(), resume.folder(run_dir, cfg))
@@ -197,6 +198,8 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
         raise ConfigError(
             f"run.root={cfg.run.root}: {why}. Make room there, or type another run.root."
         ) from error
+    if changed is not None:
+        log.info("%s", changed)
     return run_dir
 
 

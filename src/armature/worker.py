@@ -160,9 +160,7 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
         _number_classes(cfg, data, checkpoint, directory)
     relations.check_found_sizes(cfg.model, data.found_sizes)
     data.limit_train_batches = cfg.trainer.limit_train_batches
-    batches = batching.plan_batches(
-        data.global_batch_size, data.micro_batch_size, layout.data_ranks
-    )
+    batches = _plan_batches(data, layout.data_ranks)
     parallelism.check_graphs(layout.options["compile_mode"], batches.accumulate)
     limits = Limits.of(
         cfg, samples_per_epoch=data.train_size, global_batch_size=data.global_batch_size
@@ -226,6 +224,7 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
         step_log,
         Unsynced(),
         UnequalGathers(),
+        stock_callbacks.BeginAverages(),
     ]
     trainer = Trainer(
         strategy=strategy,
@@ -264,6 +263,25 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
         limits=limits,
         errors=errors,
     )
+
+
+def _plan_batches(data: DataModule, data_ranks: int) -> batching.Batches:
+    """Plan the batches. A step takes at most one epoch, so that each epoch has its own end."""
+    typed, size, micro = data.global_batch_size, data.train_size, data.micro_batch_size
+    if size < typed:
+        unit = data_ranks * (micro if isinstance(micro, int) else 1)
+        note = f"data.global_batch_size={typed}, but an epoch has {size} samples"
+        if size % unit:
+            remedy = f"Type data.global_batch_size={size - size % unit}"
+            raise ConfigError(
+                f"{note}, which do not divide among {data_ranks} data ranks with "
+                f"data.micro_batch_size={micro}. "
+                f"{remedy if size > unit else 'Train on fewer ranks, or type a smaller one'}."
+            )
+        if process_group.rank() == 0:
+            log.info("%s: each step takes them all.", note)
+        data.global_batch_size = size
+    return batching.plan_batches(data.global_batch_size, micro, data_ranks)
 
 
 def _prepare(data: DataModule) -> None:

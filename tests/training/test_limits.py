@@ -26,11 +26,6 @@ def test_the_first_limit_ends_the_run():
     assert limits(100, 5) == (33, 5)
 
 
-def test_a_batch_larger_than_an_epoch_is_an_epoch_of_lightning():
-    assert limits(None, 4, samples=6, batch=8) == (3, 3)
-    assert limits(7, None, samples=6, batch=8) == (7, 7)
-
-
 def test_a_run_beyond_its_lowered_limit_ends_at_once(caplog):
     found = Limits(3, 1).reached(40, samples_per_epoch=52, global_batch_size=8)
     assert found.global_batches == 3

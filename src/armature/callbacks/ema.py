@@ -106,7 +106,7 @@ class EMA(L.Callback):
     @override
     @torch.no_grad()
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not self.evaluate or self.steps == 0:
+        if not self.evaluate or self.steps == 0 or not self.average:  # none without a fit
             return
         self._strategy = strategy_of(trainer, self)
         local = self._strategy.local

@@ -146,7 +146,8 @@ def to_ckpt(
     groups, others = meta.pop(state.GROUPS, []), meta.pop(state.OTHER, {})
     whole = [meta.pop(f"{whole_optimizers.WHOLE}.{i}", None) for i in range(len(groups))]
     for own in filter(None, whole):
-        own.pop(whole_optimizers.INNER, None)  # Lightning's files hold what `state_dict` returns
+        for key in (whole_optimizers.INNER, whole_optimizers.BUILT):
+            own.pop(key, None)  # Lightning's files hold what `state_dict` returns
     meta = {key: value for key, value in meta.items() if not str(key).startswith(state.RESERVED)}
     result = {
         "pytorch-lightning_version": version("lightning"),

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -23,14 +24,15 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from armature.checkpoint import misfit, plain, state, storage
+from armature.checkpoint import changes, misfit, plain, state, storage
 from armature.checkpoint.state import GRADIENTS, OPTIMIZER_TENSORS, RESERVED, SPARSE_GRADIENTS
 from armature.errors import ConfigError, error_line
 
 CLASSES = f"{RESERVED}optimizer_classes"  # in meta.pt: by index
 NAMES = "names"  # in a saved parameter group: of its parameters
 ADDED = "added"  # in a saved parameter group: a hook had added it while the run trained
-_USERS = "users:"  # in a saved parameter group: before a user's keys of these two names
+BUILT = "built"  # in a saved parameter group: its settings as the run's last start had built them
+_USERS = "users:"  # in a saved parameter group: before a user's keys of these names
 # modules of optimizers
 _KEEP_WEIGHTS_AT_RATE_0 = ("torch.optim.", "armature.optim.", "bitsandbytes.")
 _CONTAINERS = (dict, OrderedDict, list, tuple)
@@ -124,18 +126,32 @@ def group_names(optimizer: Optimizer, names: dict[Tensor, str]) -> list[list[str
     return [[names[param] for param in group["params"]] for group in optimizer.param_groups]
 
 
-def param_groups(optimizer: Optimizer, names: list[list[str]]) -> list[dict[str, Any]]:
-    """Return each group's hyperparameters and the names of its parameters."""
-    return [
+def param_groups(
+    optimizer: Optimizer, names: list[list[str]], built: Sequence[Mapping[str, Any]] = ()
+) -> list[dict[str, Any]]:
+    """Return each group's hyperparameters and the names of its parameters.
+
+    Args:
+        built: the groups' settings when they were built; those that hooks added have none.
+    """
+    groups = [
         {NAMES: of_group} | _settings(group)
         for group, of_group in zip(optimizer.param_groups, names, strict=True)
     ]
+    for group, settings in zip(groups, built, strict=False):
+        group[BUILT] = dict(settings)
+    return groups
+
+
+def settings(optimizer: Any) -> list[dict[str, Any]]:
+    """Return each group's hyperparameters as they are now."""
+    return [_settings(group) for group in optimizer.param_groups]
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group's hyperparameters made plain: a rate that NumPy computes is a float."""
     own = {
-        f"{_USERS}{key}" if key in (NAMES, ADDED) else key: value
+        f"{_USERS}{key}" if key in (NAMES, ADDED, BUILT) else key: value
         for key, value in group.items()
         if key != "params" and key not in RUNTIME_OPTIONS
     }
@@ -144,11 +160,30 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     ]
 
 
-def settings_of(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters of a saved group, also the keys that hooks had put into it."""
-    return {
-        key.removeprefix(_USERS): value for key, value in saved.items() if key not in (NAMES, ADDED)
-    }
+def settings_of(saved: Mapping[str, Any], built: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the hyperparameters of a saved group, also the keys that hooks had put into it.
+
+    Args:
+        built: the group's settings as they are built now. Those that differ from what the run had
+            built have been changed by its user and take the place of the saved ones.
+    """
+    found = {key: value for key, value in saved.items() if key not in (NAMES, ADDED, BUILT)}
+    then = saved.get(BUILT)
+    if built is not None and then is not None:
+        found = changes.merge(found, then=then, now=built, keep=("lr",))
+        found |= _rate(found, then, built)
+    return {key.removeprefix(_USERS): value for key, value in found.items()}
+
+
+def _rate(
+    saved: Mapping[str, Any], then: Mapping[str, Any], now: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the learning rate if the rate that it was computed from has changed: in proportion."""
+    key = "initial_lr" if "initial_lr" in then and "initial_lr" in now else "lr"
+    before, after = then.get(key), now.get(key)
+    if before is None or after is None or changes.same(before, after):
+        return {}
+    return {"lr": after if not before else saved["lr"] / before * after}
 
 
 def add_groups(
@@ -185,20 +220,27 @@ def merge_groups(groups_of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, 
 
 
 def restore_groups(
-    optimizer: Optimizer, names: list[list[str]], saved: list[dict[str, Any]]
+    optimizer: Optimizer,
+    names: list[list[str]],
+    saved: list[dict[str, Any]],
+    built: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """Restore hyperparameters by parameter name: the order of groups and of parameters may have
     changed.
 
     Those of a group without parameters, such as a frozen backbone's, by its place.
+
+    Args:
+        built: the groups' settings as they are built now; see `settings_of`.
     """
     by_name = {name: group for group in saved for name in group[NAMES]}
     by_place = saved if len(saved) == len(names) else [{}] * len(names)  # stages were merged
-    for group, of_group, at_place in zip(optimizer.param_groups, names, by_place, strict=True):
+    groups = zip(optimizer.param_groups, names, by_place, strict=True)
+    for (group, of_group, at_place), now in zip_longest(groups, built[: len(names)]):
         known = next(
             (by_name[name] for name in of_group if name in by_name), {} if of_group else at_place
         )
-        group.update(settings_of(known))
+        group.update(settings_of(known, now))
 
 
 # ---------------------------------------------------------------- loading
@@ -270,6 +312,7 @@ def load_optimizers(
     *,
     groups: list[list[dict[str, Any]] | None],
     classes: Sequence[str] = (),
+    built: Sequence[Sequence[Mapping[str, Any]]] = (),
     extra: dict[str, Tensor] | None = None,
 ) -> dict[Tensor, Tensor]:
     """Load the optimizers' state in place, and return the gradients that were saved with it, by
@@ -279,6 +322,7 @@ def load_optimizers(
         groups: each optimizer's parameter groups, as saved; one without them keeps its state.
         classes: the optimizers' classes, as saved. One of the same class gets what was saved, also
             if its first step does not create all of it.
+        built: each optimizer's groups as they are built now.
         extra: further tensors to fill if the checkpoint has them, such as the averaged weights.
     """
     saved, names = (
@@ -326,7 +370,8 @@ def load_optimizers(
             if param in own and name in keys:  # else it had no gradient yet
                 prefix = f"{OPTIMIZER_TENSORS}.{index}.{name}."
                 optimizer.state[param] = nested({key: targets[prefix + key] for key in keys[name]})
-        restore_groups(optimizer, group_names(optimizer, names), of_optimizer or [])
+        now = built[index] if index < len(built) else ()
+        restore_groups(optimizer, group_names(optimizer, names), of_optimizer or [], now)
     for param, tensors in sparse.items():
         if tensors:
             indices, values = tensors.values()

@@ -4,6 +4,7 @@ Torch-free: everything but the checksums is checked before a process starts.
 """
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,24 @@ from armature.launcher import environment
 from armature.validation import signatures
 
 MODES = ("auto", "never", "required")
+GROUPS = ("seed", "task", "model", "data", "optimizer", "scheduler", "callbacks", "trainer")
+NO_EFFECT = (  # names of keys that do not change the result
+    "num_workers",
+    "micro_batch_size",
+    "eval_batch_size",
+    "cache_dir",
+)
+PER_START = frozenset(  # settings of a start rather than of the run
+    f"trainer.{name}"
+    for name in ("accelerator", "devices", "num_nodes", "max_time", "log_every_n_steps", "profile")
+)
+_SAME_SAMPLE = " The run continues at the same sample."
+NOTES = {  # what else follows from another value at a resume, by the key's name
+    "seed": " Samples come in another order, so this epoch may repeat and miss some; weights and "
+    "random state stay the checkpoint's.",
+    "global_batch_size": _SAME_SAMPLE,
+    "batch_size": _SAME_SAMPLE,
+}
 
 
 def continued(cfg: DictConfig) -> DictConfig:
@@ -106,13 +125,9 @@ def mismatches(cfg: DictConfig, checkpoint: Path) -> list[str]:
     """Return how model, task or optimizer differ from those of the run that a checkpoint belongs
     to.
     """
-    run_dir = Path(cfg.run.dir)
-    own = checkpoint.parent == folder(run_dir, cfg)
-    trained_in = run_dir if own else run_of(checkpoint)
-    if trained_in is None or not (trained_in / "config.yaml").is_file():
+    if (recorded := _recorded_run(cfg, checkpoint)) is None:
         return []
-    saved = config.load(trained_in / "config.yaml")
-    config.require_groups(saved, trained_in / "config.yaml")
+    trained_in, saved = recorded
     found = []
     whole = ("model", "task._target_", "task.adapter", "optimizer._target_")
     for group in ("model",) if directory.is_file(checkpoint) else whole:
@@ -137,6 +152,63 @@ def mismatches(cfg: DictConfig, checkpoint: Path) -> list[str]:
                     f"Type {key}={then}, or another run.name to start from step 0."
                 )
     return found
+
+
+def _recorded_run(cfg: DictConfig, checkpoint: Path) -> tuple[Path, DictConfig] | None:
+    """Return the run that a checkpoint belongs to, and the configuration of its last start."""
+    run_dir = Path(cfg.run.dir)
+    own = checkpoint.parent == folder(run_dir, cfg)
+    trained_in = run_dir if own else run_of(checkpoint)
+    if trained_in is None or not (trained_in / "config.yaml").is_file():
+        return None
+    saved = config.load(trained_in / "config.yaml")
+    config.require_groups(saved, trained_in / "config.yaml")
+    return trained_in, saved
+
+
+def changes_line(cfg: DictConfig, checkpoint: Path) -> str | None:
+    """Return a line that names the settings which differ from those of the run's last start."""
+    recorded = None if directory.is_file(checkpoint) else _recorded_run(cfg, checkpoint)
+    if recorded is None:
+        return None
+    changed = differences(config.without_secrets(cfg), config.without_secrets(recorded[1]))
+    changed = {key: pair for key, pair in changed.items() if key not in PER_START}
+    if not changed:
+        return None
+    named = [f"{key}={now} (was {then})" for key, (now, then) in changed.items()]
+    notes = {
+        note: None
+        for key in changed
+        for name, note in NOTES.items()
+        if key.rpartition(".")[2] == name
+    }
+    return (
+        f"{checkpoint} was saved with other settings. From here on: {', '.join(named[:12])}"
+        f"{f' and {len(named) - 12} more' if len(named) > 12 else ''}.{''.join(notes)}"
+    )
+
+
+def differences(
+    here: dict[str, Any], there: dict[str, Any], groups: Sequence[str] = GROUPS
+) -> dict[str, tuple[Any, Any]]:
+    """Return by key the values of two configurations in which they differ, and which may change the
+    result.
+    """
+    now, then = (
+        {k: v for group in groups for k, v in flat(each.get(group), group).items()}
+        for each in (here, there)
+    )
+    return {
+        key: (now.get(key), then.get(key))
+        for key in sorted(now.keys() | then.keys())
+        if key.rpartition(".")[2] not in NO_EFFECT and not _equal(now.get(key), then.get(key))
+    }
+
+
+def _equal(value: Any, other: Any) -> bool:
+    """Return True if two values are equal, or two spellings of one path."""
+    both = isinstance(value, str) and isinstance(other, str)
+    return value == other or (both and os.path.realpath(value) == os.path.realpath(other))
 
 
 def flat(value: Any, path: str) -> dict[str, Any]:

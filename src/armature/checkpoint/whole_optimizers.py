@@ -16,6 +16,7 @@ from armature.checkpoint import directory
 from armature.errors import ConfigError
 
 WHOLE = f"{directory.RESERVED}optimizer_state"  # in meta.pt, with its index
+BUILT = "__built__"  # in such a state: the groups' settings when the optimizer was built
 INNER = "__inner__"  # in such a state: those of the optimizers that it holds
 
 

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
@@ -43,16 +44,19 @@ def sees_batches_off_device(owner: Any) -> bool:
 class UnchangedLoader:
     """Passes on a loader's batches.
 
-    Lightning builds a torch DataLoader for predictions anew, but not this.
+    Lightning builds a torch DataLoader for predictions anew, but not this. `batch_sampler` is where
+    its BasePredictionWriter looks for the samples of each batch.
     """
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
+        self.batch_sampler = _IndexBatchSamplerWrapper(loader.batch_sampler)
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
+        self.batch_sampler.seen_batch_indices = [*self.loader.batch_sampler]
         return iter(self.loader)
 
 

@@ -159,6 +159,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         for optimizer in self.optimizers if trainer.state.fn == TrainerFn.FITTING else ():
             if isinstance(optimizer, Optimizer):  # DeepSpeed's are no Optimizer of torch's
                 whole_optimizers.check(optimizer, names, held=self.module.state_dict())
+        self.built_groups = [*map(optimizers.settings, self.inner_optimizers())]
         self.first_classes = [optimizers.class_of(optimizer) for optimizer in self.optimizers]
         self.first_groups = {
             i: {

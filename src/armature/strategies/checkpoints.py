@@ -73,6 +73,7 @@ class CheckpointMixin(LayoutMixin):
         first_flags: `state.flags` of the module when it was set up.
         first_sizes: sizes of the module's buffers when it was built.
         first_groups: the names of each optimizer's parameters when it was set up, by its index.
+        built_groups: the settings of each optimizer's groups when it was set up.
         first_classes: the optimizers' classes when they were set up; None once another one was
             warned of.
         saves_files: whether `trainer.save_checkpoint("x.ckpt")` can write one file: every rank
@@ -93,6 +94,7 @@ class CheckpointMixin(LayoutMixin):
     first_flags: dict[str, bool]
     first_sizes: buffers.Sizes
     first_groups: dict[int, set[str]]
+    built_groups: Sequence[list[dict[str, Any]]] = ()
     first_classes: list[str] | None
     _gradients: dict[Tensor, Tensor] | None = None
     saves_files: bool = False
@@ -114,6 +116,10 @@ class CheckpointMixin(LayoutMixin):
     def build_once(self) -> None:
         """Build the model unless it is built."""
         raise NotImplementedError
+
+    def inner_optimizers(self) -> list[Any]:
+        """Return the optimizers whose parameter groups checkpoints hold."""
+        return [*self.optimizers]
 
     def register_extra_state(self, name: str, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
         """Save tensors with the weights as `.extra.<name>.<key>`, and fill them when a checkpoint
@@ -146,13 +152,14 @@ class CheckpointMixin(LayoutMixin):
         if whole_optimizers.is_saved_whole(optimizer):
             if not self.saves_files:  # it was not known before
                 raise ConfigError(whole_optimizers.needs_whole_model(optimizer))
-            return {"whole": whole_optimizers.whole_state(optimizer)}
+            built = {whole_optimizers.BUILT: self.built_groups[self.optimizers.index(optimizer)]}
+            return {"whole": whole_optimizers.whole_state(optimizer) | built}
         names, index = state.parameter_names(self.module), self.optimizers.index(optimizer)
         # a hook may have unfrozen a weight
         whole_optimizers.check(optimizer, names, held=self.module.state_dict())
         tensors = optimizers.by_weight(optimizer, names, index=index)
         of_groups, first = optimizers.group_names(optimizer, names), self.first_groups.get(index)
-        groups = optimizers.param_groups(optimizer, of_groups)
+        groups = optimizers.param_groups(optimizer, of_groups, self.built_groups[index])
         of_names = [group for group in groups if group[optimizers.NAMES]]
         added = (
             group
@@ -392,15 +399,22 @@ class CheckpointMixin(LayoutMixin):
             super().load_optimizer_state_dict(checkpoint)
             return
         saved = [s["param_groups"] if isinstance(s, SavedOptimizer) else None for s in states]
-        for optimizer, given in zip(self.optimizers, states, strict=False):
+        for optimizer, given, built in zip(
+            self.optimizers, states, self.built_groups, strict=False
+        ):
             if not isinstance(given, SavedOptimizer):
-                whole_optimizers.load_whole(optimizer, given)
+                then = given.get(whole_optimizers.BUILT, ())
+                own = {k: value for k, value in given.items() if k != whole_optimizers.BUILT}
+                whole_optimizers.load_whole(optimizer, own)
+                for group, old, new in zip(optimizer.param_groups, then, built, strict=False):
+                    group.update(optimizers.settings_of(group | {optimizers.BUILT: old}, new))
         self._gradients = optimizers.load_optimizers(
             path,
             self.module,
             self.optimizers,
             groups=saved,
             classes=checkpoint.get(optimizers.CLASSES, ()),
+            built=self.built_groups,
             extra=self.extra_tensors(),
         )
 

@@ -315,7 +315,12 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
                 tensors |= {
                     prefix + key: value for key, value in sample.items() if key not in shaped
                 }
-        return {"tensors": tensors, "groups": optimizers.param_groups(inner, self._groups)}
+        groups = optimizers.param_groups(inner, self._groups, self.built_groups[0])
+        return {"tensors": tensors, "groups": groups}
+
+    @override
+    def inner_optimizers(self) -> list[Any]:
+        return [self._zero.optimizer] if self._groups else []
 
     @override
     def read_weights(self, path: Path) -> dict[str, Any]:
@@ -389,7 +394,10 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         state.load_tensors_of(path, self.module, kept, strict=False)
         if fitting:
             optimizers.restore_groups(
-                self._zero.optimizer, self._groups, checkpoint[state.OPTIMIZER][0]["param_groups"]
+                self._zero.optimizer,
+                self._groups,
+                checkpoint[state.OPTIMIZER][0]["param_groups"],
+                self.built_groups[0],
             )
 
     def _set_full(self, param: Any, value: Tensor, key: str | None = None) -> None:

@@ -416,12 +416,13 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
 
     def _gathers(self, *, evaluates: bool = False) -> AbstractContextManager[None]:
         """Let user code use weights outside of their model's forward, if they are sharded over data
-        ranks alone.
+        ranks alone; else it is an error.
         """
-        if self.data_size * self.sizes["context"] == 1 or self.compile != "none":
+        if self.data_size * self.sizes["context"] == 1:
             return nullcontext()
-        others = self.sizes["pipe"] > 1 or self.sizes["tensor"] > 1 or self.options["cpu_offload"]
-        return dtensors.gathers(evaluates=evaluates, possible=not others)
+        alone = self.sizes["pipe"] == self.sizes["tensor"] == 1 and self.compile == "none"
+        possible = alone and not self.options["cpu_offload"]
+        return dtensors.gathers(evaluates=evaluates, possible=possible)
 
     @contextmanager
     @override

@@ -34,8 +34,6 @@ class Limits:
         if epochs is not None:
             limits.append(math.ceil(epochs * samples_per_epoch / global_batch_size))
         total = min(limits)
-        if global_batch_size > samples_per_epoch:  # each step is an epoch to Lightning
-            epochs = total
         return cls(total, epochs or math.ceil(total * global_batch_size / samples_per_epoch))
 
     def reached(self, step: int, *, samples_per_epoch: int, global_batch_size: int) -> Limits:
@@ -50,7 +48,7 @@ class Limits:
             "to train. Type a "
             "larger trainer.max_steps or trainer.max_epochs.", step, self.global_batches,
         )  # fmt: skip
-        begun = math.ceil(step * min(1.0, global_batch_size / samples_per_epoch)) + 1
+        begun = math.ceil(step * global_batch_size / samples_per_epoch) + 1
         return replace(self, epochs=max(self.epochs, begun))
 
 

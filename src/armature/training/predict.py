@@ -12,7 +12,7 @@ import heapq
 import itertools
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import lightning.pytorch as L
 import numpy as np
 import torch
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -60,9 +61,7 @@ def require_new(file: Path) -> None:
         raise ConfigError(f"out={file}: this file exists already. Name another, or remove it.")
 
 
-def predict(
-    task: L.LightningModule,
-    data: DataModule,
+def make_trainer(
     part: Path,
     *,
     run_dir: Path,
@@ -70,41 +69,47 @@ def predict(
     ranks: int,
     accelerator: str,
     precision: str,
-) -> None:
-    """Write one rank's rows to a part file.
+    callbacks: Sequence[L.Callback] = (),
+) -> UsersTrainer:
+    """Return the Trainer of one rank, which writes its rows to a part file.
 
     Args:
         run_dir: of the run that the task is from, for what the task reads there.
+        callbacks: the run's.
     """
+    device = torch.device({"gpu": f"cuda:{rank}"}.get(accelerator, accelerator))
+    shown = [each for each in callbacks if rank == 0 or not isinstance(each, ProgressBar)]
+    return UsersTrainer(
+        accelerator=accelerator,
+        devices=[rank] if accelerator == "gpu" else 1,
+        strategy=OneOf(device, rank, ranks),
+        logger=NoLogger(run_dir),
+        default_root_dir=run_dir,
+        precision=precision,
+        enable_checkpointing=False,  # pyright: ignore[reportArgumentType]
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        enable_progress_bar=rank == 0,
+        callbacks=[*shown, RowWriter(part)],
+    )
+
+
+def predict(task: L.LightningModule, data: DataModule, trainer: UsersTrainer) -> None:
+    """Predict one rank's share."""
     if not is_overridden("predict_step", task) and not is_overridden("forward", task):
         raise ConfigError(
             f"{type(task).__name__} has neither predict_step nor forward. Give it a method "
             "predict_step(self, batch, batch_idx) that returns a tensor, or a dict of tensors, "
             "with a row per sample."
         )
-    device = torch.device({"gpu": f"cuda:{rank}"}.get(accelerator, accelerator))
-    with part.open("w") as file:
-        trainer = UsersTrainer(
-            accelerator=accelerator,
-            devices=[rank] if accelerator == "gpu" else 1,
-            strategy=OneOf(device, rank, ranks),
-            logger=NoLogger(run_dir),
-            default_root_dir=run_dir,
-            precision=precision,
-            enable_checkpointing=False,  # pyright: ignore[reportArgumentType]
-            enable_model_summary=False,
-            use_distributed_sampler=False,
-            enable_progress_bar=rank == 0,
-            callbacks=[RowWriter(file)],
-        )
-        # a rank may have no samples
-        warnings.filterwarnings("ignore", message="Total length of .* across ranks is zero")
-        try:
-            trainer.predict(task, datamodule=data, return_predictions=False)
-        except RuntimeError as error:
-            if "no `dataloader_idx` argument" in str(error):
-                raise ConfigError(str(error)) from None
-            raise
+    # a rank may have no samples
+    warnings.filterwarnings("ignore", message="Total length of .* across ranks is zero")
+    try:
+        trainer.predict(task, datamodule=data, return_predictions=False)
+    except RuntimeError as error:
+        if "no `dataloader_idx` argument" in str(error):
+            raise ConfigError(str(error)) from None
+        raise
 
 
 class OneOf(SingleDeviceStrategy):
@@ -113,6 +118,13 @@ class OneOf(SingleDeviceStrategy):
     def __init__(self, device: torch.device, rank: int, ranks: int) -> None:
         super().__init__(device)
         self._share = {"rank": rank, "num_replicas": ranks}
+        self.global_rank = self.local_rank = rank
+        self.world_size = ranks
+
+    @property
+    @override
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
@@ -128,11 +140,20 @@ class RowWriter(L.Callback):
     An integer in the column `class` becomes the name of the class, where the data have names.
     """
 
-    def __init__(self, file: Any) -> None:
-        self.file = file
+    def __init__(self, part: Path) -> None:
+        self.part = part
+        self._file: Any = None
         self._batches: dict[int, list[list[int]]] = {}  # samples of each batch, by loader
         # a method of the dataset that says what a sample is, by loader
         self._describe: dict[int, Any] = {}
+
+    @override
+    def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._file = self.part.open("w")
+
+    @override
+    def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._file.close()
 
     @override
     def on_predict_batch_end(
@@ -169,7 +190,7 @@ class RowWriter(L.Callback):
             number = row.get("class")
             if names is not None and type(number) is int and 0 <= number < len(names):
                 row["class"] = str(names[number])
-            self.file.write(json.dumps([[dataloader_idx, index], {**own, **row}]) + "\n")
+            self._file.write(json.dumps([[dataloader_idx, index], {**own, **row}]) + "\n")
 
 
 def rows(outputs: Any, count: int, *, owner: str) -> list[dict[str, Any]]:

@@ -2,8 +2,9 @@
 micro-batch size.
 """
 
+import inspect
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from armature.checkpoint import schedules
+from armature.checkpoint import changes, plain, schedules
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
 from armature.training import attributes, epoch_metrics, epoch_start, schedule_ends
@@ -65,6 +66,8 @@ class RestoreProgress(Callback):
         self._model_checkpoints: Mapping[str, Mapping[str, Any]] = {}  # by state key
         self._schedules: schedule_ends.Lengths = []
         self._trainer: OurTrainer | None = None
+        self._built: dict[str, Any] = {"schedules": [], "callbacks": {}}  # states before training
+        self._then: Mapping[str, Any] = {}  # the same of the start that saved the checkpoint
 
     @property
     def state_key(self) -> str:
@@ -73,6 +76,8 @@ class RestoreProgress(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         assert isinstance(trainer, OurTrainer)
         self._trainer = trainer
+        if stage == "fit":
+            self._built = {"schedules": [], "callbacks": _states(trainer)}
         if (strategy := StrategyMixin.find(trainer)) is not None:
             strategy.before_loading = [partial(self.loading, trainer)]
 
@@ -105,6 +110,7 @@ class RestoreProgress(Callback):
             "newest": list(newest),
             "random": {"layout": _layout(trainer), "ranks": list(random)},
             "digests": digests[0],
+            "built": self._built,
             "model_checkpoints": {
                 each.state_key: {name: getattr(each, name) for name in OF_MODEL_CHECKPOINT}
                 for each in _model_checkpoints(trainer)
@@ -131,6 +137,12 @@ class RestoreProgress(Callback):
 
     def loading(self, trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
         """Before modules and callbacks load their own state."""
+        states = checkpoint.get("callbacks", {})
+        self._then = states.get(self.state_key, {}).get("built", {})
+        now = plain.restored(self._built["callbacks"])
+        for key, then in self._then.get("callbacks", {}).items():
+            if key in states and key in now:
+                states[key] = changes.merge(states[key], then=then, now=now[key])
         self._attributes = epoch_start.SavedAttributes(trainer, checkpoint)
         self._checkpoint = checkpoint
         if trainer.lr_scheduler_configs:  # strategies that load after on_fit_start
@@ -148,7 +160,16 @@ class RestoreProgress(Callback):
         then.
         """
         checkpoint, self._checkpoint = self._checkpoint, {}
+        if not self._built["schedules"]:  # before their state is loaded
+            states = [schedules.state_of(each.scheduler) for each in trainer.lr_scheduler_configs]
+            self._built["schedules"] = plain.plain_checkpoint({"schedules": states})["schedules"]
         saved = checkpoint.get("lr_schedulers", ())
+        now = plain.restored(self._built["schedules"])
+        built = zip(self._then.get("schedules", ()), now, strict=False)
+        for number, (then, now) in enumerate([*built][: len(saved)]):
+            saved[number] = changes.merge(
+                saved[number], then=then, now=now, keep=schedule_ends.KEPT
+            )
         for number, (config, state) in enumerate(
             zip(trainer.lr_scheduler_configs, [*saved], strict=False)
         ):
@@ -200,8 +221,6 @@ class RestoreProgress(Callback):
         assert isinstance(trainer, OurTrainer)
         data = data_of(trainer)
         epoch, position = divmod(data.samples_seen, data.train_size)
-        if data.global_batch_size > data.train_size:  # a step is an epoch to Lightning
-            epoch, position = step, 0
         batches = position // data.global_batch_size * trainer.accumulate_grad_batches
         closing = not batches and self._epoch < epoch
         if closing:
@@ -296,6 +315,18 @@ class RestoreProgress(Callback):
 
 def _model_checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:
     return [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+
+
+def _states(trainer: Trainer) -> dict[str, Any]:
+    """Return what users' callbacks save of their constructors' arguments, before they train."""
+    found = {}
+    for each in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+        if not type(each).__module__.startswith("armature."):
+            with suppress(Exception):  # its state may need more than its constructor
+                arguments = inspect.signature(type(each)).parameters
+                own = {key: value for key, value in each.state_dict().items() if key in arguments}
+                found[each.state_key] = plain.plain(own)
+    return found
 
 
 def _layout(trainer: Trainer | None) -> str | None:

@@ -17,6 +17,11 @@ from armature.parallel import process_group
 log = logging.getLogger(__name__)
 
 _LENGTHS = ("T_max", "T_0", "total_steps", "total_iters", "step_size", "milestones")
+# of a schedule's state at a resume: where it is, and its lengths, of which `check` tells
+KEPT = (
+    "last_epoch", "_step_count", "_last_lr", "_schedule_phases",
+    *_LENGTHS, *(f"_{name}" for name in _LENGTHS),
+)  # fmt: skip
 _REMEDY = (
     "Resume with what the run began with (trainer.max_steps, trainer.max_epochs or the schedule's "
     "own arguments), or "

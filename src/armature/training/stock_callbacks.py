@@ -1,9 +1,10 @@
 """What Lightning's own callbacks need for a resume at any step."""
 
 from functools import partial
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig
 
@@ -41,6 +42,33 @@ class CheckCallbacks(Callback):
                 pl_module, callbacks, stage="test", several=False
             )
         hook_check.check(*callbacks, base=Callback, problems=found)
+
+
+class BeginAverages(Callback):
+    """Let Lightning's averages of weights be the weights themselves until their first update.
+
+    Lightning validates, saves and ends the training with the average, which holds the initial
+    weights as long as it has no update: one that starts late would judge those.
+    """
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+            average = getattr(callback, "_average_model", None)
+            if (
+                isinstance(callback, WeightAveraging)
+                and average is not None
+                and not average.n_averaged
+            ):
+                average.update_parameters(pl_module)
+                average.n_averaged.zero_()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.on_validation_start(trainer, pl_module)
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self.on_validation_start(trainer, pl_module)
 
 
 def prepare(trainer: OurTrainer) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from armature import config
@@ -22,12 +23,17 @@ _REFERENCE = re.compile(r"\$\{[^:{}]+\}")  # to another key, as in ${data.path}
 _MISSING = object()
 
 
-def apply(cfg: DictConfig, overrides: list[str], *, run_dir: Path) -> None:
+def apply(
+    cfg: DictConfig, overrides: list[str], *, run_dir: Path, calls_callbacks: bool = False
+) -> None:
     """Change a run's configuration in place. Keys that refer to a changed key follow it.
 
     A group's option can be chosen, too: `data=text data.path=…`. Text that the run was not trained
     on is read with the run's own tokenizer. Raises ConfigError for a key that the configuration
     does not have.
+
+    Args:
+        calls_callbacks: whether callbacks can be added (`+callbacks.x=…`) and left out.
     """
     if not overrides:
         return
@@ -35,6 +41,13 @@ def apply(cfg: DictConfig, overrides: list[str], *, run_dir: Path) -> None:
     referring = bool(_REFERENCE.search(OmegaConf.to_yaml(cfg, resolve=False)))
     # options first
     for override in sorted(overrides, key=lambda override: "." in override.partition("=")[0]):
+        if override.lstrip("+~").startswith("callbacks."):
+            if override[0] in "+~" and not calls_callbacks:
+                raise ConfigError(
+                    f"{override}: only evaluate.py and predict.py call callbacks. Leave it out."
+                )
+            _override_callback(cfg, override)
+            continue
         key, equals, value = override.partition("=")
         if not equals:
             raise ConfigError(f"{override}: type KEY=VALUE, as in data.eval_batch_size=64.")
@@ -67,6 +80,26 @@ def apply(cfg: DictConfig, overrides: list[str], *, run_dir: Path) -> None:
     changed = _source(cfg)
     if changed != source and changed.get("tokenizer", _MISSING) is None and tokenizer.is_file():
         cfg.data.source.tokenizer = str(tokenizer)
+
+
+def _override_callback(cfg: DictConfig, override: str) -> None:
+    """Add, change or remove a callback, or a key of one, as train.py does."""
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+        key, value = parsed.key_or_group, parsed.value()
+    except CONFIG_ERRORS as error:
+        raise ConfigError(f"{override}: {error}") from error
+    group, _, leaf = key.rpartition(".")
+    exists = OmegaConf.select(cfg, key, default=_MISSING, throw_on_missing=False) is not _MISSING
+    if not exists and not parsed.is_add():
+        remedy = "" if parsed.is_delete() else f" To add it, type '+{override.lstrip('+')}'."
+        raise ConfigError(f"{override}: the run's configuration has no key '{key}'.{remedy}")
+    with open_dict(cfg):
+        if parsed.is_delete():
+            del OmegaConf.select(cfg, group)[leaf]
+        else:
+            cfg.callbacks = cfg.callbacks or {}
+            OmegaConf.update(cfg, key, value)
 
 
 def _is_required(cfg: DictConfig, key: str) -> bool:

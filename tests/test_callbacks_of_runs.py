@@ -1,0 +1,119 @@
+"""predict.py and evaluate.py call the callbacks of a run, as Lightning's Trainer does."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests import running
+
+pytestmark = [pytest.mark.guarantee, pytest.mark.slow]
+PACKAGES = "launch.allowed_packages=[armature,torch.nn,torch.optim,lightning.pytorch,tests]"
+
+
+def command(script, *words, cwd):
+    path = f"{running.ROOT / 'src'}:{running.ROOT}"
+    return running.run(
+        [sys.executable, str(running.ROOT / script), *words],
+        cwd=cwd,
+        env=running.environment(PYTHONPATH=path),
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a run with a writer of predictions."""
+    cwd = tmp_path_factory.mktemp("run")
+    ended = command(
+        "train.py",
+        "--config-dir",
+        str(running.ROOT / "tests" / "plain_configs"),
+        "experiment=plain",
+        "task._target_=tests.plain_parts.Line",
+        "+data.held_out=11",
+        "run.name=mine",
+        f"+callbacks.writer={{_target_:tests.plain_parts.Writer,folder:{cwd / 'config'}}}",
+        cwd=cwd,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return cwd
+
+
+def done(script, *words, cwd):
+    ended = command(script, "outputs/mine", PACKAGES, *words, cwd=cwd)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return ended
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_writer_of_the_run_writes_each_process_s_predictions(ranks, trained):
+    folder = trained / f"written{ranks}"
+    words = () if ranks == 1 else ("trainer.devices=2",)
+    done(
+        "scripts/predict.py",
+        f"out=p{ranks}.csv",
+        f"callbacks.writer.folder={folder}",
+        *words,
+        cwd=trained,
+    )
+    found = {}
+    for rank in range(ranks):
+        saved = torch.load(folder / f"rank{rank}.pt")
+        for batch, places in zip(saved["predictions"], saved["places"][0], strict=True):
+            found |= dict(zip(places, batch["y"].tolist(), strict=True))
+        hooks = (folder / f"hooks{rank}.txt").read_text().splitlines()
+        assert hooks == [f"predict {rank} of {ranks} after 8 batches", "predicted after 8 batches"]
+    lines = (trained / f"p{ranks}.csv").read_text().splitlines()[1:]
+    rows = {int(line.split(",")[0]): float(line.split(",")[-1]) for line in lines}
+    assert found == rows
+    assert [*rows] == [*range(11)]
+
+
+def test_a_callback_is_added_and_left_out(trained):
+    folder = trained / "added"
+    added = f"+callbacks.other={{_target_:tests.plain_parts.Writer,folder:{folder}}}"
+    done("scripts/predict.py", "out=added.csv", added, "~callbacks.writer", cwd=trained)
+    assert (folder / "rank0.pt").exists()
+    assert not (trained / "config" / "rank0.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("callbacks.other.x=1", "has no key 'callbacks.other.x'. To add it, type '+callbacks"),
+        ("~callbacks.other", "has no key 'callbacks.other'"),
+        (
+            "+callbacks.other={_target_:tests.plain_parts.Writer}",
+            "callbacks.other.folder: tests.plain_parts.Writer needs it",
+        ),
+        ("+callbacks.other={_target_:os.system}", "only packages in launch.allowed_packages"),
+    ],
+)
+def test_a_mistake_in_a_typed_callback_is_named(typed, message, trained):
+    ended: subprocess.CompletedProcess = command(
+        "scripts/predict.py", "outputs/mine", PACKAGES, "out=none.csv", typed, cwd=trained
+    )
+    assert ended.returncode == 2
+    assert message in ended.stderr
+
+
+@pytest.mark.parametrize("split", ["test", "val"])
+def test_evaluation_calls_hooks_with_the_checkpoint_s_state(split, trained):
+    folder = trained / f"evaluated-{split}"
+    typed = f"callbacks.writer.folder={folder}"
+    done("scripts/evaluate.py", "--split", split, typed, cwd=trained)
+    what = "test" if split == "test" else "validation in TrainerFn.VALIDATING"
+    hooks = (folder / "hooks0.txt").read_text().splitlines()
+    assert len(hooks) == 1
+    assert hooks[0].endswith("after 8 batches")
+    assert what.split()[0] in hooks[0]
+
+
+def test_a_callback_typed_where_none_is_called_is_refused(trained):
+    typed = "+callbacks.other={_target_:tests.plain_parts.Writer,folder:x}"
+    ended = command(
+        "scripts/convert.py", "outputs/mine", "x.safetensors", PACKAGES, typed, cwd=trained
+    )
+    assert ended.returncode == 2
+    assert "only evaluate.py and predict.py call callbacks" in ended.stderr
