@@ -92,25 +92,29 @@ def largest(checkpoint):
     return max(checkpoint.iterdir(), key=lambda file: file.stat().st_size)
 
 
-def cut(checkpoint):
+def cut(checkpoint, runs):
     os.truncate(largest(checkpoint), largest(checkpoint).stat().st_size // 2)
 
 
-def flip(checkpoint):
-    content = bytearray(largest(checkpoint).read_bytes())
-    content[len(content) // 2] ^= 1
-    largest(checkpoint).write_bytes(content)
+def flip(checkpoint, runs):
+    """Change the last bit of a weight."""
+    weights = runs.weights(checkpoint)
+    raw = max(weights.values(), key=lambda value: value.numel()).numpy().tobytes()
+    (file,) = (each for each in checkpoint.iterdir() if raw in each.read_bytes())
+    content = bytearray(file.read_bytes())
+    content[content.index(raw)] ^= 1
+    file.write_bytes(content)
 
 
-def lose(checkpoint):
+def lose(checkpoint, runs):
     largest(checkpoint).unlink()
 
 
-def leave_half(checkpoint):
+def leave_half(checkpoint, runs):
     """As a kill inside a save does."""
     half = checkpoint.with_name("step=000008.part")
     shutil.copytree(checkpoint, half)
-    cut(half)
+    cut(half, runs)
 
 
 @pytest.mark.parametrize("damage", [cut, flip, lose, leave_half])
@@ -118,7 +122,7 @@ def test_a_damaged_checkpoint_is_passed_over(damage, runs):
     command = of_example(*SAVING)
     run_dir = runs.new()
     runs.start(run_dir, command, "single", signal_at([7], name="SIGKILL"), expect=-9)
-    damage(run_dir / "checkpoints" / "step=000006")
+    damage(run_dir / "checkpoints" / "step=000006", runs)
     runs.start(run_dir, command, "single")
     runs.assert_equal(run_dir, runs.straight(command))
 
