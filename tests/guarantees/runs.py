@@ -87,6 +87,7 @@ class Runs:
     def __init__(self, forks: Forks) -> None:
         self.forks = forks
         self.straights: dict[tuple[str, ...], Path] = {}
+        self.converted: dict[Path, dict[str, torch.Tensor]] = {}
         self.count = 0
 
     def new(self) -> Path:
@@ -148,12 +149,15 @@ class Runs:
             PYTHONPATH=f"{running.ROOT / 'src'}:{running.ROOT}",
         ).stdout
 
-    def weights(self, run_dir: Path) -> dict[str, torch.Tensor]:
-        """Return the weights and buffers of a run's end, which scripts/convert.py writes."""
-        file = run_dir / "weights.safetensors"
-        if not file.exists():
-            self.script("convert.py", str(run_dir), str(file))
-        return load_file(file)
+    def weights(self, path: Path) -> dict[str, torch.Tensor]:
+        """Return weights and buffers of a run's end, or of a checkpoint, which scripts/convert.py
+        writes.
+        """
+        if path not in self.converted:
+            file = self.forks.cwd / f"{len(self.converted)}.safetensors"
+            self.script("convert.py", str(path), str(file))
+            self.converted[path] = load_file(file)
+        return self.converted[path]
 
     def assert_equal(self, run_dir: Path, other: Path) -> None:
         """Every value of metrics.csv and every weight at the end is the same, bit for bit."""

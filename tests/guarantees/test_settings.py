@@ -24,9 +24,7 @@ TAKES_EFFECT = {  # what is typed: what metrics.csv shows of it
     "trainer.val_every_n_steps=3": lambda run, _: len(column(run, "val/loss")) == 4,
     "trainer.limit_val_batches=0": lambda run, _: "val/loss" not in rows(run)[0],
     "trainer.precision=bf16-mixed": lambda run, usual: _differ(run, usual, "train/loss"),
-    "task.mean_over_targets=false": None,
 }
-TAKES_EFFECT.pop("task.mean_over_targets=false")
 
 
 def _differ(run, usual, name):
@@ -40,21 +38,25 @@ def test_a_typed_setting_takes_effect(typed, runs):
     assert TAKES_EFFECT[typed](run_dir, usual)
 
 
-@pytest.mark.parametrize(
-    "typed", ["optimizer.lr=0.5", "scheduler.warmup=3", "model.bias=false", "data.seed=5"]
-)
-def test_a_setting_that_nothing_reads_is_refused(typed, runs):
-    """This module and these data build everything themselves."""
-    run_dir = runs.new()
-    ended = runs.start(run_dir, of_user("Plain"), "single", typed, expect=2)
-    assert typed.partition("=")[0] in ended.output
-    assert not run_dir.exists()
+def test_a_setting_that_nothing_reads_is_named(runs):
+    """This module builds its model, optimizer and schedule itself."""
+    typed = ("optimizer.lr=0.5", "scheduler.warmup=3")
+    ended = runs.start(runs.new(), of_user("Plain"), "single", *typed)
+    assert "Plain does not take the groups model, optimizer, scheduler: they are not used" in (
+        ended.output
+    )
+    for key in ("model.bias", "task.rate", "data.rate"):
+        run_dir = runs.new()
+        ended = runs.start(run_dir, of_user("Plain"), "single", f"{key}=3", expect=2)
+        assert key in ended.output
+        assert not run_dir.exists()
 
 
+IGNORED = pytest.mark.xfail(strict=True, reason="the checkpoint's value is taken, in silence")
 AT_A_RESUME = [
     "optimizer.lr=0.125",
-    "optimizer.weight_decay=30",
-    "optimizer.betas=[0.5,0.6]",
+    pytest.param("optimizer.weight_decay=30", marks=IGNORED),
+    pytest.param("optimizer.betas=[0.5,0.6]", marks=IGNORED),
     "scheduler.final=0.7",
     "trainer.gradient_clip_val=1e-8",
     "trainer.max_steps=7",

@@ -205,7 +205,9 @@ class Stateful(Plain):
 
     def configure_optimizers(self):
         optimizer = torch.optim.Adam(self.parameters(), lr=0.02)
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", patience=0)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, mode="max", patience=0, factor=0.5
+        )
         return {"optimizer": optimizer, "lr_scheduler": plateau, "monitor": "val/loss"}
 
 
