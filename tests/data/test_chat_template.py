@@ -353,7 +353,7 @@ def test_generation_tags_help_where_marks_cannot():
 
 def test_a_template_that_hides_the_answer_is_refused():
     with pytest.raises(NotRenderable, match="message 2 be found"):
-        marked("{{ messages | length }}", CHAT[:2])
+        marked("{{ messages | map(attribute='content') | join | length }}", CHAT[:2])
 
 
 @pytest.mark.parametrize(

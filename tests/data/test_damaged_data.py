@@ -316,13 +316,11 @@ def test_damaged_files_of_hugging_face_datasets_are_named(tmp_path):
     )
     (folder / "dog" / "1.png").write_bytes((folder / "dog" / "1.png").read_bytes()[:2000])
     columns = {"inputs": "image", "targets": "label"}
-    data = build("hf", path="imagefolder", data_dir=str(folder), **columns, **splits_).dataset(
-        "train"
-    )
+    data = build("hf", path="imagefolder", data_dir=str(folder), **columns, **splits_)
     with pytest.raises(
         ConfigError, match=r"data.path=imagefolder \(.*\), split train: sample 1 cannot be read"
     ):
-        data[1]
+        data.dataset("train")
 
 
 def test_a_folder_of_data_is_no_format_of_datasets(tmp_path):

@@ -182,6 +182,53 @@ def test_images_with_folders_of_splits(tmp_path):
         build("image_folder", path=str(tmp_path / "val" / "cow"), num_workers=0).dataset("train")
 
 
+@pytest.mark.guarantee
+def test_links_are_followed_without_end_and_files_left_out_are_counted(tmp_path, caplog):
+    caplog.set_level("INFO", logger="armature")
+    root, scratch = tmp_path / "root", tmp_path / "scratch"
+    write_images(root, 2)
+    write_images(scratch, 3)
+    write_images(tmp_path / "third", 1)
+    (root / "cat" / "part").symlink_to(scratch / "cat")
+    (root / "cat" / "again").symlink_to(scratch / "cat")
+    (root / "dog" / "one.png").symlink_to(scratch / "dog" / "0.png")
+    (root / "cow").symlink_to(tmp_path / "third" / "cat")
+    (scratch / "cat" / "back").symlink_to(root / "cat")
+    (scratch / "cat" / "up").symlink_to(root)
+    (scratch / "cat" / "scan.HEIC").touch()
+    (root / "notes").touch()
+    (root / "loose.png").touch()
+    changes = {"size": 8, "num_workers": 0, "val_fraction": 0, "test_fraction": 0}
+    data = build("image_folder", path=str(root), **changes)
+    found = [str(path.relative_to(root)) for path, _ in data.dataset("train").files]
+    assert found == [
+        *("cat/0.png", "cat/1.png", "cat/again/0.png", "cat/again/1.png", "cat/again/2.png"),
+        *("cow/0.png", "dog/0.png", "dog/1.png", "dog/one.png"),
+    ]
+    assert "train 9, val 0, test 0 images. Left out of data: " in caplog.text
+    for left in ("images in no class folder", "files without an ending", "files ending in .heic"):
+        assert f"1 {left}" in caplog.text
+    (root / "dog" / "lost").symlink_to(tmp_path / "unmounted")
+    with pytest.raises(ConfigError, match=r"lost is a link to .*unmounted, which is not there"):
+        build("image_folder", path=str(root), **changes).dataset("train")
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("train", ["train", "training", "Train"])
+@pytest.mark.parametrize("val", ["val", "valid", "validation", "dev"])
+@pytest.mark.parametrize("test", ["test", "testing"])
+def test_usual_names_of_split_folders_are_known(tmp_path, train, val, test):
+    for folder, count in ((train, 3), (val, 2), (test, 1)):
+        write_images(tmp_path / folder, count)
+    data = build("image_folder", path=str(tmp_path), size=8, num_workers=0)
+    assert [len(data.dataset(split)) for split in ("train", "val", "test")] == [6, 4, 2]
+    assert data.classes == ["cat", "dog"]
+    assert len(data.dataset("predict")) == 2
+    write_images(tmp_path / ("valid" if val != "valid" else "val"), 1)
+    with pytest.raises(ConfigError, match="are names of the val split"):
+        build("image_folder", path=str(tmp_path)).dataset("train")
+
+
 def image_of(tmp_path, image, name="cat/1.png", **options):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     image.save(tmp_path / name, **options)
@@ -337,7 +384,7 @@ def hf(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_palette_images_of_hugging_face_are_refused_or_converted(hf, tmp_path, streaming):
+def test_palette_images_of_hugging_face_are_read_as_shown(hf, tmp_path, streaming):
     from datasets import Dataset, Features, Value
     from datasets import Image as Column
 
@@ -356,12 +403,108 @@ def test_palette_images_of_hugging_face_are_refused_or_converted(hf, tmp_path, s
         "inputs": "x",
         "streaming": streaming,
     }
-    with pytest.raises(ConfigError, match=r"has Pillow's mode P, .*Type data.image_mode=RGB"):
-        hf(**changes).dataset("train")
-    found = [sample["inputs"] for sample in hf(image_mode="RGB", **changes).dataset("train")]
-    assert [(255 * image[:, 0, 0]).round().tolist() for image in found] == [
-        list(color) for color in colors
-    ]
+    for mode in (None, "RGB"):
+        found = [sample["inputs"] for sample in hf(image_mode=mode, **changes).dataset("train")]
+        assert [(255 * image[:, 0, 0]).round().tolist() for image in found] == [
+            list(color) for color in colors
+        ]
+
+
+def image_rows(tmp_path, images):
+    """Write a data set of these images as a folder of save_to_disk, and return its path."""
+    from datasets import Dataset, Features, Value
+    from datasets import Image as Column
+
+    features = Features({"x": Column(), "y": Value("int64")})
+    rows = Dataset.from_dict({"x": images, "y": [0] * len(images)}, features=features)
+    rows.save_to_disk(tmp_path / "images")
+    return str(tmp_path / "images")
+
+
+def grey_images(count):
+    """Images that show grey, of four modes that store it differently."""
+    images = []
+    for i in range(count):
+        pixels = np.random.default_rng(i).integers(0, 256, (4, 4)).astype(np.uint8)
+        image = Image.fromarray(pixels)
+        as_palette = image.convert("RGB").quantize(16)
+        images.append([image, as_palette, image.convert("1"), image.convert("LA")][i % 4])
+    return images
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("colored", [False, True])
+def test_images_of_mixed_modes_have_the_brightness_they_show(
+    hf, tmp_path, streaming, colored, caplog
+):
+    caplog.set_level("INFO", logger="armature")
+    images = grey_images(40)
+    if colored:
+        images[1] = Image.new("RGB", (4, 4), (9, 80, 200)).quantize(4)
+    path = image_rows(tmp_path, images)
+    mode = "RGB" if colored else "L"
+    for typed in (None, mode):
+        data = hf(path=path, inputs="x", streaming=streaming, image_mode=typed)
+        for image, sample in zip(images, data.dataset("train"), strict=True):
+            expected = np.array(image.convert(mode), np.float32).reshape(4, 4, -1) / 255
+            assert np.array_equal(sample["inputs"].numpy(), expected.transpose(2, 0, 1))
+    assert f"have Pillow's modes 1, L, LA, P; all are read as {mode}" in caplog.text
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize(
+    ("image", "says"),
+    [
+        (Image.new("RGB", (4, 4), (255, 0, 0)), "mode RGB and shows colors"),
+        (Image.new("RGB", (4, 4), (255, 0, 0)).quantize(4), "mode P and shows colors"),
+        (Image.new("LA", (4, 4), (9, 100)), "mode LA and shows transparency"),
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_an_image_that_shows_more_than_those_looked_at_is_refused(
+    hf, tmp_path, image, says, streaming
+):
+    images = [Image.new("L", (4, 4), 7)] * 200
+    images[101] = image  # not among those looked at
+    path = image_rows(tmp_path, images)
+    found = hf(path=path, inputs="x", streaming=streaming).dataset("train")
+    with pytest.raises(ConfigError, match=rf"{says}, .* read as L. Type data.image_mode=RGB"):
+        list(found if streaming else (found[i] for i in range(200)))
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("streaming", [False, True])
+def test_folders_of_save_to_disk_are_read(hf, tmp_path, streaming):
+    from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+
+    features = Features({"x": Value("float32"), "y": ClassLabel(names=["b", "a"])})
+    rows = Dataset.from_dict({"x": range(10), "y": [0, 1] * 5}, features=features)
+    rows.save_to_disk(tmp_path / "one")
+    parts = {"train": rows.select(range(7)), "validation": rows.select(range(7, 10))}
+    DatasetDict(parts).save_to_disk(tmp_path / "several")
+    for name, splits in {
+        "one": {"train": "train[:70%]", "val": "train[70%:]", "test": None},
+        "several": {"train": "train", "val": "validation", "test": None},
+    }.items():
+        data = hf(path=str(tmp_path / name), inputs="x", splits=splits, streaming=streaming)
+        for split, expected in (("train", range(7)), ("val", range(7, 10))):
+            samples = list(data.dataset(split)) if streaming else [*data.dataset(split)]
+            assert [sample["inputs"].item() for sample in samples] == list(expected)
+            assert [sample["targets"].item() for sample in samples] == [i % 2 for i in expected]
+        assert data.classes == ["b", "a"]
+    lone = hf(path=str(tmp_path / "one"), inputs="x", splits={"train": "train", "val": "nosuch"})
+    with pytest.raises(ConfigError, match=r'split nosuch: .*"nosuch".*Type data.splits.val=…'):
+        lone.dataset("val")
+
+
+@pytest.mark.guarantee
+def test_linked_folders_that_datasets_leaves_out_are_refused(hf, tmp_path):
+    write_images(tmp_path / "images", 2)
+    write_images(tmp_path / "scratch", 2)
+    (tmp_path / "images" / "cat" / "more").symlink_to(tmp_path / "scratch" / "cat")
+    with pytest.raises(ConfigError, match=r"more is a link to a folder, .*data=image_folder"):
+        hf(path="imagefolder", data_dir=str(tmp_path / "images"), inputs="image").dataset("train")
 
 
 def test_images_of_16_bits_of_hugging_face_are_refused(hf, tmp_path):

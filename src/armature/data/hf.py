@@ -8,9 +8,11 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,14 +22,14 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 from typing_extensions import override
 
-from armature.data import extras
+from armature.data import extras, pixels
 from armature.data.base import Split
 from armature.data.labels import LabeledData, ordered
 from armature.errors import ConfigError, error_line
 
 log = logging.getLogger(__name__)
 
-PIXELS = ("L", "RGB", "RGBA")  # Pillow's modes whose numbers are brightness in 8 bits
+_LOOKS = 32  # images, spread over the split, that decide how all are read
 Of = dict[str, str | list[str]]  # columns by name in a sample
 
 
@@ -40,8 +42,8 @@ class HFData(LabeledData):
     targets.
 
     Args:
-        path: a name on the hub; or csv, json, parquet, text, imagefolder … with data_files or
-            data_dir.
+        path: a name on the hub; csv, json, parquet, text, imagefolder … with data_files or
+            data_dir; or a folder written by save_to_disk (of one data set: the split train).
         name: the configuration of the data set, if it has several.
         data_files, data_dir: of local files.
         splits: their names there, for train, val and test; null: there is none.
@@ -49,8 +51,8 @@ class HFData(LabeledData):
         targets: a column.
         streaming: read the samples one after the other, without downloading all of them first.
         classes: whether texts as targets are names of classes; else they stay texts.
-        image_mode: turn images into this mode of Pillow's: L, RGB or RGBA. None: they have it
-            already.
+        image_mode: read images in this mode of Pillow's: L, RGB or RGBA. None: L if all show grey,
+            RGBA if all have it, else RGB; an image that shows more is refused.
         loader: batch sizes and the other arguments of DataModule.
     """
 
@@ -96,6 +98,11 @@ class HFData(LabeledData):
             )
         # rows by split, since a name on the hub is looked up at each load
         self._loaded: dict[str, Any] = {}
+        self._mode: str | None = None  # that all images are read in
+        if image_mode not in (None, *pixels.MODES):
+            raise ConfigError(
+                f"data.image_mode={image_mode}: type {', '.join(pixels.MODES)} or null."
+            )
 
     @override
     def dataset(self, split: Split) -> Any:
@@ -111,7 +118,6 @@ class HFData(LabeledData):
         if split == "predict" and known is not None and self.targets not in known:
             del columns["targets"]
         self._check(rows, _flat(columns))
-        rows = self._with_pixels(rows)
         names = self._class_names(rows) if "targets" in columns else None
         if names is not None and split != "predict" and self._has_unlabeled(rows, split):
             return None
@@ -123,10 +129,12 @@ class HFData(LabeledData):
             keys = names if _is_text(rows, self.targets) else range(len(names))
             # -1: not labeled
             numbers = dict(zip(keys, self.numbers(names, where=where), strict=True)) | {-1: -1}
-        rows = rows.with_format("torch")
+        where = f"{self._where}, split {self.splits[of]}"
+        images = self._image_columns(rows, where)
+        rows = undecoded(rows, images).with_format("torch")
         if self.source["streaming"]:
-            return StreamedColumns(rows, columns, numbers)
-        return Columns(rows, columns, numbers, where=f"{self._where}, split {self.splits[of]}")
+            return StreamedColumns(rows, columns, numbers, images=images)
+        return Columns(rows, columns, numbers, where=where, images=images)
 
     @override
     def names(self) -> dict[str, list[str]]:
@@ -172,33 +180,42 @@ class HFData(LabeledData):
         log.info("%s: the run does not test (data.splits.test=null).", where)
         return True
 
-    def _with_pixels(self, rows: Any) -> Any:
-        """Return the rows with images of `image_mode`.
-
-        Raises ConfigError if numbers of the first are no brightness.
-        """
+    def _image_columns(self, rows: Any, where: str) -> dict[str, ImageColumn]:
+        """Return how the images of the inputs are read."""
         datasets = extras.load("datasets", needed_by="data=hf")
-        for column in _flat(Of(inputs=self.inputs)):
-            if not isinstance((rows.features or {}).get(column), datasets.Image):
-                continue
-            first = next(iter(rows.select_columns([column])), {column: None})[column]
-            mode = getattr(first, "mode", "RGB")
-            where = (
-                f"data.path={self.path}: the first image of column {column} has Pillow's mode "
-                f"{mode}"
-            )
-            if mode.startswith(("I", "F")):
-                raise ConfigError(
-                    f"{where}, whose pixels have more than 8 bits. Convert the images to 8 bits."
-                )
-            if self.image_mode is not None:
-                rows = rows.cast_column(column, datasets.Image(mode=self.image_mode))
-            elif mode not in PIXELS:
-                raise ConfigError(
-                    f"{where}, whose numbers are not brightness. Type data.image_mode=RGB (or L: "
-                    "grey)."
-                )
-        return rows
+        features = rows.features or {}
+        return {
+            column: ImageColumn(datasets.Image(), self._reader(rows, column, where), where)
+            for column in _flat(Of(inputs=self.inputs))
+            if isinstance(features.get(column), datasets.Image)
+        }
+
+    def _reader(self, rows: Any, column: str, where: str) -> pixels.Reader:
+        """Return the reader of all images. The first split that is asked for decides the mode."""
+        cells = undecoded(rows, [column]).select_columns([column])
+        if self.source["streaming"]:
+            looked = [row[column] for row in islice(cells, _LOOKS)]
+            samples = range(len(looked))
+        else:
+            samples = sorted({i * (len(cells) - 1) // (_LOOKS - 1) for i in range(_LOOKS)})
+            looked = [cells[i][column] for i in samples if len(cells)]
+        feature = extras.load("datasets", needed_by="data=hf").Image()
+        opened = [
+            _opened(feature, cell, where=f"{where}: sample {i}")
+            for i, cell in zip(samples, looked, strict=False)
+        ]
+        if self._mode is None:
+            self._mode = self.image_mode or pixels.common_mode(opened)
+            if len(found := sorted({image.mode for image in opened})) > 1:
+                log.info(
+                    "%s: images of column %s have Pillow's modes %s; all are read as %s "
+                    "(data.image_mode=%s).",
+                    where, column, ", ".join(found), self._mode, self.image_mode or "null",
+                )  # fmt: skip
+        reader = pixels.Reader(self._mode, typed=self.image_mode is not None)
+        for i, image in zip(samples, opened, strict=False):
+            reader(image, where=f"{where}: sample {i}")
+        return reader
 
     def _check(self, rows: Any, columns: list[str]) -> None:
         known = rows.column_names
@@ -227,10 +244,17 @@ class HFData(LabeledData):
                 f"data.path={self.path}: a format, but no files. Type data.data_files=… or "
                 "data.data_dir=…, too."
             )
+        self._check_links()
         unreachable = self._unreachable
         try:
             with _offline(datasets) if unreachable else nullcontext():
-                rows = self._loaded[split] = datasets.load_dataset(split=name, **self.source)
+                rows = self._loaded[split] = (
+                    self._from_disk(datasets, self._saved_folder, name)
+                    if self._saved_folder
+                    else datasets.load_dataset(split=name, **self.source)
+                )
+            if not self.source["streaming"]:
+                log.info("%s, split %s: %s samples.", self._where, name, f"{len(rows):,}")
             return rows
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
             if unreachable and isinstance(error, ConnectionError):
@@ -252,6 +276,44 @@ class HFData(LabeledData):
             raise ConfigError(f"{self._where}, split {name}: {said}. Type {remedy}.") from error
 
     @property
+    def _saved_folder(self) -> str | None:
+        """The path, if save_to_disk wrote it."""
+        if any(self.source[key] for key in ("name", "data_files", "data_dir")):
+            return None
+        folder = Path(self.path).expanduser()
+        one = (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
+        return str(folder) if one or (folder / "dataset_dict.json").is_file() else None
+
+    def _from_disk(self, datasets: Any, folder: str, name: str | None) -> Any:
+        """Return a split of a saved folder, of the same expressions as load_dataset's."""
+        found = datasets.load_from_disk(folder)
+        splits = {**found} if isinstance(found, datasets.DatasetDict) else {"train": found}
+        sizes = {split: len(rows) for split, rows in splits.items()}
+        parts = datasets.ReadInstruction.from_spec(name).to_absolute(sizes)
+        rows = datasets.concatenate_datasets(
+            [
+                splits[part.splitname].with_format(None).select(range(part.from_, part.to))
+                for part in parts
+            ]
+        )
+        return rows.to_iterable_dataset() if self.source["streaming"] else rows
+
+    def _check_links(self) -> None:
+        """Raise ConfigError for links to folders of files, which datasets leaves out silently."""
+        folder = self.source["data_dir"] or self.path
+        if self.source["data_files"] or not os.path.isdir(folder):
+            return
+        for parent, names, _ in os.walk(folder):
+            names[:] = [name for name in names if not name.startswith(".")]
+            for name in names:
+                if (link := Path(parent, name)).is_symlink():
+                    raise ConfigError(
+                        f"{self._where}: {link} is a link to a folder, which the package datasets "
+                        "leaves out. Put the files there, or name them with data.data_files=… "
+                        "(data=image_folder follows links)."
+                    )
+
+    @property
     def _where(self) -> str:
         """The data, for messages: a format alone, such as csv, says nothing."""
         files = self.source["data_files"] or self.source["data_dir"]
@@ -266,6 +328,7 @@ class HFData(LabeledData):
         datasets = extras.load("datasets", needed_by="data=hf")
         if (
             os.path.isdir(self.path)
+            or self._saved_folder
             or _is_format(datasets, self.path)
             or datasets.config.HF_HUB_OFFLINE
         ):
@@ -300,13 +363,53 @@ def _offline(datasets: Any) -> Iterator[None]:
         datasets.config.HF_HUB_OFFLINE = before
 
 
+@dataclass(frozen=True)
+class ImageColumn:
+    """Reads the images of a column that datasets has not decoded."""
+
+    feature: Any
+    reader: pixels.Reader
+    where: str
+
+    def __call__(self, cell: Any, index: int | None) -> torch.Tensor:
+        """Return pixels (C, H, W) in 8 bits. Raises ConfigError."""
+        where = f"{self.where}: {'an image' if index is None else f'sample {index}'}"
+        image = _opened(self.feature, cell, where=where)
+        return torch.from_numpy(self.reader(image, where=where))
+
+
+def undecoded(rows: Any, columns: Iterable[str]) -> Any:
+    """Return the rows with images as their files' bytes or paths."""
+    datasets = extras.load("datasets", needed_by="data=hf")
+    for column in columns:
+        rows = rows.cast_column(column, datasets.Image(decode=False))
+    return rows
+
+
+def _opened(feature: Any, cell: Any, *, where: str) -> Any:
+    """Return an image. Raises ConfigError for an empty cell and a damaged image."""
+    try:
+        if cell is not None:
+            return feature.decode_example(cell)
+    except (OSError, ValueError, SyntaxError) as error:  # as Pillow's formats raise
+        raise ConfigError(f"{where} cannot be read ({error}). Remove it.") from error
+    raise ConfigError(f"{where} is empty. Remove it.")
+
+
 class Columns(Dataset[dict[str, Any]]):
     """Two columns of a map-style data set."""
 
     def __init__(
-        self, rows: Any, columns: Of, numbers: dict[Any, int] | None = None, *, where: str = ""
+        self,
+        rows: Any,
+        columns: Of,
+        numbers: dict[Any, int] | None = None,
+        *,
+        where: str = "",
+        images: dict[str, ImageColumn] | None = None,
     ) -> None:
         self.rows, self.columns, self.numbers, self.where = rows, columns, numbers, where
+        self.images = images or {}
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -319,28 +422,42 @@ class Columns(Dataset[dict[str, Any]]):
             raise ConfigError(
                 f"{self.where}: sample {index} cannot be read ({error}). Remove it."
             ) from error
-        return _sample(row, self.columns, self.numbers)
+        return _sample(row, self.columns, self.numbers, self.images, index)
 
 
 class StreamedColumns(IterableDataset[dict[str, Any]]):
     """Two columns of a streamed data set, read as data/iterable.py says."""
 
-    def __init__(self, rows: Any, columns: Of, numbers: dict[Any, int] | None = None) -> None:
-        self.rows, self.columns, self.numbers = rows, columns, numbers
+    def __init__(
+        self,
+        rows: Any,
+        columns: Of,
+        numbers: dict[Any, int] | None = None,
+        *,
+        images: dict[str, ImageColumn] | None = None,
+    ) -> None:
+        self.rows, self.columns, self.numbers, self.images = rows, columns, numbers, images or {}
 
     def set_epoch(self, epoch: int) -> None:
         self.rows.set_epoch(epoch)
 
     @override
     def __iter__(self) -> Any:
-        return (_sample(row, self.columns, self.numbers) for row in self.rows)
+        return (_sample(row, self.columns, self.numbers, self.images) for row in self.rows)
 
 
-def _sample(row: dict[str, Any], columns: Of, numbers: dict[Any, int] | None) -> dict[str, Any]:
+def _sample(
+    row: dict[str, Any],
+    columns: Of,
+    numbers: dict[Any, int] | None,
+    images: dict[str, ImageColumn],
+    index: int | None = None,
+) -> dict[str, Any]:
     """Return a sample.
 
     `numbers`: of targets that are classes, by their text or their number in the data set.
     """
+    row = {**row, **{column: read(row[column], index) for column, read in images.items()}}
     sample = {
         name: row[of] if isinstance(of, str) else _vector(row, of) for name, of in columns.items()
     }
@@ -349,8 +466,9 @@ def _sample(row: dict[str, Any], columns: Of, numbers: dict[Any, int] | None) ->
         sample["targets"] = torch.tensor(
             numbers[target if isinstance(target, str) else int(target)]
         )
-    images = isinstance(sample["inputs"], torch.Tensor) and sample["inputs"].dtype == torch.uint8
-    return {**sample, "inputs": sample["inputs"].float() / 255} if images else sample
+    inputs = sample["inputs"]
+    is_image = isinstance(inputs, torch.Tensor) and inputs.dtype == torch.uint8
+    return {**sample, "inputs": inputs.float() / 255} if is_image else sample
 
 
 def _vector(row: dict[str, Any], columns: list[str]) -> torch.Tensor:

@@ -1,10 +1,12 @@
 """Images in folders, one folder per class: path/cat/1.jpg, or path/train/cat/1.jpg beside path/val
-and path/test.
+and path/test. Links are followed.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +23,14 @@ from armature.data.labels import LabeledData, ordered
 from armature.data.splits import split_indices
 from armature.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm"}
+SPLIT_FOLDERS = {  # in lower case
+    "train": "train", "training": "train",
+    "val": "val", "valid": "val", "validation": "val", "dev": "val",
+    "test": "test", "testing": "test",
+}  # fmt: skip
 
 
 class ImageFiles(Dataset[Batch]):
@@ -99,7 +108,8 @@ class ImageFolderData(LabeledData):
     A trained model's classes keep their numbers. Predictions need no class folders.
 
     Args:
-        path: a folder of class folders; or of `train`, `val` and `test`, each with class folders.
+        path: a folder of class folders; or of `train`, `val` and `test` (or another of
+            SPLIT_FOLDERS' names), each with class folders.
         size: side of an image in pixels (S).
         mean, std: of each channel, subtracted and divided by; pixels lie in [0, 1] before.
         flip: flip half of the training images.
@@ -154,7 +164,7 @@ class ImageFolderData(LabeledData):
                 "in "
                 f"{folder}/cat/1.jpg."
             )
-        empty = [name for name in found if next(_images_below(folder / name), None) is None]
+        empty = [name for name in found if next(_images_below(folder, name), None) is None]
         if empty and len(empty) < len(found):
             raise ConfigError(
                 f"data.path={folder}: the folder {empty[0]} has no images ({_KINDS}). Put some "
@@ -167,33 +177,62 @@ class ImageFolderData(LabeledData):
     def _files(self) -> dict[str, list[tuple[Path, int | None]]]:
         """The images of each split, with their classes."""
         folders = self._split_folders()
+        left_out = {split: Counter[str]() for split in folders or ("data",)}
         if folders:
-            found = {split: self._images(folder) for split, folder in folders.items()}
-            return {"train": [], "val": [], "test": [], **found}
-        every = self._images(self.path)
-        parts = split_indices(len(every), **self.fractions)
-        return {split: [every[i] for i in indices.tolist()] for split, indices in parts.items()}
+            found = {split: self._images(folders[split], left_out[split]) for split in folders}
+            found = {"train": [], "val": [], "test": [], **found}
+        else:
+            every = self._images(self.path, left_out["data"])
+            parts = split_indices(len(every), **self.fractions)
+            found = {
+                split: [every[i] for i in parts[split].tolist()]
+                for split in ("train", "val", "test")
+            }
+        log.info(
+            "data.path=%s: %s images.%s",
+            self.path,
+            ", ".join(f"{split} {len(files):,}" for split, files in found.items()),
+            "".join(
+                f" Left out of {split}: {', '.join(f'{n:,} {kind}' for kind, n in kinds.items())}."
+                for split, kinds in left_out.items()
+                if kinds
+            ),
+        )
+        return found
 
     def _split_folders(self) -> dict[str, Path]:
-        """Return the folders train, val and test; none if the class folders lie in the path
+        """Return the folders of train, val and test; none if the class folders lie in the path
         itself.
+
+        Raises ConfigError for two folders of one split.
         """
         sources.check_class_folders(self.path)
-        found = {
-            split: self.path / split
-            for split in ("train", "val", "test")
-            if (self.path / split).is_dir()
-        }
-        is_class = self.saved is not None and any(split in (self.classes or []) for split in found)
+        found: dict[str, Path] = {}
+        for name in _classes(self.path):
+            split = SPLIT_FOLDERS.get(name.lower())
+            if split is not None:
+                if split in found:
+                    raise ConfigError(
+                        f"data.path={self.path}: both {found[split].name} and {name} are names of "
+                        f"the {split} split. Put their images into one folder, or rename one."
+                    )
+                found[split] = self.path / name
+        is_class = self.saved is not None and any(
+            folder.name in (self.classes or []) for folder in found.values()
+        )
         return {} if is_class or ("train" not in found and self.saved is None) else found
 
-    def _images(self, folder: Path) -> list[tuple[Path, int | None]]:
+    def _images(self, folder: Path, left_out: Counter[str]) -> list[tuple[Path, int | None]]:
+        """Return a split's images with their classes, and count its other files in `left_out`."""
         present = _classes(folder)
+        for file in _visible_files(folder):
+            suffix = _suffix(file.name)
+            left_out["images in no class folder" if suffix in SUFFIXES else _kind(suffix)] += 1
         numbers = self.numbers(present, where=f"data.path: {folder}")
         found: list[tuple[Path, int | None]] = [
             (file, number)
             for name, number in sorted(zip(present, numbers, strict=True), key=lambda pair: pair[1])
-            for file in _files_below(folder / name)
+            for file in _files_below(folder, name, left_out)
         ]
         if not found:
             raise ConfigError(
@@ -209,7 +248,9 @@ class ImageFolderData(LabeledData):
         """
         folders = self._split_folders()
         folder = folders.get("test") or folders.get("val") or folders.get("train") or self.path
-        every = _files_below(folder)
+        loose = [file for file in _visible_files(folder) if _suffix(file.name) in SUFFIXES]
+        in_folders = [file for name in _classes(folder) for file in _files_below(folder, name)]
+        every = sorted([*loose, *in_folders])
         if not every:
             raise ConfigError(f"data.path={folder}: there are no images below it ({_KINDS}).")
         names = [file.relative_to(folder).parts[0] for file in every]
@@ -219,6 +260,18 @@ class ImageFolderData(LabeledData):
             else [None] * len(every)
         )
         return list(zip(every, numbers, strict=True))
+
+
+def _visible_files(folder: Path) -> list[Path]:
+    return [each for each in folder.iterdir() if each.is_file() and each.name[0] != "."]
+
+
+def _suffix(name: str) -> str:
+    return os.path.splitext(name)[1].lower()
+
+
+def _kind(suffix: str) -> str:
+    return f"files ending in {suffix}" if suffix else "files without an ending"
 
 
 _KINDS = ", ".join(sorted(SUFFIXES))
@@ -248,25 +301,46 @@ def _rgb(image: Any, path: Path) -> Any:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def _files_below(folder: Path) -> list[Path]:
-    return sorted(map(Path, _images_below(folder)))
+def _files_below(root: Path, name: str, left_out: Counter[str] | None = None) -> list[Path]:
+    return sorted(map(Path, _images_below(root, name, left_out)))
 
 
-def _images_below(folder: str | Path) -> Iterator[str]:
-    """Yield the files with an image's suffix, except hidden ones.
+def _images_below(root: Path, name: str, left_out: Counter[str] | None = None) -> Iterator[str]:
+    """Yield the files with an image's suffix below root/name, except hidden ones, and count the
+    others in `left_out`.
 
-    Raises ConfigError for what only has its name.
+    Links are followed, but to no folder that holds root/name, nor to one a second time: they would
+    never end. Raises ConfigError for what only has its name.
     """
-    with os.scandir(folder) as found:
-        for entry in found:
-            if entry.name.startswith("."):
-                continue
+    start = root / name
+    real = start.resolve()
+    visited = {str(each) for each in (real, *real.parents, root.resolve())}
+    folders = [(str(start), str(real))]
+    while folders:
+        folder, real_folder = folders.pop()
+        with os.scandir(folder) as found:
+            # links last, so that a folder has its own name where a link leads to it as well
+            entries = sorted(found, key=lambda entry: (entry.is_symlink(), entry.name))
+        entries = [entry for entry in entries if not entry.name.startswith(".")]
+        for entry in entries:
+            if not (entry.is_dir() or entry.is_file()) and (
+                entry.is_symlink() or _suffix(entry.name) in SUFFIXES
+            ):
+                raise ConfigError(
+                    f"data.path: {entry.path} is {sources.what(Path(entry.path))}. Remove it."
+                )
+        below = []
+        for entry in entries:
             if entry.is_dir():
-                if not entry.is_symlink():
-                    yield from _images_below(entry.path)
-            elif os.path.splitext(entry.name)[1].lower() in SUFFIXES:
-                if not entry.is_file():
-                    raise ConfigError(
-                        f"data.path: {entry.path} is {sources.what(Path(entry.path))}. Remove it."
-                    )
+                real_path = os.path.join(real_folder, entry.name)
+                if entry.is_symlink():
+                    real_path = os.path.realpath(real_path)
+                below.append((entry.path, real_path))
+            elif _suffix(entry.name) in SUFFIXES:
                 yield entry.path
+            elif left_out is not None:
+                left_out[_kind(_suffix(entry.name))] += 1
+        for path, real_path in below:
+            if real_path not in visited:
+                visited.add(real_path)
+                folders.append((path, real_path))

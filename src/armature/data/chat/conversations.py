@@ -16,6 +16,7 @@ T = TypeVar("T")
 _SHOWN = 10  # different problems in one message
 _LINES = 1_000  # with a problem, after which no more are read
 _EITHER = '"…", or [{"role": "user", "content": "…"}]'
+_CALL = '{"type": "function", "function": {"name": "…", "arguments": {}}}'
 FORM = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
 
 
@@ -164,10 +165,12 @@ def _message(value: object, *, where: str) -> Message:
             f"{where}: tool_calls must be a list. Got {sources.shown(calls)}. Write a list of "
             "calls."
         )
-    if isinstance(content, list) and all(
-        isinstance(each, dict) and each.get("type") == "text" for each in content
-    ):
-        content = "".join(str(each.get("text", "")) for each in content)
+    if calls:
+        value["tool_calls"] = [
+            _call(call, where=f"{where}.tool_calls[{number}]") for number, call in enumerate(calls)
+        ]
+    if isinstance(content, list) and all(map(_is_text, content)):
+        content = "".join(each["text"] for each in content)
     if value.get("weight", 1) not in (0, 1):
         raise ConfigError(
             f"{where}: weight must be 1, or 0 for a message not to learn. Got "
@@ -176,9 +179,11 @@ def _message(value: object, *, where: str) -> Message:
     if content is None and value["role"] == "assistant" and calls:
         return value  # templates may ask whether it is none
     if not isinstance(content, str):
+        others = ", ".join(sorted(value.keys() - {"role", "content", "weight"}))
+        instead = f" beside {others}" if content is None and others else ""
         raise ConfigError(
-            f"{where}: content must be text. Got {sources.shown(content)}. Images and sound are "
-            "not read."
+            f"{where}: content must be text. Got {sources.shown(content)}{instead}. Images and "
+            "sound are not read, and calls only as tool_calls."
         )
     try:
         content.encode()
@@ -187,3 +192,38 @@ def _message(value: object, *, where: str) -> Message:
             f"{where}: content has half a surrogate pair, which is not text. Remove it."
         ) from error
     return {**value, "content": content}
+
+
+def _is_text(part: object) -> bool:
+    """Return whether a part of a content is text and nothing else."""
+    return (
+        isinstance(part, dict)
+        and part.get("type") == "text"
+        and isinstance(part.get("text"), str)
+        and not any(part[key] for key in part.keys() - {"type", "text"})
+    )
+
+
+def _call(call: object, *, where: str) -> object:
+    """Return a tool call with its arguments as an object: OpenAI's are a JSON text of one.
+
+    Raises ConfigError.
+    """
+    if not isinstance(call, dict):
+        raise ConfigError(f"{where} must be an object. Got {sources.shown(call)}. Write {_CALL}.")
+    if isinstance(function := call.get("function"), dict):
+        return {**call, "function": _call(function, where=f"{where}.function")}
+    if "arguments" not in call:
+        return call
+    arguments = given = call["arguments"]
+    if isinstance(given, str):
+        try:
+            arguments = json.loads(given)
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, dict):
+        raise ConfigError(
+            f"{where}.arguments must be a JSON object, or a text of one. Got "
+            f'{sources.shown(given)}. Write {{"name": value}}, or {{}} for none.'
+        )
+    return {**call, "arguments": arguments}

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 SPLITS = ("train", "val", "test")
 _VERSION = 3  # layout of the cache
 # what a template is given of a message; rows that it does not change keep their fingerprint
-_RENDERING = 2
+_RENDERING = 3
 _TOGETHER = 1024  # conversations that are encoded in one call
 
 
@@ -394,9 +394,8 @@ def encode(
             rendered.append(template.assistant_spans(each.messages, tools=each.tools))
             rendered[-1][0].encode()
         except (NotRenderable, UnicodeEncodeError) as error:
-            raise ConfigError(
-                f"{each.where}: {error}. Mend the line, or name another data.source.template."
-            ) from error
+            remedy = getattr(error, "remedy", NotRenderable.remedy)
+            raise ConfigError(f"{each.where}: {error}. {remedy}.") from error
     encodings = tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
     for conversation, (text, spans), encoding in zip(some, rendered, encodings, strict=True):
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)

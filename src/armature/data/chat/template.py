@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from armature.data import tokenizer as tokens
+from armature.data.sources import shown
 from armature.errors import ConfigError, error_line
 from armature.finetune import folder as model_folder
 
@@ -47,6 +48,9 @@ _ENDS = ("</s>", "<eos>", "<|end_of_text|>", tokens.END_OF_TEXT)
 _RENDERED = {"messages", "tools", "documents", "add_generation_prompt"}
 _END_OF_TURN = r"<[^<>\s]{1,40}>"
 _QUESTION = [{"role": "user", "content": "a"}]
+# of a message, not asked for by every template: the role is what it is, and a result's call is the
+# one in its place
+_PASSIVE = {"role", "tool_call_id"}
 
 Message = dict[str, Any]
 Span = tuple[int, int]
@@ -56,6 +60,59 @@ class NotRenderable(ValueError):
     """A conversation that the template cannot write, or whose assistant turns cannot be found in
     the text.
     """
+
+    remedy = "Mend the line, or name another data.source.template"
+
+
+class UnreadKey(NotRenderable):
+    """A message holds what the template does not read, so that it would be lost."""
+
+    remedy = "Rename the key to one that it reads, remove it, or name another data.source.template"
+
+
+class _Watched(dict[str, Any]):
+    """A message that adds the keys a template asks it for to `_asked`."""
+
+    __slots__ = ("_asked",)
+
+    def __init__(self, message: Message, asked: set[str]) -> None:
+        super().__init__(message)
+        self._asked = asked
+
+    def __getitem__(self, key: str) -> Any:
+        self._asked.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self._asked.add(str(key))
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._asked.add(key)
+        return super().get(key, default)
+
+    def _asked_for_all(self) -> None:
+        self._asked.update(super().keys())
+
+    def __iter__(self) -> Iterator[str]:
+        self._asked_for_all()
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        self._asked_for_all()
+        return super().keys()
+
+    def values(self) -> Any:
+        self._asked_for_all()
+        return super().values()
+
+    def items(self) -> Any:
+        self._asked_for_all()
+        return super().items()
+
+    def copy(self) -> Message:
+        self._asked_for_all()
+        return super().copy()
 
 
 @dataclass(frozen=True)
@@ -88,9 +145,17 @@ class ChatTemplate:
         return re.sub(f"[{_BEGIN}{_END}]", "", self._render(messages, tools, add_generation_prompt))
 
     def _render(
-        self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: list[Any] | None,
+        prompt: bool = False,
+        *,
+        asked: Mapping[str, set[str]] | None = None,
     ) -> str:
+        """As `render`, and add the keys that the template asks messages for to their role's."""
         given = [_with_thoughts(message) for message in messages]
+        if asked is not None:
+            given = [_Watched(message, asked[message["role"]]) for message in given]
         try:
             return self._compiled.render(
                 messages=given,
@@ -119,7 +184,9 @@ class ChatTemplate:
         one mark at a time, by the text before and after the turn, or by the template's own {%
         generation %} tags. Raises NotRenderable.
         """
-        marked = self._render(messages, tools)
+        asked: dict[str, set[str]] = {message["role"]: set() for message in messages}
+        marked = self._render(messages, tools, asked=asked)
+        _check_read(messages, asked)
         if tools and self._ignores_tools(messages, marked):
             raise NotRenderable("the chat template does not write the tools")
         text = re.sub(f"[{_BEGIN}{_END}]", "", marked)
@@ -309,6 +376,28 @@ def _with_thoughts(message: Message) -> Message:
         "reasoning_content": thoughts,
         "thinking": thoughts if thinking is None else thinking,
     }
+
+
+def _check_read(messages: Sequence[Message], asked: Mapping[str, set[str]]) -> None:
+    """Raise UnreadKey for a message with a key that the template asks no message of its role for.
+
+    What is written of an assistant's content and calls is compared with the text instead.
+    """
+    for number, message in enumerate(messages, start=1):
+        role = message["role"]
+        read = asked[role] | _PASSIVE
+        if read & {*_THOUGHTS}:
+            read |= {*_THOUGHTS}  # it gets them under each of these names
+        if role == "assistant":
+            read |= {"content", "tool_calls"}
+        if role == "tool":
+            read |= {"name"}  # of the call in its place
+        for key, value in message.items():
+            if key not in read and value not in (None, "", [], {}):
+                raise UnreadKey(
+                    f"the chat template does not read {key}={shown(value)} of message {number} "
+                    f"({role})"
+                )
 
 
 def _to_json(
