@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+import armature
 from tests import running
 
 pytestmark = [pytest.mark.guarantee, pytest.mark.slow]
@@ -112,8 +113,8 @@ def test_evaluation_calls_hooks_with_the_checkpoint_s_state(split, trained):
 
 def test_a_callback_typed_where_none_is_called_is_refused(trained):
     typed = "+callbacks.other={_target_:tests.plain_parts.Writer,folder:x}"
-    ended = command(
-        "scripts/convert.py", "outputs/mine", "x.safetensors", PACKAGES, typed, cwd=trained
-    )
+    ended = command("scripts/convert.py", "outputs/mine", "x.safetensors", typed, cwd=trained)
     assert ended.returncode == 2
-    assert "only evaluate.py and predict.py call callbacks" in ended.stderr
+    assert f"{typed} would change nothing here" in ended.stderr
+    with pytest.raises(ValueError, match=r"only evaluate\.py and predict\.py call"):
+        armature.load(trained / "outputs" / "mine", overrides=[typed], packages=["tests"])

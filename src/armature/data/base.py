@@ -530,7 +530,7 @@ class DataModule(L.LightningDataModule):
         a resume there.
         """
         epoch, place = self.epoch_position()
-        first_step = place < self.global_batch_size
+        first_step = place < self.global_batch_size <= self.train_size
         closing = (
             first_step and self.trainer is not None and self.trainer.current_epoch == epoch - 1
         )

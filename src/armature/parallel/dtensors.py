@@ -299,22 +299,23 @@ def _gather_if_mixed(
     possible: bool,
 ) -> Any:
     kwargs = kwargs or {}
-    changed = args[:1] if _is_in_place(func.__name__) else kwargs.get("out")
     sharded, plain = _operands((args, kwargs))
-    in_place = any(each.requires_grad for each in _operands(changed)[0])
-    into_shards = changed is not None and bool(_operands(changed)[0])
-    if func.__name__ in _OF_THE_LEAF or (into_shards and not (plain and in_place)):
+    if func.__name__ in _OF_THE_LEAF or not any(map(_is_over_data, sharded)):
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
+    changed, whole = _operands(args[:1] if _is_in_place(func.__name__) else kwargs.get("out"))
+    if changed and not (plain and any(each.requires_grad for each in changed)):
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
     in_use = any(map(_is_in_use, sharded))
-    if plain and any(map(_is_over_data, sharded)):
-        if into_shards or not possible:
+    numbers = not any(each.ndim or each.requires_grad for each in plain)
+    if plain and (evaluates or in_use or whole or not numbers):  # else of an average or a gradient
+        if changed or not possible:
             raise RuntimeError(f"{func.__name__}: got {MIXED}.")
-        # else a factor of an average or a gradient
-        if evaluates or in_use or any(each.ndim or each.requires_grad for each in plain):
-            args, kwargs = pytree.tree_map_only(DTensor, _gathered, (args, kwargs))
-            return func(*args, **kwargs)
+        args, kwargs = pytree.tree_map_only(DTensor, _gathered, (args, kwargs))
+        return func(*args, **kwargs)
     learns = torch.is_grad_enabled()
-    placed = pytree.tree_map_only(DTensor, _placed, (args, kwargs)) if learns else (args, kwargs)
+    placed = (args, kwargs)
+    if learns and possible:
+        placed = pytree.tree_map_only(DTensor, _placed, placed)
     try:
         result = torch._C._disabled_torch_function_impl(func, types, *placed)
     except RuntimeError as error:

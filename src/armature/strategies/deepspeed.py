@@ -315,7 +315,7 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
                 tensors |= {
                     prefix + key: value for key, value in sample.items() if key not in shaped
                 }
-        groups = optimizers.param_groups(inner, self._groups, self.built_groups[0])
+        groups = optimizers.param_groups(inner, self._groups, next(iter(self.built_groups), ()))
         return {"tensors": tensors, "groups": groups}
 
     @override
@@ -397,7 +397,7 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
                 self._zero.optimizer,
                 self._groups,
                 checkpoint[state.OPTIMIZER][0]["param_groups"],
-                self.built_groups[0],
+                next(iter(self.built_groups), ()),
             )
 
     def _set_full(self, param: Any, value: Tensor, key: str | None = None) -> None:
