@@ -77,7 +77,7 @@ def curves(runs: dict[str, Path], metric: str, *, nested: bool = False) -> None:
         for i, line in enumerate(drawn.lines)
     ]
     drawn = replace(drawn, lines=lines, width=760, height=340)
-    display(SVG(chart.standalone(chart.render(drawn), "light")))
+    display(SVG(chart.standalone(chart.render(drawn))))
 
 
 def losses(path: Path) -> list[float]:
