@@ -85,9 +85,6 @@ runs: $(VENV)/.installed ## List runs: running, finished, stopped or failed, wit
 notebooks: $(VENV)/.installed-dev ## Execute notebooks/, each from a fresh kernel, and write their outputs; ARGS="1 4" for some
 	$(BIN)/python scripts/notebooks.py $(ARGS)
 
-images: $(VENV)/.installed ## Make the images of README.md again, from real runs of some minutes
-	PYTHONPATH=src $(BIN)/python -m benchmarks.readme_images $(ARGS)
-
 # the tools that build the pages have their own environment
 .venv-docs/.installed: requirements-docs.txt | $(VENV)/bin/python
 	$(BIN)/python -m venv --clear .venv-docs
@@ -159,4 +156,4 @@ clean: ## Remove caches; runs and the environment stay
 	rm -rf .site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 .PHONY: help setup setup-finetune new train test test-guarantees test-fast test-all test-gpu prove \
-	runs docs notebooks images docs-check lock bench checks size format clean
+	runs docs notebooks docs-check lock bench checks size format clean

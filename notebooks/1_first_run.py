@@ -48,8 +48,7 @@ curves({"first": first}, "val/accuracy")
 # %% [markdown]
 # The same curves, the configuration with all that differs from the defaults, images with
 # predictions, speed and memory are in `report.html`: open it in a browser, also while the run
-# trains. `scripts/plot.py` draws curves as SVG files, and `scripts/compare.py` puts runs side by
-# side. A second run, with another learning rate:
+# trains. `scripts/compare.py` puts runs side by side. A second run, with another learning rate:
 
 # %%
 run(f"{digits} optimizer.lr=2e-3 run.name=slower", folder=folder)

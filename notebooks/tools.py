@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from armature.pages import chart, history
+from armature.pages.curves import metric as metric_of
 
 
 def fresh(name: str) -> Path:
@@ -61,16 +62,22 @@ def run(command: str, *, folder: Path, expect: int | None = 0, last: int = 12) -
         raise RuntimeError(f"exit code {result.returncode}:\n{result.stderr}")
 
 
-def curves(runs: dict[str, Path], metric: str, *, nested: bool = False, **options) -> None:
-    """Show one metric of several runs, by the names that the legend gives them."""
-    from scripts import plot
+def curves(runs: dict[str, Path], metric: str, *, nested: bool = False) -> None:
+    """Show one metric of several runs, by the names that the legend gives them.
 
+    `nested`: the first curve is the widest, so that all that coincide are seen.
+    """
     found = []
     for name, path in runs.items():
         run = history.read(path)
         found.append(replace(run, config={**run.config, "run.name": name}))
-    drawn = plot.draw(found, metric, nested=nested, **options)
-    display(SVG(chart.standalone(chart.render(drawn), "light")))
+    drawn = metric_of(found, metric, window=1 if nested else None, marks=len(found) == 1)
+    lines = [
+        replace(line, width=2.2 * (len(found) - i), dots=False) if nested else line
+        for i, line in enumerate(drawn.lines)
+    ]
+    drawn = replace(drawn, lines=lines, width=760, height=340)
+    display(SVG(chart.standalone(chart.render(drawn))))
 
 
 def losses(path: Path) -> list[float]:

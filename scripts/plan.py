@@ -2,12 +2,9 @@ r"""Which strategy, how many GPUs, will it fit, how long will it take? Needs no 
 
 python scripts/plan.py model=llama3_8b data=synthetic hardware=h100_80gb
     tries 1, 2, 4 … 64 GPUs
-python scripts/plan.py model=llama3_8b data=synthetic hardware=h100_80gb trainer.devices=8 \
-    --svg plan.svg
+python scripts/plan.py model=llama3_1b data=synthetic hardware=a100_40gb trainer.devices=8
 python scripts/plan.py experiment=llama3_70b data.path=tokens hardware=h200 trainer.devices=8 \
     trainer.num_nodes=8
-python scripts/plan.py model=llama3_1b data=synthetic hardware=a100_40gb trainer.devices=8 \
-    --budget 5000h
 
 Takes train.py's command line. hardware=NAME is a file of configs/hardware/, or `this`. The
 micro-batch and recomputation are chosen, unless they are typed. docs/planner.md explains the
@@ -16,7 +13,6 @@ result.
 
 import argparse
 import math
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -26,12 +22,12 @@ sys.path.insert(0, str(ROOT / "src"))
 
 from omegaconf import DictConfig
 
-from armature import cli, files
+from armature import cli
 from armature.data import batching
 from armature.errors import ConfigError
 from armature.finetune import check as pretrained
 from armature.layout import Layout
-from armature.planner import budget, devices, layouts, picture, ranking, refine, seconds, text
+from armature.planner import devices, layouts, ranking, refine, text
 from armature.planner.setup import cost_of, setup_of
 from armature.simulation import settings
 from armature.training.limits import prefer_typed
@@ -63,13 +59,6 @@ def main() -> None:
         help="tokens (or samples) to train on, instead of the configuration's",
     )
     parser.add_argument(
-        "--budget",
-        help="FLOPs as in 1e22, or GPU hours as in 5000h: the compute-optimal sizes for it",
-    )
-    parser.add_argument(
-        "--svg", type=Path, metavar="FILE", help="draw memory and throughput of the layouts"
-    )
-    parser.add_argument(
         "--config-dir", help="a folder with your own configurations, as for train.py"
     )
     arguments, typed = cli.parse_overrides(parser, purpose=", as for train.py")
@@ -85,23 +74,6 @@ def check(arguments: argparse.Namespace) -> None:
     problems = []
     if arguments.tokens is not None and not 0 < arguments.tokens < math.inf:
         problems.append(f"--tokens {arguments.tokens:g}: type a number above 0, such as 1e11.")
-    if arguments.budget is not None:
-        try:
-            budget.flops_of(arguments.budget, flops_per_device_second=1.0)
-        except ConfigError as error:
-            problems += error.problems
-    if (target := arguments.svg) is not None:
-        folder = target.parent
-        what = (
-            files.why_not_writable(target)
-            if os.path.isdir(folder)
-            else f"there is no folder {folder}"
-        )
-        problems += (
-            [f"--svg {target}: {what}. Type the name of a file in a folder that exists."]
-            if what
-            else []
-        )
     problems += cli.config_dir_problems(arguments.config_dir)
     if problems:
         raise ConfigError(problems)
@@ -182,33 +154,6 @@ def plan(arguments: argparse.Namespace, typed: list[str]) -> None:
             if needed
             else "It does not fit on 4,096 GPUs either: take a smaller model."
         )
-    if arguments.budget:
-        best = runs[0]
-        rate = (
-            sum(best.units_per_second)
-            / 2
-            * cost.flops_per_sample
-            / cost.units_per_sample
-            / best.world_size
-        )
-        flops = budget.flops_of(arguments.budget, flops_per_device_second=rate)
-        print(
-            "",
-            *text.optimum_lines(
-                budget.optimum(flops),
-                parameters=cost.parameters,
-                matching=budget.optimal_tokens(cost.parameters),
-            ),
-            f"At the best layout's rate, {rate / seconds.peak_flops(best.setup, device):.0%} of "
-            "the "
-            "peak, that takes "
-            f"{flops / rate / 3600:,.0f} GPU hours.",
-            sep="\n",
-        )
-    if arguments.svg:
-        title = f"{cost.parameters / 1e9:.2f} billion parameters on {device.name}"
-        arguments.svg.write_text(picture.svg(runs, title=title, unit=cost.unit))
-        print(f"\n{arguments.svg} shows the layouts.")
 
 
 def composed(typed: list[str]) -> tuple[DictConfig, devices.Device]:

@@ -37,7 +37,6 @@ TAKE_OVERRIDES = (
         "train.py",
         "train.sbatch",
         "run.sh",
-        "submit.py",
         "plan.py",
         "simulate.py",
         "doctor.py",
@@ -45,7 +44,7 @@ TAKE_OVERRIDES = (
     ),
     "prove.py",
 )
-OWN_KEYS = ("slurm", "hardware=", "out=")  # of a script, not of the configuration
+OWN_KEYS = ("hardware=", "out=")  # of a script, not of the configuration
 CREATED = (  # by users, and by runs
     "src/mine", "src/moons", "src/points", "tests/test_moons.py", "configs/local/default.yaml",
     "benchmarks/history.jsonl",

@@ -104,7 +104,6 @@ def test_a_clone_with_a_model_and_a_name_of_its_own_passes_its_checks(tmp_path):
         "data/test_data_configs.py",
         "test_new.py",
         "test_readme.py",
-        "slurm/test_submit.py",
     )
     chosen = ("-m", "not slow", "-k", "not misspelt", *(f"tests/{file}" for file in readers))
     call("-m", "pytest", "-p", "no:cacheprovider", *chosen, cwd=tmp_path)

@@ -3,7 +3,6 @@
 tests/test_docs.py checks links, paths and commands of all documents.
 """
 
-import html
 import re
 import shlex
 import shutil
@@ -17,7 +16,6 @@ from hydra import compose, initialize_config_dir
 from armature import config
 from armature.validation import parallelism as checks
 from armature.validation import quoting
-from scripts import reference
 from tests import running
 from tests.features import refused
 
@@ -203,17 +201,6 @@ def test_every_module_that_a_page_runs_exists():
     }:
         path = ROOT / name.replace(".", "/")
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), name
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_the_terminal_that_is_shown_names_every_strategy(theme):
-    text = html.unescape((ROOT / "docs" / "images" / f"terminal-{theme}.svg").read_text()).replace(
-        "\xa0", " "
-    )
-    lines = re.findall(r"<text[^>]*>([^<]*)</text>", text)
-    options = "".join(lines).partition("Options: ")[2].partition(".")[0]
-    shipped = [path.stem for path in reference.shown() if path.parent.name == "strategy"]
-    assert re.split(r",\s*", options) == sorted(shipped), "type make images ARGS=terminal"
 
 
 def test_every_image_exists_for_light_and_dark_pages_and_asks_for_nothing():

@@ -11,8 +11,8 @@ from armature.pages import chart
 NS = "{http://www.w3.org/2000/svg}"
 
 
-def parsed(drawn: chart.Chart, theme: str = "light") -> ET.Element:
-    return ET.fromstring(chart.standalone(chart.render(drawn), theme))
+def parsed(drawn: chart.Chart) -> ET.Element:
+    return ET.fromstring(chart.standalone(chart.render(drawn)))
 
 
 def points(root: ET.Element) -> list[list[tuple[float, float]]]:

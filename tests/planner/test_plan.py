@@ -2,7 +2,6 @@
 
 import argparse
 import re
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from types import ModuleType
 
@@ -37,10 +36,8 @@ def layouts(text: str) -> list[str]:
     return re.findall(r"^(\S.*?) {2,}\d+ +\d+ (?:none|selective|every)", text, re.MULTILINE)
 
 
-def test_layouts_are_ranked_with_the_command_of_the_first(plan, tmp_path: Path) -> None:
-    out = plan(
-        *RUN, "hardware=h100_80gb", "trainer.devices=8", "--quick", f"--svg={tmp_path / 'plan.svg'}"
-    )
+def test_layouts_are_ranked_with_the_command_of_the_first(plan) -> None:
+    out = plan(*RUN, "hardware=h100_80gb", "trainer.devices=8", "--quick")
     found = layouts(out)
     assert len(found) >= 10
     assert found[0] == "fsdp 8"
@@ -51,14 +48,6 @@ def test_layouts_are_ranked_with_the_command_of_the_first(plan, tmp_path: Path) 
     )
     assert re.search(r"^ddp .* does not fit$", out, re.MULTILINE)
     assert "ddp on 8: strategy=fsdp instead" in out
-    drawn = ElementTree.parse(tmp_path / "plan.svg").getroot()
-    assert len(drawn) > 5 * len(found)
-    words = [each.text for each in drawn if each.tag.endswith("}text")]
-    assert {"GiB", "tokens/s", "0", "25", "50", "75", "100", "20k", "has 79.1 GiB"} <= {
-        *words
-    }  # axes
-    assert "150.3" in words  # a bar longer than the axis has its number
-    assert "prefers-color-scheme:dark" in (tmp_path / "plan.svg").read_text()
 
 
 def test_an_open_number_of_gpus_is_answered_for_each(plan, monkeypatch) -> None:

@@ -1,8 +1,7 @@
 """Line charts as SVG, without a plotting library.
 
-Colors are CSS variables: `standalone` sets them for one theme, or for both by the reader's
-preference; a page sets them
-for all its charts.
+Colors are CSS variables, which a page sets for all its charts, for a light and a dark theme by the
+reader's preference. `standalone` fills in the light ones.
 """
 
 from __future__ import annotations
@@ -149,17 +148,12 @@ def render(chart: Chart) -> str:
     return "".join([*parts, *legend, "</svg>"])
 
 
-def standalone(svg: str, theme: str = "auto") -> str:
-    """Return an SVG file: `light`, `dark`, or `auto`, which follows the reader's preference."""
-    if theme == "auto":
-        dark = f"@media(prefers-color-scheme:dark){{svg{{{_variables('dark')}}}}}"
-        head = f"<style>svg{{{_variables('light')}}}{dark}</style>"
-    else:
-        colors = THEMES[theme]
-        svg, head = re.sub(r"var\(--(\w+)\)", lambda found: colors[found[1]], svg), ""
-    ground = "var(--ground)" if theme == "auto" else THEMES[theme]["ground"]
+def standalone(svg: str) -> str:
+    """Return an SVG file in the colors of the light theme."""
+    colors = THEMES["light"]
+    svg = re.sub(r"var\(--(\w+)\)", lambda found: colors[found[1]], svg)
     end = svg.index(">") + 1
-    return f'{svg[:end]}{head}<rect width="100%" height="100%" fill="{ground}"/>{svg[end:]}\n'
+    return f'{svg[:end]}<rect width="100%" height="100%" fill="{colors["ground"]}"/>{svg[end:]}\n'
 
 
 def stylesheet() -> str:

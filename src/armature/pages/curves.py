@@ -21,7 +21,6 @@ def metric(
     name: str,
     *,
     window: int | None = None,
-    x: str = "step",
     marks: bool = False,
 ) -> Chart:
     """Return one metric of several runs, each in its color; of one run, also with its restarts
@@ -32,14 +31,14 @@ def metric(
     """
     lines: list[Line] = []
     for i, run in enumerate(runs):
-        xs, ys = run.curve(name, x=x)
+        xs, ys = run.curve(name)
         lines += curve(xs, ys, label=run.name if len(runs) > 1 else "", color=i, window=window)
     starts = (
-        [(float(start[x]), "restart") for start in runs[0].starts if start.get(x)]
-        if marks and x == "step"
+        [(float(start["step"]), "restart") for start in runs[0].starts if start.get("step")]
+        if marks
         else []
     )
-    return Chart(title=name, lines=lines, x_label=x, marks=starts)
+    return Chart(title=name, lines=lines, marks=starts)
 
 
 def curve(
@@ -99,7 +98,7 @@ def experts(run: History) -> list[Chart]:
     """Return the load of a mixture's experts: its extremes in every step, and each expert's in the
     last one.
     """
-    found = [(name, *run.curve(f"experts/load_{name}", x="step")) for name in ("max", "min")]
+    found = [(name, *run.curve(f"experts/load_{name}")) for name in ("max", "min")]
     lines = [
         line
         for i, (name, xs, ys) in enumerate(found)

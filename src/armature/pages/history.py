@@ -76,13 +76,13 @@ class History:
     def starts(self) -> list[dict[str, Any]]:
         return [event for event in self.events if event.get("event") == "start"]
 
-    def curve(self, name: str, *, x: str = "step") -> tuple[list[float], list[float]]:
-        """Return the values of a column of either file over those of `x`; rows without one of them
-        are left out.
+    def curve(self, name: str) -> tuple[list[float], list[float]]:
+        """Return the values of a column of either file over the steps; rows without one are left
+        out.
         """
         for table in (self.metrics, self.timings):
-            if name in table and x in table:
-                pairs = zip(table[x], table[name], strict=True)
+            if name in table and "step" in table:
+                pairs = zip(table["step"], table[name], strict=True)
                 # a value that is infinite or NaN is written as such and stays; an empty cell is
                 # None
                 found = [

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from armature.planner import memory, ranking
 from armature.planner.auto import HEADROOM
-from armature.planner.budget import Optimum
 from armature.planner.devices import Device
 from armature.planner.ranking import Candidate
 
@@ -203,16 +202,3 @@ def _named(candidates: Sequence[Candidate]) -> str:
         f"{name} on {', '.join(map(str, sorted(numbers)))}" for name, numbers in counts.items()
     ]
     return f"{'; '.join(parts[:4])}{' …' if len(parts) > 4 else ''}"
-
-
-def optimum_lines(best: Optimum, *, parameters: int, matching: Optimum) -> list[str]:
-    """Return what is said of compute-optimal sizes."""
-    return [
-        f"{best.flops:.2e} FLOPs are best spent on {best.parameters / 1e9:,.2f} billion parameters "
-        "and "
-        f"{best.tokens / 1e9:,.1f} billion tokens (Hoffmann et al., 2022, approach 1).",
-        f"This model, {parameters / 1e9:,.2f} billion parameters, is the optimum for "
-        f"{matching.flops:.2e} FLOPs on "
-        f"{matching.tokens / 1e9:,.1f} billion tokens; with {best.flops:.2e} FLOPs it sees "
-        f"{best.flops / 6 / parameters / 1e9:,.1f} billion.",
-    ]
