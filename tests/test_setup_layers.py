@@ -3,6 +3,7 @@ them.
 """
 
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as L
 import pytest

@@ -52,11 +52,10 @@ def test_a_setting_that_nothing_reads_is_named(runs):
         assert not run_dir.exists()
 
 
-IGNORED = pytest.mark.xfail(strict=True, reason="the checkpoint's value is taken, in silence")
 AT_A_RESUME = [
     "optimizer.lr=0.125",
-    pytest.param("optimizer.weight_decay=30", marks=IGNORED),
-    pytest.param("optimizer.betas=[0.5,0.6]", marks=IGNORED),
+    "optimizer.weight_decay=30",
+    "optimizer.betas=[0.5,0.6]",
     "scheduler.final=0.7",
     "trainer.gradient_clip_val=1e-8",
     "trainer.max_steps=7",

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -137,7 +136,7 @@ class Trace(Callback):
                 entry[key] = _added(entry.get(key), map(statistic, values))
             targets = self._record["pieces"][-1]["targets"]
             for value in outputs:
-                if value.requires_grad and value.ndim and not isinstance(value, DTensor):
+                if value.requires_grad and value.ndim and not is_sharded(value):
                     value.register_hook(lambda grad: targets.update({name: _rows(grad)}))
 
         return record
@@ -155,10 +154,15 @@ def _rows(grad: Tensor) -> int:
     return int(rows.ne(0).any(dim=-1).sum())
 
 
+def is_sharded(value: Tensor) -> bool:
+    """Return whether a rank holds a part of the tensor, which torch names a DTensor."""
+    return hasattr(value, "to_local")
+
+
 def statistic(value: Tensor) -> list[float]:
     """Return count, sum and sum of squares of the elements that this rank holds."""
     with torch.no_grad():
-        local = value.to_local() if isinstance(value, DTensor) else value
+        local = value.to_local() if is_sharded(value) else value  # pyright: ignore[reportAttributeAccessIssue]
         numbers = torch.view_as_real(local) if local.is_complex() else local
         double = numbers.detach().double()
         return [double.numel(), float(double.sum()), float(double.square().sum())]
@@ -270,7 +274,7 @@ def _text(value: Any) -> str:
     """Return a text that two equal plain values share; TypeError for others."""
     if isinstance(value, _NUMBERS):
         return repr(value)
-    if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.numel() < MOST_ITEMS:
+    if isinstance(value, Tensor) and not is_sharded(value) and value.numel() < MOST_ITEMS:
         return f"tensor {tuple(value.shape)} {_digest(repr(value.tolist()))}"
     if isinstance(value, np.ndarray):
         return f"array {value.shape} {_digest(value.tobytes())}"

@@ -219,7 +219,7 @@ def gathers(*, evaluates: bool = False, possible: bool = True) -> Iterator[None]
         possible: False: such an operation is torch's error, also for one element.
     """
     rule: Callable[..., Any] = partial(_gather_if_mixed, evaluates=evaluates, possible=possible)
-    with _torch_function(classmethod(lambda cls, *args, **kwargs: rule(*args, **kwargs))):
+    with _torch_function(classmethod(lambda cls, *args, **kwargs: rule(*args, **kwargs))):  # pyright: ignore[reportCallIssue]
         yield
 
 

@@ -75,7 +75,7 @@ def first(cells: Mapping[str, Cell]) -> Cell | None:
 
 def _order(cell: Cell) -> tuple[float, float]:
     """Return a key that puts the earliest step first, then the largest difference."""
-    return math.inf if cell.step is None else cell.step, -(cell.largest or 0.0)
+    return math.inf if cell.step is None else cell.step, 0.0 if cell.names else -(cell.largest or 0)
 
 
 def read_rows(file: Path) -> list[dict[str, str]]:
