@@ -249,9 +249,7 @@ class Zeros(LightningModule):
 
 
 def predicted(data, file):
-    predict.predict(
-        Zeros(),
-        data,
+    trainer = predict.make_trainer(
         file,
         run_dir=file.parent,
         rank=0,
@@ -259,6 +257,7 @@ def predicted(data, file):
         accelerator="cpu",
         precision="32-true",
     )
+    predict.predict(Zeros(), data, trainer)
     return [json.loads(line)[1] for line in file.read_text().splitlines()]
 
 
