@@ -441,7 +441,7 @@ class Proof:
             for note in row.notes:
                 print(f"\n{row.title}: {note}")
         broken = [row.title for row in self.rows if row.broken]
-        print(f"\nNOT proved: {', '.join(broken)}" if broken else "\nproved")
+        print(f"\nNOT proved: {'; '.join(broken)}" if broken else "\nproved")
 
 
 NOTHING_FOUND = (

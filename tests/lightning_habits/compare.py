@@ -4,8 +4,6 @@ from pathlib import Path
 
 from armature.proof import compare
 
-SMALL = 0.1  # norm below which weights are sums of larger values, whose rounding they keep
-
 
 def assert_equal(straight: Path, resumed: Path) -> None:
     """Metrics, weights, optimizer state and random state are equal bit for bit."""
@@ -30,7 +28,5 @@ def differences(run_dir: Path, single: Path, *, apart: tuple[str, ...] = ()) -> 
     cells = compare.compare_rows(rows, others, exact=False)
     weights, expected = compare.weights_of(run_dir), compare.weights_of(single)
     names = weights.keys() | expected.keys()
-    cells["weights"] = compare.compare_tensors(
-        expected, weights, names, bound=compare.BOUND, least=SMALL
-    )
+    cells["weights"] = compare.compare_tensors(expected, weights, names, bound=compare.BOUND)
     return [f"step {cell.step}, {cell.what}" for cell in cells.values() if cell.broken]

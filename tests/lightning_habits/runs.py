@@ -21,7 +21,6 @@ BASE = (
     "trainer.max_steps=null",
     "trainer.max_epochs=3",
     "trainer.accelerator=cpu",
-    "trainer.precision=32-true",
     "trainer.test_at_end=false",
     "trainer.log_every_n_steps=3",
     "logger=none",
@@ -61,13 +60,14 @@ class Runs:
 
     def __init__(self, forks: Forks) -> None:
         self.forks = forks
-        self.straights: dict[tuple[str, str], Path] = {}
+        self.straights: dict[tuple[str, str, str], Path] = {}
 
-    def straight(self, habit: Habit, layout: str) -> Path:
+    def straight(self, habit: Habit, layout: str, precision: str = "32-true") -> Path:
         """Return the directory of the run that nothing stopped."""
-        key = habit.name, layout
+        key = habit.name, layout, precision
         if key not in self.straights:
-            self.straights[key] = self._go(habit, layout, "straight", code=0)
+            words = f"trainer.precision={precision}"
+            self.straights[key] = self._go(habit, layout, f"straight-{precision}", words, code=0)
         return self.straights[key]
 
     def resumed(self, habit: Habit, layout: str) -> Path:
@@ -76,8 +76,9 @@ class Runs:
         name, step = stop.signal.name, stop.step or habit.stop
         stops = callback(StopAt, signals=f"{{{name}:{step}}}")
         code = -stop.signal if stop.signal == signal.SIGKILL else 128 + stop.signal
-        self._go(habit, layout, "resumed", stops, code=code)
-        return self._go(habit, layout, "resumed", stops, code=0)
+        words = ("trainer.precision=32-true", stops)
+        self._go(habit, layout, "resumed", *words, code=code)
+        return self._go(habit, layout, "resumed", *words, code=0)
 
     def _go(self, habit: Habit, layout: str, kind: str, *overrides: str, code: int) -> Path:
         ranks, strategy = LAYOUTS[layout]

@@ -17,7 +17,7 @@ NORM_BOUND = 1e-4  # a norm adds up the rounding of every gradient
 # An element below this share of its kind's largest tensor is rounding noise, such as the gradient
 # of a bias before BatchNorm.
 NOISE = 1e-6
-LEAST_METRIC = 1e-3  # below it, metrics are compared as if they had this size
+LEAST_METRIC = 1e-12  # below it, metrics are compared as if they had this size
 
 
 @dataclass(frozen=True)
@@ -215,20 +215,13 @@ def compare_tensors(
     names: Iterable[str],
     *,
     bound: float,
-    least: float = 0.0,
 ) -> Cell:
-    """Return the cell of the tensor that differs most.
-
-    Args:
-        bound: relative, of the norm of the difference.
-        least: the norm that a tensor counts as if its own is smaller.
-    """
+    """Return the cell of the tensor that differs most; `bound` is of the relative norm."""
     cell, largest = Cell(), _largest_norms(tensors)
     for name in sorted(names):
         if name not in tensors or name not in others:
             return Cell(math.inf, broken=True, what=f"{name} is in one checkpoint only")
-        smallest = max(least, NOISE * largest.get(_kind(name), 0.0))
-        difference = _distance(tensors[name], others[name], smallest)
+        difference = _distance(tensors[name], others[name], NOISE * largest.get(_kind(name), 0.0))
         text = f"{name} at the end"
         cell = _worse(cell, Cell(difference, broken=difference > bound, what=text))
     return cell

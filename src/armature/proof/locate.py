@@ -179,7 +179,7 @@ class _Search:
             if parent not in one or self._same(one[parent]["input"], two[parent]["input"]):
                 break
             name = parent
-        caller = parent if parent in one else "training_step"
+        caller = parent if parent in one else "training_step or forward"
         return f"the input of {name} ({one[name]['class']}), which {caller} passes to it"
 
     def _apart(self, where: str, *, kind: str) -> Found:
