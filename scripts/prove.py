@@ -46,7 +46,7 @@ DECIDED = ("run.name", "run.root", "logger", "resume")  # by this script, beside
 TRACE = "+callbacks.trace={{_target_:armature.callbacks.trace.Trace,steps:{steps}}}"
 STOP = "+callbacks.stop_at={{_target_:armature.callbacks.stop_at.StopAt,signals:{{{name}:{step}}}}}"
 DOUBLE = "trainer.precision=64-true"
-ROUNDING = 10  # times what rounding alone changes in the straight run
+ROUNDING = 10  # times what rounding alone changes under ddp
 OWN = "own"  # in the table: a value that each rank logs for itself
 
 
@@ -200,9 +200,12 @@ class Proof:
     def check(self, overrides: tuple[str, ...]) -> DictConfig:
         """Return the checked configuration of a layout. ConfigError: it is refused."""
         if overrides not in self._checked:
-            cfg = cli.compose([*self.experiment, *self.decided, *overrides])
-            self._checked[overrides] = check(cfg, prepare=False)
-            logging.disable(logging.WARNING)  # each layout would say the same again
+            logging.disable(logging.WARNING if self._checked else logging.NOTSET)
+            try:  # each layout would say what the first check has said
+                cfg = cli.compose([*self.experiment, *self.decided, *overrides])
+                self._checked[overrides] = check(cfg, prepare=False)
+            finally:
+                logging.disable(logging.NOTSET)
         return self._checked[overrides]
 
     def _rows(self, typed: str | None) -> list[Row]:
@@ -367,9 +370,8 @@ class Proof:
     def _explain_layout(self, row: Row, name: str, cells: dict[str, Cell], trace: str) -> None:
         """Repeat both runs in float64, which no rounding reaches, and record them.
 
-        Sharded strategies refuse float64. There the runs are recorded in fp32, and a difference
-        counts as rounding up to ROUNDING times what the straight run differs from itself in
-        float64.
+        Sharded strategies refuse float64. There the runs are recorded in fp32, and what differs
+        counts as rounding only as far as it does under ddp, which float64 has proved.
         """
         double = self._try("straight-float64", *SINGLE, *self._validation(SINGLE), DOUBLE, trace)
         wide = double and self._try(f"{name}-float64", *row.overrides, DOUBLE, trace)
@@ -381,13 +383,15 @@ class Proof:
         else:
             straight = self._straight(SINGLE, "straight-recorded", trace)
             other = self._go(f"{name}-recorded", *row.overrides, trace)
-            rounding = compare.compare(self.straight, double or self.straight, exact=False)
+            rounding = self._rounding(double, trace)
             left = {
                 column
                 for column, cell in cells.items()
                 if cell.broken and (cell.largest or 0) > ROUNDING * (rounding[column].largest or 0)
             }
-            unsynced = set(cells[METRICS].names)
+            unsynced = set(cells[METRICS].names) - set(rounding[METRICS].names)
+            unsynced |= set(cells[METRICS].names) & locate.own_values(other)
+            left = left | {METRICS} if unsynced else left - {METRICS}
         own = locate.own_values(other) & unsynced
         if METRICS in left and unsynced == own:
             left.remove(METRICS)
@@ -412,6 +416,27 @@ class Proof:
             row.notes.append(AVERAGES.format(names=", ".join(sorted(unsynced - own))))
         else:
             row.notes.append(NOTHING_FOUND)
+
+    def _rounding(self, straight: Path | None, trace: str) -> dict[str, Cell]:
+        """Return what rounding alone changes on two ranks, in fp32: nothing, unless ddp agrees with
+        the straight run in float64.
+        """
+        nothing: dict[str, Cell] = {column: Cell() for column in COLUMNS}
+        words: tuple[str, ...] = ("strategy=ddp", "trainer.devices=2", "trainer.num_nodes=1")
+        try:
+            words += self._validation(words)
+        except ConfigError:
+            return nothing
+        single = self._try("ddp-2", *words)
+        double = self._try("ddp-2-float64", *words, DOUBLE, trace)
+        if straight is None or single is None or double is None:
+            return nothing
+        beyond = compare.compare(straight, double, exact=False)
+        own = locate.own_values(double)
+        left = {column for column, cell in beyond.items() if cell.broken} - {METRICS}
+        if left or set(beyond[METRICS].names) - own:
+            return nothing
+        return compare.compare(self.straight, single, exact=False)
 
     def _excuse_rounding(self, row: Row, cells: dict[str, Cell]) -> None:
         row.broken = False

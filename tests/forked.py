@@ -91,7 +91,10 @@ class Forks:
         assert self._server.stdout is not None
         self._server.stdin.close()
         self._server.stdout.close()
-        self._server.wait(timeout=20)
+        # it has nothing to save, and does not see the end of its input while any process that a
+        # test has forked still holds the other end
+        self._server.kill()
+        self._server.wait()
 
     def train(
         self, *overrides: str, ranks: int = 1, expect: int | None = 0, seconds: int = 0

@@ -7,10 +7,12 @@ from types import ModuleType
 
 from hydra.core.global_hydra import GlobalHydra
 
+from armature import cli
 from tests.running import ROOT
 
 
 def load(name: str) -> ModuleType:
+    cli._composed.clear()  # by an earlier command of this process
     spec = importlib.util.spec_from_file_location(f"{name}_script", ROOT / "scripts" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
