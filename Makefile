@@ -120,22 +120,12 @@ docs-check: .venv-docs/.installed $(VENV)/.installed-dev ## Build the site witho
 	$(BIN)/python -m pytest tests/test_docs.py tests/test_readme.py tests/test_furniture.py
 
 bench: $(VENV)/.installed-dev ## Compare training speed with a bare PyTorch loop and others (docs/benchmarks.md)
-	$(BIN)/python -m benchmarks --all $(ARGS)
+	$(BIN)/python -m benchmarks $(ARGS)
 
-# the simulator needs torch's CPU build, beside the CUDA build
-.venv-simulate/.installed: requirements.txt | $(VENV)/bin/python
-	$(BIN)/python -m venv .venv-simulate
-	@echo '*' > .venv-simulate/.gitignore
-	.venv-simulate/bin/python -m pip install --quiet --requirement requirements.txt torch==2.13.0+cpu \
-		--extra-index-url https://download.pytorch.org/whl/cpu
-	@touch $@
-
-test-gpu: $(VENV)/.installed-dev ## On a GPU: run its tests, benchmark gpt2_124m, and compare the simulator
+test-gpu: $(VENV)/.installed-dev ## On a GPU: run its tests, and benchmark gpt2_124m
 	$(BIN)/python -m pytest -m gpu tests/gpu
-	$(BIN)/python -m benchmarks --training trainer.accelerator=gpu model=gpt2_124m data.context=1024 \
+	$(BIN)/python -m benchmarks trainer.accelerator=gpu model=gpt2_124m data.context=1024 \
 		data.global_batch_size=16 strategy.compile=block $(ARGS)
-	$(MAKE) .venv-simulate/.installed
-	PYTHONPATH=src $(BIN)/python -m benchmarks.measured_gpu
 
 checks: $(VENV)/.installed-dev ## Lint, check types and the import contracts
 	$(BIN)/ruff check .

@@ -13,8 +13,6 @@ from typing import Any
 from armature.hardware import page_faults, peak_resident_memory
 
 SOCKET = "BENCHMARK_GATE"  # environment variable: the socket on which the benchmark listens
-# the same: the file in which `LightningGate` counts one step's collectives
-COUNT_INTO = "BENCHMARK_COUNT_INTO"
 
 
 class Gate:

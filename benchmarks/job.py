@@ -29,13 +29,6 @@ PINNED_STRATEGY = (
     "strategy.compile=none",
     "strategy.float8=false",
 )
-TINY = (
-    "task=image_classification",
-    "model=tiny_classifier",
-    "data=tiny_rows",
-    "optimizer=adamw_bench",
-    "trainer.precision=32-true",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,15 +38,14 @@ class Job:
     Batch sizes are samples; `micro_batch_size` None means a rank's whole share.
 
     Attributes:
-        tokens: file and dtype of the memory-mapped tokens; None for the tiny model, whose data are
-            made up.
+        tokens: file and dtype of the memory-mapped tokens.
         model, optimizer, scheduler: `_target_` and arguments.
     """
 
     model: dict[str, Any]
     optimizer: dict[str, Any]
     scheduler: dict[str, Any]
-    tokens: tuple[str, str] | None
+    tokens: tuple[str, str]
     context: int
     global_batch_size: int
     micro_batch_size: int | None
@@ -144,28 +136,20 @@ def compose(overrides: Sequence[str]) -> Workload:
     cfg = check(composed)
     plain: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # pyright: ignore[reportAssignmentType]
     data, trainer, strategy = plain["data"], plain["trainer"], plain["strategy"]
-    tokens = None
-    if "source" in data:
-        source = instantiate(cfg.data.source)
-        source.prepare()
-        if not hasattr(source, "tokens"):
-            raise ConfigError(
-                f"data={data['_target_']}: the bare loop reads memory-mapped tokens. Type "
-                "data=stdlib or data=text."
-            )
-        array = source.tokens("train")
-        tokens = (str(array.filename), str(array.dtype))
-    elif not data["_target_"].startswith("benchmarks."):
+    source: Any = instantiate(cfg.data.source) if "source" in data else None
+    if not hasattr(source, "tokens"):
         raise ConfigError(
             f"data={data['_target_']}: the bare loop reads memory-mapped tokens. Type data=stdlib "
             "or data=text."
         )
+    source.prepare()
+    array = source.tokens("train")
     micro = data["micro_batch_size"]
     job = Job(
         model=plain["model"],
         optimizer=plain["optimizer"],
         scheduler=plain["scheduler"],
-        tokens=tokens,
+        tokens=(str(array.filename), str(array.dtype)),
         context=data.get("context", 1),
         global_batch_size=data["global_batch_size"],
         micro_batch_size=None if micro == "auto" else micro,

@@ -84,33 +84,22 @@ def autocast(job: Job) -> torch.autocast:
 
 
 class Samples(Dataset[dict[str, Tensor]]):
-    """Windows of the memory-mapped tokens, or synthetic rows.
+    """Windows of the memory-mapped tokens.
 
     Returns whole batches, which is fastest.
     """
 
     def __init__(self, job: Job) -> None:
-        self.context, self.tokens = job.context, None
-        if job.tokens is not None:
-            self.tokens = np.memmap(job.tokens[0], dtype=job.tokens[1], mode="r")
-            self.size = (len(self.tokens) - 1) // job.context
-        else:
-            from benchmarks import tiny
-
-            self.rows = tiny.rows()
-            self.size = tiny.SIZE
+        self.context = job.context
+        self.tokens = np.memmap(job.tokens[0], dtype=job.tokens[1], mode="r")
 
     def __len__(self) -> int:
-        return self.size
+        return (len(self.tokens) - 1) // self.context
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {name: rows[0] for name, rows in self.__getitems__([index]).items()}
 
     def __getitems__(self, indices: list[int]) -> dict[str, Tensor]:
-        if self.tokens is None:
-            inputs, targets = self.rows
-            places = torch.tensor(indices) % len(inputs)
-            return {"inputs": inputs[places], "targets": targets[places]}
         width = self.context
         rows = np.stack([self.tokens[i * width : (i + 1) * width + 1] for i in indices]).astype(
             np.int64

@@ -1,6 +1,4 @@
-"""The comparison of five minutes: one table that needs no knowledge, and a line of history for each
-of its rows.
-"""
+"""The comparison with other programs: one table that needs no knowledge."""
 
 import math
 import platform
@@ -10,20 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
-from armature import hardware, run_dir
+from armature import hardware
 from armature.launcher import heap
-from benchmarks import history
-from benchmarks.contender import ROOT, Contender
+from benchmarks.contender import Contender
 from benchmarks.job import Workload, bare, compose, ours, rival
 from benchmarks.rounds import Record, Rounds, ratios, spread
 
 SECONDS = 260  # from the command to the last round, if --rounds does not say how many
 # with Muon, raw ddp would do the work of each rank twice, and ours would not
 OPTIMIZER = "optimizer=adamw_bench"
-HISTORY = "benchmarks/history.jsonl"  # of the machines that we refer to; --write adds to it
-OWN_HISTORY = "outputs/benchmarks/history.jsonl"  # of this machine
 RIVALS = ("accelerate", "transformers", "lightning")
 
 
@@ -45,34 +39,21 @@ class Row:
 
 
 def run(args: Namespace, folder: Path, *, say: Callable[[str], None]) -> int:
-    """Measure, print the table and the history's verdicts, and return 1 if a program failed."""
+    """Measure, print the table, and return 1 if a program failed."""
     folder.mkdir(parents=True, exist_ok=True)
     end = math.inf if args.rounds else time.monotonic() + SECONDS
     workload = replace(compose([OPTIMIZER, *args.overrides]), ranks=1)
-    rows = measure(workload, folder, rounds=args.rounds, end=end, only=args.only, say=say)
-    print("\n".join(table(rows, workload)))
-    new = results(rows, workload)
-    history.append(ROOT / OWN_HISTORY, new)
-    if args.write:
-        history.append(ROOT / HISTORY, new)
-    series = {result.series for result in new}
-    known, problems = history.read(files())
-    lines = history.trend([result for result in known if result.series in series])
-    print(
-        "\n".join(
-            [
-                *problems,
-                "",
-                "Compared with earlier results (all of them: python -m benchmarks --trend):",
-                *lines,
-            ]
-        )
+    rows = measure(
+        workload,
+        folder,
+        rounds=args.rounds,
+        block_seconds=args.seconds,
+        end=end,
+        only=args.only,
+        say=say,
     )
+    print("\n".join(table(rows, workload)))
     return 1 if any(row.problem.startswith(("failed", "ours failed")) for row in rows) else 0
-
-
-def files() -> list[Path]:
-    return [ROOT / HISTORY, ROOT / OWN_HISTORY]
 
 
 def measure(
@@ -80,6 +61,7 @@ def measure(
     folder: Path,
     *,
     rounds: int | None,
+    block_seconds: float,
     end: float,
     only: list[str] | None,
     say: Callable[[str], None],
@@ -94,9 +76,14 @@ def measure(
     contenders = list(
         {contender.name: contender for pair in compared for contender in pair}.values()
     )
-    records = Rounds(
-        contenders, folder, block_seconds=2.0, multiple=workload.job.log_every_n_steps, say=say
-    ).together(rounds or 1000, end=end)  # fmt: skip
+    turns = Rounds(
+        contenders,
+        folder,
+        block_seconds=block_seconds,
+        multiple=workload.job.log_every_n_steps,
+        say=say,
+    )
+    records = turns.together(rounds or 1000, end=end)
     by_name = {record.name: record for record in records}
     return [
         Row(other.name, mine.ranks, by_name[mine.name], by_name[other.name])
@@ -137,8 +124,7 @@ def table(rows: list[Row], workload: Workload) -> list[str]:
         f"All train the same model ({workload.model_name}) with the same optimizer (AdamW), "
         "precision "
         f"({job.precision}) and {job.global_batch_size} × {job.context} tokens per step, and take "
-        "turns of about two "
-        f"seconds.{same}",
+        f"turns of seconds.{same}",
         "A speed of 1.05 means: Armature makes 105 steps while the other program makes 100. It is "
         "the median of "
         f"{rounds} turn{'s' * (rounds != 1)}; half of the turns lie in the range beside it.",
@@ -180,27 +166,3 @@ def memory(record: Record) -> str:
 
 def short(problem: str) -> str:
     return problem.split(" (/")[0].replace("|", "/")[:80]
-
-
-def results(rows: list[Row], workload: Workload) -> list[history.Result]:
-    """Return the lines of history of all rows that were measured."""
-    git: dict[str, Any] = run_dir.git(ignored=HISTORY) or {"commit": "", "dirty": False}
-    common: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        **git,
-        "machine": machine(workload),
-        "torch": version("torch"),
-        "work": history.fingerprint(workload.job),
-    }
-    found = []
-    for row in rows:
-        if row.problem:
-            continue
-        ratio = spread(ratios(row.ours, row.other))
-        median, low, high = (round(value, 4) for value in (ratio.median, ratio.low, ratio.high))
-        name = row.shown if row.ranks == 1 else f"{row.shown}, {row.ranks} processes"
-        rounds = len(row.other.seconds)
-        found.append(
-            history.Result(**common, row=name, ratio=median, low=low, high=high, rounds=rounds)
-        )
-    return found

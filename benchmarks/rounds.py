@@ -34,7 +34,6 @@ class Record:
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     faults: list[float] = field(default_factory=list)
-    first_steps: list[float] = field(default_factory=list)
     peak: int = 0
     note: str = ""
 
@@ -124,19 +123,6 @@ class Rounds:
                 entrant.stop()
         return list(self.records.values())
 
-    def alone(self, rounds: int) -> list[Record]:
-        """Start each contender for its block and end it again, if not all fit into memory at
-        once.
-        """
-        for number in range(rounds):
-            for contender in _turn(self.contenders, number):
-                self._start(contender)
-                self._measure(contender.name)
-                if contender.name in self._running:
-                    self._running.pop(contender.name).stop()
-            self.say(f"round {number + 1} of {rounds}")
-        return list(self.records.values())
-
     def _start(self, contender: Contender) -> None:
         name, record = contender.name, self.records[contender.name]
         if record.note:
@@ -144,7 +130,7 @@ class Rounds:
         self.say(f"starting {name}")
         self._running[name] = entrant = Running(contender, self.folder)
         try:
-            record.first_steps.append(entrant.wait_for_first_step())
+            entrant.wait_for_first_step()
             self._steps[name] = self._calibrated(entrant)
         except ContenderFailed as error:
             self._failed(name, error)

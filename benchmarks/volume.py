@@ -1,9 +1,6 @@
 """Bytes that a rank sends in one optimizer step, counted from its collectives."""
 
 # pyright: reportPrivateImportUsage=false
-import json
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,8 +46,3 @@ class CollectiveCounter(TorchDispatchMode):
                     {"kind": kind, "bytes": max(sizes) if given is None else sum(sizes)}
                 )
         return result
-
-    def save(self, file: Path) -> None:
-        part = file.with_suffix(".part")
-        part.write_text(json.dumps(self.collectives))
-        os.replace(part, file)

@@ -47,7 +47,6 @@ TAKE_OVERRIDES = (
 OWN_KEYS = ("hardware=", "out=")  # of a script, not of the configuration
 CREATED = (  # by users, and by runs
     "src/mine", "src/moons", "src/points", "tests/test_moons.py", "configs/local/default.yaml",
-    "benchmarks/history.jsonl",
 )  # fmt: skip
 MADE = re.compile(r"configs/(?:\*|\w+)/(?:mine|moons|points|aim)\.yaml")
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import scaling
 from benchmarks.parity.harness import DECODER, on_ranks
 from benchmarks.volume import CollectiveCounter
 from tests.parallel.building import decoder_on_meta, parallelize
@@ -71,8 +70,3 @@ def test_all_to_alls_and_sends_are_counted_to_the_byte():
         micro_batch = BATCH // MICRO_BATCHES * DECODER["context"] * DECODER["width"] * FP32
         assert sums(pipeline)["send"] == MICRO_BATCHES * micro_batch
         assert sums(pipeline)["broadcast"] == FP32, "the loss"
-
-
-def test_a_send_is_sent_in_full_and_an_all_to_all_but_for_the_own_part():
-    collectives = [{"kind": "send", "bytes": 6.0}, {"kind": "all_to_all", "bytes": 8.0}]
-    assert scaling.sent_per_rank(collectives, 4) == 6.0 + 8.0 * 3 / 4

@@ -211,13 +211,11 @@ def _id(run_dir: Path) -> str:
 
 
 @functools.cache
-def git(*, ignored: str | None = None) -> dict[str, Any] | None:
+def git() -> dict[str, Any] | None:
     """Return the commit of the code, and whether a tracked file was changed since; None outside of
     a repository.
 
-    Asked once: a sweep's later trials run the code that this process has imported. Changes of the
-    file `ignored`, a
-    path in the repository, do not count.
+    Asked once: a sweep's later trials run the code that this process has imported.
     """
     command = [
         "git",
@@ -227,7 +225,6 @@ def git(*, ignored: str | None = None) -> dict[str, Any] | None:
         "--branch",
         "--untracked-files=no",
     ]
-    command += ["--", ".", f":!{ignored}"] if ignored else []
     try:
         text = subprocess.run(
             command,

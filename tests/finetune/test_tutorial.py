@@ -1,12 +1,9 @@
-"""The tutorial's parts: the conversations about the standard library, and the table of what was
-learned.
-"""
+"""The tutorial's conversations about the standard library."""
 
 import json
 
 import pytest
 
-from benchmarks import finetune
 from tests import in_process
 
 CODE = '''
@@ -73,13 +70,3 @@ def test_files_that_are_held_out_are_left_out_and_few_conversations_are_the_same
     assert [sorted(json.loads(line)) for line in lines[0].splitlines()] == [
         ["completion", "prompt"]
     ] * 4
-
-
-def test_a_table_shows_one_run_or_the_mean_and_the_spread_of_several():
-    runs = [{"val/loss": 1.0, "right answers": 0.25}, {"val/loss": 2.0, "right answers": 0.75}]
-    assert finetune.table({"before": runs[:1], "finetune": runs}).splitlines() == [
-        "| | val/loss | right answers |",
-        "| --- | --- | --- |",
-        "| before | 1.000 | 0.25 |",
-        "| finetune | 1.500 (1.000 to 2.000) | 0.50 (0.25 to 0.75) |",
-    ]

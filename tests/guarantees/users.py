@@ -3,6 +3,7 @@
 Each training step writes `global_step rank id id …` to seen.txt of the run directory.
 """
 
+import math
 import os
 import random
 import signal
@@ -260,17 +261,17 @@ class Signal(Callback):
 
 
 class KillLater(Callback):
-    """Kill this process from another thread, at whatever it does then."""
+    """Kill this process from another thread, some seconds after a batch, whatever it does then."""
 
-    def __init__(self, seconds):
-        self.seconds = seconds
-
-    def on_train_start(self, trainer, pl_module):
-        timer = threading.Timer(self.seconds, os.kill, (os.getpid(), signal.SIGKILL))
-        timer.daemon = True
-        timer.start()
+    def __init__(self, batch, seconds):
+        self.batch, self.seconds = batch, seconds
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step >= self.batch:
+            self.batch = math.inf
+            timer = threading.Timer(self.seconds, os.kill, (os.getpid(), signal.SIGKILL))
+            timer.daemon = True
+            timer.start()
         time.sleep(0.02)  # about as long as a save, so that kills meet both
 
 

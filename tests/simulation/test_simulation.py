@@ -14,10 +14,9 @@ from omegaconf import OmegaConf
 from armature import simulation
 from armature.errors import ConfigError
 from armature.planner import devices, refine
-from armature.simulation import job, meter, processes
+from armature.simulation import job, measured, meter, processes
 from armature.simulation.report import Report, Volume
 from armature.simulation.roofline import Roofline
-from benchmarks import simulate_check
 from scripts import simulate as command
 from tests import running
 
@@ -63,8 +62,26 @@ def requests(*overrides: str, ranks: list[int]) -> list[simulation.Request]:
 
 @pytest.mark.slow
 def test_predictions_equal_what_real_processes_hold_and_send():
-    rows = simulate_check.compare(["ddp 2", "fsdp 2"])
-    assert [cells for _, *cells in rows] == [["equal", "equal"], ["equal", "equal"]]
+    typed = [
+        "trainer.devices=2",
+        "trainer.precision=32-true",
+        "data.global_batch_size=16",
+        "data.micro_batch_size=4",
+        "model.tied=false",
+        "hardware=h100_80gb",
+    ]
+    units = "strategy.min_num_params=40000"  # several units, although the model is small
+    asked = [
+        *requests("strategy=ddp", *typed, ranks=[1]),
+        *requests("strategy=fsdp", units, *typed, ranks=[1]),
+    ]
+    reports = simulation.simulate_all(asked)
+    real = measured.measure([(each.cfg, each.rank) for each in asked])
+    for report, found in zip(reports, real, strict=True):
+        assert isinstance(report, Report)
+        assert {kind: found["held"][kind] for kind in report.held} == report.held
+        sent = {(axis, kind, ranks): tuple(rest) for axis, kind, ranks, *rest in found["volumes"]}
+        assert sent == {(v.axis, v.kind, v.ranks): (v.calls, v.bytes) for v in report.volumes}
 
 
 @pytest.mark.slow
