@@ -229,9 +229,12 @@ class NoEndOfData:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any
     ) -> None:
         if isinstance(error, StopIteration):  # a context of contextlib's would raise it as it was
-            raise RuntimeError(
-                f"{self._place} raised StopIteration, as next() does when an iterator has ended. "
-                "It would end the "
-                "epoch here, as if the data had ended. Begin the iterator anew, or make it endless "
-                "(itertools.cycle)."
-            ) from error
+            raise end_of_data(self._place) from error
+
+
+def end_of_data(place: str) -> RuntimeError:
+    return RuntimeError(
+        f"{place} raised StopIteration, as next() does when an iterator has ended. It would end "
+        "the epoch here, as if the data had ended. Begin the iterator anew, or make it endless "
+        "(itertools.cycle)."
+    )

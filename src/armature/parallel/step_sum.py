@@ -9,11 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from armature.errors import ConfigError
-
-# in the place of the wish to stop, of a rank that leaves out the step; more than ranks on CPUs
-LEFT_OUT = 4096.0
-
 
 class StepSum:
     """The numbers of targets, the squares of sharded gradients and the wish to stop, added up over
@@ -55,29 +50,13 @@ class StepSum:
         The tensor that is sent has one size, whatever it holds: how a collective splits it decides
         in which order
         numbers are added.
-
-        Raises:
-            ConfigError: other ranks leave out the step. A GPU's host does not look; those ranks
-                raise it.
         """
         wish, zero = self._own_wish(squares.device), self._zero_on(squares.device)
         counted = zero if targets is None else targets.to(squares.device)
         self._sum, self._work = torch.stack([squares, counted, wish]), None
         dist.all_reduce(self._sum)
         self._has_targets = targets is not None
-        if squares.device.type == "cpu":
-            _check_left_out(self._sum)
         return self._sum[0]
-
-    def leave_out(self, device: torch.device) -> None:
-        """Take the place of `add_up` on a rank that leaves out the step.
-
-        Raises:
-            ConfigError: other ranks make it.
-        """
-        sent = torch.tensor([0.0, 0.0, LEFT_OUT], device=device)
-        dist.all_reduce(sent)
-        _check_left_out(sent)
 
     def targets(self) -> Tensor | None:
         """Return the number of targets on all ranks, or None if it was not sent since `forget` was
@@ -110,17 +89,3 @@ class StepSum:
         if self._zero is None or self._zero.device != device:
             self._zero = torch.zeros((), dtype=torch.float32, device=device)
         return self._zero
-
-
-def _check_left_out(added: Tensor) -> None:
-    ranks, left_out = dist.get_world_size(), int(added[-1] // LEFT_OUT)
-    if 0 < left_out < ranks:
-        raise ConfigError(
-            f"optimizer_step makes the step on {ranks - left_out} of {ranks} ranks and leaves it "
-            f"out on {left_out}. "
-            "Sharded gradients have one norm, for which those ranks wait. Decide by what all ranks "
-            "know, such as "
-            "self.all_gather(loss).mean(); or type trainer.on_nan=skip, which leaves out the steps "
-            "whose loss or "
-            "gradient is not finite."
-        )

@@ -8,10 +8,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import lightning as L
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -35,7 +35,6 @@ from armature.finetune import base
 from armature.models.adapters import is_adapter
 from armature.parallel import dtensors, process_group
 from armature.parallel.randomness import RankRandomState
-from armature.strategies import hooks
 from armature.strategies.buckets import BucketOrder
 from armature.strategies.layout import LayoutMixin
 from armature.training import epoch_start
@@ -277,10 +276,7 @@ class CheckpointMixin(LayoutMixin):
         """
         if not self.module.automatic_optimization:
             return True
-        own = hooks.is_overridden(self.module, "optimizer_zero_grad", L.LightningModule)
-        return own and not hooks.only_calls(
-            self.module.optimizer_zero_grad, ("zero_grad", "optimizer_zero_grad")
-        )
+        return is_overridden("optimizer_zero_grad", self.module)
 
     def unchanged_base(self) -> set[str]:
         """Return the weights that checkpoints leave out: those that are as they were in the base
@@ -346,8 +342,8 @@ class CheckpointMixin(LayoutMixin):
     @property
     def _hooks_change_weights(self) -> bool:
         module, callbacks = self.module, self.module.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        return hooks.is_overridden(module, HOOK, L.LightningModule) or any(
-            hooks.is_overridden(callback, HOOK, L.Callback) for callback in callbacks
+        return is_overridden(HOOK, module) or any(
+            is_overridden(HOOK, callback) for callback in callbacks
         )
 
     def load_random_state(self, meta: dict[str, Any]) -> dict[str, Any]:

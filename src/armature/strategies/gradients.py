@@ -13,7 +13,6 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -25,14 +24,11 @@ from armature.errors import ConfigError
 from armature.parallel import gradients, process_group
 from armature.parallel.scaler import SharedScaler
 from armature.parallel.targets import TargetWeights
-from armature.strategies import hooks
-from armature.strategies.hooks import call_hooks
 from armature.strategies.layout import LayoutMixin
 from armature.strategies.update_mask import StepLeftOut, UpdateMask
 from armature.training.refusals import loss_problem
 
 HOOK = "on_before_optimizer_step"
-CLIPPING_HOOKS = ("configure_gradient_clipping", "clip_gradients")
 
 
 class GradientMixin(LayoutMixin):
@@ -153,16 +149,6 @@ class GradientMixin(LayoutMixin):
                     self.update_mask.left_out = self.skipped_step
                 self.update_mask.step_ended()
 
-    def leave_out_together(self, optimizer: Optimizer, steps_before: int) -> None:
-        """Raise ConfigError if the module's `optimizer_step` has left out the step on some ranks
-        only.
-
-        The others wait for this rank where they add up the norm of sharded gradients, unless the
-        module clips them itself. It costs ranks that make the step nothing.
-        """
-        if self.sharded and self.steps_made[optimizer] == steps_before and self._adds_up_norm:
-            self.target_weights.step_sum.leave_out(self.root_device)
-
     @property
     def completes_step(self) -> bool:
         """Whether the optimizer's step that is about to be made is one of the run's."""
@@ -267,29 +253,16 @@ class GradientMixin(LayoutMixin):
         return nullcontext()
 
     def _backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        trainer, plugin = self._trainer, self.precision_plugin
-        micro_batches = trainer.accumulate_grad_batches
         loss = self.target_weights.weight_loss(
             closure_loss,
-            micro_batches=micro_batches,
+            micro_batches=self._trainer.accumulate_grad_batches,
             ranks=self.world_size,
             travels_with_norm=self._norm_sums_targets,
         )
         if self.update_mask is not None and self.update_mask.restores:
             # a loss that is not finite makes all ranks' gradients NaN
             loss = loss * (1 + 0 * loss.detach())
-        plugin_hooks = ("pre_backward", "post_backward")
-        if any(
-            getattr(type(plugin), name) is not getattr(Precision, name) for name in plugin_hooks
-        ):
-            return super().backward(loss, *args, **kwargs)  # a loss scaler
-        self.pre_backward(loss)
-        call_hooks(trainer, "on_before_backward", loss)
-        plugin.backward(loss, self.module, *args, **kwargs)
-        loss = loss.detach()
-        call_hooks(trainer, "on_after_backward")
-        self.post_backward(loss)
-        return loss
+        return super().backward(loss, *args, **kwargs)
 
     # ------------------------------------------------------------ weights that are frozen or
     # unfrozen during training
@@ -334,9 +307,8 @@ class GradientMixin(LayoutMixin):
 
         All ranks must call it, between the backward of a step's last micro-batch and the next step.
         """
-        micro_batches = self._trainer.accumulate_grad_batches
         return self.target_weights.gradient_scale(
-            micro_batches=micro_batches, ranks=self.world_size
+            micro_batches=self._trainer.accumulate_grad_batches, ranks=self.world_size
         )
 
     # ------------------------------------------------------------ fp16's loss scaler
@@ -370,41 +342,13 @@ class GradientMixin(LayoutMixin):
         return self.scaler is not None and self.scaler.skipped and not self._skips_step
 
     # ------------------------------------------------------------ scaling and clipping
-    @property
-    def _clips_itself(self) -> bool:
-        return any(
-            hooks.is_overridden(self.module, name, L.LightningModule) for name in CLIPPING_HOOKS
-        )
-
-    @property
-    def _adds_up_norm(self) -> bool:
-        """Whether each step adds up the norm: also where the module's hook of clipping calls
-        `self.clip_gradients`.
-        """
-        hook, own = CLIPPING_HOOKS
-        if hooks.is_overridden(self.module, own, L.LightningModule):
-            return False
-        code = getattr(getattr(self.module, hook), "__code__", None)
-        return not self._clips_itself or (code is not None and own in code.co_names)
-
     def _after_closure(
         self, lightnings_own: partial[None], module: L.LightningModule, optimizer: Optimizer
     ) -> None:
         if self._hooks_read_gradients:
             self.scale_gradients(optimizer)  # otherwise clipping does it in its own pass
-        trainer = self._trainer
-        if (
-            self._clips_itself
-            or not module.automatic_optimization
-            or lightnings_own.func is not Precision._after_closure
-        ):
-            with self._step_context():
-                lightnings_own(module, optimizer)
-        else:
-            with self._step_context():
-                call_hooks(trainer, HOOK, optimizer)
-            algorithm = trainer.gradient_clip_algorithm or GradClipAlgorithmType.NORM
-            self.clip_gradients(optimizer, trainer.gradient_clip_val or 0.0, algorithm)
+        with self._step_context():
+            lightnings_own(module, optimizer)  # on_before_optimizer_step, then clipping
         if not self.gradients_are_scaled:
             self.scale_gradients(optimizer)
         # the scaler leaves out the update itself

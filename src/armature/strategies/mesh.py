@@ -376,13 +376,6 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         self._run_contexts.enter_context(self._gathers())  # for hooks
 
     @override
-    def leave_out_together(self, optimizer: torch.optim.Optimizer, steps_before: int) -> None:
-        added_up_before = self.sizes["tensor"] > 1 and self.options["sequence_parallel"]
-        # else the first wait of the others is elsewhere
-        if not (added_up_before or self.options["cpu_offload"]):
-            super().leave_out_together(optimizer, steps_before)
-
-    @override
     def model_to_device(self) -> None:
         """Nothing: `build` has placed everything, offloaded weights not on the device."""
 

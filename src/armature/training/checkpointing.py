@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from armature.checkpoint import directory, plain
 from armature.checkpoint.writer import CheckpointWriter
@@ -23,7 +24,6 @@ from armature.parallel import process_group
 from armature.parallel.gradients import local_part
 from armature.parallel.process_group import Vote
 from armature.strategies.base import StrategyMixin
-from armature.strategies.hooks import is_overridden
 from armature.training import replicas, stock_callbacks
 from armature.training.not_finite import RolledBack
 from armature.training.progress import completed_batches
@@ -327,7 +327,7 @@ class Checkpointing(Checkpoint):
         """
         self._weights_at_end = _sums(trainer.lightning_module)
         # called after the callbacks'
-        own = is_overridden(trainer.lightning_module, "on_train_end", LightningModule)
+        own = is_overridden("on_train_end", trainer.lightning_module)
         if own and (self.at_end or trainer.should_stop):
             trainer.fit_loop.after_train_end.append(partial(self._save_at_end, trainer))
 
