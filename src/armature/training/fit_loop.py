@@ -112,11 +112,11 @@ class FitLoop(_FitLoop):
 
     @override
     def on_advance_start(self) -> None:
+        _call_once(self.before_first_batch)
         # After a resume: the set-up, `on_train_start` of all callbacks included, must not advance
         # the random state
         if (strategy := StrategyMixin.find(self.trainer)) is not None:
             strategy.random_state.restore()
-        _call_once(self.before_first_batch)
         _call_once(self.rest_of_step)
         super().on_advance_start()
         self._stop_together()
