@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
 from armature.checkpoint import directory
-from armature.checkpoint.hashing import HashingFileSystem, SaveThreads
+from armature.checkpoint.hashing import HashingFileSystem
 from armature.errors import ConfigError
 from armature.parallel import process_group
 
@@ -196,7 +196,7 @@ def expect_single_process() -> Iterator[None]:
         yield
 
 
-def writer(part: Path, threads: SaveThreads) -> tuple[dcp.FileSystemWriter, directory.FileEntries]:
+def writer(part: Path) -> tuple[dcp.FileSystemWriter, directory.FileEntries]:
     """Return torch's writer, and what will describe the files that it has written."""
     options: dict[str, Any] = getattr(part, "storage_options", {})
     writer: Any = (
@@ -204,7 +204,7 @@ def writer(part: Path, threads: SaveThreads) -> tuple[dcp.FileSystemWriter, dire
         if directory.is_local(part)
         else FsspecWriter(str(part), **options)
     )
-    writer.fs = hashed = HashingFileSystem(writer.fs, threads)
+    writer.fs = hashed = HashingFileSystem(writer.fs)
     return writer, hashed.written
 
 

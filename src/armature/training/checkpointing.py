@@ -75,7 +75,6 @@ class Checkpointing(Checkpoint):
         at_end: bool,
         background: bool,
         on_failure: str,
-        idle: bool = False,
         manifest_entries: dict[str, Any] | None = None,
         save_begins: Callable[[], None] = lambda: None,
     ) -> None:
@@ -91,7 +90,7 @@ class Checkpointing(Checkpoint):
         self.monitor, self.mode, self.at_end = monitor, mode, at_end
         self.on_failure, self.save_begins = on_failure, save_begins
         self.writer = CheckpointWriter(
-            background=background, idle=idle, entries=manifest_entries, on_saved=self._saved
+            background=background, entries=manifest_entries, on_saved=self._saved
         )
         self.scores: dict[int, float] = {}
         self._saved_at = time.monotonic()
@@ -118,7 +117,7 @@ class Checkpointing(Checkpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved, own = state_dict["scores"], (self.monitor, self.mode)
-        of = (state_dict.get("monitor", self.monitor), state_dict.get("mode", self.mode))
+        of = (state_dict["monitor"], state_dict["mode"])
         if saved and of != own:
             saved = {}
             if process_group.rank() == 0:
@@ -132,7 +131,7 @@ class Checkpointing(Checkpoint):
             lambda: {k: v for k, v in saved.items() if self._path(k).exists()}
         )
         self._owes_validation = state_dict["owes_validation"]
-        self._changed_at_end = state_dict.get("changed_at_end", False)
+        self._changed_at_end = state_dict["changed_at_end"]
 
     @property
     def best(self) -> Path | None:
