@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from armature.checkpoint import directory, misfit, of_ranks, plain, resume, storage
+from armature.checkpoint import directory, misfit, plain, resume, storage
 from armature.errors import ConfigError
 from armature.parallel import process_group, whole_weights
 
@@ -358,7 +358,6 @@ def read_whole(checkpoint: Path) -> dict[str, Any]:
     the CPU.
     """
     meta = plain.restored(storage.read_meta(checkpoint))
-    meta.pop(of_ranks.KEY, None)
     return meta | {"state_dict": load_full_state_dict(checkpoint) | meta.get(OTHER, {})}
 
 

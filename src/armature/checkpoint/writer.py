@@ -81,7 +81,12 @@ class CheckpointWriter:
             return
         with storage.expect_single_process():
             try:
-                dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
+                dcp.save(
+                    tensors,
+                    storage_writer=writer,
+                    planner=storage.planner(),
+                    no_dist=not dist.is_initialized(),
+                )
             except CheckpointException as error:
                 raise storage.failure(error) from error
         complete()
@@ -121,6 +126,7 @@ class CheckpointWriter:
             upload: Any = dcp.async_save(
                 tensors,
                 storage_writer=writer,
+                planner=storage.planner(),
                 async_stager=stager,
                 process_group=self._group,
                 no_dist=alone,

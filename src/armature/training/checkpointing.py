@@ -22,7 +22,6 @@ from armature.errors import ConfigError, NotFinite, NotSaved
 from armature.parallel import process_group
 from armature.parallel.gradients import local_part
 from armature.parallel.process_group import Vote
-from armature.strategies.base import StrategyMixin
 from armature.strategies.hooks import is_overridden
 from armature.training import replicas, stock_callbacks
 from armature.training.not_finite import RolledBack
@@ -201,8 +200,6 @@ class Checkpointing(Checkpoint):
             ConfigError: hyperparameters or a callback's state hold what no checkpoint can; see also
                 `stock_callbacks`.
         """
-        if (strategy := StrategyMixin.find(trainer)) is not None:
-            strategy.note_names()
         trainer.fit_loop.before_train_end.append(partial(self._note_weights, trainer))
         plain.check_before_training(trainer, resumed=completed_batches(trainer) > 0)
         stock_callbacks.prepare(trainer)
