@@ -44,9 +44,6 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     # ---------------------------------------------------------------- torch: communication
     ("torch:Tensor", "_indices", None, "checkpoint/state.py"),
     ("torch:Tensor", "_values", None, "checkpoint/state.py"),
-    ("torch.nn:Module", "_load_state_dict_pre_hooks", None, "checkpoint/state.py"),
-    ("torch.nn:Module", "_load_state_dict_post_hooks", None, "checkpoint/state.py"),
-    ("torch.nn:Module", "_load_from_state_dict", None, "checkpoint/state.py"),
     ("torch.distributed.distributed_c10d", "_resolve_process_group", None, "simulation/order.py"),
     (
         "torch.distributed._functional_collectives",

@@ -97,7 +97,7 @@ def _entries(name: str, value: Any, key: str) -> dict[str, Any]:
     return {name: made} | {f"{name}/{number}": tensor for number, tensor in enumerate(tensors)}
 
 
-def joined(entries: Mapping[str, Any]) -> dict[str, Any]:
+def joined(entries: Mapping[str, Any]) -> dict[Any, Any]:
     """Return a weight's state by key from its entries, whose names are without the weight's."""
 
     def stands_for_tensor(value: Any) -> bool:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -99,8 +97,7 @@ class CheckpointMixin(LayoutMixin):
     frozen_base: Set[str] = frozenset()
     _extra_state: dict[str, Callable[[], Mapping[str, Tensor]]]
     _loading: Path | None = None  # between `load_checkpoint` and the optimizers' state
-    # what `on_fit_start` makes: weights of modules, and buffers
-    _late: Mapping[str, Any] = MappingProxyType({})
+    _place_again: Callable[[], None] | None = None  # once `on_fit_start` has made modules
     before_loading: Sequence[Callable[[dict[str, Any]], None]] = ()
     restore_checkpoint_after_setup = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
     lightning_restore_optimizer = True  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
@@ -321,14 +318,14 @@ class CheckpointMixin(LayoutMixin):
         # since an older checkpoint was saved
         grown = buffers.resized(self.module, self.first_sizes)
         buffers.resize(path, self.module, {*meta.pop(buffers.RESIZED, ()), *grown})
-        if self._hooks_change_weights:
+        if self._hooks_change_weights or not self.restore_checkpoint_after_setup:
             meta["state_dict"] = self.read_weights(path)
         self._loading = path
         return meta
 
     def read_weights(self, path: Path) -> dict[str, Any]:
-        """Return a checkpoint's weights for hooks that may change them."""
-        return state.read_weights(path, self.module)
+        """Return a checkpoint's weights: in new tensors if hooks may change them."""
+        return state.read_weights(path, self.module, in_place=not self._hooks_change_weights)
 
     @property
     def _hooks_change_weights(self) -> bool:
@@ -354,17 +351,13 @@ class CheckpointMixin(LayoutMixin):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights, as `on_load_checkpoint` of the module left them."""
-        late, fits = {}, self.module.trainer.state.fn == TrainerFn.FITTING
-        options: Any = {"may_lack": self.from_base.__contains__, "grows": fits and self._grows}
-        if "state_dict" in checkpoint:
-            late = state.place_weights(
-                self._source, self.module, checkpoint["state_dict"], strict=strict, **options
-            )
-        elif self._loading is not None:
-            late = state.load_weights(self._loading, self.module, strict=strict, **options)
-        self._late = late if fits else {}
-        if not fits:
-            _warn_of_left_out(self._source, late)
+        fits, weights = self.module.trainer.state.fn == TrainerFn.FITTING, checkpoint["state_dict"]
+        # users' `on_fit_start` may make modules and buffers
+        grows = fits and bool(epoch_start.users_hooks(self.module.trainer, "on_fit_start"))
+        place = partial(state.place_weights, self._source, self.module, weights)
+        may_lack = self.from_base.__contains__
+        place(strict=strict and not grows, may_lack=may_lack, drops=not fits)
+        self._place_again = partial(place, strict=strict, may_lack=may_lack) if grows else None
         if self._loading is not None and not fits:
             optimizers.load_optimizers(
                 self._loading, self.module, [], groups=[], extra=self.extra_tensors()
@@ -375,11 +368,9 @@ class CheckpointMixin(LayoutMixin):
         """Load the optimizers' state, and the tensors that callbacks have registered in
         `on_fit_start`.
         """
-        if late := dict(self._late):
-            self._late = {}
-            state.place_late_weights(
-                self._source, self.module, late, strict=self.module.strict_loading
-            )
+        if self._place_again is not None:
+            self._place_again()
+            self._place_again = None
         states, path, self._loading = checkpoint[state.OPTIMIZER], self._loading, None
         state.set_flags(self.module, checkpoint.get(state.FLAGS, {}))
         if path is None:  # a file, which holds them as Lightning does
@@ -418,23 +409,18 @@ class CheckpointMixin(LayoutMixin):
         """
         if not directory.is_file(path):
             buffers.resize(path, self.module, storage.read_meta(path).get(buffers.RESIZED, ()))
-            _warn_of_left_out(path, state.load_weights(path, self.module, may_lack=self._may_lack))
+            state.load_weights(path, self.module, may_lack=self._may_lack, drops=True)
             return
         checkpoint = lightning_file.read(path)
         self.module.on_load_checkpoint(checkpoint)
-        late = state.place_weights(
+        state.place_weights(
             path,
             self.module,
             checkpoint["state_dict"],
             strict=self.module.strict_loading,
             may_lack=self._may_lack,
+            drops=True,
         )
-        _warn_of_left_out(path, late)
-
-    @property
-    def _grows(self) -> bool:
-        """Whether users have a hook `on_fit_start`, which may make modules and buffers."""
-        return bool(epoch_start.users_hooks(self.module.trainer, "on_fit_start"))
 
     def _may_lack(self, name: str) -> bool:
         return is_adapter(name) or name in self.from_base
@@ -460,13 +446,6 @@ def _parts_of(
         tensors,
         plain.plain_checkpoint({state.OTHER: others} if others else {}),
     )
-
-
-def _warn_of_left_out(source: Path, late: Mapping[str, Any]) -> None:
-    if late:
-        rank_zero_warn(
-            f"{source}: {', '.join(late)} is not loaded, since the module does not have it."
-        )
 
 
 def _stepped(optimizer: Optimizer) -> set[Tensor]:
