@@ -1,75 +1,17 @@
-"""The state that is made to load an optimizer's into."""
+"""What checkpoints hold of optimizers, and what comes back."""
 
 import collections
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from armature.checkpoint import optimizers, plain, whole_optimizers
+from armature.checkpoint import optimizers, plain, state, whole_optimizers
+from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import ConfigError
-from tests.lightning_habits.optimizers import ScheduleFree, SizesSteps
 
 T = torch.ones(2)
-
-
-@pytest.mark.parametrize(
-    "make", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad]
-)
-def test_weights_stay_as_they_are_also_with_eps_0(make):
-    weights = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))]
-    optimizer = make(
-        [{"params": weights[:1], "eps": 0}, {"params": weights[1:], "eps": 1e-6}], lr=0.1
-    )
-    optimizers.create_state(optimizer)
-    assert all(torch.equal(weight, torch.ones(2)) for weight in weights)
-    assert optimizer.state[weights[0]]
-    assert [(group["lr"], group["eps"]) for group in optimizer.param_groups] == [
-        (0.1, 0),
-        (0.1, 1e-6),
-    ]
-
-
-def test_an_optimizer_that_steps_in_its_training_mode_alone_gets_state():
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = ScheduleFree([weight], lr=0.1)
-    optimizers.create_state(optimizer)
-    assert torch.equal(weight, torch.ones(2))
-    assert "z" in optimizer.state[weight]
-    group = optimizer.param_groups[0]
-    assert (group["lr"], group["k"], group["train_mode"]) == (0.1, 0, False)
-
-
-class Decays(torch.optim.SGD):
-    """Weight decay beside the rate, as SGDW's paper has it, and weights that are kept on a
-    sphere.
-    """
-
-    def step(self, closure=None):
-        loss = super().step(closure)
-        with torch.no_grad():
-            for weight in self.param_groups[0]["params"]:
-                weight.mul_(0.9).div_(weight.norm())
-        return loss
-
-
-def test_an_optimizer_that_changes_weights_at_rate_0_leaves_them_as_they_are():
-    weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
-    optimizer = Decays([weight], lr=0.1, momentum=0.9)
-    optimizers.create_state(optimizer)
-    assert weight.tolist() == [3.0, 4.0]
-    assert "momentum_buffer" in optimizer.state[weight]
-
-
-@pytest.mark.parametrize("settings", [{}, {"lr": None}])
-def test_an_optimizer_without_a_rate_gets_state(settings):
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = SizesSteps([weight], settings)
-    optimizers.create_state(optimizer)
-    assert torch.equal(weight, torch.ones(2))
-    assert "sum" in optimizer.state[weight]
-    assert {
-        key: value for key, value in optimizer.param_groups[0].items() if key != "params"
-    } == settings
 
 
 # ---------------------------------------------------------------- parameter groups
@@ -186,22 +128,25 @@ def test_an_optimizer_that_divides_its_state_itself_is_refused():
         None,
         1.5,
         "text",
-        {"{3}": 1, "[0]": 2},
+        {0.5: T, "": T, None: 1},
+        collections.Counter(a=1),
     ],
 )
 def test_entries_come_back_as_they_were(value):
     weight = torch.nn.Parameter(T.clone())
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    optimizer.state[weight]["key.x"] = value
+    optimizer.state[weight] |= {"key.x": value, 3: 1}
     found = optimizers.by_weight(optimizer, {weight: "net.weight"}, index=0)
     prefix = ".optimizer_states.0.net.weight."
     assert all(name.startswith(prefix) and "." not in name.removeprefix(prefix) for name in found)
-    again = optimizers.nested({name.removeprefix(prefix): leaf for name, leaf in found.items()})
+    again = optimizers.joined({name.removeprefix(prefix): leaf for name, leaf in found.items()})
+    assert again[3] == 1
     assert repr(again["key.x"]) == repr(value)
     assert type(again["key.x"]) is type(value)
 
 
-REFUSED = [{0.5: T}, {"": T}, {None: 1}, collections.Counter(a=1), {1, 2}, torch.Size([2]), len]
+Pair = collections.namedtuple("Pair", "a b")
+REFUSED = [Pair(T, 1), SimpleNamespace(a=1), len]
 
 
 @pytest.mark.parametrize("value", REFUSED)
@@ -211,3 +156,48 @@ def test_entries_that_would_come_back_otherwise_are_refused(value):
     optimizer.state[weight]["key"] = [value]
     with pytest.raises(ConfigError, match=r"SGD\.state: .*key"):
         optimizers.by_weight(optimizer, {weight: "w"}, index=0)
+
+
+# ---------------------------------------------------------------- weights without state
+def trained(steps, folder=None):
+    """Train one layer for two steps, then both; with a folder save and load after the first two."""
+
+    def step(module, optimizer, layers):
+        optimizer.zero_grad()
+        sum((module[layer](torch.ones(2, 3)) ** 2).mean() for layer in layers).backward()
+        optimizer.step()
+
+    def made():
+        torch.manual_seed(0)
+        module = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3)})
+        return module, steps(module.parameters())
+
+    module, optimizer = made()
+    for _ in range(2):
+        step(module, optimizer, ["a"])
+    if folder is not None:
+        names = state.parameter_names(module)
+        tensors = module.state_dict() | optimizers.by_weight(optimizer, names, index=0)
+        groups = saved_groups(optimizer, names)
+        CheckpointWriter().save(folder / "step=2", tensors, {})
+        module, optimizer = made()
+        state.load_weights(folder / "step=2", module)
+        optimizers.load_optimizers(folder / "step=2", module, [optimizer], groups=[groups])
+    for _ in range(3):
+        step(module, optimizer, ["a", "b"])
+    return module.state_dict()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(torch.optim.AdamW, lr=0.1),
+        partial(torch.optim.NAdam, lr=0.1),
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
+    ],
+    ids=["AdamW", "NAdam", "SGD"],
+)
+def test_a_weight_that_trains_later_has_no_state_of_steps_that_it_has_not_made(tmp_path, make):
+    resumed = trained(make, tmp_path)
+    for name, value in trained(make).items():
+        assert torch.equal(value, resumed[name]), name

@@ -90,4 +90,4 @@ def test_what_follows_from_a_setting_is_named(typed, named, runs):
 
 def test_another_optimizer_is_refused(runs):
     *_, output = resumed(runs, "+task.kind=sgd", expect=2)
-    assert "was saved with another optimizer: its state holds exp_avg" in output
+    assert "was saved with another optimizer: it holds the state of torch.optim" in output

@@ -28,7 +28,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from armature import config, run_dir
 from armature.checkpoint import directory as checkpoint_directory
-from armature.checkpoint import one_folder, resume, storage
+from armature.checkpoint import resume, storage
 from armature.checkpoint.state import holds, is_weights_only
 from armature.data import adapter, batching, memory
 from armature.data.base import DataModule
@@ -104,7 +104,6 @@ def run(cfg: DictConfig) -> None:
     stop.install()
     log_file = process.prepare(cfg, Path(cfg.run.dir))
     try:
-        one_folder.require(cfg)
         again: tuple[DictConfig, list[dict[str, Any]] | None] | None = (cfg, None)
         while (again := _attempt(*again, stop)) is not None:
             stop.forget_module()
@@ -199,7 +198,6 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
         step_log,
         manifest_entries={"config_hash": run_dir.fingerprint(cfg)},
         save_begins=heartbeat.rest,
-        idle=cfg.trainer.accelerator == "cpu",
         **policy,
     )
     start_line = partial(report.start_line, cfg, batches, checkpoint)

@@ -5,7 +5,6 @@ import json
 import os
 import socket
 import sys
-import time
 
 import pytest
 import torch
@@ -106,18 +105,6 @@ def test_a_build_without_cuda_and_hidden_gpus_are_named(run, monkeypatch):
     )
 
 
-def test_a_leftover_build_lock_is_named(run, tmp_path):
-    lock = tmp_path / "py311_cpu" / "comm" / "lock"
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    old = time.time() - 3600
-    for path in (lock, lock.parent):
-        os.utime(path, (old, old))
-    run.strategy = {"_target_": "armature.strategies.ddp.DDP"}
-    run.model = run.task = {"_target_": "torch.nn.Linear"}
-    assert only(environment.extension_locks(run, tmp_path)).remedy == f"Type rm {lock}"
-
-
 def test_ranks_that_disagree_with_devices_are_named(run):
     environ = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
     found = only(launch.world_size(run, environ))
@@ -131,7 +118,6 @@ def test_one_rank_of_each_machine_reports_what_ends_the_examination(
 ):
     for key, value in {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": "6"}.items():
         monkeypatch.setenv(key, value)
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))  # not this machine's
     run.run.root, shown = str(tmp_path), []
     code = examine(run, deadlines={}, show=shown.extend)
     assert (code, bool(shown)) == ((2, True) if local == "0" else (0, False))

@@ -1,10 +1,11 @@
-"""Files are described while they are written, by threads that leave the cores to training until the
-save is awaited.
-"""
+"""Files are described while they are written."""
 
 import hashlib
+import io
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.serialization import get_crc32_options
 
-from armature.checkpoint import hashing, state, storage
+from armature.checkpoint import state, storage
 from armature.checkpoint import writer as checkpoint_writer
-from armature.checkpoint.hashing import HashingFileSystem, SaveThreads
+from armature.checkpoint.hashing import HashingFileSystem
 from armature.checkpoint.writer import CheckpointWriter
 
 
@@ -30,17 +31,11 @@ def saved(path: Path, **options: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "sizes", [[], [1], [hashing.SMALL - 1, hashing.SMALL], [5, 2 * hashing.PIECE + 3, 7]], ids=str
-)
-@pytest.mark.parametrize("idle", [False, True])
+@pytest.mark.parametrize("sizes", [[], [1], [5, 4 << 20, 7]], ids=str)
 def test_a_file_is_what_was_written_and_so_is_its_checksum(
-    tmp_path: Path, sizes: list[int], idle: bool
+    tmp_path: Path, sizes: list[int]
 ) -> None:
-    system, pieces = (
-        HashingFileSystem(FileSystem(), SaveThreads(idle=idle)),
-        [os.urandom(size) for size in sizes],
-    )
+    system, pieces = HashingFileSystem(FileSystem()), [os.urandom(size) for size in sizes]
     with system.create_stream(tmp_path / "a.tmp", "wb") as stream:
         assert [stream.write(memoryview(piece)) for piece in pieces] == sizes
         assert stream.tell() == sum(sizes)
@@ -52,27 +47,17 @@ def test_a_file_is_what_was_written_and_so_is_its_checksum(
     }
 
 
-def test_the_disk_does_not_wait_for_the_checksum_of_each_piece() -> None:
-    written = threading.Event()
-
-    def write(piece: memoryview) -> None:
-        if piece == b"last":
-            written.set()
-
-    def calculate(piece: memoryview) -> None:
-        assert written.wait(20)
-
-    SaveThreads().both(write, calculate, [memoryview(b"first"), memoryview(b"last")])
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"background": True}, {"background": True, "idle": True}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"background": True}], ids=str)
 def test_an_error_of_writing_is_that_of_the_save(tmp_path: Path, monkeypatch, options) -> None:
-    def full(stream: hashing._HashingStream, piece: memoryview) -> None:
-        raise OSError(28, "No space left on device")
+    class Full(io.BytesIO):
+        def write(self, data: Any) -> int:
+            raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(hashing._HashingStream, "_write", full)
+    @contextmanager
+    def create_stream(*args: Any) -> Iterator[Any]:
+        yield Full()
+
+    monkeypatch.setattr(FileSystem, "create_stream", create_stream)
     with pytest.raises(OSError, match="No space left"):
         saved(tmp_path / "step=1", **options)
     assert not (tmp_path / "step=1").exists()
@@ -88,7 +73,7 @@ def test_a_file_shorter_than_what_was_written_is_no_part_of_a_checkpoint(tmp_pat
 
 
 def test_only_the_files_with_a_checksum_go_without_crc32(tmp_path: Path) -> None:
-    system, others = HashingFileSystem(FileSystem(), SaveThreads()), []
+    system, others = HashingFileSystem(FileSystem()), []
     with system.create_stream(tmp_path / "a", "wb"):
         assert not get_crc32_options()
         thread = threading.Thread(target=lambda: others.append(get_crc32_options()))

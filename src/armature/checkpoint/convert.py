@@ -175,12 +175,11 @@ def _torchs(
     numbers = {name: number for number, name in enumerate(names)}
     prefix = f"{state.OPTIMIZER_TENSORS}.{index}."
     loaded = state.load_tensors(checkpoint, [key for key in saved if key.startswith(prefix)], saved)
-    parts: dict[int, dict[str, Any]] = {}
-    for path, value in loaded.items():
-        name, _, key = path.removeprefix(prefix).rpartition(".")
-        if name in numbers:
-            parts.setdefault(numbers[name], {})[key] = value
-    found = {number: optimizers.nested(of_param) for number, of_param in parts.items()}
+    found = {
+        numbers[name]: optimizers.joined({key: loaded[f"{prefix}{name}.{key}"] for key in keys})
+        for name, keys in optimizers.entry_names(saved, index).items()
+        if name in numbers
+    }
     numbered = [
         optimizers.settings_of(group)
         | {"params": [numbers[name] for name in group[optimizers.NAMES]]}

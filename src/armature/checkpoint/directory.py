@@ -12,7 +12,7 @@ checkpoints. Torch-free.
 
 manifest.json:
 
-    {"format": 2, "step": 120, "world_size": 4, "strategy": "…", "config_hash": "…", "saved_at": …,
+    {"format": 1, "step": 120, "world_size": 4, "strategy": "…", "config_hash": "…", "saved_at": …,
      "files": {"meta.pt": {"bytes": 10240, "sha256": "…"}, …}}
 
 A directory without a manifest is half-written, or another program wrote it. The checksums detect
@@ -38,7 +38,7 @@ LAST = "last"
 # begins our names of tensors that are no weights, and our entries in meta.pt; nobody else's do
 RESERVED = "."
 FILE_SUFFIXES = (".ckpt", ".pt", ".pth")  # of a checkpoint in one file, as Lightning writes it
-FORMAT = 2
+FORMAT = 1
 _STEP, _PART, _OLD = "step=", ".part", ".old"
 FileEntries = dict[str, dict[str, Any]]
 

@@ -1,9 +1,9 @@
 """What hooks and callbacks of users save differently on each rank: lists of losses, counters,
 queues of one's own data.
 
-A checkpoint holds what rank 0 has saved. If another rank has saved something else, the checkpoint
-holds that entry of every rank that has it as well, and each continues with its own if the layout is
-the same. A rank that has saved nothing takes rank 0's, as all do in Lightning.
+meta.pt holds what rank 0 has saved. What another rank has saved otherwise lies beside the tensors,
+and each continues with its own if the layout is the same. A rank that has saved nothing takes rank
+0's, as all do in Lightning.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from armature.checkpoint import directory
+from armature.checkpoint import directory, plain, storage
 from armature.parallel import process_group
 
 log = logging.getLogger(__name__)
 
-KEY = f"{directory.RESERVED}of_ranks"  # the entry of a checkpoint
+KEY = f"{directory.RESERVED}of_rank."  # before the rank: the entry of a checkpoint
 CALLBACKS = "callbacks"
 # beginnings of modules whose code is not users'
 NOT_USERS = ("armature.", "lightning.", "pytorch_lightning.")
@@ -60,47 +60,44 @@ def digests(meta: Mapping[str, Any], callbacks: Iterable[Callback]) -> dict[Plac
     return {place: digest(value) for place, value in found.items()}
 
 
-def entries(
-    meta: Mapping[str, Any], everyones: list[dict[Place, bytes]], *, layout: str
-) -> dict[str, Any]:
-    """Return the entry `KEY` if ranks differ, on rank 0, else nothing. Called by all ranks.
+def entry(
+    meta: Mapping[str, Any],
+    own: Mapping[Place, bytes],
+    first: Mapping[Place, bytes],
+    *,
+    layout: str,
+) -> dict[str, bytes]:
+    """Return what this rank saves otherwise than rank 0, under its name in the checkpoint.
 
     Args:
-        everyones: the `digests` of each rank.
+        own, first: the `digests` of this rank and of rank 0.
     """
-    places = dict.fromkeys(place for each in everyones for place in each)
-    unequal = [
-        place
-        for place in places
-        if place not in everyones[0]
-        or len({each[place] for each in everyones if place in each}) > 1
-    ]
-    if not unequal:
-        return {}
-    own = {place: _at(meta, place) for place in unequal if place in everyones[process_group.rank()]}
-    # another rank has no access to this one's GPU
-    own = apply_to_collection(own, Tensor, Tensor.cpu)
-    gathered = process_group.gather_object(own)
-    return {KEY: {"layout": layout, "entries": gathered}} if gathered else {}
+    values = {place: _at(meta, place) for place in own if own[place] != first.get(place)}
+    saved = {"layout": layout, "ranks": process_group.ranks(), "entries": values}
+    return {f"{KEY}{process_group.rank()}": storage.dumped(saved)} if values else {}
 
 
-def restore(meta: dict[str, Any], *, layout: str, fits: bool) -> None:
+def restore(meta: dict[str, Any], checkpoint: Path, *, layout: str, fits: bool) -> None:
     """Replace rank 0's entries of a checkpoint that was read by this rank's."""
-    saved = meta.pop(KEY, None)
-    if saved is None:
+    names = storage.read_metadata(checkpoint).state_dict_metadata
+    everyones: dict[str, Any] = {name: None for name in names if name.startswith(KEY)}
+    if not everyones:
         return
-    of_ranks: list[dict[Place, Any]] = saved["entries"]
-    if saved["layout"] == layout and len(of_ranks) == process_group.ranks():
-        for place, value in of_ranks[process_group.rank()].items():
-            _parent(meta, place)[place[-1]] = value
+    storage.read_tensors(checkpoint, everyones, alone=True)
+    saved = {name: storage.loaded(value) for name, value in everyones.items()}
+    first = next(iter(saved.values()))
+    if (first["layout"], first["ranks"]) == (layout, process_group.ranks()):
+        own = saved.get(f"{KEY}{process_group.rank()}", {"entries": {}})
+        for place, value in own["entries"].items():
+            _parent(meta, place)[place[-1]] = plain.restored(value)
     elif fits and process_group.rank() == 0:
-        names = sorted({place[-1] for each in of_ranks for place in each})
         log.warning(
             "Each rank had saved its own %s (on_save_checkpoint, or state_dict of a callback) "
-            "under %s. Under %s all "
-            "continue with what rank 0 had.",
-            ", ".join(names), saved["layout"], layout,
-        )  # fmt: skip
+            "under %s. Under %s all continue with what rank 0 had.",
+            ", ".join(sorted({place[-1] for each in saved.values() for place in each["entries"]})),
+            first["layout"],
+            layout,
+        )
 
 
 def _at(meta: Mapping[str, Any], place: Place) -> Any:

@@ -1,41 +1,41 @@
 """The state of optimizers by weight and key, for all layouts; whole_optimizers.py has those that
 keep more.
 
-An entry is named ".optimizer_states.<i>.<parameter name>.<key>". The tensors of a list or dict are
-entries of their
-own, whose keys are paths: "Q/[0]". Parameter groups are in meta.pt, as hyperparameters with
-parameter names.
+A tensor or number is the entry ".optimizer_states.<i>.<parameter name>.<key>". Any other value is
+one entry too, as bytes, in which `{"__tensor__": n}` stands for each of its tensors, and these are
+the entries "<key>/<n>". Parameter groups are in meta.pt, as hyperparameters with parameter names.
+
+torch's `get_optimizer_state_dict` and `set_optimizer_state_dict` would not do. They make a step to
+create state, so that a weight without a gradient so far counts a step that it has not made (Adam,
+SGD with dampening), and an optimizer that changes weights at rate 0 does so at each save. They
+refuse lists, and lose the state of frozen weights, keys that hooks put into groups, and empty
+groups.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
 import torch
-import torch.optim.optimizer as torchs
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map, tree_structure
 
-from armature.checkpoint import changes, misfit, plain, state, storage
+from armature.checkpoint import changes, plain, state, storage
 from armature.checkpoint.state import GRADIENTS, OPTIMIZER_TENSORS, RESERVED, SPARSE_GRADIENTS
-from armature.errors import ConfigError, error_line
+from armature.errors import ConfigError
 
 CLASSES = f"{RESERVED}optimizer_classes"  # in meta.pt: by index
 NAMES = "names"  # in a saved parameter group: of its parameters
 ADDED = "added"  # in a saved parameter group: a hook had added it while the run trained
 BUILT = "built"  # in a saved parameter group: its settings as the run's last start had built them
 _USERS = "users:"  # in a saved parameter group: before a user's keys of these names
-# modules of optimizers
-_KEEP_WEIGHTS_AT_RATE_0 = ("torch.optim.", "armature.optim.", "bitsandbytes.")
-_CONTAINERS = (dict, OrderedDict, list, tuple)
+_TENSOR = "__tensor__"  # the only key of a dict that stands for a tensor
 # they select how a step is computed on this machine, not its result, so they are never read from a
 # checkpoint
 RUNTIME_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
@@ -45,7 +45,7 @@ def class_of(optimizer: Any) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
-# ---------------------------------------------------------------- saving
+# ---------------------------------------------------------------- entries
 def by_weight(optimizer: Optimizer, names: Mapping[Tensor, str], *, index: int) -> dict[str, Any]:
     """Return the state of each parameter as `.optimizer_states.<index>.<name>.<key>`, without
     copies of tensors.
@@ -55,10 +55,10 @@ def by_weight(optimizer: Optimizer, names: Mapping[Tensor, str], *, index: int) 
     """
     found = {}
     try:
-        for param, entries in optimizer.state.items():
-            prefix = f"{OPTIMIZER_TENSORS}.{index}.{names[param]}."
-            for key, value in entries.items():
-                found |= {prefix + path: leaf for path, leaf in _leaves(value, _escaped(key))}
+        for param, of_param in optimizer.state.items():
+            for key, value in of_param.items():
+                name = f"{_prefix(index, names[param])}{_escaped(key)}"
+                found |= _entries(name, value, str(key))
     except plain.NotPlain as error:
         raise ConfigError(
             plain.problem(f"{type(optimizer).__name__}.state: {error.path}", error.type)
@@ -66,59 +66,68 @@ def by_weight(optimizer: Optimizer, names: Mapping[Tensor, str], *, index: int) 
     return found
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Return the tensors and plain values of which a value consists, by path."""
-    given = value
-    if not isinstance(value, Tensor) and type(value) not in _CONTAINERS:
-        value = plain.plain(value, path)
-    if isinstance(value, dict) and type(value) in (dict, OrderedDict):
-        items, empty = [(_escaped(key, path), item) for key, item in value.items()], "{}"
-    elif isinstance(value, list | tuple) and type(given) in (list, tuple):
-        form, empty = ("[{}]", "[]") if isinstance(value, list) else ("({})", "()")
-        items = [(form.format(number), item) for number, item in enumerate(value)]
-    elif isinstance(value, Mapping | list | tuple | set):  # it would come back as another type
-        raise plain.NotPlain(path, given)
-    else:
-        yield path, value
-        return
-    if not items:
-        yield f"{path}/{empty}", None
-    for key, item in items:
-        yield from _leaves(item, f"{path}/{key}")
-
-
-def _escaped(key: Any, path: str = "") -> str:
+def _escaped(key: Any) -> str:
     if type(key) is int:
         return f"{{{key}}}"
-    if not isinstance(key, str) or not key:
-        raise plain.NotPlain(f"{path}, key {key!r}", key)
+    if not isinstance(key, str):
+        raise plain.NotPlain(f"key {key!r}", key)
     return quote(key, safe="").replace(".", "%2E")
 
 
-def nested(leaves: Mapping[str, Any]) -> dict[Any, Any]:
-    """Return by key the values of whose parts `by_weight` makes entries."""
+def _prefix(index: int, name: str) -> str:
+    return f"{OPTIMIZER_TENSORS}.{index}.{name}."
+
+
+def _entries(name: str, value: Any, key: str) -> dict[str, Any]:
+    if isinstance(value, Tensor):
+        return {name: value}
+    tensors: list[Tensor] = []
+
+    def take(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        tensors.append(leaf)
+        return {_TENSOR: len(tensors) - 1}
+
+    form = tree_map(take, value)
+    made = plain.plain(form, key)
+    if tree_structure(plain.restored(made)) != tree_structure(form):
+        raise plain.NotPlain(key, value)  # it would come back as another type
+    made = made if isinstance(made, int | float | None) else storage.dumped(made)
+    return {name: made} | {f"{name}/{number}": tensor for number, tensor in enumerate(tensors)}
+
+
+def joined(entries: Mapping[str, Any]) -> dict[Any, Any]:
+    """Return a weight's state by key from its entries, whose names are without the weight's."""
+
+    def stands_for_tensor(value: Any) -> bool:
+        return isinstance(value, dict) and value.keys() == {_TENSOR}
+
+    def value_of(name: str, entry: Any) -> Any:
+        return tree_map(
+            lambda leaf: entries[f"{name}/{leaf[_TENSOR]}"] if stands_for_tensor(leaf) else leaf,
+            plain.restored(storage.loaded(entry)) if isinstance(entry, bytes) else entry,
+            is_leaf=stands_for_tensor,
+        )
+
     return {
-        int(key[1:-1]) if key.startswith("{") else unquote(key): plain.restored(value)
-        for key, value in _joined(leaves).items()
+        int(name[1:-1]) if name[0] == "{" else unquote(name): entry
+        if isinstance(entry, Tensor)
+        else value_of(name, entry)
+        for name, entry in entries.items()
+        if "/" not in name
     }
 
 
-def _joined(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    parts: dict[str, dict[str, Any]] = {}
-    for path, leaf in leaves.items():
-        key, _, rest = path.partition("/")
-        parts.setdefault(key, {})[rest] = leaf
-    return {key: own[""] if "" in own else _container(own) for key, own in parts.items()}
-
-
-def _container(leaves: Mapping[str, Any]) -> Any:
-    first = next(iter(leaves))
-    if first in ("{}", "[]", "()"):
-        return {"{}": {}, "[]": [], "()": ()}[first]
-    if first[0] not in "[(":
-        return nested(leaves)
-    items = sorted(_joined(leaves).items(), key=lambda item: int(item[0][1:-1]))
-    return (list if first[0] == "[" else tuple)(plain.restored(value) for _, value in items)
+def entry_names(saved: Iterable[str], index: int) -> dict[str, list[str]]:
+    """Return the names of an optimizer's entries in a checkpoint, by the parameter's name."""
+    found: dict[str, list[str]] = {}
+    prefix = f"{OPTIMIZER_TENSORS}.{index}."
+    for full in saved:
+        if full.startswith(prefix):
+            param, _, name = full.removeprefix(prefix).rpartition(".")
+            found.setdefault(param, []).append(name)
+    return found
 
 
 # ---------------------------------------------------------------- parameter groups
@@ -244,67 +253,6 @@ def restore_groups(
 
 
 # ---------------------------------------------------------------- loading
-def create_state(optimizer: Optimizer, *, held: Set[Tensor] = frozenset()) -> None:
-    """Create the state tensors of an optimizer that has not stepped yet, to load into.
-
-    Weights that are `held` get state although they are frozen now: they were trained before. What
-    the optimizer's own
-    step raises is raised.
-    """
-    if optimizer.state:
-        return
-    # by a step with zero gradients and learning rate zero: only the optimizer knows shapes, types
-    # and placements
-    before = [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
-    # schedule-free ones refuse to step otherwise
-    if callable(train := getattr(optimizer, "train", None)):
-        train()
-    for group in optimizer.param_groups:
-        if "eps" in group and group["eps"] == 0:  # Adam's update would be 0 / 0
-            group["eps"] = 1e-8
-        if (rate := group.get("lr")) is not None:  # else the optimizer computes its steps' size
-            group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
-        for param in group["params"]:
-            param.grad = torch.zeros_like(param) if param.requires_grad or param in held else None
-            # it takes no dense ones
-            if isinstance(optimizer, torch.optim.SparseAdam) and param.grad is not None:
-                param.grad = param.grad.to_sparse()
-    # others may scale, round or project weights whatever the rate is
-    known = type(optimizer).__module__.startswith(_KEEP_WEIGHTS_AT_RATE_0)
-    params = (
-        [] if known else [param for group in optimizer.param_groups for param in group["params"]]
-    )
-    kept = [(param, param.detach().clone()) for param in params]
-    try:
-        with _without_hooks(optimizer):
-            optimizer.step()
-    finally:
-        with torch.no_grad():
-            for param, value in kept:
-                param.copy_(value)
-        for group, values in zip(optimizer.param_groups, before, strict=True):
-            group.update(values)
-        optimizer.zero_grad(set_to_none=True)
-
-
-@contextmanager
-def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
-    """Keep away the hooks around a step: a user's may move an average, or count."""
-    hooks = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
-    hooks += [torchs._global_optimizer_pre_hooks, torchs._global_optimizer_post_hooks]
-    before = [dict(each) for each in hooks]
-    for each in hooks:
-        each.clear()
-    try:
-        yield
-    finally:
-        for each, own in zip(hooks, before, strict=True):
-            each.update(own)
-
-
 def load_optimizers(
     checkpoint: Path,
     module: nn.Module,
@@ -315,13 +263,13 @@ def load_optimizers(
     built: Sequence[Sequence[Mapping[str, Any]]] = (),
     extra: dict[str, Tensor] | None = None,
 ) -> dict[Tensor, Tensor]:
-    """Load the optimizers' state in place, and return the gradients that were saved with it, by
-    parameter.
+    """Load the optimizers' state, and return the gradients that were saved with it, by parameter.
+
+    A weight that had no gradient before the save has no state, as it had then.
 
     Args:
         groups: each optimizer's parameter groups, as saved; one without them keeps its state.
-        classes: the optimizers' classes, as saved. One of the same class gets what was saved, also
-            if its first step does not create all of it.
+        classes: the optimizers' classes, as saved.
         built: each optimizer's groups as they are built now.
         extra: further tensors to fill if the checkpoint has them, such as the averaged weights.
     """
@@ -332,177 +280,86 @@ def load_optimizers(
     targets: dict[str, Any] = {
         name: value for name, value in (extra or {}).items() if name in saved
     }
-    restored = [
-        (i, *pair)
-        for i, pair in enumerate(zip(optimizers, groups, strict=False))
-        if pair[1] is not None
-    ]
-    of_params: list[dict[str, list[str]]] = []
-    for index, optimizer, of_optimizer in restored:
-        keys = _keys(saved, index)
-        of_params.append(keys)
-        add_groups(optimizer, names, of_optimizer or [])
-        own = {p for group in optimizer.param_groups for p in group["params"]}
-        targets |= _targets(
-            checkpoint,
-            optimizer,
-            saved,
-            index=index,
-            params={names[p]: p for p in names if p in own},
-            keys=keys,
-            same=index < len(classes) and classes[index] == class_of(optimizer),
-            names=names,
-        )
-    gradients = {
-        p: torch.zeros_like(p)
-        for p, name in names.items()
-        if optimizers and f"{GRADIENTS}{name}" in saved
-    }
-    targets |= {f"{GRADIENTS}{names[param]}": gradient for param, gradient in gradients.items()}
-    sparse = {param: _of_sparse(saved, param, name) for param, name in names.items() if optimizers}
-    targets |= {key: tensor for tensors in sparse.values() for key, tensor in tensors.items()}
+    restored = []
+    for index, (optimizer, of_optimizer) in enumerate(zip(optimizers, groups, strict=False)):
+        if of_optimizer is None:
+            continue
+        own = entry_names(saved, index)
+        if own:
+            _check_class(checkpoint, optimizer, classes[index : index + 1])
+        add_groups(optimizer, names, of_optimizer)
+        states = {
+            param: {
+                name: _target(param, group, saved[_prefix(index, names[param]) + name], name)
+                for name in own[names[param]]
+            }
+            for param, group in _params(optimizer)
+            if names[param] in own
+        }
+        for param, entries in states.items():
+            prefix = _prefix(index, names[param])
+            targets |= {prefix + name: target for name, target in entries.items()}
+        restored.append((index, optimizer, of_optimizer, states))
+    gradients = _gradients(saved, names) if optimizers else {}
+    for part in gradients.values():
+        targets |= part
     state.check_sizes(checkpoint, saved, targets)
     storage.read_tensors(checkpoint, targets)
-    for (index, optimizer, of_optimizer), keys in zip(restored, of_params, strict=True):
-        own = {p for group in optimizer.param_groups for p in group["params"]}
+    for index, optimizer, of_optimizer, states in restored:
         optimizer.state.clear()
-        for param, name in names.items():
-            if param in own and name in keys:  # else it had no gradient yet
-                prefix = f"{OPTIMIZER_TENSORS}.{index}.{name}."
-                optimizer.state[param] = nested({key: targets[prefix + key] for key in keys[name]})
+        for param, entries in states.items():
+            prefix = _prefix(index, names[param])
+            optimizer.state[param] = joined({name: targets[prefix + name] for name in entries})
         now = built[index] if index < len(built) else ()
-        restore_groups(optimizer, group_names(optimizer, names), of_optimizer or [], now)
-    for param, tensors in sparse.items():
-        if tensors:
-            indices, values = tensors.values()
-            gradients[param] = torch.sparse_coo_tensor(indices, values, param.shape)
-    return gradients
-
-
-def _of_sparse(saved: Mapping[str, Any], param: Tensor, name: str) -> dict[str, Tensor]:
-    """Return tensors to fill with a parameter's sparse gradient: its indices and values, or
-    none.
-    """
-    keys = [f"{SPARSE_GRADIENTS}{name}.{part}" for part in ("indices", "values")]
-    types = (torch.long, param.dtype)
+        restore_groups(optimizer, group_names(optimizer, names), of_optimizer, now)
     return {
-        key: torch.empty(saved[key].size, dtype=dtype, device=param.device)
-        for key, dtype in zip(keys, types, strict=True)
-        if key in saved
+        param: torch.sparse_coo_tensor(*tensors, size=param.shape)
+        if len(tensors := [*part.values()]) == 2
+        else tensors[0]
+        for param, part in gradients.items()
     }
 
 
-def _keys(saved: Iterable[str], index: int) -> dict[str, list[str]]:
-    """Return the keys of a saved optimizer's state, by the parameter's name."""
-    found: dict[str, list[str]] = {}
-    prefix = f"{OPTIMIZER_TENSORS}.{index}."
-    for name in saved:
-        if name.startswith(prefix):
-            param, _, key = name.removeprefix(prefix).rpartition(".")
-            found.setdefault(param, []).append(key)
-    return found
+def _params(optimizer: Optimizer) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    return ((param, group) for group in optimizer.param_groups for param in group["params"])
 
 
-def _targets(
-    checkpoint: Path,
-    optimizer: Optimizer,
-    saved: Mapping[str, Any],
-    *,
-    index: int,
-    params: Mapping[str, Tensor],
-    keys: Mapping[str, list[str]],
-    same: bool,
-    names: Mapping[Tensor, str],
-) -> dict[str, Any]:
-    """Return what to read an optimizer's saved state into: what its first step creates, or tensors
-    like it.
-
-    Args:
-        params, keys: its parameters and the keys of their saved state, by the parameter's name.
-        same: whether an optimizer of the same class has saved it.
-    """
-    failed = ""
-    try:
-        create_state(optimizer, held={params[name] for name in params.keys() & keys.keys()})
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # it steps with a closure alone, or not with gradients of zero
-        optimizer.state.clear()
-        failed = f" (its step without gradients failed: {error_line(error)})"
-    own = by_weight(optimizer, names, index=index)
-    # not those of other stages of a pipeline
-    of_own = {name: keys[name] for name in params.keys() & keys.keys()}
-    _check_keys(checkpoint, of_own, _keys(own, index), own, index=index, same=same, failed=failed)
-    found = {}
-    for name in params.keys() & keys.keys():
-        for key in keys[name]:
-            path = f"{OPTIMIZER_TENSORS}.{index}.{name}.{key}"
-            if not isinstance(saved[path], TensorStorageMetadata):
-                found[path] = None
-            elif isinstance(own.get(path), Tensor):
-                found[path] = own[path]
-            else:
-                found[path] = _like(checkpoint, params[name], optimizer, saved[path], path)
-    return found
-
-
-def _like(
-    checkpoint: Path, param: Tensor, optimizer: Optimizer, saved: TensorStorageMetadata, path: str
-) -> Tensor:
-    """Return a tensor for a saved one that the optimizer has not created: it is where the weight
-    is.
-    """
-    dtype = saved.properties.dtype
-    if tuple(saved.size) == tuple(param.shape):
-        return torch.zeros_like(param, dtype=dtype, requires_grad=False)
-    if isinstance(param, DTensor) and saved.size:
+def _check_class(checkpoint: Path, optimizer: Optimizer, saved: Sequence[str]) -> None:
+    own = class_of(optimizer)
+    if saved and own != saved[0]:
         raise ConfigError(
-            f"{checkpoint}: {type(optimizer).__name__} keeps {path} of size {tuple(saved.size)} "
-            "for a weight of size "
-            f"{tuple(param.shape)}, which cannot be placed where weights are sharded. Resume with "
-            "strategy=single or "
-            "strategy=ddp."
+            f"{checkpoint} was saved with another optimizer: it holds the state of {saved[0]}, and "
+            f"configure_optimizers returns {own}. Resume with the optimizer that the run began "
+            "with."
         )
-    group = next(
-        group for group in optimizer.param_groups if any(each is param for each in group["params"])
-    )
-    # as torch's do
-    counts_on_cpu = path.endswith(".step") and not (group.get("fused") or group.get("capturable"))
-    return torch.zeros(saved.size, dtype=dtype, device="cpu" if counts_on_cpu else param.device)
 
 
-def _check_keys(
-    checkpoint: Path,
-    saved: Mapping[str, list[str]],
-    own: Mapping[str, list[str]],
-    values: Mapping[str, Any],
-    *,
-    index: int,
-    same: bool,
-    failed: str,
-) -> None:
-    """Raise ConfigError if the state of the parameters that both have has other keys, and so is
-    another optimizer's.
-    """
+def _target(param: Tensor, group: Mapping[str, Any], saved: Any, name: str) -> Tensor | None:
+    """Return what to read an entry into: a tensor of the weight's size is sharded as the weight."""
+    if not isinstance(saved, TensorStorageMetadata):
+        return None
+    dtype, size = saved.properties.dtype, saved.size
+    if size == param.shape:
+        return torch.zeros_like(param, dtype=dtype, requires_grad=False)
+    if name == "step" and not (group.get("fused") or group.get("capturable")):
+        return torch.zeros(size, dtype=dtype)  # on the CPU, as torch's
+    if not size:
+        return torch.zeros(size, dtype=dtype, device=param.device)
+    return param.detach().new_zeros(size, dtype=dtype)
 
-    def of_common(keys: Mapping[str, list[str]]) -> set[str]:
-        common = saved.keys() & own.keys()
-        return {key.partition("/")[0] for name in common for key in keys[name]}
 
-    there, here = of_common(saved), of_common(own)
-    if not same and saved and not own:
-        there = {key.partition("/")[0] for of_param in saved.values() for key in of_param}
-    elif there == here:
-        return
-    filled = {
-        key.partition("/")[0] for name in own for key in own[name]
-        if isinstance(values[f"{OPTIMIZER_TENSORS}.{index}.{name}.{key}"], Tensor)
-    }  # fmt: skip
-    if same and filled <= there:
-        return
-    raise ConfigError(
-        f"{checkpoint} was saved with another optimizer: its state holds "
-        f"{misfit.few(sorted(there))}, "
-        f"this one's {misfit.few(sorted(here))}{failed}. Resume with the optimizer that the run "
-        "began with."
-    )
+def _gradients(
+    saved: Mapping[str, Any], names: Mapping[Tensor, str]
+) -> dict[Tensor, dict[str, Tensor]]:
+    """Return what to read saved gradients into; of a sparse one its indices and values."""
+    found = {}
+    for param, name in names.items():
+        indices, values = (f"{SPARSE_GRADIENTS}{name}.{part}" for part in ("indices", "values"))
+        if indices in saved:
+            found[param] = {
+                indices: param.new_empty(saved[indices].size, dtype=torch.long),
+                values: param.new_empty(saved[values].size),
+            }
+        elif (dense := f"{GRADIENTS}{name}") in saved:
+            found[param] = {dense: torch.zeros_like(param, requires_grad=False)}
+    return found

@@ -15,11 +15,12 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from armature.checkpoint import directory, misfit, of_ranks, plain, resume, storage
+from armature.checkpoint import directory, misfit, plain, resume, storage
 from armature.errors import ConfigError
 from armature.parallel import process_group, whole_weights
 
@@ -35,9 +36,6 @@ FLAGS = f"{RESERVED}flags"  # what has been frozen or unfrozen
 RANDOM = f"{RESERVED}random"  # the random state of each rank
 OTHER = f"{RESERVED}extra_state"  # what modules keep beside tensors, by name
 BUCKETS = f"{RESERVED}bucket_order"  # of the gradients, where DDP reduces them
-_EXTRA_STATE = "_extra_state"  # how torch names it in a state dict
-# modules of methods
-_LOAD_IN_PLACE = ("torch.nn.", "torch.distributed.", "lightning.", "torchmetrics.", "armature.")
 
 
 def module_state(
@@ -139,55 +137,25 @@ def pending_gradients(module: nn.Module) -> dict[str, Tensor]:
 
 
 # ---------------------------------------------------------------- loading weights
-def loads_by_code(module: nn.Module) -> bool:
-    """Return whether methods or hooks that are not torch's take part in `load_state_dict`: they may
-    keep results.
-    """
-    methods: list[Any] = [module.load_state_dict]
-    for part in module.modules():
-        methods.append(part._load_from_state_dict)
-        for name in ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"):
-            methods += [getattr(hook, "hook", hook) for hook in vars(part).get(name, {}).values()]
-    return any(
-        not f"{getattr(method, '__module__', '')}.".startswith(_LOAD_IN_PLACE) for method in methods
-    )
-
-
-def load_weights(
-    checkpoint: Path,
-    module: nn.Module,
-    *,
-    strict: bool = True,
-    may_lack: Callable[[str], bool] | None = None,
-    grows: bool = False,
-) -> dict[str, Any]:
-    """Load the weights, in place if the names are the module's and no code of its own loads them;
-    as `place_weights`.
+def load_weights(checkpoint: Path, module: nn.Module, **options: Any) -> None:
+    """Load the weights without a copy of them; options as of `place_weights`.
 
     Called by all ranks.
     """
-    saved, own = storage.read_metadata(checkpoint).state_dict_metadata, module_state(module)
-    known, held = _names_of_all_ranks(module.state_dict()), _weight_names(saved)
-    lacking = {name for name in known - held if may_lack is None or not may_lack(name)}
-    by_code = any(process_group.all_gather_object(loads_by_code(module)))
-    if by_code or lacking or held - known or any(name.endswith(_EXTRA_STATE) for name in known):
-        weights = read_weights(checkpoint, module)
-        return place_weights(
-            checkpoint, module, weights, strict=strict, may_lack=may_lack, grows=grows
-        )
-    own = {name: value for name, value in own.items() if name in held}
-    check_sizes(checkpoint, saved, own)
-    storage.read_tensors(checkpoint, dict(own))
-    return {}
+    weights = read_weights(checkpoint, module, in_place=True)
+    place_weights(checkpoint, module, weights, **options)
 
 
-def read_weights(checkpoint: Path, module: nn.Module) -> dict[str, Any]:
-    """Return a checkpoint's weights in new tensors, as far as this rank needs them.
+def read_weights(checkpoint: Path, module: nn.Module, *, in_place: bool = False) -> dict[str, Any]:
+    """Return a checkpoint's weights, as far as this rank needs them.
 
     Called by all ranks.
 
     A tensor of the module's name and size is sharded as in the module; one that no rank knows is
     whole, on the CPU.
+
+    Args:
+        in_place: read into the tensors of the module's state dict instead of new ones.
     """
     saved: dict[str, Any] = storage.read_metadata(checkpoint).state_dict_metadata
     own = module_state(module)
@@ -195,7 +163,7 @@ def read_weights(checkpoint: Path, module: nn.Module) -> dict[str, Any]:
     weights: dict[str, Any] = {}
     for name in (unknown | own.keys()) & saved.keys():
         if name in own and _size_of(saved[name]) == tuple(own[name].shape):
-            weights[name] = torch.empty_like(own[name])
+            weights[name] = own[name] if in_place else torch.empty_like(own[name])
         else:
             weights[name] = torch.empty(saved[name].size, dtype=saved[name].properties.dtype)
     storage.read_tensors(checkpoint, weights)
@@ -203,22 +171,24 @@ def read_weights(checkpoint: Path, module: nn.Module) -> dict[str, Any]:
 
 
 def place_weights(
-    source: Path, module: nn.Module, weights: dict[str, Any], *, strict: bool = True,
-    may_lack: Callable[[str], bool] | None = None, grows: bool = False,
-) -> dict[str, Any]:  # fmt: skip
-    """Load weights through torch's `load_state_dict`, and so with the hooks of modules.
+    source: Path,
+    module: nn.Module,
+    weights: dict[str, Any],
+    *,
+    strict: bool = True,
+    may_lack: Callable[[str], bool] | None = None,
+    drops: bool = False,
+) -> None:
+    """Load weights through the module's `load_state_dict`, and so with hooks and code of users.
 
     Called by all ranks.
-
-    Return those of modules that are None, as one that `on_fit_start` makes: torch passes over them
-    without a word.
-    With `grows` also those that the module lacks.
 
     Args:
         source: where the weights come from, for messages.
         weights: by name; each sharded as in the module, or whole and the same on all ranks.
         may_lack: whether the source may lack the weight of a name, which then stays as it is.
-        grows: whether a hook may still make modules and buffers.
+        drops: whether weights of modules that are None, as one that `on_fit_start` makes, are left
+            out with a warning.
 
     Raises:
         ConfigError: names or sizes differ from the module's. With strict=False only sizes are
@@ -231,30 +201,18 @@ def place_weights(
         for name, value in weights.items()
         if name not in elsewhere
     }
-    late = {name: chosen.pop(name) for name in [*chosen] if is_of_none(name, module)}
-    lacking = load_tensors_of(source, module, chosen, strict=strict, may_lack=may_lack, grows=grows)
-    return late | {name: chosen[name] for name in lacking}
+    # torch passes over them without a word
+    late = [name for name in chosen if _is_of_none(name, module)]
+    if late and drops:
+        rank_zero_warn(
+            f"{source}: {', '.join(late)} is not loaded, since the module does not have it."
+        )
+    elif late and strict:
+        raise ConfigError(misfit.another_model(source, [], sorted(late)))
+    load_tensors_of(source, module, chosen, strict=strict, may_lack=may_lack)
 
 
-def place_late_weights(
-    source: Path, module: nn.Module, weights: dict[str, Any], *, strict: bool = True
-) -> None:
-    """Load what `place_weights` returned, once the modules are there.
-
-    With strict, raise ConfigError if one is not.
-    """
-    own = module.state_dict()
-    if strict and (surplus := sorted(weights.keys() - own.keys())):
-        raise ConfigError(misfit.another_model(source, [], surplus))
-    placed = {
-        name: whole_weights.sharded_like(own[name], value)
-        for name, value in weights.items()
-        if name in own
-    }
-    load_tensors_of(source, module, placed, strict=False)
-
-
-def is_of_none(name: str, module: nn.Module) -> bool:
+def _is_of_none(name: str, module: nn.Module) -> bool:
     """Return whether a weight's name leads to an attribute that is None instead of a module."""
     found: Any = module
     for part in name.split(".")[:-1]:
@@ -272,32 +230,21 @@ def load_tensors_of(
     strict: bool = True,
     assign: bool = False,
     may_lack: Callable[[str], bool] | None = None,
-    grows: bool = False,
-) -> list[str]:
+) -> None:
     """Call the module's `load_state_dict`, and name what does not fit.
-
-    With `grows` return the names that it lacks.
 
     One that the module replaces may take no `assign`, as torch's did once, and may return nothing.
     """
     options: dict[str, Any] = (
         {"assign": True} if assign and _takes(module.load_state_dict, "assign") else {}
     )
-    found: list[Any] = []
-    handle = module.register_load_state_dict_post_hook(lambda _, names: found.append(names))
     try:
-        returned = module.load_state_dict(weights, strict=False, **options)
+        missing, surplus = module.load_state_dict(weights, strict=False, **options) or ([], [])
     except RuntimeError as error:  # sizes; torch compares them whether strict or not
         raise ConfigError(misfit.of_load_state_dict(source, error)) from None
-    finally:
-        handle.remove()
-    missing, surplus = returned or (found[-1] if found else ([], []))
     missing = [name for name in missing if may_lack is None or not may_lack(name)]
-    # not what hooks of load_state_dict have renamed
-    late = [name for name in surplus if grows and name in weights]
-    if strict and (missing or len(late) < len(surplus)):
+    if strict and (missing or surplus):
         raise ConfigError(misfit.another_model(source, sorted(missing), sorted(surplus)))
-    return late
 
 
 def _weight_names(saved: dict[str, Any]) -> set[str]:
@@ -358,7 +305,6 @@ def read_whole(checkpoint: Path) -> dict[str, Any]:
     the CPU.
     """
     meta = plain.restored(storage.read_meta(checkpoint))
-    meta.pop(of_ranks.KEY, None)
     return meta | {"state_dict": load_full_state_dict(checkpoint) | meta.get(OTHER, {})}
 
 

@@ -25,15 +25,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
-from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
 from armature.checkpoint import directory
-from armature.checkpoint.hashing import HashingFileSystem, SaveThreads
+from armature.checkpoint.hashing import HashingFileSystem
 from armature.errors import ConfigError
 from armature.parallel import process_group
 
@@ -196,7 +195,7 @@ def expect_single_process() -> Iterator[None]:
         yield
 
 
-def writer(part: Path, threads: SaveThreads) -> tuple[dcp.FileSystemWriter, directory.FileEntries]:
+def writer(part: Path) -> tuple[dcp.FileSystemWriter, directory.FileEntries]:
     """Return torch's writer, and what will describe the files that it has written."""
     options: dict[str, Any] = getattr(part, "storage_options", {})
     writer: Any = (
@@ -204,8 +203,13 @@ def writer(part: Path, threads: SaveThreads) -> tuple[dcp.FileSystemWriter, dire
         if directory.is_local(part)
         else FsspecWriter(str(part), **options)
     )
-    writer.fs = hashed = HashingFileSystem(writer.fs, threads)
+    writer.fs = hashed = HashingFileSystem(writer.fs)
     return writer, hashed.written
+
+
+def planner() -> DefaultSavePlanner:
+    """Return torch's planner for a flat dict of tensors and plain values."""
+    return DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
 
 def read_tensors(checkpoint: Path, state: dict[str, Any], *, alone: bool = False) -> None:
@@ -271,7 +275,27 @@ def read_plain(file: Path) -> Any:
     Anything else is an error, and is not run.
     """
     try:
-        with file.open("rb") as stream, warnings.catch_warnings():
+        with file.open("rb") as stream:
+            return _load(stream, str(file))
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror or error}.") from None
+
+
+def dumped(value: Any) -> bytes:
+    """Return a plain value as bytes, which torch.distributed.checkpoint keeps as they are."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def loaded(value: bytes) -> Any:
+    """Return what `dumped` made bytes of."""
+    return _load(io.BytesIO(value), "a value")
+
+
+def _load(stream: Any, name: str) -> Any:
+    try:
+        with warnings.catch_warnings():
             # of a file that is refused anyway
             warnings.filterwarnings("ignore", message="Detected pickle protocol")
             return torch.load(stream, map_location="cpu", weights_only=True)
@@ -284,9 +308,7 @@ def read_plain(file: Path) -> Any:
         TypeError,
         AttributeError,
     ) as error:
-        raise ConfigError(f"{file}: {_refusal(error)}") from None
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror or error}.") from None
+        raise ConfigError(f"{name}: {_refusal(error)}") from None
 
 
 def _refusal(error: Exception) -> str:
@@ -377,10 +399,10 @@ class _RemoteReader(_PlainMetadataReader, FsspecReader):
 class _PlainValuePlanner(DefaultLoadPlanner):
     """torch's planner, but values that are no tensors may only be plain values."""
 
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
     @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        try:
-            loaded = torch.load(value, weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise ConfigError(f"{read_item.dest_index.fqn}: {_refusal(error)}") from None
-        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
+        name = read_item.dest_index.fqn
+        self.state_dict[name] = _load(value, name)

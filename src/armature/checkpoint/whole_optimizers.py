@@ -5,14 +5,14 @@ their state dict.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 from torch.optim import Optimizer
 
-from armature.checkpoint import directory
+from armature.checkpoint import directory, optimizers
 from armature.errors import ConfigError
 
 WHOLE = f"{directory.RESERVED}optimizer_state"  # in meta.pt, with its index
@@ -113,69 +113,62 @@ def inner(optimizer: Optimizer) -> dict[str, Optimizer]:
     return found
 
 
-def whole_state(optimizer: Optimizer) -> dict[str, Any]:
+def whole_state(optimizer: Optimizer, built: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
     """Return its state dict, with those of the optimizers it holds unless its own `state_dict`
     cares for them.
+
+    Args:
+        built: the settings of its groups when it was built.
     """
-    own = dict(optimizer.state_dict())
-    if type(optimizer).state_dict is Optimizer.state_dict and (held := inner(optimizer)):
+    own = {**optimizer.state_dict(), BUILT: [*built]}
+    if type(optimizer).state_dict is Optimizer.state_dict:
         own[INNER] = {
             name: whole_state(each)
-            for name, each in held.items()
+            for name, each in inner(optimizer).items()
             if each.state is not optimizer.state
         }
     return own
 
 
-def load_whole(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+def load_whole(
+    optimizer: Optimizer, saved: Mapping[str, Any], built: Sequence[Mapping[str, Any]] = ()
+) -> None:
     """Load what `whole_state` returned. Groups and states that optimizers share stay shared."""
-    everyone = _with_inner(optimizer)
-    before = [(each, each.param_groups, [*each.param_groups], each.state) for each in everyone]
-    _load_whole(optimizer, saved)
-    for each, groups, own_groups, own_state in before:  # load_state_dict makes new ones
-        for group, new in zip(own_groups, each.param_groups, strict=True):
-            group.update(new)
-        groups[:] = own_groups
-        each.param_groups = groups
-        if each.state is not own_state and "state" in vars(each):
-            loaded = dict(each.state)
-            own_state.clear()
-            own_state.update(loaded)
-            each.state = own_state  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _with_inner(optimizer: Optimizer) -> list[Optimizer]:
-    return [optimizer, *(each for held in inner(optimizer).values() for each in _with_inner(held))]
-
-
-def _load_whole(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    own, first = (
-        dict(saved),
-        {key: entry for key, entry in optimizer.state.items() if not isinstance(key, Tensor)},
-    )
-    held, known = own.pop(INNER, {}), inner(optimizer)
-    optimizer.load_state_dict(own)
-    kind = type(optimizer)
-    if (
-        kind.load_state_dict is Optimizer.load_state_dict
-        and kind.state_dict is Optimizer.state_dict
-    ):
-        # torch's gives each tensor the type of its weight, and leaves what belongs to no weight on
-        # the CPU
-        params = [(param, group) for group in optimizer.param_groups for param in group["params"]]
-        numbers = [number for group in own["param_groups"] for number in group["params"]]
-        by_number = dict(zip(numbers, params, strict=True))
-        for key, entry in own["state"].items():
-            if key in by_number:
-                param, group = by_number[key]
-                on_cpu = () if group.get("fused") or group.get("capturable") else ("step",)
-                optimizer.state[param] = {
-                    name: value if name in on_cpu else move_data_to_device(value, param.device)
-                    for name, value in entry.items()
-                }
-            else:
-                like = first.get(key)
-                device = like.device if isinstance(like, Tensor) else params[0][0].device
-                optimizer.state[key] = move_data_to_device(entry, device)
+    own = dict(saved)
+    held, then = own.pop(INNER, {}), own.pop(BUILT, ())
+    methods = (type(optimizer).state_dict, type(optimizer).load_state_dict)
+    if methods == (Optimizer.state_dict, Optimizer.load_state_dict):
+        _load_in_place(optimizer, own)
+    else:
+        optimizer.load_state_dict(own)
+    for group, old, new in zip(optimizer.param_groups, then, built, strict=False):
+        group.update(optimizers.settings_of(group | {optimizers.BUILT: old}, new))
+    known = inner(optimizer)
     for name in held.keys() & known.keys():
-        _load_whole(known[name], held[name])
+        load_whole(known[name], held[name])
+
+
+def _load_in_place(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Load a state dict of torch's own into the groups and the state that there are.
+
+    torch's method makes new ones, gives each tensor the type of its weight, and leaves what belongs
+    to no weight on the CPU.
+    """
+    params = [(param, group) for group in optimizer.param_groups for param in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    by_number, first = dict(zip(numbers, params, strict=True)), dict(optimizer.state)
+    optimizer.state.clear()
+    for key, entry in saved["state"].items():
+        if key in by_number:
+            param, group = by_number[key]
+            on_cpu = () if group.get("fused") or group.get("capturable") else ("step",)
+            optimizer.state[param] = {
+                name: value if name in on_cpu else move_data_to_device(value, param.device)
+                for name, value in entry.items()
+            }
+        else:
+            like = first.get(key)
+            device = like.device if isinstance(like, Tensor) else params[0][0].device
+            optimizer.state[key] = move_data_to_device(entry, device)
+    for group, new in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        group.update({key: value for key, value in new.items() if key != "params"})

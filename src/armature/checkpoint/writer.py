@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor
 
 from armature.checkpoint import directory, storage
-from armature.checkpoint.hashing import SaveThreads
 from armature.parallel import process_group
 
 log = logging.getLogger(__name__)
@@ -36,8 +35,6 @@ class CheckpointWriter:
         background: return from `save` once the tensors are copied into the CPU's memory, and write
             in a thread. Its collectives have a group of their own, since those of training run at
             the same time.
-        idle: write in the background only where cores are idle, until the save is waited for
-            (`hashing.SaveThreads`).
         entries: what the manifest states about the run, besides what `save` gets.
         on_saved: called on rank 0 with the checkpoint's path once it is complete and has its name;
             from another thread with `background`.
@@ -47,19 +44,12 @@ class CheckpointWriter:
         self,
         *,
         background: bool = False,
-        idle: bool = False,
         entries: dict[str, Any] | None = None,
         on_saved: Callable[[Path], None] | None = None,
     ) -> None:
-        self.background, self.idle, self.entries, self.on_saved = (
-            background,
-            idle,
-            entries or {},
-            on_saved,
-        )
+        self.background, self.entries, self.on_saved = background, entries or {}, on_saved
         self._group: dist.ProcessGroup | None = None
         self._pending: Future[None] | None = None
-        self._threads = SaveThreads()  # of the newest save
         self._stager: BlockingAsyncStager | None = None
         self._staged: dict[str, Any] = {}  # the sizes and types that the stager's memory is for
 
@@ -84,19 +74,21 @@ class CheckpointWriter:
             self._group = dist.new_group(backend="gloo")  # pyright: ignore[reportAttributeAccessIssue]
         entries = (entries or {}) | self.entries
         part = storage.prepare(checkpoint, meta)
-        self._threads = SaveThreads(idle=self.background and self.idle)
-        writer, written = storage.writer(part, self._threads)
+        writer, written = storage.writer(part)
         complete = partial(self._complete, checkpoint, part, entries, written)
         if self.background:
             self._write_in_background(writer, tensors, complete)
             return
         with storage.expect_single_process():
             try:
-                dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
+                dcp.save(
+                    tensors,
+                    storage_writer=writer,
+                    planner=storage.planner(),
+                    no_dist=not dist.is_initialized(),
+                )
             except CheckpointException as error:
                 raise storage.failure(error) from error
-            finally:
-                self._threads.end()
         complete()
 
     def finish(self) -> None:
@@ -104,7 +96,6 @@ class CheckpointWriter:
 
         OSError if it failed on any.
         """
-        self._threads.hurry()
         pending, self._pending = self._pending, None
         if pending is not None:
             process_group.on_all_ranks(pending.result)
@@ -114,7 +105,6 @@ class CheckpointWriter:
 
         For a rank that fails.
         """
-        self._threads.hurry()
         pending, self._pending = self._pending, None
         if pending is not None and (error := pending.exception()) is not None:
             log.error("The last checkpoint could not be saved: %s", error)
@@ -122,7 +112,7 @@ class CheckpointWriter:
     def _write_in_background(
         self, writer: dcp.FileSystemWriter, tensors: dict[str, Any], complete: Callable[[], None]
     ) -> None:
-        alone, threads = not dist.is_initialized(), self._threads
+        alone = not dist.is_initialized()
         writer.per_thread_copy_ahead = 0  # what it writes is in the CPU's memory
         stager = self._pinned_stager(tensors) if _are_on_gpu(tensors) else None
         if stager is not None:  # torch's stager keeps a 0-dim DTensor itself instead of a copy
@@ -136,6 +126,7 @@ class CheckpointWriter:
             upload: Any = dcp.async_save(
                 tensors,
                 storage_writer=writer,
+                planner=storage.planner(),
                 async_stager=stager,
                 process_group=self._group,
                 no_dist=alone,
@@ -144,11 +135,7 @@ class CheckpointWriter:
 
         def wait_and_complete() -> None:
             try:
-                try:
-                    # every rank's part is on disk, or the error of one rank is raised on all
-                    upload.result()
-                finally:
-                    threads.end()
+                upload.result()  # every rank's part is on disk, or one's error is raised on all
                 complete()
                 pending.set_result(None)
             except CheckpointException as error:

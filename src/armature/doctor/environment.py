@@ -1,6 +1,4 @@
-"""This machine: packages, GPUs and their driver, limits on memory, files and threads, leftover
-locks. Torch-free.
-"""
+"""This machine: packages, GPUs, their driver, limits on memory, files and threads. Torch-free."""
 
 import math
 import os
@@ -20,8 +18,6 @@ from omegaconf import DictConfig, OmegaConf
 from armature import hardware
 from armature.doctor import finding
 from armature.doctor.finding import Finding, failure, ok, warning
-from armature.layout import Layout
-from armature.strategies import extension_locks as locks
 
 GROUP = "environment"
 REQUIREMENTS = Path(__file__).parents[3] / "requirements.txt"
@@ -45,7 +41,6 @@ def check(cfg: DictConfig) -> list[Finding]:
         partial(open_files, cfg),
         partial(memory, cfg),
         partial(threads, cfg, os.environ),
-        partial(extension_locks, cfg),
     )
     return [Finding(each.level, each.group, each.what, each.remedy, where) for each in found]
 
@@ -301,25 +296,3 @@ def threads(
         yield warning(GROUP, what, remedy=f"Type export OMP_NUM_THREADS={max(1, cpus // ranks)}.")
     else:
         yield ok(GROUP, f"{cpus} cores for {ranks} rank{'s' * (ranks > 1)}.")
-
-
-def extension_locks(cfg: DictConfig, root: Path | None = None) -> Iterator[Finding]:
-    """Find leftover build locks of torch extensions, on which a start of plain DeepSpeed waits for
-    ever, in silence.
-    """
-    if root is None:
-        default = (
-            Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "torch_extensions"
-        )
-        root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or default)
-    for lock in sorted(root.glob("**/lock")):
-        if locks.seconds_left(lock) > 0:
-            continue
-        what = f"{lock} was left by a process that was killed while it compiled."
-        used = Layout.of(cfg).kind == "deepspeed"
-        why = (
-            " strategy=deepspeed removes it; other programs that use DeepSpeed wait for ever."
-            if used
-            else ""
-        )
-        yield warning(GROUP, what + why, remedy=f"Type rm {lock}")

@@ -122,11 +122,9 @@ class RankRandomState:
         Under another layout ranks draw different numbers anyway. They then begin new streams at the
         checkpoint's step.
         """
-        # earlier versions did not state it
-        known = (layout, layout.partition(" sequence_parallel=")[0])
         if (
             saved is not None
-            and saved["layout"] in known
+            and saved["layout"] == layout
             and len(saved["ranks"]) == process_group.ranks()
         ):
             self._held = saved["ranks"][process_group.rank()]

@@ -191,13 +191,14 @@ def compare_checkpoints(reference: Path, other: Path, *, exact: bool) -> dict[st
 
 
 def _read(run: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    from armature.checkpoint import resume, state, storage
+    from armature.checkpoint import of_ranks, resume, state, storage
 
     path = resume.last_checkpoint(run)
     if path is None:
         return None
     saved = storage.read_metadata(path).state_dict_metadata
-    return state.load_tensors(path, saved, saved), storage.read_meta(path)
+    names = [name for name in saved if not name.startswith(of_ranks.KEY)]
+    return state.load_tensors(path, names, saved), storage.read_meta(path)
 
 
 def weights_of(run: Path) -> dict[str, Any]:

@@ -9,10 +9,11 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from armature.checkpoint import optimizers, whole_optimizers
+from armature.checkpoint import whole_optimizers
 from armature.simulation import deepspeed
 from armature.simulation.meter import Collectives, Meter
 from armature.simulation.order import Recorder
@@ -64,7 +65,7 @@ class MeasuredStep(L.Callback):
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for optimizer in [] if self.engine else trainer.optimizers:
-            optimizers.create_state(optimizer)  # as in the simulation
+            get_optimizer_state_dict(pl_module, optimizer)  # it creates the state
 
         def note_bucket(param: torch.Tensor) -> None:
             self.bucket = max(self.bucket, deepspeed.bucket_bytes(trainer.strategy))
@@ -120,7 +121,7 @@ class Probe(L.Callback):
         for optimizer in trainer.optimizers:
             if not whole_optimizers.needs_closure(optimizer):
                 with meter.during("setup", "optimizer state"):
-                    optimizers.create_state(optimizer)
+                    get_optimizer_state_dict(pl_module, optimizer)
             self._own_state(optimizer)
         meter.logits = self.logits
 

@@ -101,7 +101,6 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
             {},
         )
         self.first_flags, self.first_groups, self.first_sizes = {}, {}, {}
-        self.first_classes = None
 
     @classmethod
     def find(cls, trainer: L.Trainer) -> Self | None:
@@ -154,13 +153,11 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
                 raise ConfigError(whole_optimizers.needs_whole_model(optimizer))
             if isinstance(optimizer, Muon):
                 optimizer.matrix_work = self.matrices()
-        self._first_names = None  # of another module, if the Trainer has fitted one before
         self.first_flags, names = state.flags(self.module), state.parameter_names(self.module)
         for optimizer in self.optimizers if trainer.state.fn == TrainerFn.FITTING else ():
             if isinstance(optimizer, Optimizer):  # DeepSpeed's are no Optimizer of torch's
                 whole_optimizers.check(optimizer, names, held=self.module.state_dict())
         self.built_groups = [*map(optimizers.settings, self.inner_optimizers())]
-        self.first_classes = [optimizers.class_of(optimizer) for optimizer in self.optimizers]
         self.first_groups = {
             i: {
                 names[param]

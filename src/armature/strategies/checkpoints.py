@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
@@ -73,8 +71,6 @@ class CheckpointMixin(LayoutMixin):
         first_sizes: sizes of the module's buffers when it was built.
         first_groups: the names of each optimizer's parameters when it was set up, by its index.
         built_groups: the settings of each optimizer's groups when it was set up.
-        first_classes: the optimizers' classes when they were set up; None once another one was
-            warned of.
         saves_files: whether `trainer.save_checkpoint("x.ckpt")` can write one file: every rank
             holds the whole model.
         base: what a checkpoint's manifest says of the folder that frozen weights came from
@@ -83,7 +79,6 @@ class CheckpointMixin(LayoutMixin):
         from_base: the weights that came from folders at this start, by name. A checkpoint that is
             loaded may lack them.
         frozen_base: those of them that were frozen then.
-        copies_buffers: whether each step begins with rank 0's buffers on all ranks.
         before_loading: called with a checkpoint that has been read, before anything loads it.
         loads_optimizers_last: leave the optimizers as they are, since the checkpoint is loaded once
             more after all hooks of the start.
@@ -96,7 +91,6 @@ class CheckpointMixin(LayoutMixin):
     first_sizes: buffers.Sizes
     first_groups: dict[int, set[str]]
     built_groups: Sequence[list[dict[str, Any]]] = ()
-    first_classes: list[str] | None
     _gradients: dict[Tensor, Tensor] | None = None
     saves_files: bool = False
     base: Mapping[str, str] | None = None
@@ -104,12 +98,7 @@ class CheckpointMixin(LayoutMixin):
     frozen_base: Set[str] = frozenset()
     _extra_state: dict[str, Callable[[], Mapping[str, Tensor]]]
     _loading: Path | None = None  # between `load_checkpoint` and the optimizers' state
-    # what `on_fit_start` makes: weights of modules, and buffers
-    _late: Mapping[str, Any] = MappingProxyType({})
-    copies_buffers: bool = False
-    _named_buffers: Set[str] = frozenset()  # that differ between ranks, and were warned of
-    # of weights and saved buffers, when training began; of those warned of, too
-    _first_names: Set[str] | None = None
+    _place_again: Callable[[], None] | None = None  # once `on_fit_start` has made modules
     before_loading: Sequence[Callable[[dict[str, Any]], None]] = ()
     loads_optimizers_last: bool = False
     restore_checkpoint_after_setup = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
@@ -154,8 +143,8 @@ class CheckpointMixin(LayoutMixin):
         if whole_optimizers.is_saved_whole(optimizer):
             if not self.saves_files:  # it was not known before
                 raise ConfigError(whole_optimizers.needs_whole_model(optimizer))
-            built = {whole_optimizers.BUILT: self.built_groups[self.optimizers.index(optimizer)]}
-            return {"whole": whole_optimizers.whole_state(optimizer) | built}
+            built = self.built_groups[self.optimizers.index(optimizer)]
+            return {"whole": whole_optimizers.whole_state(optimizer, built)}
         names, index = state.parameter_names(self.module), self.optimizers.index(optimizer)
         # a hook may have unfrozen a weight
         whole_optimizers.check(optimizer, names, held=self.module.state_dict())
@@ -199,78 +188,74 @@ class CheckpointMixin(LayoutMixin):
             # ModelCheckpoint's holds a metric of this rank
             filepath = process_group.broadcast_object(filepath)
         path = resume.to_path(filepath)
-        rest = {
-            key: value
-            for key, value in checkpoint.items()
-            if key not in ("state_dict", state.OPTIMIZER)
-        }
-        if taken := [key for key in rest if str(key).startswith(state.RESERVED)]:
-            raise ConfigError(
-                f"checkpoint['{taken[0]}']: entries that begin with '{state.RESERVED}' are ours. "
-                "Type another key in "
-                "on_save_checkpoint."
-            )
-        rest |= (
-            {SCHEDULES: [*map(schedules.without_objects, rest[SCHEDULES])]}
-            if SCHEDULES in rest
-            else {}
-        )
-        meta, weights = plain.plain_checkpoint(rest), checkpoint["state_dict"]
-        tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
-        others = {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
-        others = plain.plain_checkpoint({state.OTHER: others} if others else {})
+        meta, tensors, others = _parts_of(checkpoint)
         if storage_options is None and self.saves_files and directory.is_named_as_file(path):
-            if state.OPTIMIZER in checkpoint:
-                own = {state.OPTIMIZER: [optimizer.state_dict() for optimizer in self.optimizers]}
-                meta |= plain.plain_checkpoint(own)
-            if SCHEDULES in meta:
-                meta[SCHEDULES] = [*map(schedules.without_held, meta[SCHEDULES])]
-            meta["state_dict"] = tensors | others.get(state.OTHER, {})
-            process_group.on_rank_0(partial(lightning_file.write, path, meta))
+            self._save_file(path, checkpoint, meta, tensors | others.get(state.OTHER, {}))
             return
-        several, callbacks = self.world_size > 1, self.module.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        digests = of_ranks.digests(meta, callbacks) if several else {}
-        meta |= others
+        everyones = process_group.all_gather_object(self._own_facts(checkpoint, meta))
+        own, first = everyones[process_group.rank()], everyones[0]
         left_out = self.unchanged_base()
-        tensors = {
-            name: value for name, value in tensors.items() if name not in left_out
-        } | self.extra_tensors()
-        if self._keeps_gradients and state.OPTIMIZER in checkpoint:
-            tensors |= state.pending_gradients(self.module)
-        groups = []
-        for index, saved in enumerate(checkpoint.get(state.OPTIMIZER, [])):
-            if "whole" in saved:
-                meta |= plain.plain_checkpoint(
-                    {f"{whole_optimizers.WHOLE}.{index}": saved["whole"]}
-                )
-                groups.append([])
-                continue
-            tensors |= saved["tensors"]
-            groups.append(optimizers.merge_groups(process_group.all_gather_object(saved["groups"])))
-        # of the modules that this rank has
-        several_alike, norms = 1 < self.world_size == self.data_size, not self.copies_buffers
-        sums = buffers.sums(self.module, norms=norms) if several_alike else {}
-        own = process_group.all_gather_object(
-            (self._changed_flags(), buffers.resized(self.module, self.first_sizes), sums, digests)
-        )
-        self._warn_of_late_names()
-        if state.OPTIMIZER in checkpoint:
-            self._warn_of_other_optimizers()
-        self._warn_of_unequal_buffers(buffers.unequal([each[2] for each in own]))
-        meta |= of_ranks.entries(meta, [each[3] for each in own], layout=self.layout)
-        meta |= {
-            state.GROUPS: groups,
-            optimizers.CLASSES: [optimizers.class_of(optimizer) for optimizer in self.optimizers],
-            state.RANDOM: self.random_state.gather(self.layout),
-            state.FLAGS: {name: value for flags, *_ in own for name, value in flags.items()},
-        }
-        if self.bucket_order.names:
-            meta[state.BUCKETS] = [*self.bucket_order.names]
-        if resized := {name for _, names, *_ in own for name in names}:
-            meta[buffers.RESIZED] = sorted(resized)
+        tensors = {name: value for name, value in tensors.items() if name not in left_out}
+        tensors |= self.extra_tensors() | self._optimizer_tensors(checkpoint)
+        tensors |= of_ranks.entry(meta, own["digests"], first["digests"], layout=self.layout)
+        meta |= others | self._whole_optimizers(checkpoint) | self._merged(everyones)
         entries = {"step": completed_batches(self.module.trainer), "strategy": self.layout}
         entries |= {base.KEY: dict(self.base)} if self.base and self.frozen_base else {}
         (storage_options or CheckpointWriter()).save(path, tensors, meta, entries=entries)
+
+    def _save_file(
+        self, path: Path, checkpoint: dict[str, Any], meta: dict[str, Any], weights: dict[str, Any]
+    ) -> None:
+        """Write one file in Lightning's form, on rank 0."""
+        if state.OPTIMIZER in checkpoint:
+            own = {state.OPTIMIZER: [optimizer.state_dict() for optimizer in self.optimizers]}
+            meta |= plain.plain_checkpoint(own)
+        if SCHEDULES in meta:
+            meta[SCHEDULES] = [*map(schedules.without_held, meta[SCHEDULES])]
+        meta["state_dict"] = weights
+        process_group.on_rank_0(partial(lightning_file.write, path, meta))
+
+    def _own_facts(self, checkpoint: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
+        """Return what this rank knows of the modules that it has, and what its hooks save."""
+        first, callbacks = self.first_flags, self.module.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        flags = state.flags(self.module)
+        return {
+            "flags": {name: v for name, v in flags.items() if first.get(name, v) != v},
+            "resized": buffers.resized(self.module, self.first_sizes),
+            "groups": [saved.get("groups", []) for saved in checkpoint.get(state.OPTIMIZER, [])],
+            "digests": of_ranks.digests(meta, callbacks) if self.world_size > 1 else {},
+        }
+
+    def _merged(self, everyones: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return our entries of meta.pt, from the facts of all ranks."""
+        groups = zip(*(facts["groups"] for facts in everyones), strict=True)
+        return {
+            state.GROUPS: [optimizers.merge_groups([*of_ranks]) for of_ranks in groups],
+            optimizers.CLASSES: [*map(optimizers.class_of, self.inner_optimizers())],
+            state.RANDOM: self.random_state.gather(self.layout),
+            state.FLAGS: {k: v for facts in everyones for k, v in facts["flags"].items()},
+            state.BUCKETS: [*self.bucket_order.names],
+            buffers.RESIZED: sorted({name for facts in everyones for name in facts["resized"]}),
+        }
+
+    def _optimizer_tensors(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return the optimizers' state by weight, and gradients that the next step may use."""
+        states = checkpoint.get(state.OPTIMIZER)
+        keeps = self._keeps_gradients and states is not None
+        found = dict[str, Any](state.pending_gradients(self.module) if keeps else {})
+        for saved in states or ():
+            found |= saved.get("tensors", {})
+        return found
+
+    @staticmethod
+    def _whole_optimizers(checkpoint: dict[str, Any]) -> dict[str, Any]:
+        return plain.plain_checkpoint(
+            {
+                f"{whole_optimizers.WHOLE}.{index}": saved["whole"]
+                for index, saved in enumerate(checkpoint.get(state.OPTIMIZER, []))
+                if "whole" in saved
+            }
+        )
 
     @property
     def _keeps_gradients(self) -> bool:
@@ -322,9 +307,8 @@ class CheckpointMixin(LayoutMixin):
         if directory.is_file(path):
             return lightning_file.read(path)
         meta = self.load_random_state(plain.restored(storage.read_meta(path)))
-        of_ranks.restore(
-            meta, layout=self.layout, fits=self.module.trainer.state.fn == TrainerFn.FITTING
-        )
+        fits = self.module.trainer.state.fn == TrainerFn.FITTING
+        of_ranks.restore(meta, path, layout=self.layout, fits=fits)
         meta[state.OPTIMIZER] = [
             meta.get(f"{whole_optimizers.WHOLE}.{index}", SavedOptimizer(param_groups=groups))
             for index, groups in enumerate(meta.get(state.GROUPS, ()))
@@ -333,14 +317,14 @@ class CheckpointMixin(LayoutMixin):
         # since an older checkpoint was saved
         grown = buffers.resized(self.module, self.first_sizes)
         buffers.resize(path, self.module, {*meta.pop(buffers.RESIZED, ()), *grown})
-        if self._hooks_change_weights:
+        if self._hooks_change_weights or not self.restore_checkpoint_after_setup:
             meta["state_dict"] = self.read_weights(path)
         self._loading = path
         return meta
 
     def read_weights(self, path: Path) -> dict[str, Any]:
-        """Return a checkpoint's weights for hooks that may change them."""
-        return state.read_weights(path, self.module)
+        """Return a checkpoint's weights: in new tensors if hooks may change them."""
+        return state.read_weights(path, self.module, in_place=not self._hooks_change_weights)
 
     @property
     def _hooks_change_weights(self) -> bool:
@@ -366,17 +350,13 @@ class CheckpointMixin(LayoutMixin):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights, as `on_load_checkpoint` of the module left them."""
-        late, fits = {}, self.module.trainer.state.fn == TrainerFn.FITTING
-        options: Any = {"may_lack": self.from_base.__contains__, "grows": fits and self._grows}
-        if "state_dict" in checkpoint:
-            late = state.place_weights(
-                self._source, self.module, checkpoint["state_dict"], strict=strict, **options
-            )
-        elif self._loading is not None:
-            late = state.load_weights(self._loading, self.module, strict=strict, **options)
-        self._late = late if fits else {}
-        if not fits:
-            _warn_of_left_out(self._source, late)
+        fits, weights = self.module.trainer.state.fn == TrainerFn.FITTING, checkpoint["state_dict"]
+        # users' `on_fit_start` may make modules and buffers
+        grows = fits and bool(epoch_start.users_hooks(self.module.trainer, "on_fit_start"))
+        place = partial(state.place_weights, self._source, self.module, weights)
+        may_lack = self.from_base.__contains__
+        place(strict=strict and not grows, may_lack=may_lack, drops=not fits)
+        self._place_again = partial(place, strict=strict, may_lack=may_lack) if grows else None
         if self._loading is not None and not fits:
             optimizers.load_optimizers(
                 self._loading, self.module, [], groups=[], extra=self.extra_tensors()
@@ -389,11 +369,9 @@ class CheckpointMixin(LayoutMixin):
         """
         if self.loads_optimizers_last:
             return
-        if late := dict(self._late):
-            self._late = {}
-            state.place_late_weights(
-                self._source, self.module, late, strict=self.module.strict_loading
-            )
+        if self._place_again is not None:
+            self._place_again()
+            self._place_again = None
         states, path, self._loading = checkpoint[state.OPTIMIZER], self._loading, None
         state.set_flags(self.module, checkpoint.get(state.FLAGS, {}))
         if path is None:  # a file, which holds them as Lightning does
@@ -404,11 +382,7 @@ class CheckpointMixin(LayoutMixin):
             self.optimizers, states, self.built_groups, strict=False
         ):
             if not isinstance(given, SavedOptimizer):
-                then = given.get(whole_optimizers.BUILT, ())
-                own = {k: value for k, value in given.items() if k != whole_optimizers.BUILT}
-                whole_optimizers.load_whole(optimizer, own)
-                for group, old, new in zip(optimizer.param_groups, then, built, strict=False):
-                    group.update(optimizers.settings_of(group | {optimizers.BUILT: old}, new))
+                whole_optimizers.load_whole(optimizer, given, built)
         self._gradients = optimizers.load_optimizers(
             path,
             self.module,
@@ -422,7 +396,6 @@ class CheckpointMixin(LayoutMixin):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        self.note_names()
         self.loading_ended()
 
     def loading_ended(self) -> None:
@@ -441,107 +414,43 @@ class CheckpointMixin(LayoutMixin):
         """
         if not directory.is_file(path):
             buffers.resize(path, self.module, storage.read_meta(path).get(buffers.RESIZED, ()))
-            _warn_of_left_out(path, state.load_weights(path, self.module, may_lack=self._may_lack))
+            state.load_weights(path, self.module, may_lack=self._may_lack, drops=True)
             return
         checkpoint = lightning_file.read(path)
         self.module.on_load_checkpoint(checkpoint)
-        late = state.place_weights(
+        state.place_weights(
             path,
             self.module,
             checkpoint["state_dict"],
             strict=self.module.strict_loading,
             may_lack=self._may_lack,
+            drops=True,
         )
-        _warn_of_left_out(path, late)
-
-    @property
-    def _grows(self) -> bool:
-        """Whether users have a hook `on_fit_start`, which may make modules and buffers."""
-        return bool(epoch_start.users_hooks(self.module.trainer, "on_fit_start"))
 
     def _may_lack(self, name: str) -> bool:
         return is_adapter(name) or name in self.from_base
 
-    # ------------------------------------------------------------ what callbacks freeze and
-    # unfreeze
-    def _changed_flags(self) -> dict[str, bool]:
-        """Return what has changed since the start, such as `requires_grad` of weights that a
-        callback unfroze.
-        """
-        first = self.first_flags
-        return {
-            name: value
-            for name, value in state.flags(self.module).items()
-            if first.get(name, value) != value
-        }
 
-    def note_names(self) -> None:
-        """Note once which weights and buffers there are when everything is loaded: a resume can
-        load these.
-        """
-        if self._first_names is None:
-            self._first_names = {*state.module_state(self.module)}
-
-    def _warn_of_late_names(self) -> None:
-        """Name each weight or buffer that has come while training, and that no hook prepares a
-        resume for.
-        """
-        names = {*state.module_state(self.module)}
-        known = {*buffers.resized(self.module, self.first_sizes)}
-        late = sorted(names - self._first_names - known) if self._first_names is not None else []
-        if late and not self._hooks_change_weights:
-            self._first_names = names | (self._first_names or set())
-            rank_zero_warn(
-                f"Checkpoints hold {', '.join(late[:5])}{' …' if len(late) > 5 else ''}, which did "
-                "not exist when "
-                "training began, so no resume can load them: it builds "
-                f"{type(self.module).__name__} anew. Make them "
-                "in __init__ or configure_model, or in on_load_checkpoint if "
-                "checkpoint['state_dict'] has them."
-            )
-
-    def _warn_of_other_optimizers(self) -> None:
-        """Name optimizers, once, that have come while training into the places of others of other
-        classes.
-        """
-        own, first = (
-            [optimizers.class_of(optimizer) for optimizer in self.optimizers],
-            self.first_classes,
+def _parts_of(
+    checkpoint: dict[str, Any],
+) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:
+    """Return Lightning's entries made plain, the weights, and what modules keep beside tensors."""
+    weights = checkpoint["state_dict"]
+    rest = {k: v for k, v in checkpoint.items() if k not in ("state_dict", state.OPTIMIZER)}
+    if taken := [key for key in rest if str(key).startswith(state.RESERVED)]:
+        raise ConfigError(
+            f"checkpoint['{taken[0]}']: entries that begin with '{state.RESERVED}' are ours. "
+            "Type another key in on_save_checkpoint."
         )
-        if first is None or own == first:
-            return
-        self.first_classes = None
-        rank_zero_warn(
-            f"Checkpoints hold the state of {', '.join(own)}, but configure_optimizers of "
-            f"{type(self.module).__name__} "
-            f"returned {', '.join(first)} when the run was set up, as it does at a resume. So no "
-            "resume can load them. "
-            "Return all optimizers from configure_optimizers, and choose in training_step which "
-            "one steps "
-            "(self.automatic_optimization = False)."
-        )
-
-    # ------------------------------------------------------------ buffers that ranks have on their
-    # own
-    def _warn_of_unequal_buffers(self, names: Collection[str]) -> None:
-        """Name each buffer once per run."""
-        new, self._named_buffers = (
-            sorted({*names} - self._named_buffers),
-            self._named_buffers | {*names},
-        )
-        if new:
-            rank_zero_warn(
-                (buffers.COPIED if self.copies_buffers else buffers.NOT_COPIED).format(
-                    ", ".join(new)
-                )
-            )
-
-
-def _warn_of_left_out(source: Path, late: Mapping[str, Any]) -> None:
-    if late:
-        rank_zero_warn(
-            f"{source}: {', '.join(late)} is not loaded, since the module does not have it."
-        )
+    if SCHEDULES in rest:
+        rest[SCHEDULES] = [*map(schedules.without_objects, rest[SCHEDULES])]
+    tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+    others = {name: value for name, value in weights.items() if name not in tensors}
+    return (
+        plain.plain_checkpoint(rest),
+        tensors,
+        plain.plain_checkpoint({state.OTHER: others} if others else {}),
+    )
 
 
 def _stepped(optimizer: Optimizer) -> set[Tensor]:

@@ -61,7 +61,6 @@ class DDP(StrategyMixin, DDPStrategy):
 
     reduces_gradients_once = True
     saves_files = True
-    copies_buffers = True
     replicates_weights = True
     # Lightning names a strategy of its own
     remedies: ClassVar = {"Expected to have finished reduction": UNUSED}

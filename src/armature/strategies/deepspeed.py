@@ -24,8 +24,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from armature.checkpoint import optimizers, plain, state, storage
-from armature.parallel import copies, process_group, ties
-from armature.strategies import extension_locks
+from armature.parallel import copies, ties
 from armature.strategies.base import StrategyMixin
 
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -125,8 +124,6 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
 
     @override
     def setup_distributed(self) -> None:
-        # then all compile
-        process_group.on_all_ranks(extension_locks.clear if self.local_rank == 0 else lambda: None)
         self.set_world_ranks()
         self._init_deepspeed_distributed()
 

@@ -22,7 +22,6 @@ from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import ConfigError, NotFinite, NotSaved
 from armature.parallel import process_group
 from armature.parallel.process_group import Vote
-from armature.strategies.base import StrategyMixin
 from armature.training import replicas, stock_callbacks
 from armature.training.not_finite import RolledBack
 from armature.training.progress import completed_batches
@@ -74,7 +73,6 @@ class Checkpointing(Checkpoint):
         at_end: bool,
         background: bool,
         on_failure: str,
-        idle: bool = False,
         manifest_entries: dict[str, Any] | None = None,
         save_begins: Callable[[], None] = lambda: None,
     ) -> None:
@@ -90,7 +88,7 @@ class Checkpointing(Checkpoint):
         self.monitor, self.mode, self.at_end = monitor, mode, at_end
         self.on_failure, self.save_begins = on_failure, save_begins
         self.writer = CheckpointWriter(
-            background=background, idle=idle, entries=manifest_entries, on_saved=self._saved
+            background=background, entries=manifest_entries, on_saved=self._saved
         )
         self.scores: dict[int, float] = {}
         self._saved_at = time.monotonic()
@@ -171,8 +169,6 @@ class Checkpointing(Checkpoint):
             ConfigError: hyperparameters or a callback's state hold what no checkpoint can; see also
                 `stock_callbacks`.
         """
-        if (strategy := StrategyMixin.find(trainer)) is not None:
-            strategy.note_names()
         trainer.fit_loop.before_train_end.append(partial(self._training_ends, trainer))
         trainer.fit_loop.after_train_end.append(partial(self._training_ended, trainer))
         plain.check_before_training(trainer, resumed=completed_batches(trainer) > 0)
