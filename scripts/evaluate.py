@@ -52,8 +52,8 @@ def evaluate(args: argparse.Namespace) -> None:
         set_up_with,
         weights_note,
     )
+    from armature.loggers import NoLogger
     from armature.training import process
-    from armature.training.no_logger import NoLogger
 
     process.quiet()
     data = load_data(cfg)

@@ -367,22 +367,9 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("torch", "_C", None, "training/blocked.py"),
     ("torch._C", "_distributed_c10d", None, "training/blocked.py"),
     ("torch._C._distributed_c10d", "_dump_fr_trace_json", None, "training/blocked.py"),
-    # ---------------------------------------------------------------- Hydra, TensorBoard, Python
+    # ---------------------------------------------------------------- Hydra, Python
     ("hydra._internal.hydra:Hydra", "get_mode", None, "cli.py"),
     ("hydra._internal.utils", "get_args_parser", (), "cli.py"),
-    (
-        "torch.utils.tensorboard:SummaryWriter",
-        "_get_file_writer",
-        ("self",),
-        "loggers/tensorboard.py",
-    ),
-    ("torch.utils.tensorboard.writer:FileWriter", "event_writer", None, "loggers/tensorboard.py"),
-    (
-        "tensorboard.summary.writer.event_file_writer:EventFileWriter",
-        "_file_name",
-        None,
-        "loggers/tensorboard.py",
-    ),
     ("atexit", "_run_exitfuncs", None, "launcher/rank.py"),
     ("sys", "_current_frames", (), "training/blocked.py"),
 ]

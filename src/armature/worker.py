@@ -26,7 +26,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from armature import config, run_dir
+from armature import config, loggers, run_dir
 from armature.checkpoint import directory as checkpoint_directory
 from armature.checkpoint import one_folder, resume, storage
 from armature.checkpoint.state import holds, is_weights_only
@@ -39,12 +39,10 @@ from armature.launcher import environment, lock
 from armature.launcher.rank import leave, leave_at_exit
 from armature.layout import Layout
 from armature.loading import build_task, constructors
-from armature.loggers import log_hyperparameters
 from armature.parallel import process_group, scaler
 from armature.strategies.base import StrategyMixin
 from armature.training import (
     hook_check,
-    loggers,
     not_finite,
     process,
     replicas,
@@ -172,7 +170,8 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
     strategy.base = process_group.on_rank_0(partial(pretrained.left_out, cfg, checkpoint))
     if checkpoint is not None and is_weights_only(checkpoint):
         strategy.initial_weights, checkpoint = checkpoint, None
-    if checkpoint is not None and (step := checkpoint_directory.saved_step(checkpoint)) is not None:
+    step = None if checkpoint is None else checkpoint_directory.saved_step(checkpoint)
+    if step is not None:
         limits = limits.reached(
             step, samples_per_epoch=data.train_size, global_batch_size=data.global_batch_size
         )
@@ -229,7 +228,7 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
     trainer = Trainer(
         strategy=strategy,
         callbacks=[*first, *chosen, checkpointing, stop, display, page],
-        logger=[*loggers.build(cfg, checkpoint), csv],  # a module's self.logger is the first
+        logger=[*loggers.build(cfg, step=step), csv],  # a module's self.logger is the first
         profiler=_profiler(cfg, directory),
         finds_files=False,
         max_global_batches=limits.global_batches,
@@ -320,9 +319,13 @@ def _save_assets(data: DataModule, directory: Path, trainer: L.Trainer) -> None:
 def fit_and_test(run: Run) -> None:
     """Train until the last step or a signal, test, and report."""
     cfg, trainer, step_log = run.cfg, run.trainer, run.step_log
-    loggers.open_services(trainer, resumes=run.checkpoint is not None)
-    if process_group.rank() == 0:
-        log_hyperparameters(trainer.loggers, config.without_secrets(cfg))
+    # a service that fails ends a first start; a resume continues without it
+    closed = process_group.on_rank_0(partial(loggers.open_problems, trainer.loggers))
+    trainer.loggers = loggers.without_failed(
+        trainer.loggers, closed, resumes=run.checkpoint is not None
+    )
+    for logger in trainer.loggers if process_group.rank() == 0 else ():
+        logger.log_hyperparams(config.without_secrets(cfg))
     started = time.monotonic()
     _collect_garbage_again()
     try:

@@ -180,7 +180,7 @@ def test_metrics_csv_is_the_same_with_monitors(tmp_path):
 
 
 def test_each_second_of_a_step_is_in_one_phase(tmp_path):
-    monitors = Monitors(norms_every_n_steps=None)
+    monitors = Monitors(norms_every_n_steps=None, peak_tflops=1)
     fit(tmp_path, monitors, model_pause=0.004, data_pause=0.002, accumulate=2, steps=20)
     have = table(tmp_path / "timings.csv")[1:]
     assert len(have) == 9

@@ -34,8 +34,7 @@ class Monitors(L.Callback):
         phases: seconds per step for data, forward, backward, optimizer and the rest (`time/…`).
         mfu: model FLOPs utilization, the share of the hardware's arithmetic that the model uses;
             and samples and tokens per second of one rank.
-        peak_tflops: of one device; None: a GPU's published dense bf16 rate, or a measured rate for
-            CPUs.
+        peak_tflops: of one device; None: a GPU's published dense bf16 rate. A CPU has none.
         memory: GiB (`memory/…`): on a GPU allocated, reserved and peak allocated; on a CPU resident
             and peak resident.
         norms_every_n_steps: report the norm of the weights (`train/weight_norm`) at multiples of
@@ -157,15 +156,9 @@ class Monitors(L.Callback):
         if self.peak_tflops is not None:
             return self.peak_tflops * 1e12
         device = trainer.strategy.root_device
-        if device.type == "cpu":
-            return flops.measured_peak(
-                torch.bfloat16 if str(trainer.precision).startswith("bf16") else torch.float32
-            )
-        peak = (
-            hardware.published_peak(torch.cuda.get_device_name(device))
-            if device.type == "cuda"
-            else None
-        )
+        if device.type != "cuda":
+            return None
+        peak = hardware.published_peak(torch.cuda.get_device_name(device))
         if peak is None:
             log.warning(
                 "The peak rate of this device is not known, so there is no mfu. Type "

@@ -16,28 +16,24 @@ from pathlib import Path
 from typing import Any
 
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from armature import files
 from armature.errors import NotSaved
-from armature.loggers import SECONDS_BETWEEN_WRITES
-from armature.training.no_logger import NoExperiment
+from armature.loggers import NoLogger
 
 log = logging.getLogger(__name__)
 
-INSTEAD = (
-    "metrics.csv takes numbers only, and there is no other logger. Type logger=tensorboard "
-    "or logger=wandb"
-)
+# of a file: opening it and writing to it take longer than a short step
+SECONDS_BETWEEN_WRITES = 1.0
 FIRST_COLUMNS = ["step", "epoch", "samples", "tokens", "lr", "train/loss", "train/grad_norm"]
 
 
-class MetricsCSV(Logger):
-    """Lightning logger that writes `<run_dir>/metrics.csv` on rank 0."""
+class MetricsCSV(NoLogger):
+    """Lightning logger that writes `<run_dir>/metrics.csv` on rank 0, numbers only."""
 
     def __init__(self, run_dir: Path) -> None:
-        super().__init__()
+        super().__init__(run_dir)
         self.file = run_dir / "metrics.csv"
         self.step = 0  # optimizer steps made: the row of values that Lightning logs
         self._columns: list[str] = []
@@ -52,34 +48,6 @@ class MetricsCSV(Logger):
         self.is_expected = False  # whether a run that resumes has a file
         # while hooks of the start, whose values the first start has logged, run again
         self.is_silent = False
-
-    @property
-    def name(self) -> str:
-        return "metrics"
-
-    @property
-    def save_dir(self) -> str:
-        return str(self.file.parent)
-
-    log_dir = root_dir = save_dir  # pyright: ignore[reportIncompatibleMethodOverride] (None in the base class)
-
-    @property
-    def experiment(self) -> NoExperiment:
-        """Stands in for a service's object, such as TensorBoard's writer, if no logger is
-        configured.
-        """
-        return NoExperiment(INSTEAD)
-
-    def __getattr__(self, name: str) -> Any:  # log_image, log_table, watch, …
-        raise AttributeError(f"self.logger.{name}: {INSTEAD}.")
-
-    @property
-    def version(self) -> str:
-        return ""
-
-    @rank_zero_only
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Log nothing: the configuration is in config.yaml."""
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:

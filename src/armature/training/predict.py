@@ -31,7 +31,7 @@ from armature.data import extras
 from armature.data.base import DataModule
 from armature.data.users_view import UsersTrainer
 from armature.errors import ConfigError
-from armature.training.no_logger import NoLogger
+from armature.loggers import NoLogger
 from armature.training.progress import data_of
 
 SUFFIXES = (".parquet", ".csv", ".jsonl")

@@ -15,12 +15,10 @@ from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 
-from armature.loggers import writes_rows
 from armature.parallel import process_group
 from armature.parallel.targets import weigh
 from armature.strategies.base import StrategyMixin
@@ -275,8 +273,7 @@ class StepLog(Callback):
         self.csv.write_ready()
         self.timings.write_ready()
         for logger in trainer.loggers:
-            if writes_rows(logger):
-                logger.save()
+            logger.save()
 
     def _log_pending(self, trainer: Trainer) -> None:
         """Reduce and read the pending rows, and pass them to metrics.csv and the loggers.
@@ -414,18 +411,10 @@ class StepLog(Callback):
         )
         self.csv.write_rows(rows)
         self.timings.write_rows([{"step": rows[-1]["step"], **timing}])
+        newest = {name: value for name, value in (self.last | timing).items() if name != "step"}
         for logger in trainer.loggers:
             if logger is not self.csv:
-                self._log(logger, rows, timing)
-
-    def _log(self, logger: Logger, rows: list[dict[str, Any]], timing: dict[str, float]) -> None:
-        rows = [*rows[:-1], rows[-1] | timing]
-        if writes_rows(logger):
-            logger.write_rows(rows)
-            return
-        for row in rows:
-            values = {name: value for name, value in row.items() if name != "step"}
-            logger.log_metrics(metrics=values, step=row["step"])
+                logger.log_metrics(metrics=newest, step=int(self.last["step"]))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit":
