@@ -47,7 +47,6 @@ from armature.training import (
     process,
     replicas,
     report,
-    run_report,
     stock_callbacks,
 )
 from armature.training.checkpointing import Checkpointing
@@ -60,6 +59,7 @@ from armature.training.record_error import RecordError, record
 from armature.training.refusals import refusal_of
 from armature.training.restore_progress import RestoreProgress
 from armature.training.same_data import SameHeldOutData
+from armature.training.samples import Samples, can_sample, preview_of
 from armature.training.step_log import StepLog
 from armature.training.stop import StopOnSignal, StoppedBySignal, seconds_of
 from armature.training.trainer import Trainer
@@ -89,6 +89,7 @@ class Run:
     display: Display
     limits: Limits
     errors: RecordError
+    samples: Samples
 
 
 def run(cfg: DictConfig) -> None:
@@ -210,7 +211,7 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
         else Bar(start_line, step_log=step_log, total_steps=limits.global_batches)
     )
     progress, checks = RestoreProgress(), stock_callbacks.CheckCallbacks(cfg)
-    errors, page = RecordError(cfg), run_report.RunReport(cfg, step_log, limits=limits)
+    errors, samples = RecordError(cfg), Samples(cfg, planned_steps=limits.global_batches)
     decided = partial(manual.check_unchanged, task.automatic_optimization, batches.accumulate)
     held_out = SameHeldOutData(tests=cfg.trainer.test_at_end)
     first = [
@@ -227,7 +228,7 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
     ]
     trainer = Trainer(
         strategy=strategy,
-        callbacks=[*first, *chosen, checkpointing, stop, display, page],
+        callbacks=[*first, *chosen, checkpointing, stop, display, samples],
         logger=[*loggers.build(cfg, step=step), csv],  # a module's self.logger is the first
         profiler=_profiler(cfg, directory),
         finds_files=False,
@@ -261,6 +262,7 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
         display=display,
         limits=limits,
         errors=errors,
+        samples=samples,
     )
 
 
@@ -350,11 +352,7 @@ def fit_and_test(run: Run) -> None:
             raise
         raise refused from error
     step_log.csv.flush()
-    preview = (
-        run_report.preview_of(run.task)
-        if reason == "finished" and run_report.can_sample(trainer)
-        else None
-    )
+    preview = preview_of(run.task) if reason == "finished" and can_sample(trainer) else None
     if preview is not None and (strategy := StrategyMixin.find(trainer)) is not None:
         strategy.return_to_device()
     baselines = getattr(type(run.data), "baselines", None)  # not a user's attribute of that name
@@ -364,6 +362,7 @@ def fit_and_test(run: Run) -> None:
         step_log,
         run.guard,
         run.display,
+        run.samples,
         run.limits,
         reason=reason,
         metrics=metrics,

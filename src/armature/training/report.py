@@ -22,7 +22,7 @@ from armature.training.display import Display
 from armature.training.limits import Limits
 from armature.training.not_finite import NotFiniteGuard
 from armature.training.progress import completed_batches, data_of
-from armature.training.run_report import RunReport
+from armature.training.samples import Samples
 from armature.training.step_log import StepLog
 from armature.training.trainer import Trainer
 
@@ -152,6 +152,7 @@ def finish(
     step_log: StepLog,
     guard: NotFiniteGuard,
     display: Display,
+    samples: Samples,
     limits: Limits,
     *,
     reason: str,
@@ -184,7 +185,7 @@ def finish(
     )
     summary["seconds"] = seconds
     run_dir.write_summary(Path(cfg.run.dir), summary)
-    RunReport.of(trainer).finish(trainer, preview)
+    samples.finish(trainer, preview)
     display.show_metrics(metrics)
     for line in baselines:
         display.print(line)
