@@ -152,8 +152,10 @@ def test_every_file_of_a_checkpoint_is_synced_before_the_checkpoint_has_its_name
     assert os.path.isdir(saved[-1])
 
 
-def test_a_plain_attribute_that_is_lost_is_named(runs):
+def test_plain_attributes_of_users_objects_are_put_back(runs):
+    """Counters, lists, generators and a callback's metric, also on each rank its own."""
     command, run_dir = of_user("Counting"), runs.new()
-    runs.start(run_dir, command, "single", signal_at([3]), expect=143)
-    ended = runs.start(run_dir, command, "single")
-    assert "Counting.met" in ended.output
+    runs.start(run_dir, command, "ddp 2", signal_at([3, 8]), expect=143)
+    runs.start(run_dir, command, "ddp 2", signal_at([3, 8]), expect=143)
+    runs.start(run_dir, command, "ddp 2")
+    runs.assert_equal(run_dir, runs.straight(command, "ddp 2"))

@@ -213,15 +213,27 @@ class Stateful(Plain):
 
 
 class Counting(Plain):
-    """Trains by an attribute that no hook saves."""
+    """Trains by attributes that no hook saves, some of which hooks of the start set."""
 
     def __init__(self):
         super().__init__()
-        self.met = 0
+        self.met, self.losses, self.noise = 0, [], torch.Generator().manual_seed(3)
+
+    def on_train_start(self):
+        self.losses.append(1.0)
+        self.optimizers().param_groups[0]["lr"] *= 1 + self.met  # a first start: times 1
+        with torch.no_grad():
+            self.net[0].bias.zero_()
+
+    def on_train_epoch_start(self):
+        self.rate = 1 / (1 + self.current_epoch)
 
     def training_step(self, batch, batch_idx):
-        self.met += 1
-        return super().training_step(batch, batch_idx) * (1 + 0.1 * self.met)
+        self.met += 1 + self.global_rank
+        loss = super().training_step(batch, batch_idx) * (1 + 0.1 * self.met * self.rate)
+        self.losses = [*self.losses[-3:], float(loss)]
+        drawn = torch.rand((), generator=self.noise).item()
+        return loss * (1 + drawn) * sum(self.losses) / len(self.losses)
 
 
 # ---------------------------------------------------------------- callbacks

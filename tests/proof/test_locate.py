@@ -14,7 +14,7 @@ def record(step: int, **changes):
     piece = {"samples": ["a", "b"], "shape": "[[3]]", "targets": 2, "draws": False, "loss": 1.0}
     return {
         "step": step,
-        "attributes": {},
+        "generators": {},
         "weights": {"net.weight": [8, 0.5, 2.0]},
         "modules": {"net": NET},
         "gradients": {"net.weight": [8, 0.1, 1.0]},
@@ -73,16 +73,6 @@ def test_the_first_difference_is_found_in_the_order_of_computation(write, change
 def test_the_record_of_a_repeated_step_counts(write):
     wrong = record(1, modules={"net": NET | {"output": [8, 7.0, 9.0]}})
     assert locate(write("one", [record(1)]), write("two", [wrong, record(1)]), exact=True) is None
-
-
-def test_an_attribute_that_differs_is_the_cause(write):
-    output = {"modules": {"net": NET | {"output": [8, 2.5, 9.0]}}}
-    one = record(1, attributes={"self.calls": ["int", "x", "3"]})
-    two = record(1, attributes={"self.calls": ["int", "y", "0"]}, **output)
-    found = locate(write("one", [one]), write("two", [two]), exact=True)
-    assert found is not None
-    assert "self.calls = 3, resumed 0" in found.cause
-    assert "register_buffer" in found.cause
 
 
 def test_a_mean_of_means_is_told_by_the_targets_that_each_part_counts(write):

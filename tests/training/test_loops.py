@@ -339,24 +339,6 @@ def test_gradients_are_freed_in_the_stage_of_validation():
     assert "train" not in module.into
 
 
-class SetsEpochs(L.Callback):
-    def on_train_epoch_end(self, trainer, pl_module):
-        trainer.fit_loop.max_epochs = 3
-
-
-def test_a_limit_of_epochs_that_a_hook_sets_is_named():
-    options = {"max_epochs": 1, "limit_val_batches": 0}
-    trainer = make(OURS, SetsEpochs(), max_global_batches=4, **options)
-    with pytest.warns(
-        UserWarning, match=r"max_epochs was set from 1 to 3: the run ends after step 4 all the same"
-    ):
-        trainer.fit(Module([]), *loaders())
-    assert trainer.completed_batches == 4
-    trainer = make(OURS, SetsEpochs(), **options)
-    trainer.fit(Module([]), *loaders())
-    assert trainer.completed_batches == 12
-
-
 def test_new_loops_have_the_state_of_lightnings():
     assert (
         make(OURS, max_epochs=1).fit_loop.state_dict()

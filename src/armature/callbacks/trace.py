@@ -9,29 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
-from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 import lightning.pytorch as L
-import numpy as np
 import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from armature.data.base import DataModule
+from armature.training import user_state
 from armature.training.progress import completed_batches
 
 FOLDER = "trace"
-GENERATOR = "generator"  # kind of an attribute that holds random state
-NO_VALUE = "object"  # kind of an attribute that is no plain value
-MOST_ITEMS = 10_000  # of an attribute; larger ones are not read
-_FRAMEWORKS = ("armature.", "lightning.", "torch.", "torchmetrics.", "builtins.", "numpy.")
-_NUMBERS = (type(None), bool, int, float, complex, str, bytes, np.generic)
 
 
 class Trace(Callback):
@@ -69,7 +61,7 @@ class Trace(Callback):
         if self._record is None:
             self._record = {
                 "step": step,
-                "attributes": attributes(trainer),
+                "generators": user_state.generators(trainer),
                 "weights": _statistics(_named_weights(pl_module)),
                 "pieces": [],
                 "modules": {},
@@ -213,79 +205,3 @@ def sample_digests(batch: Any) -> tuple[list[str], str]:
             digest.update(leaf[i].reshape(-1).view(torch.uint8).numpy().tobytes())
         digests.append(digest.hexdigest())
     return digests, str([list(leaf.shape[1:]) for leaf in rows])
-
-
-# ---------------------------------------------------------------- plain attributes of users
-def attributes(trainer: Any) -> dict[str, list[str]]:
-    """Return [kind, digest, text] of each attribute of the user's objects, by its path in code."""
-    module, data = trainer.lightning_module, getattr(trainer, "datamodule", None)
-    found: dict[str, list[str]] = {}
-    seen: set[int] = set()
-    roots = [
-        ("self" if not name else f"self.{name}", part) for name, part in module.named_modules()
-    ]
-    roots += [(type(each).__name__, each) for each in trainer.callbacks]
-    roots += [(type(data).__name__, data)] if data is not None else []
-    known = {*vars(L.LightningModule()), *vars(L.LightningDataModule()), *vars(nn.Module())}
-    if isinstance(data, DataModule):
-        known |= vars(DataModule(global_batch_size=1)).keys()
-    while roots:
-        path, owner = roots.pop(0)
-        if id(owner) in seen or not _is_users(owner):
-            continue
-        seen.add(id(owner))
-        for name, value in vars(owner).items():
-            if name in known or isinstance(value, nn.Module | Optimizer | L.Trainer):
-                continue
-            described = _described(value)
-            if described is not None:
-                found[f"{path}.{name}"] = described
-            elif path.count(".") < 4:
-                roots.append((f"{path}.{name}", value))
-    return found
-
-
-def _is_users(value: Any) -> bool:
-    framework = f"{type(value).__module__}.".startswith(_FRAMEWORKS)
-    return hasattr(value, "__dict__") and not isinstance(value, type) and not framework
-
-
-def _described(value: Any) -> list[str] | None:
-    """Return kind, digest and text of a value, or None for an object with attributes."""
-    state: Any = None
-    if isinstance(value, torch.Generator):
-        state = value.get_state()
-    elif isinstance(value, np.random.Generator):
-        state = value.bit_generator.state
-    elif isinstance(value, np.random.RandomState):
-        state = value.get_state(legacy=False)
-    elif isinstance(value, random.Random):
-        state = value.getstate()
-    if state is not None:
-        return [GENERATOR, _digest(_text(state)), type(value).__name__]
-    try:
-        text = _text(value)
-    except (TypeError, ValueError):
-        return None if _is_users(value) else [NO_VALUE, "", type(value).__name__]
-    return [type(value).__name__, _digest(text), text if len(text) < 40 else f"{text[:36]} …"]
-
-
-def _text(value: Any) -> str:
-    """Return a text that two equal plain values share; TypeError for others."""
-    if isinstance(value, _NUMBERS):
-        return repr(value)
-    if isinstance(value, Tensor) and not is_sharded(value) and value.numel() < MOST_ITEMS:
-        return f"tensor {tuple(value.shape)} {_digest(repr(value.tolist()))}"
-    if isinstance(value, np.ndarray):
-        return f"array {value.shape} {_digest(value.tobytes())}"
-    if isinstance(value, list | tuple | set | frozenset | deque) and len(value) <= MOST_ITEMS:
-        texts = [_text(each) for each in value]
-        return f"[{', '.join(sorted(texts) if isinstance(value, set | frozenset) else texts)}]"
-    if isinstance(value, Mapping) and len(value) <= MOST_ITEMS:
-        return f"{{{', '.join(f'{key!r}: {_text(each)}' for key, each in value.items())}}}"
-    raise TypeError(type(value).__name__)
-
-
-def _digest(value: str | bytes) -> str:
-    data = value.encode() if isinstance(value, str) else value
-    return hashlib.blake2b(data, digest_size=8).hexdigest()

@@ -57,7 +57,7 @@ def digests(meta: Mapping[str, Any], callbacks: Iterable[Callback]) -> dict[Plac
     found |= {
         (CALLBACKS, key): value for key, value in meta.get(CALLBACKS, {}).items() if key in users
     }
-    return {place: _digest(value) for place, value in found.items()}
+    return {place: digest(value) for place, value in found.items()}
 
 
 def entries(
@@ -115,7 +115,8 @@ def _parent(meta: dict[str, Any], place: Place) -> dict[str, Any]:
     return meta
 
 
-def _digest(value: Any) -> bytes:
+def digest(value: Any) -> bytes:
+    """Return a digest of a plain value that is the same in every process."""
     checksum = hashlib.sha256()
     _add(checksum, value)
     return checksum.digest()

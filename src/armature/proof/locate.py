@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from armature.callbacks.trace import FOLDER, GENERATOR
+from armature.callbacks.trace import FOLDER
 
 TOLERANCE = 1e-6  # relative, of sums in runs in float64 whose inputs may be of fp32
 NOISE = 1e-6  # of the largest tensor of its kind: a gradient that is zero but for rounding
@@ -123,8 +123,6 @@ class _Search:
         )
 
     def _cause_of_samples(self, one: list[str], two: list[str]) -> str:
-        if self._attributes_apart(GENERATOR):
-            return self._cause_of_attributes()
         if not self.exact:
             return (
                 "the data depend on the rank: a data set or sampler that divides itself, or "
@@ -150,8 +148,6 @@ class _Search:
             )
         elif "running_" in name or "num_batches" in name:
             cause = BATCHNORM
-        elif self._attributes_apart():
-            cause = self._cause_of_attributes()
         else:
             cause = (
                 f"the gradients of step {self.step - 1} agree, so it is the update: a schedule, "
@@ -186,8 +182,6 @@ class _Search:
         if any(word in kind for word in NORMS):
             return self._found(where, BATCHNORM, exempt=not self.exact and len(self.ranks[1]) == 1)
         advanced = self._advanced_generators()
-        if self.exact and self._attributes_apart():
-            return self._found(where, self._cause_of_attributes())
         if advanced and not self.exact:
             return self._found(
                 where,
@@ -225,9 +219,7 @@ class _Search:
         if self.exact and losses[0] == losses[1]:
             return self._found(
                 f"the gradient of {name}; all outputs and the loss agree",
-                self._cause_of_attributes()
-                if self._attributes_apart()
-                else "a hook that changes gradients by state that no checkpoint holds",
+                "a hook that changes gradients by state that no checkpoint holds",
             )
         where = f"the loss, which training_step computes from outputs that agree ({name}.grad)"
         if self.exact:
@@ -257,38 +249,12 @@ class _Search:
             "number that is the same for every part"
         )
 
-    # ------------------------------------------------------------ attributes
-    def _attributes_apart(self, *kinds: str) -> list[str]:
-        """Return the attributes of rank 0 that differ at the start of the step."""
-        if not self.exact:
-            return []
-        one, two = (ranks[0]["attributes"] for ranks in self.ranks)
-        apart = [name for name in one if name in two and one[name][:2] != two[name][:2]]
-        return [name for name in apart if not kinds or one[name][0] in kinds]
-
     def _advanced_generators(self) -> list[str]:
         """Return the generators in attributes that the step draws from in the reference."""
-        now, later = self.ranks[0][0], self.runs[0].get(self.step + 1)
-        if later is None:
-            return []
-        after = later[0]["attributes"]
-        return [
-            name
-            for name, (kind, digest, _) in now["attributes"].items()
-            if kind == GENERATOR and name in after and after[name][1] != digest
-        ]
-
-    def _cause_of_attributes(self) -> str:
-        one, two = (ranks[0]["attributes"] for ranks in self.ranks)
-        names = self._attributes_apart()
-        generators = [name for name in names if one[name][0] == GENERATOR]
-        if generators:
-            return (
-                f"a draw from a generator of its own, {', '.join(generators)}, whose state no "
-                f"checkpoint holds. {OWN_GENERATOR}"
-            )
-        shown = [f"{name} = {one[name][2]}, resumed {two[name][2]}" for name in names[:3]]
-        return f"an attribute that no checkpoint holds: {'; '.join(shown)}. {OWN_STATE}"
+        later = self.runs[0].get(self.step + 1)
+        now, after = self.ranks[0][0]["generators"], later[0]["generators"] if later else {}
+        names = [name for name in now if after.get(name, now[name]) != now[name]]
+        return [f"self.{name.removeprefix('module.')}" for name in names]
 
     # ------------------------------------------------------------ numbers
     def _first_apart(

@@ -85,6 +85,8 @@ class CheckpointMixin(LayoutMixin):
         frozen_base: those of them that were frozen then.
         copies_buffers: whether each step begins with rank 0's buffers on all ranks.
         before_loading: called with a checkpoint that has been read, before anything loads it.
+        loads_optimizers_last: leave the optimizers as they are, since the checkpoint is loaded once
+            more after all hooks of the start.
     """
 
     seed: int
@@ -109,6 +111,7 @@ class CheckpointMixin(LayoutMixin):
     # of weights and saved buffers, when training began; of those warned of, too
     _first_names: Set[str] | None = None
     before_loading: Sequence[Callable[[dict[str, Any]], None]] = ()
+    loads_optimizers_last: bool = False
     restore_checkpoint_after_setup = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
     lightning_restore_optimizer = True  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
 
@@ -384,6 +387,8 @@ class CheckpointMixin(LayoutMixin):
         """Load the optimizers' state, and the tensors that callbacks have registered in
         `on_fit_start`.
         """
+        if self.loads_optimizers_last:
+            return
         if late := dict(self._late):
             self._late = {}
             state.place_late_weights(
@@ -418,8 +423,12 @@ class CheckpointMixin(LayoutMixin):
     def on_train_start(self) -> None:
         super().on_train_start()
         self.note_names()
-        # pending gradients are put in place, once; not before the loops run: Lightning sets them to
-        # None before
+        self.loading_ended()
+
+    def loading_ended(self) -> None:
+        """Put pending gradients in place, once; not before the loops run: Lightning sets them to
+        None before.
+        """
         gradients, self._gradients = self._gradients or {}, None
         for param, gradient in gradients.items():
             param.grad = gradient.detach()

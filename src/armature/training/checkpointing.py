@@ -17,11 +17,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from armature.checkpoint import directory, plain
+from armature.checkpoint import directory, plain, state
 from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import ConfigError, NotFinite, NotSaved
 from armature.parallel import process_group
-from armature.parallel.gradients import local_part
 from armature.parallel.process_group import Vote
 from armature.strategies.base import StrategyMixin
 from armature.training import replicas, stock_callbacks
@@ -104,21 +103,15 @@ class Checkpointing(Checkpoint):
         self._time_vote = Vote()
         self._warned_of_monitor = False
         self._owed_step = -1  # the loaded checkpoint's, when its validation has run
-        self._weights_at_end: replicas.Sums | None = None
-        # the newest checkpoint holds weights that hooks of the end have put in
-        self._changed_at_end = False
+        self._names: set[str] = set()  # of weights and buffers, before the hooks of the end
 
     def state_dict(self) -> dict[str, Any]:
         own = {"scores": dict(self.scores), "owes_validation": self._owes_validation}
-        return own | {
-            "monitor": self.monitor,
-            "mode": self.mode,
-            "changed_at_end": self._changed_at_end,
-        }
+        return own | {"monitor": self.monitor, "mode": self.mode}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         saved, own = state_dict["scores"], (self.monitor, self.mode)
-        of = (state_dict.get("monitor", self.monitor), state_dict.get("mode", self.mode))
+        of = state_dict["monitor"], state_dict["mode"]
         if saved and of != own:
             saved = {}
             if process_group.rank() == 0:
@@ -132,7 +125,6 @@ class Checkpointing(Checkpoint):
             lambda: {k: v for k, v in saved.items() if self._path(k).exists()}
         )
         self._owes_validation = state_dict["owes_validation"]
-        self._changed_at_end = state_dict.get("changed_at_end", False)
 
     @property
     def best(self) -> Path | None:
@@ -171,29 +163,6 @@ class Checkpointing(Checkpoint):
         """`best_score`, as ModelCheckpoint has it."""
         return None if self.best_score is None else torch.tensor(self.best_score)
 
-    @property
-    def best_k_models(self) -> dict[str, torch.Tensor]:
-        """The checkpoints with a score, as ModelCheckpoint has them."""
-        return {str(self._path(step)): torch.tensor(score) for step, score in self.scores.items()}
-
-    @property
-    def kth_best_model_path(self) -> str:
-        """The checkpoint with the worst score, as ModelCheckpoint has it; or ""."""
-        worst = (max if self.mode == "min" else min)(
-            self.scores, key=self.scores.__getitem__, default=None
-        )
-        return "" if worst is None else str(self._path(worst))
-
-    @property
-    def current_score(self) -> torch.Tensor | None:
-        """The score of the newest checkpoint that has one, as ModelCheckpoint has it."""
-        return torch.tensor(self.scores[max(self.scores)]) if self.scores else None
-
-    @property
-    def save_top_k(self) -> int:
-        """`keep_best`, as ModelCheckpoint has it."""
-        return self.keep_best
-
     def begin(self, trainer: OurTrainer) -> None:
         """Before training: remove leftovers, and let the validation that the loaded checkpoint owes
         run first.
@@ -204,7 +173,8 @@ class Checkpointing(Checkpoint):
         """
         if (strategy := StrategyMixin.find(trainer)) is not None:
             strategy.note_names()
-        trainer.fit_loop.before_train_end.append(partial(self._note_weights, trainer))
+        trainer.fit_loop.before_train_end.append(partial(self._training_ends, trainer))
+        trainer.fit_loop.after_train_end.append(partial(self._training_ended, trainer))
         plain.check_before_training(trainer, resumed=completed_batches(trainer) > 0)
         stock_callbacks.prepare(trainer)
         if trainer.is_global_zero:
@@ -212,20 +182,6 @@ class Checkpointing(Checkpoint):
         self._saved_at = time.monotonic()
         # its checkpoint exists, or there is nothing to save yet
         self._saved_step = completed_batches(trainer)
-        if (
-            self._changed_at_end
-            and trainer.is_global_zero
-            and not trainer.fit_loop.epoch_loop.last_batch_is_done
-        ):
-            log.warning(
-                "The checkpoint holds weights that on_train_end of the module or a callback had "
-                "put in, and training "
-                "goes on from these, with the optimizer as the last step left it. A run that was "
-                "never ended would "
-                "differ. Type another run.name for such a run, or keep those weights outside of "
-                "the model."
-            )
-        self._changed_at_end = False
         self._owes_validation = self._owes_validation and trainer.enable_validation
         if self._owes_validation:
             trainer.fit_loop.rest_of_step.append(trainer.fit_loop.epoch_loop.validate)
@@ -283,53 +239,40 @@ class Checkpointing(Checkpoint):
         if self._due or self._is_best(score):
             self._save(trainer, score)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _training_ends(self, trainer: OurTrainer) -> None:
+        """Save before the hooks of the end, one of which may fail."""
         self._time_vote.finish()
+        self._names = {*state.module_state(trainer.lightning_module)}
+        if self._owed_step == self._saved_step:  # that checkpoint owes the validation that has run
+            self._saved_step = -1
         if self.at_end or trainer.should_stop:
-            self._save_at_end(trainer)
-        else:
-            self._finish_pending(trainer, last=True)
+            self._save(trainer, last=True)
 
-    def _save_at_end(self, trainer: Trainer) -> None:
-        """Save, again if hooks have changed the weights since they were noted, as
-        StochasticWeightAveraging does.
+    def _training_ended(self, trainer: OurTrainer) -> None:
+        """Save again if hooks of the end may have changed the weights, as averaging does: the test
+        measures these.
         """
-        renamed, changed = set(), False
-        if (before := self._weights_at_end) is not None:
-            now = self._weights_at_end = _sums(trainer.lightning_module)
-            # NaN is equal there
-            renamed, changed = (before.keys() ^ now.keys(), repr(before) != repr(now))
-        everyones = process_group.all_gather_object((sorted(renamed), changed))
-        names = next((names for names, _ in everyones if names), [])
-        if names and self._saved_step == completed_batches(trainer):
-            if trainer.is_global_zero:
-                log.warning(
-                    "on_train_end has removed, added or renamed weights (%s). The last checkpoint "
-                    "holds all as they "
-                    "were before, since armature.load and a resume build the module anew. The test "
-                    "measures the new "
-                    "ones; save these yourself, or make the change in a copy.",
-                    ", ".join(names[:3]),
-                )
-        elif any(changed for _, changed in everyones) or self._owed_step == self._saved_step:
+        if not (self.at_end or trainer.should_stop):
+            self._finish_pending(trainer, last=True)
+            return
+        renamed = self._names ^ {*state.module_state(trainer.lightning_module)}
+        changes = any(is_overridden("on_train_end", each) for each in _users(trainer))
+        if renamed and trainer.is_global_zero:
+            log.warning(
+                "on_train_end has removed, added or renamed weights (%s). The last checkpoint "
+                "holds all as they were before, since armature.load and a resume build the module "
+                "anew. The test measures the new ones; save these yourself, or make the change in "
+                "a copy.",
+                ", ".join(sorted(renamed)[:3]),
+            )
+        elif changes and not renamed:
             self._finish_pending(trainer)
-            self._saved_step = self._owed_step = -1
-        self._changed_at_end = self._changed_at_end or any(changed for _, changed in everyones)
+            self._saved_step = -1
         self._save(trainer, last=True, final=True)
         try:
             self.writer.finish()
         except OSError as error:
             self._failed(trainer, self._saved_step, error, final=True)
-
-    def _note_weights(self, trainer: OurTrainer) -> None:
-        """Before the hooks of the end: these may put averages or the best weights in, which the
-        test then measures.
-        """
-        self._weights_at_end = _sums(trainer.lightning_module)
-        # called after the callbacks'
-        own = is_overridden("on_train_end", trainer.lightning_module)
-        if own and (self.at_end or trainer.should_stop):
-            trainer.fit_loop.after_train_end.append(partial(self._save_at_end, trainer))
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -509,11 +452,8 @@ class Checkpointing(Checkpoint):
             self.scores.pop(step, None)
 
 
-def _sums(module: LightningModule) -> replicas.Sums:
-    """Return the sums of this rank's parts of weights and buffers, to see whether they change."""
-    parts = {name: local_part(value) for name, value in module.named_parameters()}
-    for name, value in module.named_buffers():
-        part = local_part(value)
-        whole_numbers = not (part.is_floating_point() or part.is_complex())
-        parts[name] = part.double() if whole_numbers and part.layout == torch.strided else part
-    return replicas.sums(parts)
+def _users(trainer: Trainer) -> list[Any]:
+    """Return the module and the callbacks that are not ours."""
+    callbacks = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    others = [each for each in callbacks if not type(each).__module__.startswith("armature.")]
+    return [trainer.lightning_module, *others]

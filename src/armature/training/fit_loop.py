@@ -9,13 +9,11 @@ from typing import Any
 import lightning.pytorch as L
 from lightning.pytorch.loops.fit_loop import RestartStage as EpochStage
 from lightning.pytorch.loops.fit_loop import _FitLoop
-from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from typing_extensions import override
 
 from armature.errors import ConfigError
 from armature.strategies.base import StrategyMixin
-from armature.training import hook_check, refusals
+from armature.training import refusals
 from armature.training.loops import EpochLoop
 
 
@@ -46,7 +44,6 @@ class FitLoop(_FitLoop):
         self.before_train_end: list[Callable[[], None]] = []
         # called once, after them, the module's own too
         self.after_train_end: list[Callable[[], None]] = []
-        self._epochs = self.max_epochs  # as it was last
 
     @property
     @override
@@ -112,11 +109,11 @@ class FitLoop(_FitLoop):
 
     @override
     def on_advance_start(self) -> None:
+        _call_once(self.before_first_batch)
         # After a resume: the set-up, `on_train_start` of all callbacks included, must not advance
         # the random state
         if (strategy := StrategyMixin.find(self.trainer)) is not None:
             strategy.random_state.restore()
-        _call_once(self.before_first_batch)
         _call_once(self.rest_of_step)
         super().on_advance_start()
         self._stop_together()
@@ -124,36 +121,13 @@ class FitLoop(_FitLoop):
     @override
     def on_run_start(self) -> None:
         super().on_run_start()
-        self._check_validation_hooks()
         self._stop_together()
-
-    def _check_validation_hooks(self) -> None:
-        """Refuse a missing or superfluous `dataloader_idx` now: Lightning does it when the first
-        validation begins.
-
-        Of callbacks it never does: their calls fail.
-        """
-        trainer, loop = self.trainer, self.epoch_loop.val_loop
-        if trainer.val_dataloaders is None:
-            return
-        step = trainer.lightning_module.validation_step
-        if not is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
-            loop._verify_dataloader_idx_requirement()
-        several = loop._is_sequential and loop.num_dataloaders > 1
-        callbacks = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        found = [
-            hook_check.loader_problems(c, L.Callback, stage="validation", several=several)
-            for c in callbacks
-        ]
-        if problems := [each for of_callback in found for each in of_callback]:
-            raise ConfigError(problems)
 
     @override
     def on_advance_end(self) -> None:
         self.owes_epoch_end = False
         _call_once(self.before_epoch_end)
         super().on_advance_end()
-        self._say_other_limit()
         self._stop_together()
 
     @override
@@ -161,25 +135,6 @@ class FitLoop(_FitLoop):
         _call_once(self.before_train_end)
         super().on_run_end()
         _call_once(self.after_train_end)
-
-    def _say_other_limit(self) -> None:
-        """Say that a hook has set `max_epochs`, if the run has a limit that does not follow it."""
-        before, self._epochs = self._epochs, self.max_epochs
-        loop = self.epoch_loop
-        if (
-            before == self._epochs
-            or not isinstance(loop, EpochLoop)
-            or loop.max_global_batches is None
-        ):
-            return
-        rank_zero_warn(
-            f"trainer.fit_loop.max_epochs was set from {before} to {self._epochs}: the run ends "
-            "after step "
-            f"{loop.max_global_batches} all the same, and a resume begins with {before} again. "
-            "Type "
-            f"trainer.max_epochs={self._epochs}, or end a run early by self.trainer.should_stop = "
-            "True."
-        )
 
     def _stop_together(self) -> None:
         if isinstance(self.epoch_loop, EpochLoop):

@@ -171,7 +171,8 @@ class EpochLoop(_TrainingEpochLoop):
         module = self.trainer.lightning_module
         if module is None or module.automatic_optimization:
             return self.global_step
-        return self.batch_progress.total.processed // self.trainer.accumulate_grad_batches
+        progress: Any = self.batch_progress
+        return progress.total.processed // self.trainer.accumulate_grad_batches
 
     @property
     def all_global_batches_are_done(self) -> bool:

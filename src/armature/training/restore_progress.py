@@ -4,7 +4,7 @@ micro-batch size.
 
 import inspect
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from armature.checkpoint import changes, plain, schedules
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
-from armature.training import attributes, epoch_metrics, epoch_start, schedule_ends
+from armature.training import epoch_metrics, epoch_start, schedule_ends, user_state
 from armature.training.progress import completed_batches, data_of
 from armature.training.trainer import Trainer as OurTrainer
 
@@ -40,7 +40,7 @@ class RestoreProgress(Callback):
 
     def __init__(self) -> None:
         self._epoch = 0  # when the checkpoint was saved
-        self._metrics: Mapping[str, Tensor | float] = {}  # older checkpoints hold floats
+        self._metrics: Mapping[str, Tensor] = {}
         self._step_values: list[str] = []
         self._logged_metrics: Mapping[str, Mapping[str, Any]] = {}
         self._data_ranks: list[int] = []  # of each rank
@@ -54,24 +54,14 @@ class RestoreProgress(Callback):
         self._in_eval: list[str] | None = None  # None: the checkpoint does not know
         # of this rank, when its epoch began; None: no hook can draw
         self._random: dict[str, Any] | None = None
-        self._attributes: epoch_start.SavedAttributes | None = None
-        self._saved_attributes: epoch_start.Saved = []
-        # of rank 0's attributes that had changed when the checkpoint was saved
-        self._digests: dict[str, str] = {}
-        # the same of all attributes, when training began
-        self._at_start: dict[str, str] | None = None
-        # that a checkpoint holds, if a user's on_fit_start may change them
-        self._weights: dict[str, Tensor] = {}
+        self._user_state: user_state.UserState | None = None  # None: training has not begun
+        self._attributes: list[dict[str, Any]] = []  # of each rank, or once, if they are equal
         self._checkpoint: Mapping[str, Any] = {}  # that is loaded
         self._model_checkpoints: Mapping[str, Mapping[str, Any]] = {}  # by state key
         self._schedules: schedule_ends.Lengths = []
         self._trainer: OurTrainer | None = None
         self._built: dict[str, Any] = {"schedules": [], "callbacks": {}}  # states before training
         self._then: Mapping[str, Any] = {}  # the same of the start that saved the checkpoint
-
-    @property
-    def state_key(self) -> str:
-        return "CountOn"  # its name in checkpoints of the first version
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         assert isinstance(trainer, OurTrainer)
@@ -80,6 +70,8 @@ class RestoreProgress(Callback):
             self._built = {"schedules": [], "callbacks": _states(trainer)}
         if (strategy := StrategyMixin.find(trainer)) is not None:
             strategy.before_loading = [partial(self.loading, trainer)]
+            # hooks of the start see optimizers as in a first start, and what they change is undone
+            strategy.loads_optimizers_last = bool(_hooks_of_the_start(trainer))
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -94,10 +86,10 @@ class RestoreProgress(Callback):
             trainer.fit_loop.epoch_loop.modules_in_eval,
             self._random,
             epoch_metrics.newest_of(results),
-            attributes.changed(trainer, self._at_start) if process_group.rank() == 0 else {},
+            {} if self._user_state is None else self._user_state.changed(),
         )
         everyones = zip(*process_group.all_gather_object(own), strict=True)
-        logged, states, data_ranks, in_eval, random, newest, digests = everyones
+        logged, states, data_ranks, in_eval, random, newest, attributes = everyones
         return {
             "epoch": trainer.current_epoch,
             "metrics": epoch_metrics.numbers(trainer.callback_metrics),
@@ -109,7 +101,7 @@ class RestoreProgress(Callback):
             "in_eval": sorted({name for names in in_eval for name in names}),
             "newest": list(newest),
             "random": {"layout": _layout(trainer), "ranks": list(random)},
-            "digests": digests[0],
+            "attributes": user_state.of_ranks(attributes),
             "built": self._built,
             "model_checkpoints": {
                 each.state_key: {name: getattr(each, name) for name in OF_MODEL_CHECKPOINT}
@@ -119,21 +111,18 @@ class RestoreProgress(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._epoch, self._metrics = state_dict["epoch"], state_dict["metrics"]
-        self._logged, self._states = state_dict["logged"], state_dict.get("states", [])
-        self._step_values = state_dict.get("step_values", [])
-        self._logged_metrics = state_dict.get("logged_metrics", {})
-        self._data_ranks = state_dict.get("data_ranks", list(range(len(self._logged))))
-        self._newest, self._in_eval = state_dict.get("newest", []), state_dict.get("in_eval")
-        self._model_checkpoints = state_dict.get("model_checkpoints", {})
-        random, trainer = state_dict.get("random"), self._trainer
+        self._logged, self._states = state_dict["logged"], state_dict["states"]
+        self._step_values, self._logged_metrics = (
+            state_dict["step_values"],
+            state_dict["logged_metrics"],
+        )
+        self._data_ranks, self._newest = state_dict["data_ranks"], state_dict["newest"]
+        self._in_eval, self._attributes = state_dict["in_eval"], state_dict["attributes"]
+        self._model_checkpoints = state_dict["model_checkpoints"]
+        random, trainer = state_dict["random"], self._trainer
         # under another layout ranks draw other numbers anyway
-        if (
-            random
-            and len(random["ranks"]) == process_group.ranks()
-            and random["layout"] == _layout(trainer)
-        ):
+        if len(random["ranks"]) == process_group.ranks() and random["layout"] == _layout(trainer):
             self._random = random["ranks"][process_group.rank()]
-            self._digests = state_dict.get("digests", {})
 
     def loading(self, trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
         """Before modules and callbacks load their own state."""
@@ -143,16 +132,12 @@ class RestoreProgress(Callback):
         for key, then in self._then.get("callbacks", {}).items():
             if key in states and key in now:
                 states[key] = changes.merge(states[key], then=then, now=now[key])
-        self._attributes = epoch_start.SavedAttributes(trainer, checkpoint)
         self._checkpoint = checkpoint
         if trainer.lr_scheduler_configs:  # strategies that load after on_fit_start
             self._find_schedules(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._attributes is not None and not trainer.strategy.restore_checkpoint_after_setup:
-            self._weights = epoch_start.copy_weights(trainer, ("on_fit_start",))
         self._find_schedules(trainer)
-        self._find_attributes()
         self._schedules = schedule_ends.lengths_of(trainer)  # their state is loaded later
 
     def _find_schedules(self, trainer: Trainer) -> None:
@@ -175,19 +160,11 @@ class RestoreProgress(Callback):
         ):
             saved[number] = schedules.with_objects(config.scheduler, state)
 
-    def _find_attributes(self) -> None:
-        if self._attributes is not None:
-            self._saved_attributes, self._attributes = self._attributes.find(), None
-
     def begin(self, trainer: OurTrainer) -> None:
-        """Before training: restore weights and metric objects.
+        """Before training: restore metric objects.
 
         A run that was stopped after its last step still has to end its epoch.
-        Lightning has loaded the weights before `on_fit_start`, which may draw them anew as at the
-        first start.
         """
-        weights, self._weights = self._weights, {}
-        epoch_start.put_back(trainer.lightning_module, weights)
         if self._states:
             epoch_metrics.restore_states(
                 trainer.lightning_module, self._states, **self._ranks(trainer)
@@ -210,15 +187,14 @@ class RestoreProgress(Callback):
         }
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._find_attributes()  # strategies that load after on_fit_start
-        self._at_start = attributes.digests(trainer) if process_group.rank() == 0 else {}
+        assert isinstance(trainer, OurTrainer)
         step = completed_batches(trainer)
         if not step:
+            trainer.fit_loop.before_first_batch.append(partial(self._watch, trainer))
             return
         schedule_ends.check(trainer, self._schedules)
         for each in _model_checkpoints(trainer):
             vars(each).update(self._model_checkpoints.get(each.state_key, {}))
-        assert isinstance(trainer, OurTrainer)
         data = data_of(trainer)
         epoch, position = divmod(data.samples_seen, data.train_size)
         batches = position // data.global_batch_size * trainer.accumulate_grad_batches
@@ -250,26 +226,25 @@ class RestoreProgress(Callback):
             ]
         # A module may reset its metrics in on_train_start, which an undisturbed run does once
         states = [epoch_metrics.metric_states(module)]
-        # Lightning has restored them: on_train_start must not change them
-        weights = epoch_start.copy_weights(trainer, ("on_train_start", epoch_start.HOOK))
-        until_first_batch = ExitStack()
-        if epoch_start.users_hooks(trainer, "on_train_start"):
-            until_first_batch.enter_context(epoch_start.optimizers_undone(trainer))
-        same = {"rank": 0, "saved_data_ranks": [0], "data_ranks": [0]}
 
-        def replace_logged() -> None:
-            """Replace what on_train_start has logged, which an undisturbed run logs once, by what
-            was collected.
+        def restore_last() -> None:
+            """Let the checkpoint have the last word, after all hooks of the start; replace what
+            they have logged, which an undisturbed run logs once, by what was collected.
             """
-            until_first_batch.close()
+            self._watch(trainer)
             if mid_epoch or closing:
                 self._random = self._random or epoch_start.random_state(trainer)
-                epoch_start.repeat(trainer, self._saved_attributes, self._random)
-                attributes.warn_of_lost(trainer, self._digests)
-            epoch_start.put_back(module, weights)
+                epoch_start.repeat(trainer, self._random)
+            strategy = StrategyMixin.find(trainer)
+            if strategy is not None and _hooks_of_the_start(trainer):
+                strategy.loads_optimizers_last = False
+                epoch_start.load_again(trainer)
+            user_state.put_back(trainer, user_state.of_rank(self._attributes))
             if self._in_eval is not None:
                 epoch_start.set_modes(module, self._in_eval)
-            epoch_metrics.restore_states(module, states, **same)
+            epoch_metrics.restore_states(
+                module, states, rank=0, saved_data_ranks=[0], data_ranks=[0]
+            )
             results, self._left, self._order = trainer.fit_loop.epoch_loop._results, own, [*own]
             trainer.callback_metrics.update(restored)
             trainer.step_metrics.restore(logged)
@@ -281,7 +256,10 @@ class RestoreProgress(Callback):
                 epoch_metrics.resume(results, own)
                 trainer.fit_loop.before_epoch_end.append(partial(self._restore_left, trainer))
 
-        trainer.fit_loop.before_first_batch.append(replace_logged)
+        trainer.fit_loop.before_first_batch.append(restore_last)
+
+    def _watch(self, trainer: OurTrainer) -> None:
+        self._user_state = user_state.UserState(trainer)
 
     def _restore_left(self, trainer: OurTrainer) -> None:
         """Restore the values that are not logged again in this epoch."""
@@ -337,3 +315,7 @@ def _layout(trainer: Trainer | None) -> str | None:
 def _data_rank(trainer: Trainer) -> int:
     strategy = StrategyMixin.find(trainer)
     return trainer.global_rank if strategy is None else strategy.data_rank
+
+
+def _hooks_of_the_start(trainer: Trainer) -> list[Any]:
+    return epoch_start.users_hooks(trainer, *epoch_start.OF_THE_START)

@@ -8,8 +8,6 @@ validates anew, from the state that `Before` has kept.
 
 from __future__ import annotations
 
-import copy
-import json
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,19 +18,17 @@ from torch import nn
 
 from armature.parallel import randomness
 from armature.parallel.gradients import local_part
-from armature.training import attributes, epoch_metrics, epoch_start
+from armature.training import epoch_metrics, epoch_start, user_state
 
 _START = ("on_validation_start", "on_validation_epoch_start")
 _END = ("on_validation_epoch_end", "on_validation_end")
-_PLAIN = (type(None), int, float, str, list, tuple, dict)  # what json takes
 
 
 class Before:
     """What a validation may change and a checkpoint may hold, but weights, as it is before: a stop
     goes back to it.
 
-    The random state, buffers, the states of metric objects, and attributes of users' objects that
-    are numbers, texts, or lists and dicts of them.
+    The random state, buffers, the states of metric objects, and attributes of users' objects.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -45,12 +41,7 @@ class Before:
             n: local_part(v.detach()).to("cpu", copy=True)
             for n, v in _saved_buffers(module).items()
         }
-        self.attributes = [
-            (owner, name, value)
-            for _, owner, frameworks in attributes.owners(trainer)
-            for name, value in _plain_attributes(owner).items()
-            if name not in frameworks
-        ]
+        self.attributes = user_state.snapshot(trainer)
 
     def put_back(self) -> None:
         """Called by all ranks, after the last hook of a batch."""
@@ -68,8 +59,7 @@ class Before:
         epoch_metrics.restore_states(
             module, [self.metrics], rank=0, saved_data_ranks=[0], data_ranks=[0]
         )
-        for owner, name, value in self.attributes:
-            vars(owner)[name] = value
+        user_state.put_back(self.trainer, self.attributes)
         randomness.restore(self.drawn)
 
 
@@ -84,7 +74,7 @@ def _saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _end(trainer: Any) -> None:
-    """Call the hooks of the end, and undo what they change of optimizers and flags."""
+    """Call the hooks of the end."""
     starting = {id(owner) for name in _START for owner, _ in _hooks(trainer, name)}
     ending = [
         (owner, name, hook)
@@ -94,7 +84,7 @@ def _end(trainer: Any) -> None:
     ]
     if not ending:
         return
-    with torch.no_grad(), epoch_start.undone(trainer):
+    with torch.no_grad(), epoch_start.silent(trainer):
         epoch_start.call_all(
             ending,
             when="the run was stopped within a validation",
@@ -115,17 +105,3 @@ def _hooks(trainer: Any, name: str) -> list[tuple[Any, Callable[[], Any]]]:
         *found,
         *(each for each in epoch_start.users_hooks(trainer, name) if id(each[0]) not in known),
     ]
-
-
-def _plain_attributes(owner: Any) -> dict[str, Any]:
-    found = {}
-    for name, value in vars(owner).items():
-        # a copy of much before each validation would take long, and so would a look at tensors
-        if not (isinstance(value, _PLAIN) and attributes.is_small(value)):
-            continue
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError, RecursionError):
-            continue
-        found[name] = copy.deepcopy(value)
-    return found

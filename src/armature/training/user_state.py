@@ -1,0 +1,357 @@
+"""What users' objects hold beside weights: counters, lists, generators, a loss's running mean.
+
+Lightning's checkpoints hold no plain attributes. Ours hold those that have changed since training
+began, and a resume puts them back: those of the user's module and its parts, callbacks, data module
+and optimizers, and of the objects of users' classes that these have. A value counts that a
+checkpoint can hold (`checkpoint.plain`) and that is not large. Others are named once.
+"""
+
+from __future__ import annotations
+
+import enum
+import io
+import logging
+import random
+import sys
+from argparse import Namespace
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from pathlib import PurePath
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torchmetrics import Metric
+
+from armature import errors
+from armature.checkpoint import plain
+from armature.checkpoint.of_ranks import digest
+from armature.data.base import DataModule
+from armature.parallel import process_group
+from armature.training import epoch_metrics
+from armature.training.progress import data_of
+
+log = logging.getLogger(__name__)
+
+_MOST_BYTES, _MOST_PARTS = 4_000_000, 100_000  # of a value: a save should not take long
+_FRAMEWORKS = ("armature", "lightning", "pytorch_lightning", "torch", "torchmetrics")
+_OF_TRAINER = ("gradient_clip_val", "gradient_clip_algorithm")  # which hooks may change
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_CONVERTED = (enum.Enum, PurePath, np.generic, frozenset)  # which `plain` makes another type of
+
+
+class _Kept(NamedTuple):
+    """A value as a checkpoint holds it, and whether its tensors were on the rank's device."""
+
+    value: Any
+    on_device: bool
+
+
+class UserState:
+    """The attributes of users' objects, and which of them training has changed.
+
+    Made when training begins, before the first hook of an epoch.
+    """
+
+    def __init__(self, trainer: L.Trainer) -> None:
+        self._trainer = trainer
+        self._first = {
+            path: (type(value), _mark(value)) for path, value in _attributes(trainer).items()
+        }
+        self._named: set[str] = set()
+
+    def changed(self) -> dict[str, _Kept]:
+        """Return what has changed since, by its path. Names once what has and cannot be saved."""
+        found, lost = {}, set()
+        for path, value in _attributes(self._trainer).items():
+            mark, (kind, first) = _mark(value), self._first.get(path, (None, None))
+            if mark is None or (mark == first and type(value) is kind):
+                continue
+            # it can only be put back into an object of its type
+            if isinstance(mark, bytes) and (type(value) is kind or not _needs_its_type(value)):
+                found[path] = _kept(value)
+            else:
+                lost.add(path)
+        if (new := sorted(lost - self._named)) and process_group.rank() == 0:
+            log.warning(
+                "A resume does not put back: %s. Each is an iterator, larger than %d MB, or no "
+                "plain value. If a later step reads it, save it in on_save_checkpoint or a "
+                "buffer (docs/resume.md).",
+                ", ".join(new), _MOST_BYTES // 1_000_000,
+            )  # fmt: skip
+        self._named |= lost
+        return found
+
+
+def of_ranks(changed: Sequence[dict[str, _Kept]]) -> list[dict[str, _Kept]]:
+    """Return what each rank has changed; once, if it is the same on all."""
+    first, *others = map(_digests, changed)
+    return [*changed] if any(each != first for each in others) else [changed[0]]
+
+
+def of_rank(saved: Sequence[dict[str, _Kept]]) -> dict[str, _Kept]:
+    """Return what this rank puts back: rank 0's, if a run has another number of ranks now."""
+    if not saved:
+        return {}
+    return saved[process_group.rank() if len(saved) == process_group.ranks() else 0]
+
+
+def _digests(values: Mapping[str, _Kept]) -> dict[str, bytes]:
+    return {path: digest(tuple(value)) for path, value in values.items()}
+
+
+def generators(trainer: L.Trainer) -> dict[str, str]:
+    """Return a digest of the state of each generator among the attributes, by its path."""
+    return {
+        path: digest(_plain(value)).hex()[:16]
+        for path, value in _attributes(trainer).items()
+        if isinstance(value, _GENERATORS)
+    }
+
+
+def snapshot(trainer: L.Trainer) -> dict[str, _Kept]:
+    """Return copies of all attributes that `put_back` can put back."""
+    return {
+        path: _kept(value)
+        for path, value in _attributes(trainer).items()
+        if isinstance(_mark(value), bytes)
+    }
+
+
+def put_back(trainer: L.Trainer, saved: Mapping[str, tuple[Any, bool]]) -> None:
+    """Set attributes to saved values. What lists, dicts and tensors hold is replaced in place, so
+    that objects which share one still do.
+    """
+    owners = {owner.path: owner.attributes for owner in _owners(trainer)}
+    device = trainer.strategy.root_device
+    for path, (value, on_device) in saved.items():
+        owner, _, name = path.rpartition(".")
+        if owner in owners:
+            value = plain.restored(value)
+            if on_device:
+                value = apply_to_collection(value, Tensor, lambda each: each.to(device))
+            owners[owner][name] = _like(owners[owner].get(name), value)
+
+
+# ---------------------------------------------------------------- attributes
+class _Owner(NamedTuple):
+    path: str
+    attributes: MutableMapping[str, Any]
+    keeps: Callable[[str, Any], bool]  # whether an attribute, of a name and value, is the user's
+
+
+def _attributes(trainer: L.Trainer) -> dict[str, Any]:
+    """Return the values of all attributes by their paths."""
+    return {
+        f"{owner.path}.{name}": value
+        for owner in _owners(trainer)
+        for name, value in [*owner.attributes.items()]
+        if owner.keeps(name, value)
+    }
+
+
+def _owners(trainer: L.Trainer) -> Iterator[_Owner]:
+    """Yield the objects that users wrote or may set, with their attributes."""
+    module, data = trainer.lightning_module, data_of(trainer)
+    data = getattr(data, "module", data)  # a PlainData's
+    of_data = {*vars(L.LightningDataModule())}
+    if isinstance(data, DataModule):
+        of_data |= vars(DataModule(global_batch_size=1)).keys()
+    roots: list[tuple[str, Any, Any]] = [
+        (f"module.{name}".removesuffix("."), part, vars(L.LightningModule()))
+        for name, part in module.named_modules()
+    ]
+    roots += [("data", data, of_data)] * (data is not None)
+    roots += [("callback", each, ()) for each in trainer.callbacks]  # pyright: ignore[reportAttributeAccessIssue]
+    of_optimizers = vars(torch.optim.SGD([torch.zeros(1)]))
+    roots += [("optimizer", each, of_optimizers) for each in trainer.optimizers]
+    # what a checkpoint holds, and what is looked at by itself
+    seen = {id(each) for _, each, _ in roots} | {id(trainer)}
+    seen |= {id(config.scheduler) for config in trainer.lr_scheduler_configs}
+    numbers: Counter[str] = Counter()
+    for path, owner, names in roots:
+        if isinstance(owner, nn.Module) and _package(owner) == "torch":
+            # such as a dropout's rate
+            yield _Owner(path, vars(owner), lambda n, v: type(v) in (int, float) and n[0] != "_")
+        elif _package(owner) not in _FRAMEWORKS:
+            if path in ("callback", "optimizer"):
+                path = f"{path}.{type(owner).__name__}"
+                numbers[path] += 1
+                path += f".{numbers[path]}"
+            yield from _nested(path, owner, names, seen, package=_package(owner))
+        if isinstance(owner, nn.Module):
+            unsaved = owner._non_persistent_buffers_set
+            yield _Owner(f"{path}.buffers", owner._buffers, lambda n, v, names=unsaved: n in names)
+    yield _Owner("trainer", vars(trainer), lambda name, value: name in _OF_TRAINER)
+
+
+def _nested(path: str, owner: Any, names: Any, seen: set[int], *, package: str) -> Iterator[_Owner]:
+    """Yield an object, without its attributes of some names, and the users' objects in it."""
+    inner = {
+        name: value
+        for name, value in [*vars(owner).items()]
+        if name not in names and _is_users(value, package)
+    }
+    yield _Owner(
+        path,
+        vars(owner),
+        lambda name, value: not (name in names or name in inner or id(value) in seen),
+    )
+    for name, value in inner.items():
+        if id(value) not in seen:
+            seen.add(id(value))
+            yield from _nested(f"{path}.{name}", value, (), seen, package=package)
+
+
+def _is_users(value: Any, package: str) -> bool:
+    """Return whether a value is an object of a class of the user's, or of the owner's package,
+    whose attributes count. Those of installed packages keep what is theirs.
+    """
+    if isinstance(value, Namespace | SimpleNamespace):
+        return True
+    if isinstance(value, type | enum.Enum | Iterator) or _with_state(value):
+        return False
+    own = _package(value)
+    file = getattr(sys.modules.get(type(value).__module__), "__file__", None)
+    of_user = own == package or own == "__main__" or (file is not None and errors.is_users(file))
+    return of_user and own not in _FRAMEWORKS and hasattr(value, "__dict__")
+
+
+def _package(value: Any) -> str:
+    # torch derives a class of its own for a sharded module
+    kind = next(each for each in type(value).__mro__ if not issubclass(each, FSDPModule))
+    return kind.__module__.partition(".")[0]
+
+
+# ---------------------------------------------------------------- values
+def _module_state(module: nn.Module) -> dict[str, Any]:
+    """Return the state of a callback's metric, or of its copy of a model."""
+    metrics = any(isinstance(part, Metric) for part in module.modules())
+    return {
+        "tensors": dict(module.state_dict()),
+        "metrics": epoch_metrics.metric_states(module) if metrics else {},
+    }
+
+
+def _set_module_state(module: nn.Module, state: Mapping[str, Any]) -> None:
+    module.load_state_dict(state["tensors"])
+    epoch_metrics.restore_states(
+        module, [state["metrics"]], rank=0, saved_data_ranks=[0], data_ranks=[0]
+    )
+
+
+_STATES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
+    random.Random: (random.Random.getstate, random.Random.setstate),
+    np.random.Generator: (
+        lambda generator: generator.bit_generator.state,
+        lambda generator, state: setattr(generator.bit_generator, "state", state),
+    ),
+    np.random.RandomState: (
+        lambda generator: generator.get_state(legacy=False),
+        lambda generator, state: generator.set_state(state),
+    ),
+    nn.Module: (_module_state, _set_module_state),
+    **{
+        kind: (lambda value: value.state_dict(), lambda value, state: value.load_state_dict(state))
+        for kind in (Optimizer, LRScheduler, torch.amp.GradScaler)
+    },
+}
+
+
+def _with_state(value: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]] | None:
+    """Return what reads and sets the state of a value that is more than plain, or None."""
+    return next((pair for kind, pair in _STATES.items() if isinstance(value, kind)), None)
+
+
+def _needs_its_type(value: Any) -> bool:
+    if isinstance(value, np.generic):  # a Python number will do
+        return False
+    named = isinstance(value, tuple) and hasattr(value, "_fields")
+    return named or isinstance(value, _CONVERTED) or _with_state(value) is not None
+
+
+def _mark(value: Any) -> bytes | tuple[int, int] | object | None:
+    """Return a digest of a value that can be saved; of another one, what tells whether it changes:
+    its identity and length, or for an iterator an object that equals nothing. None: it is no state.
+    """
+    if isinstance(value, Iterator):
+        return None if isinstance(value, io.IOBase) else object()
+    try:
+        if _is_small(value):
+            return digest(_plain(value))
+    except Exception:  # it cannot be made plain, or a method of a user's class fails
+        pass
+    containers = (Mapping, *_CONTAINERS)
+    if isinstance(value, (Tensor, np.ndarray, *containers)) or _with_state(value):
+        return id(value), len(value) if isinstance(value, containers) else 0
+    return None
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as a checkpoint can hold it, or raise NotPlain."""
+    pair = _with_state(value)
+    return plain.plain(value if pair is None else pair[0](value))
+
+
+def _kept(value: Any) -> _Kept:
+    elsewhere: list[Tensor] = []
+
+    def copied(tensor: Tensor) -> Tensor:
+        elsewhere.extend([tensor] if tensor.device.type != "cpu" else [])
+        return tensor.detach().to("cpu", copy=True)
+
+    return _Kept(apply_to_collection(_plain(value), Tensor, copied), bool(elsewhere))
+
+
+def _is_small(value: Any) -> bool:
+    parts, size, waiting = 0, 0, [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, nn.Module):
+            waiting += [*each.parameters(), *each.buffers()]
+        elif isinstance(each, (Mapping, *_CONTAINERS)):
+            parts += len(each)
+            if parts > _MOST_PARTS:
+                return False
+            waiting += each.values() if isinstance(each, Mapping) else each
+        size += len(each) if isinstance(each, str | bytes) else getattr(each, "nbytes", 0)
+        if size > _MOST_BYTES:
+            return False
+    return True
+
+
+def _like(own: Any, value: Any) -> Any:
+    """Return a saved value as the attribute's type: in place, where that can be changed."""
+    if (pair := _with_state(own)) is not None:
+        pair[1](own, value)
+    elif (
+        isinstance(own, Tensor)
+        and isinstance(value, Tensor)
+        and own.shape == value.shape
+        and not own.is_inference()
+    ):
+        with torch.no_grad():
+            own.copy_(value)
+    elif isinstance(own, list | deque) and type(own) is type(value):
+        own.clear()
+        own.extend(value)
+    elif isinstance(own, dict | set) and isinstance(value, type(own)):
+        own.clear()
+        own.update(value)
+    elif isinstance(own, tuple) and hasattr(own, "_fields"):
+        return type(own)(*value)
+    elif isinstance(own, _CONVERTED):
+        kind: Any = type(own)
+        return kind(value)
+    else:
+        return value
+    return own

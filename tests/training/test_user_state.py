@@ -1,0 +1,167 @@
+"""Attributes of users' objects that training has changed are saved, and put back at a resume."""
+
+import enum
+import itertools
+import random
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torchmetrics import MeanMetric
+
+from armature.checkpoint import plain
+from armature.training import user_state
+from tests.data.test_data_module import NumbersData
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+class Loss:
+    def __init__(self) -> None:
+        self.center, self.owner = torch.zeros(2), [self]
+
+
+@dataclass
+class Meter:
+    count: int = 0
+
+
+class Noise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = np.random.default_rng(1)
+
+
+class Module(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 2), Noise(), nn.Dropout(0.1))
+        self.register_buffer("table", torch.zeros(2), persistent=False)
+        self.norms, self.seen, self.best = [1.0], {"b", "a"}, {"x": (1, None)}
+        self.queue, self.generator = deque([1], maxlen=3), torch.Generator()
+        self.python, self.array = random.Random(0), np.zeros(3)
+        self.criterion, self.meter, self.color = Loss(), Meter(), Color.RED
+        self.large, self.folder, self.score = torch.zeros(2_000_000), Path("a"), None
+
+
+class Counts(L.Callback):
+    bad = 0  # becomes an attribute of the object when it is counted
+
+    def __init__(self) -> None:
+        self.mean = MeanMetric()
+
+
+class Slow(torch.optim.SGD):
+    steps = 0
+
+
+def trainer_of(module: Any, *callbacks: Any) -> Any:
+    return SimpleNamespace(
+        lightning_module=module,
+        callbacks=callbacks,
+        optimizers=[Slow(module.parameters(), lr=0.1)],
+        datamodule=NumbersData(),
+        lr_scheduler_configs=[],
+        gradient_clip_val=1.0,
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
+    )
+
+
+def change(trainer: Any) -> None:
+    module = trainer.lightning_module
+    module.norms.append(2.0)
+    module.seen.add("c")
+    module.best["y"] = (2, [3])
+    module.queue.extend([2, 3, 4])
+    torch.rand(1, generator=module.generator)
+    module.python.random()
+    module.array += 1
+    module.net[1].rng.random()
+    module.net[2].p = 0.3
+    module.table += 2
+    module.criterion.center += 1
+    module.meter.count += 4
+    module.color, module.folder, module.score = Color.BLUE, Path("b"), np.float64(0.5)
+    module.new = {"made": torch.ones(2)}
+    trainer.callbacks[0].bad += 1
+    trainer.callbacks[0].mean.update(3.0)
+    trainer.optimizers[0].steps += 2
+    trainer.datamodule.difficulty = 3
+    trainer.gradient_clip_val = 0.5
+
+
+def values(trainer: Any) -> list[Any]:
+    module = trainer.lightning_module
+    own = [module.norms, module.seen, module.best, module.queue, module.color, module.folder]
+    own += [module.array.tolist(), module.net[2].p, module.table.tolist(), module.score]
+    own += [module.criterion.center.tolist(), module.meter, module.new["made"].tolist()]
+    own += [trainer.callbacks[0].bad, float(trainer.callbacks[0].mean.compute())]
+    own += [trainer.optimizers[0].steps, trainer.datamodule.difficulty, trainer.gradient_clip_val]
+    drawn = [module.python.random(), module.net[1].rng.random()]
+    return [*own, *drawn, torch.rand(1, generator=module.generator).item()]
+
+
+def test_what_changed_is_put_back_as_the_type_that_it_had():
+    saving, resumed = (trainer_of(Module(), Counts()) for _ in range(2))
+    state = user_state.UserState(saving)
+    assert state.changed() == {}
+    change(saving)
+    saved = plain.plain(state.changed())
+    shared = resumed.lightning_module.norms
+    user_state.put_back(resumed, saved)
+    assert values(resumed) == values(saving)
+    assert resumed.lightning_module.norms is shared
+    assert resumed.lightning_module.criterion.owner == [resumed.lightning_module.criterion]
+
+
+def test_what_did_not_change_is_not_saved():
+    trainer = trainer_of(Module(), Counts())
+    state = user_state.UserState(trainer)
+    change(trainer)
+    assert not {"module.large", "module.net.0.in_features"} & state.changed().keys()
+
+
+def too_large(module):
+    module.large = module.large + 1
+
+
+def iterate(module):
+    module.numbers = itertools.count()
+
+
+def keep_objects(module):
+    module.norms.append(object())
+
+
+@pytest.mark.parametrize(
+    ("keep", "name"), [(too_large, "large"), (iterate, "numbers"), (keep_objects, "norms")]
+)
+def test_what_cannot_be_put_back_is_named_once(caplog, keep, name):
+    trainer = trainer_of(Module())
+    state = user_state.UserState(trainer)
+    keep(trainer.lightning_module)
+    for _ in range(2):
+        assert state.changed() == {}
+    (record,) = caplog.records
+    assert f"A resume does not put back: module.{name}." in record.getMessage()
+
+
+def test_a_rank_keeps_what_differs_from_the_others(monkeypatch):
+    first, second = {"module.seen": user_state._Kept(1, False)}, {}
+    assert user_state.of_ranks([first, first]) == [first]
+    saved = user_state.of_ranks([first, second])
+    monkeypatch.setattr(user_state.process_group, "ranks", lambda: 2)
+    monkeypatch.setattr(user_state.process_group, "rank", lambda: 1)
+    assert user_state.of_rank(saved) == second
+    monkeypatch.setattr(user_state.process_group, "ranks", lambda: 4)
+    assert user_state.of_rank(saved) == first
