@@ -51,7 +51,6 @@ from armature.training import (
 )
 from armature.training.checkpointing import Checkpointing
 from armature.training.display import Bar, Display
-from armature.training.heartbeat import Heartbeat
 from armature.training.limits import Limits
 from armature.training.metrics_csv import MetricsCSV
 from armature.training.micro_batch import agree, begins_anew_here, release
@@ -65,6 +64,7 @@ from armature.training.stop import StopOnSignal, StoppedBySignal, seconds_of
 from armature.training.trainer import Trainer
 from armature.training.unequal_gathers import UnequalGathers
 from armature.training.unsynced import Unsynced
+from armature.training.watchdog import Watchdog
 from armature.validation import manual, micro_batch, parallelism, relations, resize
 
 log = logging.getLogger(__name__)
@@ -157,6 +157,8 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
         _prepare(data)
         data.setup("fit")
         _number_classes(cfg, data, checkpoint, directory)
+    log_file = directory / "logs" / f"rank_{environment.rank():04d}.log"
+    watchdog = Watchdog(cfg.launch.hang_timeout, log=log_file)  # preparing data may take any time
     relations.check_found_sizes(cfg.model, data.found_sizes)
     data.limit_train_batches = cfg.trainer.limit_train_batches
     batches = _plan_batches(data, layout.data_ranks)
@@ -193,12 +195,11 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
         for key, value in cfg.checkpoint.items()
         if key not in ("root", "trust", "include_base")
     }
-    heartbeat = Heartbeat(timeout=cfg.launch.hang_timeout, logs=directory / "logs", record=record)
     checkpointing = Checkpointing(
         resume.folder(directory, cfg),
         step_log,
         manifest_entries={"config_hash": run_dir.fingerprint(cfg)},
-        save_begins=heartbeat.rest,
+        save_begins=watchdog.rest,
         idle=cfg.trainer.accelerator == "cpu",
         **policy,
     )
@@ -217,7 +218,7 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
     first = [
         errors,
         checks,
-        heartbeat,
+        watchdog,
         progress,
         held_out,
         guard,

@@ -129,7 +129,6 @@ def summarize(
         "parameters": trainer.parameter_count,
         "samples_per_second": rate,
         "timings": step_log.summary(),
-        "stragglers": step_log.stragglers.events,
         "bubble_share": strategy.bubble_share if strategy is not None else 0.0,
         "peak_memory_bytes": _peak_memory(trainer),
         "versions": {"torch": torch.__version__, "lightning": version("lightning")},

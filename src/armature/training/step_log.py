@@ -26,10 +26,11 @@ from armature.training.expert_load import ExpertLoad
 from armature.training.metrics_csv import MetricsCSV
 from armature.training.not_trained import NotTrained
 from armature.training.progress import completed_batches, data_of
-from armature.training.stragglers import LEAST_STEPS, StragglerWatch
 from armature.training.timings import (
+    OWN_SECONDS,
     DataWait,
     DataWaitWarning,
+    OwnWork,
     TimingsCSV,
     Totals,
     Window,
@@ -71,8 +72,8 @@ class StepLog(Callback):
 
     Values that depend on the clock go to timings.csv and to the other loggers, once per write:
     samples and tokens per
-    second, seconds per step, and `data_wait`, the share of the time that the slowest rank waits for
-    its next batch.
+    second, seconds per step, `data_wait`, the share of the time that the slowest rank waits for its
+    next batch, and with several ranks `slowest_rank`, whose own work took `own_seconds_per_step`.
 
     Args:
         csv: receives every row, like the trainer's loggers.
@@ -87,7 +88,6 @@ class StepLog(Callback):
         rate: samples per second of all ranks, over the rows of the newest write.
         data_wait: as the column, over the same rows.
         monitors: further sources of columns.
-        stragglers: names a rank that the others wait for.
     """
 
     COLUMNS = frozenset(
@@ -126,10 +126,10 @@ class StepLog(Callback):
         self.monitors: list[Monitor] = []
         self.expert_load: ExpertLoad | None = None
         self.wait: DataWait | None = None
+        self.work: OwnWork | None = None
         self.trained_samples = 0  # by this process, for the mean rate in the summary
         self.trained_seconds = 0.0
         self._totals, self._watch, self._not_trained = Totals(), DataWaitWarning(), NotTrained()
-        self.stragglers = StragglerWatch()
         self._pending: list[dict[str, Any]] = []
         self._loss: Tensor | None = None
         self._lr: float | Tensor | None = 0.0
@@ -179,6 +179,7 @@ class StepLog(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.wait = trainer.fit_loop.epoch_loop.data_wait = DataWait(trainer)  # pyright: ignore[reportAttributeAccessIssue]
+        self.work = OwnWork(self.wait.marks) if trainer.world_size > 1 else None
         self.samples_seen = _samples_seen(trainer)
         self._not_trained.begin(trainer)
         if completed_batches(trainer):
@@ -196,6 +197,14 @@ class StepLog(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._loss = None  # left over from an epoch that ended within a global batch
+
+    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
+        if self.work is not None:
+            self.work.batch_began()
+
+    def on_before_backward(self, *args: Any, **kwargs: Any) -> None:
+        if self.work is not None:
+            self.work.backward_begins()
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
@@ -254,7 +263,6 @@ class StepLog(Callback):
         for column in columns:
             row.update(column)
         self._pending.append(row)
-        self.stragglers.step_ended()
         if len(self._pending) >= self.every_n_steps:
             self._log_pending(trainer)
 
@@ -288,10 +296,12 @@ class StepLog(Callback):
         seconds, samples = time.perf_counter() - self._since, len(rows) * self.global_batch_size
         window = Window(steps=len(rows), samples=samples, seconds=seconds, data_wait=waited)
         own = {"data_wait": waited / seconds}
+        if self.work is not None:
+            own[OWN_SECONDS] = self.work.read() / len(rows)
         for monitor in self.monitors:
             own |= monitor.measured(trainer, window)
         self.wait.marks.reset()
-        *ranks, due = self._read(trainer, rows, [*own.values(), float(self.stragglers.is_due)])
+        ranks = self._read(trainer, rows, [*own.values()])
         self._warn_of_nan(trainer, rows)
         self._not_trained.look(trainer, rows)
         over_all_ranks = {
@@ -306,24 +316,16 @@ class StepLog(Callback):
             timing["tokens_per_second"] = self.rate * self.tokens_per_sample
         timing |= over_all_ranks
         self._totals.add(timing, window=window)
+        if self.work is not None:
+            timing["slowest_rank"] = ranks[1].index(max(ranks[1]))
         if trainer.is_global_zero and (
             problem := self._watch.problem(trainer, window, waits=ranks[0])
         ):
             log.warning("%s", problem[0].upper() + problem[1:])
-        slow = (
-            self.stragglers.compare(trainer, step=rows[-1]["step"], waits=ranks[0])
-            if due[0]
-            else None
-        )
-        if slow is not None:
-            log.warning("%s", slow)
         self._write(trainer, rows, timing)
         if self.rows_read is not None:
             self.rows_read(trainer, rows)  # pyright: ignore[reportArgumentType]
         self._since = time.perf_counter()
-        # with fewer steps per write, a comparison spans several writes
-        if due[0] or len(rows) >= LEAST_STEPS:
-            self.stragglers.restart()
 
     def _read(
         self, trainer: Trainer, rows: list[dict[str, Any]], own: list[float]
@@ -423,7 +425,6 @@ class StepLog(Callback):
     def restart_clock(self) -> None:
         """Exclude what was done since the last write (validation, saving) from the rate."""
         self._since = time.perf_counter()
-        self.stragglers.restart()
         if self.wait is not None:
             self.wait.clear()
 

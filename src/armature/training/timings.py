@@ -19,6 +19,7 @@ from armature.training.progress import data_of
 
 MAX_DATA_WAIT = 0.05  # share of the time; a longer wait for data is reported
 UNAVOIDABLE_SECONDS = 1e-3  # per batch: receiving one from another process takes as long
+OWN_SECONDS = "own_seconds_per_step"  # the column
 WARM_UP_STEPS = 20  # caches fill, kernels are chosen, processes start
 
 
@@ -137,6 +138,31 @@ class DataWait:
         self._gaps, self._last, self._fetching, self._waited = [], None, 0.0, 0.0
 
 
+class OwnWork:
+    """The time that this rank takes for its part of a batch: from its begin to its first backward.
+
+    Under ddp no collective lies in it, so a rank that needs longer than the others slows them down.
+    With sharded weights it contains the forward's gathers.
+    """
+
+    def __init__(self, marks: Marks) -> None:
+        self._marks, self._began = marks, None
+        self._parts: list[tuple[Any, Any]] = []
+
+    def batch_began(self) -> None:
+        self._began = self._marks.mark()
+
+    def backward_begins(self) -> None:
+        if self._began is not None:
+            self._parts.append((self._began, self._marks.mark()))
+            self._began = None
+
+    def read(self) -> float:
+        """Return the seconds since the last call. Call `Marks.settle` first."""
+        parts, self._parts, self._began = self._parts, [], None
+        return sum(self._marks.seconds(*part) for part in parts)
+
+
 class DataWaitWarning:
     """Warn once, on rank 0, if waiting for data takes more than 5% of the time, and say what to
     type.
@@ -233,6 +259,6 @@ def over_ranks(name: str, values: list[float]) -> float:
     """Combine the ranks' values: a step waits for the slowest rank and fails on the fullest one."""
     return (
         max(values)
-        if name == "data_wait" or name.startswith("memory/")
+        if name in ("data_wait", OWN_SECONDS) or name.startswith("memory/")
         else sum(values) / len(values)
     )
