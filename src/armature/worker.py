@@ -180,8 +180,8 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
         )
 
     csv = MetricsCSV(directory)
-    csv.is_expected = checkpoint is not None and checkpoint.parent == resume.folder(directory, cfg)
-    guard = not_finite.begin(cfg, data, strategy, resumes=csv.is_expected, events=events)
+    resumes = checkpoint is not None and checkpoint.parent == resume.folder(directory, cfg)
+    guard = not_finite.begin(cfg, data, strategy, resumes=resumes, events=events)
     step_log = StepLog(
         csv,
         every_n_steps=cfg.trainer.log_every_n_steps,

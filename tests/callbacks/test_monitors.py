@@ -290,29 +290,6 @@ def test_a_micro_batch_without_targets_leaves_the_loss_of_its_step_finite(tmp_pa
         assert 0 < row["train/loss"] < 2
 
 
-class Poisoned(Rows):
-    """The samples from the third step on."""
-
-    def dataset(self, split):
-        whole = super().dataset(split)
-        served = []
-
-        def batch(indices):
-            made = whole.batch(indices)
-            served.append(made)
-            made["inputs"] = made["inputs"] * (float("nan") if len(served) >= 3 else 1)
-            return made
-
-        return Table(batch)
-
-
-def test_a_loss_that_is_no_number_is_told_once_with_its_step(tmp_path, caplog):
-    fit(tmp_path, rows=Poisoned, steps=6)
-    (said,) = [r.getMessage() for r in caplog.records if "train/loss" in r.getMessage()]
-    assert said.startswith("train/loss is nan at step 3.")
-    assert "debug=nan" in said
-
-
 class Reads(TorchDispatchMode):
     """Counts numbers that are read from tensors."""
 

@@ -24,7 +24,6 @@ from armature.parallel.targets import weigh
 from armature.strategies.base import StrategyMixin
 from armature.training.expert_load import ExpertLoad
 from armature.training.metrics_csv import MetricsCSV
-from armature.training.not_trained import NotTrained
 from armature.training.progress import completed_batches, data_of
 from armature.training.timings import (
     OWN_SECONDS,
@@ -129,7 +128,7 @@ class StepLog(Callback):
         self.work: OwnWork | None = None
         self.trained_samples = 0  # by this process, for the mean rate in the summary
         self.trained_seconds = 0.0
-        self._totals, self._watch, self._not_trained = Totals(), DataWaitWarning(), NotTrained()
+        self._totals, self._watch = Totals(), DataWaitWarning()
         self._pending: list[dict[str, Any]] = []
         self._loss: Tensor | None = None
         self._lr: float | Tensor | None = 0.0
@@ -181,7 +180,6 @@ class StepLog(Callback):
         self.wait = trainer.fit_loop.epoch_loop.data_wait = DataWait(trainer)  # pyright: ignore[reportAttributeAccessIssue]
         self.work = OwnWork(self.wait.marks) if trainer.world_size > 1 else None
         self.samples_seen = _samples_seen(trainer)
-        self._not_trained.begin(trainer)
         if completed_batches(trainer):
             assert isinstance(trainer, OurTrainer)
             # for what on_train_start of the user's callbacks and module logs
@@ -302,8 +300,9 @@ class StepLog(Callback):
             own |= monitor.measured(trainer, window)
         self.wait.marks.reset()
         ranks = self._read(trainer, rows, [*own.values()])
-        self._warn_of_nan(trainer, rows)
-        self._not_trained.look(trainer, rows)
+        if self.not_finite_since is None:
+            losses = ((row["step"], row.get("train/loss", 0.0)) for row in rows)
+            self.not_finite_since = next((s for s, loss in losses if not math.isfinite(loss)), None)
         over_all_ranks = {
             name: over_ranks(name, values) for name, values in zip(own, ranks, strict=True)
         }
@@ -321,7 +320,7 @@ class StepLog(Callback):
         if trainer.is_global_zero and (
             problem := self._watch.problem(trainer, window, waits=ranks[0])
         ):
-            log.warning("%s", problem[0].upper() + problem[1:])
+            log.warning("%s", problem)
         self._write(trainer, rows, timing)
         if self.rows_read is not None:
             self.rows_read(trainer, rows)  # pyright: ignore[reportArgumentType]
@@ -337,67 +336,38 @@ class StepLog(Callback):
         others.
         """
         device = trainer.strategy.root_device
-        means = sorted(
-            {"train/loss"}.union(
-                *(getattr(monitor, "mean_columns", ()) for monitor in self.monitors)
-            )
-        )
-        averaged, none = (
-            [(row, name) for row in rows for name in means],
-            torch.zeros((), device=device),
-        )
-        cells = [
-            (r, name)
-            for r in rows
-            for name, value in r.items()
-            if isinstance(value, Tensor) and name not in means
-        ]
-        tensors = [
-            *(row.get(name, none) for row, name in averaged),
-            *(row[name] for row, name in cells),
-        ]
-        values = torch.stack(
-            [tensor.detach().to(device, torch.float32).reshape(()) for tensor in tensors]
-        )
-        mine = torch.tensor(
-            [*(float(name in row) for row, name in averaged), *own],
-            dtype=torch.float32,
-            device=device,
-        )
-        everyones, count = mine[None], len(averaged)
-        if trainer.world_size > 1:
-            # Each rank has a row of its own, so that no sum depends on how a collective splits a
-            # tensor
-            table = torch.zeros(trainer.world_size, count + len(mine), device=device)
-            table[trainer.global_rank] = torch.cat([values[:count], mine])
-            table = process_group.all_sum(table)
-            everyones = table[:, count:]
-            values[:count] = table[:, :count].sum(dim=0) / everyones[:, :count].sum(dim=0)
-        having = everyones[:, :count].sum(dim=0)
-        numbers = torch.cat([values, having, everyones[:, count:].flatten()]).tolist()
-        for (row, name), number in zip([*averaged, *cells], numbers, strict=False):
-            row[name] = number
-        for (row, name), ranks in zip(averaged, numbers[len(values) :], strict=False):
-            if not ranks:
-                del row[name]
-        by_rank = numbers[len(values) + count :]
-        return [by_rank[i :: len(own)] for i in range(len(own))]
 
-    def _warn_of_nan(self, trainer: Trainer, rows: list[dict[str, Any]]) -> None:
-        """Note the first loss that is not finite, and warn of it unless `rows_read` decides what
-        follows.
-        """
-        lost = next((row for row in rows if not math.isfinite(row.get("train/loss", 0.0))), None)
-        if lost is not None and self.not_finite_since is None:
-            self.not_finite_since = lost["step"]
-            if trainer.is_global_zero and self.rows_read is None:
-                log.warning(
-                    "train/loss is %s at step %d. Look at that step's samples and the learning "
-                    "rate; debug=nan shows "
-                    "the operation that made it.",
-                    lost["train/loss"],
-                    lost["step"],
-                )
+        def number(value: Any) -> Tensor:
+            return torch.as_tensor(value).detach().to(device, torch.float32).reshape(())
+
+        own_columns = (getattr(monitor, "mean_columns", ()) for monitor in self.monitors)
+        names = sorted({"train/loss"}.union(*own_columns))
+        means = [(row, name) for row in rows for name in names]
+        others = [
+            (row, name)
+            for row in rows
+            for name, value in row.items()
+            if isinstance(value, Tensor) and name not in names
+        ]
+        given = [float(name in row) for row, name in means]
+        # Each rank has a row of its own, so that no sum depends on how a collective splits a tensor
+        mine = torch.stack([number(row.get(name, 0.0)) for row, name in means])
+        table = torch.zeros(trainer.world_size, 2 * len(means) + len(own), device=device)
+        table[trainer.global_rank] = torch.cat([mine, torch.tensor([*given, *own], device=device)])
+        if trainer.world_size > 1:
+            table = process_group.all_sum(table)
+        rest = [number(row[name]) for row, name in others]
+        numbers = torch.cat([table.flatten(), torch.stack([*rest, mine[0]])]).tolist()
+        width, count = table.shape[1], len(means)
+        ranks = [numbers[i : i + width] for i in range(0, table.numel(), width)]
+        for i, (row, name) in enumerate(means):
+            if having := sum(each[count + i] for each in ranks):
+                row[name] = sum(each[i] for each in ranks) / having
+            else:
+                row.pop(name, None)
+        for (row, name), value in zip(others, numbers[table.numel() :], strict=False):
+            row[name] = value
+        return [[*by_rank] for by_rank in zip(*(each[2 * count :] for each in ranks), strict=True)]
 
     def _write(
         self, trainer: Trainer, rows: list[dict[str, Any]], timing: dict[str, float]
