@@ -357,14 +357,12 @@ def fit_and_test(run: Run) -> None:
     if preview is not None and (strategy := StrategyMixin.find(trainer)) is not None:
         strategy.return_to_device()
     baselines = getattr(type(run.data), "baselines", None)  # not a user's attribute of that name
-    report.finish(
-        cfg,
-        trainer,
-        step_log,
-        run.guard,
-        run.display,
-        run.samples,
-        run.limits,
+    outcome = report.Outcome(
+        cfg=cfg,
+        trainer=trainer,
+        step_log=step_log,
+        guard=run.guard,
+        limits=run.limits,
         reason=reason,
         metrics=metrics,
         best=run.checkpointing.best,
@@ -373,6 +371,7 @@ def fit_and_test(run: Run) -> None:
         preview=preview and preview(),
         baselines=baselines(run.data) if baselines else [],
     )
+    report.finish(outcome, run.display, run.samples)
 
 
 def _can_test(run: Run) -> bool:
