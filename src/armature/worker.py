@@ -51,11 +51,10 @@ from armature.training import (
 )
 from armature.training.checkpointing import Checkpointing
 from armature.training.display import Bar, Display
+from armature.training.errors import RecordError, record, refusal_of
 from armature.training.limits import Limits
 from armature.training.metrics_csv import MetricsCSV
 from armature.training.micro_batch import agree, begins_anew_here, release
-from armature.training.record_error import RecordError, record
-from armature.training.refusals import refusal_of
 from armature.training.restore_progress import RestoreProgress
 from armature.training.same_data import SameHeldOutData
 from armature.training.samples import Samples, can_sample, preview_of

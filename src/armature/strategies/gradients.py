@@ -26,7 +26,6 @@ from armature.parallel.scaler import SharedScaler
 from armature.parallel.targets import TargetWeights
 from armature.strategies.layout import LayoutMixin
 from armature.strategies.update_mask import StepLeftOut, UpdateMask
-from armature.training.refusals import loss_problem
 
 HOOK = "on_before_optimizer_step"
 
@@ -239,6 +238,8 @@ class GradientMixin(LayoutMixin):
         """Raise ConfigError for a loss that backward cannot begin at, unless the module has a
         backward of its own.
         """
+        from armature.training.errors import loss_problem  # which imports strategies
+
         if (
             not is_overridden("backward", self.module)
             and (problem := loss_problem(loss, self.module)) is not None

@@ -19,8 +19,8 @@ from armature.data.tokenizer import TOKENIZER_FILE
 from armature.finetune.folder import CHAT_TEMPLATE
 from armature.strategies.base import StrategyMixin
 from armature.training.display import Display
+from armature.training.errors import peak_bytes
 from armature.training.limits import Limits
-from armature.training.memory import peak_bytes
 from armature.training.not_finite import NotFiniteGuard
 from armature.training.progress import completed_batches, data_of
 from armature.training.samples import Samples
