@@ -92,8 +92,9 @@ def run(args: argparse.Namespace, *, out: Path | None) -> None:
         calls_callbacks=True,
     )
 
+    from armature import predict
     from armature.loading import build_callbacks, load_data, load_task, set_up_with, weights_note
-    from armature.training import predict, process
+    from armature.training import process
 
     predict.check_output(out)
     accelerator = cli.accelerator(args.accelerator)
