@@ -440,6 +440,5 @@ def test_norms_do_not_depend_on_the_layout(tmp_path):
                         float(reference[column]), rel=1e-4
                     ), (name, column)
     last = table(tmp_path / "outputs/ddp/timings.csv")[-1]
-    assert {"samples_per_second_per_rank", "time/communication"} <= last.keys()
-    assert "time/communication" not in table(tmp_path / "outputs/fsdp/timings.csv")[-1]
+    assert {"samples_per_second_per_rank", "time/backward"} <= last.keys()
     assert summary(tmp_path / "outputs/ddp")["world_size"] == 2

@@ -13,7 +13,7 @@ SMOOTHED = 60  # fewer values are shown as they are
 WINDOW_SHARE = 40  # the smoothing window is this part of the values
 # charts of values under other names than ours: a callback may log a hundred of them
 MOST_OTHERS = 24
-PHASES = ("data", "forward", "backward", "optimizer", "communication", "other")
+PHASES = ("data", "forward", "backward", "optimizer", "other")
 
 
 def metric(

@@ -52,13 +52,11 @@ class GradientMixin(LayoutMixin):
         update_mask: leaves out steps; with fp16 the loss scaler does, and the mask only restores
             buffers. None: nothing leaves out a step, or the scaler alone.
         masks_updates: whether `on_nan=skip` is possible.
-        reduces_gradients_once: whether only the backward of a step's last micro-batch communicates.
     """
 
     on_nan: str = "ignore"
     update_mask: UpdateMask | None = None
     masks_updates: bool = True
-    reduces_gradients_once: bool = False
     gradients_are_scaled: bool = False
     grad_norm: Tensor | None
     target_weights: TargetWeights
