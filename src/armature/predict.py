@@ -21,7 +21,6 @@ import lightning.pytorch as L
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import ProgressBar
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from typing_extensions import override
@@ -31,6 +30,7 @@ from armature.data import extras
 from armature.data.base import DataModule
 from armature.data.users_view import UsersTrainer
 from armature.errors import ConfigError
+from armature.loading import WithWeights
 from armature.loggers import NoLogger
 from armature.training.progress import data_of
 
@@ -70,19 +70,21 @@ def make_trainer(
     accelerator: str,
     precision: str,
     callbacks: Sequence[L.Callback] = (),
+    read: Callable[[], dict[str, Any]] = dict,
 ) -> UsersTrainer:
     """Return the Trainer of one rank, which writes its rows to a part file.
 
     Args:
         run_dir: of the run that the task is from, for what the task reads there.
         callbacks: the run's.
+        read: gives the task its weights, as of `loading.task_and_weights`.
     """
     device = torch.device({"gpu": f"cuda:{rank}"}.get(accelerator, accelerator))
     shown = [each for each in callbacks if rank == 0 or not isinstance(each, ProgressBar)]
     return UsersTrainer(
         accelerator=accelerator,
         devices=[rank] if accelerator == "gpu" else 1,
-        strategy=OneOf(device, rank, ranks),
+        strategy=OneOf(device, rank, ranks, read),
         logger=NoLogger(run_dir),
         default_root_dir=run_dir,
         precision=precision,
@@ -112,11 +114,13 @@ def predict(task: L.LightningModule, data: DataModule, trainer: UsersTrainer) ->
         raise
 
 
-class OneOf(SingleDeviceStrategy):
+class OneOf(WithWeights):
     """One process that takes its share of the samples and knows of no other."""
 
-    def __init__(self, device: torch.device, rank: int, ranks: int) -> None:
-        super().__init__(device)
+    def __init__(
+        self, device: torch.device, rank: int, ranks: int, read: Callable[[], dict[str, Any]]
+    ) -> None:
+        super().__init__(device, read)
         self._share = {"rank": rank, "num_replicas": ranks}
         self.global_rank = self.local_rank = rank
         self.world_size = ranks
