@@ -47,14 +47,14 @@ curves({"first": first}, "val/accuracy")
 
 # %% [markdown]
 # The same curves, the configuration with all that differs from the defaults, images with
-# predictions, speed and memory are in `report.html`: open it in a browser, also while the run
-# trains. `scripts/compare.py` puts runs side by side. A second run, with another learning rate:
+# predictions, speed and memory are in `report.html`: open it in a browser.
+# `scripts/runs.py compare` puts runs side by side. A second run, with another learning rate:
 
 # %%
 run(f"{digits} optimizer.lr=2e-3 run.name=slower", folder=folder)
 
 # %%
-run("python scripts/compare.py outputs/first outputs/slower", folder=folder, last=30)
+run("python scripts/runs.py compare outputs/first outputs/slower", folder=folder, last=30)
 curves({name: folder / "outputs" / name for name in ("first", "slower")}, "val/accuracy")
 
 # %%

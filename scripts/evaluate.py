@@ -42,30 +42,31 @@ def evaluate(args: argparse.Namespace) -> None:
         calls_callbacks=True,
     )
 
+    import torch
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
     from armature.data.users_view import UsersTrainer
     from armature.loading import (
+        WithWeights,
         build_callbacks,
         load_data,
-        load_task,
-        set_up_with,
+        task_and_weights,
         weights_note,
     )
+    from armature.loggers import NoLogger
     from armature.training import process
-    from armature.training.no_logger import NoLogger
 
     process.quiet()
     data = load_data(cfg)
     run_dir = Path(cfg.run.dir)
-    stage, step, other = (
-        ("test", "test_step", "val")
-        if args.split == "test"
-        else ("validate", "validation_step", "test")
-    )
+    of_test = args.split == "test"
+    step, other = ("test_step", "val") if of_test else ("validation_step", "test")
+    accelerator = cli.accelerator(args.accelerator)
+    task, read = task_and_weights(cfg, checkpoint)
     trainer = UsersTrainer(
-        accelerator=cli.accelerator(args.accelerator),
+        accelerator=accelerator,
         devices=1,
+        strategy=WithWeights(torch.device({"gpu": "cuda:0"}.get(accelerator, accelerator)), read),
         logger=NoLogger(run_dir),
         default_root_dir=run_dir,
         precision=cfg.trainer.precision,
@@ -74,7 +75,6 @@ def evaluate(args: argparse.Namespace) -> None:
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    task = load_task(cfg, checkpoint, set_up=set_up_with(data, stage, trainer=trainer))
     if not is_overridden(step, task):
         raise ConfigError(
             f"{args.path}: {type(task).__name__} has no {step}. Add it, or type --split {other}."

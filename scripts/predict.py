@@ -92,8 +92,9 @@ def run(args: argparse.Namespace, *, out: Path | None) -> None:
         calls_callbacks=True,
     )
 
-    from armature.loading import build_callbacks, load_data, load_task, set_up_with, weights_note
-    from armature.training import predict, process
+    from armature import predict
+    from armature.loading import build_callbacks, load_data, task_and_weights, weights_note
+    from armature.training import process
 
     predict.check_output(out)
     accelerator = cli.accelerator(args.accelerator)
@@ -101,15 +102,15 @@ def run(args: argparse.Namespace, *, out: Path | None) -> None:
     process.quiet()
 
     def write_share(folder: Path, rank: int, data: Any) -> None:
+        task, read = task_and_weights(cfg, checkpoint)
         trainer = predict.make_trainer(
             folder / f"{rank}.jsonl", run_dir=Path(cfg.run.dir), rank=rank, ranks=ranks,
             accelerator=accelerator, precision=cfg.trainer.precision,
-            callbacks=build_callbacks(cfg),
+            callbacks=build_callbacks(cfg), read=read,
         )  # fmt: skip
-        task = load_task(cfg, checkpoint, set_up=set_up_with(data, "predict", trainer=trainer))
+        predict.predict(task, data, trainer)
         if rank == 0 and (note := weights_note(task)):
             print(f"{checkpoint}{note}")
-        predict.predict(task, data, trainer)
 
     if share[0]:
         data = load_data(cfg)

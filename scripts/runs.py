@@ -1,9 +1,14 @@
-"""List runs: their state, step, best metric, age and size on disk.
+"""List runs: their state, step, best metric, age and size on disk. Write the page of a run, or
+compare runs: results with the best in bold, curves over each other, and where they are configured
+differently.
 
 python scripts/runs.py                  all runs in outputs/, the newest first
 python scripts/runs.py outputs/rates    the trials of a sweep
 python scripts/runs.py --sort best      by the metric that each run monitors (checkpoint.monitor)
 python scripts/runs.py --json           for other programs
+python scripts/runs.py report outputs/mine                write report.html in the run directory
+python scripts/runs.py compare outputs/a outputs/b        print a table, and write compare.html
+python scripts/runs.py compare outputs/rates/* out=rates.html     the trials of a sweep
 
 State: running; finished; stopped by a signal or a limit, and resumable by the same command; failed:
 ended without a summary, by an error or because it was killed.
@@ -57,6 +62,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    word = sys.argv[1] if len(sys.argv) > 1 else ""
+    if word in ("report", "compare"):
+        parser.add_argument("command", choices=(word,))
+        parser.add_argument("runs", nargs="+", help="run directories, and out=FILE to compare")
+        words = parser.parse_args().runs
+        return report_on(words) if word == "report" else compare(words)
     parser.add_argument(
         "paths", nargs="*", type=Path, default=[Path("outputs")], help="folders of runs, or runs"
     )
@@ -78,6 +89,51 @@ def main() -> None:
         print(table(runs, now=time.time()))
     else:
         print(f"No runs in {', '.join(map(str, args.paths))}.", file=sys.stderr)
+
+
+def report_on(words: list[str]) -> None:
+    """Write the page of each run again, or while it trains."""
+    from armature import cli, files
+    from armature.launcher import lock, run_state
+    from armature.pages import history, report
+
+    paths = [Path(word) for word in words]
+    pages = [path / report.NAME for path in paths]
+    unwritable = {page: files.why_not_writable(page) for page in pages}
+    if problems := history.not_runs(paths) or [
+        f"{page}: it cannot be written ({reason}). Copy the run to where you may write."
+        for page, reason in unwritable.items() if reason
+    ]:  # fmt: skip
+        cli.refuse(problems)
+    for path, page in zip(paths, pages, strict=True):
+        running = run_state.is_held(path / lock.NAME)
+        cli.write_output("", page, report.make(path, running=running))
+        print(page)
+
+
+def compare(words: list[str]) -> None:
+    """Print a table of runs side by side, and write the page with their curves."""
+    from armature import cli
+    from armature.pages import compare, history
+
+    words, out = cli.out_file(words, None)
+    out, named = out or Path("compare.html"), [Path(word) for word in words]
+    folders = {path.parent for path in named if os.path.isdir(path)}
+    # a sweep's outputs/rates/* also names its trials.csv and report.html
+    paths = [path for path in named if not (os.path.isfile(path) and path.parent in folders)]
+    problems = history.not_runs(paths)
+    if len(paths) < 2:
+        problems.append(
+            f"{len(paths)} run: name at least two, as in scripts/runs.py compare outputs/a "
+            "outputs/b."
+        )
+    problems += cli.output_problems("out=", out, ".html")
+    if problems:
+        cli.refuse(problems)
+    runs = [history.read(path) for path in paths]
+    print(compare.text(runs))
+    cli.write_output("out=", out, compare.make(runs))
+    print(out)
 
 
 KEYS = {

@@ -42,7 +42,7 @@ checkpoint.keep_last=0 checkpoint.root='' checkpoint.root=/dev/null/x checkpoint
 checkpoint.monitor=loss checkpoint.monitor=5 checkpoint.monitor=nan checkpoint.monitor=true
 checkpoint.monitor=abc checkpoint.monitor=train/los optimizer.precision=fp16
 optimizer.newton_schulz_steps=1000000 logger.tensorboard.save_dir=5 logger.tensorboard.version=1.5
-logger.tensorboard.metric=[a] task=[] model=[1] data=[a] optimizer=[] strategy=[1] scheduler=[1]
+task=[] model=[1] data=[a] optimizer=[] strategy=[1] scheduler=[1]
 launch.hang_timeout=nan launch.hang_timeout=inf launch.hang_timeout=1e20 launch.allowed_packages=[]
 launch.allowed_packages=[1,2] launch.rdzv_endpoint=nohost launch.grace_seconds=-1
 launch.stop_minutes_before_limit=nan task.preview_temperature=-1 task.preview_tokens=-1

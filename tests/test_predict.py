@@ -14,11 +14,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from armature import hardware
+from armature import hardware, predict
 from armature.data.adapter import PlainData
 from armature.data.base import DataModule
 from armature.errors import ConfigError
-from armature.training import predict
 from tests import running
 
 
@@ -240,7 +239,7 @@ def test_what_prevents_predictions_is_named_and_leaves_no_file(
         trainer=SimpleNamespace(precision="32-true", devices=1), data=data, run=run, callbacks=None
     )
     monkeypatch.setattr("armature.loading.open_run", lambda *args, **kwargs: (cfg, tmp_path))
-    monkeypatch.setattr("armature.loading.load_task", lambda *args, **kwargs: None)
+    monkeypatch.setattr("armature.loading.task_and_weights", lambda *args, **kwargs: (None, dict))
     monkeypatch.setattr("armature.loading.load_data", lambda *args: None)
     monkeypatch.setattr("armature.training.process.quiet", lambda: None)
     monkeypatch.setattr(predict, "predict", predicts)

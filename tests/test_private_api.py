@@ -344,27 +344,14 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     (f"{DCP}.filesystem", "_StorageInfo", None, "checkpoint/storage.py"),
     (f"{DCP}.metadata", "_MEM_FORMAT_ENCODING", None, "checkpoint/storage.py"),
     ("torch.serialization", "_get_layout", None, "checkpoint/storage.py"),
-    ("torch", "_C", None, "training/blocked.py"),
-    ("torch._C", "_distributed_c10d", None, "training/blocked.py"),
-    ("torch._C._distributed_c10d", "_dump_fr_trace_json", None, "training/blocked.py"),
-    # ---------------------------------------------------------------- Hydra, TensorBoard, Python
+    ("torch", "_C", None, "training/watchdog.py"),
+    ("torch._C", "_distributed_c10d", None, "training/watchdog.py"),
+    ("torch._C._distributed_c10d", "_dump_fr_trace_json", None, "training/watchdog.py"),
+    # ---------------------------------------------------------------- Hydra, Python
     ("hydra._internal.hydra:Hydra", "get_mode", None, "cli.py"),
     ("hydra._internal.utils", "get_args_parser", (), "cli.py"),
-    (
-        "torch.utils.tensorboard:SummaryWriter",
-        "_get_file_writer",
-        ("self",),
-        "loggers/tensorboard.py",
-    ),
-    ("torch.utils.tensorboard.writer:FileWriter", "event_writer", None, "loggers/tensorboard.py"),
-    (
-        "tensorboard.summary.writer.event_file_writer:EventFileWriter",
-        "_file_name",
-        None,
-        "loggers/tensorboard.py",
-    ),
     ("atexit", "_run_exitfuncs", None, "launcher/rank.py"),
-    ("sys", "_current_frames", (), "training/blocked.py"),
+    ("sys", "_current_frames", (), "doctor/session.py"),
 ]
 TABLE += [  # ---------------------------------------------------------------- the simulator
     ("torch.distributed._tools", "fake_collectives", None, "simulation/meter.py"),

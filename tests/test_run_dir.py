@@ -43,10 +43,6 @@ def test_an_older_config_gets_the_defaults_of_the_keys_it_lacks(tmp_path):
         "run: {name: old}",
         "strategy: {_target_: armature.strategies.MeshStrategy}",
     ]
-    lines += [
-        "logger: {tb: {_target_: armature.callbacks.tensorboard.TensorBoard, save_dir: "
-        "'${run.name}'}}"
-    ]
     (tmp_path / "config.yaml").write_text("\n".join(lines))
     cfg = run_dir.read(tmp_path)
     assert (cfg.trainer.max_steps, cfg.trainer.profile, cfg.run.root, cfg.resume) == (
@@ -57,10 +53,6 @@ def test_an_older_config_gets_the_defaults_of_the_keys_it_lacks(tmp_path):
     )
     assert (cfg.launch.grace_seconds, cfg.checkpoint.mode) == (8, "min")
     assert cfg.strategy._target_ == "armature.strategies.mesh.MeshStrategy"
-    assert cfg.logger.tb == {
-        "_target_": "armature.loggers.tensorboard.TensorBoard",
-        "save_dir": "old",
-    }
 
 
 def test_an_argument_that_an_older_config_lacks_counts_as_its_default():

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from armature.launcher import lock
 from scripts import runs
+from tests.pages.run_files import write
 
 ROOT = Path(__file__).parents[1]
 CFG = OmegaConf.create({"launch": {"rdzv_endpoint": None}})
@@ -129,3 +130,29 @@ def test_a_folder_that_is_not_there_is_named(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         runs.main()
     assert "no such folder" in capsys.readouterr().err
+
+
+def test_pages_are_written_of_one_run_and_of_several(tmp_path, monkeypatch, capsys):
+    folders = [write(tmp_path / name, name=name) for name in ("a", "b")]
+    words = [str(path) for path in folders]
+    monkeypatch.setattr(sys, "argv", ["runs.py", "report", *words])
+    runs.main()
+    assert all("<h1>" in (path / "report.html").read_text() for path in folders)
+    monkeypatch.setattr(sys, "argv", ["runs.py", "compare", *words, f"out={tmp_path}/c.html"])
+    runs.main()
+    assert "val/loss" in capsys.readouterr().out
+    assert (tmp_path / "c.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["report", "nowhere"], "nowhere: not a run directory"),
+        (["compare", "nowhere"], "name at least two"),
+    ],
+)
+def test_what_is_no_run_has_no_page(words, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["runs.py", *words])
+    with pytest.raises(SystemExit):
+        runs.main()
+    assert message in capsys.readouterr().err

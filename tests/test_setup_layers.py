@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from armature.data.adapter import PlainData
 from armature.data.users_view import UsersTrainer
 from armature.errors import ConfigError
-from armature.loading import build_callbacks, load_task, set_up_with
+from armature.loading import WithWeights, build_callbacks, load_task, task_and_weights
 from armature.strategies.single import SingleDevice
 
 
@@ -64,9 +64,8 @@ def test_their_weights_are_loaded_once_setup_was_called(tmp_path: Path):
     fit.save_checkpoint(checkpoint)
     cfg = OmegaConf.create({"task": {"_target_": f"{__name__}.MakesLayers"}, "callbacks": None})
     data = PlainData(Rows())
-    test = trainer()
-    loaded = load_task(cfg, checkpoint, set_up=set_up_with(data, "test", trainer=test))
-    torch.testing.assert_close(loaded.state_dict(), trained.state_dict(), rtol=0, atol=0)
+    loaded, read = task_and_weights(cfg, checkpoint)
+    test = trainer(strategy=WithWeights(torch.device("cpu"), read))
     (measured,) = test.test(loaded, datamodule=data, verbose=False)
     torch.testing.assert_close(loaded.state_dict(), trained.state_dict(), rtol=0, atol=0)
     assert measured["test/loss"] == pytest.approx(float(trained.training_step(torch.ones(4, 3), 0)))
@@ -96,8 +95,9 @@ def test_layers_that_a_callback_makes_are_loaded_once_its_setup_was_called(tmp_p
     fit.fit(trained, datamodule=Rows())
     fit.save_checkpoint(checkpoint)
     cfg, data = callbacks(adds=AddsLayers), PlainData(Rows())
-    test = trainer(callbacks=build_callbacks(cfg))
-    loaded = load_task(cfg, checkpoint, set_up=set_up_with(data, "test", trainer=test))
+    loaded, read = task_and_weights(cfg, checkpoint)
+    strategy = WithWeights(torch.device("cpu"), read)
+    test = trainer(strategy=strategy, callbacks=build_callbacks(cfg))
     test.test(loaded, datamodule=data, verbose=False)
     torch.testing.assert_close(loaded.state_dict(), trained.state_dict(), rtol=0, atol=0)
     with pytest.raises(ConfigError, match=r"head.*and of callbacks is called by evaluate.py"):

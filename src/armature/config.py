@@ -31,7 +31,6 @@ EMA = "armature.callbacks.ema.EMA"
 _WHOLE = re.compile(r"\$\{oc\.env:\w+\}")
 CONFIGS = Path(__file__).parents[2] / "configs"
 MOVED = {  # `_target_` in the config.yaml of older runs → where the class is now
-    "armature.callbacks.tensorboard.TensorBoard": "armature.loggers.tensorboard.TensorBoard",
     "armature.strategies.auto": "armature.strategies.auto.auto",
     "armature.strategies.SingleDevice": "armature.strategies.single.SingleDevice",
     "armature.strategies.DDP": "armature.strategies.ddp.DDP",

@@ -14,8 +14,10 @@ import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
+from typing_extensions import override
 
 from armature import config, run_dir
 from armature.checkpoint import (
@@ -241,44 +243,16 @@ def build_callbacks(cfg: DictConfig) -> list[L.Callback]:
     return built
 
 
-def set_up_with(
-    data: DataModule, stage: str, *, trainer: L.Trainer
-) -> Callable[[L.LightningModule], None]:
-    """Return what calls `setup` of callbacks and task, which may make layers, as the Trainer does
-    before weights are loaded.
-    """
-
-    def set_up(task: L.LightningModule) -> None:
-        callbacks: list[L.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        users = [each for each in callbacks if is_overridden("setup", each, L.Callback)]
-        task.trainer = trainer
-        if not users and not is_overridden("setup", task):
-            return
-        trainer.datamodule, data.trainer = data, trainer  # pyright: ignore[reportAttributeAccessIssue]
-        data.prepare_data()
-        data.setup(stage)
-        for each in users:
-            each.setup(trainer, task, stage)
-        task.setup(stage)
-        for each in (*users, task):  # the Trainer calls it again, which could make other layers
-            vars(each)["setup"] = lambda *args, **kwargs: None
-
-    return set_up
-
-
-def load_task(
-    cfg: DictConfig, checkpoint: Path | None = None, *, averaged: bool | None = None,
-    set_up: Callable[[L.LightningModule], None] | None = None, **arguments: Any,
-) -> L.LightningModule:  # fmt: skip
-    """Return the task with its whole model on the CPU, and a checkpoint's weights, saved under any
-    layout.
+def task_and_weights(
+    cfg: DictConfig, checkpoint: Path | None = None, *, averaged: bool | None = None, **given: Any
+) -> tuple[L.LightningModule, Callable[[], dict[str, Any]]]:
+    """Return the task, and what gives it a checkpoint's weights, saved under any layout, once its
+    layers are made; that returns the checkpoint.
 
     Args:
         averaged: take the averaged weights if the checkpoint holds them. None: if the run is
             measured with them.
-        set_up: called with the task before it is given weights: see `set_up_with`. The callbacks of
-            the task's trainer are given their state afterwards.
-        arguments: of the task's constructor.
+        given: arguments of the task's constructor.
 
     Weights that the checkpoint leaves out are read from model.pretrained. The module's
     `on_load_checkpoint` is called, as Lightning's load_from_checkpoint does. Raises ConfigError if
@@ -290,68 +264,90 @@ def load_task(
         cfg.model.pretrained = str(folder)
     try:
         with constructors():
-            task = build_task(cfg, **arguments)
+            task = build_task(cfg, **given)
     except InstantiationException as error:
         raise ConfigError(f"{cfg.task._target_}: {error}") from error
-    if set_up is not None:
-        set_up(task)
+    takes_average = _measures_average(cfg) if averaged is None else averaged
+
+    def read() -> dict[str, Any]:
+        if any(p.is_meta for p in task.parameters()):
+            # not to_empty, which empties computed buffers
+            initialization.materialize(task, device=torch.device("cpu"))
+        return {} if checkpoint is None else _read(task, checkpoint, folder, takes_average)
+
+    return task, read
+
+
+def _read(
+    task: L.LightningModule, checkpoint: Path, folder: Path | None, takes_average: bool
+) -> dict[str, Any]:
+    is_file = directory.is_file(checkpoint)
+    with storage.reading_beside_training(checkpoint):
+        saved = lightning_file.read(checkpoint) if is_file else state.read_whole(checkpoint)
+        weights = saved["state_dict"]
+        if takes_average and not is_file:
+            found = convert.averages_of(checkpoint, weights)
+            weights |= {k: v.to(weights[k].dtype) if k in weights else v for k, v in found.items()}
+            vars(task)["_armature_averaged"] = bool(found)
+    buffers.resize(checkpoint, task, saved.pop(buffers.RESIZED, ()))
+    task.on_load_checkpoint(saved)
+    weights = saved["state_dict"]
+    lacking = set()
+    if folder is not None:
+        _convert_as(task, weights)
+        lacking = huggingface.read_others(task, weights)
+    state.load_tensors_of(
+        checkpoint, task, weights, strict=task.strict_loading, assign=True,
+        may_lack=lacking.__contains__,
+    )  # fmt: skip
+    return saved
+
+
+class WithWeights(SingleDeviceStrategy):
+    """Gives the task its weights, and callbacks what the checkpoint holds for them, once the
+    Trainer has called `setup` of both, which may make layers.
+
+    Args:
+        read: of `task_and_weights`.
+    """
+
+    def __init__(self, device: torch.device, read: Callable[[], dict[str, Any]]) -> None:
+        super().__init__(device)
+        self._read_weights = read
+
+    @override
+    def setup(self, trainer: L.Trainer) -> None:
+        saved = self._read_weights()
+        states = saved.get("callbacks") or {}
+        for callback in trainer.callbacks if saved else ():  # pyright: ignore[reportAttributeAccessIssue]
+            callback.on_load_checkpoint(trainer, trainer.lightning_module, saved)
+            if (found := states.get(callback.state_key)) is not None:
+                callback.load_state_dict(found)
+        super().setup(trainer)
+
+
+def load_task(
+    cfg: DictConfig, checkpoint: Path | None = None, *, averaged: bool | None = None, **given: Any
+) -> L.LightningModule:
+    """Return the task with its whole model on the CPU, and a checkpoint's weights, as
+    `task_and_weights`.
+    """
+    task, read = task_and_weights(cfg, checkpoint, averaged=averaged, **given)
     task.configure_model()
     # the hook of Lightning 1, which the Trainer calls in its place
     if is_overridden("configure_sharded_model", task):
         task.configure_sharded_model()
-        vars(task)["configure_sharded_model"] = lambda: None
-    if any(p.is_meta for p in task.parameters()):
-        # not to_empty, which empties computed buffers
-        initialization.materialize(task, device=torch.device("cpu"))
-    if checkpoint is not None:
-        with storage.reading_beside_training(checkpoint):
-            saved = (
-                lightning_file.read(checkpoint)
-                if directory.is_file(checkpoint)
-                else state.read_whole(checkpoint)
-            )
-            if (_measures_average(cfg) if averaged is None else averaged) and not directory.is_file(
-                checkpoint
-            ):
-                found, weights = (
-                    convert.averages_of(checkpoint, saved["state_dict"]),
-                    saved["state_dict"],
-                )
-                weights.update(
-                    {k: v.to(weights[k].dtype) if k in weights else v for k, v in found.items()}
-                )
-                vars(task)["_armature_averaged"] = bool(found)
-        buffers.resize(checkpoint, task, saved.pop(buffers.RESIZED, ()))
-        task.on_load_checkpoint(saved)
-        if folder is not None:
-            _convert_as(task, saved["state_dict"])
-        lacking = set() if folder is None else huggingface.read_others(task, saved["state_dict"])
-        try:
-            state.load_tensors_of(
-                checkpoint, task, saved["state_dict"], strict=task.strict_loading, assign=True,
-                may_lack=lacking.__contains__,
-            )  # fmt: skip
-        except ConfigError as error:
-            note = ""
-            if set_up is None and (is_overridden("setup", task) or cfg.callbacks):
-                note = (
-                    f" `setup` of {type(task).__name__} and of callbacks is called by evaluate.py "
-                    "and predict.py, but not here. If one makes layers, make them in the module's "
-                    "__init__ or configure_model."
-                )
-            raise ConfigError(f"{error}{note}") from None
-        if set_up is not None:
-            _restore_callbacks(task, saved)
+    try:
+        read()
+    except ConfigError as error:
+        if not is_overridden("setup", task) and not cfg.callbacks:
+            raise
+        raise ConfigError(
+            f"{error} `setup` of {type(task).__name__} and of callbacks is called by evaluate.py "
+            "and predict.py, but not here. If one makes layers, make them in the module's "
+            "__init__ or configure_model."
+        ) from None
     return task.eval()
-
-
-def _restore_callbacks(task: L.LightningModule, saved: dict[str, Any]) -> None:
-    """Give callbacks what the checkpoint holds for them, as `trainer.predict(ckpt_path=…)` does."""
-    states = saved.get("callbacks") or {}
-    for callback in task.trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
-        callback.on_load_checkpoint(task.trainer, task, saved)
-        if (state := states.get(callback.state_key)) is not None:
-            callback.load_state_dict(state)
 
 
 def _measures_average(cfg: DictConfig) -> bool:

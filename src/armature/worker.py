@@ -26,7 +26,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from armature import config, run_dir
+from armature import config, loggers, run_dir
 from armature.checkpoint import directory as checkpoint_directory
 from armature.checkpoint import resume, storage
 from armature.checkpoint.state import holds, is_weights_only
@@ -39,34 +39,31 @@ from armature.launcher import environment, lock
 from armature.launcher.rank import leave, leave_at_exit
 from armature.layout import Layout
 from armature.loading import build_task, constructors
-from armature.loggers import log_hyperparameters
 from armature.parallel import process_group, scaler
 from armature.strategies.base import StrategyMixin
 from armature.training import (
     hook_check,
-    loggers,
     not_finite,
     process,
     replicas,
     report,
-    run_report,
     stock_callbacks,
 )
 from armature.training.checkpointing import Checkpointing
 from armature.training.display import Bar, Display
-from armature.training.heartbeat import Heartbeat
+from armature.training.errors import RecordError, record, refusal_of
 from armature.training.limits import Limits
 from armature.training.metrics_csv import MetricsCSV
 from armature.training.micro_batch import agree, begins_anew_here, release
-from armature.training.record_error import RecordError, record
-from armature.training.refusals import refusal_of
 from armature.training.restore_progress import RestoreProgress
 from armature.training.same_data import SameHeldOutData
+from armature.training.samples import Samples, can_sample, preview_of
 from armature.training.step_log import StepLog
 from armature.training.stop import StopOnSignal, StoppedBySignal, seconds_of
 from armature.training.trainer import Trainer
 from armature.training.unequal_gathers import UnequalGathers
 from armature.training.unsynced import Unsynced
+from armature.training.watchdog import Watchdog
 from armature.validation import manual, micro_batch, parallelism, relations, resize
 
 log = logging.getLogger(__name__)
@@ -91,6 +88,7 @@ class Run:
     display: Display
     limits: Limits
     errors: RecordError
+    samples: Samples
 
 
 def run(cfg: DictConfig) -> None:
@@ -157,6 +155,8 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
         _prepare(data)
         data.setup("fit")
         _number_classes(cfg, data, checkpoint, directory)
+    log_file = directory / "logs" / f"rank_{environment.rank():04d}.log"
+    watchdog = Watchdog(cfg.launch.hang_timeout, log=log_file)  # preparing data may take any time
     relations.check_found_sizes(cfg.model, data.found_sizes)
     data.limit_train_batches = cfg.trainer.limit_train_batches
     batches = _plan_batches(data, layout.data_ranks)
@@ -171,14 +171,15 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
     strategy.base = process_group.on_rank_0(partial(pretrained.left_out, cfg, checkpoint))
     if checkpoint is not None and is_weights_only(checkpoint):
         strategy.initial_weights, checkpoint = checkpoint, None
-    if checkpoint is not None and (step := checkpoint_directory.saved_step(checkpoint)) is not None:
+    step = None if checkpoint is None else checkpoint_directory.saved_step(checkpoint)
+    if step is not None:
         limits = limits.reached(
             step, samples_per_epoch=data.train_size, global_batch_size=data.global_batch_size
         )
 
     csv = MetricsCSV(directory)
-    csv.is_expected = checkpoint is not None and checkpoint.parent == resume.folder(directory, cfg)
-    guard = not_finite.begin(cfg, data, strategy, resumes=csv.is_expected, events=events)
+    resumes = checkpoint is not None and checkpoint.parent == resume.folder(directory, cfg)
+    guard = not_finite.begin(cfg, data, strategy, resumes=resumes, events=events)
     step_log = StepLog(
         csv,
         every_n_steps=cfg.trainer.log_every_n_steps,
@@ -192,12 +193,11 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
         for key, value in cfg.checkpoint.items()
         if key not in ("root", "trust", "include_base")
     }
-    heartbeat = Heartbeat(timeout=cfg.launch.hang_timeout, logs=directory / "logs", record=record)
     checkpointing = Checkpointing(
         resume.folder(directory, cfg),
         step_log,
         manifest_entries={"config_hash": run_dir.fingerprint(cfg)},
-        save_begins=heartbeat.rest,
+        save_begins=watchdog.rest,
         **policy,
     )
     start_line = partial(report.start_line, cfg, batches, checkpoint)
@@ -209,13 +209,13 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
         else Bar(start_line, step_log=step_log, total_steps=limits.global_batches)
     )
     progress, checks = RestoreProgress(), stock_callbacks.CheckCallbacks(cfg)
-    errors, page = RecordError(cfg), run_report.RunReport(cfg, step_log, limits=limits)
+    errors, samples = RecordError(cfg), Samples(cfg, planned_steps=limits.global_batches)
     decided = partial(manual.check_unchanged, task.automatic_optimization, batches.accumulate)
     held_out = SameHeldOutData(tests=cfg.trainer.test_at_end)
     first = [
         errors,
         checks,
-        heartbeat,
+        watchdog,
         progress,
         held_out,
         guard,
@@ -226,8 +226,8 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
     ]
     trainer = Trainer(
         strategy=strategy,
-        callbacks=[*first, *chosen, checkpointing, stop, display, page],
-        logger=[*loggers.build(cfg, checkpoint), csv],  # a module's self.logger is the first
+        callbacks=[*first, *chosen, checkpointing, stop, display, samples],
+        logger=[*loggers.build(cfg, step=step), csv],  # a module's self.logger is the first
         profiler=_profiler(cfg, directory),
         finds_files=False,
         max_global_batches=limits.global_batches,
@@ -260,6 +260,7 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
         display=display,
         limits=limits,
         errors=errors,
+        samples=samples,
     )
 
 
@@ -318,9 +319,13 @@ def _save_assets(data: DataModule, directory: Path, trainer: L.Trainer) -> None:
 def fit_and_test(run: Run) -> None:
     """Train until the last step or a signal, test, and report."""
     cfg, trainer, step_log = run.cfg, run.trainer, run.step_log
-    loggers.open_services(trainer, resumes=run.checkpoint is not None)
-    if process_group.rank() == 0:
-        log_hyperparameters(trainer.loggers, config.without_secrets(cfg))
+    # a service that fails ends a first start; a resume continues without it
+    closed = process_group.on_rank_0(partial(loggers.open_problems, trainer.loggers))
+    trainer.loggers = loggers.without_failed(
+        trainer.loggers, closed, resumes=run.checkpoint is not None
+    )
+    for logger in trainer.loggers if process_group.rank() == 0 else ():
+        logger.log_hyperparams(config.without_secrets(cfg))
     started = time.monotonic()
     _collect_garbage_again()
     try:
@@ -345,21 +350,16 @@ def fit_and_test(run: Run) -> None:
             raise
         raise refused from error
     step_log.csv.flush()
-    preview = (
-        run_report.preview_of(run.task)
-        if reason == "finished" and run_report.can_sample(trainer)
-        else None
-    )
+    preview = preview_of(run.task) if reason == "finished" and can_sample(trainer) else None
     if preview is not None and (strategy := StrategyMixin.find(trainer)) is not None:
         strategy.return_to_device()
     baselines = getattr(type(run.data), "baselines", None)  # not a user's attribute of that name
-    report.finish(
-        cfg,
-        trainer,
-        step_log,
-        run.guard,
-        run.display,
-        run.limits,
+    outcome = report.Outcome(
+        cfg=cfg,
+        trainer=trainer,
+        step_log=step_log,
+        guard=run.guard,
+        limits=run.limits,
         reason=reason,
         metrics=metrics,
         best=run.checkpointing.best,
@@ -368,6 +368,7 @@ def fit_and_test(run: Run) -> None:
         preview=preview and preview(),
         baselines=baselines(run.data) if baselines else [],
     )
+    report.finish(outcome, run.display, run.samples)
 
 
 def _can_test(run: Run) -> bool:

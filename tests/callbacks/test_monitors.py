@@ -180,7 +180,7 @@ def test_metrics_csv_is_the_same_with_monitors(tmp_path):
 
 
 def test_each_second_of_a_step_is_in_one_phase(tmp_path):
-    monitors = Monitors(norms_every_n_steps=None)
+    monitors = Monitors(norms_every_n_steps=None, peak_tflops=1)
     fit(tmp_path, monitors, model_pause=0.004, data_pause=0.002, accumulate=2, steps=20)
     have = table(tmp_path / "timings.csv")[1:]
     assert len(have) == 9
@@ -288,29 +288,6 @@ def test_a_micro_batch_without_targets_leaves_the_loss_of_its_step_finite(tmp_pa
     ):
         assert row == pytest.approx(expected, rel=1e-5)
         assert 0 < row["train/loss"] < 2
-
-
-class Poisoned(Rows):
-    """The samples from the third step on."""
-
-    def dataset(self, split):
-        whole = super().dataset(split)
-        served = []
-
-        def batch(indices):
-            made = whole.batch(indices)
-            served.append(made)
-            made["inputs"] = made["inputs"] * (float("nan") if len(served) >= 3 else 1)
-            return made
-
-        return Table(batch)
-
-
-def test_a_loss_that_is_no_number_is_told_once_with_its_step(tmp_path, caplog):
-    fit(tmp_path, rows=Poisoned, steps=6)
-    (said,) = [r.getMessage() for r in caplog.records if "train/loss" in r.getMessage()]
-    assert said.startswith("train/loss is nan at step 3.")
-    assert "debug=nan" in said
 
 
 class Reads(TorchDispatchMode):
@@ -463,6 +440,5 @@ def test_norms_do_not_depend_on_the_layout(tmp_path):
                         float(reference[column]), rel=1e-4
                     ), (name, column)
     last = table(tmp_path / "outputs/ddp/timings.csv")[-1]
-    assert {"samples_per_second_per_rank", "time/communication"} <= last.keys()
-    assert "time/communication" not in table(tmp_path / "outputs/fsdp/timings.csv")[-1]
+    assert {"samples_per_second_per_rank", "time/backward"} <= last.keys()
     assert summary(tmp_path / "outputs/ddp")["world_size"] == 2

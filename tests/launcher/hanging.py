@@ -1,4 +1,4 @@
-"""Callbacks with which ranks wait for one another forever. Imported by the ranks."""
+"""A callback with which ranks wait for one another forever. Imported by the ranks."""
 
 import time
 
@@ -12,13 +12,3 @@ class Sleeps(Callback):
     def on_train_batch_start(self, trainer, *args):
         if (trainer.global_step, trainer.global_rank) == (self.step, trainer.world_size - 1):
             time.sleep(600)
-
-
-class UsesWeights(Callback):
-    """Uses a weight on rank 0 only, after some steps: the first may take longer than a hang's
-    time.
-    """
-
-    def on_train_batch_start(self, trainer, pl_module, *args):
-        if trainer.is_global_zero and trainer.global_step == 2:
-            next(pl_module.parameters()).norm()

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from armature import errors
 from armature.checkpoint import plain
-from armature.loggers import mask_secrets
+from armature.loggers import guarded
 from armature.validation import values
 
 GIVEN = {
@@ -55,8 +55,7 @@ def test_hyperparameters_in_checkpoints_are_masked_and_a_user_s_own_state_is_not
 @pytest.mark.guarantee
 @pytest.mark.parametrize("form", [dict, lambda given: Namespace(**given), OmegaConf.create])
 def test_hyperparameters_for_loggers_are_masked(form, tmp_path):
-    logger = CSVLogger(tmp_path, name="", version="")
-    mask_secrets([logger])
+    logger = guarded(CSVLogger)(tmp_path, name="", version="")
     logger.log_hyperparams(form(GIVEN))
     logger.save()
     written = "".join(path.read_text() for path in tmp_path.rglob("*.yaml"))

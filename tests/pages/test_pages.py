@@ -94,13 +94,12 @@ def test_the_page_of_a_run_has_all_parts(tmp_path):
         "train/grad_norm",
         "lr",
         "tokens per second",
-        "peak memory per rank, GiB",
+        "memory of the fullest rank, GiB",
     ):
         assert f'aria-label="{title}"' in page, title
     for text in (
         "120 of 120",
         "33,826",
-        "rank 1",
         "restart",
         "abc123",
         "2.13.0",
@@ -188,19 +187,7 @@ def test_what_is_no_number_spoils_no_other_number(tmp_path):
 
 def test_a_run_that_has_just_begun_has_a_page(tmp_path):
     (tmp_path / "config.yaml").write_text("run: {name: new}\n")
-    page = report.make(tmp_path, running=True, newest={"step": 1, "lr": 0.1, "train/loss": 3.25})
-    assert "running" in page
-    assert "3.25" in page
-
-
-def test_the_row_that_is_not_written_yet_is_shown_once(tmp_path):
-    path = write(tmp_path / "mine")
-    run = history.read(path, newest={"step": 121, "train/loss": 9.0})
-    assert run.curve("train/loss")[1][-1] == 9.0
-    assert (
-        len(history.read(path, newest={"step": 120, "train/loss": 9.0}).curve("train/loss")[0])
-        == 120
-    )
+    assert "running" in report.make(tmp_path, running=True)
 
 
 def test_a_page_stays_small_however_long_the_run(tmp_path):

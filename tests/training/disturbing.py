@@ -10,27 +10,21 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from armature.parallel.gradients import local_part
-from armature.training import stragglers
-from armature.training.step_log import StepLog
 
 
 class Slow(Callback):
-    """Compare the ranks at each write, and let the last one sleep in each forward.
+    """Let the last rank sleep before each forward.
 
     Args:
-        seconds: in a forward.
-        part: the module that sleeps.
+        seconds: of the sleep.
     """
 
-    def __init__(self, seconds: float, part: str) -> None:
-        self.seconds, self.part = seconds, part
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
 
-    def on_train_start(self, trainer, pl_module):
-        stragglers.CHECK_SECONDS = 0.0
-        StepLog.of(trainer).stragglers._next = 0.0
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_rank == trainer.world_size - 1:
-            module = pl_module.get_submodule(self.part)
-            module.register_forward_pre_hook(lambda *args: time.sleep(self.seconds))
+            time.sleep(self.seconds)
 
 
 class Breaks(Callback):

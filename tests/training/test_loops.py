@@ -380,9 +380,7 @@ def test_loggers_receive_metrics_by_name():
         Module([]), *loaders()
     )
     assert logger.received
-    assert all(
-        "epoch" in names for names, _ in logger.received
-    )  # though a DummyLogger answers to `write_rows`
+    assert all("epoch" in names for names, _ in logger.received)
 
 
 class Scheduled(Module):

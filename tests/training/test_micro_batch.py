@@ -16,7 +16,7 @@ from armature.checkpoint import resume
 from armature.data.batching import plan_batches
 from armature.layout import Layout
 from armature.parallel import process_group
-from armature.training import memory
+from armature.training.errors import memory_line
 from armature.training.micro_batch import agree, what_changes
 from armature.validation import micro_batch
 from tests import running
@@ -120,10 +120,10 @@ def test_the_message_names_auto_where_a_size_was_typed(composed):
         ("parameters", "gradients", "optimizer state", "activations and other"), 2.0**30
     )
     auto = "data.micro_batch_size=auto finds the largest micro-batch that fits."
-    assert auto in memory.message(composed("data.micro_batch_size=4"), kinds, where="rank 0")
-    assert auto not in memory.message(composed(), kinds, where="rank 0")
-    assert auto not in memory.message(composed("data.micro_batch_size=1"), kinds, where="rank 0")
-    evaluation = memory.message(
+    assert auto in memory_line(composed("data.micro_batch_size=4"), kinds, where="rank 0")
+    assert auto not in memory_line(composed(), kinds, where="rank 0")
+    assert auto not in memory_line(composed("data.micro_batch_size=1"), kinds, where="rank 0")
+    evaluation = memory_line(
         composed("data.eval_batch_size=6"), kinds, where="rank 0", evaluates=True
     )
     assert evaluation.endswith("Type data.eval_batch_size=3.")

@@ -10,8 +10,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 import armature
 from armature import hardware
 from armature.data.memory import is_missing
-from armature.training import memory
-from armature.training.record_error import RecordError
+from armature.training.errors import RecordError, bytes_by_kind
 from armature.validation.memory import overrides
 from tests import running
 
@@ -147,7 +146,7 @@ def test_the_error_explains_itself(composed, tmp_path):
         "What would help most: strategy.activation_checkpointing=every, or data.micro_batch_size=4"
         in note
     )
-    kinds = memory.by_kind(module, trainer.optimizers, peak=GIB)
+    kinds = bytes_by_kind(module, trainer.optimizers, peak=GIB)
     weights = sum(p.numel() for p in module.parameters()) * 4
     assert kinds["parameters"] == weights
     assert kinds["optimizer state"] == 2 * weights + 4 * 2  # two moments, and a step per tensor

@@ -34,8 +34,7 @@ class Monitors(L.Callback):
         phases: seconds per step for data, forward, backward, optimizer and the rest (`time/…`).
         mfu: model FLOPs utilization, the share of the hardware's arithmetic that the model uses;
             and samples and tokens per second of one rank.
-        peak_tflops: of one device; None: a GPU's published dense bf16 rate, or a measured rate for
-            CPUs.
+        peak_tflops: of one device; None: a GPU's published dense bf16 rate. A CPU has none.
         memory: GiB (`memory/…`): on a GPU allocated, reserved and peak allocated; on a CPU resident
             and peak resident.
         norms_every_n_steps: report the norm of the weights (`train/weight_norm`) at multiples of
@@ -59,10 +58,8 @@ class Monitors(L.Callback):
         norms_by_part: bool = False,
         update_ratio: bool = False,
     ) -> None:
-        for name, value in (
-            ("peak_tflops", peak_tflops),
-            ("norms_every_n_steps", norms_every_n_steps),
-        ):
+        given = {"peak_tflops": peak_tflops, "norms_every_n_steps": norms_every_n_steps}
+        for name, value in given.items():
             if value is not None and value <= 0:
                 raise ValueError(
                     f"callbacks.monitors.{name} must be positive, or null. Got {value}"
@@ -91,9 +88,9 @@ class Monitors(L.Callback):
         if self not in log.monitors:
             log.monitors.append(self)
         if self.phases:
-            self._phases = Phases(trainer, log.wait)
+            self._phases = Phases(log.wait)
         if self.mfu:
-            self._peak = self._peak_of(trainer)
+            self._peak = self._peak_of(trainer.strategy.root_device)
         if self.norms is not None:
             self.norms.begin(strategy_of(trainer, self), pl_module)
         log.restart_clock()
@@ -108,19 +105,20 @@ class Monitors(L.Callback):
                 self._flops = _flops_of(pl_module, batch)
             self._log.restart_clock()
         if self._phases is not None:
-            self._phases.begin()
+            self._phases.marks = []
+            self._phases.mark()
 
     @override
     def on_before_backward(
         self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor
     ) -> None:
         if self._phases is not None:
-            self._phases.next()
+            self._phases.mark()
 
     @override
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._phases is not None:
-            self._phases.next()
+            self._phases.mark()
 
     @override
     def on_before_optimizer_step(
@@ -132,11 +130,9 @@ class Monitors(L.Callback):
     def batch_ended(self, trainer: L.Trainer, *, stepped: bool) -> dict[str, Tensor]:
         if self._phases is not None:
             self._phases.end(stepped=stepped)
-        return (
-            self.norms.after_step(completed_batches(trainer))
-            if self.norms is not None and stepped
-            else {}
-        )
+        if self.norms is None or not stepped:
+            return {}
+        return self.norms.after_step(completed_batches(trainer))
 
     def measured(self, trainer: L.Trainer, window: Window) -> dict[str, float]:
         values: dict[str, float] = {}
@@ -153,19 +149,12 @@ class Monitors(L.Callback):
             values |= memory_of(trainer.strategy.root_device, self._process)
         return values
 
-    def _peak_of(self, trainer: L.Trainer) -> float | None:
+    def _peak_of(self, device: torch.device) -> float | None:
         if self.peak_tflops is not None:
             return self.peak_tflops * 1e12
-        device = trainer.strategy.root_device
-        if device.type == "cpu":
-            return flops.measured_peak(
-                torch.bfloat16 if str(trainer.precision).startswith("bf16") else torch.float32
-            )
-        peak = (
-            hardware.published_peak(torch.cuda.get_device_name(device))
-            if device.type == "cuda"
-            else None
-        )
+        if device.type != "cuda":
+            return None
+        peak = hardware.published_peak(torch.cuda.get_device_name(device))
         if peak is None:
             log.warning(
                 "The peak rate of this device is not known, so there is no mfu. Type "
@@ -188,7 +177,6 @@ class Norms:
         self._strategy: StrategyAccess
         self._weights: list[Tensor] = []
         self._groups: list[int] = []  # each weight's index in `parts`
-        self._columns: dict[str, Tensor] = {}
         self._step = -1  # whose values these are:
         self._before: list[Tensor] = []  # the weights before the step
         self._gradients: dict[int, Tensor] = {}  # norms by part, by the optimizer's id
@@ -229,9 +217,9 @@ class Norms:
             pairs = [
                 pair for pair in zip(self._weights, self._groups, strict=True) if id(pair[0]) in own
             ]
-            weights, groups = [weight for weight, _ in pairs], [group for _, group in pairs]
-            norms = self._strategy.gradient_norms(weights, groups, count=len(self.parts))
-            self._gradients[id(optimizer)] = norms
+            self._gradients[id(optimizer)] = self._strategy.gradient_norms(
+                [weight for weight, _ in pairs], [part for _, part in pairs], count=len(self.parts)
+            )
         if self.update_ratio and not self._before:
             self._before = [weight.detach().clone() for weight in self._weights]
 
@@ -239,32 +227,23 @@ class Norms:
         """Return the columns of a completed step; empty if none are due."""
         if not self._is_due(step):
             return {}
-        if self._gradients:
-            of_optimizers = torch.stack([*self._gradients.values()])
-            self._columns |= self._by_part("train/grad_norm", of_optimizers.norm(dim=0))
-            self._gradients = {}
         norms = self._norms(self._weights)
-        self._columns["train/weight_norm"] = norms[-1]
-        self._columns |= self._by_part("train/weight_norm", norms)
+        columns = {"train/weight_norm": norms[-1]}
+        if self.by_part:
+            columns |= {f"train/weight_norm/{part}": norms[i] for i, part in enumerate(self.parts)}
+        if self._gradients:
+            found = torch.stack([*self._gradients.values()]).norm(dim=0)  # of all optimizers
+            columns |= {f"train/grad_norm/{part}": found[i] for i, part in enumerate(self.parts)}
         if self._before:
-            changes = [
-                weight.detach() - before
-                for weight, before in zip(self._weights, self._before, strict=True)
-            ]
-            self._columns["train/update_ratio"] = self._norms(changes)[-1] / norms[-1]
-            self._before = []
-        columns, self._columns = self._columns, {}
+            pairs = zip(self._weights, self._before, strict=True)
+            changes = [weight.detach() - before for weight, before in pairs]
+            columns["train/update_ratio"] = self._norms(changes)[-1] / norms[-1]
+        self._gradients, self._before = {}, []
         return columns
 
     def _norms(self, tensors: list[Tensor]) -> Tensor:
+        """Return the norm of each part, and of all."""
         return self._strategy.norms(tensors, self._groups, count=len(self.parts))
-
-    def _by_part(self, prefix: str, norms: Tensor) -> dict[str, Tensor]:
-        return (
-            {f"{prefix}/{part}": norms[i] for i, part in enumerate(self.parts)}
-            if self.by_part
-            else {}
-        )
 
 
 def part_of(name: str) -> str:
@@ -282,78 +261,47 @@ class Phases:
     written.
 
     Communication counts in the phase that waits for it: DDP's and FSDP's gradients in backward,
-    FSDP's weights in
-    forward and backward, a pipeline's whole schedule in forward. It can only be separated when ddp
-    accumulates: the last micro-batch's backward communicates and the others do not
-    (`time/communication`, a part of `time/backward`).
+    FSDP's weights in forward and backward, a pipeline's whole schedule in forward.
     """
 
-    def __init__(self, trainer: L.Trainer, wait: DataWait) -> None:
-        self._clock, self._mark = wait.marks, wait.marks.mark
-        self._marks: list[Any] = []  # of the current micro-batch
+    def __init__(self, wait: DataWait) -> None:
+        self._clock = wait.marks
+        self.marks: list[Any] = []  # of the current micro-batch
         self._batches: list[tuple[list[Any], bool]] = []
-        self._reduces_once = (
-            isinstance(trainer.strategy, StrategyAccess)
-            and trainer.strategy.reduces_gradients_once
-            and trainer.world_size > 1
-            and trainer.accumulate_grad_batches > 1
-        )
 
-    def begin(self) -> None:
-        self._marks = [self._mark()]
-
-    def next(self) -> None:
-        self._marks.append(self._mark())
+    def mark(self) -> None:
+        self.marks.append(self._clock.mark())
 
     def end(self, *, stepped: bool) -> None:
-        self._marks.append(self._mark())
-        self._batches.append((self._marks, stepped))
+        self.mark()
+        self._batches.append((self.marks, stepped))
 
     def read(self, window: Window) -> dict[str, float]:
         """Return the seconds per step of each phase, and drop the marks."""
-        forward = backward = optimizer = 0.0
-        alone, communicating = [], []  # seconds of backward passes
-        seconds = self._clock.seconds
+        sums = {"data": window.data_wait, "forward": 0.0, "backward": 0.0, "optimizer": 0.0}
         for marks, stepped in self._batches:
             if len(marks) != 4:
                 continue  # with manual optimization the hooks come in another order
-            start, computed, derived, end = marks
-            forward += seconds(start, computed)
-            span = seconds(computed, derived)
-            backward += span
-            (communicating if stepped else alone).append(span)
-            if stepped:
-                optimizer += seconds(derived, end)
+            names = ("forward", "backward", *["optimizer"] * stepped)
+            for name, first, second in zip(names, marks, marks[1:], strict=False):
+                sums[name] += self._clock.seconds(first, second)
         self._batches = []
-        sums = {
-            "data": window.data_wait,
-            "forward": forward,
-            "backward": backward,
-            "optimizer": optimizer,
-        }
         sums["other"] = max(0.0, window.seconds - sum(sums.values()))
-        values = {f"time/{name}": value / window.steps for name, value in sums.items()}
-        if self._reduces_once and alone and communicating:
-            values["time/communication"] = max(
-                0.0, sum(communicating) / len(communicating) - sum(alone) / len(alone)
-            )
-        return values
+        return {f"time/{name}": value / window.steps for name, value in sums.items()}
 
 
 def memory_of(device: torch.device, process: psutil.Process) -> dict[str, float]:
     """Return the GiB that this rank uses: on its GPU, or as a process."""
     if device.type == "cuda":
-        stats = torch.cuda.memory_stats(device)
-        names = {
-            "allocated": "allocated_bytes.all.current",
-            "reserved": "reserved_bytes.all.current",
+        stats, key = torch.cuda.memory_stats(device), "{}_bytes.all.{}".format
+        found = {
+            "allocated": stats.get(key("allocated", "current"), 0),
+            "reserved": stats.get(key("reserved", "current"), 0),
+            "peak": stats.get(key("allocated", "peak"), 0),
         }
-        names["peak"] = "allocated_bytes.all.peak"
-        return {f"memory/{name}_gib": stats.get(key, 0) / GIB for name, key in names.items()}
-    values = {"memory/resident_gib": process.memory_info().rss / GIB}
-    if peak := hardware.peak_resident_memory():
-        values["memory/peak_gib"] = peak / GIB
-    return values
+    else:
+        found = {"resident": process.memory_info().rss, "peak": hardware.peak_resident_memory()}
+    return {f"memory/{name}_gib": size / GIB for name, size in found.items() if size}
 
 
 def _flops_of(module: L.LightningModule, batch: Any) -> float | None:

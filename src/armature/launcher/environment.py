@@ -18,7 +18,7 @@ from Slurm's own.
 Set by the process that starts the ranks of this machine (`armature.launch`, `launcher.supervise`):
 
     ARMATURE_ATTEMPT               how often the ranks have been restarted, each time by a new agent
-    ARMATURE_HEARTBEATS            folder of the ranks' heartbeats, watched by `launcher.watch`
+    ARMATURE_HEARTBEATS            folder in which ranks note their progress for `launcher.watch`
     ARMATURE_STORE                 file in which the ranks of one machine meet; else at
                                    MASTER_ADDR:MASTER_PORT
     ARMATURE_RESIZED               JSON of the settings that follow a smaller number of ranks
@@ -40,7 +40,7 @@ from armature.errors import ConfigError
 
 Number = TypeVar("Number", int, float)
 _DEBUG_LEVELS = ("OFF", "INFO", "DETAIL")
-RECORDED_COLLECTIVES = "1024"
+RECORDED_COLLECTIVES = "8192"  # of four steps of 80 blocks, under a tensor axis as well
 EXPORT_NAME = (
     "Export MASTER_ADDR with the name or the IP address of rank 0's machine (on it, "
     "type hostname -I)."
@@ -228,12 +228,9 @@ def types_again() -> bool:
 
 
 def record_collectives() -> None:
-    """Let torch remember this process's last collectives, for the report about a hang and to find a
-    straggler.
+    """Let torch remember this process's last collectives, for the report about a hang.
 
-    Call it before the first. NCCL's note how long they take on the device only with
-    TORCH_NCCL_ENABLE_TIMING=1: torch warns that its events make a hang of its own watchdog
-    likelier, so that is the user's to set.
+    Call it before the first.
     """
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED_COLLECTIVES)
 

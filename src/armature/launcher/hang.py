@@ -1,205 +1,75 @@
-"""The report about a hang: who waits where, and who never came. Torch-free."""
+"""The report about a hang: where each rank was, and in which collective it waited. Torch-free."""
 
 import json
-import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-REQUEST = "hang"  # a file in the folder of heartbeats that asks the ranks
-ANSWER = "blocked.{rank}"
-SECONDS = 2.5  # that the ranks have to answer: they look once per second
+from armature.errors import is_users
+
+FLIGHT = "flight.{rank}"  # the collectives of a rank in flight, in the folder of heartbeats
 REPORT = "hang.txt"  # in the folder of logs
-FRAMES = 6
-_COMMUNICATION = f"{os.sep}torch{os.sep}distributed{os.sep}"
-Records = Mapping[int, Mapping[str, Any]]
+FRAMES = 12
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x.*$", re.MULTILINE)
 
 
-def ask(folder: Path, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
-    """Return what each rank says that it is doing; one that does not answer is missing."""
-    (folder / REQUEST).touch()
-    answers = {rank: folder / ANSWER.format(rank=rank) for rank in ranks}
-    end = time.monotonic() + SECONDS
-    while time.monotonic() < end and not all(file.exists() for file in answers.values()):
-        time.sleep(0.05)
-    found = {}
-    for rank, file in answers.items():
-        with suppress(OSError, ValueError):
-            found[rank] = json.loads(file.read_text())
-    clear(folder)
-    return found
+class Progress(NamedTuple):
+    """What a rank notes in its file in the folder of heartbeats."""
+
+    place: str  # such as "train after step 7"
+    seconds: float | None  # that it has for what it does; None: any time
+    deadline: float | None  # on the machine's monotonic clock
+    log_size: int  # bytes of its log when it started
 
 
 def clear(folder: Path) -> None:
-    """Remove the question and the answers, which must not reach the next attempt."""
-    for file in [folder / REQUEST, *folder.glob(ANSWER.format(rank="*"))]:
+    """Remove what ranks of an earlier attempt have left."""
+    for file in folder.glob("*"):
         file.unlink(missing_ok=True)
 
 
-def verdict(records: Records, *, ranks: Sequence[int]) -> str:
-    """Return which ranks wait in which collective, which never came to it, and what to type; empty
-    if unknown.
+def report(folder: Path, logs: Path, *, ranks: Mapping[int, Progress]) -> tuple[list[str], str]:
+    """Return a line per rank, and the text of hang.txt: the same lines with the stacks.
+
+    Args:
+        folder: of heartbeats.
+        ranks: those that were alive, and their last progress.
     """
-    return " ".join(filter(None, [_verdict(records, ranks=ranks), _remedy(records, ranks=ranks)]))
+    lines, text = [], [time.strftime("%Y-%m-%d %H:%M:%S")]
+    for rank, progress in sorted(ranks.items()):
+        frames = _stack(logs / f"rank_{rank:04d}.log", since=progress.log_size)
+        # what waits is library code; what called it is the user's
+        place = next((frame for frame in frames if is_users(frame[0])), frames[0] if frames else ())
+        at = f" at {place[0]}:{place[1]} {place[2]}" if place else " (it has left no stack)"
+        line = f"rank {rank}: {progress.place},{at}"
+        with suppress(OSError, ValueError):
+            in_flight = json.loads((folder / FLIGHT.format(rank=rank)).read_text())
+            line += f"; waits in {in_flight[0]}" if in_flight else "; waits in no collective"
+        lines.append(line)
+        text += ["", line, *(f"    {file}:{at} {name}" for file, at, name in frames[:FRAMES])]
+    return lines, "\n".join(text) + "\n"
 
 
-def _remedy(records: Records, *, ranks: Sequence[int]) -> str:
-    """Return what to type if only some ranks use a sharded weight, log a value that all reduce, or
-    make a step.
+def _stack(log: Path, *, since: int) -> list[tuple[str, str, str]]:
+    """Return file, line and function of the main thread's frames, innermost first.
+
+    faulthandler writes the main thread last.
     """
-    if (logs := _only_some(records, "logging", ranks=ranks)) is not None:
-        here, place = logs
-        verb = "waits" if len(here) == 1 else "wait"
-        return (
-            f"{named(here).capitalize()} {verb} in self.log at {place}, which reduces the value "
-            "over all ranks at once "
-            "(on_step=True, sync_dist=True). If it is inside a condition that differs between "
-            "ranks, take it out, or "
-            "type on_step=False, on_epoch=True: values of an epoch may be logged on some ranks "
-            "only."
-        )
-    if (steps := _only_some(records, "stepping", ranks=ranks)) is not None:
-        here, place = steps
-        makes = f"{named(here).capitalize()} make{'s' * (len(here) == 1)}"
-        return (
-            f"{makes} the optimizer's step at {place}. If others leave it out, decide by what all "
-            "ranks know, such as "
-            "self.all_gather(loss).mean(); or type trainer.on_nan=skip, which leaves out the steps "
-            "whose loss or "
-            "gradient is not finite."
-        )
-    if (sharded := _only_some(records, "sharded", ranks=ranks)) is None:
-        return ""
-    here, place = sharded
-    does, verb = (named(here).capitalize(), "computes" if len(here) == 1 else "compute")
-    return (
-        f"{does} {verb} with a sharded weight at {place}, which gathers it from all ranks. If "
-        "this is inside `if self.trainer.is_global_zero:`, compute it on all ranks and only use "
-        "the result on one: "
-        '`norm = self.net.weight.norm()`, then `self.log("norm", norm, rank_zero_only=True)`.'
-    )
-
-
-def _only_some(records: Records, key: str, *, ranks: Sequence[int]) -> tuple[list[int], str] | None:
-    """Return the ranks that wait at the first place of user code that records name under a key, if
-    not all do.
-    """
-    places = {
-        rank: place for rank, record in records.items() if (place := record.get(key)) is not None
-    }
-    here = [rank for rank, place in places.items() if place == next(iter(places.values()))]
-    return (here, places[here[0]]) if here and len(here) < len(ranks) else None
-
-
-def _verdict(records: Records, *, ranks: Sequence[int]) -> str:
-    waiting = {
-        rank: each for rank, record in records.items() if (each := _pending(record)) is not None
-    }
-    if not waiting:
-        return _by_stacks(records, ranks=ranks)
-    group, number = min((each["group"], each["number"]) for each in waiting.values())
-    here = [
-        rank for rank, each in waiting.items() if (each["group"], each["number"]) == (group, number)
-    ]
-    each = waiting[here[0]]
-    absent = [rank for rank in ranks if rank not in here and not _reached(records.get(rank), each)]
-    names = {_name(waiting[rank]) for rank in here}
-    if len(names) > 1:
-        called = ", ".join(f"rank {rank} {_name(waiting[rank])}" for rank in here)
-        return f"The ranks made different calls as collective {number} of {_group(each)}: {called}."
-    came = (
-        f"{named(here)} wait{'s' * (len(here) == 1)} in {_name(each)}, collective {number} of "
-        f"{_group(each)}"
-    )
-    if not absent:
-        return f"{came}; all ranks came, so the network or a device hangs."
-    return f"{came}; {named(absent)} never came{_places(records, absent)}."
-
-
-def _by_stacks(records: Records, *, ranks: Sequence[int]) -> str:
-    """Return which ranks wait within torch.distributed: gloo's sends and receives (a pipeline) are
-    not recorded.
-    """
-    innermost = {rank: record["stack"][0] for rank, record in records.items() if record["stack"]}
-    inside = {rank: frame for rank, frame in innermost.items() if _COMMUNICATION in frame}
-    absent = [rank for rank in ranks if rank not in inside]
-    if not inside or not absent:
-        return ""
-    here = [*inside]
-    came = (
-        f"{named(here)} wait{'s' * (len(here) == 1)} for another rank in "
-        f"{inside[here[0]].rpartition(os.sep)[2]}"
-    )
-    return (
-        f"{came}; {named(absent)} {'does' if len(absent) == 1 else 'do'} "
-        f"not{_places(records, absent)}."
-    )
-
-
-def report(records: Records, *, ranks: Sequence[int], seconds: float) -> str:
-    """Return the whole report: the verdict, then what each rank does."""
-    lines = [time.strftime("%Y-%m-%d %H:%M:%S"), f"No step was made for {seconds:.0f} s."]
-    lines += [verdict(records, ranks=ranks) or "No rank is known to wait in a collective."]
-    for rank in ranks:
-        record = records.get(rank)
-        lines.append("")
-        if record is None:
-            lines.append(
-                f"rank {rank} did not answer: it was stopped, or runs code that never lets other "
-                "threads run."
-            )
-            continue
-        pending = _pending(record)
-        waits = (
-            f", in {_name(pending)}, collective {pending['number']} of {_group(pending)}"
-            if pending
-            else ""
-        )
-        last = next((each for each in reversed(record["collectives"]) if each["done"]), None)
-        done = (
-            f"; its last finished one is {_name(last)}, {last['number']} of {_group(last)}"
-            if last
-            else ""
-        )
-        lines.append(f"rank {rank}: {record['place']}{waits}{done}")
-        lines += [f"    {frame}" for frame in record["stack"][:FRAMES]]
-    return "\n".join(lines) + "\n"
-
-
-def _pending(record: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the first collective that a rank has begun and not finished."""
-    return next((each for each in (record or {}).get("collectives", []) if not each["done"]), None)
-
-
-def _reached(record: Mapping[str, Any] | None, each: Mapping[str, Any]) -> bool:
-    """Return whether a rank has begun this collective, or is not in its group as far as it is
-    known.
-    """
-    if record is None:
-        return False
-    mine = [entry for entry in record["collectives"] if entry["group"] == each["group"]]
-    mine = [entry["number"] for entry in mine if entry["pairwise"] == each["pairwise"]]
-    return max(mine) >= each["number"] if mine else each["description"] != "default_pg"
-
-
-def _name(each: Mapping[str, Any]) -> str:
-    sizes = " + ".join("×".join(map(str, size)) for size in each["sizes"] if size)
-    return each["name"] + (f" of {sizes}" if sizes else "")
-
-
-def _group(each: Mapping[str, Any]) -> str:
-    return (
-        "all ranks"
-        if each["description"] == "default_pg"
-        else f"group {each['description']} ({each['group']})"
-    )
-
-
-def _places(records: Records, ranks: Sequence[int]) -> str:
-    record = records.get(ranks[0])
-    return f" (rank {ranks[0]} is at {record['stack'][0]})" if record and record["stack"] else ""
+    try:
+        with log.open("rb") as file:
+            file.seek(since)
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    threads = [*_THREAD.finditer(text)]
+    if not threads:
+        return []
+    dump, _, _ = text[threads[-1].end() + 1 :].partition("\n\n")
+    return _FRAME.findall(dump)
 
 
 def named(ranks: Sequence[int]) -> str:

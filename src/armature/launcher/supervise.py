@@ -49,7 +49,7 @@ EXIT_CODES = {"SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 138, "tim
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 ATTEMPTS_WITHOUT_CHECKPOINT = 2
 SOURCES = str(Path(__file__).parents[2])
-WATCH_SECONDS = 60.0  # that the ranks of several machines have to end by themselves when they hang
+SHOWN_RANKS = 8  # of a hang, in the error; hang.txt has all of this machine
 # never caused by the loss of another rank
 CRASHES = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
 # in errors caused by another rank's end
@@ -269,12 +269,7 @@ class _Attempts:
             signals_to_handle="",  # our handlers stay, also after the agent has returned
         )
         oom_kills = _oom_kills()
-        timeout = cfg.launch.hang_timeout
-        if endpoint:
-            # the ranks watch themselves (training/hang_watch.py): this process knows only its own
-            # ones
-            timeout = None if timeout in ("auto", None) else timeout + WATCH_SECONDS
-        watcher = RankWatcher(beats, ranks=cfg.trainer.devices, hang_timeout=timeout)
+        watcher = RankWatcher(beats, ranks=cfg.trainer.devices)
         with _environment(self._variables(number, beats)), watcher:
             self.stop.watcher = watcher
             try:
@@ -421,13 +416,13 @@ def _hang(watcher: RankWatcher, folder: Path) -> Failure:
         else f"{'their' if several else 'its'} stacks are in {log}"
     )
     what = f"{hang.named(ranks)} made no step for {seconds:.0f} s ({why})"
-    verdict = hang.verdict(watcher.blocked, ranks=watcher.asked) if not stopped else ""
     file = folder / "logs" / hang.REPORT
+    lines, text = hang.report(watcher.folder, folder / "logs", ranks=watcher.alive)
     with suppress(OSError):
-        file.write_text(hang.report(watcher.blocked, ranks=watcher.asked, seconds=seconds))
-    verdict = f" {verdict[:1].upper()}{verdict[1:]} " if verdict else " "
+        file.write_text(text)
     limits = "launch.hang_timeout limits a step, a validation batch and a save."
-    return Failure(what, f"R{what[1:]}.{verdict}{file} says what each rank was doing. {limits}")
+    shown = "\n".join([f"R{what[1:]}. {limits} {file} has the stacks.", *lines[:SHOWN_RANKS]])
+    return Failure(what, shown)
 
 
 def _cause_key(rank: int, failure: Any, watcher: RankWatcher) -> tuple[bool, bool, float]:

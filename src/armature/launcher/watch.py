@@ -1,10 +1,11 @@
 """Watch the ranks that this process started: which died first and why, and which hang.
 
 The agent knows only that a rank has failed. A thread here records the order of deaths, since the
-later ones have errors of their own, and kills ranks that make no progress, which no process notices
-by itself.
+later ones have errors of their own. A rank that makes no progress ends itself at its deadline
+(`training.watchdog`); one that a signal has stopped cannot, and is killed here.
 """
 
+import json
 import os
 import select
 import signal
@@ -13,15 +14,14 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from armature.launcher import environment, hang
 
 POLL_SECONDS = 0.2
-# launch.hang_timeout=auto: the larger of these seconds and slowest steps
-AUTO_SECONDS, AUTO_STEPS = 300.0, 20
+LATE_SECONDS = 3.0  # behind its deadline, after which a rank is unable to end itself
+DEADLINE_SLACK_SECONDS = 0.5  # between a rank's note of its deadline and the clock that ends it
 # how long the others may take to end once a rank has failed; some wait for it in calls that never
 # return
 SHUTDOWN_SECONDS = 5.0
@@ -33,10 +33,12 @@ class Rank:
     pid: int
     # process file descriptor, readable once the process has died; None if the system has none
     handle: int | None
-    beat: int = 0  # modification time of its last heartbeat, in ns
-    idle: float | None = None  # seconds since then; None before the first heartbeat
-    # seconds of its slowest step; infinite while none is due (validation, a save)
-    slowest: float = 0.0
+    progress: hang.Progress | None = None  # None before it has noted any
+
+    def is_late(self, seconds: float) -> bool:
+        """Return whether its deadline has passed by so many seconds."""
+        deadline = self.progress.deadline if self.progress is not None else None
+        return deadline is not None and time.monotonic() > deadline + seconds
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Death:
 
 @dataclass(frozen=True)
 class Hang:
-    seconds: float  # without progress before the rank was killed
+    seconds: float  # without progress before the rank ended
     stopped: bool  # by a signal such as SIGSTOP
 
 
@@ -55,21 +57,19 @@ class RankWatcher:
     """Watch the ranks while entered, and kill all that remain on exit.
 
     Args:
-        folder: the ranks' heartbeats (ARMATURE_HEARTBEATS), each a file named after its process id.
+        folder: where ranks note their progress (ARMATURE_HEARTBEATS), each in a file named after
+            its process id.
         ranks: how many this process starts.
-        hang_timeout: seconds without a heartbeat after which a rank is killed; None: never; auto:
-            see AUTO_SECONDS.
 
     Attributes:
-        blocked: what the ranks were doing when they were found to hang (`launcher.hang`).
+        alive: the last progress of the ranks that were alive when one hung.
     """
 
-    def __init__(self, folder: Path, *, ranks: int, hang_timeout: float | str | None) -> None:
-        self.folder, self.count, self.hang_timeout = folder, ranks, hang_timeout
+    def __init__(self, folder: Path, *, ranks: int) -> None:
+        self.folder, self.count = folder, ranks
         self.deaths: dict[int, Death] = {}
-        self.hung: dict[int, Hang] = {}  # killed because they made no progress
-        self.asked: list[int] = []  # the ranks that were alive when some hung
-        self.blocked: dict[int, Any] = {}
+        self.hung: dict[int, Hang] = {}  # ended because they made no progress
+        self.alive: dict[int, hang.Progress] = {}
         self.ended: set[int] = set()  # killed because another had failed
         self._asked_to_end = False
         self._ranks: dict[int, Rank] = {}  # the living ones, by process id
@@ -106,15 +106,14 @@ class RankWatcher:
         self._kill_deadline = (time.monotonic() + seconds, list(self._groups))
 
     def _run(self) -> None:
-        before = time.monotonic()
         while not self._done.is_set():
             if len(self._ranks) < self.count:
                 self._find_ranks()
+            self._read_progress()
             self._wait_for_deaths()
-            now = time.monotonic()
-            # 1.0: if the whole machine was suspended, no rank hangs
-            self._check_heartbeats(min(now - before, 1.0))
-            before = now
+            for rank in [rank for rank in self._ranks.values() if rank.is_late(LATE_SECONDS)]:
+                self._note_hang(rank)
+                _kill_group(rank.pid)
             self._kill_overdue_ranks()
 
     def _find_ranks(self) -> None:
@@ -135,6 +134,8 @@ class RankWatcher:
         for handle, _ in poll.poll(POLL_SECONDS * 1000):
             rank = handles[handle]
             self.deaths[rank.number] = death = Death(time.time(), _exit_code(handle))
+            if death.code == 1 and rank.is_late(-DEADLINE_SLACK_SECONDS):
+                self._note_hang(rank)
             os.close(handle)
             del self._ranks[rank.pid]
             self._groups.discard(rank.pid)  # another process may get this id in a long run
@@ -143,47 +144,28 @@ class RankWatcher:
             if death.code and self._kill_deadline is None and not self._asked_to_end:
                 self._kill_deadline = (time.monotonic() + SHUTDOWN_SECONDS, list(self._ranks))
 
-    def _check_heartbeats(self, passed: float) -> None:
+    def _read_progress(self) -> None:
         for pid, rank in self._ranks.items():
-            try:
-                beat = (self.folder / str(pid)).stat().st_mtime_ns
-                if beat != rank.beat:
-                    rank.slowest = float((self.folder / str(pid)).read_text())
-            except (FileNotFoundError, ValueError):  # ValueError: it is being written
-                continue
-            # not the file's age, since clocks get set
-            rank.idle = 0.0 if rank.idle is None or beat != rank.beat else rank.idle + passed
-            rank.beat = beat
-        idle = [(rank, rank.idle) for rank in self._ranks.values() if rank.idle is not None]
-        timeout = self._timeout()
-        if timeout is None or not any(seconds > timeout for _, seconds in idle):
-            return
-        # ranks wait for each other, so all stop within the second that may lie between two
-        # heartbeats
-        threshold = timeout - min(2.0, timeout / 2)
-        stale = [(rank, seconds) for rank, seconds in idle if seconds > threshold]
-        for rank, seconds in stale:
-            self.hung[rank.number] = Hang(seconds, stopped=_is_stopped(rank.pid))
-        for rank, _ in idle:
-            with suppress(ProcessLookupError):
-                # the worker writes all threads' stacks to the rank's log
-                os.kill(rank.pid, signal.SIGUSR2)
-        self.asked = sorted(rank.number for rank in self._ranks.values())
-        self.blocked = hang.ask(self.folder, self.asked)
-        for rank, _ in stale:
-            _kill_group(rank.pid)
-            rank.idle = None
+            with suppress(FileNotFoundError, ValueError):  # ValueError: it is being written
+                rank.progress = hang.Progress(*json.loads((self.folder / str(pid)).read_text()))
 
-    def _timeout(self) -> float | None:
-        """Return the seconds after which ranks hang.
+    def _note_hang(self, late: Rank) -> None:
+        """Note that a rank hangs, and let the others write their stacks, since they end with it."""
+        if not self.alive:
+            ranks = [rank for rank in self._ranks.values() if rank.progress is not None]
+            self.alive = {rank.number: rank.progress for rank in ranks if rank.progress}
+            for rank in ranks:
+                if _is_stopped(rank.pid):  # the others wait for it
+                    self._note_hung(rank, stopped=True)
+                elif rank is not late:
+                    with suppress(ProcessLookupError):
+                        os.kill(rank.pid, signal.SIGUSR2)
+        if late.number not in self.hung:
+            self._note_hung(late, stopped=_is_stopped(late.pid))
 
-        While one validates or saves, the others may wait for it.
-        """
-        if isinstance(self.hang_timeout, str):  # auto
-            return max(
-                [AUTO_SECONDS, *(AUTO_STEPS * rank.slowest for rank in self._ranks.values())]
-            )
-        return self.hang_timeout
+    def _note_hung(self, rank: Rank, *, stopped: bool) -> None:
+        seconds = rank.progress.seconds if rank.progress is not None else None
+        self.hung[rank.number] = Hang(seconds or 0.0, stopped)
 
     def _kill_overdue_ranks(self) -> None:
         if self._kill_deadline is not None and time.monotonic() > self._kill_deadline[0]:

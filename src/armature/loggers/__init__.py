@@ -1,59 +1,137 @@
-"""Loggers that a config may name."""
+"""The loggers that a configuration names: built, opened, and kept from ending the run."""
 
+import functools
 import logging
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial, wraps
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
-from typing_extensions import TypeIs
+from hydra.utils import get_object, instantiate
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers.logger import DummyLogger
+from omegaconf import DictConfig
+from typing_extensions import override
 
-from armature.errors import error_line, masked
+from armature.errors import ConfigError, error_line, masked
 from armature.validation import values
 
-WRITES = ("log_metrics", "write_rows")
-# by a Trainer, StepLog
-CALLED = (*WRITES, "log_hyperparams", "log_graph", "save", "after_save_checkpoint", "finalize")
-# of a file: opening it and writing to it take longer than a short step
-SECONDS_BETWEEN_WRITES = 1.0
 MOST_FAILURES = 3  # in a row: a service that is away may take minutes for each
+# by a Trainer, StepLog
+CALLED = (
+    "log_metrics",
+    "log_hyperparams",
+    "log_graph",
+    "save",
+    "after_save_checkpoint",
+    "finalize",
+)
 log = logging.getLogger(__name__)
 
 
-class RowWriter(Protocol):
-    """A logger that takes several optimizer steps in one call."""
+class NoLogger(DummyLogger):
+    """Write nothing, and name the run's folder: for modules that are measured or predict."""
 
-    def write_rows(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Take rows of numbers by name; each has the `step` that it belongs to.
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__()
+        self._run_dir = str(run_dir)
 
-        They are written by the next `save`.
-        """
+    @property
+    @override
+    def save_dir(self) -> str:
+        return self._run_dir
 
-    def save(self) -> None:
-        """Write the rows that were taken: before a checkpoint is saved, among others."""
-
-
-def writes_rows(logger: object) -> TypeIs[RowWriter]:
-    """Return whether a logger is a `RowWriter`."""
-    # mocks and Lightning's DummyLogger answer to any name
-    return hasattr(type(logger), "write_rows")
+    log_dir = root_dir = save_dir  # pyright: ignore[reportIncompatibleMethodOverride] (None in the base class)
 
 
-def log_hyperparameters(loggers: Iterable[Any], hyperparameters: dict[str, Any]) -> None:
-    """Log a run's configuration, once per start.
+class Guarded:
+    """A logger whose failures do not end the run, and which gets no secret.
 
-    A service that does not accept it must not end the run.
+    A failure is reported once. After MOST_FAILURES in a row the logger is not called any more.
     """
-    for logger in loggers:
-        try:
-            logger.log_hyperparams(hyperparameters)
-        except Exception as error:  # each service has errors of its own
-            why = masked(str(error))
+
+    _in_a_row = 0
+    _reported = False
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        plain = vars(params) if isinstance(params, Namespace) else params
+        self._call("log_hyperparams", values.without_secrets(plain), *args, **kwargs)
+
+    def log_graph(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Log the model's graph, unless its forward needs all ranks: only rank 0 traces it."""
+        strategy = getattr(getattr(model, "_trainer", None), "strategy", None)
+        if not getattr(strategy, "sharded", False) and not getattr(strategy, "zero_stage_3", False):
+            self._call("log_graph", model, *args, **kwargs)
+        elif getattr(self, "_log_graph", False):
             log.warning(
-                "%s did not take the configuration (%s). config.yaml has it.",
-                type(logger).__name__,
-                why,
+                "%s logs no graph: rank 0 has a part of the weights only. Type strategy=single "
+                "trainer.devices=1 trainer.max_steps=1 for a graph.",
+                type(self).__name__,
             )
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> None:
+        before = self._in_a_row
+        if before >= MOST_FAILURES or (method := getattr(super(), name, None)) is None:
+            return
+        try:
+            method(*args, **kwargs)
+        except Exception as error:  # each service has errors of its own
+            self._in_a_row += 1
+            if not self._reported:
+                self._reported = True
+                log.error(
+                    "%s failed in %s (%s). The run continues; config.yaml and metrics.csv have "
+                    "the same.", type(self).__name__, name, masked(error_line(error)),
+                )  # fmt: skip
+            if self._in_a_row == MOST_FAILURES:
+                log.error(
+                    "%s failed %d times in a row and is not used again in this start.",
+                    type(self).__name__,
+                    MOST_FAILURES,
+                )
+            return
+        # log_metrics may call `save`, whose failure counts
+        if name == "log_metrics" and self._in_a_row == before:
+            self._in_a_row = 0
+
+
+def _guarding(name: str) -> Callable[..., None]:
+    def method(self: Guarded, *args: Any, **kwargs: Any) -> None:
+        self._call(name, *args, **kwargs)
+
+    return method
+
+
+for _name in CALLED:
+    if _name not in vars(Guarded):
+        setattr(Guarded, _name, _guarding(_name))
+
+
+@functools.cache
+def guarded(kind: type) -> type:
+    """Return a subclass of a logger's class that is `Guarded`."""
+    return type(kind.__name__, (Guarded, kind), {"__module__": kind.__module__})
+
+
+def build(cfg: DictConfig, *, step: int | None) -> list[Logger]:
+    """Build the configured loggers.
+
+    TensorBoard drops what a killed process logged after `step`, of the checkpoint to resume from.
+    """
+    built = []
+    for key, node in (cfg.logger or {}).items():
+        if not isinstance(kind := get_object(node._target_), type):
+            raise ConfigError(f"logger.{key}._target_={node._target_}: name a class of loggers.")
+        more: dict[str, Any] = {"_target_": f"{__name__}.make"}
+        if step is not None and issubclass(kind, TensorBoardLogger) and "purge_step" not in node:
+            more["purge_step"] = step + 1
+        built.append(instantiate(node, kind, **more))
+    return built
+
+
+def make(kind: type, /, *args: Any, **kwargs: Any) -> Logger:
+    """Return a guarded logger of a class: Hydra calls it, whose error names the key."""
+    return guarded(kind)(*args, **kwargs)
 
 
 def open_problems(loggers: Iterable[Any]) -> dict[int, str]:
@@ -69,81 +147,19 @@ def open_problems(loggers: Iterable[Any]) -> dict[int, str]:
     return found
 
 
-def forgive_failures(loggers: Iterable[Any]) -> None:
-    """Let the run continue if a service fails: say so once, and stop calling it after MOST_FAILURES
-    in a row.
+def without_failed(
+    loggers: Iterable[Any], problems: dict[int, str], *, resumes: bool
+) -> list[Logger]:
+    """Replace loggers that could not be opened: that ends a first start, and a resume continues.
+
+    A module that uses self.logger.experiment still finds one.
     """
-    for logger in loggers:
-        failures = Failures(type(logger).__name__)
-        for name in CALLED:
-            if callable(method := getattr(logger, name, None)):
-                call = partial(_log_graph, logger, method) if name == "log_graph" else method
-                setattr(logger, name, wraps(method)(partial(failures.call, call, name)))
-
-
-def _log_graph(logger: Any, method: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-    """Log the model's graph, unless its forward needs all ranks: only rank 0 traces it."""
-    strategy = getattr(getattr(model, "_trainer", None), "strategy", None)
-    if getattr(strategy, "sharded", False) or getattr(strategy, "zero_stage_3", False):
-        if getattr(logger, "_log_graph", False):
-            log.warning(
-                "%s logs no graph: rank 0 has a part of the weights only, and would trace the "
-                "model alone. Type "
-                "strategy=single trainer.devices=1 trainer.max_steps=1 for a graph.",
-                type(logger).__name__,
-            )
-        return
-    method(model, *args, **kwargs)
-
-
-class Failures:
-    """Counts a logger's failures."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.in_a_row, self.reported = name, 0, False
-
-    def call(self, method: Callable[..., Any], what: str, *args: Any, **kwargs: Any) -> Any:
-        if self.in_a_row >= MOST_FAILURES:
-            return None
-        before = self.in_a_row
-        try:
-            result = method(*args, **kwargs)
-        except Exception as error:  # each service has errors of its own
-            self.in_a_row += 1
-            if not self.reported:
-                self.reported = True
-                kept = (
-                    "config.yaml has them"
-                    if what == "log_hyperparams"
-                    else "metrics.csv has the same numbers"
-                )
-                why = masked(error_line(error))
-                log.error(
-                    "%s failed in %s (%s). The run continues; %s.", self.name, what, why, kept
-                )
-            if self.in_a_row == MOST_FAILURES:
-                log.error(
-                    "%s failed %d times in a row and is not used again in this start.",
-                    self.name,
-                    MOST_FAILURES,
-                )
-            return None
-        # log_metrics may call write_rows, whose failure counts
-        if what in WRITES and self.in_a_row == before:
-            self.in_a_row = 0
-        return result
-
-
-def mask_secrets(loggers: Iterable[Any]) -> None:
-    """Mask secrets in all hyperparameters that loggers receive: the run's, and those of
-    save_hyperparameters.
-    """
-    for logger in loggers:
-        logger.log_hyperparams = wraps(logger.log_hyperparams)(
-            partial(_log_masked, logger.log_hyperparams)
+    if problems and not resumes:
+        remedy = (
+            "Correct its group in the configuration or start its service, or type "
+            "logger=tensorboard."
         )
-
-
-def _log_masked(log_hyperparams: Callable[..., Any], params: Any, *args: Any, **kwargs: Any) -> Any:
-    plain = vars(params) if isinstance(params, Namespace) else params
-    return log_hyperparams(values.without_secrets(plain), *args, **kwargs)
+        raise ConfigError([f"logger: {problem} {remedy}" for problem in problems.values()])
+    for problem in problems.values():
+        log.error("%s The run resumes without it; metrics.csv has the same numbers.", problem)
+    return [DummyLogger() if i in problems else logger for i, logger in enumerate(loggers)]

@@ -13,7 +13,7 @@ SMOOTHED = 60  # fewer values are shown as they are
 WINDOW_SHARE = 40  # the smoothing window is this part of the values
 # charts of values under other names than ours: a callback may log a hundred of them
 MOST_OTHERS = 24
-PHASES = ("data", "forward", "backward", "optimizer", "communication", "other")
+PHASES = ("data", "forward", "backward", "optimizer", "other")
 
 
 def metric(
@@ -164,34 +164,10 @@ def speed(run: History) -> list[Chart]:
 
 
 def memory(run: History) -> list[Chart]:
-    """Return the GiB of each rank over time, from the events of validations, and what timings.csv
-    has.
-    """
-    ranks: dict[int, tuple[list[float], list[float]]] = {}
-    for event in run.events:
-        values = event.get("memory_gib") if event["event"] == "memory" else None
-        for rank, value in enumerate(values if isinstance(values, list) else []):
-            if isinstance(value, int | float):
-                xs, ys = ranks.setdefault(rank, ([], []))
-                xs.append(float(event["step"]))
-                ys.append(float(value))
-    shown = sorted(ranks)[:16]
-    lines = [
-        Line(xs=ranks[rank][0], ys=ranks[rank][1], label=f"rank {rank}", color=rank, dots=True)
-        for rank in shown
-    ]
-    note = f"16 of {len(ranks)} ranks" if len(ranks) > 16 else ""
-    drawn = (
-        [Chart(title="peak memory per rank, GiB", lines=lines, from_zero=True, note=note)]
-        if lines
-        else []
-    )
+    """Return the GiB of the fullest rank over time, which callbacks=monitors logs."""
     names = [name for name in run.timings if name.startswith("memory/") and run.curve(name)[0]]
     labels = [name.removeprefix("memory/").removesuffix("_gib") for name in names]
     found = [run.curve(name) for name in names]
     lines = [Line(xs=xs, ys=ys, label=labels[i], color=i) for i, (xs, ys) in enumerate(found)]
-    return drawn + (
-        [Chart(title="memory of the fullest rank, GiB", lines=lines, from_zero=True)]
-        if lines
-        else []
-    )
+    title = "memory of the fullest rank, GiB"
+    return [Chart(title=title, lines=lines, from_zero=True)] if lines else []

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,21 +101,16 @@ class History:
         ]
 
 
-def read(path: Path, *, newest: Mapping[str, Any] | None = None) -> History:
-    """Return what the files of a run directory hold.
-
-    `newest`: a row of metrics.csv that is not written yet.
-    """
-    metrics = read_table(path / "metrics.csv")
-    if newest and "step" in newest and newest["step"] not in metrics.get("step", [])[-1:]:
-        count = len(metrics.get("step", []))
-        for name in {**metrics, **newest}:
-            value = newest.get(name)
-            metrics.setdefault(name, [None] * count).append(None if value is None else float(value))  # pyright: ignore[reportArgumentType]
+def read(path: Path) -> History:
+    """Return what the files of a run directory hold."""
     return History(
-        path, metrics, read_table(path / "timings.csv"), read_summary(path),
-        read_events(path / EVENTS), read_config(path / "config.yaml"),
-    )  # fmt: skip
+        path,
+        metrics=read_table(path / "metrics.csv"),
+        timings=read_table(path / "timings.csv"),
+        summary=read_summary(path),
+        events=read_events(path / EVENTS),
+        config=read_config(path / "config.yaml"),
+    )
 
 
 def not_runs(paths: Iterable[Path]) -> list[str]:

@@ -7,7 +7,7 @@ import math
 import struct
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,9 @@ SAMPLES = 12  # shown at most: the first, the newest and those between
 HOW_TO_SPLIT = "callbacks=monitors splits a step into data, forward, backward and optimizer."
 
 
-def make(path: Path, *, running: bool = False, newest: Mapping[str, Any] | None = None) -> str:
-    """Return the page of a run directory.
-
-    Args:
-        running: whether the run makes this page itself, and has not ended.
-        newest: a row of metrics.csv that is not written yet.
-    """
-    run, usual = read(path, newest=newest), defaults()
+def make(path: Path, *, running: bool = False) -> str:
+    """Return the page of a run directory; `running`: it has not ended."""
+    run, usual = read(path), defaults()
     body = [*_head(run, running=running), _tiles(run)]
     if learned := curves.learning(run):
         body += ["<h2>Learning</h2>", charts(learned, name="learning")]

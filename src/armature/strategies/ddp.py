@@ -59,7 +59,6 @@ class DDP(StrategyMixin, DDPStrategy):
             copy of them.
     """
 
-    reduces_gradients_once = True
     saves_files = True
     replicates_weights = True
     # Lightning names a strategy of its own

@@ -26,7 +26,6 @@ from armature.parallel.scaler import SharedScaler
 from armature.parallel.targets import TargetWeights
 from armature.strategies.layout import LayoutMixin
 from armature.strategies.update_mask import StepLeftOut, UpdateMask
-from armature.training.refusals import loss_problem
 
 HOOK = "on_before_optimizer_step"
 
@@ -53,13 +52,11 @@ class GradientMixin(LayoutMixin):
         update_mask: leaves out steps; with fp16 the loss scaler does, and the mask only restores
             buffers. None: nothing leaves out a step, or the scaler alone.
         masks_updates: whether `on_nan=skip` is possible.
-        reduces_gradients_once: whether only the backward of a step's last micro-batch communicates.
     """
 
     on_nan: str = "ignore"
     update_mask: UpdateMask | None = None
     masks_updates: bool = True
-    reduces_gradients_once: bool = False
     gradients_are_scaled: bool = False
     grad_norm: Tensor | None
     target_weights: TargetWeights
@@ -239,6 +236,8 @@ class GradientMixin(LayoutMixin):
         """Raise ConfigError for a loss that backward cannot begin at, unless the module has a
         backward of its own.
         """
+        from armature.training.errors import loss_problem  # which imports strategies
+
         if (
             not is_overridden("backward", self.module)
             and (problem := loss_problem(loss, self.module)) is not None

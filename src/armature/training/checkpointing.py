@@ -74,7 +74,7 @@ class Checkpointing(Checkpoint):
         background: bool,
         on_failure: str,
         manifest_entries: dict[str, Any] | None = None,
-        save_begins: Callable[[], None] = lambda: None,
+        save_begins: Callable[[Trainer], None] = lambda trainer: None,
     ) -> None:
         self.folder, self._started_in, self._place = folder, os.getcwd(), os.stat(".")
         self.step_log = step_log
@@ -350,7 +350,7 @@ class Checkpointing(Checkpoint):
             )
         self.step_log.flush(trainer)
         self._saved_at = time.monotonic()
-        self.save_begins()
+        self.save_begins(trainer)
         self._finish_pending(trainer)
         # not earlier: the pending save would remove the best one before this one replaces it
         if score is not None:

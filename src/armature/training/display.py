@@ -107,15 +107,12 @@ class Bar(Display, ProgressBar):
         plain_every: float = 10.0,
     ) -> None:
         super().__init__(start_line)
-        self.step_log = step_log
-        self.total_steps = total_steps
-        self.plain_every = plain_every
+        self.step_log, self.total_steps, self.plain_every = step_log, total_steps, plain_every
         self._logged = ""
         self._before: dict[str, Any] = {}  # what was logged when validation began
         self._progress: Progress | None = None
         self._task: Any = None
-        self._printed = 0.0
-        self._started = 0.0
+        self._printed = self._started = 0.0
         self._first_step = 0
 
     def enable(self) -> None:
@@ -146,9 +143,17 @@ class Bar(Display, ProgressBar):
                 expand=True,
             )
             self._task = self._progress.add_task(
-                "", total=self.total_steps, completed=completed_batches(trainer)
+                "", total=self.total_steps, completed=self._first_step
             )
             self._progress.start()
+
+    def _is_due(self) -> bool:
+        """Return whether it is time to print another line, or to draw the bar anew."""
+        every = self.plain_every if self._progress is None else 0.5
+        if not self._enabled or time.monotonic() - self._printed <= every:
+            return False
+        self._printed = time.monotonic()
+        return True
 
     def on_train_batch_end(
         self,
@@ -158,55 +163,31 @@ class Bar(Display, ProgressBar):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        if not self._enabled or (batch_idx + 1) % trainer.accumulate_grad_batches:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches or not self._is_due():
             return
-        if self._progress is not None:
-            now = time.monotonic()
-            if now - self._printed > 0.5:
-                self._printed = now
-                self._read_logged(trainer)
-                self._progress.update(
-                    self._task, completed=completed_batches(trainer), description=self._values()
-                )
-        elif time.monotonic() - self._printed > self.plain_every:
-            self._printed = time.monotonic()
-            self._read_logged(trainer)
-            done = completed_batches(trainer) - self._first_step
-            left = (
-                (self._printed - self._started)
-                / done
-                * (self.total_steps - completed_batches(trainer))
-            )
-            self.print(
-                f"step {completed_batches(trainer)}/{self.total_steps} {self._values()} "
-                f"{_duration(left)} left"
-            )
-
-    def _values(self) -> str:
-        last = self.step_log.last
-        if not last:
-            return ""
-        per_sample = self.step_log.tokens_per_sample
-        rate = self.step_log.rate * (per_sample or 1)
-        unit = "samples" if per_sample is None else "tokens"
-        loss = f"loss {last['train/loss']:.4f} " if "train/loss" in last else ""
-        lr = f"lr {last['lr']:.2e} " if "lr" in last else ""
-        waiting = (
-            f" {self.step_log.data_wait:.0%} waiting for data"
-            if self.step_log.data_wait > MAX_DATA_WAIT
-            else ""
-        )
-        return f"{loss}{lr}{rate:,.0f} {unit}/s{waiting}{self._logged}"
-
-    def _read_logged(self, trainer: Trainer) -> None:
-        """Keep what the module logged for the bar.
-
-        Only inside a step: at an epoch's end, reading is a collective.
-        """
+        done = completed_batches(trainer)
+        # only inside a step: at an epoch's end, reading is a collective; val/ has its own line
         logged = trainer.progress_bar_metrics
-        # val/ has its own line
         shown = [name for name in logged if name not in SHOWN and not name.startswith("val/")]
         self._logged = "".join(f" {name} {float(logged[name]):.4g}" for name in shown)
+        if self._progress is not None:
+            self._progress.update(self._task, completed=done, description=self._values())
+            return
+        spent = self._printed - self._started
+        left = spent / (done - self._first_step) * (self.total_steps - done)
+        self.print(f"step {done}/{self.total_steps} {self._values()} {_duration(left)} left")
+
+    def _values(self) -> str:
+        log = self.step_log
+        if not log.last:
+            return ""
+        unit = "samples" if log.tokens_per_sample is None else "tokens"
+        loss = f"loss {log.last['train/loss']:.4f} " if "train/loss" in log.last else ""
+        lr = f"lr {log.last['lr']:.2e} " if "lr" in log.last else ""
+        waits = log.data_wait > MAX_DATA_WAIT
+        waiting = f" {log.data_wait:.0%} waiting for data" if waits else ""
+        rate = log.rate * (log.tokens_per_sample or 1)
+        return f"{loss}{lr}{rate:,.0f} {unit}/s{waiting}{self._logged}"
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._before = {**trainer.callback_metrics}
@@ -241,20 +222,14 @@ class Bar(Display, ProgressBar):
     def _show_evaluation(
         self, what: str, batch_idx: int, counts: Sequence[float], loader: int
     ) -> None:
-        """Say how far an evaluation is that takes long: without it a run seems to hang after its
+        """Show how far an evaluation is that takes long: without it a run seems to hang after its
         last step.
         """
-        now = time.monotonic()
-        if not self._enabled or now - self._printed <= (
-            self.plain_every if self._progress is None else 0.5
-        ):
+        if not self._is_due():
             return
-        self._printed = now
         known = f"/{counts[loader]}" if math.isfinite(counts[loader]) else ""
-        text = (
-            f"{what} batch "
-            f"{batch_idx + 1}{known}{f' of loader {loader}' if len(counts) > 1 else ''}"
-        )
+        which = f" of loader {loader}" if len(counts) > 1 else ""
+        text = f"{what} batch {batch_idx + 1}{known}{which}"
         if self._progress is None:
             self.print(text)
         else:
@@ -262,31 +237,27 @@ class Bar(Display, ProgressBar):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            found, of_step = trainer.callback_metrics, OF_STEPS
+            found = trainer.callback_metrics
             # of this validation, whatever their names: values that it has replaced
             names = sorted(
                 name
                 for name in found
-                if found[name] is not self._before.get(name) and name not in of_step
+                if found[name] is not self._before.get(name) and name not in OF_STEPS
             )
             values = " ".join(f"{name} {float(found[name]):.4f}" for name in names)
             self.print(f"step {completed_batches(trainer)}/{self.total_steps} {values}")
 
-    def _stop(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._progress is not None:
-            self._progress.update(
-                self._task, completed=completed_batches(trainer), description=self._values()
-            )
+            done = completed_batches(trainer)
+            self._progress.update(self._task, completed=done, description=self._values())
             self._progress.stop()
             self._progress = None
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._stop(trainer)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        self._stop(trainer)
+        self.on_train_end(trainer, pl_module)
 
 
 def _duration(seconds: float) -> str:

@@ -13,7 +13,6 @@ from typing_extensions import override
 
 from armature.errors import ConfigError
 from armature.strategies.base import StrategyMixin
-from armature.training import refusals
 from armature.training.loops import EpochLoop
 
 
@@ -55,8 +54,13 @@ class FitLoop(_FitLoop):
 
     @override
     def run(self) -> None:
-        if found := refusals.optimizers_problem(self.trainer):
-            raise ConfigError(found)
+        module = self.trainer.lightning_module
+        if module.automatic_optimization and not self.trainer.optimizers:
+            raise ConfigError(
+                f"{type(module).__name__}.configure_optimizers returned no optimizer. Return one; "
+                "or, if training_step calls optimizers or none, set self.automatic_optimization = "
+                "False in __init__."
+            )
         self._count_frequencies_in_global_batches()
         if self._before_training:
             # a module's configure_optimizers may have done it before, for the number of steps

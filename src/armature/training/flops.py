@@ -1,4 +1,4 @@
-"""FLOPs of a training step and of the hardware: the two numbers behind MFU.
+"""FLOPs of a training step, the numerator of MFU.
 
 The count depends on the model only, by PaLM's convention (arXiv:2204.02311, appendix B): per token,
 6 for each weight of a matrix, and 12 L H K T for attention, with the masked half of causal
@@ -8,18 +8,15 @@ and the optimizer. So MFU compares across layouts and with published values.
 """
 
 import logging
-import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
+from lightning.fabric.utilities.throughput import measure_flops
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from armature.parallel import randomness
 
 log = logging.getLogger(__name__)
-CPU = torch.device("cpu")
 
 
 def flops_per_sample(
@@ -54,30 +51,4 @@ def counted(model: nn.Module, inputs: Tensor, targets: Tensor | None) -> float:
     """
     model.train()
     one = [tensor[:1].to("meta") for tensor in (inputs, targets) if tensor is not None]
-    with FlopCounterMode(display=False) as counter:
-        output: Any = model(*one)
-        output.float().sum().backward()
-    return float(counter.get_total_flops())
-
-
-def measured_peak(
-    dtype: torch.dtype, *, device: torch.device = CPU, seconds: float = 0.3, size: int = 1024
-) -> float:
-    """Return the best rate of square matrix products on one device, in FLOP/s; on a CPU, with this
-    process's threads.
-
-    All ranks of a machine measure at the same time, so that each measures its share.
-    """
-    # random numbers: a power-limited GPU is faster on equal ones
-    draw = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(size, size, generator=draw).to(device, dtype) for _ in range(2))
-    out = a @ b
-    repeats = 1 if device.type == "cpu" else 10
-    best, end = float("inf"), time.perf_counter() + seconds
-    while (start := time.perf_counter()) < end:
-        for _ in range(repeats):
-            torch.mm(a, b, out=out)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, (time.perf_counter() - start) / repeats)
-    return 2 * size**3 / best
+    return float(measure_flops(model, lambda: model(*one), lambda output: output.float().sum()))

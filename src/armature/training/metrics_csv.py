@@ -1,10 +1,10 @@
 """metrics.csv: one row per optimizer step, in order, each written once.
 
 No value depends on the clock, so the file of an interrupted run can be compared with that of an
-uninterrupted one. The newest row is held in memory until the next one comes, because validation
-adds to it. The others are written at most
-once per second, and before each validation and save: opening the file takes longer than a short
-step.
+uninterrupted one. Values of a step may come at several times: what the module logs before the rows
+of several steps, what a validation adds after them. So rows wait until a later step is complete,
+and are written at most once per second, and before each validation and save: opening the file takes
+longer than a short step.
 """
 
 import csv
@@ -16,106 +16,71 @@ from pathlib import Path
 from typing import Any
 
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from armature import files
 from armature.errors import NotSaved
-from armature.loggers import SECONDS_BETWEEN_WRITES
-from armature.training.no_logger import NoExperiment
+from armature.loggers import NoLogger
 
 log = logging.getLogger(__name__)
 
-INSTEAD = (
-    "metrics.csv takes numbers only, and there is no other logger. Type logger=tensorboard "
-    "or logger=wandb"
-)
+SECONDS_BETWEEN_WRITES = 1.0
 FIRST_COLUMNS = ["step", "epoch", "samples", "tokens", "lr", "train/loss", "train/grad_norm"]
 
 
-class MetricsCSV(Logger):
-    """Lightning logger that writes `<run_dir>/metrics.csv` on rank 0."""
+class MetricsCSV(NoLogger):
+    """Lightning logger that writes `<run_dir>/metrics.csv` on rank 0, numbers only.
+
+    Attributes:
+        step: optimizer steps made: the row of values that Lightning logs.
+        is_silent: set while hooks of the start, whose values the first start has logged, run again.
+    """
+
+    name_on_disk, keeps_newest = "metrics.csv", True
 
     def __init__(self, run_dir: Path) -> None:
-        super().__init__()
-        self.file = run_dir / "metrics.csv"
-        self.step = 0  # optimizer steps made: the row of values that Lightning logs
-        self._columns: list[str] = []
-        self._ready: list[dict[str, Any]] = []  # rows for the next write
-        self._next_write = 0.0
-        self._unwritten: list[dict[str, Any]] = []  # rows for which the disk had no room
-        self.held: dict[str, Any] = {}  # the newest row; the checkpoint holds it
-        self._early: dict[int, dict[str, Any]] = {}  # by step, values that came before their row
-        # bytes of the file after this process's last write; fewer: somebody has deleted or emptied
-        # it
-        self._size = 0
-        self.is_expected = False  # whether a run that resumes has a file
-        # while hooks of the start, whose values the first start has logged, run again
+        super().__init__(run_dir)
+        self.file = run_dir / self.name_on_disk
+        self.step = 0
         self.is_silent = False
+        self._columns: list[str] = []
+        self._rows: dict[int, dict[str, Any]] = {}  # those that are not written yet, by step
+        self._newest = 0  # the last step that is complete but for its validation
+        self._next_write = 0.0
+        self._failed = False
 
     @property
-    def name(self) -> str:
-        return "metrics"
+    def held(self) -> dict[str, Any]:
+        """The newest row, which checkpoints hold."""
+        return self._rows.get(self._newest, {})
 
-    @property
-    def save_dir(self) -> str:
-        return str(self.file.parent)
-
-    log_dir = root_dir = save_dir  # pyright: ignore[reportIncompatibleMethodOverride] (None in the base class)
-
-    @property
-    def experiment(self) -> NoExperiment:
-        """Stands in for a service's object, such as TensorBoard's writer, if no logger is
-        configured.
-        """
-        return NoExperiment(INSTEAD)
-
-    def __getattr__(self, name: str) -> Any:  # log_image, log_table, watch, …
-        raise AttributeError(f"self.logger.{name}: {INSTEAD}.")
-
-    @property
-    def version(self) -> str:
-        return ""
-
-    @rank_zero_only
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Log nothing: the configuration is in config.yaml."""
+    @held.setter
+    def held(self, row: dict[str, Any]) -> None:
+        self._newest = row.get("step", 0)
+        self._rows = {self._newest: row} if row else {}
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         values = {name: value for name, value in metrics.items() if name not in ("epoch", "step")}
         values = convert_tensors_to_scalars(values)  # hooks may pass tensors
-        if self.is_silent or self.step < self.held.get("step", 0):
-            return  # the latter in on_fit_start of a resumed run, before `resume_from`
-        # StepLog writes that row later, with several others
-        if values and self.step > self.held.get("step", 0):
-            self._early.setdefault(self.step, {}).update(values)
-        elif values:
-            self.write_rows([{"step": self.step, **values}])
+        # a smaller step: in on_fit_start of a resumed run, before `resume_from`
+        if values and not self.is_silent and self.step >= self._newest:
+            self._rows.setdefault(self.step, {"step": self.step}).update(values)
 
     @rank_zero_only
     def write_rows(self, rows: list[dict[str, Any]]) -> None:
-        """Take rows in the order of their steps; values of the same step are merged into one
-        row.
-        """
+        """Take the rows of complete steps, in their order."""
         for row in rows:
-            if self.held and self.held["step"] == row["step"]:
-                self.held.update(row)
-                continue
-            if self.held:
-                self._ready.append(self.held)
-            self.held = {**row, **self._early.pop(row["step"], {})}
-        self._write_if_due()
-
-    def _write_if_due(self) -> None:
+            self._newest = row["step"]
+            self._rows[self._newest] = row | self._rows.get(self._newest, {})
         if time.monotonic() >= self._next_write:
             self.write_ready()
 
     @rank_zero_only
     def write_ready(self) -> None:
-        """Write all rows but the newest."""
-        ready, self._ready = self._ready, []
-        self._append(ready)
+        """Write all rows but the newest, to which a validation may add values."""
+        end = self._newest if self.keeps_newest else self._newest + 1
+        self._write([step for step in self._rows if step < end])
         self._next_write = time.monotonic() + SECONDS_BETWEEN_WRITES
 
     @rank_zero_only
@@ -125,35 +90,26 @@ class MetricsCSV(Logger):
         Raises:
             NotSaved: if the disk has no room for some rows.
         """
-        held, self.held, early, self._early = self.held, {}, self._early, {}
-        self._ready += [held] if held else []
-        self._ready += [{"step": step, **values} for step, values in early.items()]
-        self.write_ready()
-        if not self._unwritten:
-            return
-        try:
-            self._write(self._unwritten)
-        except OSError as error:
-            rows = f"{len(self._unwritten)} row{'s' * (len(self._unwritten) > 1)}"
+        if error := self._write([*self._rows]):
             raise NotSaved(
-                f"{self.file} lacks {rows} at its end, which could not be written ({error})."
+                f"{self.file} lacks {len(self._rows)} rows at its end, which could not be written "
+                f"({error})."
             ) from error
 
     @rank_zero_only
     def resume_from(self, step: int) -> None:
         """Drop the rows after `step`, at which the checkpoint to resume from was saved."""
         self.step = step
-        self._columns, rows = self._read()
-        held = self.held.get("step")
-        for row in rows:  # values that validation or test have added to that row since
-            if int(row["step"]) == held:
-                self.held = {**{name: value for name, value in row.items() if value}, **self.held}
-        kept = [row for row in rows if int(row["step"]) <= step and int(row["step"]) != held]
-        last = int(kept[-1]["step"]) if kept else 0
-        if self.is_expected and last < step - 1:
-            self._report_lost(last, step - 1 if held == step else step)
-        if self._columns:
-            self._rewrite(kept)
+        columns, rows = read(self.file)
+        kept = []
+        for row in rows:
+            if int(row["step"]) == self._newest and self._rows:
+                # values that validation or test have added to that row since
+                self.held = {name: value for name, value in row.items() if value} | self.held
+            elif int(row["step"]) <= step:
+                kept.append(row)
+        if columns:
+            self._rewrite(columns, kept)
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
@@ -165,97 +121,52 @@ class MetricsCSV(Logger):
             except NotSaved as error:  # beside the error that ends the run
                 log.error("%s", error)
 
-    def _append(self, rows: list[dict[str, Any]]) -> None:
-        rows = [*self._unwritten, *rows]
-        if not rows:
-            return
+    def _write(self, steps: list[int]) -> OSError | None:
+        """Write rows; return an error after which they stay in memory."""
+        if not steps:
+            return None
+        rows = [self._rows[step] for step in sorted(steps)]
         size = self.file.stat().st_size if self.file.exists() else 0
+        names = dict.fromkeys([*self._columns, *(name for row in rows for name in row)])
         try:
-            self._write(rows)
+            if len(names) > len(self._columns) or not size:
+                first = [name for name in FIRST_COLUMNS if name in names]
+                columns = [*first, *(name for name in names if name not in first)]
+                self._rewrite(columns, [*read(self.file)[1], *rows])
+            else:
+                with self.file.open("a", newline="") as file:
+                    csv.DictWriter(file, self._columns).writerows(rows)
         except OSError as error:
-            if not self._unwritten:
+            if not self._failed:
                 log.error(
                     "%s could not be written (%s). Its rows stay in memory until they can be.",
                     self.file,
                     error,
                 )
-            self._unwritten = rows
+            self._failed = True
             if self.file.exists():
                 os.truncate(self.file, size)  # leave no partial row
+            return error
+        for step in steps:
+            del self._rows[step]
+        return None
 
-    def _write(self, rows: list[dict[str, Any]]) -> None:
-        new = [name for row in rows for name in row if name not in self._columns]
-        lost = self._size > (self.file.stat().st_size if self.file.exists() else 0)
-        if new or lost:
-            have = self._read()[1]
-            names = dict.fromkeys([*self._columns, *new])
-            first = [name for name in FIRST_COLUMNS if name in names]
-            columns, self._columns = (
-                self._columns,
-                [*first, *(name for name in names if name not in first)],
-            )
-            try:
-                self._rewrite([*have, *rows])
-            except OSError:
-                self._columns = columns
-                raise
-            if lost:
-                self._report_lost(int(have[-1]["step"]) if have else 0, rows[0]["step"] - 1)
-        else:
-            with self.file.open("a", newline="") as file:
-                csv.DictWriter(file, self._columns).writerows(rows)
-                self._size = file.tell()
-        self._unwritten = []
-
-    def _rewrite(self, rows: list[dict[str, Any]]) -> None:
+    def _rewrite(self, columns: list[str], rows: list[dict[str, Any]]) -> None:
         text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, self._columns)
+        writer = csv.DictWriter(text, columns)
         writer.writeheader()
         writer.writerows(rows)
         files.replace(self.file, text.getvalue())
-        self._size = len(text.getvalue().encode())
-
-    def _read(self) -> tuple[list[str], list[dict[str, str]]]:
-        """Return column names and rows.
-
-        A file that cannot be read is renamed, since training does not depend on it.
-        """
-        if not self.file.exists() or (self.file.is_file() and not self.file.stat().st_size):
-            return [], []
-        try:
-            if not self.file.is_file():
-                raise ValueError("it is no regular file")
-            columns, rows = read(self.file)
-            columns.index("step")  # ValueError
-            for row in rows:
-                int(row["step"])
-            return columns, rows
-        except (ValueError, KeyError, csv.Error) as error:
-            # another encoding, no header, not a table
-            damaged = self.file.with_name(f"{self.file.name}.damaged")
-            log.error(
-                "%s cannot be read (%r). It is renamed to %s, and a new one begins.",
-                self.file,
-                error,
-                damaged,
-            )
-            os.replace(self.file, damaged)
-            return [], []
-
-    def _report_lost(self, last: int, step: int) -> None:
-        """Report that rows after the step `last` and up to `step` are missing: somebody has removed
-        them.
-        """
-        log.error(
-            "%s was deleted, emptied or renamed: the rows of steps %d to %d are missing. Training "
-            "does not need them.",
-            self.file, last + 1, step,
-        )  # fmt: skip
+        self._columns = columns
 
 
 def read(file: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Return column names and rows, without a line that a crash cut short."""
-    with file.open(newline="") as stream:
+    """Return column names and rows, without lines that a crash cut short."""
+    if not file.is_file():
+        return [], []
+    with file.open(newline="", errors="replace") as stream:
         reader = csv.DictReader(stream)
+        if "step" not in (columns := list(reader.fieldnames or [])):
+            return [], []
         rows = [row for row in reader if None not in row.values() and None not in row]
-        return list(reader.fieldnames or []), rows
+        return columns, [row for row in rows if row["step"].isdecimal()]

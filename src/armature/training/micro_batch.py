@@ -24,7 +24,7 @@ from armature import run_dir
 from armature.data.memory import is_missing
 from armature.launcher import environment
 from armature.parallel import process_group
-from armature.training import memory
+from armature.training.errors import bytes_by_kind, peak_bytes, place
 from armature.training.loops import EpochLoop
 from armature.training.progress import completed_batches, data_of
 from armature.validation import micro_batch
@@ -64,8 +64,8 @@ def smaller(
     if size is None:
         return None
     run_dir.record_micro_batch_size(Path(cfg.run.dir), size)
-    where, peak = memory.place(trainer), memory.peak_bytes(trainer)
-    kinds = memory.by_kind(module, trainer.optimizers, peak=peak)
+    where, peak = place(trainer), peak_bytes(trainer)
+    kinds = bytes_by_kind(module, trainer.optimizers, peak=peak)
     others = [
         each for each in overrides(cfg, kinds=kinds) if not each.startswith("data.micro_batch_size")
     ]

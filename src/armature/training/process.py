@@ -15,7 +15,6 @@ from typing_extensions import override
 
 from armature.errors import LOG_NOTE, ConfigError, MaskingFormatter, RunFailed
 from armature.launcher import environment, heap
-from armature.training import refusals
 from armature.validation.values import hide_secrets
 
 log = logging.getLogger(__name__)
@@ -71,9 +70,7 @@ def prepare(cfg: DictConfig, directory: Path) -> logging.FileHandler:
 
 
 def quiet() -> None:
-    """Silence warnings about things we do on purpose, and make an error of one that means another
-    training.
-    """
+    """Silence warnings about things we do on purpose."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
@@ -89,8 +86,6 @@ def quiet() -> None:
     # ours is resumable: the sampler knows its position
     warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")
     warnings.filterwarnings("ignore", message=".*is smaller than the logging interval.*")
-    # in what configure_optimizers returns
-    warnings.filterwarnings("error", message=refusals.REFUSED_KEYS)
 
 
 def keep_traceback(error: Exception, file: logging.FileHandler) -> None:

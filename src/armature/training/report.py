@@ -2,6 +2,7 @@
 
 import math
 import shlex
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,13 @@ from armature.checkpoint import directory, resume
 from armature.data.batching import Batches
 from armature.data.tokenizer import TOKENIZER_FILE
 from armature.finetune.folder import CHAT_TEMPLATE
-from armature.hardware import peak_resident_memory
 from armature.strategies.base import StrategyMixin
 from armature.training.display import Display
+from armature.training.errors import peak_bytes
 from armature.training.limits import Limits
 from armature.training.not_finite import NotFiniteGuard
 from armature.training.progress import completed_batches, data_of
-from armature.training.run_report import RunReport
+from armature.training.samples import Samples
 from armature.training.step_log import StepLog
 from armature.training.trainer import Trainer
 
@@ -81,138 +82,104 @@ def _batch_note(trainer: Trainer) -> str:
     return getattr(data_of(trainer), "batch_note", "")
 
 
-def summarize(
-    cfg: DictConfig,
-    trainer: Trainer,
-    step_log: StepLog,
-    guard: NotFiniteGuard,
-    limits: Limits,
-    *,
-    reason: str,
-    metrics: dict[str, float],
-    best: Path | None,
-    best_score: float | None,
-) -> dict[str, Any]:
-    """Return the contents of summary.json, except the run's duration.
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came of a run.
 
-    Args:
-        limits: the run's limits, by which a later start sees whether they were raised.
-        reason: why the run ended, one of training.stop.REASONS or "finished".
+    Attributes:
+        limits: of the run, by which a later start sees whether they were raised.
+        reason: why it ended, one of training.stop.REASONS or "finished".
         best, best_score: the checkpoint with the best value of checkpoint.monitor, and that value.
-    """
-    strategy = StrategyMixin.find(trainer)
-    rate = step_log.trained_samples / step_log.trained_seconds if step_log.trained_seconds else None
-    summary = {
-        "stop_reason": reason,
-        "global_step": completed_batches(trainer),
-        "epochs": step_log.samples_seen / step_log.train_size,
-        "samples": step_log.samples_seen,
-        "planned_steps": limits.global_batches,
-        "samples_per_epoch": step_log.train_size,
-        "global_batch_size": step_log.global_batch_size,
-        "loss_not_finite_since": step_log.not_finite_since,
-        "skipped_steps": guard.skipped,
-        "rolled_back_steps": [event["step"] for event in guard.rollbacks],
-        **(
-            {"expert_load": step_log.expert_load.by_expert()}
-            if step_log.expert_load is not None
-            else {}
-        ),
-        "metrics": {
-            name: value if math.isfinite(value) else None for name, value in metrics.items()
-        },
-        "best_checkpoint": str(best) if best else None,
-        "best_score": best_score,
-        "strategy": strategy.layout if strategy is not None else type(trainer.strategy).__name__,
-        "world_size": trainer.world_size,
-        "precision": str(cfg.trainer.precision),
-        "parameters": trainer.parameter_count,
-        "samples_per_second": rate,
-        "timings": step_log.summary(),
-        "stragglers": step_log.stragglers.events,
-        "bubble_share": strategy.bubble_share if strategy is not None else 0.0,
-        "peak_memory_bytes": _peak_memory(trainer),
-        "versions": {"torch": torch.__version__, "lightning": version("lightning")},
-    }
-    if step_log.tokens_per_sample is not None and rate:
-        summary["tokens_per_second"] = rate * step_log.tokens_per_sample
-    return summary
-
-
-def _peak_memory(trainer: Trainer) -> int:
-    """Return this rank's peak memory in bytes: allocated on its GPU, or resident on a CPU."""
-    if trainer.strategy.root_device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return peak_resident_memory()
-
-
-def finish(
-    cfg: DictConfig,
-    trainer: Trainer,
-    step_log: StepLog,
-    guard: NotFiniteGuard,
-    display: Display,
-    limits: Limits,
-    *,
-    reason: str,
-    metrics: dict[str, float],
-    best: Path | None,
-    best_score: float | None,
-    seconds: float,
-    preview: str | None,
-    baselines: list[str],
-) -> None:
-    """Write summary.json and report.html, and print the last lines: on rank 0.
-
-    Args:
         seconds: of training and testing.
         preview: text that shows what was learned.
         baselines: lines to compare the metrics with.
     """
-    if not trainer.is_global_zero:
+
+    cfg: DictConfig
+    trainer: Trainer
+    step_log: StepLog
+    guard: NotFiniteGuard
+    limits: Limits
+    reason: str
+    metrics: dict[str, float]
+    best: Path | None
+    best_score: float | None
+    seconds: float
+    preview: str | None
+    baselines: list[str]
+
+
+def summarize(run: Outcome) -> dict[str, Any]:
+    """Return the contents of summary.json."""
+    trainer, log, strategy = run.trainer, run.step_log, StrategyMixin.find(run.trainer)
+    rate = log.trained_samples / log.trained_seconds if log.trained_seconds else None
+    summary: dict[str, Any] = {
+        "stop_reason": run.reason,
+        "global_step": completed_batches(trainer),
+        "epochs": log.samples_seen / log.train_size,
+        "samples": log.samples_seen,
+        "planned_steps": run.limits.global_batches,
+        "samples_per_epoch": log.train_size,
+        "global_batch_size": log.global_batch_size,
+        "loss_not_finite_since": log.not_finite_since,
+        "skipped_steps": run.guard.skipped,
+        "rolled_back_steps": [event["step"] for event in run.guard.rollbacks],
+        "metrics": {n: value if math.isfinite(value) else None for n, value in run.metrics.items()},
+        "best_checkpoint": str(run.best) if run.best else None,
+        "best_score": run.best_score,
+        "strategy": strategy.layout if strategy is not None else type(trainer.strategy).__name__,
+        "world_size": trainer.world_size,
+        "precision": str(run.cfg.trainer.precision),
+        "parameters": trainer.parameter_count,
+        "samples_per_second": rate,
+        "timings": log.summary(),
+        "bubble_share": strategy.bubble_share if strategy is not None else 0.0,
+        "peak_memory_bytes": peak_bytes(trainer),
+        "versions": {"torch": torch.__version__, "lightning": version("lightning")},
+        "seconds": run.seconds,
+    }
+    if log.expert_load is not None:
+        summary["expert_load"] = log.expert_load.by_expert()
+    if log.tokens_per_sample is not None and rate:
+        summary["tokens_per_second"] = rate * log.tokens_per_sample
+    return summary
+
+
+def finish(run: Outcome, display: Display, samples: Samples) -> None:
+    """Write summary.json and report.html, and print the last lines: on rank 0."""
+    if not run.trainer.is_global_zero:
         return
-    summary = summarize(
-        cfg,
-        trainer,
-        step_log,
-        guard,
-        limits,
-        reason=reason,
-        metrics=metrics,
-        best=best,
-        best_score=best_score,
-    )
-    summary["seconds"] = seconds
-    run_dir.write_summary(Path(cfg.run.dir), summary)
-    RunReport.of(trainer).finish(trainer, preview)
-    display.show_metrics(metrics)
-    for line in baselines:
-        display.print(line)
-    checkpoint = last_checkpoint(cfg)
+    folder = Path(run.cfg.run.dir)
+    summary = summarize(run)
+    run_dir.write_summary(folder, summary)
+    samples.finish(run.trainer, run.preview)
+    display.show_metrics(run.metrics)
+    checkpoint = last_checkpoint(run.cfg)
     saved = "no checkpoint was saved" if checkpoint is None else f"checkpoint {checkpoint}"
-    display.print(f"{reason} at step {summary['global_step']} after {seconds:.0f} s; {saved}")
-    if guard.skipped or guard.rollbacks:
-        display.print(guard.summary())
-    elif step_log.not_finite_since is not None:
-        now = step_log.last.get("train/loss", math.nan)
-        ending = "it recovered" if math.isfinite(now) else "the weights are of no use"
-        display.print(
-            f"train/loss was not finite at step {step_log.not_finite_since}; at the end, it is "
-            f"{now}: {ending}"
+    step = summary["global_step"]
+    lines = [*run.baselines, f"{run.reason} at step {step} after {run.seconds:.0f} s; {saved}"]
+    if run.guard.skipped or run.guard.rollbacks:
+        lines.append(run.guard.summary())
+    elif run.step_log.not_finite_since is not None:
+        lines.append(
+            f"train/loss was not finite at step {run.step_log.not_finite_since}; at the end, it is "
+            f"{run.step_log.last.get('train/loss', math.nan)}"
         )
-    if preview:
-        display.print(preview)
-    if reason == "finished" and checkpoint is not None:
-        script = "generate" if (Path(cfg.run.dir) / TOKENIZER_FILE).exists() else "evaluate"
-        option = " --chat" if (Path(cfg.run.dir) / CHAT_TEMPLATE).exists() else ""
-        if script == "evaluate" and not is_overridden("test_step", trainer.lightning_module):
+    if run.preview:
+        lines.append(run.preview)
+    if run.reason == "finished" and checkpoint is not None:
+        script = "generate" if (folder / TOKENIZER_FILE).exists() else "evaluate"
+        option = " --chat" if (folder / CHAT_TEMPLATE).exists() else ""
+        if script == "evaluate" and not is_overridden("test_step", run.trainer.lightning_module):
             option = " --split val"
-        display.print(f"next: python scripts/{script}.py {shlex.quote(cfg.run.dir)}{option}")
-    elif reason == "max_time":
-        display.print(
-            f"to continue: the same command with run.name={cfg.run.name} and a longer "
+        lines.append(f"next: python scripts/{script}.py {shlex.quote(run.cfg.run.dir)}{option}")
+    elif run.reason == "max_time":
+        lines.append(
+            f"to continue: the same command with run.name={run.cfg.run.name} and a longer "
             "trainer.max_time"
         )
+    for line in lines:
+        display.print(line)
 
 
 def last_checkpoint(cfg: DictConfig) -> str | None:

@@ -15,23 +15,21 @@ from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 
-from armature.loggers import writes_rows
 from armature.parallel import process_group
 from armature.parallel.targets import weigh
 from armature.strategies.base import StrategyMixin
 from armature.training.expert_load import ExpertLoad
 from armature.training.metrics_csv import MetricsCSV
-from armature.training.not_trained import NotTrained
 from armature.training.progress import completed_batches, data_of
-from armature.training.stragglers import LEAST_STEPS, StragglerWatch
 from armature.training.timings import (
+    OWN_SECONDS,
     DataWait,
     DataWaitWarning,
+    OwnWork,
     TimingsCSV,
     Totals,
     Window,
@@ -73,8 +71,8 @@ class StepLog(Callback):
 
     Values that depend on the clock go to timings.csv and to the other loggers, once per write:
     samples and tokens per
-    second, seconds per step, and `data_wait`, the share of the time that the slowest rank waits for
-    its next batch.
+    second, seconds per step, `data_wait`, the share of the time that the slowest rank waits for its
+    next batch, and with several ranks `slowest_rank`, whose own work took `own_seconds_per_step`.
 
     Args:
         csv: receives every row, like the trainer's loggers.
@@ -89,7 +87,6 @@ class StepLog(Callback):
         rate: samples per second of all ranks, over the rows of the newest write.
         data_wait: as the column, over the same rows.
         monitors: further sources of columns.
-        stragglers: names a rank that the others wait for.
     """
 
     COLUMNS = frozenset(
@@ -128,10 +125,10 @@ class StepLog(Callback):
         self.monitors: list[Monitor] = []
         self.expert_load: ExpertLoad | None = None
         self.wait: DataWait | None = None
+        self.work: OwnWork | None = None
         self.trained_samples = 0  # by this process, for the mean rate in the summary
         self.trained_seconds = 0.0
-        self._totals, self._watch, self._not_trained = Totals(), DataWaitWarning(), NotTrained()
-        self.stragglers = StragglerWatch()
+        self._totals, self._watch = Totals(), DataWaitWarning()
         self._pending: list[dict[str, Any]] = []
         self._loss: Tensor | None = None
         self._lr: float | Tensor | None = 0.0
@@ -181,8 +178,8 @@ class StepLog(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.wait = trainer.fit_loop.epoch_loop.data_wait = DataWait(trainer)  # pyright: ignore[reportAttributeAccessIssue]
+        self.work = OwnWork(self.wait.marks) if trainer.world_size > 1 else None
         self.samples_seen = _samples_seen(trainer)
-        self._not_trained.begin(trainer)
         if completed_batches(trainer):
             assert isinstance(trainer, OurTrainer)
             # for what on_train_start of the user's callbacks and module logs
@@ -198,6 +195,14 @@ class StepLog(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._loss = None  # left over from an epoch that ended within a global batch
+
+    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
+        if self.work is not None:
+            self.work.batch_began()
+
+    def on_before_backward(self, *args: Any, **kwargs: Any) -> None:
+        if self.work is not None:
+            self.work.backward_begins()
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
@@ -256,7 +261,6 @@ class StepLog(Callback):
         for column in columns:
             row.update(column)
         self._pending.append(row)
-        self.stragglers.step_ended()
         if len(self._pending) >= self.every_n_steps:
             self._log_pending(trainer)
 
@@ -275,8 +279,7 @@ class StepLog(Callback):
         self.csv.write_ready()
         self.timings.write_ready()
         for logger in trainer.loggers:
-            if writes_rows(logger):
-                logger.save()
+            logger.save()
 
     def _log_pending(self, trainer: Trainer) -> None:
         """Reduce and read the pending rows, and pass them to metrics.csv and the loggers.
@@ -291,12 +294,15 @@ class StepLog(Callback):
         seconds, samples = time.perf_counter() - self._since, len(rows) * self.global_batch_size
         window = Window(steps=len(rows), samples=samples, seconds=seconds, data_wait=waited)
         own = {"data_wait": waited / seconds}
+        if self.work is not None:
+            own[OWN_SECONDS] = self.work.read() / len(rows)
         for monitor in self.monitors:
             own |= monitor.measured(trainer, window)
         self.wait.marks.reset()
-        *ranks, due = self._read(trainer, rows, [*own.values(), float(self.stragglers.is_due)])
-        self._warn_of_nan(trainer, rows)
-        self._not_trained.look(trainer, rows)
+        ranks = self._read(trainer, rows, [*own.values()])
+        if self.not_finite_since is None:
+            losses = ((row["step"], row.get("train/loss", 0.0)) for row in rows)
+            self.not_finite_since = next((s for s, loss in losses if not math.isfinite(loss)), None)
         over_all_ranks = {
             name: over_ranks(name, values) for name, values in zip(own, ranks, strict=True)
         }
@@ -309,24 +315,16 @@ class StepLog(Callback):
             timing["tokens_per_second"] = self.rate * self.tokens_per_sample
         timing |= over_all_ranks
         self._totals.add(timing, window=window)
+        if self.work is not None:
+            timing["slowest_rank"] = ranks[1].index(max(ranks[1]))
         if trainer.is_global_zero and (
             problem := self._watch.problem(trainer, window, waits=ranks[0])
         ):
-            log.warning("%s", problem[0].upper() + problem[1:])
-        slow = (
-            self.stragglers.compare(trainer, step=rows[-1]["step"], waits=ranks[0])
-            if due[0]
-            else None
-        )
-        if slow is not None:
-            log.warning("%s", slow)
+            log.warning("%s", problem)
         self._write(trainer, rows, timing)
         if self.rows_read is not None:
             self.rows_read(trainer, rows)  # pyright: ignore[reportArgumentType]
         self._since = time.perf_counter()
-        # with fewer steps per write, a comparison spans several writes
-        if due[0] or len(rows) >= LEAST_STEPS:
-            self.stragglers.restart()
 
     def _read(
         self, trainer: Trainer, rows: list[dict[str, Any]], own: list[float]
@@ -338,67 +336,38 @@ class StepLog(Callback):
         others.
         """
         device = trainer.strategy.root_device
-        means = sorted(
-            {"train/loss"}.union(
-                *(getattr(monitor, "mean_columns", ()) for monitor in self.monitors)
-            )
-        )
-        averaged, none = (
-            [(row, name) for row in rows for name in means],
-            torch.zeros((), device=device),
-        )
-        cells = [
-            (r, name)
-            for r in rows
-            for name, value in r.items()
-            if isinstance(value, Tensor) and name not in means
-        ]
-        tensors = [
-            *(row.get(name, none) for row, name in averaged),
-            *(row[name] for row, name in cells),
-        ]
-        values = torch.stack(
-            [tensor.detach().to(device, torch.float32).reshape(()) for tensor in tensors]
-        )
-        mine = torch.tensor(
-            [*(float(name in row) for row, name in averaged), *own],
-            dtype=torch.float32,
-            device=device,
-        )
-        everyones, count = mine[None], len(averaged)
-        if trainer.world_size > 1:
-            # Each rank has a row of its own, so that no sum depends on how a collective splits a
-            # tensor
-            table = torch.zeros(trainer.world_size, count + len(mine), device=device)
-            table[trainer.global_rank] = torch.cat([values[:count], mine])
-            table = process_group.all_sum(table)
-            everyones = table[:, count:]
-            values[:count] = table[:, :count].sum(dim=0) / everyones[:, :count].sum(dim=0)
-        having = everyones[:, :count].sum(dim=0)
-        numbers = torch.cat([values, having, everyones[:, count:].flatten()]).tolist()
-        for (row, name), number in zip([*averaged, *cells], numbers, strict=False):
-            row[name] = number
-        for (row, name), ranks in zip(averaged, numbers[len(values) :], strict=False):
-            if not ranks:
-                del row[name]
-        by_rank = numbers[len(values) + count :]
-        return [by_rank[i :: len(own)] for i in range(len(own))]
 
-    def _warn_of_nan(self, trainer: Trainer, rows: list[dict[str, Any]]) -> None:
-        """Note the first loss that is not finite, and warn of it unless `rows_read` decides what
-        follows.
-        """
-        lost = next((row for row in rows if not math.isfinite(row.get("train/loss", 0.0))), None)
-        if lost is not None and self.not_finite_since is None:
-            self.not_finite_since = lost["step"]
-            if trainer.is_global_zero and self.rows_read is None:
-                log.warning(
-                    "train/loss is %s at step %d. Look at that step's samples and the learning "
-                    "rate; debug=nan shows "
-                    "the operation that made it.",
-                    lost["train/loss"],
-                    lost["step"],
-                )
+        def number(value: Any) -> Tensor:
+            return torch.as_tensor(value).detach().to(device, torch.float32).reshape(())
+
+        own_columns = (getattr(monitor, "mean_columns", ()) for monitor in self.monitors)
+        names = sorted({"train/loss"}.union(*own_columns))
+        means = [(row, name) for row in rows for name in names]
+        others = [
+            (row, name)
+            for row in rows
+            for name, value in row.items()
+            if isinstance(value, Tensor) and name not in names
+        ]
+        given = [float(name in row) for row, name in means]
+        # Each rank has a row of its own, so that no sum depends on how a collective splits a tensor
+        mine = torch.stack([number(row.get(name, 0.0)) for row, name in means])
+        table = torch.zeros(trainer.world_size, 2 * len(means) + len(own), device=device)
+        table[trainer.global_rank] = torch.cat([mine, torch.tensor([*given, *own], device=device)])
+        if trainer.world_size > 1:
+            table = process_group.all_sum(table)
+        rest = [number(row[name]) for row, name in others]
+        numbers = torch.cat([table.flatten(), torch.stack([*rest, mine[0]])]).tolist()
+        width, count = table.shape[1], len(means)
+        ranks = [numbers[i : i + width] for i in range(0, table.numel(), width)]
+        for i, (row, name) in enumerate(means):
+            if having := sum(each[count + i] for each in ranks):
+                row[name] = sum(each[i] for each in ranks) / having
+            else:
+                row.pop(name, None)
+        for (row, name), value in zip(others, numbers[table.numel() :], strict=False):
+            row[name] = value
+        return [[*by_rank] for by_rank in zip(*(each[2 * count :] for each in ranks), strict=True)]
 
     def _write(
         self, trainer: Trainer, rows: list[dict[str, Any]], timing: dict[str, float]
@@ -414,18 +383,10 @@ class StepLog(Callback):
         )
         self.csv.write_rows(rows)
         self.timings.write_rows([{"step": rows[-1]["step"], **timing}])
+        newest = {name: value for name, value in (self.last | timing).items() if name != "step"}
         for logger in trainer.loggers:
             if logger is not self.csv:
-                self._log(logger, rows, timing)
-
-    def _log(self, logger: Logger, rows: list[dict[str, Any]], timing: dict[str, float]) -> None:
-        rows = [*rows[:-1], rows[-1] | timing]
-        if writes_rows(logger):
-            logger.write_rows(rows)
-            return
-        for row in rows:
-            values = {name: value for name, value in row.items() if name != "step"}
-            logger.log_metrics(metrics=values, step=row["step"])
+                logger.log_metrics(metrics=newest, step=int(self.last["step"]))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit":
@@ -434,7 +395,6 @@ class StepLog(Callback):
     def restart_clock(self) -> None:
         """Exclude what was done since the last write (validation, saving) from the rate."""
         self._since = time.perf_counter()
-        self.stragglers.restart()
         if self.wait is not None:
             self.wait.clear()
 

@@ -20,7 +20,6 @@ class StrategyAccess(Protocol):
     `armature.strategies` implements and documents it.
     """
 
-    reduces_gradients_once: bool
     can_read_weights: bool
     can_read_gradients: bool
     left_out: bool

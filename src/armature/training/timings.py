@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from armature.training.progress import data_of
 
 MAX_DATA_WAIT = 0.05  # share of the time; a longer wait for data is reported
 UNAVOIDABLE_SECONDS = 1e-3  # per batch: receiving one from another process takes as long
+OWN_SECONDS = "own_seconds_per_step"  # the column
 WARM_UP_STEPS = 20  # caches fill, kernels are chosen, processes start
 
 
@@ -38,17 +38,16 @@ class Window:
 class TimingsCSV(MetricsCSV):
     """timings.csv: a row per write, beside metrics.csv."""
 
-    def __init__(self, run_dir: Path) -> None:
-        super().__init__(run_dir)
-        self.file = run_dir / "timings.csv"
+    name_on_disk, keeps_newest = "timings.csv", False
 
     @rank_zero_only
     def write_rows(self, rows: list[dict[str, Any]]) -> None:
-        self._ready += [
-            {n: v if isinstance(v, int) else float(f"{v:.6g}") for n, v in row.items()}
-            for row in rows
-        ]
-        self._write_if_due()
+        super().write_rows(
+            [
+                {n: v if isinstance(v, int) else float(f"{v:.6g}") for n, v in row.items()}
+                for row in rows
+            ]
+        )
 
 
 class Marks:
@@ -137,71 +136,83 @@ class DataWait:
         self._gaps, self._last, self._fetching, self._waited = [], None, 0.0, 0.0
 
 
+class OwnWork:
+    """The time that this rank takes for its part of a batch: from its begin to its first backward.
+
+    Under ddp no collective lies in it, so a rank that needs longer than the others slows them down.
+    With sharded weights it contains the forward's gathers.
+    """
+
+    def __init__(self, marks: Marks) -> None:
+        self._marks, self._began = marks, None
+        self._parts: list[tuple[Any, Any]] = []
+
+    def batch_began(self) -> None:
+        self._began = self._marks.mark()
+
+    def backward_begins(self) -> None:
+        if self._began is not None:
+            self._parts.append((self._began, self._marks.mark()))
+            self._began = None
+
+    def read(self) -> float:
+        """Return the seconds since the last call. Call `Marks.settle` first."""
+        parts, self._parts, self._began = self._parts, [], None
+        return sum(self._marks.seconds(*part) for part in parts)
+
+
 class DataWaitWarning:
     """Warn once, on rank 0, if waiting for data takes more than 5% of the time, and say what to
     type.
-
-    Attributes:
-        steps: optimizer steps seen so far.
     """
 
     def __init__(self) -> None:
-        self.steps = 0
-        self._since = [0.0, 0.0, 0]  # seconds, seconds of waiting, steps: since the last check
+        self._warm_up = WARM_UP_STEPS  # steps that are left of it
+        self._seconds = self._waited = 0.0
+        self._steps = 0
         self._warned = False
 
     def problem(self, trainer: Trainer, window: Window, *, waits: list[float]) -> str | None:
-        """Return the warning that this window calls for, or None.
+        """Return the warning that is due after this window, or None.
 
         Args:
             waits: share of the time that each rank waits.
         """
-        warm = self.steps >= WARM_UP_STEPS
-        self.steps += window.steps
-        if self._warned or not warm:
+        self._warm_up -= window.steps
+        if self._warned or self._warm_up > -window.steps:
             return None
         worst = max(range(len(waits)), key=waits.__getitem__)
-        for i, value in enumerate((window.seconds, waits[worst] * window.seconds, window.steps)):
-            self._since[i] += value
-        seconds, waited, steps = self._since
-        if steps < WARM_UP_STEPS or seconds < 0.5:
+        self._steps += window.steps
+        self._seconds += window.seconds
+        self._waited += waits[worst] * window.seconds
+        if self._steps < WARM_UP_STEPS or self._seconds < 0.5:
             return None
-        self._since = [0.0, 0.0, 0]
-        batches = steps * trainer.accumulate_grad_batches
-        if waited / seconds <= MAX_DATA_WAIT or waited / batches < UNAVOIDABLE_SECONDS:
+        share = self._waited / self._seconds
+        wait = self._waited / (self._steps * trainer.accumulate_grad_batches)
+        self._steps, self._seconds, self._waited = 0, 0.0, 0.0
+        if share <= MAX_DATA_WAIT or wait < UNAVOIDABLE_SECONDS:
             return None
         self._warned = True
-        rank = f"rank {worst} waits" if len(waits) > 1 else "the model waits"
-        return (
-            f"{rank} for data {waited / seconds:.0%} of the time, {waited / batches * 1e3:.3g} ms "
-            "per batch. "
-            + remedy(trainer, wait=waited / batches, work=(seconds - waited) / batches)
+        rank = f"Rank {worst} waits" if len(waits) > 1 else "The model waits"
+        return f"{rank} for data {share:.0%} of the time, {wait * 1e3:.3g} ms per batch. " + remedy(
+            trainer
         )
 
 
-def remedy(trainer: Trainer, *, wait: float, work: float) -> str:
-    """Return what to type against waiting for data.
-
-    Args:
-        wait, work: seconds per batch.
-    """
+def remedy(trainer: Trainer) -> str:
+    """Return what to type against waiting for data."""
     cpus = hardware.cpu_count() // max(1, trainer.num_devices)
     datamodule = data_of(trainer)
     loader: Any = datamodule if hasattr(datamodule, "num_workers") else trainer.train_dataloader
     key = "data.num_workers" if loader is datamodule else "your DataLoader's num_workers"
     workers = getattr(loader, "num_workers", 0)
-    cheaper = (
-        "make samples cheaper: decode, resize or tokenize once, store the result on a local disk "
-        "and only read it "
-        "while training"
-    )
-    enough = max(workers + 1, math.ceil(1.5 * wait / work)) if not workers else 2 * workers
-    more = min(enough, cpus)
-    if more <= workers:
-        return f"All {cpus} CPUs of a rank load data already ({key}={workers}), so {cheaper}."
-    if not workers:
+    more = min(2 * workers or 2, cpus)
+    if more > workers:
         return f"Type {key}={more}: that many processes then prepare batches ahead."
-    return f"Type {key}={more} instead of {workers}. If that does not help, {cheaper}."
+    return (
+        f"All {cpus} CPUs of a rank load data already ({key}={workers}): decode, resize or "
+        "tokenize samples once, store the result on a local disk and only read it while training."
+    )
 
 
 class Totals:
@@ -233,6 +244,6 @@ def over_ranks(name: str, values: list[float]) -> float:
     """Combine the ranks' values: a step waits for the slowest rank and fails on the fullest one."""
     return (
         max(values)
-        if name == "data_wait" or name.startswith("memory/")
+        if name in ("data_wait", OWN_SECONDS) or name.startswith("memory/")
         else sum(values) / len(values)
     )

@@ -17,7 +17,6 @@ from lightning.pytorch.trainer.states import RunningStage
 from typing_extensions import override
 
 from armature.data.users_view import UsersTrainer
-from armature.loggers import writes_rows
 from armature.strategies.base import StrategyMixin
 from armature.training import epoch_metrics
 from armature.training.fit_loop import FitLoop
@@ -93,8 +92,7 @@ class LoggerConnector(_LoggerConnector):
             epoch = {"epoch": self.trainer.current_epoch if self.epoch is None else self.epoch()}
             step = self._trainer.completed_batches
         for logger in self.trainer.loggers:
-            # a RowWriter has received the epoch with the row of this step
-            logger.log_metrics(metrics=named if writes_rows(logger) else epoch | named, step=step)
+            logger.log_metrics(metrics=epoch | named, step=step)
             logger.save()
 
     def _logged_name(self, name: str) -> str:

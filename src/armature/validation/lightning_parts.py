@@ -43,7 +43,6 @@ PACKAGES = {  # module that a logger of Lightning's imports, and what to install
     "MLFlowLogger": ("mlflow", "mlflow"),
     "CometLogger": ("comet_ml", "comet-ml"),
     "TensorBoardLogger": ("tensorboard", "tensorboard"),
-    "TensorBoard": ("tensorboard", "tensorboard"),
     "LitLogger": ("litlogger", "litlogger"),
 }
 LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches")

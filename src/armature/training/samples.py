@@ -1,9 +1,7 @@
-"""Keep report.html in the run directory: at most 1% of a run's time, and nothing of it in a
-training step.
+"""Keep samples of what a run learns in report.jsonl, for report.html: outside of training steps,
+and at most 1% of the time.
 
-Rank 0 writes. All ranks take part in two small collectives per validation: whether the page is due,
-and the memory of
-each rank. What goes wrong with the page is logged once and never ends the run.
+What goes wrong with a sample is logged once and never ends the run.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as L
 import torch
@@ -36,42 +34,31 @@ from armature.pages import report
 from armature.pages.history import EVENTS
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
-from armature.training import memory
-from armature.training.limits import Limits
 from armature.training.progress import completed_batches, data_of
-from armature.training.step_log import StepLog
 
 log = logging.getLogger(__name__)
-SHARE = 0.01  # of the run's time, for pages and samples; the first ones are always made
+SHARE = 0.01  # of the run's time, for samples; the first ones are always made
 IMAGES, PIXELS = 16, 64  # per validation; larger images are reduced to so many pixels per side
 CHARACTERS = 4000  # of a text
 
 
-class RunReport(L.Callback):
-    """Write report.html at validations and at the end, and report.jsonl with what no other file of
-    the run has.
+class Samples(L.Callback):
+    """Write a line per start of the run, and a text or images per validation.
 
     Args:
-        limits: of the run: after its last step, the sample that ends the run is the last one.
+        planned_steps: after the last one, the sample that ends the run is the last one.
     """
 
-    def __init__(self, cfg: DictConfig, step_log: StepLog, *, limits: Limits) -> None:
-        self.cfg, self.step_log, self.planned_steps = cfg, step_log, limits.global_batches
-        self.run_dir = Path(cfg.run.dir)
+    def __init__(self, cfg: DictConfig, *, planned_steps: int | None) -> None:
+        self.cfg, self.planned_steps = cfg, planned_steps
         self._began = self._spent = 0.0
         self._due = self._failed = False
-        self.enabled = bool(cfg.run.report)
-
-    @classmethod
-    def of(cls, trainer: L.Trainer) -> RunReport:
-        callbacks: list[Any] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        return next(callback for callback in callbacks if isinstance(callback, cls))
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._began = time.monotonic()
-        if trainer.is_global_zero and self.enabled:
-            self._try(lambda: self._write_event("start", trainer, **self._start(trainer)))
+        self._try(lambda: self._write(trainer, "start", **self._start(trainer)))
+        self._spent = 0.0  # on samples
 
     def _start(self, trainer: L.Trainer) -> dict[str, Any]:
         strategy, git = StrategyMixin.find(trainer), self.cfg.run.git or {}
@@ -96,9 +83,10 @@ class RunReport(L.Callback):
 
     @override
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if trainer.state.fn == "fit" and self.enabled:
+        self._due = False
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and can_sample(trainer):
             within = self._spent <= SHARE * (time.monotonic() - self._began)
-            self._due = process_group.broadcast_object(within) and not trainer.sanity_checking
+            self._due = process_group.broadcast_object(within)
 
     @override
     def on_validation_batch_end(
@@ -110,57 +98,20 @@ class RunReport(L.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if (
-            self._due
-            and batch_idx == dataloader_idx == 0
-            and shows_images(pl_module, batch)
-            and can_sample(trainer)
-        ):
-            self._timed(trainer, lambda: self._sample_images(trainer, pl_module, batch))
+        if self._due and batch_idx == dataloader_idx == 0 and shows_images(pl_module, batch):
+            self._try(lambda: self._sample_images(trainer, pl_module, batch))
 
     @override
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not self._due:
-            return
-        self._due = False
-        self._write_memory(trainer)
         last = self.planned_steps is not None and completed_batches(trainer) >= self.planned_steps
         preview = preview_of(pl_module)
-        if preview is not None and not last and can_sample(trainer):
-            self._timed(trainer, lambda: self._write_text(trainer, _alone(preview)))
-        if trainer.is_global_zero:
-            self._timed(trainer, lambda: self._write(running=True))
+        if self._due and preview is not None and not last:
+            self._try(lambda: self.write_text(trainer, _alone(preview)))
+        self._due = False
 
-    @override
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.enabled:
-            self._write_memory(trainer)
-
-    def finish(self, trainer: L.Trainer, preview: str | None) -> None:
-        """Write the page of a run that has ended, with its summary.
-
-        `preview`: what was learned, as text.
-        """
-        if trainer.is_global_zero and self.enabled:
-            self._try(lambda: self._write_text(trainer, preview))
-            self._try(lambda: self._write(running=False))
-
-    def _write(self, *, running: bool) -> None:
-        page = report.make(self.run_dir, running=running, newest=self.step_log.csv.held)
-        files.replace(self.run_dir / report.NAME, page)
-
-    def _write_memory(self, trainer: L.Trainer) -> None:
-        gib = process_group.all_gather_object(memory.peak_bytes(trainer) / 2**30)
-        if trainer.is_global_zero:
-            self._try(
-                lambda: self._write_event(
-                    "memory", trainer, memory_gib=[round(each, 4) for each in gib]
-                )
-            )
-
-    def _write_text(self, trainer: L.Trainer, text: Any) -> None:
-        if isinstance(text, str) and text and trainer.is_global_zero:
-            self._write_event("text", trainer, text=text[:CHARACTERS])
+    def write_text(self, trainer: L.Trainer, text: Any) -> None:
+        if isinstance(text, str) and text:
+            self._write(trainer, "text", text=text[:CHARACTERS])
 
     def _sample_images(
         self, trainer: L.Trainer, module: L.LightningModule, batch: dict[str, Tensor]
@@ -172,25 +123,29 @@ class RunReport(L.Callback):
         few = {name: value[:IMAGES] for name, value in batch.items()}
         with torch.no_grad(), trainer.precision_plugin.val_step_context():
             predicted = _alone(lambda: module.predict_step(few, 0))
-        if trainer.is_global_zero and isinstance(predicted, dict) and "class" in predicted:
+        if isinstance(predicted, dict) and "class" in predicted:
             names = getattr(data_of(trainer), "class_names", None)
             shown = image_rows(few["inputs"], few.get("targets"), predicted["class"], names)
-            self._write_event("images", trainer, images=shown)
+            self._write(trainer, "images", images=shown)
 
-    def _write_event(self, event: str, trainer: L.Trainer, **values: Any) -> None:
-        line = masked(
-            json.dumps({"event": event, "step": completed_batches(trainer), **values}, default=str)
-        )
-        with (self.run_dir / EVENTS).open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+    def finish(self, trainer: L.Trainer, preview: str | None) -> None:
+        """Write the last sample and the page of a run that has ended, with its summary."""
+        self._try(lambda: self.write_text(trainer, preview))
+        run = Path(self.cfg.run.dir)
+        self._try(lambda: files.replace(run / report.NAME, report.make(run)))
 
-    def _timed(self, trainer: L.Trainer, work: Callable[[], None]) -> None:
-        started = time.monotonic()
-        self._try(work)
-        self._spent += time.monotonic() - started
+    def _write(self, trainer: L.Trainer, event: str, **values: Any) -> None:
+        if not trainer.is_global_zero:
+            return
+        row = {"event": event, "step": completed_batches(trainer), **values}
+        with (Path(self.cfg.run.dir) / EVENTS).open("a", encoding="utf-8") as file:
+            file.write(masked(json.dumps(row, default=str)) + "\n")
 
     def _try(self, work: Callable[[], None]) -> None:
         """Do what the run does not depend on."""
+        if not self.cfg.run.report:
+            return
+        started = time.monotonic()
         try:
             work()
         except Exception as error:
@@ -201,6 +156,7 @@ class RunReport(L.Callback):
                     error_line(error),
                 )
             self._failed = True
+        self._spent += time.monotonic() - started
 
 
 def can_sample(trainer: L.Trainer) -> bool:
@@ -209,13 +165,13 @@ def can_sample(trainer: L.Trainer) -> bool:
 
 
 def preview_of(module: L.LightningModule) -> Callable[[], str | None] | None:
-    """Return the module's `preview()`. One that takes arguments has another purpose."""
-    preview = getattr(module, "preview", None)
-    if not callable(preview):
+    """Return the module's `preview()`. One that needs arguments has another purpose."""
+    preview: Any = getattr(module, "preview", None)
+    try:
+        inspect.signature(preview).bind()
+    except TypeError:  # none, or no method
         return None
-    needed = [p for p in inspect.signature(preview).parameters.values() if p.default is p.empty]
-    takes_more = any(p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in needed)
-    return None if takes_more else cast(Callable[[], str | None], preview)
+    return preview
 
 
 def _alone(work: Callable[[], Any]) -> Any:

@@ -1,18 +1,19 @@
 """Mistakes in users' classes end in one message that says what to write, under our strategies."""
 
 import os
+from types import SimpleNamespace
 
 import lightning.pytorch as L
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 from torch.utils.data import DataLoader
 
-from armature.checkpoint import directory
 from armature.errors import ConfigError
 from armature.strategies.single import SingleDevice
+from armature.training.errors import RecordError, refusal_of
 from armature.training.process import quiet
-from armature.training.refusals import advice_on, refusal_of
 from armature.training.trainer import Trainer
 
 
@@ -67,14 +68,6 @@ def one(self):
     return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def flat(optimizer):
-    return torch.optim.lr_scheduler.ConstantLR(optimizer)
-
-
-def scheduled(optimizer, **keys):
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": flat(optimizer), **keys}}
-
-
 @pytest.mark.parametrize(
     ("methods", "message"),
     [
@@ -88,14 +81,6 @@ def scheduled(optimizer, **keys):
         ),
         ({"__init__": frozen}, "All parameters of the module are frozen"),
         (
-            {"configure_optimizers": lambda s: {"lr_scheduler": None}},
-            "returned a dict without 'optimizer'",
-        ),
-        (
-            {"configure_optimizers": lambda s: torch.optim.SGD([], lr=0.1)},
-            "the optimizer got no parameters. Give it",
-        ),
-        (
             {"configure_optimizers": lambda s: "adam"},
             "Mine: Unknown configuration for model optimizers",
         ),
@@ -104,38 +89,8 @@ def scheduled(optimizer, **keys):
             "Mine: Training with multiple optimizers is only supported",
         ),
         (
-            {"configure_optimizers": lambda s: {"optimizer": one(s), "lr_schedular": flat(one(s))}},
-            "Mine.configure_optimizers: the optimizer configuration has 'lr_schedular'. Its keys "
-            "are optimizer, lr_sch",
-        ),
-        (
-            {"configure_optimizers": lambda s: scheduled(one(s), intervall="step")},
-            "Mine.configure_optimizers: the lr scheduler dict has 'intervall'. Its keys are "
-            "scheduler, name, interval",
-        ),
-        (
             {"configure_optimizers": lambda s: []},
             "Mine.configure_optimizers returned no optimizer. Return one; or",
-        ),
-        (
-            {"configure_optimizers": lambda s: scheduled(one(s), frequency=0)},
-            "the lr scheduler dict has frequency=0.",
-        ),
-        (
-            {"configure_optimizers": lambda s: scheduled(one(s), frequency="2")},
-            "frequency='2'. Give it a whole number",
-        ),
-        (
-            {"configure_optimizers": lambda s: scheduled(one(s), frequency=1.5)},
-            "so many of its interval (epoch).",
-        ),
-        (
-            {
-                "__init__": by_hand,
-                "configure_optimizers": lambda s: scheduled(one(s), intervall="step"),
-            },
-            "Mine.configure_optimizers: the lr scheduler dict has 'intervall'. Its keys are "
-            "scheduler, name, interval",
         ),
         (
             {
@@ -206,24 +161,11 @@ def test_a_process_of_the_data_that_has_ended_is_named():
     loader = torch.utils.data.DataLoader(Ends(), num_workers=1, multiprocessing_context="fork")
     with pytest.raises(RuntimeError) as info:
         next(iter(loader))
-    assert "data.num_workers=0 to load in the training process" in str(advice_on(info.value))
-    assert advice_on(ValueError()) is None
+    trainer = SimpleNamespace(strategy=SingleDevice())
+    RecordError(OmegaConf.create({})).on_exception(trainer, Mine(), info.value)
+    assert "data.num_workers=0 to load in the training process" in str(info.value.__notes__)
     assert refusal_of(info.value, Mine()) is None  # a restart may find more memory
 
 
-@pytest.mark.parametrize("load", [torch.load, L.LightningModule.load_from_checkpoint])
-def test_a_checkpoint_that_is_taken_for_a_file_is_named(tmp_path, load):
-    (tmp_path / "step=000001").mkdir()
-    (tmp_path / "step=000001" / directory.MANIFEST).touch()
-    with pytest.raises(IsADirectoryError) as info:
-        load(str(tmp_path / "step=000001"))
-    refusal = refusal_of(info.value, L.LightningModule())
-    assert "step=000001 is a checkpoint, which is a directory here" in str(refusal)
-    with pytest.raises(IsADirectoryError) as info:
-        load(str(tmp_path))
-    assert refusal_of(info.value, L.LightningModule()) is None
-
-
-def test_a_module_that_trains_by_hand_may_have_no_optimizer_and_schedulers_of_any_frequency():
-    for returned in (lambda s: [], lambda s: scheduled(one(s), frequency="2")):
-        assert fit(__init__=by_hand, configure_optimizers=returned) == ""
+def test_a_module_that_trains_by_hand_may_have_no_optimizer():
+    assert fit(__init__=by_hand, configure_optimizers=lambda s: []) == ""

@@ -21,7 +21,6 @@ import lightning.pytorch as L
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import ProgressBar
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from typing_extensions import override
@@ -31,7 +30,8 @@ from armature.data import extras
 from armature.data.base import DataModule
 from armature.data.users_view import UsersTrainer
 from armature.errors import ConfigError
-from armature.training.no_logger import NoLogger
+from armature.loading import WithWeights
+from armature.loggers import NoLogger
 from armature.training.progress import data_of
 
 SUFFIXES = (".parquet", ".csv", ".jsonl")
@@ -70,19 +70,21 @@ def make_trainer(
     accelerator: str,
     precision: str,
     callbacks: Sequence[L.Callback] = (),
+    read: Callable[[], dict[str, Any]] = dict,
 ) -> UsersTrainer:
     """Return the Trainer of one rank, which writes its rows to a part file.
 
     Args:
         run_dir: of the run that the task is from, for what the task reads there.
         callbacks: the run's.
+        read: gives the task its weights, as of `loading.task_and_weights`.
     """
     device = torch.device({"gpu": f"cuda:{rank}"}.get(accelerator, accelerator))
     shown = [each for each in callbacks if rank == 0 or not isinstance(each, ProgressBar)]
     return UsersTrainer(
         accelerator=accelerator,
         devices=[rank] if accelerator == "gpu" else 1,
-        strategy=OneOf(device, rank, ranks),
+        strategy=OneOf(device, rank, ranks, read),
         logger=NoLogger(run_dir),
         default_root_dir=run_dir,
         precision=precision,
@@ -112,11 +114,13 @@ def predict(task: L.LightningModule, data: DataModule, trainer: UsersTrainer) ->
         raise
 
 
-class OneOf(SingleDeviceStrategy):
+class OneOf(WithWeights):
     """One process that takes its share of the samples and knows of no other."""
 
-    def __init__(self, device: torch.device, rank: int, ranks: int) -> None:
-        super().__init__(device)
+    def __init__(
+        self, device: torch.device, rank: int, ranks: int, read: Callable[[], dict[str, Any]]
+    ) -> None:
+        super().__init__(device, read)
         self._share = {"rank": rank, "num_replicas": ranks}
         self.global_rank = self.local_rank = rank
         self.world_size = ranks
@@ -143,9 +147,8 @@ class RowWriter(L.Callback):
     def __init__(self, part: Path) -> None:
         self.part = part
         self._file: Any = None
-        self._batches: dict[int, list[list[int]]] = {}  # samples of each batch, by loader
-        # a method of the dataset that says what a sample is, by loader
-        self._describe: dict[int, Any] = {}
+        # by loader: samples of each batch; a method of the dataset that says what a sample is
+        self._samples: dict[int, tuple[list[list[int]], Any]] = {}
 
     @override
     def on_predict_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -166,31 +169,23 @@ class RowWriter(L.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         loaders: Any = trainer.predict_dataloaders
-        loaders = list(loaders.values()) if isinstance(loaders, dict) else loaders
-        several = isinstance(loaders, (list, tuple))
-        if dataloader_idx not in self._batches:
-            loader = loaders[dataloader_idx] if several else loaders
+        loaders = [*loaders.values()] if isinstance(loaders, dict) else loaders
+        loaders = loaders if isinstance(loaders, (list, tuple)) else [loaders]
+        if dataloader_idx not in self._samples:
+            loader = loaders[dataloader_idx]
             while hasattr(loader, "loader"):  # UnchangedLoader, PrefetchLoader
                 loader = loader.loader
-            self._batches[dataloader_idx] = list(loader.batch_sampler)
-            self._describe[dataloader_idx] = loader.dataset.describe
-        indices = self._batches[dataloader_idx][batch_idx]
-        names = data_of(trainer).class_names
-        describe = self._describe[dataloader_idx]
-        for index, row in zip(
-            indices, rows(outputs, len(indices), owner=type(pl_module).__name__), strict=True
-        ):
-            own = (
-                {"loader": dataloader_idx, "index": index}
-                if several and len(loaders) > 1
-                else {"index": index}
-            )
-            if describe is not None:
-                own |= describe(index)
+            self._samples[dataloader_idx] = [*loader.batch_sampler], loader.dataset.describe
+        batches, describe = self._samples[dataloader_idx]
+        indices, names = batches[batch_idx], data_of(trainer).class_names
+        found = rows(outputs, len(indices), owner=type(pl_module).__name__)
+        for index, row in zip(indices, found, strict=True):
+            own = {"loader": dataloader_idx} if len(loaders) > 1 else {}
+            own |= {"index": index, **({} if describe is None else describe(index))}
             number = row.get("class")
             if names is not None and type(number) is int and 0 <= number < len(names):
                 row["class"] = str(names[number])
-            self._file.write(json.dumps([[dataloader_idx, index], {**own, **row}]) + "\n")
+            self._file.write(json.dumps([[dataloader_idx, index], own | row]) + "\n")
 
 
 def rows(outputs: Any, count: int, *, owner: str) -> list[dict[str, Any]]:
@@ -200,29 +195,21 @@ def rows(outputs: Any, count: int, *, owner: str) -> list[dict[str, Any]]:
     each, named by its path, as in `scores/car` or `0`. A list of B values or dicts holds one for
     each sample.
     """
-    if (
-        isinstance(outputs, list)
-        and len(outputs) == count
-        and not all(_length(each) == count for each in outputs)
-    ):
+    is_list = isinstance(outputs, list) and len(outputs) == count
+    if is_list and not all(_length(each) == count for each in outputs):
         plain = [_plain(each) for each in outputs]
         return [each if isinstance(each, dict) else {"prediction": each} for each in plain]
     columns = dict(_columns(outputs, ""))
-    if not columns:
+    wrong = next((n for n, column in columns.items() if _length(column) != count), None)
+    if wrong is not None or not columns:
+        found: Any = outputs if wrong is None else columns[wrong]
+        name = f"'{wrong}' " if wrong else ""
+        shape = f"of shape {tuple(found.shape)}" if hasattr(found, "shape") else f"{found!r:.60}"
         raise ConfigError(
-            f"{owner}.predict_step returned {outputs!r:.80}: return a row for each sample of the "
-            "batch."
+            f"{owner}.predict_step returned {name}{shape} for a batch "
+            f"of {count} samples. Its first dimension must be the samples: return a row for each "
+            "of them."
         )
-    for name, column in columns.items():
-        if _length(column) != count:
-            shape = (
-                f"of shape {tuple(column.shape)}" if hasattr(column, "shape") else f"{column!r:.60}"
-            )
-            raise ConfigError(
-                f"{owner}.predict_step returned '{name}' {shape} for a batch of {count} samples. "
-                "Its first dimension "
-                "must be the samples: return a row for each of them."
-            )
     values = {name: _plain(column) for name, column in columns.items()}
     return [{name: column[i] for name, column in values.items()} for i in range(count)]
 
@@ -262,56 +249,35 @@ def _plain(value: Any) -> Any:
 def merge(parts: list[Path], file: Path) -> int:
     """Write the rows of all parts to a file, in order; return their number.
 
-    The rows are read twice: the columns, and their types in Parquet, are those of all rows.
+    The rows are read several times: the columns, and their types in Parquet, are those of all rows.
+    In CSV, lists and dicts become JSON within a cell, which is empty in a row without the column.
     """
+
+    def read() -> Iterator[dict[str, Any]]:
+        with ExitStack() as stack:
+            placed = [map(json.loads, stack.enter_context(part.open())) for part in parts]
+            for _, row in heapq.merge(*placed, key=lambda each: each[0]):
+                yield row
+
     with files.replacing(file) as temporary:
-        write = {".csv": _write_csv, ".jsonl": _write_jsonl, ".parquet": _write_parquet}[
-            file.suffix
-        ]
-        return write(temporary, lambda: _in_order(parts))
+        if file.suffix == ".parquet":
+            _write_parquet(temporary, read)
+        else:
+            with temporary.open("w", encoding="utf-8", newline="") as stream:
+                if file.suffix == ".jsonl":
+                    stream.writelines(json.dumps(row) + "\n" for row in read())
+                elif columns := dict.fromkeys(column for row in read() for column in row):
+                    writer = csv.DictWriter(stream, [*columns])
+                    writer.writeheader()
+                    writer.writerows({k: _cell(v) for k, v in row.items()} for row in read())
+    return sum(1 for _ in read())
 
 
-Read = Callable[[], Iterator[dict[str, Any]]]
+def _cell(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, (list, dict)) else value
 
 
-def _in_order(parts: list[Path]) -> Iterator[dict[str, Any]]:
-    with ExitStack() as stack:
-        with_order = [map(json.loads, stack.enter_context(part.open())) for part in parts]
-        last = [-1, -1]
-        for place, row in heapq.merge(*with_order, key=lambda each: each[0]):
-            assert place == [last[0], last[1] + 1] or (place[0] > last[0] and place[1] == 0), (
-                f"{place} after {last}"
-            )
-            last = place
-            yield row
-
-
-def _write_jsonl(file: Path, read: Read) -> int:
-    count = 0
-    with file.open("w", encoding="utf-8") as stream:
-        for count, row in enumerate(read(), start=1):  # noqa: B007
-            stream.write(json.dumps(row) + "\n")
-    return count
-
-
-def _write_csv(file: Path, read: Read) -> int:
-    """Lists and dicts become JSON within a cell.
-
-    A row that lacks a column has an empty cell there.
-    """
-    count, columns = 0, dict.fromkeys(column for row in read() for column in row)
-    with file.open("w", encoding="utf-8", newline="") as stream:
-        writer = csv.DictWriter(stream, list(columns))
-        if columns:
-            writer.writeheader()
-        for count, row in enumerate(read(), start=1):  # noqa: B007
-            writer.writerow(
-                {k: json.dumps(v) if isinstance(v, (list, dict)) else v for k, v in row.items()}
-            )
-    return count
-
-
-def _write_parquet(file: Path, read: Read) -> int:
+def _write_parquet(file: Path, read: Callable[[], Iterator[dict[str, Any]]]) -> None:
     import pyarrow
     import pyarrow.parquet
 
@@ -320,23 +286,20 @@ def _write_parquet(file: Path, read: Read) -> int:
         while group := list(itertools.islice(found, _ROWS_PER_GROUP)):
             yield group
 
-    schema, count = pyarrow.schema([]), 0
+    schema = pyarrow.schema([])
     for group in groups():
         # pyarrow itself asks the first row alone
         for name in dict.fromkeys(column for row in group for column in row):
             try:
-                found = pyarrow.schema(
-                    [(name, pyarrow.array([row.get(name) for row in group]).type)]
-                )
+                kind = pyarrow.array([row.get(name) for row in group]).type
+                found = pyarrow.schema([(name, kind)])
                 schema = pyarrow.unify_schemas([schema, found], promote_options="permissive")
             except (pyarrow.ArrowException, OverflowError) as error:
                 raise ConfigError(
                     f"out={file.name}: a column of Parquet holds values of one type, but "
-                    "predict_step returned "
-                    f"several in '{name}' ({error}). Return one type, or name a .jsonl file."
+                    f"predict_step returned several in '{name}' ({error}). Return one type, or "
+                    "name a .jsonl file."
                 ) from error
     with pyarrow.parquet.ParquetWriter(str(file), schema) as writer:
         for group in groups():
             writer.write_table(pyarrow.Table.from_pylist(group, schema=schema))
-            count += len(group)
-    return count

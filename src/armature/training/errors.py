@@ -1,0 +1,203 @@
+"""Errors of training: in the user's terms, with what to type, and recorded for the process that
+started the rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import traceback
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from armature.data.memory import is_missing
+from armature.errors import ConfigError, EndedByCode, MicroBatchTooLarge, is_users
+from armature.hardware import peak_resident_memory
+from armature.launcher import environment
+from armature.parallel.gradients import local_part
+from armature.validation import memory
+
+_LIGHTNING = str(Path(L.__file__).parent)
+_DEAD_WORKER = re.compile(r"DataLoader worker \(pid.*(exited unexpectedly|is killed by signal)")
+
+
+def record(error: BaseException) -> None:
+    """Record an error for the agent, which shows the earliest one.
+
+    Only a rank's first call counts.
+    """
+    file = environment.error_file()
+    if file is not None and not file.exists():
+        if isinstance(error, SystemExit | KeyboardInterrupt):
+            error = EndedByCode.by(error)
+        get_error_handler().record_exception(error)
+
+
+class RecordError(L.Callback):
+    """Record an error at once: Trainer teardown closes connections, and another rank would seem to
+    fail first.
+
+    Attributes:
+        smaller: what to continue with, if memory has run out and a smaller micro-batch is to be
+            tried.
+    """
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self.cfg = cfg
+        self.smaller: Any = None
+
+    def on_exception(
+        self, trainer: Any, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        from armature.training import micro_batch, not_finite  # which import this file
+        from armature.training.stop import StoppedBySignal
+
+        together = isinstance(exception, StoppedBySignal | not_finite.RolledBack)  # on all ranks
+        trainer.failed = not together
+        if is_missing(exception):
+            with suppress(Exception):  # an explanation must not hide the error
+                exception.add_note(memory_message(self.cfg, trainer, pl_module))
+            with suppress(Exception):
+                self.smaller = micro_batch.smaller(self.cfg, exception, trainer, pl_module)
+        if self.smaller is not None:
+            exception.add_note(self.smaller.line)
+            if not micro_batch.begins_anew_here():
+                record(MicroBatchTooLarge(self.smaller.line))
+            return
+        if together:
+            return
+        if isinstance(exception, RuntimeError) and _DEAD_WORKER.search(str(exception)):
+            exception.add_note(
+                "A process that loads the data has ended: its code ended it, or memory or /dev/shm "
+                "is full. Type data.num_workers=0 to load in the training process, which shows an "
+                "error of the code; or fewer."
+            )
+        refusal = refusal_of(exception, pl_module)
+        if refusal is None and (explain := getattr(trainer.strategy, "explain", None)) is not None:
+            explain(exception)
+        record(refusal or exception)
+
+
+# ------------------------------------------------------------------- mistakes in users' classes
+def refusal_of(error: BaseException, module: L.LightningModule) -> ConfigError | None:
+    """Return what Lightning refuses in a user's class, with the user's line; None for other errors,
+    whose traceback is shown.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, ConfigError) or not frames:
+        return None
+    last = frames[-1]
+    raised = last.filename.startswith(_LIGHTNING) and (last.line or "").startswith("raise ")
+    if not raised and not isinstance(error, MisconfigurationException):
+        return None
+    # not the call of trainer.fit
+    within = itertools.dropwhile(lambda frame: is_users(frame.filename), frames)
+    own = [frame for frame in within if is_users(frame.filename)]
+    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    return ConfigError(f"{type(module).__name__}{place}: {error}")
+
+
+def loss_problem(loss: Tensor, module: Any) -> str | None:
+    """Return why backward cannot begin at a loss, or None.
+
+    Args:
+        loss: what backward is to begin at, of any shape.
+    """
+    step = (
+        "training_step returned" if module.automatic_optimization else "manual_backward was given"
+    )
+    what = f"{type(module).__name__}: {step} a loss"
+    if loss.requires_grad:
+        if loss.numel() == 1:
+            return None
+        return f"{what} of shape {tuple(loss.shape)}. Return one number, such as loss.mean()."
+    if not [*module.parameters()]:
+        why = (
+            "The module has no parameters: make its layers in __init__ or configure_model, as "
+            "self.net = …"
+        )
+    elif not any(param.requires_grad for param in module.parameters()):
+        why = (
+            "All parameters of the module are frozen (requires_grad is False). Unfreeze those "
+            "to be trained."
+        )
+    else:
+        why = (
+            "It came from whole numbers, detach(), item(), argmax() or torch.no_grad(), or from no "
+            "weight of the model. Return the loss as it was computed from the model's outputs."
+        )
+    return f"{what} without a gradient. {why}"
+
+
+# ------------------------------------------------------------------- memory that has run out
+def memory_message(cfg: DictConfig, trainer: L.Trainer, module: L.LightningModule) -> str:
+    """Return lines with what this rank held by kind, and the overrides that would help most."""
+    kinds = bytes_by_kind(module, trainer.optimizers, peak=peak_bytes(trainer))
+    evaluates = trainer.evaluating or trainer.predicting
+    return memory_line(cfg, kinds, where=place(trainer), evaluates=evaluates)
+
+
+def memory_line(
+    cfg: DictConfig, kinds: Mapping[str, float], *, where: str, evaluates: bool = False
+) -> str:
+    """Return the message for bytes by kind.
+
+    `evaluates`: it ran out in validation, test or prediction, whose batches have a size of their
+    own.
+    """
+    parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in kinds.items())
+    held = f"At the peak this rank held {sum(kinds.values()) / 2**30:.2f} GiB: {parts}."
+    size = cfg.data.get("eval_batch_size")
+    if evaluates and isinstance(size, int) and size > 1:
+        return (
+            f"Memory ran out on {where}, in an evaluation. {held} Type "
+            f"data.eval_batch_size={size // 2}."
+        )
+    return f"Memory ran out on {where}. {held}{memory.remedy(cfg, kinds=kinds)}"
+
+
+def bytes_by_kind(
+    module: L.LightningModule, optimizers: Iterable[Any], *, peak: int
+) -> dict[str, float]:
+    """Return this rank's bytes by kind; what the peak has beyond weights, gradients and state is
+    the last kind.
+    """
+    params = [*module.parameters()]
+    states = [
+        value for each in optimizers for state in each.state.values() for value in state.values()
+    ]
+    kinds = {
+        "parameters": _bytes([*params, *module.buffers()]),
+        "gradients": _bytes(param.grad for param in params if param.grad is not None),
+        "optimizer state": _bytes(value for value in states if isinstance(value, Tensor)),
+    }
+    return {**kinds, "activations and other": max(0, peak - sum(kinds.values()))}
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    here = {id(tensor): local_part(tensor) for tensor in tensors}
+    return sum(
+        tensor.numel() * tensor.element_size() for tensor in here.values() if not tensor.is_meta
+    )
+
+
+def peak_bytes(trainer: L.Trainer) -> int:
+    """Return the most that this rank has held: of its GPU's memory, else of the process."""
+    device = trainer.strategy.root_device
+    return (
+        torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_memory()
+    )
+
+
+def place(trainer: L.Trainer) -> str:
+    device, rank = trainer.strategy.root_device, f"rank {trainer.global_rank}"
+    return f"GPU {device.index} ({rank})" if device.type == "cuda" else rank
