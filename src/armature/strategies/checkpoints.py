@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -106,7 +106,6 @@ class CheckpointMixin(LayoutMixin):
     # what `on_fit_start` makes: weights of modules, and buffers
     _late: Mapping[str, Any] = MappingProxyType({})
     copies_buffers: bool = False
-    _named_buffers: Set[str] = frozenset()  # that differ between ranks, and were warned of
     # of weights and saved buffers, when training began; of those warned of, too
     _first_names: Set[str] | None = None
     before_loading: Sequence[Callable[[dict[str, Any]], None]] = ()
@@ -246,16 +245,13 @@ class CheckpointMixin(LayoutMixin):
             tensors |= saved["tensors"]
             groups.append(optimizers.merge_groups(process_group.all_gather_object(saved["groups"])))
         # of the modules that this rank has
-        several_alike, norms = 1 < self.world_size == self.data_size, not self.copies_buffers
-        sums = buffers.sums(self.module, norms=norms) if several_alike else {}
         own = process_group.all_gather_object(
-            (self._changed_flags(), buffers.resized(self.module, self.first_sizes), sums, digests)
+            (self._changed_flags(), buffers.resized(self.module, self.first_sizes), digests)
         )
         self._warn_of_late_names()
         if state.OPTIMIZER in checkpoint:
             self._warn_of_other_optimizers()
-        self._warn_of_unequal_buffers(buffers.unequal([each[2] for each in own]))
-        meta |= of_ranks.entries(meta, [each[3] for each in own], layout=self.layout)
+        meta |= of_ranks.entries(meta, [each[2] for each in own], layout=self.layout)
         meta |= {
             state.GROUPS: groups,
             optimizers.CLASSES: [optimizers.class_of(optimizer) for optimizer in self.optimizers],
@@ -515,21 +511,6 @@ class CheckpointMixin(LayoutMixin):
             "one steps "
             "(self.automatic_optimization = False)."
         )
-
-    # ------------------------------------------------------------ buffers that ranks have on their
-    # own
-    def _warn_of_unequal_buffers(self, names: Collection[str]) -> None:
-        """Name each buffer once per run."""
-        new, self._named_buffers = (
-            sorted({*names} - self._named_buffers),
-            self._named_buffers | {*names},
-        )
-        if new:
-            rank_zero_warn(
-                (buffers.COPIED if self.copies_buffers else buffers.NOT_COPIED).format(
-                    ", ".join(new)
-                )
-            )
 
 
 def _warn_of_left_out(source: Path, late: Mapping[str, Any]) -> None:

@@ -37,7 +37,6 @@ from armature.checkpoint.of_ranks import NOT_USERS
 from armature.data.base import DataModule
 from armature.parallel import process_group
 from armature.parallel.gradients import local_part
-from armature.training.agreement import FRAMEWORKS
 from armature.training.progress import data_of
 
 log = logging.getLogger(__name__)
@@ -234,7 +233,8 @@ def _class_of(value: Any) -> type:
 
 
 def _is_users_class(kind: type) -> bool:
-    return not f"{kind.__module__}.".startswith(FRAMEWORKS)
+    frameworks = (*NOT_USERS, "torch.", "torchmetrics.", "builtins.")
+    return not f"{kind.__module__}.".startswith(frameworks)
 
 
 def _attributes(value: Any, classes: set[type]) -> Iterator[tuple[str, Any]]:

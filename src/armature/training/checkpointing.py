@@ -5,7 +5,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -24,9 +24,9 @@ from armature.parallel.gradients import local_part
 from armature.parallel.process_group import Vote
 from armature.strategies.base import StrategyMixin
 from armature.strategies.hooks import is_overridden
-from armature.training import replicas, stock_callbacks
 from armature.training.not_finite import RolledBack
 from armature.training.progress import completed_batches
+from armature.training.same_everywhere import Sums, sums
 from armature.training.step_log import StepLog
 from armature.training.stop import StoppedBySignal
 from armature.training.trainer import Trainer as OurTrainer
@@ -52,7 +52,7 @@ class Checkpointing(Checkpoint):
             idle, until the next save or the end of the run waits for it.
         on_failure: what the run does if a save fails (a full disk): `continue` or `stop`.
         manifest_entries: what the manifests state about the run.
-        save_begins: called on each rank before a save, and before it waits for the previous one.
+        before_save: called on all ranks before a save, and before they wait for the previous one.
 
     Attributes:
         writer: writes the checkpoints. Its last save is finished at the end of training, with or
@@ -77,7 +77,7 @@ class Checkpointing(Checkpoint):
         on_failure: str,
         idle: bool = False,
         manifest_entries: dict[str, Any] | None = None,
-        save_begins: Callable[[Trainer], None] = lambda trainer: None,
+        before_save: Sequence[Callable[[Trainer], None]] = (),
     ) -> None:
         self.folder, self._started_in, self._place = folder, os.getcwd(), os.stat(".")
         self.step_log = step_log
@@ -89,7 +89,7 @@ class Checkpointing(Checkpoint):
             keep_every_n_steps,
         )
         self.monitor, self.mode, self.at_end = monitor, mode, at_end
-        self.on_failure, self.save_begins = on_failure, save_begins
+        self.on_failure, self.before_save = on_failure, before_save
         self.writer = CheckpointWriter(
             background=background, idle=idle, entries=manifest_entries, on_saved=self._saved
         )
@@ -104,7 +104,7 @@ class Checkpointing(Checkpoint):
         self._time_vote = Vote()
         self._warned_of_monitor = False
         self._owed_step = -1  # the loaded checkpoint's, when its validation has run
-        self._weights_at_end: replicas.Sums | None = None
+        self._weights_at_end: Sums | None = None
         # the newest checkpoint holds weights that hooks of the end have put in
         self._changed_at_end = False
 
@@ -199,14 +199,12 @@ class Checkpointing(Checkpoint):
         run first.
 
         Raises:
-            ConfigError: hyperparameters or a callback's state hold what no checkpoint can; see also
-                `stock_callbacks`.
+            ConfigError: hyperparameters or a callback's state hold what no checkpoint can.
         """
         if (strategy := StrategyMixin.find(trainer)) is not None:
             strategy.note_names()
         trainer.fit_loop.before_train_end.append(partial(self._note_weights, trainer))
         plain.check_before_training(trainer, resumed=completed_batches(trainer) > 0)
-        stock_callbacks.prepare(trainer)
         if trainer.is_global_zero:
             directory.clear_leftovers(self.folder)
         self._saved_at = time.monotonic()
@@ -400,7 +398,8 @@ class Checkpointing(Checkpoint):
             if score is not None:
                 self.scores[step] = score
             return
-        replicas.check(trainer)
+        for function in self.before_save:
+            function(trainer)
         if not self.folder.is_absolute() and not os.path.samestat(os.stat("."), self._place):
             raise ConfigError(
                 f"Code of this run has changed the working directory from {self._started_in}, "
@@ -411,7 +410,6 @@ class Checkpointing(Checkpoint):
             )
         self.step_log.flush(trainer)
         self._saved_at = time.monotonic()
-        self.save_begins(trainer)
         self._finish_pending(trainer)
         # not earlier: the pending save would remove the best one before this one replaces it
         if score is not None:
@@ -509,11 +507,7 @@ class Checkpointing(Checkpoint):
             self.scores.pop(step, None)
 
 
-def _sums(module: LightningModule) -> replicas.Sums:
+def _sums(module: LightningModule) -> Sums:
     """Return the sums of this rank's parts of weights and buffers, to see whether they change."""
-    parts = {name: local_part(value) for name, value in module.named_parameters()}
-    for name, value in module.named_buffers():
-        part = local_part(value)
-        whole_numbers = not (part.is_floating_point() or part.is_complex())
-        parts[name] = part.double() if whole_numbers and part.layout == torch.strided else part
-    return replicas.sums(parts)
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return sums({name: local_part(value) for name, value in named})

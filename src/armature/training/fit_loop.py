@@ -15,8 +15,9 @@ from typing_extensions import override
 
 from armature.errors import ConfigError
 from armature.strategies.base import StrategyMixin
-from armature.training import hook_check, refusals
+from armature.training import refusals
 from armature.training.loops import EpochLoop
+from armature.training.stop import agree
 
 
 class FitLoop(_FitLoop):
@@ -130,8 +131,6 @@ class FitLoop(_FitLoop):
     def _check_validation_hooks(self) -> None:
         """Refuse a missing or superfluous `dataloader_idx` now: Lightning does it when the first
         validation begins.
-
-        Of callbacks it never does: their calls fail.
         """
         trainer, loop = self.trainer, self.epoch_loop.val_loop
         if trainer.val_dataloaders is None:
@@ -139,14 +138,6 @@ class FitLoop(_FitLoop):
         step = trainer.lightning_module.validation_step
         if not is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
             loop._verify_dataloader_idx_requirement()
-        several = loop._is_sequential and loop.num_dataloaders > 1
-        callbacks = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        found = [
-            hook_check.loader_problems(c, L.Callback, stage="validation", several=several)
-            for c in callbacks
-        ]
-        if problems := [each for of_callback in found for each in of_callback]:
-            raise ConfigError(problems)
 
     @override
     def on_advance_end(self) -> None:
@@ -182,8 +173,8 @@ class FitLoop(_FitLoop):
         )
 
     def _stop_together(self) -> None:
-        if isinstance(self.epoch_loop, EpochLoop):
-            self.epoch_loop.stop_together()
+        """Let `trainer.should_stop`, which users' code may set on one rank, hold on all."""
+        agree(self.trainer)
 
     def restore_progress(self, *, epoch: int, started: bool) -> None:
         """Set the counters of a resumed run: complete epochs, and whether some batches of the next

@@ -38,9 +38,9 @@ from armature.strategies.hooks import (
     is_overridden,
     is_watched,
 )
-from armature.training import agreement, epoch_metrics, epoch_start, stopped_validation
+from armature.training import epoch_metrics, epoch_start, stopped_validation
 from armature.training.progress import data_of
-from armature.training.stop import StoppedBySignal
+from armature.training.stop import StoppedBySignal, agree
 from armature.training.timings import DataWait
 
 FETCH = "[_TrainingEpochLoop].train_dataloader_next"  # the name in Lightning's profiles
@@ -85,7 +85,6 @@ class EpochLoop(_TrainingEpochLoop):
         self._step_function: Any = None
         self._takes_index = True
         # whether code of users may set trainer.should_stop on some ranks only
-        self._may_stop: bool | None = None
 
     @override
     def advance(self, data_fetcher: _DataFetcher) -> None:
@@ -126,8 +125,7 @@ class EpochLoop(_TrainingEpochLoop):
                 "train_dataloader yielded None. If this was on purpose, ignore this warning..."
             )
         else:
-            skips_epoch = call_hooks(trainer, agreement.HOOK, batch, index) == -1
-            skips_epoch = agreement.skipped(trainer.lightning_module, skips_epoch, batch_idx=index)
+            skips_epoch = call_hooks(trainer, "on_train_batch_start", batch, index) == -1
             call_strategy(trainer, "on_train_batch_start", batch, index)
             if skips_epoch:
                 progress.increment_by(0, is_last_batch=True)
@@ -174,7 +172,6 @@ class EpochLoop(_TrainingEpochLoop):
         trainer._logger_connector.update_train_step_metrics()
 
         # save and stop where due
-        self.stop_together()
         if self._accumulated_batches_reached():
             for function in self.step_ended:
                 function()
@@ -386,16 +383,6 @@ class EpochLoop(_TrainingEpochLoop):
     def _is_training_done(self) -> bool:
         return self.last_batch_is_done or self._num_ready_batches_reached()
 
-    def stop_together(self) -> None:
-        """Let `trainer.should_stop`, which code of users may set on one rank, hold on all.
-
-        Called by all ranks.
-        """
-        if self._may_stop is None:
-            self._may_stop = agreement.may_stop(self.trainer)
-        if self._may_stop:
-            agreement.stop_together(self.trainer)
-
     # ------------------------------------------------------------ validation
     @override
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
@@ -442,7 +429,7 @@ class EpochLoop(_TrainingEpochLoop):
             function()
         trainer.training = True
         trainer._logger_connector._first_loop_iter = first_loop_iter
-        self.stop_together()
+        agree(trainer)
 
     @property
     def modules_in_eval(self) -> list[str]:

@@ -26,7 +26,6 @@ from armature.parallel.targets import weigh
 from armature.strategies.base import StrategyMixin
 from armature.training.expert_load import ExpertLoad
 from armature.training.metrics_csv import MetricsCSV
-from armature.training.not_trained import NotTrained
 from armature.training.progress import completed_batches, data_of
 from armature.training.timings import (
     OWN_SECONDS,
@@ -131,7 +130,7 @@ class StepLog(Callback):
         self.work: OwnWork | None = None
         self.trained_samples = 0  # by this process, for the mean rate in the summary
         self.trained_seconds = 0.0
-        self._totals, self._watch, self._not_trained = Totals(), DataWaitWarning(), NotTrained()
+        self._totals, self._watch = Totals(), DataWaitWarning()
         self._pending: list[dict[str, Any]] = []
         self._loss: Tensor | None = None
         self._lr: float | Tensor | None = 0.0
@@ -183,7 +182,6 @@ class StepLog(Callback):
         self.wait = trainer.fit_loop.epoch_loop.data_wait = DataWait(trainer)  # pyright: ignore[reportAttributeAccessIssue]
         self.work = OwnWork(self.wait.marks) if trainer.world_size > 1 else None
         self.samples_seen = _samples_seen(trainer)
-        self._not_trained.begin(trainer)
         if completed_batches(trainer):
             assert isinstance(trainer, OurTrainer)
             # for what on_train_start of the user's callbacks and module logs
@@ -306,7 +304,6 @@ class StepLog(Callback):
         self.wait.marks.reset()
         ranks = self._read(trainer, rows, [*own.values()])
         self._warn_of_nan(trainer, rows)
-        self._not_trained.look(trainer, rows)
         over_all_ranks = {
             name: over_ranks(name, values) for name, values in zip(own, ranks, strict=True)
         }
