@@ -190,13 +190,6 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("lightning.pytorch.trainer.trainer:Trainer", "received_sigterm", None, "training/trainer.py"),
     (LOGGING, "_logged_metrics", None, "training/trainer.py"),
     (LOGGING, "_progress_bar_metrics", None, "training/trainer.py"),
-    (f"{STOCK}:StochasticWeightAveraging", "_scheduler_state", None, "training/stock_callbacks.py"),
-    (
-        f"{STOCK}:StochasticWeightAveraging",
-        "_model_contains_batch_norm",
-        None,
-        "training/stock_callbacks.py",
-    ),
     (LOGGING, "log_metrics", ("self", "metrics", "step"), "training/trainer.py"),
     (LOGGING, "on_batch_end", ("self",), "training/trainer.py"),
     (LOGGING, "_first_loop_iter", None, "training/loops.py"),
@@ -286,6 +279,7 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("torch.distributed.device_mesh:DeviceMesh", "_flatten", None, "parallel/mesh.py"),
     ("torch.distributed.device_mesh:DeviceMesh", "_unflatten", None, "parallel/mesh.py"),
     ("torch.nn.modules.batchnorm", "_BatchNorm", None, "parallel/batchnorm.py"),
+    ("torch.nn.modules.batchnorm", "_NormBase", None, "training/same_everywhere.py"),
     ("torch.nn.modules.batchnorm", "_BatchNorm", None, "training/micro_batch.py"),
     ("torch.nn.modules._functions", "SyncBatchNorm", None, "parallel/batchnorm.py"),
     (

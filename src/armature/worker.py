@@ -45,9 +45,7 @@ from armature.training import (
     hook_check,
     not_finite,
     process,
-    replicas,
     report,
-    stock_callbacks,
 )
 from armature.training.checkpointing import Checkpointing
 from armature.training.display import Bar, Display
@@ -56,13 +54,11 @@ from armature.training.limits import Limits
 from armature.training.metrics_csv import MetricsCSV
 from armature.training.micro_batch import agree, begins_anew_here, release
 from armature.training.restore_progress import RestoreProgress
-from armature.training.same_data import SameHeldOutData
+from armature.training.same_everywhere import SameEverywhere
 from armature.training.samples import Samples, can_sample, preview_of
 from armature.training.step_log import StepLog
 from armature.training.stop import StopOnSignal, StoppedBySignal, seconds_of
 from armature.training.trainer import Trainer
-from armature.training.unequal_gathers import UnequalGathers
-from armature.training.unsynced import Unsynced
 from armature.training.watchdog import Watchdog
 from armature.validation import manual, micro_batch, parallelism, relations, resize
 
@@ -193,11 +189,12 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
         for key, value in cfg.checkpoint.items()
         if key not in ("root", "trust", "include_base")
     }
+    same = SameEverywhere()
     checkpointing = Checkpointing(
         resume.folder(directory, cfg),
         step_log,
         manifest_entries={"config_hash": run_dir.fingerprint(cfg)},
-        save_begins=watchdog.rest,
+        before_save=[watchdog.rest, same.check],
         **policy,
     )
     start_line = partial(report.start_line, cfg, batches, checkpoint)
@@ -208,21 +205,17 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
         if has_bar
         else Bar(start_line, step_log=step_log, total_steps=limits.global_batches)
     )
-    progress, checks = RestoreProgress(), stock_callbacks.CheckCallbacks(cfg)
+    progress, checks = RestoreProgress(), hook_check.CheckCallbacks(cfg)
     errors, samples = RecordError(cfg), Samples(cfg, planned_steps=limits.global_batches)
     decided = partial(manual.check_unchanged, task.automatic_optimization, batches.accumulate)
-    held_out = SameHeldOutData(tests=cfg.trainer.test_at_end)
     first = [
         errors,
         checks,
         watchdog,
         progress,
-        held_out,
         guard,
         step_log,
-        Unsynced(),
-        UnequalGathers(),
-        stock_callbacks.BeginAverages(),
+        same,
     ]
     trainer = Trainer(
         strategy=strategy,
@@ -242,7 +235,7 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
             progress.begin,
             checkpointing.begin,
         ],
-        step_ended=[decided, replicas.step_ended, checkpointing.step_ended, stop.step_ended],
+        step_ended=[decided, stop.step_ended, checkpointing.step_ended],
         validation_ended=[checkpointing.validation_ended],
         default_root_dir=directory,
         **_trainer_arguments(cfg, layout, batches, task),

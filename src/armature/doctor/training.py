@@ -26,6 +26,7 @@ from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
 from armature.training import timings
 from armature.training.finite import FiniteWatch
+from armature.training.same_everywhere import SameEverywhere
 from armature.training.stop import StopOnSignal
 
 GROUP = "gradients"
@@ -51,12 +52,11 @@ def check(cfg: DictConfig, session: Session) -> None:
         ):
             if session.rank == 0:
                 session.add(*order.check(run.data, ranks=Layout.of(cfg).data_ranks))
-        if (strategy := StrategyMixin.find(run.trainer)) is not None:
-            # the run's own check would end it before `Watch` names the ranks
-            strategy.replicates_weights = False
         watch = Watch(session)
         callbacks: list[Any] = run.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         callbacks.remove(run.display)
+        # would end the run before `Watch` names the ranks
+        callbacks[:] = [each for each in callbacks if not isinstance(each, SameEverywhere)]
         callbacks.insert(0, watch)
         with session.limit(
             "the first steps of training", seconds=session.deadlines.steps, group=GROUP
@@ -297,7 +297,7 @@ class Watch(L.Callback):
                 f"The loader needs {each * 1e3:.3g} ms per batch and the step {work * 1e3:.3g} "
                 "ms: the model waits."
             )
-            remedy = timings.remedy(run.trainer, wait=each, work=work)
+            remedy = timings.remedy(run.trainer)
             return [warning("data", what, remedy=remedy, where=self.session.name())]
         if self.session.rank:
             return []

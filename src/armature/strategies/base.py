@@ -294,22 +294,6 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         """Return the weights by name of which every rank has the whole."""
         return dict(self.module.named_parameters())
 
-    def why_unequal(self) -> str:
-        """Return why `replicated_weights` may differ between ranks after a step, and what to do
-        about it.
-        """
-        return (
-            "Code beside the optimizer changes it by a rank's own samples or random numbers, or "
-            "its gradients are not "
-            "reduced, as of a parameter that configure_optimizers makes (make it in __init__), or "
-            "by loss.backward() "
-            "(call self.manual_backward(loss)). Reduce what changes it over the ranks "
-            "(trainer.strategy.reduce, "
-            "self.all_gather), draw it once and send it (trainer.strategy.broadcast), or type "
-            "strategy=single "
-            "trainer.devices=1."
-        )
-
     def names_of_all_ranks(self, names: Iterable[str]) -> list[str]:
         """Return the names that any rank has, each once, sorted. Called by all ranks."""
         return sorted(
@@ -376,20 +360,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if group in (None, dist.group.WORLD):  # torch would abort, hang or return garbage
-            shapes = process_group.all_gather_object(tuple(tensor.shape))
-            if other := next(
-                (rank for rank, shape in enumerate(shapes) if shape != shapes[0]), None
-            ):
-                raise ConfigError(
-                    f"self.all_gather: a tensor has shape {shapes[0]} on rank 0 and "
-                    f"{shapes[other]} on rank {other}. "
-                    "Only equal shapes can be gathered, and an evaluation whose number of samples "
-                    "the ranks do not "
-                    "divide gives some ranks one more. Log a torchmetrics object (CatMetric holds "
-                    "all values), gather "
-                    "with torch.distributed.all_gather_object, or leave out the last few samples."
-                )
+        if group in (None, dist.group.WORLD):
             gathered = super().all_gather(tensor, group=group, sync_grads=sync_grads)
             return gathered if self.data_size == self.world_size else gathered[self.sample_ranks]
         return super().all_gather(tensor, group=group, sync_grads=sync_grads)

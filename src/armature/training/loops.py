@@ -22,9 +22,9 @@ from typing_extensions import override
 from armature.data.users_view import guard_steps
 from armature.errors import NoEndOfData, end_of_data
 from armature.strategies.base import StrategyMixin
-from armature.training import agreement, epoch_metrics, epoch_start, stopped_validation
+from armature.training import epoch_metrics, epoch_start, stopped_validation
 from armature.training.progress import data_of
-from armature.training.stop import StoppedBySignal
+from armature.training.stop import StoppedBySignal, agree
 from armature.training.timings import DataWait
 
 FETCH = "[_TrainingEpochLoop].train_dataloader_next"  # the name in Lightning's profiles
@@ -63,8 +63,6 @@ class EpochLoop(_TrainingEpochLoop):
         self.step_ended, self.validation_ended = step_ended, validation_ended
         self.data_wait: DataWait | None = None
         self._in_eval: list[str] | None = None  # while it validates
-        # whether code of users may set trainer.should_stop on some ranks only
-        self._may_stop: bool | None = None
 
     @override
     def advance(self, data_fetcher: _DataFetcher) -> None:
@@ -117,7 +115,6 @@ class EpochLoop(_TrainingEpochLoop):
         """Save and stop where due, when all hooks of the step have run; then validate, and step the
         schedules that follow a metric.
         """
-        self.stop_together()
         if self._accumulated_batches_reached():
             for function in self.step_ended:
                 function()
@@ -192,16 +189,6 @@ class EpochLoop(_TrainingEpochLoop):
     def _is_training_done(self) -> bool:
         return self.last_batch_is_done or self._num_ready_batches_reached()
 
-    def stop_together(self) -> None:
-        """Let `trainer.should_stop`, which code of users may set on one rank, hold on all.
-
-        Called by all ranks.
-        """
-        if self._may_stop is None:
-            self._may_stop = agreement.may_stop(self.trainer)
-        if self._may_stop:
-            agreement.stop_together(self.trainer)
-
     # ------------------------------------------------------------ validation
     @override
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
@@ -248,7 +235,7 @@ class EpochLoop(_TrainingEpochLoop):
             function()
         trainer.training = True
         trainer._logger_connector._first_loop_iter = first_loop_iter
-        self.stop_together()
+        agree(trainer)
 
     @property
     def modules_in_eval(self) -> list[str]:
