@@ -12,7 +12,7 @@ from armature.data.memory import is_missing
 from armature.errors import EndedByCode, MicroBatchTooLarge
 from armature.launcher import environment
 from armature.strategies.base import StrategyMixin
-from armature.training import memory, micro_batch, not_finite
+from armature.training import memory, micro_batch
 from armature.training.refusals import advice_on, refusal_of
 from armature.training.stop import StoppedBySignal
 from armature.training.trainer import Trainer as OurTrainer
@@ -46,7 +46,7 @@ class RecordError(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        together = isinstance(exception, StoppedBySignal | not_finite.RolledBack)  # on all ranks
+        together = isinstance(exception, StoppedBySignal)  # on all ranks
         if isinstance(trainer, OurTrainer):
             trainer.failed = not together
         if is_missing(exception):

@@ -20,7 +20,7 @@ from armature.hardware import peak_resident_memory
 from armature.strategies.base import StrategyMixin
 from armature.training.display import Display
 from armature.training.limits import Limits
-from armature.training.not_finite import NotFiniteGuard
+from armature.training.not_finite import FILE, NotFiniteGuard
 from armature.training.progress import completed_batches, data_of
 from armature.training.run_report import RunReport
 from armature.training.step_log import StepLog
@@ -112,7 +112,6 @@ def summarize(
         "global_batch_size": step_log.global_batch_size,
         "loss_not_finite_since": step_log.not_finite_since,
         "skipped_steps": guard.skipped,
-        "rolled_back_steps": [event["step"] for event in guard.rollbacks],
         **(
             {"expert_load": step_log.expert_load.by_expert()}
             if step_log.expert_load is not None
@@ -190,8 +189,8 @@ def finish(
     checkpoint = last_checkpoint(cfg)
     saved = "no checkpoint was saved" if checkpoint is None else f"checkpoint {checkpoint}"
     display.print(f"{reason} at step {summary['global_step']} after {seconds:.0f} s; {saved}")
-    if guard.skipped or guard.rollbacks:
-        display.print(guard.summary())
+    if guard.skipped:
+        display.print(f"{guard.skipped} steps skipped (trainer.on_nan=skip); see {FILE}")
     elif step_log.not_finite_since is not None:
         now = step_log.last.get("train/loss", math.nan)
         ending = "it recovered" if math.isfinite(now) else "the weights are of no use"

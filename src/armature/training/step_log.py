@@ -82,7 +82,8 @@ class StepLog(Callback):
         global_batch_size: samples per optimizer step.
         train_size: samples per epoch.
         tokens_per_sample: None if the data are not tokens.
-        rows_read: called on all ranks with rows that were read and written; it may end the run.
+        rows_read: called on all ranks with rows that were read and written, and the ranks whose
+            own loss was not finite by step; it may end the run.
 
     Attributes:
         last: the newest row that was written.
@@ -113,7 +114,8 @@ class StepLog(Callback):
         global_batch_size: int,
         train_size: int,
         tokens_per_sample: int | None,
-        rows_read: Callable[[OurTrainer, list[dict[str, Any]]], None] | None = None,
+        rows_read: Callable[[OurTrainer, list[dict[str, Any]], dict[int, list[int]]], None]
+        | None = None,
     ) -> None:
         self.rows_read = rows_read
         self.csv, self.timings = csv, TimingsCSV(csv.file.parent)
@@ -133,6 +135,7 @@ class StepLog(Callback):
         self._totals, self._watch = Totals(), DataWaitWarning()
         self._pending: list[dict[str, Any]] = []
         self._loss: Tensor | None = None
+        self._bad_ranks: dict[int, list[int]] = {}  # of the newest rows
         self._lr: float | Tensor | None = 0.0
         self.not_finite_since: int | None = None  # the first step whose loss was infinite or NaN
         self._since = 0.0
@@ -324,7 +327,7 @@ class StepLog(Callback):
             log.warning("%s", problem[0].upper() + problem[1:])
         self._write(trainer, rows, timing)
         if self.rows_read is not None:
-            self.rows_read(trainer, rows)  # pyright: ignore[reportArgumentType]
+            self.rows_read(trainer, rows, self._bad_ranks)  # pyright: ignore[reportArgumentType]
         self._since = time.perf_counter()
 
     def _read(
@@ -364,7 +367,7 @@ class StepLog(Callback):
             dtype=torch.float32,
             device=device,
         )
-        everyones, count = mine[None], len(averaged)
+        everyones, count, table = mine[None], len(averaged), values[None, : len(averaged)]
         if trainer.world_size > 1:
             # Each rank has a row of its own, so that no sum depends on how a collective splits a
             # tensor
@@ -377,6 +380,13 @@ class StepLog(Callback):
         numbers = torch.cat([values, having, everyones[:, count:].flatten()]).tolist()
         for (row, name), number in zip([*averaged, *cells], numbers, strict=False):
             row[name] = number
+        self._bad_ranks = {
+            row["step"]: [
+                rank for rank, own in enumerate(table[:, i].tolist()) if not math.isfinite(own)
+            ]
+            for i, (row, name) in enumerate(averaged)
+            if name == "train/loss" and not math.isfinite(row[name])
+        }
         for (row, name), ranks in zip(averaged, numbers[len(values) :], strict=False):
             if not ranks:
                 del row[name]
