@@ -85,7 +85,6 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
         "training/loops.py",
     ),
     (EPOCH, "reset_restart_stage", ("self",), "training/loops.py"),
-    (EPOCH, "_build_kwargs", ("self", "kwargs", "batch", "batch_idx"), "training/loops.py"),
     (EPOCH, "_on_before_fetch", ("self",), "training/loops.py"),
     (EPOCH, "_on_after_fetch", ("self",), "training/loops.py"),
     (EPOCH, "_should_accumulate", ("self",), "training/loops.py"),
@@ -149,7 +148,6 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
         ("self", "kwargs"),
         "training/loops.py",
     ),
-    (MODULE, "_on_before_batch_transfer", ("self", "batch", "dataloader_idx"), "training/loops.py"),
     # ---------------------------------------------------------------- Lightning: hooks
     (
         CALL,

@@ -43,7 +43,6 @@ from armature.parallel import process_group, scaler
 from armature.strategies.base import StrategyMixin
 from armature.training import (
     hook_check,
-    not_finite,
     process,
     report,
 )
@@ -53,6 +52,7 @@ from armature.training.errors import RecordError, record, refusal_of
 from armature.training.limits import Limits
 from armature.training.metrics_csv import MetricsCSV
 from armature.training.micro_batch import agree, begins_anew_here, release
+from armature.training.not_finite import NotFiniteGuard
 from armature.training.restore_progress import RestoreProgress
 from armature.training.same_everywhere import SameEverywhere
 from armature.training.samples import Samples, can_sample, preview_of
@@ -78,7 +78,7 @@ class Run:
     trainer: Trainer
     checkpoint: Path | None  # to resume from
     step_log: StepLog
-    guard: not_finite.NotFiniteGuard
+    guard: NotFiniteGuard
     checkpointing: Checkpointing
     stop: StopOnSignal
     display: Display
@@ -98,8 +98,8 @@ def run(cfg: DictConfig) -> None:
     stop.install()
     log_file = process.prepare(cfg, Path(cfg.run.dir))
     try:
-        again: tuple[DictConfig, list[dict[str, Any]] | None] | None = (cfg, None)
-        while (again := _attempt(*again, stop)) is not None:
+        again: DictConfig | None = cfg
+        while (again := _attempt(again, stop)) is not None:
             stop.forget_module()
             release()
     except (SystemExit, KeyboardInterrupt) as error:  # of code: signals have handlers
@@ -112,34 +112,30 @@ def run(cfg: DictConfig) -> None:
         process.close(log_file)
 
 
-def _attempt(
-    cfg: DictConfig, events: list[dict[str, Any]] | None, stop: StopOnSignal
-) -> tuple[DictConfig, list[dict[str, Any]] | None] | None:
+def _attempt(cfg: DictConfig, stop: StopOnSignal) -> DictConfig | None:
     """Train and test.
 
-    Return the configuration and the events to begin anew with, or None if the run has ended.
+    Return the configuration to begin anew with, or None if the run has ended.
 
-    It begins anew after a rollback (`trainer.on_nan`), and with a smaller micro-batch if memory ran
-    out in this only process (`data.micro_batch_size=auto`).
+    It begins anew with a smaller micro-batch if memory ran out in this only process
+    (`data.micro_batch_size=auto`).
     """
     L.seed_everything(cfg.seed, workers=True, verbose=False)
     with constructors():
-        built = build(cfg, stop, events)
+        built = build(cfg, stop)
     try:
         fit_and_test(built)
-    except not_finite.RolledBack as back:
-        return resume.continued(cfg), back.events
     except Exception:
         found = built.errors.smaller
         if found is None or not begins_anew_here():
             raise
         log.warning(found.line)
-        return micro_batch.continued(cfg, found.size), events
+        return micro_batch.continued(cfg, found.size)
     return None
 
 
-def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | None = None) -> Run:
-    """Build the objects that a configuration names; `events` as for `not_finite.begin`."""
+def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
+    """Build the objects that a configuration names."""
     directory = Path(cfg.run.dir)
     layout = Layout.of(cfg)
     data = adapter.build(micro_batch.decided(cfg))
@@ -174,8 +170,14 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
         )
 
     csv = MetricsCSV(directory)
-    resumes = checkpoint is not None and checkpoint.parent == resume.folder(directory, cfg)
-    guard = not_finite.begin(cfg, data, strategy, resumes=resumes, events=events)
+    guard = NotFiniteGuard(cfg.trainer.on_nan, directory)
+    if isinstance(strategy, StrategyMixin):
+        strategy.on_nan = guard.policy
+    elif guard.policy == "skip":
+        raise ConfigError(
+            f"trainer.on_nan=skip: {type(strategy).__name__} is none of armature.strategies, so no "
+            "update can be left out. Type trainer.on_nan=stop."
+        )
     step_log = StepLog(
         csv,
         every_n_steps=cfg.trainer.log_every_n_steps,

@@ -20,12 +20,12 @@ from torch.optim import Optimizer
 from armature import worker
 from armature.doctor import order, replicas, run_directory
 from armature.doctor.finding import Finding, failure, ok, warning
+from armature.doctor.finite import FiniteWatch
 from armature.doctor.session import Session
 from armature.layout import Layout
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
 from armature.training import timings
-from armature.training.finite import FiniteWatch
 from armature.training.same_everywhere import SameEverywhere
 from armature.training.stop import StopOnSignal
 

@@ -22,7 +22,6 @@ from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import ConfigError, NotFinite, NotSaved
 from armature.parallel import process_group
 from armature.parallel.process_group import Vote
-from armature.training.not_finite import RolledBack
 from armature.training.progress import completed_batches
 from armature.training.step_log import StepLog
 from armature.training.stop import StoppedBySignal
@@ -275,11 +274,10 @@ class Checkpointing(Checkpoint):
             due = self._owes_validation or trainer.fit_loop.epoch_loop.validation_is_due
             self._owes_validation = due and self._validated_step != completed_batches(trainer)
             try:
-                with suppress(RolledBack):  # the run ends, and resumes from the checkpoint before
-                    self._save(trainer, last=True)
+                self._save(trainer, last=True)
             finally:
                 self._finish_pending(trainer, last=True)
-        elif isinstance(exception, RolledBack | NotFinite):  # all ranks come here
+        elif isinstance(exception, NotFinite):  # all ranks come here
             self.writer.finish()
         else:
             self.writer.wait()  # the other ranks may not come here

@@ -6,7 +6,6 @@ is Lightning's own `advance` and our `on_advance_end`.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -126,19 +125,6 @@ class EpochLoop(_TrainingEpochLoop):
         if not self._should_accumulate():
             self._batches_that_stepped += 1
         self._save_loggers_on_train_batch_end()
-
-    def forward_again(self, batch: Any, index: int) -> Any:
-        """Call training_step without the hooks around it, and return its output."""
-        return self.trainer.strategy.training_step(
-            *self._build_kwargs(OrderedDict(), batch, index).values()
-        )
-
-    # ------------------------------------------------------------ batches
-    def move_to_device(self, batch: Any) -> Any:
-        module, strategy = self.trainer.lightning_module, self.trainer.strategy
-        batch = self.trainer.precision_plugin.convert_input(batch)
-        batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
-        return strategy.batch_to_device(batch, dataloader_idx=0)
 
     @override
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
