@@ -111,7 +111,7 @@ def saved_by(folder: Path, module: L.LightningModule, *callbacks: L.Callback) ->
 
 # ---------------------------------------------------------------- what is put in
 def test_hyperparameters_of_every_kind_are_saved_or_left_out_by_name(tmp_path, caplog):
-    plain._warn_of_dropped.cache_clear()
+    plain._warn_once.cache_clear()
     module = Module(
         4,
         functools.partial(nn.Linear, 3),

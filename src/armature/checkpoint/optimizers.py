@@ -149,6 +149,9 @@ def param_groups(
     ]
     for group, settings in zip(groups, built, strict=False):
         group[BUILT] = dict(settings)
+    # numbered: stages of a pipeline merge equal groups
+    for number, group in enumerate(groups[len(built) :] if built else (), start=1):
+        group[ADDED] = number
     return groups
 
 
@@ -341,11 +344,18 @@ def _target(param: Tensor, group: Mapping[str, Any], saved: Any, name: str) -> T
     dtype, size = saved.properties.dtype, saved.size
     if size == param.shape:
         return torch.zeros_like(param, dtype=dtype, requires_grad=False)
-    if name == "step" and not (group.get("fused") or group.get("capturable")):
+    if name == "step" and not counts_on_device(group):
         return torch.zeros(size, dtype=dtype)  # on the CPU, as torch's
     if not size:
         return torch.zeros(size, dtype=dtype, device=param.device)
     return param.detach().new_zeros(size, dtype=dtype)
+
+
+def counts_on_device(group: Mapping[str, Any]) -> bool:
+    """Return whether the kernels of a group read its number of steps on the device of its
+    weights.
+    """
+    return bool(group.get("fused") or group.get("capturable"))
 
 
 def _gradients(

@@ -70,7 +70,6 @@ class CheckpointMixin(LayoutMixin):
             checkpoint.
         first_flags: `state.flags` of the module when it was set up.
         first_sizes: sizes of the module's buffers when it was built.
-        first_groups: the names of each optimizer's parameters when it was set up, by its index.
         built_groups: the settings of each optimizer's groups when it was set up.
         saves_files: whether `trainer.save_checkpoint("x.ckpt")` can write one file: every rank
             holds the whole model.
@@ -88,7 +87,6 @@ class CheckpointMixin(LayoutMixin):
     bucket_order: BucketOrder
     first_flags: dict[str, bool]
     first_sizes: buffers.Sizes
-    first_groups: dict[int, set[str]]
     built_groups: Sequence[list[dict[str, Any]]] = ()
     _gradients: dict[Tensor, Tensor] | None = None
     saves_files: bool = False
@@ -146,19 +144,11 @@ class CheckpointMixin(LayoutMixin):
         names, index = state.parameter_names(self.module), self.optimizers.index(optimizer)
         # a hook may have unfrozen a weight
         whole_optimizers.check(optimizer, names, held=self.module.state_dict())
-        tensors = optimizers.by_weight(optimizer, names, index=index)
-        of_groups, first = optimizers.group_names(optimizer, names), self.first_groups.get(index)
-        groups = optimizers.param_groups(optimizer, of_groups, self.built_groups[index])
-        of_names = [group for group in groups if group[optimizers.NAMES]]
-        added = (
-            group
-            for group in of_names
-            if first is not None and not first.intersection(group[optimizers.NAMES])
-        )
-        for number, group in enumerate(added, start=1):
-            # equal groups without a number would be merged into one
-            group[optimizers.ADDED] = number
-        return {"tensors": tensors, "groups": groups}
+        of_groups = optimizers.group_names(optimizer, names)
+        return {
+            "tensors": optimizers.by_weight(optimizer, names, index=index),
+            "groups": optimizers.param_groups(optimizer, of_groups, self.built_groups[index]),
+        }
 
     @override
     def save_checkpoint(

@@ -201,7 +201,7 @@ class Checkpointing(Checkpoint):
                 `stock_callbacks`.
         """
         trainer.fit_loop.before_train_end.append(partial(self._note_weights, trainer))
-        plain.check_before_training(trainer, resumed=completed_batches(trainer) > 0)
+        plain.check_before_training(trainer)
         stock_callbacks.prepare(trainer)
         if trainer.is_global_zero:
             directory.clear_leftovers(self.folder)
