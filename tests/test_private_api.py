@@ -372,6 +372,7 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     (f"{DCP}._fsspec_filesystem", "FsspecWriter", None, "checkpoint/storage.py"),
     (f"{DCP}:FileSystemReader", "_get_metadata_path", ("self", "rank"), "checkpoint/storage.py"),
     (f"{DCP}:FileSystemReader", "load_id", None, "checkpoint/storage.py"),
+    (f"{DCP}:DefaultSavePlanner", "_cached_plans_key", None, "checkpoint/storage.py"),
     (f"{DCP}._fsspec_filesystem:FsspecReader", "_get_metadata_path", None, "checkpoint/storage.py"),
     (f"{DCP}.filesystem", "_StorageInfo", None, "checkpoint/storage.py"),
     (f"{DCP}.metadata", "_MEM_FORMAT_ENCODING", None, "checkpoint/storage.py"),

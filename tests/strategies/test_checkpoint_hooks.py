@@ -9,6 +9,7 @@ import enum
 import functools
 import io
 import itertools
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,16 @@ def test_hooks_of_load_state_dict_see_names_that_are_gone(tmp_path):
     fit(tmp_path, renamed, ckpt=path, max_steps=2)
     assert torch.equal(renamed.first.weight, first.layer.weight)
     assert renamed.moving.tolist() == first.moving.tolist()
+
+
+def test_a_resume_reads_the_index_of_tensors_once(tmp_path, monkeypatch):
+    read, path = [], saved_by(tmp_path, Module())
+    monkeypatch.setattr(
+        storage, "_MetadataUnpickler", lambda file: read.append(file) or pickle.Unpickler(file)
+    )
+    fit(tmp_path, Module(), ckpt=path, max_steps=3)
+    assert len(read) == 1
+    assert not storage._kept
 
 
 class SwitchesOptimizer(Module):

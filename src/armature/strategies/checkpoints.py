@@ -297,6 +297,7 @@ class CheckpointMixin(LayoutMixin):
         self.build_once()
         if directory.is_file(path):
             return lightning_file.read(path)
+        storage.keep_metadata(path)
         meta = self.load_random_state(plain.restored(storage.read_meta(path)))
         fits = self.module.trainer.state.fn == TrainerFn.FITTING
         of_ranks.restore(meta, path, layout=self.layout, fits=fits)
@@ -352,6 +353,7 @@ class CheckpointMixin(LayoutMixin):
             optimizers.load_optimizers(
                 self._loading, self.module, [], groups=[], extra=self.extra_tensors()
             )
+            storage.forget_metadata()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -385,6 +387,7 @@ class CheckpointMixin(LayoutMixin):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        storage.forget_metadata()
         # pending gradients are put in place, once; not before the loops run: Lightning sets them to
         # None before
         gradients, self._gradients = self._gradients or {}, None

@@ -89,7 +89,10 @@ class Checkpointing(Checkpoint):
         self.monitor, self.mode, self.at_end = monitor, mode, at_end
         self.on_failure, self.save_begins = on_failure, save_begins
         self.writer = CheckpointWriter(
-            background=background, entries=manifest_entries, on_saved=self._saved
+            background=background,
+            entries=manifest_entries,
+            on_saved=self._saved,
+            keeps_plan=True,
         )
         self.scores: dict[int, float] = {}
         self._saved_at = time.monotonic()
