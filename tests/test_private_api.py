@@ -42,8 +42,6 @@ SCALER = "torch.amp.grad_scaler:GradScaler"
 
 TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     # ---------------------------------------------------------------- torch: communication
-    ("torch:Tensor", "_indices", None, "checkpoint/state.py"),
-    ("torch:Tensor", "_values", None, "checkpoint/state.py"),
     ("torch.distributed.distributed_c10d", "_resolve_process_group", None, "simulation/order.py"),
     (
         "torch.distributed._functional_collectives",

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map, tree_structure
 
 from armature.checkpoint import changes, plain, state, storage
-from armature.checkpoint.state import GRADIENTS, OPTIMIZER_TENSORS, RESERVED, SPARSE_GRADIENTS
+from armature.checkpoint.state import GRADIENTS, OPTIMIZER_TENSORS, RESERVED
 from armature.errors import ConfigError
 
 CLASSES = f"{RESERVED}optimizer_classes"  # in meta.pt: by index
@@ -303,9 +303,13 @@ def load_optimizers(
             prefix = _prefix(index, names[param])
             targets |= {prefix + name: target for name, target in entries.items()}
         restored.append((index, optimizer, of_optimizer, states))
-    gradients = _gradients(saved, names) if optimizers else {}
-    for part in gradients.values():
-        targets |= part
+    gradients = {
+        param: key
+        for param, name in names.items()
+        if optimizers and (key := f"{GRADIENTS}{name}") in saved
+    }
+    for param, key in gradients.items():
+        targets[key] = _target(param, {}, saved[key], key)
     state.check_sizes(checkpoint, saved, targets)
     storage.read_tensors(checkpoint, targets)
     for index, optimizer, of_optimizer, states in restored:
@@ -316,10 +320,10 @@ def load_optimizers(
         now = built[index] if index < len(built) else ()
         restore_groups(optimizer, group_names(optimizer, names), of_optimizer, now)
     return {
-        param: torch.sparse_coo_tensor(*tensors, size=param.shape)
-        if len(tensors := [*part.values()]) == 2
-        else tensors[0]
-        for param, part in gradients.items()
+        param: storage.loaded(found).to(param.device)
+        if isinstance(found := targets[key], bytes)
+        else found
+        for param, key in gradients.items()
     }
 
 
@@ -356,20 +360,3 @@ def counts_on_device(group: Mapping[str, Any]) -> bool:
     weights.
     """
     return bool(group.get("fused") or group.get("capturable"))
-
-
-def _gradients(
-    saved: Mapping[str, Any], names: Mapping[Tensor, str]
-) -> dict[Tensor, dict[str, Tensor]]:
-    """Return what to read saved gradients into; of a sparse one its indices and values."""
-    found = {}
-    for param, name in names.items():
-        indices, values = (f"{SPARSE_GRADIENTS}{name}.{part}" for part in ("indices", "values"))
-        if indices in saved:
-            found[param] = {
-                indices: param.new_empty(saved[indices].size, dtype=torch.long),
-                values: param.new_empty(saved[values].size),
-            }
-        elif (dense := f"{GRADIENTS}{name}") in saved:
-            found[param] = {dense: torch.zeros_like(param, requires_grad=False)}
-    return found

@@ -184,9 +184,10 @@ class CheckpointMixin(LayoutMixin):
         own, first = everyones[process_group.rank()], everyones[0]
         left_out = self.unchanged_base()
         tensors = {name: value for name, value in tensors.items() if name not in left_out}
-        tensors |= self.extra_tensors() | self._optimizer_tensors(checkpoint)
+        of_optimizers, whole = self._optimizer_entries(checkpoint)
+        tensors |= self.extra_tensors() | of_optimizers
         tensors |= of_ranks.entry(meta, own["digests"], first["digests"], layout=self.layout)
-        meta |= others | self._whole_optimizers(checkpoint) | self._merged(everyones)
+        meta |= others | whole | self._merged(everyones)
         entries = {"step": completed_batches(self.module.trainer), "strategy": self.layout}
         entries |= {base.KEY: dict(self.base)} if self.base and self.frozen_base else {}
         (storage_options or CheckpointWriter()).save(path, tensors, meta, entries=entries)
@@ -226,24 +227,20 @@ class CheckpointMixin(LayoutMixin):
             buffers.RESIZED: sorted({name for facts in everyones for name in facts["resized"]}),
         }
 
-    def _optimizer_tensors(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return the optimizers' state by weight, and gradients that the next step may use."""
-        states = checkpoint.get(state.OPTIMIZER)
-        keeps = self._keeps_gradients and states is not None
-        found = dict[str, Any](state.pending_gradients(self.module) if keeps else {})
-        for saved in states or ():
-            found |= saved.get("tensors", {})
-        return found
-
-    @staticmethod
-    def _whole_optimizers(checkpoint: dict[str, Any]) -> dict[str, Any]:
-        return plain.plain_checkpoint(
-            {
-                f"{whole_optimizers.WHOLE}.{index}": saved["whole"]
-                for index, saved in enumerate(checkpoint.get(state.OPTIMIZER, []))
-                if "whole" in saved
-            }
-        )
+    def _optimizer_entries(
+        self, checkpoint: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the optimizers' state by weight, with gradients that the next step may use, and
+        the states that are saved whole.
+        """
+        tensors, whole = {}, {}
+        if self._keeps_gradients and state.OPTIMIZER in checkpoint:
+            tensors |= state.pending_gradients(self.module)
+        for index, saved in enumerate(checkpoint.get(state.OPTIMIZER, [])):
+            tensors |= saved.get("tensors", {})
+            if "whole" in saved:
+                whole[f"{whole_optimizers.WHOLE}.{index}"] = saved["whole"]
+        return tensors, plain.plain_checkpoint(whole)
 
     @property
     def _keeps_gradients(self) -> bool:
