@@ -77,8 +77,7 @@ def complete(
                 raise OSError(
                     f"{part / name} has {size} bytes, but {entry['bytes']} were written to it"
                 )
-        own = (path.name for path in part.iterdir() if _writer_of(path.name, ranks) == rank)
-        return written | directory.describe(part, [name for name in own if name not in written])
+        return written | (directory.describe(part, [directory.META]) if rank == 0 else {})
 
     described = process_group.on_all_ranks(describe_own, group=group)
 
@@ -96,12 +95,6 @@ def complete(
         directory.publish(part, checkpoint)
 
     process_group.on_rank_0(publish, group=group)
-
-
-def _writer_of(name: str, ranks: int) -> int:
-    """Return the rank that wrote a file, and so still has it in its page cache."""
-    rank = name.removeprefix("__").partition("_")[0]
-    return int(rank) if rank.isdigit() and int(rank) < ranks else 0
 
 
 def failure(error: CheckpointException) -> OSError:
