@@ -343,14 +343,3 @@ def check_names(
 
 def _size_of(entry: Any) -> tuple[int, ...] | None:
     return tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
-
-
-def check_sizes(checkpoint: Path, saved: dict[str, Any], state: dict[str, Any]) -> None:
-    wrong = [
-        f"{name} is {size} there and {tuple(value.shape)} here"
-        for name, value in state.items()
-        if isinstance(value, Tensor)
-        and (size := _size_of(saved[name])) not in (None, tuple(value.shape))
-    ]
-    if wrong:
-        raise ConfigError(misfit.other_sizes(checkpoint, wrong))

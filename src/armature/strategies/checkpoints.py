@@ -247,11 +247,8 @@ class CheckpointMixin(LayoutMixin):
         """Whether the next step may add to the gradients of earlier batches, which Lightning else
         sets to None.
         """
-        if not self.module.automatic_optimization:
-            return True
-        own = hooks.is_overridden(self.module, "optimizer_zero_grad", L.LightningModule)
-        return own and not hooks.only_calls(
-            self.module.optimizer_zero_grad, ("zero_grad", "optimizer_zero_grad")
+        return not self.module.automatic_optimization or hooks.is_overridden(
+            self.module, "optimizer_zero_grad", L.LightningModule
         )
 
     def unchanged_base(self) -> set[str]:

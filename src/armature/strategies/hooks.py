@@ -9,11 +9,7 @@ run is profiled or logs at DEBUG level, Lightning's own functions are used.
 
 from __future__ import annotations
 
-import ast
-import inspect
 import logging
-import textwrap
-from collections.abc import Callable, Collection
 from typing import Any
 
 import lightning.pytorch as L
@@ -100,29 +96,3 @@ def _call(module: L.LightningModule, name: str, hook: Any, args: tuple[Any, ...]
     output = hook(*args)
     state["_current_fx_name"] = before
     return output
-
-
-def only_calls(method: Callable[..., Any], names: Collection[str]) -> bool:
-    """Return whether a method does nothing but call another of one of these names, whatever its
-    arguments.
-    """
-    try:
-        (function,) = ast.parse(textwrap.dedent(inspect.getsource(method))).body
-    except (OSError, TypeError, ValueError, SyntaxError):  # without its source
-        return False
-    body = (
-        function.body
-        if isinstance(function, ast.FunctionDef) and not function.decorator_list
-        else []
-    )
-    # a docstring
-    if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
-        body = body[1:]
-    if len(body) != 1 or not isinstance(body[0], ast.Expr | ast.Return):
-        return False
-    call = body[0].value
-    return (
-        isinstance(call, ast.Call)
-        and isinstance(call.func, ast.Attribute)
-        and call.func.attr in names
-    )
