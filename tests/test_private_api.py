@@ -42,8 +42,6 @@ SCALER = "torch.amp.grad_scaler:GradScaler"
 
 TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     # ---------------------------------------------------------------- torch: communication
-    ("torch:Tensor", "_indices", None, "checkpoint/state.py"),
-    ("torch:Tensor", "_values", None, "checkpoint/state.py"),
     ("torch.distributed.distributed_c10d", "_resolve_process_group", None, "simulation/order.py"),
     (
         "torch.distributed._functional_collectives",
@@ -332,6 +330,7 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     (f"{DCP}._fsspec_filesystem", "FsspecWriter", None, "checkpoint/storage.py"),
     (f"{DCP}:FileSystemReader", "_get_metadata_path", ("self", "rank"), "checkpoint/storage.py"),
     (f"{DCP}:FileSystemReader", "load_id", None, "checkpoint/storage.py"),
+    (f"{DCP}:DefaultSavePlanner", "_cached_plans_key", None, "checkpoint/storage.py"),
     (f"{DCP}._fsspec_filesystem:FsspecReader", "_get_metadata_path", None, "checkpoint/storage.py"),
     (f"{DCP}.filesystem", "_StorageInfo", None, "checkpoint/storage.py"),
     (f"{DCP}.metadata", "_MEM_FORMAT_ENCODING", None, "checkpoint/storage.py"),

@@ -100,7 +100,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
             BucketOrder(),
             {},
         )
-        self.first_flags, self.first_groups, self.first_sizes = {}, {}, {}
+        self.first_flags, self.first_sizes = {}, {}
 
     @classmethod
     def find(cls, trainer: L.Trainer) -> Self | None:
@@ -158,15 +158,6 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
             if isinstance(optimizer, Optimizer):  # DeepSpeed's are no Optimizer of torch's
                 whole_optimizers.check(optimizer, names, held=self.module.state_dict())
         self.built_groups = [*map(optimizers.settings, self.inner_optimizers())]
-        self.first_groups = {
-            i: {
-                names[param]
-                for group in optimizer.param_groups
-                for param in group["params"]
-                if param in names
-            }
-            for i, optimizer in enumerate(self.optimizers)
-        }
         if trainer.state.fn == TrainerFn.FITTING:
             if getattr(trainer, "begins_random_streams", False):
                 self.random_state.begin(seed=self.seed, stream=self.rng_stream)

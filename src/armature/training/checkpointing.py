@@ -86,7 +86,10 @@ class Checkpointing(Checkpoint):
         self.monitor, self.mode, self.at_end = monitor, mode, at_end
         self.on_failure, self.before_save = on_failure, before_save
         self.writer = CheckpointWriter(
-            background=background, entries=manifest_entries, on_saved=self._saved
+            background=background,
+            entries=manifest_entries,
+            on_saved=self._saved,
+            keeps_plan=True,
         )
         self.scores: dict[int, float] = {}
         self._saved_at = time.monotonic()
@@ -168,7 +171,7 @@ class Checkpointing(Checkpoint):
         """
         trainer.fit_loop.before_train_end.append(partial(self._training_ends, trainer))
         trainer.fit_loop.after_train_end.append(partial(self._training_ended, trainer))
-        plain.check_before_training(trainer, resumed=completed_batches(trainer) > 0)
+        plain.check_before_training(trainer)
         if trainer.is_global_zero:
             directory.clear_leftovers(self.folder)
         self._saved_at = time.monotonic()
