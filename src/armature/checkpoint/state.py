@@ -276,12 +276,13 @@ def set_flags(module: nn.Module, changed: Mapping[str, bool]) -> None:
 
 # ---------------------------------------------------------------- reading checkpoints
 def holds(checkpoint: Path | None) -> Callable[[str], bool]:
-    """Return whether a checkpoint holds the weight of a name.
+    """Return whether a checkpoint holds the weight of a name. Called by all ranks.
 
     A file of Lightning's, which may rename them, has all.
     """
     if checkpoint is None or directory.is_file(checkpoint):
         return lambda name: checkpoint is not None
+    storage.keep_metadata(checkpoint)  # the resume reads it again
     return _weight_names(storage.read_metadata(checkpoint).state_dict_metadata).__contains__
 
 

@@ -248,7 +248,9 @@ def keep_metadata(checkpoint: Path) -> None:
     Called by all ranks. The index of a large model on many ranks takes seconds to parse.
     """
     reader: Any = _reader(checkpoint)
-    _kept[str(reader._get_metadata_path())] = process_group.on_rank_0(reader.read_metadata)
+    path = str(reader._get_metadata_path())
+    if path not in _kept:
+        _kept[path] = process_group.on_rank_0(reader.read_metadata)
 
 
 def forget_metadata() -> None:

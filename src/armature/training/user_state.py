@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import io
+import itertools
 import logging
 import random
 import sys
@@ -286,6 +287,8 @@ def _mark(value: Any) -> bytes | tuple[int, int] | object | None:
     if isinstance(value, Iterator):
         return None if isinstance(value, io.IOBase) else object()
     try:
+        if _holds_weights(value):
+            return None
         if _is_small(value):
             return digest(_plain(value))
     except Exception:  # it cannot be made plain, or a method of a user's class fails
@@ -310,6 +313,15 @@ def _kept(value: Any) -> _Kept:
         return tensor.detach().to("cpu", copy=True)
 
     return _Kept(apply_to_collection(_plain(value), Tensor, copied), bool(elsewhere))
+
+
+def _holds_weights(value: Any) -> bool:
+    """Return whether a value is a list or dict of a model's weights, which the model restores."""
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, _CONTAINERS):
+        return isinstance(value, nn.Parameter)
+    return any(map(_holds_weights, itertools.islice(value, 100)))
 
 
 def _is_small(value: Any) -> bool:
@@ -341,10 +353,14 @@ def _like(own: Any, value: Any) -> Any:
     ):
         with torch.no_grad():
             own.copy_(value)
+    elif isinstance(own, list) and isinstance(value, list) and len(own) == len(value):
+        own[:] = map(_like, own, value)  # tensors in it may be held elsewhere, too
     elif isinstance(own, list | deque) and type(own) is type(value):
         own.clear()
         own.extend(value)
     elif isinstance(own, dict | set) and isinstance(value, type(own)):
+        if isinstance(own, dict):
+            value = {key: _like(own.get(key), each) for key, each in value.items()}
         own.clear()
         own.update(value)
     elif isinstance(own, tuple) and hasattr(own, "_fields"):
