@@ -17,9 +17,9 @@ from armature.parallel.gradients import local_part
 
 @dataclass(frozen=True)
 class Finding:
-    name: str  # of the module
+    name: str  # of the module, and its class
     clean: bool  # its inputs were finite
-    is_nan: bool  # else infinite, which is often meant, as in a mask
+    is_nan: bool  # else infinite, as in a mask
 
 
 class FiniteWatch:
@@ -29,9 +29,8 @@ class FiniteWatch:
         self.findings: list[Finding] = []
 
     def first(self) -> Finding | None:
-        """Return the first NaN out of finite inputs, or the first finding."""
-        nan = next((each for each in self.findings if each.is_nan), None)
-        return nan if nan is not None and nan.clean else next(iter(self.findings), None)
+        """Return the first finding, which is NaN if there is one: infinity is often meant."""
+        return min(self.findings, key=lambda each: not each.is_nan, default=None)
 
     @contextmanager
     def in_forward(self, module: nn.Module) -> Iterator[None]:
@@ -39,7 +38,7 @@ class FiniteWatch:
         no hooks.
         """
         handles = [
-            part.register_forward_hook(partial(self._after, name or type(part).__name__))
+            part.register_forward_hook(partial(self._after, f"{name} ({type(part).__name__})"))
             for name, part in _outside_compiled(module)
         ]
         try:
@@ -53,8 +52,7 @@ class FiniteWatch:
         if values:
             clean = all(bool(torch.isfinite(tensor).all()) for tensor in _tensors(args))
             is_nan = any(bool(torch.isnan(tensor).any()) for tensor in values)
-            called = f"{name} ({type(module).__name__})"
-            self.findings.append(Finding(called, clean, is_nan))
+            self.findings.append(Finding(name, clean, is_nan))
 
 
 def _outside_compiled(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
