@@ -19,7 +19,6 @@ from armature.parallel.gradients import local_part
 class Finding:
     name: str  # of the module, and its class
     clean: bool  # its inputs were finite
-    is_nan: bool  # else infinite, as in a mask
 
 
 class FiniteWatch:
@@ -29,8 +28,7 @@ class FiniteWatch:
         self.findings: list[Finding] = []
 
     def first(self) -> Finding | None:
-        """Return the first finding, which is NaN if there is one: infinity is often meant."""
-        return min(self.findings, key=lambda each: not each.is_nan, default=None)
+        return next(iter(self.findings), None)
 
     @contextmanager
     def in_forward(self, module: nn.Module) -> Iterator[None]:
@@ -48,11 +46,8 @@ class FiniteWatch:
                 handle.remove()
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        values = [tensor for tensor in _tensors(output) if not torch.isfinite(tensor).all()]
-        if values:
-            clean = all(bool(torch.isfinite(tensor).all()) for tensor in _tensors(args))
-            is_nan = any(bool(torch.isnan(tensor).any()) for tensor in values)
-            self.findings.append(Finding(name, clean, is_nan))
+        if not _is_finite(output):
+            self.findings.append(Finding(name, _is_finite(args)))
 
 
 def _outside_compiled(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -62,7 +57,8 @@ def _outside_compiled(module: nn.Module, name: str = "") -> Iterator[tuple[str, 
     yield name, module
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    """Return the floating-point tensors in nested containers."""
+def _is_finite(value: Any) -> bool:
+    """Return whether the floating-point tensors in nested containers are finite."""
     leaves = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-    return [local_part(leaf).detach() for leaf in leaves if leaf.is_floating_point()]
+    floats = (local_part(leaf.detach()) for leaf in leaves if leaf.is_floating_point())
+    return all(bool(torch.isfinite(part).all()) for part in floats)
