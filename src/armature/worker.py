@@ -51,7 +51,7 @@ from armature.training.display import Bar, Display
 from armature.training.errors import RecordError, record, refusal_of
 from armature.training.limits import Limits
 from armature.training.metrics_csv import MetricsCSV
-from armature.training.micro_batch import agree, begins_anew_here, release
+from armature.training.micro_batch import agree
 from armature.training.not_finite import NotFiniteGuard
 from armature.training.restore_progress import RestoreProgress
 from armature.training.same_everywhere import SameEverywhere
@@ -98,10 +98,10 @@ def run(cfg: DictConfig) -> None:
     stop.install()
     log_file = process.prepare(cfg, Path(cfg.run.dir))
     try:
-        again: DictConfig | None = cfg
-        while (again := _attempt(again, stop)) is not None:
-            stop.forget_module()
-            release()
+        L.seed_everything(cfg.seed, workers=True, verbose=False)
+        with constructors():
+            built = build(cfg, stop)
+        fit_and_test(built)
     except (SystemExit, KeyboardInterrupt) as error:  # of code: signals have handlers
         raise EndedByCode.by(error) from error
     except Exception as error:
@@ -110,28 +110,6 @@ def run(cfg: DictConfig) -> None:
     finally:
         stop.restore()
         process.close(log_file)
-
-
-def _attempt(cfg: DictConfig, stop: StopOnSignal) -> DictConfig | None:
-    """Train and test.
-
-    Return the configuration to begin anew with, or None if the run has ended.
-
-    It begins anew with a smaller micro-batch if memory ran out in this only process
-    (`data.micro_batch_size=auto`).
-    """
-    L.seed_everything(cfg.seed, workers=True, verbose=False)
-    with constructors():
-        built = build(cfg, stop)
-    try:
-        fit_and_test(built)
-    except Exception:
-        found = built.errors.smaller
-        if found is None or not begins_anew_here():
-            raise
-        log.warning(found.line)
-        return micro_batch.continued(cfg, found.size)
-    return None
 
 
 def build(cfg: DictConfig, stop: StopOnSignal) -> Run:

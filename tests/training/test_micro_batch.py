@@ -154,6 +154,7 @@ def train(corpus, tmp_path_factory):
             "trainer.max_steps=4",
             "model.dropout=0.1",
             "checkpoint.every_n_steps=2",
+            "launch.max_restarts=1",
         ]
         ended = running.train(*words, *overrides, cwd=folder, corpus=corpus, check=check, **extra)
         return folder / "outputs" / name, ended.stdout + ended.stderr
@@ -166,7 +167,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_one_process_begins_anew_as_if_the_smaller_size_had_been_typed(train):
+def test_a_restart_is_as_if_the_smaller_size_had_been_typed(train):
     small, output = train("small", *greedy(fits=2))
     assert "in step 1 (peak " in output
     assert (
@@ -193,7 +194,6 @@ def test_one_process_begins_anew_as_if_the_smaller_size_had_been_typed(train):
 @pytest.mark.slow
 def test_memory_that_runs_out_late_costs_the_steps_since_the_last_checkpoint(train):
     words = [
-        "resume=never",
         "model.dropout=0",
         "trainer.val_every_n_steps=4",
     ]  # a validation would save
@@ -223,7 +223,6 @@ def test_several_ranks_restart(strategy, train):
     overrides = [
         f"strategy={strategy}",
         "trainer.devices=2",
-        "launch.max_restarts=0",
         "model.dropout=0",
     ]
     folder, output = train(strategy, *overrides, *greedy(fits=2, rank=1))

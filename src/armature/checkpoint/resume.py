@@ -40,14 +40,6 @@ NOTES = {  # what else follows from another value at a resume, by the key's name
 }
 
 
-def continued(cfg: DictConfig) -> DictConfig:
-    """Return the configuration with which a run begins anew from what it has saved itself."""
-    changed = cfg.copy()
-    # `never` was asked for the first start
-    changed.resume = "auto" if cfg.resume == "never" else cfg.resume
-    return changed
-
-
 def folder(run_dir: Path, cfg: Any = None) -> Path:
     """Return the folder of a run's checkpoints: in its directory, or under `checkpoint.root` of its
     configuration.

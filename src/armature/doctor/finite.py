@@ -17,9 +17,8 @@ from armature.parallel.gradients import local_part
 
 @dataclass(frozen=True)
 class Finding:
-    name: str  # of the module
+    name: str  # of the module, and its class
     clean: bool  # its inputs were finite
-    is_nan: bool  # else infinite, which is often meant, as in a mask
 
 
 class FiniteWatch:
@@ -29,9 +28,7 @@ class FiniteWatch:
         self.findings: list[Finding] = []
 
     def first(self) -> Finding | None:
-        """Return the first NaN out of finite inputs, or the first finding."""
-        nan = next((each for each in self.findings if each.is_nan), None)
-        return nan if nan is not None and nan.clean else next(iter(self.findings), None)
+        return next(iter(self.findings), None)
 
     @contextmanager
     def in_forward(self, module: nn.Module) -> Iterator[None]:
@@ -39,7 +36,7 @@ class FiniteWatch:
         no hooks.
         """
         handles = [
-            part.register_forward_hook(partial(self._after, name or type(part).__name__))
+            part.register_forward_hook(partial(self._after, f"{name} ({type(part).__name__})"))
             for name, part in _outside_compiled(module)
         ]
         try:
@@ -49,12 +46,8 @@ class FiniteWatch:
                 handle.remove()
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        values = [tensor for tensor in _tensors(output) if not torch.isfinite(tensor).all()]
-        if values:
-            clean = all(bool(torch.isfinite(tensor).all()) for tensor in _tensors(args))
-            is_nan = any(bool(torch.isnan(tensor).any()) for tensor in values)
-            called = f"{name} ({type(module).__name__})"
-            self.findings.append(Finding(called, clean, is_nan))
+        if not _is_finite(output):
+            self.findings.append(Finding(name, _is_finite(args)))
 
 
 def _outside_compiled(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -64,7 +57,8 @@ def _outside_compiled(module: nn.Module, name: str = "") -> Iterator[tuple[str, 
     yield name, module
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    """Return the floating-point tensors in nested containers."""
+def _is_finite(value: Any) -> bool:
+    """Return whether the floating-point tensors in nested containers are finite."""
     leaves = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-    return [local_part(leaf).detach() for leaf in leaves if leaf.is_floating_point()]
+    floats = (local_part(leaf.detach()) for leaf in leaves if leaf.is_floating_point())
+    return all(bool(torch.isfinite(part).all()) for part in floats)

@@ -69,9 +69,9 @@ class RecordError(L.Callback):
             with suppress(Exception):
                 self.smaller = micro_batch.smaller(self.cfg, exception, trainer, pl_module)
         if self.smaller is not None:
-            exception.add_note(self.smaller.line)
-            if not micro_batch.begins_anew_here():
-                record(MicroBatchTooLarge(self.smaller.line))
+            again = "The same command continues with it; launch.max_restarts=1 does so by itself."
+            exception.add_note(f"{self.smaller.line} {again}")
+            record(MicroBatchTooLarge(self.smaller.line))
             return
         if together:
             return

@@ -1,19 +1,15 @@
 """data.micro_batch_size=auto: what follows when memory runs out in a training step.
 
-Nothing of the failed attempt is kept. The objects of the run are built anew and resume from the
-newest checkpoint, or
-from the start if there is none, as after any other failure: random state, BatchNorm's statistics,
-metrics, gradients
-and whatever a module or a callback counts are then as if the larger micro-batch had not been tried.
-A single process does that itself, several ranks are restarted.
+Nothing of the failed attempt is kept: the launcher restarts the ranks with the smaller size, from
+the newest checkpoint, as after any other failure. Random state, BatchNorm's statistics, metrics,
+gradients and whatever a module or a callback counts are then as if the larger micro-batch had not
+been tried.
 """
 
-import gc
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -22,7 +18,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from armature import run_dir
 from armature.data.memory import is_missing
-from armature.launcher import environment
 from armature.parallel import process_group
 from armature.training.errors import bytes_by_kind, peak_bytes, place
 from armature.training.loops import EpochLoop
@@ -101,21 +96,3 @@ def agree(cfg: DictConfig) -> None:
     sizes = process_group.all_gather_object(OmegaConf.select(cfg, "run.micro_batch_size"))
     if found := [size for size in sizes if size is not None]:
         cfg.run.micro_batch_size = min(found)
-
-
-def begins_anew_here() -> bool:
-    """Return whether this process itself begins anew: it is the only one, and no parent of it
-    restarts it.
-    """
-    return process_group.ranks() == 1 and environment.heartbeat_folder() is None
-
-
-def release() -> None:
-    """Free the memory of the failed attempt, to which nothing refers any more."""
-    gc.unfreeze()  # else the objects from before its first step would never be collected
-    gc.collect()
-    # or a graph would be compiled for any batch size, instead of for the new one
-    torch.compiler.reset()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()

@@ -48,13 +48,6 @@ class StopOnSignal(Callback):
         self._seconds_before = 0.0  # training time of earlier processes of this run
         self._started: float | None = None
 
-    def forget_module(self) -> None:
-        """Drop what Lightning has set on this callback: methods of a module, which would keep its
-        memory.
-        """
-        for name in ("log", "log_dict"):
-            vars(self).pop(name, None)
-
     def install(self) -> None:
         """Install the handlers.
 

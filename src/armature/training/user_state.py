@@ -358,9 +358,11 @@ def _like(own: Any, value: Any) -> Any:
     elif isinstance(own, list | deque) and type(own) is type(value):
         own.clear()
         own.extend(value)
-    elif isinstance(own, dict | set) and isinstance(value, type(own)):
-        if isinstance(own, dict):
-            value = {key: _like(own.get(key), each) for key, each in value.items()}
+    elif isinstance(own, dict) and isinstance(value, dict):
+        value = {key: _like(own.get(key), each) for key, each in value.items()}
+        own.clear()
+        own.update(value)
+    elif isinstance(own, set) and isinstance(value, set):
         own.clear()
         own.update(value)
     elif isinstance(own, tuple) and hasattr(own, "_fields"):

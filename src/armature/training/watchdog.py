@@ -44,7 +44,8 @@ class Watchdog(Callback):
         self.timeout, self.slowest = timeout, 0.0  # seconds of the slowest step
         self._folder = environment.heartbeat_folder()
         watched = environment.world_size() > 1 or self._folder is not None
-        self._log = log if timeout is not None and watched else None
+        # a simulated rank has no log, and waits for nobody
+        self._log = log if timeout is not None and watched and log.is_file() else None
         self._log_size = log.stat().st_size if self._log is not None else 0
         self._file: TextIO | None = None  # the log, while a limit runs
         self._flight = threading.Timer(0, self._note_flight)

@@ -43,13 +43,6 @@ def with_size(cfg: DictConfig, size: int | str) -> DictConfig:
     return changed
 
 
-def continued(cfg: DictConfig, size: int) -> DictConfig:
-    """Return the configuration to continue with in this process, from what it has saved."""
-    changed = resume.continued(cfg)
-    changed.run.micro_batch_size = size
-    return changed
-
-
 def recorded(cfg: DictConfig) -> int | None:
     """Return the size that earlier starts of the run have found under the same circumstances, or
     None.
