@@ -297,7 +297,7 @@ class Watch(L.Callback):
                 f"The loader needs {each * 1e3:.3g} ms per batch and the step {work * 1e3:.3g} "
                 "ms: the model waits."
             )
-            remedy = timings.remedy(run.trainer, wait=each, work=work)
+            remedy = timings.remedy(run.trainer)
             return [warning("data", what, remedy=remedy, where=self.session.name())]
         if self.session.rank:
             return []
