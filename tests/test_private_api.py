@@ -42,8 +42,6 @@ SCALER = "torch.amp.grad_scaler:GradScaler"
 
 TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     # ---------------------------------------------------------------- torch: communication
-    ("torch:Tensor", "_indices", None, "checkpoint/state.py"),
-    ("torch:Tensor", "_values", None, "checkpoint/state.py"),
     ("torch.distributed.distributed_c10d", "_resolve_process_group", None, "simulation/order.py"),
     (
         "torch.distributed._functional_collectives",
@@ -85,7 +83,6 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
         "training/loops.py",
     ),
     (EPOCH, "reset_restart_stage", ("self",), "training/loops.py"),
-    (EPOCH, "_build_kwargs", ("self", "kwargs", "batch", "batch_idx"), "training/loops.py"),
     (EPOCH, "_on_before_fetch", ("self",), "training/loops.py"),
     (EPOCH, "_on_after_fetch", ("self",), "training/loops.py"),
     (EPOCH, "_should_accumulate", ("self",), "training/loops.py"),
@@ -149,7 +146,6 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
         ("self", "kwargs"),
         "training/loops.py",
     ),
-    (MODULE, "_on_before_batch_transfer", ("self", "batch", "dataloader_idx"), "training/loops.py"),
     # ---------------------------------------------------------------- Lightning: hooks
     (
         CALL,
@@ -190,13 +186,6 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("lightning.pytorch.trainer.trainer:Trainer", "received_sigterm", None, "training/trainer.py"),
     (LOGGING, "_logged_metrics", None, "training/trainer.py"),
     (LOGGING, "_progress_bar_metrics", None, "training/trainer.py"),
-    (f"{STOCK}:StochasticWeightAveraging", "_scheduler_state", None, "training/stock_callbacks.py"),
-    (
-        f"{STOCK}:StochasticWeightAveraging",
-        "_model_contains_batch_norm",
-        None,
-        "training/stock_callbacks.py",
-    ),
     (LOGGING, "log_metrics", ("self", "metrics", "step"), "training/trainer.py"),
     (LOGGING, "on_batch_end", ("self",), "training/trainer.py"),
     (LOGGING, "_first_loop_iter", None, "training/loops.py"),
@@ -286,6 +275,7 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("torch.distributed.device_mesh:DeviceMesh", "_flatten", None, "parallel/mesh.py"),
     ("torch.distributed.device_mesh:DeviceMesh", "_unflatten", None, "parallel/mesh.py"),
     ("torch.nn.modules.batchnorm", "_BatchNorm", None, "parallel/batchnorm.py"),
+    ("torch.nn.modules.batchnorm", "_NormBase", None, "training/same_everywhere.py"),
     ("torch.nn.modules.batchnorm", "_BatchNorm", None, "training/micro_batch.py"),
     ("torch.nn.modules._functions", "SyncBatchNorm", None, "parallel/batchnorm.py"),
     (
@@ -340,6 +330,7 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     (f"{DCP}._fsspec_filesystem", "FsspecWriter", None, "checkpoint/storage.py"),
     (f"{DCP}:FileSystemReader", "_get_metadata_path", ("self", "rank"), "checkpoint/storage.py"),
     (f"{DCP}:FileSystemReader", "load_id", None, "checkpoint/storage.py"),
+    (f"{DCP}:DefaultSavePlanner", "_cached_plans_key", None, "checkpoint/storage.py"),
     (f"{DCP}._fsspec_filesystem:FsspecReader", "_get_metadata_path", None, "checkpoint/storage.py"),
     (f"{DCP}.filesystem", "_StorageInfo", None, "checkpoint/storage.py"),
     (f"{DCP}.metadata", "_MEM_FORMAT_ENCODING", None, "checkpoint/storage.py"),

@@ -43,11 +43,8 @@ from armature.parallel import process_group, scaler
 from armature.strategies.base import StrategyMixin
 from armature.training import (
     hook_check,
-    not_finite,
     process,
-    replicas,
     report,
-    stock_callbacks,
 )
 from armature.training.checkpointing import Checkpointing
 from armature.training.display import Bar, Display
@@ -55,14 +52,13 @@ from armature.training.errors import RecordError, record, refusal_of
 from armature.training.limits import Limits
 from armature.training.metrics_csv import MetricsCSV
 from armature.training.micro_batch import agree, begins_anew_here, release
+from armature.training.not_finite import NotFiniteGuard
 from armature.training.restore_progress import RestoreProgress
-from armature.training.same_data import SameHeldOutData
+from armature.training.same_everywhere import SameEverywhere
 from armature.training.samples import Samples, can_sample, preview_of
 from armature.training.step_log import StepLog
 from armature.training.stop import StopOnSignal, StoppedBySignal, seconds_of
 from armature.training.trainer import Trainer
-from armature.training.unequal_gathers import UnequalGathers
-from armature.training.unsynced import Unsynced
 from armature.training.watchdog import Watchdog
 from armature.validation import manual, micro_batch, parallelism, relations, resize
 
@@ -82,7 +78,7 @@ class Run:
     trainer: Trainer
     checkpoint: Path | None  # to resume from
     step_log: StepLog
-    guard: not_finite.NotFiniteGuard
+    guard: NotFiniteGuard
     checkpointing: Checkpointing
     stop: StopOnSignal
     display: Display
@@ -102,8 +98,8 @@ def run(cfg: DictConfig) -> None:
     stop.install()
     log_file = process.prepare(cfg, Path(cfg.run.dir))
     try:
-        again: tuple[DictConfig, list[dict[str, Any]] | None] | None = (cfg, None)
-        while (again := _attempt(*again, stop)) is not None:
+        again: DictConfig | None = cfg
+        while (again := _attempt(again, stop)) is not None:
             stop.forget_module()
             release()
     except (SystemExit, KeyboardInterrupt) as error:  # of code: signals have handlers
@@ -116,34 +112,30 @@ def run(cfg: DictConfig) -> None:
         process.close(log_file)
 
 
-def _attempt(
-    cfg: DictConfig, events: list[dict[str, Any]] | None, stop: StopOnSignal
-) -> tuple[DictConfig, list[dict[str, Any]] | None] | None:
+def _attempt(cfg: DictConfig, stop: StopOnSignal) -> DictConfig | None:
     """Train and test.
 
-    Return the configuration and the events to begin anew with, or None if the run has ended.
+    Return the configuration to begin anew with, or None if the run has ended.
 
-    It begins anew after a rollback (`trainer.on_nan`), and with a smaller micro-batch if memory ran
-    out in this only process (`data.micro_batch_size=auto`).
+    It begins anew with a smaller micro-batch if memory ran out in this only process
+    (`data.micro_batch_size=auto`).
     """
     L.seed_everything(cfg.seed, workers=True, verbose=False)
     with constructors():
-        built = build(cfg, stop, events)
+        built = build(cfg, stop)
     try:
         fit_and_test(built)
-    except not_finite.RolledBack as back:
-        return resume.continued(cfg), back.events
     except Exception:
         found = built.errors.smaller
         if found is None or not begins_anew_here():
             raise
         log.warning(found.line)
-        return micro_batch.continued(cfg, found.size), events
+        return micro_batch.continued(cfg, found.size)
     return None
 
 
-def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | None = None) -> Run:
-    """Build the objects that a configuration names; `events` as for `not_finite.begin`."""
+def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
+    """Build the objects that a configuration names."""
     directory = Path(cfg.run.dir)
     layout = Layout.of(cfg)
     data = adapter.build(micro_batch.decided(cfg))
@@ -178,8 +170,14 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
         )
 
     csv = MetricsCSV(directory)
-    resumes = checkpoint is not None and checkpoint.parent == resume.folder(directory, cfg)
-    guard = not_finite.begin(cfg, data, strategy, resumes=resumes, events=events)
+    guard = NotFiniteGuard(cfg.trainer.on_nan, directory)
+    if isinstance(strategy, StrategyMixin):
+        strategy.on_nan = guard.policy
+    elif guard.policy == "skip":
+        raise ConfigError(
+            f"trainer.on_nan=skip: {type(strategy).__name__} is none of armature.strategies, so no "
+            "update can be left out. Type trainer.on_nan=stop."
+        )
     step_log = StepLog(
         csv,
         every_n_steps=cfg.trainer.log_every_n_steps,
@@ -193,11 +191,12 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
         for key, value in cfg.checkpoint.items()
         if key not in ("root", "trust", "include_base")
     }
+    same = SameEverywhere()
     checkpointing = Checkpointing(
         resume.folder(directory, cfg),
         step_log,
         manifest_entries={"config_hash": run_dir.fingerprint(cfg)},
-        save_begins=watchdog.rest,
+        before_save=[watchdog.rest, same.check],
         **policy,
     )
     start_line = partial(report.start_line, cfg, batches, checkpoint)
@@ -208,21 +207,17 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
         if has_bar
         else Bar(start_line, step_log=step_log, total_steps=limits.global_batches)
     )
-    progress, checks = RestoreProgress(), stock_callbacks.CheckCallbacks(cfg)
+    progress, checks = RestoreProgress(), hook_check.CheckCallbacks(cfg)
     errors, samples = RecordError(cfg), Samples(cfg, planned_steps=limits.global_batches)
     decided = partial(manual.check_unchanged, task.automatic_optimization, batches.accumulate)
-    held_out = SameHeldOutData(tests=cfg.trainer.test_at_end)
     first = [
         errors,
         checks,
         watchdog,
         progress,
-        held_out,
         guard,
         step_log,
-        Unsynced(),
-        UnequalGathers(),
-        stock_callbacks.BeginAverages(),
+        same,
     ]
     trainer = Trainer(
         strategy=strategy,
@@ -242,7 +237,7 @@ def build(cfg: DictConfig, stop: StopOnSignal, events: list[dict[str, Any]] | No
             progress.begin,
             checkpointing.begin,
         ],
-        step_ended=[decided, replicas.step_ended, checkpointing.step_ended, stop.step_ended],
+        step_ended=[decided, stop.step_ended, checkpointing.step_ended],
         validation_ended=[checkpointing.validation_ended],
         default_root_dir=directory,
         **_trainer_arguments(cfg, layout, batches, task),

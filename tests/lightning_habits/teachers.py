@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from armature.callbacks.ema import EMA
-from tests.lightning_habits.habit import INSIDE, OWED, SAVED, callback, ddp, fsdp, stock
+from tests.lightning_habits.habit import INSIDE, OWED, callback, ddp, fsdp, stock
 from tests.lightning_habits.regression import Regressor
 
 
@@ -258,10 +258,4 @@ HABITS = [
     ddp(AveragedByPackage),
     fsdp(Regressor, callback(EMA, decay=0.9), name="OurEMA"),
     ddp(Regressor, stock("EMAWeightAveraging", decay=0.9), name="EMAWeightAveraging"),
-    ddp(
-        Regressor,
-        stock("StochasticWeightAveraging", swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=2),
-        name="SWA",
-        resume=SAVED,
-    ),
 ]

@@ -36,8 +36,7 @@ def _secret_variable(monkeypatch):
     values.hide_secrets(
         OmegaConf.create({"logger": {"password": "${oc.env:PLAIN_NAME}"}, "name": "${oc.env:HOME}"})
     )
-    plain._warn_of_masked.cache_clear()
-    plain._warn_of_stored.cache_clear()
+    plain._warn_once.cache_clear()
 
 
 @pytest.mark.guarantee

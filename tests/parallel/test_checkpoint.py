@@ -159,6 +159,28 @@ def test_a_checkpoint_becomes_one_file_and_a_checkpoint_again(saved: Path, tmp_p
         convert.to_safetensors(tmp_path / "nothing", tmp_path / "nothing.safetensors")
 
 
+def _saves_other_forms(folder: str) -> list[Any]:
+    """Save three times by a writer that keeps its plan, and return what each checkpoint holds."""
+    from armature.parallel import process_group
+
+    rank, writer = process_group.rank(), CheckpointWriter(keeps_plan=True, background=True)
+    for step, size in ((1, 2), (2, 2), (3, 2 + rank)):  # rank 1's tensor changes its size
+        tensors = {f"of_{rank}": torch.full((size,), float(step)), "shared": torch.ones(step)}
+        writer.save(Path(folder) / f"step={step}", tensors | {"step": step}, {})
+    writer.finish()
+    loaded = [checkpoint.load_full_state_dict(Path(folder) / f"step={n}") for n in (1, 2, 3)]
+    return [{n: v.tolist() if n != "step" else v for n, v in each.items()} for each in loaded]
+
+
+@pytest.mark.slow
+def test_a_kept_plan_is_changed_where_tensors_are(tmp_path: Path) -> None:
+    for found in on_ranks(_saves_other_forms, str(tmp_path), ranks=2):
+        assert found == [
+            {"of_0": [n] * 2, "of_1": [n] * (3 if n == 3 else 2), "shared": [1] * n, "step": n}
+            for n in (1, 2, 3)
+        ]
+
+
 def _fails_on_one_rank(folder: str) -> str:
     from armature.parallel import process_group
 

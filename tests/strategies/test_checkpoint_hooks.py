@@ -9,6 +9,7 @@ import enum
 import functools
 import io
 import itertools
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def saved_by(folder: Path, module: L.LightningModule, *callbacks: L.Callback) ->
 
 # ---------------------------------------------------------------- what is put in
 def test_hyperparameters_of_every_kind_are_saved_or_left_out_by_name(tmp_path, caplog):
-    plain._warn_of_dropped.cache_clear()
+    plain._warn_once.cache_clear()
     module = Module(
         4,
         functools.partial(nn.Linear, 3),
@@ -205,6 +206,16 @@ def test_hooks_of_load_state_dict_see_names_that_are_gone(tmp_path):
     fit(tmp_path, renamed, ckpt=path, max_steps=2)
     assert torch.equal(renamed.first.weight, first.layer.weight)
     assert renamed.moving.tolist() == first.moving.tolist()
+
+
+def test_a_resume_reads_the_index_of_tensors_once(tmp_path, monkeypatch):
+    read, path = [], saved_by(tmp_path, Module())
+    monkeypatch.setattr(
+        storage, "_MetadataUnpickler", lambda file: read.append(file) or pickle.Unpickler(file)
+    )
+    fit(tmp_path, Module(), ckpt=path, max_steps=3)
+    assert len(read) == 1
+    assert not storage._kept
 
 
 class SwitchesOptimizer(Module):

@@ -1,5 +1,5 @@
-"""What the ranks tell each other in a step besides weights, gradients and activations: one small
-collective.
+"""What the ranks tell each other in a step besides weights, gradients and activations: two small
+collectives.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tensor": ("MeshStrategy", {"tensor": 2, "sequence_parallel": False}),
     "pipeline": ("MeshStrategy", {"pipe": 2, "microbatches": 2}),
 }
-# the numbers of targets and the wish to stop; of sharded gradients, the sum of their squares first
+STOP = ("all_reduce", 16)  # the wish to stop
+# the numbers of targets; of sharded gradients, the sum of their squares first
 EXPECTED = {
-    "ddp": [("all_reduce", 8)],
-    "fsdp": [("all_reduce", 12)],
-    "tensor": [("all_reduce", 12)],
-    "pipeline": [("broadcast", 4), ("all_reduce", 12)],  # the loss, of the last stage
+    "ddp": [("all_reduce", 8), STOP],
+    "fsdp": [("all_reduce", 12), STOP],
+    "tensor": [("all_reduce", 12), STOP],
+    "pipeline": [("broadcast", 4), ("all_reduce", 12), STOP],  # the loss, of the last stage
 }
 COUNTED = 3  # the step, after those that initialize things
 
@@ -89,7 +90,7 @@ def _small_collectives(layout: str) -> list[tuple[str, int]]:
 
 
 @pytest.mark.slow
-def test_what_ranks_agree_on_in_a_step_travels_in_one_collective():
+def test_what_ranks_agree_on_in_a_step_travels_in_two_collectives():
     for found in on_ranks(small_collectives, ranks=2):
         assert found == EXPECTED
 
@@ -131,14 +132,14 @@ def _stop(layout: str, callback: L.Callback) -> tuple[int, str | None]:
 
 
 @pytest.mark.slow
-def test_ranks_stop_after_the_step_of_the_signal_or_after_the_next_one():
+def test_ranks_stop_after_the_step_of_the_signal():
     for found in on_ranks(stops, ranks=2):
         assert found == {
             "ddp, in forward": (5, "SIGTERM"),
-            "ddp, after backward": (6, "SIGTERM"),
+            "ddp, after backward": (5, "SIGTERM"),
             "ddp, two signals": (5, "SIGUSR1"),
             "fsdp, after backward": (5, "SIGTERM"),
-            "fsdp, after the step": (6, "SIGTERM"),
+            "fsdp, after the step": (5, "SIGTERM"),
             "fsdp, nobody": (8, None),
         }
 

@@ -28,14 +28,9 @@ class Slow(Callback):
 
 
 class Breaks(Callback):
-    """Let the embedding return NaN for batches with samples of one step, also after a rollback and
-    in a replay.
+    """Let the embedding return NaN for the samples of one step."""
 
-    Args:
-        step: at the first time.
-    """
-
-    tokens: Tensor | None = None  # of the step; kept over a rollback, which builds everything anew
+    tokens: Tensor | None = None  # of the step
 
     def __init__(self, step: int) -> None:
         self.step = step

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -10,21 +9,21 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import Strategy
-from omegaconf import OmegaConf
 
 import armature
 from armature import run_dir, worker
 from armature.checkpoint import storage
 from armature.checkpoint.state import load_tensors
+from armature.data.base import DataModule
 from armature.data.batching import Batches
 from armature.data.sampler import TrainSampler
 from armature.errors import ConfigError, NotFinite
-from armature.parallel import process_group
 from armature.strategies import update_mask
 from armature.strategies.single import SingleDevice
 from armature.strategies.update_mask import StepLeftOut, UpdateMask
 from armature.training import not_finite
 from tests import running
+from tests.nan_parts import NumberedData
 from tests.test_resume import BASE, CONFIGS
 
 PARTS = [
@@ -85,29 +84,16 @@ def events(folder: Path) -> list[dict]:
 
 
 # ---------------------------------------------------------------- stop
-@pytest.mark.parametrize(
-    ("kind", "place", "name", "samples"),
-    [
-        ("forward", "forward", "model.fuse (Fuse)", [BAD]),
-        ("backward", "backward", "model.fuse (Fuse)", []),
-    ],
-)
 @pytest.mark.slow
-def test_a_run_ends_with_the_step_the_module_and_the_samples(kind, place, name, samples, train):
-    folder, error = train(*bad("stop", BAD, kind=kind))
+def test_a_run_ends_with_the_step_the_rank_and_the_samples(train):
+    folder, error = train(*bad("stop", BAD))
     assert error is not None
     assert error.exit_code == 1
-    assert "at step 7 (trainer.on_nan=stop)" in str(error)
-    assert name in str(error)
-    assert "trainer.on_nan=rollback" in str(error)
+    assert "at step 7 (trainer.on_nan=stop), on rank 0 (samples " in str(error)
+    assert "data.skip_steps=[7]" in str(error)
     (event,) = events(folder)
-    assert (event["step"], event["place"], event["name"], event["samples"]) == (
-        7,
-        place,
-        name,
-        samples,
-    )
-    assert BAD in event["step_samples"]["0"]
+    assert (event["step"], event["ranks"]) == (7, [0])
+    assert BAD in event["samples"][0]
     rows = running.rows(folder)
     assert (
         int(rows[-1]["step"]) >= 7
@@ -141,13 +127,6 @@ def test_a_users_save_reads_the_rows_first_too(train, tmp_path):
         5,
         6,
     ]
-
-
-@pytest.mark.slow
-def test_samples_that_are_not_finite_themselves_are_named(train):
-    folder, _ = train(*bad("stop"), f"data.broken=[{BAD}]")
-    (event,) = events(folder)
-    assert (event["place"], event["name"], event["samples"]) == ("samples", "inputs", [BAD])
 
 
 @pytest.mark.slow
@@ -213,7 +192,6 @@ def test_parts_that_are_left_out_move_the_rest_of_the_order_up():
     whole = order()
     parts += [(12, 4), (4, 4)]
     assert order()[:3] == [whole[0], whole[2], whole[4]]
-    assert [sampler.step_keys(4) for sampler in samplers] == [[whole[2][:2]], [whole[2][2:]]]
     assert samplers[0].places_of(np.arange(12)).tolist() == [
         0,
         1,
@@ -246,26 +224,19 @@ def stepped(optimizer, parameter, gradient, mask):
     "device_types", [("cuda",), ("cuda", "cpu")]
 )  # the host reads the flag, or the kernel does
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
-def test_a_mask_leaves_out_the_update_and_every_later_one_unless_it_restores(
-    make, device_types, monkeypatch
-):
+def test_a_mask_leaves_out_the_update(make, device_types, monkeypatch):
     monkeypatch.setattr(update_mask, "DEVICE_TYPES", device_types)
-    for restores in (True, False):
-        parameter = torch.nn.Parameter(torch.ones(3))
-        options: dict[str, Any] = {"momentum": 0.9} if make is torch.optim.SGD else {}
-        optimizer = make([parameter], lr=0.1, fused=True, **options)
-        mask = UpdateMask(torch.nn.Module(), restores=restores)  # pyright: ignore[reportArgumentType]
-        first = stepped(optimizer, parameter, 1.0, mask)
-        state = {
-            k: v.clone()
-            for k, v in optimizer.state[parameter].items()
-            if isinstance(v, torch.Tensor)
-        }
-        assert torch.equal(stepped(optimizer, parameter, torch.nan, mask), first)
-        assert all(
-            torch.equal(optimizer.state[parameter][name], value) for name, value in state.items()
-        )
-        assert torch.equal(stepped(optimizer, parameter, 1.0, mask), first) is not restores
+    parameter = torch.nn.Parameter(torch.ones(3))
+    options: dict[str, Any] = {"momentum": 0.9} if make is torch.optim.SGD else {}
+    optimizer = make([parameter], lr=0.1, fused=True, **options)
+    mask = UpdateMask(torch.nn.Module())  # pyright: ignore[reportArgumentType]
+    first = stepped(optimizer, parameter, 1.0, mask)
+    values = optimizer.state[parameter].items()
+    state = {k: v.clone() for k, v in values if isinstance(v, torch.Tensor)}
+    assert torch.equal(stepped(optimizer, parameter, torch.nan, mask), first)
+    for name, value in state.items():
+        assert torch.equal(optimizer.state[parameter][name], value)
+    assert not torch.equal(stepped(optimizer, parameter, 1.0, mask), first)
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
@@ -275,14 +246,11 @@ def test_a_fused_optimizers_first_step_is_left_out_too(make, monkeypatch):
     SGD without momentum never has state.
     """
     monkeypatch.setattr(update_mask, "DEVICE_TYPES", ("cpu",))
-    for restores in (True, False):
-        parameter = torch.nn.Parameter(torch.ones(3))
-        optimizer, mask = (
-            make([parameter], lr=0.1, fused=True),
-            UpdateMask(torch.nn.Module(), restores=restores),
-        )  # pyright: ignore[reportArgumentType]
-        assert torch.equal(stepped(optimizer, parameter, torch.nan, mask), torch.ones(3))
-        assert torch.equal(stepped(optimizer, parameter, 1.0, mask), torch.ones(3)) is not restores
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = make([parameter], lr=0.1, fused=True)
+    mask = UpdateMask(torch.nn.Module())  # pyright: ignore[reportArgumentType]
+    assert torch.equal(stepped(optimizer, parameter, torch.nan, mask), torch.ones(3))
+    assert not torch.equal(stepped(optimizer, parameter, 1.0, mask), torch.ones(3))
 
 
 class Centered(torch.nn.Module):
@@ -304,7 +272,7 @@ class Centered(torch.nn.Module):
 
 def test_buffers_that_are_assigned_anew_get_their_values_back():
     module = Centered()
-    mask = UpdateMask(module, restores=True)  # pyright: ignore[reportArgumentType]
+    mask = UpdateMask(module)  # pyright: ignore[reportArgumentType]
     for value in (1.0, torch.nan, 2.0):
         mask.step_begins()
         module(torch.full((2,), value))
@@ -355,14 +323,53 @@ def test_the_average_stays_where_only_the_device_knows(train, monkeypatch):
     assert all(torch.isfinite(torch.as_tensor(value)).all() for value in mine.values())
 
 
-def test_all_ranks_leave_out_what_rank_0s_run_directory_says(tmp_path, monkeypatch):
-    cfg = OmegaConf.create({"trainer": {"on_nan": "rollback"}, "run": {"dir": str(tmp_path)}})
-    theirs = [{"policy": "rollback", "step": 7, "left_out": [[24, 4]]}]
-    data = SimpleNamespace()
-    monkeypatch.setattr(process_group, "broadcast_object", lambda own: theirs)
-    guard = not_finite.begin(cfg, data, SingleDevice(), resumes=True, events=None)
-    assert guard.events == theirs
-    assert data.left_out == [(24, 4)]
+# ---------------------------------------------------------------- data.skip_steps
+def batches_of(data: DataModule, first: int, last: int) -> list[list[int]]:
+    return [data.indices_of_step(8 * (step - 1))[0] for step in range(first, last + 1)]
+
+
+def numbered(*skip_steps: int, made: int = 0, skipped: Any = ()) -> DataModule:
+    data = NumberedData(samples=60, broken=[], global_batch_size=8, skip_steps=skip_steps)
+    state = {"samples_seen": 8 * made, "step": made, "train_size": 60, "skipped": skipped}
+    data.load_state_dict(state)
+    return data
+
+
+def test_other_steps_keep_their_samples():
+    whole = batches_of(numbered(), 1, 20)
+    assert batches_of(numbered(7), 1, 12) == whole[:6] + whole[7:13]
+    # the run counts on: its step 12 was the 13th
+    assert batches_of(numbered(7, 12), 1, 15) == whole[:6] + whole[7:12] + whole[13:17]
+    # typed at a resume, from before the step
+    assert batches_of(numbered(7, made=6), 7, 12) == whole[7:13]
+
+
+def test_a_resume_behind_the_step_leaves_the_same_out():
+    whole = batches_of(numbered(), 1, 20)
+    saved = [[7, 48, 8]]
+    for typed in ((), (7,)):  # a command that does not repeat it goes on all the same
+        assert batches_of(numbered(*typed, made=9, skipped=saved), 10, 12) == whole[10:13]
+    data = numbered(7, 12, made=9, skipped=saved)
+    assert batches_of(data, 10, 15) == whole[10:12] + whole[13:17]
+    assert data._parts() == {7: (48, 8), 12: (96, 8)}
+
+
+def test_steps_that_are_made_cannot_be_left_out():
+    with pytest.raises(ConfigError, match=r"data.skip_steps=\[7\]: the checkpoint is of step 9"):
+        numbered(7, made=9)
+
+
+@pytest.mark.slow
+def test_a_run_that_ended_continues_without_the_samples(train):
+    train(*bad("stop", BAD), name="ended")
+    ended, error = train(*bad("stop", BAD), "data.skip_steps=[7]", name="ended")
+    assert error is None
+    straight, error = train(*bad("stop", BAD), "data.skip_steps=[7]", name="straight")
+    assert error is None
+    assert_same(ended, straight)
+    stopped, _ = train(*bad("stop", BAD), "data.skip_steps=[7]", stop_at(8), name="stopped")
+    train(*bad("stop", BAD), name="stopped")
+    assert_same(stopped, straight)
 
 
 # ---------------------------------------------------------------- what is refused
@@ -374,10 +381,9 @@ def test_all_ranks_leave_out_what_rank_0s_run_directory_says(tmp_path, monkeypat
             ["trainer.on_nan=skip", "strategy=deepspeed"],
             "on_nan=skip does not work with this strategy",
         ),
-        (
-            ["trainer.on_nan=rollback", "strategy=deepspeed"],
-            "on_nan=rollback does not work with this strategy",
-        ),
+        (["trainer.on_nan=rollback"], "trainer.on_nan=rollback"),
+        (["data.skip_steps=7"], r"data.skip_steps=7: must be a list of step numbers"),
+        (["data.skip_steps=[0]"], r"data.skip_steps=\[0\]: must be a list of step numbers"),
     ],
 )
 def test_what_cannot_be_right_is_refused(overrides, message, tmp_path, monkeypatch):
@@ -390,5 +396,5 @@ def test_skip_is_refused_for_a_task_that_optimizes_manually():
     from armature.validation import manual
 
     (found,) = manual.setting_problems("Gan", clip=None, micro="auto", size=None, on_nan="skip")
-    assert "trainer.on_nan=rollback" in found
-    assert not manual.setting_problems("Gan", clip=None, micro="auto", size=None, on_nan="rollback")
+    assert "trainer.on_nan=stop" in found
+    assert not manual.setting_problems("Gan", clip=None, micro="auto", size=None, on_nan="stop")

@@ -9,7 +9,7 @@ import pytest
 from armature.training import not_finite
 from tests import running
 from tests.forked import Forks
-from tests.training.test_not_finite import BAD_OF_RANK_1, PARTS, assert_same, bad
+from tests.training.test_not_finite import BAD_OF_RANK_1, PARTS, bad
 
 pytestmark = pytest.mark.slow
 BASE = [part for part in PARTS if not part.startswith(("strategy=", "trainer.devices="))]
@@ -26,7 +26,7 @@ def forks(tmp_path_factory):
     [
         ("ddp", "stop", "forward", 1),
         ("ddp", "skip", "backward", 0),
-        ("fsdp", "rollback", "forward", 0),
+        ("fsdp", "stop", "forward", 1),
     ],
 )
 def test_the_ranks_agree(strategy, policy, kind, expect, forks):
@@ -43,32 +43,14 @@ def test_the_ranks_agree(strategy, policy, kind, expect, forks):
     assert ended.codes == [expect, expect]
     folder = forks.cwd / "outputs" / name
     (event,) = json.loads((folder / not_finite.FILE).read_text())["events"]
-    assert (event["step"], event["name"], event["ranks"]) == (7, "model.fuse (Fuse)", [1])
-    assert BAD_OF_RANK_1 in event["step_samples"]["1"]
+    # a gradient's norm is of all ranks
+    assert (event["step"], event["ranks"]) == (7, [1] if kind == "forward" else [])
+    assert BAD_OF_RANK_1 in event["samples"][1]
     if policy == "stop":
-        assert "on rank 1, in sample 15" in ended.output
+        assert "on rank 1 (samples " in ended.output
         assert (folder / "checkpoints" / "last").read_text().strip() == "step=000006"
-        return
-    summary = running.summary(folder)
-    assert (summary["skipped_steps"], summary["rolled_back_steps"]) == (
-        (1, []) if policy == "skip" else (0, [7])
-    )
-    if policy == "rollback":  # as if the samples had never been there
-        undisturbed = forks.cwd / "outputs" / "resumed"
-        stop = "+callbacks.stop_at={_target_:armature.callbacks.stop_at.StopAt,signals:{SIGTERM:8}}"
-        for more, code in ((stop, 143), ("resume=auto", 0)):
-            forks.train(
-                *BASE,
-                *bad(policy, BAD_OF_RANK_1, rank=1, kind=kind),
-                *ranks[:2],
-                "run.name=resumed",
-                "trainer.max_steps=9",
-                more,
-                ranks=2,
-                expect=code,
-                seconds=100,
-            )
-        assert_same(undisturbed, folder)
+    else:
+        assert running.summary(folder)["skipped_steps"] == 1
 
 
 @pytest.fixture(scope="module")
@@ -78,15 +60,14 @@ def broken(forks, corpus):
     """
 
     @functools.cache
-    def run(policy, layout, ranks):
-        name = f"{layout}-{policy}"
+    def run(layout, ranks):
         breaks = "+callbacks.breaks={_target_:tests.training.disturbing.Breaks,step:5}"
         allowed = "launch.allowed_packages=[armature,torch.optim,lightning.pytorch,tests]"
         forks.train(
             *running.TINY,
             f"data.path={corpus}",
-            f"run.name={name}",
-            f"trainer.on_nan={policy}",
+            f"run.name={layout}",
+            "trainer.on_nan=skip",
             breaks,
             allowed,
             "model.tied=false",
@@ -97,33 +78,25 @@ def broken(forks, corpus):
             ranks=ranks,
             seconds=100,
         )
-        folder = forks.cwd / "outputs" / name
+        folder = forks.cwd / "outputs" / layout
         (event,) = json.loads((folder / not_finite.FILE).read_text())["events"]
-        summary = running.summary(folder)
-        assert (summary["skipped_steps"], summary["rolled_back_steps"]) == (
-            (1, []) if policy == "skip" else (0, [5])
-        )
+        assert running.summary(folder)["skipped_steps"] == 1
         return event, [float(row["train/loss"]) for row in running.rows(folder)]
 
     return run
 
 
 @pytest.mark.parametrize(("layout", "ranks"), [("pipeline", 2), ("tensor", 2), ("fsdp_tensor", 4)])
-@pytest.mark.parametrize("policy", ["skip", "rollback"])
-def test_what_follows_is_the_same_under_every_axis(policy, layout, ranks, broken):
+def test_what_follows_is_the_same_under_every_axis(layout, ranks, broken):
     """One stage of a pipeline holds the embedding, and the ranks of a tensor axis share it."""
-    expected, losses = broken(policy, "single", 1)
+    expected, losses = broken("single", 1)
     assert len(losses) == 8
-    assert sum(not math.isfinite(loss) for loss in losses) == (policy == "skip")
-    event, others = broken(policy, layout, ranks)
-    assert (event["step"], event["place"], event["name"]) == (
-        5,
-        "forward",
-        "model.embed (Embedding)",
-    )
+    assert sum(not math.isfinite(loss) for loss in losses) == 1
+    event, others = broken(layout, ranks)
+    assert event["step"] == 5
     assert others == pytest.approx(losses, rel=1e-4, nan_ok=True)
     assert samples_of(event) == samples_of(expected)
 
 
 def samples_of(event):
-    return sorted(index for indices in event["step_samples"].values() for index in indices)
+    return sorted({index for indices in event["samples"] for index in indices})

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from armature.errors import ConfigError
 from armature.training import schedule_ends
 
 
@@ -62,18 +61,6 @@ def test_a_length_that_the_checkpoint_replaces_is_named(caplog, make, said):
     resumed(make, 4, 8)
     assert said in caplog.text
     assert len(caplog.records) == 1
-
-
-def test_a_cycle_that_ends_before_the_run_is_refused(caplog):
-    with pytest.raises(
-        ConfigError,
-        match="OneCycleLR was built with total_steps=8, and the checkpoint has 4, after",
-    ):
-        resumed(one_cycle, 4, 8)
-    resumed(one_cycle, 4, 8, planned=4)
-    assert "total_steps=8, and the checkpoint has 4, which it keeps" in caplog.text
-    resumed(one_cycle, 8, 4)
-    assert "total_steps=4, and the checkpoint has 8, which it keeps" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,11 @@ A save, on all ranks:
    `trainer.save_checkpoint(path, storage_options=writer)`.
 2. Lightning collects loops, callbacks, schedulers and the data module's position. Each rank's part
    of weights and optimizer state comes from the strategy (`strategies.checkpoints`), which adds the
-   tensors of callbacks and every rank's random state, and calls `writer.save`.
+   tensors of callbacks, every rank's random state and what a rank's hooks save otherwise than rank
+   0's (`of_ranks`), and calls `writer.save`.
 3. `writer.CheckpointWriter` creates `step=NNNNNN.part` with meta.pt (`storage.prepare`), and each
-   rank writes its tensors; `hashing` computes checksums meanwhile. With `background` only the copy
-   into the CPU's memory happens here; a thread does the rest.
+   rank writes its tensors, which `hashing` sums up as they are written. With `background` only the
+   copy into the CPU's memory happens here; a thread does the rest.
 4. `storage.complete` writes manifest.json, which describes all files, and renames the directory,
    which is no checkpoint before.
 5. Rank 0 calls `Checkpointing._saved`: `last` names the checkpoint, and older ones are pruned.
@@ -30,13 +31,15 @@ A resume:
 2. Each rank's worker calls `storage.first_intact`, which compares checksums, each rank those of a
    share of the files. A checkpoint of weights only becomes `strategy.initial_weights`; any other is
    `trainer.fit`'s `ckpt_path`.
-3. The strategy builds the model, and Lightning calls its `load_checkpoint`: `state` fills weights
-   in place, the rank's random state is held, and `of_ranks` gives each rank what its hooks had
-   saved. Callbacks and the data module load their state. Then comes `on_fit_start`, in which
-   callbacks register their tensors.
-4. Lightning restores optimizers, whose state and callbacks' tensors are filled in place, loops and
-   schedulers. `training` sets the counters of its loops from the optimizer steps and samples that
-   the checkpoint has seen, whatever the layout was.
+3. The strategy builds the model, and Lightning calls its `load_checkpoint`: rank 0 reads the index
+   of tensors for all, `state` reads weights in place, the rank's random state is held, and
+   `of_ranks` gives each rank what its hooks had saved. Weights then pass through the module's
+   `load_state_dict`. Callbacks and the data module load their state. Then comes `on_fit_start`, in
+   which callbacks register their tensors.
+4. Weights of modules that `on_fit_start` has made are loaded. Lightning restores optimizers, whose
+   state is made from the checkpoint, callbacks' tensors, loops and schedulers. `training` sets the
+   counters of its loops from the optimizer steps and samples that the checkpoint has seen, whatever
+   the layout was.
 5. Before the first batch, rows of metrics.csv after the checkpoint are dropped, and
    `Checkpointing.begin` removes leftovers and runs a validation that was due at the checkpoint's
    step.

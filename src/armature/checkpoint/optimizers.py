@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map, tree_structure
 
 from armature.checkpoint import changes, plain, state, storage
-from armature.checkpoint.state import GRADIENTS, OPTIMIZER_TENSORS, RESERVED, SPARSE_GRADIENTS
+from armature.checkpoint.state import GRADIENTS, OPTIMIZER_TENSORS, RESERVED
 from armature.errors import ConfigError
 
 CLASSES = f"{RESERVED}optimizer_classes"  # in meta.pt: by index
@@ -149,6 +149,9 @@ def param_groups(
     ]
     for group, settings in zip(groups, built, strict=False):
         group[BUILT] = dict(settings)
+    # numbered: stages of a pipeline merge equal groups
+    for number, group in enumerate(groups[len(built) :] if built else (), start=1):
+        group[ADDED] = number
     return groups
 
 
@@ -300,10 +303,13 @@ def load_optimizers(
             prefix = _prefix(index, names[param])
             targets |= {prefix + name: target for name, target in entries.items()}
         restored.append((index, optimizer, of_optimizer, states))
-    gradients = _gradients(saved, names) if optimizers else {}
-    for part in gradients.values():
-        targets |= part
-    state.check_sizes(checkpoint, saved, targets)
+    gradients = {
+        param: key
+        for param, name in names.items()
+        if optimizers and (key := f"{GRADIENTS}{name}") in saved
+    }
+    for param, key in gradients.items():
+        targets[key] = _target(param, {}, saved[key], key)
     storage.read_tensors(checkpoint, targets)
     for index, optimizer, of_optimizer, states in restored:
         optimizer.state.clear()
@@ -313,10 +319,10 @@ def load_optimizers(
         now = built[index] if index < len(built) else ()
         restore_groups(optimizer, group_names(optimizer, names), of_optimizer, now)
     return {
-        param: torch.sparse_coo_tensor(*tensors, size=param.shape)
-        if len(tensors := [*part.values()]) == 2
-        else tensors[0]
-        for param, part in gradients.items()
+        param: storage.loaded(found).to(param.device)
+        if isinstance(found := targets[key], bytes)
+        else found
+        for param, key in gradients.items()
     }
 
 
@@ -326,7 +332,8 @@ def _params(optimizer: Optimizer) -> Iterator[tuple[Tensor, dict[str, Any]]]:
 
 def _check_class(checkpoint: Path, optimizer: Optimizer, saved: Sequence[str]) -> None:
     own = class_of(optimizer)
-    if saved and own != saved[0]:
+    # by name: the file of a user's class may have moved
+    if saved and own.rpartition(".")[2] != saved[0].rpartition(".")[2]:
         raise ConfigError(
             f"{checkpoint} was saved with another optimizer: it holds the state of {saved[0]}, and "
             f"configure_optimizers returns {own}. Resume with the optimizer that the run began "
@@ -341,25 +348,15 @@ def _target(param: Tensor, group: Mapping[str, Any], saved: Any, name: str) -> T
     dtype, size = saved.properties.dtype, saved.size
     if size == param.shape:
         return torch.zeros_like(param, dtype=dtype, requires_grad=False)
-    if name == "step" and not (group.get("fused") or group.get("capturable")):
+    if name == "step" and not counts_on_device(group):
         return torch.zeros(size, dtype=dtype)  # on the CPU, as torch's
     if not size:
         return torch.zeros(size, dtype=dtype, device=param.device)
     return param.detach().new_zeros(size, dtype=dtype)
 
 
-def _gradients(
-    saved: Mapping[str, Any], names: Mapping[Tensor, str]
-) -> dict[Tensor, dict[str, Tensor]]:
-    """Return what to read saved gradients into; of a sparse one its indices and values."""
-    found = {}
-    for param, name in names.items():
-        indices, values = (f"{SPARSE_GRADIENTS}{name}.{part}" for part in ("indices", "values"))
-        if indices in saved:
-            found[param] = {
-                indices: param.new_empty(saved[indices].size, dtype=torch.long),
-                values: param.new_empty(saved[values].size),
-            }
-        elif (dense := f"{GRADIENTS}{name}") in saved:
-            found[param] = {dense: torch.zeros_like(param, requires_grad=False)}
-    return found
+def counts_on_device(group: Mapping[str, Any]) -> bool:
+    """Return whether the kernels of a group read its number of steps on the device of its
+    weights.
+    """
+    return bool(group.get("fused") or group.get("capturable"))

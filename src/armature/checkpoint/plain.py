@@ -16,7 +16,6 @@ from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import PurePath
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +56,7 @@ _FACTORIES = {
     kind.__name__: kind
     for kind in (int, float, str, list, dict, set, tuple, bool, deque, Counter, OrderedDict)
 }
+_TO_SILENCE = "To silence this: self.save_hyperparameters(ignore=['%s'])."
 HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 # classes, which loading would have to import
 _HYPER_PARAMETER_TYPES = ("hparams_type", "datamodule_hparams_type")
@@ -209,7 +209,11 @@ def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         {key: value for key, value in result.items() if key not in HYPER_PARAMETERS}
     ):
         if isinstance(value, str) and value and values.is_secret(path.rpartition(".")[2]):
-            _warn_of_stored(path)
+            _warn_once(
+                "checkpoint: '%s' is secret by its name, and is stored as it is: whoever has the "
+                "file reads it.",
+                path,
+            )
     if problems:
         raise ConfigError(problems)
     return result
@@ -238,50 +242,34 @@ def _plain_hyper_parameters(parameters: Any) -> dict[str, Any]:
             result[plain(key)] = values.without_secrets(plain(value, str(key)), name=str(key))
             for path, each in values.walk({str(key): result[key]}):
                 if isinstance(each, str) and each == MASK:
-                    _warn_of_masked(path)
+                    _warn_once(
+                        "save_hyperparameters: '%s' is secret by its name: checkpoints hold "
+                        f"{MASK} in its place. {_TO_SILENCE}",
+                        path,
+                        path.partition(".")[0].partition("[")[0],
+                    )
         except NotPlain as error:
             if not error.type.startswith("hydra."):  # what only a configuration makes
-                _warn_of_dropped(error.path, error.type)
+                _warn_once(
+                    "save_hyperparameters: '%s' is a %s, which no checkpoint can hold. It is left "
+                    f"out; armature.load builds it from the run's config.yaml. {_TO_SILENCE}",
+                    error.path,
+                    error.type,
+                    error.path.partition("[")[0],
+                )
     return result
 
 
 @functools.cache
-def _warn_of_masked(name: str) -> None:
-    log.warning(
-        "save_hyperparameters: '%s' is secret by its name: checkpoints hold %s in its place. To "
-        "silence this: "
-        "self.save_hyperparameters(ignore=['%s']).",
-        name, MASK, name.partition(".")[0].partition("[")[0],
-    )  # fmt: skip
+def _warn_once(text: str, *names: str) -> None:
+    log.warning(text, *names)
 
 
-@functools.cache
-def _warn_of_stored(path: str) -> None:
-    log.warning(
-        "checkpoint: '%s' is secret by its name, and is stored as it is: whoever has the file "
-        "reads it.",
-        path,
-    )
-
-
-@functools.cache
-def _warn_of_dropped(path: str, kind: str) -> None:
-    log.warning(
-        "save_hyperparameters: '%s' is a %s, which no checkpoint can hold. It is left out; "
-        "armature.load builds it "
-        "from the run's config.yaml. To silence this: self.save_hyperparameters(ignore=['%s']).",
-        path, kind, path.partition("[")[0],
-    )  # fmt: skip
-
-
-def check_before_training(trainer: L.Trainer, *, resumed: bool = False) -> None:
+def check_before_training(trainer: L.Trainer) -> None:
     """Raise a ConfigError if hyperparameters, or the state of callbacks, data or schedules, cannot
     be saved.
 
-    What hooks add when a checkpoint is saved is known at the first save only, but for sharded
-    tensors: with sharded
-    weights, hooks are asked for a trial. Not after a resume, or a hook that counts its calls would
-    count one more.
+    What hooks add is known at the first save only.
     """
     found: dict[str, Any] = {"callbacks": {}}
     owners = (trainer.lightning_module, trainer.datamodule)  # pyright: ignore[reportAttributeAccessIssue]
@@ -299,40 +287,4 @@ def check_before_training(trainer: L.Trainer, *, resumed: bool = False) -> None:
     found["lr_schedulers"] = [
         schedules.state_of(config.scheduler) for config in trainer.lr_scheduler_configs
     ]
-    if not resumed and any(
-        isinstance(param, DTensor) for param in trainer.lightning_module.parameters()
-    ):
-        found |= _added_by_hooks(trainer)
     plain_checkpoint(found)
-
-
-def _added_by_hooks(trainer: L.Trainer) -> dict[str, Any]:
-    """Return the sharded tensors, by place, that hooks would put beside the weights into a
-    checkpoint.
-    """
-    module, trial = (
-        trainer.lightning_module,
-        {"callbacks": {}, "state_dict": {}, "epoch": 0, "global_step": 0},
-    )
-    own = set(trial)
-    hooks = [
-        partial(callback.on_save_checkpoint, trainer, module)
-        for callback in trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-    ]
-    users = [
-        hook for hook in hooks if not hook.func.__module__.startswith(("armature.", "lightning."))
-    ]
-    for hook in (*users, module.on_save_checkpoint):
-        try:
-            hook(trial)
-        except Exception as error:  # it may need what only training makes
-            log.debug("%s failed before training: %s", hook, error)
-    return {key: value for key, value in trial.items() if key not in own and _holds_sharded(value)}
-
-
-def _holds_sharded(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        value = [*value.values()]
-    if isinstance(value, list | tuple):
-        return any(map(_holds_sharded, value))
-    return isinstance(value, DTensor)

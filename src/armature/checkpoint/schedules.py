@@ -31,15 +31,17 @@ def load(scheduler: Any, saved: Mapping[str, Any]) -> None:
 
 
 def without_objects(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _without(value) for name, value in state.items()}
+    return {
+        name: {HELD: state_of(value)} if isinstance(value, LRScheduler) else value
+        for name, value in state.items()
+    }
 
 
 def without_held(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a saved state without those of schedules that it holds, as files in Lightning's form
     must have it.
     """
-    held = [name for name, value in state.items() if _holds(value)]
-    if held:
+    if held := [name for name, value in state.items() if _is_held(value)]:
         _warn_of_held(", ".join(held))
     return {name: value for name, value in state.items() if name not in held}
 
@@ -48,21 +50,13 @@ def without_held(state: Mapping[str, Any]) -> dict[str, Any]:
 def _warn_of_held(names: str) -> None:
     log.warning(
         "A file in Lightning's form cannot hold the state of the schedules in %s: they begin anew "
-        "where it is loaded. "
-        "Checkpoints of a run have it.", names,
-    )  # fmt: skip
+        "where it is loaded. Checkpoints of a run have it.",
+        names,
+    )
 
 
-def _holds(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return any(map(_holds, value))
+def _is_held(value: Any) -> bool:
     return isinstance(value, dict) and value.keys() == {HELD}
-
-
-def _without(value: Any) -> Any:
-    if isinstance(value, LRScheduler):
-        return {HELD: state_of(value)}
-    return type(value)(map(_without, value)) if type(value) in (list, tuple) else value
 
 
 def with_objects(scheduler: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,27 +65,16 @@ def with_objects(scheduler: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: it does not hold them.
     """
-    return {
-        name: _with(scheduler, name, getattr(scheduler, name, None), value)
-        for name, value in saved.items()
-    }
-
-
-def _with(owner: Any, name: str, own: Any, value: Any) -> Any:
-    if isinstance(value, dict) and value.keys() == {HELD}:
+    found = dict(saved)
+    for name, value in saved.items():
+        if not _is_held(value):
+            continue
+        own = getattr(scheduler, name, None)
         if not isinstance(own, LRScheduler):
             raise ConfigError(
-                f"{type(owner).__name__}.{name} was a schedule when the checkpoint was saved, and "
-                f"is {own!r} now. "
-                "Resume with the schedule that the run began with."
+                f"{type(scheduler).__name__}.{name} was a schedule when the checkpoint was saved, "
+                f"and is {own!r} now. Resume with the schedule that the run began with."
             )
         load(own, value[HELD])
-        return own
-    if type(value) in (list, tuple):
-        owns = (
-            own if isinstance(own, list | tuple) and len(own) == len(value) else [None] * len(value)
-        )
-        return type(value)(
-            _with(owner, name, each, item) for each, item in zip(owns, value, strict=True)
-        )
-    return value
+        found[name] = own
+    return found

@@ -29,7 +29,6 @@ RESERVED = directory.RESERVED  # torch refuses modules of an empty name
 OPTIMIZER_TENSORS = f"{RESERVED}{OPTIMIZER}"
 EXTRA = f"{RESERVED}extra"
 GRADIENTS = f"{EXTRA}.grad."
-SPARSE_GRADIENTS = f"{EXTRA}.sparse_grad."
 # entries in meta.pt
 GROUPS = f"{RESERVED}param_groups"  # of each optimizer
 FLAGS = f"{RESERVED}flags"  # what has been frozen or unfrozen
@@ -118,22 +117,15 @@ def _takes(method: Callable[..., Any], argument: str) -> bool:
     return argument in given or any(each.kind is each.VAR_KEYWORD for each in given.values())
 
 
-def pending_gradients(module: nn.Module) -> dict[str, Tensor]:
+def pending_gradients(module: nn.Module) -> dict[str, Any]:
     """Return gradients as `.extra.grad.<name>`, for a module whose steps may use those of earlier
-    batches too.
-
-    A sparse one is `.extra.sparse_grad.<name>.indices` and `.values`: torch's writer takes no
-    sparse tensors.
+    batches too; a sparse one as bytes, since torch's writer takes no sparse tensors.
     """
-    found = {}
-    for param, name in parameter_names(module).items():
-        if param.grad is not None and param.grad.layout == torch.sparse_coo:
-            # not coalesced: later sums would be in another order
-            found[f"{SPARSE_GRADIENTS}{name}.indices"] = param.grad._indices()
-            found[f"{SPARSE_GRADIENTS}{name}.values"] = param.grad._values()
-        elif param.grad is not None:
-            found[f"{GRADIENTS}{name}"] = param.grad
-    return found
+    return {
+        f"{GRADIENTS}{name}": grad if grad.layout == torch.strided else storage.dumped(grad)
+        for param, name in parameter_names(module).items()
+        if (grad := param.grad) is not None
+    }
 
 
 # ---------------------------------------------------------------- loading weights
@@ -351,14 +343,3 @@ def check_names(
 
 def _size_of(entry: Any) -> tuple[int, ...] | None:
     return tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
-
-
-def check_sizes(checkpoint: Path, saved: dict[str, Any], state: dict[str, Any]) -> None:
-    wrong = [
-        f"{name} is {size} there and {tuple(value.shape)} here"
-        for name, value in state.items()
-        if isinstance(value, Tensor)
-        and (size := _size_of(saved[name])) not in (None, tuple(value.shape))
-    ]
-    if wrong:
-        raise ConfigError(misfit.other_sizes(checkpoint, wrong))

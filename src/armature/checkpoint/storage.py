@@ -77,8 +77,7 @@ def complete(
                 raise OSError(
                     f"{part / name} has {size} bytes, but {entry['bytes']} were written to it"
                 )
-        own = (path.name for path in part.iterdir() if _writer_of(path.name, ranks) == rank)
-        return written | directory.describe(part, [name for name in own if name not in written])
+        return written | (directory.describe(part, [directory.META]) if rank == 0 else {})
 
     described = process_group.on_all_ranks(describe_own, group=group)
 
@@ -96,12 +95,6 @@ def complete(
         directory.publish(part, checkpoint)
 
     process_group.on_rank_0(publish, group=group)
-
-
-def _writer_of(name: str, ranks: int) -> int:
-    """Return the rank that wrote a file, and so still has it in its page cache."""
-    rank = name.removeprefix("__").partition("_")[0]
-    return int(rank) if rank.isdigit() and int(rank) < ranks else 0
 
 
 def failure(error: CheckpointException) -> OSError:
@@ -207,9 +200,22 @@ def writer(part: Path) -> tuple[dcp.FileSystemWriter, directory.FileEntries]:
     return writer, hashed.written
 
 
-def planner() -> DefaultSavePlanner:
-    """Return torch's planner for a flat dict of tensors and plain values."""
-    return DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+class SavePlanner(DefaultSavePlanner):
+    """torch's planner for a flat dict of tensors and plain values.
+
+    Args:
+        keeps: name of the plan to keep for the next save: ranks whose part has not changed send
+            nothing, and rank 0 plans anew only for what has. None: no plan is kept.
+    """
+
+    def __init__(self, *, keeps: str | None) -> None:
+        super().__init__(
+            flatten_state_dict=False,
+            flatten_sharded_tensors=False,
+            enable_plan_caching=keeps is not None,
+        )
+        # torch keeps plans by class; another writer's may be of other ranks
+        self._cached_plans_key = keeps or ""
 
 
 def read_tensors(checkpoint: Path, state: dict[str, Any], *, alone: bool = False) -> None:
@@ -234,6 +240,19 @@ def read_tensors(checkpoint: Path, state: dict[str, Any], *, alone: bool = False
                 ) from error
             refused = [cause for cause in causes if isinstance(cause, ConfigError)]
             raise (refused[0] if refused else failure(error)) from error
+
+
+def keep_metadata(checkpoint: Path) -> None:
+    """Read the index of a checkpoint's tensors on rank 0, for all reads until `forget_metadata`.
+
+    Called by all ranks. The index of a large model on many ranks takes seconds to parse.
+    """
+    reader: Any = _reader(checkpoint)
+    _kept[str(reader._get_metadata_path())] = process_group.on_rank_0(reader.read_metadata)
+
+
+def forget_metadata() -> None:
+    _kept.clear()
 
 
 def read_metadata(checkpoint: Path) -> Metadata:
@@ -331,6 +350,7 @@ def _reader(checkpoint: Path) -> dcp.FileSystemReader:
     return _RemoteReader(str(checkpoint), **checkpoint.storage_options)  # pyright: ignore[reportReturnType, reportAttributeAccessIssue]
 
 
+_kept: dict[str, Metadata] = {}
 _METADATA_CLASSES = {  # by module: what .metadata may name
     "torch.distributed.checkpoint.metadata": {
         "Metadata",
@@ -366,6 +386,8 @@ class _PlainMetadataReader:
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = self._get_metadata_path(kwargs.get("rank"))  # pyright: ignore[reportAttributeAccessIssue]
+        if str(path) in _kept:
+            return _kept[str(path)]
         with self.fs.create_stream(path, "rb") as file:  # pyright: ignore[reportAttributeAccessIssue]
             try:
                 metadata = _MetadataUnpickler(file).load()

@@ -156,19 +156,13 @@ def _load_in_place(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """
     params = [(param, group) for group in optimizer.param_groups for param in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    by_number, first = dict(zip(numbers, params, strict=True)), dict(optimizer.state)
+    by_number = dict(zip(numbers, params, strict=True))
     optimizer.state.clear()
     for key, entry in saved["state"].items():
-        if key in by_number:
-            param, group = by_number[key]
-            on_cpu = () if group.get("fused") or group.get("capturable") else ("step",)
-            optimizer.state[param] = {
-                name: value if name in on_cpu else move_data_to_device(value, param.device)
-                for name, value in entry.items()
-            }
-        else:
-            like = first.get(key)
-            device = like.device if isinstance(like, Tensor) else params[0][0].device
-            optimizer.state[key] = move_data_to_device(entry, device)
+        param, group = by_number.get(key, params[0])
+        moved = move_data_to_device(entry, param.device)
+        if key in by_number and "step" in entry and not optimizers.counts_on_device(group):
+            moved["step"] = entry["step"]
+        optimizer.state[param if key in by_number else key] = moved
     for group, new in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         group.update({key: value for key, value in new.items() if key != "params"})

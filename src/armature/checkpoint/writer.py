@@ -3,6 +3,7 @@
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from armature.checkpoint import directory, storage
 from armature.parallel import process_group
 
 log = logging.getLogger(__name__)
+_NUMBERS = itertools.count()  # of writers that keep their plans
 
 
 class CheckpointWriter:
@@ -38,6 +40,7 @@ class CheckpointWriter:
         entries: what the manifest states about the run, besides what `save` gets.
         on_saved: called on rank 0 with the checkpoint's path once it is complete and has its name;
             from another thread with `background`.
+        keeps_plan: plan the next save only where tensors have changed their form.
     """
 
     def __init__(
@@ -46,8 +49,10 @@ class CheckpointWriter:
         background: bool = False,
         entries: dict[str, Any] | None = None,
         on_saved: Callable[[Path], None] | None = None,
+        keeps_plan: bool = False,
     ) -> None:
         self.background, self.entries, self.on_saved = background, entries or {}, on_saved
+        self._plan = f"{next(_NUMBERS)}" if keeps_plan else None
         self._group: dist.ProcessGroup | None = None
         self._pending: Future[None] | None = None
         self._stager: BlockingAsyncStager | None = None
@@ -84,7 +89,7 @@ class CheckpointWriter:
                 dcp.save(
                     tensors,
                     storage_writer=writer,
-                    planner=storage.planner(),
+                    planner=storage.SavePlanner(keeps=self._plan),
                     no_dist=not dist.is_initialized(),
                 )
             except CheckpointException as error:
@@ -126,7 +131,7 @@ class CheckpointWriter:
             upload: Any = dcp.async_save(
                 tensors,
                 storage_writer=writer,
-                planner=storage.planner(),
+                planner=storage.SavePlanner(keeps=self._plan),
                 async_stager=stager,
                 process_group=self._group,
                 no_dist=alone,

@@ -96,6 +96,7 @@ class PlainData(DataModule):
         num_workers: int | None = None,
         seed: int = 0,
         train_limit: int | str | None = None,
+        skip_steps: Sequence[int] = (),
     ) -> None:
         self.__dict__["module"] = module
         super().__init__(
@@ -105,6 +106,7 @@ class PlainData(DataModule):
             num_workers=num_workers or 0,
             seed=seed,
             train_limit=train_limit,
+            skip_steps=skip_steps,
         )
         self._typed = {"global_batch_size": global_batch_size, "num_workers": num_workers}
         self._stages: set[str] = set()

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Sequence, Sized
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import lightning.pytorch as L
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 from typing_extensions import override
@@ -54,13 +53,13 @@ class DataModule(L.LightningDataModule):
         num_workers: loader processes per rank. 0 is fastest if a sample is a slice of memory.
         seed: seed of the sample order and of augmentation.
         train_limit: train on this many samples only, "batch": on one global batch; None: on all.
+        skip_steps: numbers of steps, as the run counts them if earlier ones of the list are left
+            out: the samples of each are left out, and what comes after them moves up.
 
     Attributes:
         tokens_per_sample: None for data that are not tokens.
         predict_split: what scripts/predict.py reads: "predict" if `dataset("predict")` returns
             something.
-        left_out: parts (start, length) of the order of training samples that are left out, since a
-            step on them gave a loss or gradient that was not finite (`trainer.on_nan=rollback`).
         batch_note: what the line at the start of a run adds about the batch.
         prepares_on_every_rank: `prepare_data` may run on all ranks at once, because it locks what
             it writes.
@@ -80,6 +79,7 @@ class DataModule(L.LightningDataModule):
         num_workers: int = 0,
         seed: int = 0,
         train_limit: int | str | None = None,
+        skip_steps: Sequence[int] = (),
     ) -> None:
         super().__init__()
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
@@ -91,7 +91,9 @@ class DataModule(L.LightningDataModule):
         self._loaders: dict[Any, DataLoader[Any]] = {}
         # loaders that have been named; `_say_steps` has spoken
         self._empty, self._said_steps = (set[str](), False)
-        self.left_out: list[tuple[int, int]] = []
+        self.skip_steps = sorted({*skip_steps})
+        # parts (start, length) of the order of samples, by step: those of steps that are made
+        self._skipped: dict[int, tuple[int, int]] = {}
         # training samples, before hooks could change the dataset
         self._first_size: int | None = None
         self._resumed = (0, 0)  # (samples, global batches) seen when this run began
@@ -211,6 +213,7 @@ class DataModule(L.LightningDataModule):
 
     @samples_seen.setter
     def samples_seen(self, value: int) -> None:
+        self._skipped = {k: part for k, part in self._parts().items() if k <= self._steps()}
         self._resumed = (value, self._steps())
 
     def epoch_position(self) -> tuple[int, int]:
@@ -227,7 +230,9 @@ class DataModule(L.LightningDataModule):
             "step": self._steps(),
             "train_size": self.train_size,
             "seed": self.seed,
-            **({"left_out": [list(part) for part in self.left_out]} if self.left_out else {}),
+            "skipped": [
+                [step, *part] for step, part in self._parts().items() if step <= self._steps()
+            ],
             **(
                 {"begun": train.begun.state_dict()}
                 if isinstance(train, iterable.IterableStream)
@@ -238,7 +243,14 @@ class DataModule(L.LightningDataModule):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._resumed = (state_dict["samples_seen"], state_dict["step"])
-        self.left_out = sorted({*self.left_out, *map(tuple, state_dict.get("left_out", ()))})
+        self._skipped = {step: (start, size) for step, start, size in state_dict.get("skipped", ())}
+        made = {step for step in self.skip_steps if step <= state_dict["step"]}
+        if late := sorted(made - self._skipped.keys()):
+            raise ConfigError(
+                f"data.skip_steps={late}: the checkpoint is of step {state_dict['step']}, so these "
+                "steps are made. Type resume= with an earlier checkpoint, or leave them out of "
+                "data.skip_steps."
+            )
         if isinstance(train := self._dataset("train"), iterable.IterableStream):
             train.begun.load_state_dict(state_dict.get("begun", {}))
         if state_dict["train_size"] != self.train_size:
@@ -326,7 +338,7 @@ class DataModule(L.LightningDataModule):
             "epoch": self._epoch,
             "position": lambda: self.samples_seen,
             "population": self._train_samples,
-            "left_out": lambda: self.left_out,
+            "left_out": lambda: self._parts().values(),
         }
 
     @property
@@ -334,13 +346,14 @@ class DataModule(L.LightningDataModule):
         """Whether a sample can only be read after all that come before it in its epoch."""
         return isinstance(self._dataset("train"), iterable.IterableStream)
 
-    def places_of_step(self, position: int) -> list[tuple[int, int]]:
-        """Return the parts (start, length) of the order of samples that all ranks take in the step
-        at a position.
-        """
-        places = self._train_sampler().places_of(position + np.arange(self.global_batch_size))
-        parts = np.split(places, np.flatnonzero(np.diff(places) != 1) + 1)
-        return [(int(part[0]), len(part)) for part in parts]
+    def _parts(self) -> dict[int, tuple[int, int]]:
+        """Return the parts (start, length) of the order of samples that are left out, by step."""
+        (seen, made), parts = self._resumed, dict(self._skipped)
+        for step in (step for step in self.skip_steps if step > made):
+            left_out = sum(length for _, length in parts.values())
+            start = seen + (step - 1 - made) * self.global_batch_size + left_out
+            parts[step] = (start, self.global_batch_size)
+        return parts
 
     def indices_of_step(self, position: int) -> list[list[int]]:
         """Return the indices of the samples that this rank takes in the step at a position, per
@@ -348,12 +361,6 @@ class DataModule(L.LightningDataModule):
         """
         sampler = self._train_sampler()
         return [[key % sampler.population for key in keys] for keys in sampler.step_keys(position)]
-
-    def batches_of_step(self, position: int) -> Iterator[Any]:
-        """Yield this rank's micro-batches of the step at a position once more."""
-        loader: Any = self.train_dataloader()
-        samples: Any = getattr(loader, "loader", loader).dataset
-        yield from map(samples.__getitems__, self._train_sampler().step_keys(position))
 
     def _evaluation_loader(self, split: Split) -> Any:
         dataset = self._dataset(split)

@@ -15,6 +15,7 @@ LOADER_KEYS = (
     "num_workers",
     "seed",
     "train_limit",
+    "skip_steps",
 )
 
 

@@ -20,12 +20,13 @@ from torch.optim import Optimizer
 from armature import worker
 from armature.doctor import order, replicas, run_directory
 from armature.doctor.finding import Finding, failure, ok, warning
+from armature.doctor.finite import FiniteWatch
 from armature.doctor.session import Session
 from armature.layout import Layout
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
 from armature.training import timings
-from armature.training.finite import FiniteWatch
+from armature.training.same_everywhere import SameEverywhere
 from armature.training.stop import StopOnSignal
 
 GROUP = "gradients"
@@ -51,12 +52,11 @@ def check(cfg: DictConfig, session: Session) -> None:
         ):
             if session.rank == 0:
                 session.add(*order.check(run.data, ranks=Layout.of(cfg).data_ranks))
-        if (strategy := StrategyMixin.find(run.trainer)) is not None:
-            # the run's own check would end it before `Watch` names the ranks
-            strategy.replicates_weights = False
         watch = Watch(session)
         callbacks: list[Any] = run.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         callbacks.remove(run.display)
+        # would end the run before `Watch` names the ranks
+        callbacks[:] = [each for each in callbacks if not isinstance(each, SameEverywhere)]
         callbacks.insert(0, watch)
         with session.limit(
             "the first steps of training", seconds=session.deadlines.steps, group=GROUP

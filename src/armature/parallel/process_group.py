@@ -199,6 +199,15 @@ def ranks() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def all_max(*numbers: int) -> list[int]:
+    """Return the maximum of each number over all ranks. The CPUs communicate, on GPUs too."""
+    if ranks() == 1:
+        return [*numbers]
+    box = torch.tensor(numbers)
+    dist.all_reduce(box, op=dist.ReduceOp.MAX)
+    return box.tolist()
+
+
 class Vote:
     """The maximum over all ranks of several numbers, one call late, so that no rank waits for the
     others.

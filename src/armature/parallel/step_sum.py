@@ -3,42 +3,33 @@
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 
 class StepSum:
-    """The numbers of targets, the squares of sharded gradients and the wish to stop, added up over
-    all ranks.
+    """The numbers of targets and the squares of sharded gradients, added up over all ranks.
 
     Where ranks hold different parts of the gradients, their squares are added up in each step, and
     everything else travels with them (`add_up`). Otherwise it is sent while backward runs
     (`start`), so that nobody waits for it.
 
-    A GPU's sum has a place for the wish to stop as well, which stays 0: the host would wait for the
-    device to read it.
-
-    Attributes:
-        wants_to_stop: asked on this rank when a sum is sent; None: nobody wants to know.
     """
 
     def __init__(self) -> None:
-        self.wants_to_stop: Callable[[], bool] | None = None
         self._zero: Tensor | None = None
         self.forget()
 
     def forget(self) -> None:
-        # last: how many ranks want to stop; before it: targets, if they were sent
+        # last: of ranks that leave the step out; before it: targets, if they were sent
         self._sum: Tensor | None = None
         self._work: dist.Work | None = None
-        self._has_targets = self._tells_of_stop = False
+        self._has_targets = False
 
     def start(self, targets: Tensor) -> None:
         """Begin to add up numbers of targets, 0-dim fp32. All ranks must call it."""
-        self._sum = torch.stack([targets, self._own_wish(targets.device)])
+        self._sum = torch.stack([targets, self._zero_on(targets.device)])
         self._work = dist.all_reduce(self._sum, async_op=True)
         self._has_targets = True
 
@@ -51,9 +42,9 @@ class StepSum:
         in which order
         numbers are added.
         """
-        wish, zero = self._own_wish(squares.device), self._zero_on(squares.device)
+        zero = self._zero_on(squares.device)
         counted = zero if targets is None else targets.to(squares.device)
-        self._sum, self._work = torch.stack([squares, counted, wish]), None
+        self._sum, self._work = torch.stack([squares, counted, zero]), None
         dist.all_reduce(self._sum)
         self._has_targets = targets is not None
         return self._sum[0]
@@ -64,26 +55,12 @@ class StepSum:
         """
         return self._arrived()[-2] if self._has_targets else None
 
-    def stop_is_wanted(self) -> bool | None:
-        """Return whether a rank wanted to stop, the same on all ranks.
-
-        None: no sum was sent since the last call.
-        """
-        tells, self._tells_of_stop = self._tells_of_stop, False
-        return bool(self._arrived()[-1]) if tells else None
-
     def _arrived(self) -> Tensor:
         assert self._sum is not None
         if self._work is not None:
             self._work.wait()
             self._work = None
         return self._sum
-
-    def _own_wish(self, device: torch.device) -> Tensor:
-        if self.wants_to_stop is None or device.type != "cpu":
-            return self._zero_on(device)
-        self._tells_of_stop = True
-        return torch.tensor(float(self.wants_to_stop()), dtype=torch.float32)
 
     def _zero_on(self, device: torch.device) -> Tensor:
         if self._zero is None or self._zero.device != device:

@@ -9,8 +9,8 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from armature.checkpoint import whole_optimizers
@@ -19,6 +19,19 @@ from armature.simulation.meter import Collectives, Meter
 from armature.simulation.order import Recorder
 
 PHASES = {"forward": "activations", "backward": "temporary", "optimizer": "temporary"}
+
+
+def _create_state(optimizer: Optimizer) -> None:
+    """Let an optimizer create its state, by a step without gradients at rate 0."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+        for param in group["params"]:
+            param.grad = torch.zeros_like(param) if param.requires_grad else None
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    optimizer.zero_grad()
 
 
 class StepEnded(BaseException):
@@ -65,7 +78,7 @@ class MeasuredStep(L.Callback):
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         for optimizer in [] if self.engine else trainer.optimizers:
-            get_optimizer_state_dict(pl_module, optimizer)  # it creates the state
+            _create_state(optimizer)  # as in the simulation
 
         def note_bucket(param: torch.Tensor) -> None:
             self.bucket = max(self.bucket, deepspeed.bucket_bytes(trainer.strategy))
@@ -121,7 +134,7 @@ class Probe(L.Callback):
         for optimizer in trainer.optimizers:
             if not whole_optimizers.needs_closure(optimizer):
                 with meter.during("setup", "optimizer state"):
-                    get_optimizer_state_dict(pl_module, optimizer)
+                    _create_state(optimizer)
             self._own_state(optimizer)
         meter.logits = self.logits
 

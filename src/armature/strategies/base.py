@@ -100,7 +100,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
             BucketOrder(),
             {},
         )
-        self.first_flags, self.first_groups, self.first_sizes = {}, {}, {}
+        self.first_flags, self.first_sizes = {}, {}
 
     @classmethod
     def find(cls, trainer: L.Trainer) -> Self | None:
@@ -158,15 +158,6 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
             if isinstance(optimizer, Optimizer):  # DeepSpeed's are no Optimizer of torch's
                 whole_optimizers.check(optimizer, names, held=self.module.state_dict())
         self.built_groups = [*map(optimizers.settings, self.inner_optimizers())]
-        self.first_groups = {
-            i: {
-                names[param]
-                for group in optimizer.param_groups
-                for param in group["params"]
-                if param in names
-            }
-            for i, optimizer in enumerate(self.optimizers)
-        }
         if trainer.state.fn == TrainerFn.FITTING:
             if getattr(trainer, "begins_random_streams", False):
                 self.random_state.begin(seed=self.seed, stream=self.rng_stream)
@@ -294,22 +285,6 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         """Return the weights by name of which every rank has the whole."""
         return dict(self.module.named_parameters())
 
-    def why_unequal(self) -> str:
-        """Return why `replicated_weights` may differ between ranks after a step, and what to do
-        about it.
-        """
-        return (
-            "Code beside the optimizer changes it by a rank's own samples or random numbers, or "
-            "its gradients are not "
-            "reduced, as of a parameter that configure_optimizers makes (make it in __init__), or "
-            "by loss.backward() "
-            "(call self.manual_backward(loss)). Reduce what changes it over the ranks "
-            "(trainer.strategy.reduce, "
-            "self.all_gather), draw it once and send it (trainer.strategy.broadcast), or type "
-            "strategy=single "
-            "trainer.devices=1."
-        )
-
     def names_of_all_ranks(self, names: Iterable[str]) -> list[str]:
         """Return the names that any rank has, each once, sorted. Called by all ranks."""
         return sorted(
@@ -376,20 +351,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if group in (None, dist.group.WORLD):  # torch would abort, hang or return garbage
-            shapes = process_group.all_gather_object(tuple(tensor.shape))
-            if other := next(
-                (rank for rank, shape in enumerate(shapes) if shape != shapes[0]), None
-            ):
-                raise ConfigError(
-                    f"self.all_gather: a tensor has shape {shapes[0]} on rank 0 and "
-                    f"{shapes[other]} on rank {other}. "
-                    "Only equal shapes can be gathered, and an evaluation whose number of samples "
-                    "the ranks do not "
-                    "divide gives some ranks one more. Log a torchmetrics object (CatMetric holds "
-                    "all values), gather "
-                    "with torch.distributed.all_gather_object, or leave out the last few samples."
-                )
+        if group in (None, dist.group.WORLD):
             gathered = super().all_gather(tensor, group=group, sync_grads=sync_grads)
             return gathered if self.data_size == self.world_size else gathered[self.sample_ranks]
         return super().all_gather(tensor, group=group, sync_grads=sync_grads)

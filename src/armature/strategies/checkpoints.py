@@ -69,7 +69,6 @@ class CheckpointMixin(LayoutMixin):
             checkpoint.
         first_flags: `state.flags` of the module when it was set up.
         first_sizes: sizes of the module's buffers when it was built.
-        first_groups: the names of each optimizer's parameters when it was set up, by its index.
         built_groups: the settings of each optimizer's groups when it was set up.
         saves_files: whether `trainer.save_checkpoint("x.ckpt")` can write one file: every rank
             holds the whole model.
@@ -89,7 +88,6 @@ class CheckpointMixin(LayoutMixin):
     bucket_order: BucketOrder
     first_flags: dict[str, bool]
     first_sizes: buffers.Sizes
-    first_groups: dict[int, set[str]]
     built_groups: Sequence[list[dict[str, Any]]] = ()
     _gradients: dict[Tensor, Tensor] | None = None
     saves_files: bool = False
@@ -148,19 +146,11 @@ class CheckpointMixin(LayoutMixin):
         names, index = state.parameter_names(self.module), self.optimizers.index(optimizer)
         # a hook may have unfrozen a weight
         whole_optimizers.check(optimizer, names, held=self.module.state_dict())
-        tensors = optimizers.by_weight(optimizer, names, index=index)
-        of_groups, first = optimizers.group_names(optimizer, names), self.first_groups.get(index)
-        groups = optimizers.param_groups(optimizer, of_groups, self.built_groups[index])
-        of_names = [group for group in groups if group[optimizers.NAMES]]
-        added = (
-            group
-            for group in of_names
-            if first is not None and not first.intersection(group[optimizers.NAMES])
-        )
-        for number, group in enumerate(added, start=1):
-            # equal groups without a number would be merged into one
-            group[optimizers.ADDED] = number
-        return {"tensors": tensors, "groups": groups}
+        of_groups = optimizers.group_names(optimizer, names)
+        return {
+            "tensors": optimizers.by_weight(optimizer, names, index=index),
+            "groups": optimizers.param_groups(optimizer, of_groups, self.built_groups[index]),
+        }
 
     @override
     def save_checkpoint(
@@ -196,9 +186,10 @@ class CheckpointMixin(LayoutMixin):
         own, first = everyones[process_group.rank()], everyones[0]
         left_out = self.unchanged_base()
         tensors = {name: value for name, value in tensors.items() if name not in left_out}
-        tensors |= self.extra_tensors() | self._optimizer_tensors(checkpoint)
+        of_optimizers, whole = self._optimizer_entries(checkpoint)
+        tensors |= self.extra_tensors() | of_optimizers
         tensors |= of_ranks.entry(meta, own["digests"], first["digests"], layout=self.layout)
-        meta |= others | self._whole_optimizers(checkpoint) | self._merged(everyones)
+        meta |= others | whole | self._merged(everyones)
         entries = {"step": completed_batches(self.module.trainer), "strategy": self.layout}
         entries |= {base.KEY: dict(self.base)} if self.base and self.frozen_base else {}
         (storage_options or CheckpointWriter()).save(path, tensors, meta, entries=entries)
@@ -238,33 +229,29 @@ class CheckpointMixin(LayoutMixin):
             buffers.RESIZED: sorted({name for facts in everyones for name in facts["resized"]}),
         }
 
-    def _optimizer_tensors(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return the optimizers' state by weight, and gradients that the next step may use."""
-        states = checkpoint.get(state.OPTIMIZER)
-        keeps = self._keeps_gradients and states is not None
-        found = dict[str, Any](state.pending_gradients(self.module) if keeps else {})
-        for saved in states or ():
-            found |= saved.get("tensors", {})
-        return found
-
-    @staticmethod
-    def _whole_optimizers(checkpoint: dict[str, Any]) -> dict[str, Any]:
-        return plain.plain_checkpoint(
-            {
-                f"{whole_optimizers.WHOLE}.{index}": saved["whole"]
-                for index, saved in enumerate(checkpoint.get(state.OPTIMIZER, []))
-                if "whole" in saved
-            }
-        )
+    def _optimizer_entries(
+        self, checkpoint: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the optimizers' state by weight, with gradients that the next step may use, and
+        the states that are saved whole.
+        """
+        tensors, whole = {}, {}
+        if self._keeps_gradients and state.OPTIMIZER in checkpoint:
+            tensors |= state.pending_gradients(self.module)
+        for index, saved in enumerate(checkpoint.get(state.OPTIMIZER, [])):
+            tensors |= saved.get("tensors", {})
+            if "whole" in saved:
+                whole[f"{whole_optimizers.WHOLE}.{index}"] = saved["whole"]
+        return tensors, plain.plain_checkpoint(whole)
 
     @property
     def _keeps_gradients(self) -> bool:
         """Whether the next step may add to the gradients of earlier batches, which Lightning else
         sets to None.
         """
-        if not self.module.automatic_optimization:
-            return True
-        return is_overridden("optimizer_zero_grad", self.module)
+        return not self.module.automatic_optimization or is_overridden(
+            "optimizer_zero_grad", self.module
+        )
 
     def unchanged_base(self) -> set[str]:
         """Return the weights that checkpoints leave out: those that are as they were in the base
@@ -306,6 +293,7 @@ class CheckpointMixin(LayoutMixin):
         self.build_once()
         if directory.is_file(path):
             return lightning_file.read(path)
+        storage.keep_metadata(path)
         meta = self.load_random_state(plain.restored(storage.read_meta(path)))
         fits = self.module.trainer.state.fn == TrainerFn.FITTING
         of_ranks.restore(meta, path, layout=self.layout, fits=fits)
@@ -361,6 +349,7 @@ class CheckpointMixin(LayoutMixin):
             optimizers.load_optimizers(
                 self._loading, self.module, [], groups=[], extra=self.extra_tensors()
             )
+            storage.forget_metadata()
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -402,6 +391,7 @@ class CheckpointMixin(LayoutMixin):
         """Put pending gradients in place, once; not before the loops run: Lightning sets them to
         None before.
         """
+        storage.forget_metadata()
         gradients, self._gradients = self._gradients or {}, None
         for param, gradient in gradients.items():
             param.grad = gradient.detach()

@@ -107,17 +107,6 @@ class DDP(StrategyMixin, DDPStrategy):
         super().build(module)
 
     @override
-    def why_unequal(self) -> str:
-        trained = [
-            (name, param) for name, param in self.module.named_parameters() if param.requires_grad
-        ]
-        unused = [name for name, param in trained if param.grad is None]
-        # all: they are cleared
-        if self._ddp_kwargs["find_unused_parameters"] or not 0 < len(unused) < len(trained):
-            return super().why_unequal()
-        return f"{', '.join(unused[:3])}{' …' if len(unused) > 3 else ''}: {UNUSED}"
-
-    @override
     def matrices(self) -> DistributedMatrices:
         return DistributedMatrices(dist.group.WORLD)
 

@@ -439,7 +439,9 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         inner, of_flat = self._zero.optimizer, getattr(self._zero, "sub_group_to_group_id", None)
         # stage 3 has several flat tensors of a group, and empties the groups
         for i, flat in enumerate(self._flat()):
-            on_device = _counts_on_device(inner.param_groups[i if of_flat is None else of_flat[i]])
+            on_device = optimizers.counts_on_device(
+                inner.param_groups[i if of_flat is None else of_flat[i]]
+            )
             for key in keys:
                 value = values[like + key]
                 if key in shaped:
@@ -466,10 +468,3 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
                 )
         self._zero._hp_optimizer_states_linked = False
         self._zero._lazy_init_hp_params_optimizer_state()
-
-
-def _counts_on_device(group: Mapping[str, Any]) -> bool:
-    """Return whether the kernels of a group read its number of steps on the device of its
-    weights.
-    """
-    return bool(group.get("fused") or group.get("capturable"))

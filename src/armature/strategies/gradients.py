@@ -47,8 +47,7 @@ class GradientMixin(LayoutMixin):
         target_weights: the numbers of targets in this step.
         steps_made: by each optimizer in this process, those that are left out included.
         on_nan: what happens to a step whose gradient is not finite: `ignore` makes its update,
-            `skip` leaves it out, `stop` and `rollback` leave out the later ones too, until the run
-            is ended.
+            `stop` ends the run some steps later, `skip` leaves it out.
         update_mask: leaves out steps; with fp16 the loss scaler does, and the mask only restores
             buffers. None: nothing leaves out a step, or the scaler alone.
         masks_updates: whether `on_nan=skip` is possible.
@@ -108,26 +107,15 @@ class GradientMixin(LayoutMixin):
 
     # ------------------------------------------------------------ steps that are left out
     def _make_mask(self) -> UpdateMask | None:
-        if (
-            self.on_nan == "ignore"
-            or not self.module.automatic_optimization
-            or not self.masks_updates
-        ):
+        automatic = self.module.automatic_optimization
+        if self.on_nan != "skip" or not automatic or not self.masks_updates:
             return None
-        restores, searches = (
-            self.on_nan == "skip",
-            next(filter(needs_closure, self.optimizers), None),
-        )
-        if restores and searches is not None:
+        if (searches := next(filter(needs_closure, self.optimizers), None)) is not None:
             raise ConfigError(
                 f"trainer.on_nan=skip: {type(searches).__name__} changes the weights between "
-                "several gradients of "
-                "a step, which cannot be left out. Type trainer.on_nan=rollback, or "
-                "trainer.on_nan=stop."
+                "several gradients of a step, which cannot be left out. Type trainer.on_nan=stop."
             )
-        if searches is not None or (self.scaler is not None and not restores):
-            return None  # a line search may try weights whose loss is infinite
-        return UpdateMask(self.module, restores=restores)
+        return UpdateMask(self.module)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -173,12 +161,8 @@ class GradientMixin(LayoutMixin):
 
     @property
     def left_out_flag(self) -> Tensor | None:
-        """What `left_out` is where only the device knows: 1 or 0, 0-dim.
-
-        None if training does not go on after it.
-        """
-        mask = self.update_mask
-        return mask.found if mask is not None and mask.restores else None
+        """What `left_out` is where only the device knows: 1 or 0, 0-dim."""
+        return self.update_mask.found if self.update_mask is not None else None
 
     # ------------------------------------------------------------ weights of micro-batches
     @property
@@ -258,7 +242,7 @@ class GradientMixin(LayoutMixin):
             ranks=self.world_size,
             travels_with_norm=self._norm_sums_targets,
         )
-        if self.update_mask is not None and self.update_mask.restores:
+        if self.update_mask is not None:
             # a loss that is not finite makes all ranks' gradients NaN
             loss = loss * (1 + 0 * loss.detach())
         return super().backward(loss, *args, **kwargs)
@@ -353,10 +337,9 @@ class GradientMixin(LayoutMixin):
         # the scaler leaves out the update itself
         if self.update_mask is not None and self.scaler is None:
             norm = self.grad_norm
-            if norm is None and self.update_mask.restores:  # the module clips itself
+            if norm is None:  # the module clips itself
                 norm = self._norm_of(gradients.local_gradients(parameters_of(optimizer)))
-            if norm is not None:
-                self.update_mask.apply(optimizer, norm)
+            self.update_mask.apply(optimizer, norm)
 
     def scale_gradients(self, optimizer: Optimizer) -> None:
         scale, self.gradients_are_scaled = self.gradient_scale(), True

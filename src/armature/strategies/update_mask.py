@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -23,17 +22,10 @@ class UpdateMask:
     """Decide between backward and the optimizer's update whether the step counts.
 
     The norm of the gradient is the same on every rank, and NaN or infinite as soon as one rank's
-    gradient is, so it
-    tells all of them. A CPU has computed it already and reads it. On a GPU the flag stays there: a
-    fused optimizer
-    takes it as `found_inf`, which torch has for its loss scaler. An optimizer without that is only
-    held back if `restores`, and then the host waits for the flag.
-
-    Args:
-        restores: training continues after a step that is left out, so buffers such as BatchNorm's
-            statistics get their values of before the step. False: every later step is left out as
-            well, until somebody reads the flag; the weights are then those that the step began
-            with.
+    gradient is, so it tells all of them. A CPU has computed it already and reads it. On a GPU the
+    flag stays there: a fused optimizer takes it as `found_inf`, which torch has for its loss
+    scaler. For an optimizer without that the host waits for the flag. Buffers such as BatchNorm's
+    statistics get their values of before a step that is left out.
 
     Attributes:
         left_out: whether the newest step was left out, as far as the host knows.
@@ -41,10 +33,9 @@ class UpdateMask:
             0-dim.
     """
 
-    def __init__(self, module: LightningModule, *, restores: bool) -> None:
-        self.restores, self.left_out = restores, False
+    def __init__(self, module: LightningModule) -> None:
+        self.left_out = False
         self.found: Tensor | None = None
-        self._total: Tensor | None = None  # 0, or NaN from the first step on that is left out
         self._on_device = False  # whether the optimizer reads the flag, once that is known
         self._module = module
         # owner, name and value of each buffer
@@ -54,14 +45,13 @@ class UpdateMask:
         """Called before each forward: remember the buffers as they were before the first of a
         step.
         """
-        if self.restores and not self._before:
+        if not self._before:
             self._before = [
                 (owner, name, old.detach().clone()) for owner, name, old in buffers_of(self._module)
             ]
 
     def apply(self, optimizer: Optimizer, norm: Tensor) -> None:
-        """Leave out the update that follows if `norm` is not finite, or an earlier one was not and
-        nobody restores.
+        """Leave out the update that follows if `norm` is not finite.
 
         Raises:
             StepLeftOut: if the host knows it.
@@ -69,25 +59,13 @@ class UpdateMask:
         if norm.device.type in DEVICE_TYPES:
             fused = self._on_device or _masks_itself(optimizer, norm.device)
             self._on_device = fused and (self._on_device or not _creates_state(optimizer))
-            if self._on_device:
-                self._apply_on_device(optimizer, norm)
-                return
-            if not self.restores and not fused:
-                # waiting for the device in every step would cost more than the replay is worth
-                return
-        self.left_out = not math.isfinite(norm) or (self.left_out and not self.restores)
+        if self._on_device:
+            self.found = (~torch.isfinite(norm)).to(norm.dtype)
+            optimizer.found_inf = self.found  # pyright: ignore[reportAttributeAccessIssue]
+            return
+        self.left_out = not math.isfinite(norm)
         if self.left_out:
             raise StepLeftOut
-
-    def _apply_on_device(self, optimizer: Any, norm: Tensor) -> None:
-        if self._total is None or self.found is None:
-            self._total, self.found = torch.zeros_like(norm), torch.zeros_like(norm)
-        if self.restores:
-            torch.mul(norm, 0, out=self._total)
-        else:
-            self._total.add_(norm, alpha=0)
-        torch.ne(self._total, 0, out=self.found)
-        optimizer.found_inf = self.found
 
     def step_ended(self) -> None:
         """Called after the update: give the buffers their values of before a step that was left

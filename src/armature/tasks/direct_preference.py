@@ -306,7 +306,7 @@ class DirectPreference(LanguageModeling):
                     values.append(torch.stack([*columns.values()], dim=1).float())
                     indices += some
                     if stop is not None:
-                        stop.outside_of_steps()  # hours may pass here
+                        stop.step_ended(self.trainer)  # hours may pass here
             of_ranks: Any = self.all_gather(
                 {"at": torch.tensor(indices, device=self.device), "is": torch.cat(values)}
             )

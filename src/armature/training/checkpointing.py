@@ -5,7 +5,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -22,8 +22,6 @@ from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import ConfigError, NotFinite, NotSaved
 from armature.parallel import process_group
 from armature.parallel.process_group import Vote
-from armature.training import replicas, stock_callbacks
-from armature.training.not_finite import RolledBack
 from armature.training.progress import completed_batches
 from armature.training.step_log import StepLog
 from armature.training.stop import StoppedBySignal
@@ -50,7 +48,7 @@ class Checkpointing(Checkpoint):
             idle, until the next save or the end of the run waits for it.
         on_failure: what the run does if a save fails (a full disk): `continue` or `stop`.
         manifest_entries: what the manifests state about the run.
-        save_begins: called on each rank before a save, and before it waits for the previous one.
+        before_save: called on all ranks before a save, and before they wait for the previous one.
 
     Attributes:
         writer: writes the checkpoints. Its last save is finished at the end of training, with or
@@ -74,7 +72,7 @@ class Checkpointing(Checkpoint):
         background: bool,
         on_failure: str,
         manifest_entries: dict[str, Any] | None = None,
-        save_begins: Callable[[Trainer], None] = lambda trainer: None,
+        before_save: Sequence[Callable[[Trainer], None]] = (),
     ) -> None:
         self.folder, self._started_in, self._place = folder, os.getcwd(), os.stat(".")
         self.step_log = step_log
@@ -86,9 +84,12 @@ class Checkpointing(Checkpoint):
             keep_every_n_steps,
         )
         self.monitor, self.mode, self.at_end = monitor, mode, at_end
-        self.on_failure, self.save_begins = on_failure, save_begins
+        self.on_failure, self.before_save = on_failure, before_save
         self.writer = CheckpointWriter(
-            background=background, entries=manifest_entries, on_saved=self._saved
+            background=background,
+            entries=manifest_entries,
+            on_saved=self._saved,
+            keeps_plan=True,
         )
         self.scores: dict[int, float] = {}
         self._saved_at = time.monotonic()
@@ -166,13 +167,11 @@ class Checkpointing(Checkpoint):
         run first.
 
         Raises:
-            ConfigError: hyperparameters or a callback's state hold what no checkpoint can; see also
-                `stock_callbacks`.
+            ConfigError: hyperparameters or a callback's state hold what no checkpoint can.
         """
         trainer.fit_loop.before_train_end.append(partial(self._training_ends, trainer))
         trainer.fit_loop.after_train_end.append(partial(self._training_ended, trainer))
-        plain.check_before_training(trainer, resumed=completed_batches(trainer) > 0)
-        stock_callbacks.prepare(trainer)
+        plain.check_before_training(trainer)
         if trainer.is_global_zero:
             directory.clear_leftovers(self.folder)
         self._saved_at = time.monotonic()
@@ -278,11 +277,10 @@ class Checkpointing(Checkpoint):
             due = self._owes_validation or trainer.fit_loop.epoch_loop.validation_is_due
             self._owes_validation = due and self._validated_step != completed_batches(trainer)
             try:
-                with suppress(RolledBack):  # the run ends, and resumes from the checkpoint before
-                    self._save(trainer, last=True)
+                self._save(trainer, last=True)
             finally:
                 self._finish_pending(trainer, last=True)
-        elif isinstance(exception, RolledBack | NotFinite):  # all ranks come here
+        elif isinstance(exception, NotFinite):  # all ranks come here
             self.writer.finish()
         else:
             self.writer.wait()  # the other ranks may not come here
@@ -339,7 +337,8 @@ class Checkpointing(Checkpoint):
             if score is not None:
                 self.scores[step] = score
             return
-        replicas.check(trainer)
+        for function in self.before_save:
+            function(trainer)
         if not self.folder.is_absolute() and not os.path.samestat(os.stat("."), self._place):
             raise ConfigError(
                 f"Code of this run has changed the working directory from {self._started_in}, "
@@ -350,7 +349,6 @@ class Checkpointing(Checkpoint):
             )
         self.step_log.flush(trainer)
         self._saved_at = time.monotonic()
-        self.save_begins(trainer)
         self._finish_pending(trainer)
         # not earlier: the pending save would remove the best one before this one replaces it
         if score is not None:

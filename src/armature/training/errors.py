@@ -58,10 +58,10 @@ class RecordError(L.Callback):
     def on_exception(
         self, trainer: Any, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
-        from armature.training import micro_batch, not_finite  # which import this file
+        from armature.training import micro_batch  # which import this file
         from armature.training.stop import StoppedBySignal
 
-        together = isinstance(exception, StoppedBySignal | not_finite.RolledBack)  # on all ranks
+        together = isinstance(exception, StoppedBySignal)  # on all ranks
         trainer.failed = not together
         if is_missing(exception):
             with suppress(Exception):  # an explanation must not hide the error

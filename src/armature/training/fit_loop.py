@@ -14,6 +14,7 @@ from typing_extensions import override
 from armature.errors import ConfigError
 from armature.strategies.base import StrategyMixin
 from armature.training.loops import EpochLoop
+from armature.training.stop import agree
 
 
 class FitLoop(_FitLoop):
@@ -141,8 +142,8 @@ class FitLoop(_FitLoop):
         _call_once(self.after_train_end)
 
     def _stop_together(self) -> None:
-        if isinstance(self.epoch_loop, EpochLoop):
-            self.epoch_loop.stop_together()
+        """Let `trainer.should_stop`, which users' code may set on one rank, hold on all."""
+        agree(self.trainer)
 
     def restore_progress(self, *, epoch: int, started: bool) -> None:
         """Set the counters of a resumed run: complete epochs, and whether some batches of the next

@@ -6,7 +6,6 @@ is Lightning's own `advance` and our `on_advance_end`.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -22,9 +21,9 @@ from typing_extensions import override
 from armature.data.users_view import guard_steps
 from armature.errors import NoEndOfData, end_of_data
 from armature.strategies.base import StrategyMixin
-from armature.training import agreement, epoch_metrics, epoch_start, stopped_validation
+from armature.training import epoch_metrics, epoch_start, stopped_validation
 from armature.training.progress import data_of
-from armature.training.stop import StoppedBySignal
+from armature.training.stop import StoppedBySignal, agree
 from armature.training.timings import DataWait
 
 FETCH = "[_TrainingEpochLoop].train_dataloader_next"  # the name in Lightning's profiles
@@ -63,8 +62,6 @@ class EpochLoop(_TrainingEpochLoop):
         self.step_ended, self.validation_ended = step_ended, validation_ended
         self.data_wait: DataWait | None = None
         self._in_eval: list[str] | None = None  # while it validates
-        # whether code of users may set trainer.should_stop on some ranks only
-        self._may_stop: bool | None = None
 
     @override
     def advance(self, data_fetcher: _DataFetcher) -> None:
@@ -117,7 +114,6 @@ class EpochLoop(_TrainingEpochLoop):
         """Save and stop where due, when all hooks of the step have run; then validate, and step the
         schedules that follow a metric.
         """
-        self.stop_together()
         if self._accumulated_batches_reached():
             for function in self.step_ended:
                 function()
@@ -129,19 +125,6 @@ class EpochLoop(_TrainingEpochLoop):
         if not self._should_accumulate():
             self._batches_that_stepped += 1
         self._save_loggers_on_train_batch_end()
-
-    def forward_again(self, batch: Any, index: int) -> Any:
-        """Call training_step without the hooks around it, and return its output."""
-        return self.trainer.strategy.training_step(
-            *self._build_kwargs(OrderedDict(), batch, index).values()
-        )
-
-    # ------------------------------------------------------------ batches
-    def move_to_device(self, batch: Any) -> Any:
-        module, strategy = self.trainer.lightning_module, self.trainer.strategy
-        batch = self.trainer.precision_plugin.convert_input(batch)
-        batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
-        return strategy.batch_to_device(batch, dataloader_idx=0)
 
     @override
     def on_run_start(self, data_fetcher: _DataFetcher) -> None:
@@ -192,16 +175,6 @@ class EpochLoop(_TrainingEpochLoop):
     def _is_training_done(self) -> bool:
         return self.last_batch_is_done or self._num_ready_batches_reached()
 
-    def stop_together(self) -> None:
-        """Let `trainer.should_stop`, which code of users may set on one rank, hold on all.
-
-        Called by all ranks.
-        """
-        if self._may_stop is None:
-            self._may_stop = agreement.may_stop(self.trainer)
-        if self._may_stop:
-            agreement.stop_together(self.trainer)
-
     # ------------------------------------------------------------ validation
     @override
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
@@ -248,7 +221,7 @@ class EpochLoop(_TrainingEpochLoop):
             function()
         trainer.training = True
         trainer._logger_connector._first_loop_iter = first_loop_iter
-        self.stop_together()
+        agree(trainer)
 
     @property
     def modules_in_eval(self) -> list[str]:

@@ -21,7 +21,7 @@ from armature.strategies.base import StrategyMixin
 from armature.training.display import Display
 from armature.training.errors import peak_bytes
 from armature.training.limits import Limits
-from armature.training.not_finite import NotFiniteGuard
+from armature.training.not_finite import FILE, NotFiniteGuard
 from armature.training.progress import completed_batches, data_of
 from armature.training.samples import Samples
 from armature.training.step_log import StepLog
@@ -123,7 +123,6 @@ def summarize(run: Outcome) -> dict[str, Any]:
         "global_batch_size": log.global_batch_size,
         "loss_not_finite_since": log.not_finite_since,
         "skipped_steps": run.guard.skipped,
-        "rolled_back_steps": [event["step"] for event in run.guard.rollbacks],
         "metrics": {n: value if math.isfinite(value) else None for n, value in run.metrics.items()},
         "best_checkpoint": str(run.best) if run.best else None,
         "best_score": run.best_score,
@@ -158,8 +157,8 @@ def finish(run: Outcome, display: Display, samples: Samples) -> None:
     saved = "no checkpoint was saved" if checkpoint is None else f"checkpoint {checkpoint}"
     step = summary["global_step"]
     lines = [*run.baselines, f"{run.reason} at step {step} after {run.seconds:.0f} s; {saved}"]
-    if run.guard.skipped or run.guard.rollbacks:
-        lines.append(run.guard.summary())
+    if run.guard.skipped:
+        lines.append(f"{run.guard.skipped} steps skipped (trainer.on_nan=skip); see {FILE}")
     elif run.step_log.not_finite_since is not None:
         lines.append(
             f"train/loss was not finite at step {run.step_log.not_finite_since}; at the end, it is "

@@ -9,9 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as L
-from torch.optim.lr_scheduler import OneCycleLR
 
-from armature.errors import ConfigError
 from armature.parallel import process_group
 
 log = logging.getLogger(__name__)
@@ -43,10 +41,6 @@ def lengths_of(trainer: L.Trainer) -> Lengths:
 def check(trainer: L.Trainer, built: Lengths) -> None:
     """Warn on rank 0 of lengths of the checkpoint that took the place of those that
     `configure_optimizers` has set.
-
-    Raises:
-        ConfigError: OneCycleLR, which takes no step after its last one, would end before the run
-            does.
     """
     for config, lengths in built:
         scheduler, kept = config.scheduler, _found(config.scheduler.state_dict())
@@ -55,12 +49,6 @@ def check(trainer: L.Trainer, built: Lengths) -> None:
             what = (
                 f"{kind} was built with {name}={lengths[name]}, and the checkpoint has {kept[name]}"
             )
-            if (
-                isinstance(scheduler, OneCycleLR)
-                and config.interval == "step"
-                and kept[name] < trainer.estimated_stepping_batches / config.frequency
-            ):
-                raise ConfigError(f"{what}, after which it takes no step. {_REMEDY}")
             if process_group.rank() == 0:
                 log.warning(
                     "%s, which it keeps: the learning rates are not those of the new length. %s",

@@ -80,7 +80,8 @@ class StepLog(Callback):
         global_batch_size: samples per optimizer step.
         train_size: samples per epoch.
         tokens_per_sample: None if the data are not tokens.
-        rows_read: called on all ranks with rows that were read and written; it may end the run.
+        rows_read: called on all ranks with rows that were read and written, and the ranks whose
+            own loss was not finite by step; it may end the run.
 
     Attributes:
         last: the newest row that was written.
@@ -111,7 +112,8 @@ class StepLog(Callback):
         global_batch_size: int,
         train_size: int,
         tokens_per_sample: int | None,
-        rows_read: Callable[[OurTrainer, list[dict[str, Any]]], None] | None = None,
+        rows_read: Callable[[OurTrainer, list[dict[str, Any]], dict[int, list[int]]], None]
+        | None = None,
     ) -> None:
         self.rows_read = rows_read
         self.csv, self.timings = csv, TimingsCSV(csv.file.parent)
@@ -131,6 +133,7 @@ class StepLog(Callback):
         self._totals, self._watch = Totals(), DataWaitWarning()
         self._pending: list[dict[str, Any]] = []
         self._loss: Tensor | None = None
+        self._bad_ranks: dict[int, list[int]] = {}  # of the newest rows
         self._lr: float | Tensor | None = 0.0
         self.not_finite_since: int | None = None  # the first step whose loss was infinite or NaN
         self._since = 0.0
@@ -323,7 +326,7 @@ class StepLog(Callback):
             log.warning("%s", problem)
         self._write(trainer, rows, timing)
         if self.rows_read is not None:
-            self.rows_read(trainer, rows)  # pyright: ignore[reportArgumentType]
+            self.rows_read(trainer, rows, self._bad_ranks)  # pyright: ignore[reportArgumentType]
         self._since = time.perf_counter()
 
     def _read(
@@ -365,6 +368,11 @@ class StepLog(Callback):
                 row[name] = sum(each[i] for each in ranks) / having
             else:
                 row.pop(name, None)
+        self._bad_ranks = {
+            row["step"]: [rank for rank, each in enumerate(ranks) if not math.isfinite(each[i])]
+            for i, (row, name) in enumerate(means)
+            if name == "train/loss" and not math.isfinite(row.get(name, 0.0))
+        }
         for (row, name), value in zip(others, numbers[table.numel() :], strict=False):
             row[name] = value
         return [[*by_rank] for by_rank in zip(*(each[2 * count :] for each in ranks), strict=True)]

@@ -8,9 +8,6 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from armature.parallel import process_group
-from armature.parallel.process_group import Vote
-from armature.parallel.step_sum import StepSum
-from armature.strategies.base import StrategyMixin
 
 SIGNALS = [
     getattr(signal, name)
@@ -19,11 +16,6 @@ SIGNALS = [
 ]
 # Why a run stops. If ranks have different reasons, the one that comes last here counts
 REASONS = ("", "max_time", "time_limit", "SIGHUP", "SIGTERM", "SIGUSR1", "SIGINT")
-
-# After SHORT_VOTES consecutive votes on steps under SHORT_MICROSECONDS, vote only every
-# STEPS_PER_VOTE steps
-SHORT_VOTES, SHORT_MICROSECONDS, STEPS_PER_VOTE = 100, 10_000, 10
-UNKNOWN_MICROSECONDS = 10**12
 
 
 class StoppedBySignal(Exception):
@@ -37,13 +29,8 @@ class StopOnSignal(Callback):
     together.
 
     A handler that acts in the middle of a step may enter a collective that another rank never
-    enters. On CPUs, the wish to stop travels with what the ranks add up in a step anyway
-    (`StepSum`): they stop after the step in which the signal came, or after the next one if it came
-    once that sum was sent. Without such a sum, and on GPUs, whose sums
-    the host does not read, they vote, and stop one step after the signal: a vote is read when the
-    next one is cast, so
-    nobody waits for it. A vote of two ranks on busy CPUs took 0.2 to 0.7 ms, so ten steps share one
-    if a hundred in a row took less than 10 ms each. A second Ctrl-C ends the process at once.
+    enters. `trainer.should_stop`, which users' code may set on one rank, travels with that vote. A
+    second Ctrl-C ends the process at once.
 
     Args:
         max_seconds: training time over all restarts; None: no limit.
@@ -58,11 +45,6 @@ class StopOnSignal(Callback):
         self.max_seconds, self.deadline = max_seconds, deadline
         self._flag = 0
         self._previous: dict[int, Any] = {}
-        self._vote = Vote()
-        self._sum: StepSum | None = None
-        self._steps, self._every = 0, 1  # steps per vote: the same number on every rank
-        self._short_votes = 0
-        self._since: float | None = None  # time of the last vote during training
         self._seconds_before = 0.0  # training time of earlier processes of this run
         self._started: float | None = None
 
@@ -118,58 +100,31 @@ class StopOnSignal(Callback):
             return REASONS.index("max_time")
         return 0
 
-    def _end_if_agreed(self, microseconds_per_step: int = UNKNOWN_MICROSECONDS) -> None:
-        if self.received is None:
-            reason, slowest = self._vote(self._own_reason(), microseconds_per_step)
-            self._short_votes = self._short_votes + 1 if 0 < slowest < SHORT_MICROSECONDS else 0
-            if reason:
-                self._vote.finish()
-                self.received = REASONS[reason]
-        if self.received is not None:
-            raise StoppedBySignal(self.received)
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._started = time.monotonic()
-        if (strategy := StrategyMixin.find(trainer)) is not None:
-            self._sum = strategy.target_weights.step_sum
-            self._sum.wants_to_stop = lambda: self._own_reason() > 0
-        self._end_if_agreed()
-        self._end_if_agreed()  # the second vote sees what arrived during the start
+        self.step_ended(trainer)
 
-    def step_ended(self, trainer: Trainer) -> None:
-        """Stop if a rank wants to.
+    def step_ended(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        """Stop if a rank wants to. Called by all ranks, equally often.
 
         Not through trainer.should_stop, after which Lightning would validate first.
         """
-        wanted = self._sum.stop_is_wanted() if self._sum is not None else None
-        if wanted is not None:
-            if wanted:
-                self._end_if_agreed()
-                self._end_if_agreed()  # reads the vote on the reason
-            return
-        self._steps += 1
-        if self._steps % self._every:
-            return
-        now, before = time.monotonic(), self._since
-        self._since = now
-        self._end_if_agreed(
-            UNKNOWN_MICROSECONDS if before is None else round((now - before) / self._every * 1e6)
-        )
-        short = self._short_votes >= SHORT_VOTES and process_group.ranks() > 1
-        self._every = STEPS_PER_VOTE if short else 1
+        if self.received is None:
+            self.received = REASONS[agree(trainer, self._own_reason())] or None
+        if self.received is not None:
+            raise StoppedBySignal(self.received)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._vote.finish()
+    on_validation_batch_end = on_test_batch_end = step_ended
 
-    def outside_of_steps(self, *args: Any, **kwargs: Any) -> None:
-        """Stop if a rank wants to, in work that is no training step.
 
-        Called by all ranks, equally often.
-        """
-        self._since = None  # it says nothing about the length of a step
-        self._end_if_agreed()
+def agree(trainer: Trainer, reason: int = 0) -> int:
+    """Let `trainer.should_stop` hold on all ranks if a rank has set it.
 
-    on_validation_batch_end = on_test_batch_end = outside_of_steps
+    Return the largest reason. Called by all ranks, equally often.
+    """
+    reason, stops = process_group.all_max(reason, int(trainer.should_stop))
+    trainer.should_stop = bool(stops)
+    return reason
 
 
 def seconds_of(max_time: str | None) -> float | None:

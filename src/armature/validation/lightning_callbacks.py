@@ -54,7 +54,9 @@ def _reason(classes: list[str], cfg: Mapping[str, Any], layout: Layout) -> str |
         return None
     task, model, method = cfg["task"]["_target_"], cfg["model"]["_target_"], layout.methods[0]
     builds_late = signatures.defines(task, "configure_model")
-    if {AVERAGING, SWA} & set(classes) and method not in WHOLE:
+    if SWA in classes:
+        return f"averages by epochs, and its schedule is not resumed exactly. {OURS}"
+    if AVERAGING in classes and method not in WHOLE:
         return (
             f"copies the whole model, but with this strategy ({method}) ranks hold parts of "
             f"it. {OURS}"
@@ -63,11 +65,6 @@ def _reason(classes: list[str], cfg: Mapping[str, Any], layout: Layout) -> str |
         return (
             f"copies the model before it has weights: {task.rpartition('.')[2]} builds it "
             f"later. {OURS}"
-        )
-    if SWA in classes and builds_late:
-        return (
-            "copies the module before its model is built in configure_model, and averages "
-            f"nothing. {OURS}"
         )
     if FINETUNING in classes and (
         other := next((m for m in layout.methods if m not in UNFREEZE), None)

@@ -33,8 +33,7 @@ REFUSED_CALLBACKS = {
     ),
     "SpikeDetection": (
         "Lightning cannot load its state, so a stopped run could not be resumed. Type "
-        "trainer.on_nan=rollback against "
-        "losses that are not finite"
+        "trainer.on_nan=skip against losses that are not finite"
     ),
 }
 UPLOADS = ("WandbLogger", "MLFlowLogger")  # with log_model they upload what ModelCheckpoint saves

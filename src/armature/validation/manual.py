@@ -65,8 +65,7 @@ def setting_problems(
     if on_nan == "skip":
         found.append(
             f"trainer.on_nan=skip: {why}, so its updates cannot be left out. Type "
-            "trainer.on_nan=rollback, which also "
-            "works here, or trainer.on_nan=stop."
+            "trainer.on_nan=stop."
         )
     return found
 

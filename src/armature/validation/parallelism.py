@@ -75,10 +75,6 @@ REFUSED: dict[tuple[str, str], str] = {
         "deepspeed",
     ): "its engine makes the step. Type trainer.on_nan=stop, or strategy=fsdp",
     (
-        "on_nan=rollback",
-        "deepspeed",
-    ): "its engine cannot be built anew yet. Type trainer.on_nan=stop, or strategy=fsdp",
-    (
         "task.adapter.dora=true",
         "deepspeed",
     ): "it has not been compared. Type strategy=fsdp, or task.adapter.dora=false",

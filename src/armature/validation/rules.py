@@ -138,6 +138,11 @@ def counts(value: Any) -> str | None:
     return None if good else "must be numbers of blocks from 1, as in [5,6,5], or null"
 
 
+def steps(value: Any) -> str | None:
+    good = isinstance(value, list) and all(type(n) is int and n > 0 for n in value)
+    return None if good else "must be a list of step numbers from 1, as in [7,12]"
+
+
 def patterns(value: Any) -> str | None:
     good = value is None or (
         isinstance(value, list) and all(isinstance(each, str) and each for each in value)

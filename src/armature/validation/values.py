@@ -34,7 +34,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
         "64-true",
     ),
     "trainer.gradient_clip_algorithm": ("norm", "value"),
-    "trainer.on_nan": ("stop", "skip", "rollback", "ignore"),
+    "trainer.on_nan": ("stop", "skip", "ignore"),
     "trainer.matmul_precision": ("highest", "high", "medium"),
     "checkpoint.mode": ("min", "max"),
     "checkpoint.on_failure": ("continue", "stop"),
@@ -151,6 +151,7 @@ RANGES: dict[str, Rule] = {
         least=1, most=LARGEST_BATCH, whole=True, null="the data module's own"
     ),
     "data.num_workers": rules.number(least=0, most=1024, whole=True),
+    "data.skip_steps": rules.steps,
     "data.train_limit": lambda value: None if value == "batch" else _limit(value),
 }
 OWN_RANGES: dict[str, Rule] = {  # where the group's class is ours

@@ -1,0 +1,243 @@
+"""Compare what ranks must have alike, at each save and at the end of training.
+
+Ranks that decide or change something by their own samples train on, and wrongly. One collective of
+small values finds that before it is saved.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_leaves
+
+from armature.errors import ConfigError
+from armature.parallel import process_group
+from armature.strategies.base import StrategyMixin
+from armature.training.progress import completed_batches
+
+log = logging.getLogger(__name__)
+
+# of its norm that a tensor may differ by; 64-bit sums differ by their order of addition alone
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4}
+TOLERANCE_OF_SHORT = 0.02  # bf16, fp16
+SHOWN = 5
+REMEDY = (
+    "A rank has changed or decided it by its own samples or random numbers, or a gradient was not "
+    "reduced (make parameters in __init__, call self.manual_backward(loss)). Reduce over the ranks "
+    "(self.all_gather(value).mean(0), self.log(…, sync_dist=True) for what a schedule reads), or "
+    "draw once and send it (self.trainer.strategy.broadcast)."
+)
+# name → sum, norm, and the part of the norm that may differ
+Sums = Mapping[str, tuple[float, float, float]]
+
+
+class SameEverywhere(Callback):
+    """End the run if weights, steps, rates or data differ between ranks that must have them alike.
+
+    Buffers and logged values that differ are named once: a rank may have its own.
+    """
+
+    def __init__(self) -> None:
+        self._batch: str | None = None  # digest of the first batch, until it is compared
+        self._trained = False
+        self._named: set[str] = set()
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if not self._trained and process_group.ranks() > 1:
+            self._batch = digest(batch)
+        self._trained = True
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.check(trainer)
+
+    def check(self, trainer: L.Trainer) -> None:
+        """Compare the ranks. All of them call it.
+
+        Raises:
+            ConfigError: they differ.
+        """
+        strategy = StrategyMixin.find(trainer)
+        if strategy is None or process_group.ranks() == 1:
+            return
+        weights = strategy.replicated_weights() if strategy.replicates_weights else {}
+        several_alike = strategy.world_size == strategy.data_size
+        buffers = _buffers(strategy) if several_alike else {}
+        own = {
+            "stage": strategy.stage,
+            "data rank": strategy.data_rank,
+            "batch": self._batch,
+            "facts": _facts(trainer, strategy),
+            "weights": sums(weights),
+            "buffers": sums(buffers),
+            "logged": _unsynced(trainer),
+        }
+        self._batch = None
+        everyones = process_group.all_gather_object(own)
+        if found := [*differences(everyones)]:
+            more = f" (and {len(found) - SHOWN} more)" if len(found) > SHOWN else ""
+            raise ConfigError(
+                f"{type(trainer.lightning_module).__name__}: not the same on all ranks after step "
+                f"{completed_batches(trainer)}: {'; '.join(found[:SHOWN])}{more}. {REMEDY}"
+            )
+        if process_group.rank() == 0:
+            self._warn(everyones, copies_buffers=getattr(strategy, "copies_buffers", False))
+
+    def _warn(self, everyones: Sequence[Mapping[str, Any]], *, copies_buffers: bool) -> None:
+        which = "step" if copies_buffers else "resume"
+        for kind, text in {
+            "buffers": f"Each {which} gives all ranks the buffers of rank 0. Reduce what your code "
+            "puts there (self.all_gather(value).mean(0)).",
+            "logged": "They were logged without sync_dist=True, so each rank has the value of its "
+            "own samples: checkpoint.monitor takes rank 0's, EarlyStopping and schedules each "
+            "rank's own.",
+        }.items():
+            new = [text for name, text in _unlike(everyones, kind) if name not in self._named]
+            self._named |= {name for name, _ in _unlike(everyones, kind)}
+            if new:
+                log.warning("Ranks have different values: %s. %s", "; ".join(new[:SHOWN]), text)
+        if found := _repeated(everyones):
+            log.warning(
+                "%s: each then learns the same. Let your dataset give other samples for other "
+                "numbers, and no generator of one seed on all ranks.",
+                found,
+            )
+
+
+def differences(everyones: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield what differs, between which ranks, and by how much."""
+    stages = [own["stage"] for own in everyones]
+    for rank, own in enumerate(everyones):
+        first = stages.index(own["stage"])  # stages of a pipeline have optimizers of their own
+        expected = everyones[first]["facts"]
+        for name in dict.fromkeys((*expected, *own["facts"])):
+            one, other = expected.get(name), own["facts"].get(name)
+            close = isinstance(one, float) and isinstance(other, float) and _close(one, other)
+            if one != other and not close:
+                yield f"{name} is {one} on rank {first} and {other} on rank {rank}"
+    yield from (text for _, text in _unlike(everyones, "weights"))
+    places = [own["data rank"] for own in everyones]
+    for rank, own in enumerate(everyones):
+        first = places.index(own["data rank"])
+        if everyones[first]["batch"] != own["batch"]:
+            yield f"the first batch of rank {rank} is not that of rank {first}, which shares it"
+
+
+def _repeated(everyones: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return which ranks have begun with the same samples, instead of with their own."""
+    first: dict[str, int] = {}
+    for rank, own in enumerate(everyones):
+        other = first.setdefault(own["batch"], rank) if own["batch"] else rank
+        if everyones[other]["data rank"] != own["data rank"]:
+            return f"ranks {other} and {rank} have begun with the same samples"
+    return None
+
+
+def _unlike(everyones: Sequence[Mapping[str, Any]], kind: str) -> Iterator[tuple[str, str]]:
+    """Yield the names of tensors that a rank has unlike rank 0, and how."""
+    first = everyones[0][kind]
+    for rank, own in enumerate(everyones):
+        for name in dict.fromkeys((*first, *own[kind])):
+            one, other = first.get(name), own[kind].get(name)
+            if one is None or other is None or _differ(one, other):
+                norms = ("missing" if each is None else f"{each[1]:.6g}" for each in (one, other))
+                yield name, f"{name} ({' on rank 0, '.join(norms)} on rank {rank})"
+
+
+def _differ(one: tuple[float, float, float], other: tuple[float, float, float]) -> bool:
+    largest = max(one[1], other[1])
+    if not math.isfinite(largest):
+        return False  # trainer.on_nan reports it
+    return max(abs(one[0] - other[0]), abs(one[1] - other[1])) > max(one[2], other[2]) * largest
+
+
+def _close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-6) or (math.isnan(one) and math.isnan(other))
+
+
+def _facts(trainer: L.Trainer, strategy: StrategyMixin) -> dict[str, Any]:
+    facts: dict[str, Any] = {"the global step": completed_batches(trainer)}
+    facts["the order of modules that gather sharded weights"] = strategy.gathered.order
+    for number, optimizer in enumerate(trainer.optimizers):
+        name = f"{type(optimizer).__name__} {number}"
+        facts[f"the number of steps of {name}"] = strategy.steps_made[optimizer]
+        for group, options in enumerate(optimizer.param_groups):
+            facts[f"the learning rate of {name}, group {group}"] = float(options.get("lr") or 0.0)
+    return facts
+
+
+def _buffers(strategy: StrategyMixin) -> dict[str, Tensor]:
+    """Return the saved buffers, without BatchNorm's statistics where each step copies rank 0's."""
+    module: nn.Module = strategy.module
+    own = {
+        f"{name}.{key}"
+        for name, part in module.named_modules()
+        if isinstance(part, _NormBase) and getattr(strategy, "copies_buffers", False)
+        for key in ("running_mean", "running_var")
+    }
+    saved = nn.Module.state_dict(module).keys() - own
+    return {name: value for name, value in module.named_buffers() if name in saved}
+
+
+def _unsynced(trainer: L.Trainer) -> Sums:
+    """Return the values of validations that were logged without `sync_dist=True`."""
+    results: Any = trainer.fit_loop.epoch_loop.val_loop._results.values()
+    names = {
+        each.meta.name
+        for each in results
+        if each.is_tensor and each.meta.on_epoch
+        if not (each.meta.sync.should or each.meta.sync.rank_zero_only)
+    }
+    return {
+        key: (float(value), abs(float(value)), 1e-4)
+        for key, value in trainer.callback_metrics.items()
+        if key.partition("/dataloader_idx_")[0] in names
+    }
+
+
+@torch.no_grad()
+def sums(tensors: Mapping[str, Tensor]) -> Sums:
+    """Return sum and norm of whole tensors of numbers. The host waits for the device once."""
+    parts, both = {}, []
+    for name, tensor in tensors.items():
+        # a class of quantized weights may not add them up
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
+            continue
+        values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        if not values.numel() or (values.is_floating_point() and values.element_size() == 1):
+            continue
+        if not values.is_floating_point():
+            values = values.double()
+        parts[name] = TOLERANCE.get(values.dtype, TOLERANCE_OF_SHORT)
+        dtype = torch.promote_types(values.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(values, dtype=dtype).double()
+        # at once it would copy the tensor to float64
+        total = values.sum(-1, dtype=dtype).sum(dtype=torch.float64)
+        both.append(torch.stack([total, norm]).to(both[0].device if both else total.device))
+    numbers = torch.stack(both).tolist() if both else []
+    return {
+        name: (total, norm, part)
+        for (name, part), (total, norm) in zip(parts.items(), numbers, strict=True)
+    }
+
+
+def digest(batch: Any) -> str:
+    """Return a fingerprint of a batch's tensors."""
+    found = hashlib.sha256()
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+            part = leaf.to_local() if isinstance(leaf, DTensor) else leaf
+            values = part.detach().cpu().contiguous().flatten().view(torch.uint8)
+            found.update(values.numpy().tobytes())
+    return found.hexdigest()
