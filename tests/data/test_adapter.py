@@ -6,7 +6,6 @@ import itertools
 import random
 import threading
 from itertools import chain
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import OmegaConf
 from torch.utils.data import (
     BatchSampler,
-    ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -556,114 +554,6 @@ def test_ranks_with_other_data_are_refused_on_all_ranks(rank, same, where):
 class TrainOnly(L.LightningDataModule):
     def train_dataloader(self):
         return DataLoader(Numbers(), 4)
-
-
-class DocumentedTest(TrainOnly):
-    """As in Lightning's documentation: the test's samples are there after `setup("test")`."""
-
-    def setup(self, stage):
-        if stage == "test":
-            self.samples = Numbers(9)
-
-    def test_dataloader(self):
-        return DataLoader(self.samples, 2)
-
-
-class Sifted(IterableDataset):
-    """Leaves out samples by chance."""
-
-    def __iter__(self):
-        return (i for i in range(1000) if random.random() < 0.5)
-
-
-class LateTest(TrainOnly):
-    """Before `setup("test")` the loader has no samples."""
-
-    def __init__(self, samples):
-        super().__init__()
-        self.samples = samples
-
-    def test_dataloader(self):
-        return {"test": DataLoader(self.samples, 2)}
-
-
-class ChangesMode(TrainOnly):
-    """Its loaders share a dataset, whose mode `test_dataloader` sets."""
-
-    def __init__(self):
-        super().__init__()
-        self.samples = Numbers()
-        self.samples.mode = "train"
-
-    def train_dataloader(self):
-        return DataLoader(self.samples, 4)
-
-    def test_dataloader(self):
-        self.samples.mode, self.tests = "test", True
-        return DataLoader(self.samples, 2)
-
-
-class ChangesParts(ChangesMode):
-    """The shared one is a part of what training reads."""
-
-    def train_dataloader(self):
-        return DataLoader(ConcatDataset([self.samples, Numbers()]), 4)
-
-
-class Unpacks(TrainOnly):
-    def test_dataloader(self):
-        return DataLoader([*Path("/nonexistent").iterdir()], 2)
-
-
-def test_a_look_at_test_data_before_training_leaves_no_trace():
-    for kind in (ChangesMode, ChangesParts):
-        module = kind()
-        assert before_training(module).check_test() == 1
-        assert module.samples.mode == "train"
-        assert not hasattr(module, "tests")
-    assert before_training(Unpacks()).check_test() is None
-    for samples in (None, []):
-        assert before_training(LateTest(samples)).check_test() is None
-
-
-class StreamedTest(TrainOnly):
-    def test_dataloader(self):
-        return [DataLoader(Sifted(), 2)] * 2
-
-
-def before_training(module, *, same=True, rank=0, ranks=2):
-    strategy: Any = OneOf(rank, ranks)
-    strategy.reduce_boolean_decision = lambda decision: decision
-    strategy.broadcast = lambda obj, src=0: obj if same else "other"
-    data = PlainData(module, seed=5)
-    data.setup("fit")
-    data.trainer = SimpleNamespace(strategy=strategy, limit_test_batches=1.0)
-    return data
-
-
-def test_test_data_are_checked_before_training_if_they_are_there(tmp_path):
-    for module, number in (
-        (Plain(), 1),
-        (StreamedTest(), 2),
-        (DocumentedTest(), None),
-        (TrainOnly(), None),
-    ):
-        data = before_training(module)
-        assert data.check_test() == number
-        assert "test" not in data._read
-        assert not data._loaders
-    with pytest.raises(
-        ConfigError, match=r"Plain has other test data on rank 1 .* trainer.test_at_end=false"
-    ):
-        before_training(Plain(), same=False, rank=1).check_test()
-    with pytest.raises(ConfigError, match="Plain has 9 samples for test, but 2 ranks"):
-        before_training(Plain(batch_size=1)).check_test()
-    module = Plain()
-    module.test_dataloader = lambda: DataLoader(Numbers(9), 2, sampler=Stateful())
-    with pytest.raises(
-        ConfigError, match=r"Plain.test_dataloader: Stateful draws other samples the second time"
-    ):
-        before_training(module, ranks=1).check_test()
 
 
 class OfRank(Dataset):

@@ -7,7 +7,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from armature import files
-from armature.data import early_test, labels, memory, ranks_agree
+from armature.data import labels, memory, ranks_agree
 from armature.data.base import DataModule, Split
 from armature.data.batching import LOADER_KEYS
 from armature.data.eval_loader import check_padding
@@ -28,7 +28,7 @@ from armature.data.loaders import OF_WORKERS, ReadLoader, read_loader
 from armature.data.one_process import OneProcess
 from armature.data.prefetch import TRANSFER_HOOKS, UnchangedLoader
 from armature.data.sampler import DrawnSampler, TrainSampler
-from armature.data.samples import preserved_generators, seeded
+from armature.data.samples import seeded
 from armature.data.stream import Stream
 from armature.data.users_view import UsersView
 from armature.errors import ConfigError
@@ -368,49 +368,10 @@ class PlainData(DataModule):
         _for_each(self._check_classes, read, split)
         return _for_each(self._replace, read, split)
 
-    def check_test(self) -> int | None:
-        """Raise ConfigError for test data that cannot be tested on, before training, so that no run
-        is lost to them.
-
-        Return the number of loaders, or None if there is no test, or it needs `setup("test")`: that
-        may take long, or free what training reads. All ranks call this together.
-        """
-        before = early_test.Before(self.module, self._read)
-        problem, loaders = None, None
-        with suppress(Exception):  # the test says so, if it is not for want of `setup("test")`
-            loaders = early_test.complete(self._loaders_of("test"))
-        try:
-            if loaders is not None and not early_test.endless(loaders):
-                self._read_loaders("test", given=loaders)
-                with preserved_generators():
-                    self.test_dataloader()
-        except ConfigError as error:
-            problem = error
-        except Exception:
-            loaders = None
-        try:
-            there = self.trainer.strategy.reduce_boolean_decision(
-                loaders is not None and problem is None
-            )
-            if problem is not None:
-                raise problem
-            if there and "test" in self._read:
-                self.check_ranks_agree("test")
-        finally:  # the test reads them anew, after `setup("test")`
-            self._read.pop("test", None)
-            self._ranks_agree.discard("test")
-            self._loaders = {
-                key: made
-                for key, made in self._loaders.items()
-                if key[0].partition("/")[0] != "test"
-            }
-            before.put_back()
-        return len(early_test.each(loaders)) if there else None
-
-    def _read_loaders(self, split: Split, *, predicting: bool = False, given: Any = None) -> Any:
+    def _read_loaders(self, split: Split, *, predicting: bool = False) -> Any:
         key = "predictions" if predicting else split
         if key not in self._read:
-            loaders = self._loaders_of(split) if given is None else given
+            loaders = self._loaders_of(split)
             owner = f"{type(self.module).__name__}.{split}_dataloader"
 
             def read(loader: Any, _: str) -> ReadLoader:
@@ -486,17 +447,6 @@ class PlainData(DataModule):
             fresh=self._resumed == (0, 0),
         )
         self._ranks_agree.add(split)
-
-    def check_draw(self) -> None:
-        """Raise ConfigError, on all ranks, if a sampler draws other samples on them.
-
-        Called by all as epochs begin.
-        """
-        read: ReadLoader = self._read["train"]
-        rank, ranks = self._rank_and_ranks()
-        if ranks > 1 and read.draw is not None:
-            epoch = self._drawn_epoch(self.epoch_position()[0])
-            ranks_agree.check_draw(read.draw, epoch, strategy=self.trainer.strategy, rank=rank)
 
 
 def _for_each(function: Callable[[Any, str], Any], loaders: Any, name: str) -> Any:

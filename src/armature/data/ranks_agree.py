@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from armature.data import alike, eval_loader, iterable
-from armature.data.loaders import Draw, ReadLoader
+from armature.data.loaders import ReadLoader
 from armature.data.samples import BeginWorker, Samples, preserved_generators
 from armature.errors import ConfigError
 
@@ -117,24 +117,6 @@ def check(
             "in it, shuffle with a "
             "seed (np.random.default_rng(0)), and sort names of files and what comes from a set "
             f"(sorted(set(names))).{end}"
-        )
-
-
-def check_draw(draw: Draw, epoch: int, *, strategy: Any, rank: int) -> None:
-    """Raise ConfigError, on all ranks, if they have drawn other samples for an epoch.
-
-    Called by all ranks together.
-    """
-    own = alike.digest(draw(epoch))
-    same = own == strategy.broadcast(own)
-    if not strategy.reduce_boolean_decision(same):
-        raise ConfigError(
-            f"{draw.owner}: {draw.name} draws other samples on {_where(same, rank)} than on rank 0 "
-            f"in epoch {epoch}, "
-            "but they divide one draw. Give it the same weights on all ranks: compute them from "
-            "what all have seen "
-            "(self.all_gather(…)), or on rank 0 and send them "
-            "(self.trainer.strategy.broadcast(weights))."
         )
 
 
