@@ -311,12 +311,6 @@ class DataModule(L.LightningDataModule):
     def test_dataloader(self) -> Any:
         return self._evaluation_loader("test")
 
-    @property
-    def has_one_test_loader(self) -> bool:
-        """Whether `test_dataloader` is known to return one loader before it is called."""
-        names = ("test_dataloader", "_evaluation_loader")
-        return all(getattr(type(self), name) is getattr(DataModule, name) for name in names)
-
     @override
     def predict_dataloader(self) -> Any:
         dataset = self._dataset(self.predict_split)
@@ -340,11 +334,6 @@ class DataModule(L.LightningDataModule):
             "population": self._train_samples,
             "left_out": lambda: self._parts().values(),
         }
-
-    @property
-    def reads_from_start(self) -> bool:
-        """Whether a sample can only be read after all that come before it in its epoch."""
-        return isinstance(self._dataset("train"), iterable.IterableStream)
 
     def _parts(self) -> dict[int, tuple[int, int]]:
         """Return the parts (start, length) of the order of samples that are left out, by step."""
