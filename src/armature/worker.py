@@ -27,6 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from armature import config, loggers, run_dir
+from armature.callbacks.averaging import BeginAverages
 from armature.checkpoint import directory as checkpoint_directory
 from armature.checkpoint import resume, storage
 from armature.checkpoint.state import holds, is_weights_only
@@ -196,6 +197,7 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
         guard,
         step_log,
         same,
+        BeginAverages(),
     ]
     trainer = Trainer(
         strategy=strategy,

@@ -59,8 +59,8 @@ def test_kills_at_random_moments_leave_no_trace(layout, runs):
     """Also inside a save, which every step makes."""
     saving = (*STATEFUL, "checkpoint.every_n_steps=1", "trainer.log_every_n_steps=1")
     run_dir, moments = runs.new(), random.Random(0)
-    for batch in (0, 4, 8):  # of 12: the latest kill leaves time for its run to be alive
-        later = f"batch:{batch},seconds:{moments.uniform(0, 0.08)}"
+    for batch in (0, 4, 7):  # of 12, each of at least 20 ms: the last kill meets a run, too
+        later = f"batch:{batch},seconds:{moments.uniform(0, 0.05)}"
         kill = f"+callbacks.kill={{_target_:tests.guarantees.users.KillLater,{later}}}"
         ended = runs.start(run_dir, saving, layout, kill, expect=None)
         assert -9 in ended.codes

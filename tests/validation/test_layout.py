@@ -43,7 +43,7 @@ def checked(tmp_path, monkeypatch):
     def check(*overrides: str):
         typed = [
             "model._target_=reexporting.Net",
-            "launch.allowed_packages=[armature,torch,reexporting]",
+            "launch.allowed_packages=[armature,torch,lightning.pytorch,reexporting]",
         ]
         with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
             return checks.check(
