@@ -27,7 +27,6 @@ from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from armature import config, loggers, run_dir
-from armature.callbacks.averaging import BeginAverages
 from armature.checkpoint import directory as checkpoint_directory
 from armature.checkpoint import resume, storage
 from armature.checkpoint.state import holds, is_weights_only
@@ -47,6 +46,7 @@ from armature.training import (
     process,
     report,
 )
+from armature.training.averages import BeginAverages
 from armature.training.checkpointing import Checkpointing
 from armature.training.display import Bar, Display
 from armature.training.errors import RecordError, record, refusal_of

@@ -244,7 +244,7 @@ def with_source(wait: str) -> str:
     [
         (
             "LeaveOut",
-            "rank 0 at tests/simulation/faults.py:13 in on_before_zero_grad: allreduce of 12 bytes",
+            "rank 0 at tests/simulation/faults.py:15 in on_before_zero_grad: allreduce of 12 bytes",
         ),
         (
             "SendFirst",

@@ -24,10 +24,10 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 STOP = ("all_reduce", 16)  # the wish to stop
 # the numbers of targets; of sharded gradients, the sum of their squares first
 EXPECTED = {
-    "ddp": [("all_reduce", 8), STOP],
-    "fsdp": [("all_reduce", 12), STOP],
-    "tensor": [("all_reduce", 12), STOP],
-    "pipeline": [("broadcast", 4), ("all_reduce", 12), STOP],  # the loss, of the last stage
+    "ddp": [("all_reduce", 4), STOP],
+    "fsdp": [("all_reduce", 8), STOP],
+    "tensor": [("all_reduce", 8), STOP],
+    "pipeline": [("broadcast", 4), ("all_reduce", 8), STOP],  # the loss, of the last stage
 }
 COUNTED = 3  # the step, after those that initialize things
 
@@ -75,16 +75,19 @@ def _small_collectives(layout: str) -> list[tuple[str, int]]:
 
     trainer, _, fit = prepared(layout)
     loop, counter = trainer.fit_loop.epoch_loop, CollectiveCounter()
-    advance = loop.advance
+    advance, end = loop.advance, loop.on_advance_end
 
     def advance_and_count(data_fetcher: Any) -> None:
-        if loop.batch_idx + 1 != COUNTED:
-            advance(data_fetcher)
-            return
-        with counter:
-            advance(data_fetcher)
+        if loop.batch_idx + 1 == COUNTED:
+            counter.__enter__()
+        advance(data_fetcher)
 
-    loop.advance = advance_and_count
+    def end_and_count(data_fetcher: Any) -> None:
+        end(data_fetcher)
+        if loop.batch_idx == COUNTED:
+            counter.__exit__(None, None, None)
+
+    loop.advance, loop.on_advance_end = advance_and_count, end_and_count
     fit()
     return [(each["kind"], each["bytes"]) for each in counter.collectives if each["bytes"] <= SMALL]
 

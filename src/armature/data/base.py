@@ -242,7 +242,9 @@ class DataModule(L.LightningDataModule):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._resumed = (state_dict["samples_seen"], state_dict["step"])
+        resumed = (state_dict["samples_seen"], state_dict["step"])
+        # a checkpoint is loaded once more after users' hooks of the start
+        again, self._resumed = self._resumed == resumed != (0, 0), resumed
         self._skipped = {step: (start, size) for step, start, size in state_dict.get("skipped", ())}
         made = {step for step in self.skip_steps if step <= state_dict["step"]}
         if late := sorted(made - self._skipped.keys()):
@@ -253,6 +255,8 @@ class DataModule(L.LightningDataModule):
             )
         if isinstance(train := self._dataset("train"), iterable.IterableStream):
             train.begun.load_state_dict(state_dict.get("begun", {}))
+        if again:
+            return
         if state_dict["train_size"] != self.train_size:
             log.warning(
                 "The checkpoint saw %d of %d training samples per epoch. There are %d now, so the "

@@ -14,22 +14,19 @@ class StepSum:
     Where ranks hold different parts of the gradients, their squares are added up in each step, and
     everything else travels with them (`add_up`). Otherwise it is sent while backward runs
     (`start`), so that nobody waits for it.
-
     """
 
     def __init__(self) -> None:
-        self._zero: Tensor | None = None
         self.forget()
 
     def forget(self) -> None:
-        # last: of ranks that leave the step out; before it: targets, if they were sent
-        self._sum: Tensor | None = None
+        self._sum: Tensor | None = None  # last: targets, if they were sent
         self._work: dist.Work | None = None
         self._has_targets = False
 
     def start(self, targets: Tensor) -> None:
         """Begin to add up numbers of targets, 0-dim fp32. All ranks must call it."""
-        self._sum = torch.stack([targets, self._zero_on(targets.device)])
+        self._sum = targets.reshape(1).clone()
         self._work = dist.all_reduce(self._sum, async_op=True)
         self._has_targets = True
 
@@ -39,12 +36,10 @@ class StepSum:
         All ranks must call it.
 
         The tensor that is sent has one size, whatever it holds: how a collective splits it decides
-        in which order
-        numbers are added.
+        in which order numbers are added.
         """
-        zero = self._zero_on(squares.device)
-        counted = zero if targets is None else targets.to(squares.device)
-        self._sum, self._work = torch.stack([squares, counted, zero]), None
+        counted = torch.zeros_like(squares) if targets is None else targets.to(squares.device)
+        self._sum, self._work = torch.stack([squares, counted]), None
         dist.all_reduce(self._sum)
         self._has_targets = targets is not None
         return self._sum[0]
@@ -53,7 +48,7 @@ class StepSum:
         """Return the number of targets on all ranks, or None if it was not sent since `forget` was
         called.
         """
-        return self._arrived()[-2] if self._has_targets else None
+        return self._arrived()[-1] if self._has_targets else None
 
     def _arrived(self) -> Tensor:
         assert self._sum is not None
@@ -61,8 +56,3 @@ class StepSum:
             self._work.wait()
             self._work = None
         return self._sum
-
-    def _zero_on(self, device: torch.device) -> Tensor:
-        if self._zero is None or self._zero.device != device:
-            self._zero = torch.zeros((), dtype=torch.float32, device=device)
-        return self._zero

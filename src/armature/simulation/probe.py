@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from armature.checkpoint import whole_optimizers
+from armature.parallel import dtensors
 from armature.simulation import deepspeed
 from armature.simulation.meter import Collectives, Meter
 from armature.simulation.order import Recorder
@@ -28,7 +29,8 @@ def _create_state(optimizer: Optimizer) -> None:
         group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
         for param in group["params"]:
             param.grad = torch.zeros_like(param) if param.requires_grad else None
-    optimizer.step()
+    with dtensors.as_torch():  # hooks, in which this runs, have rules of their own
+        optimizer.step()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     optimizer.zero_grad()

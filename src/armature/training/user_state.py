@@ -94,8 +94,7 @@ class UserState:
 
 def of_ranks(changed: Sequence[dict[str, _Kept]]) -> list[dict[str, _Kept]]:
     """Return what each rank has changed; once, if it is the same on all."""
-    first, *others = map(_digests, changed)
-    return [*changed] if any(each != first for each in others) else [changed[0]]
+    return [changed[0]] if len({digest(each) for each in changed}) == 1 else [*changed]
 
 
 def of_rank(saved: Sequence[dict[str, _Kept]]) -> dict[str, _Kept]:
@@ -103,10 +102,6 @@ def of_rank(saved: Sequence[dict[str, _Kept]]) -> dict[str, _Kept]:
     if not saved:
         return {}
     return saved[process_group.rank() if len(saved) == process_group.ranks() else 0]
-
-
-def _digests(values: Mapping[str, _Kept]) -> dict[str, bytes]:
-    return {path: digest(tuple(value)) for path, value in values.items()}
 
 
 def generators(trainer: L.Trainer) -> dict[str, str]:
