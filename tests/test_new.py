@@ -71,7 +71,6 @@ def test_ruff_accepts_what_it_writes_for_short_and_long_names(name, tmp_path):
         assert result.returncode == 0, result.stdout
 
 
-@pytest.mark.guarantee
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_clone_with_a_model_and_a_name_of_its_own_passes_its_checks(tmp_path):
