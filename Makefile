@@ -120,7 +120,7 @@ docs-check: .venv-docs/.installed $(VENV)/.installed-dev ## Build the site witho
 	.venv-docs/bin/hadolint Dockerfile
 	$(BIN)/python -m pytest tests/test_docs.py tests/test_readme.py tests/test_furniture.py
 
-bench: $(VENV)/.installed-dev ## Compare training speed with a bare PyTorch loop and others (docs/benchmarks.md)
+bench: $(VENV)/.installed-dev ## Compare training speed with a bare PyTorch loop and others (docs/measured.md)
 	$(BIN)/python -m benchmarks $(ARGS)
 
 test-gpu: $(VENV)/.installed-dev ## On a GPU: run its tests, and benchmark gpt2_124m
