@@ -112,8 +112,8 @@ SHORT = {"kind": "single", "context": 2048, "accumulate": 4}
 def test_adapters_of_8b_took_up_to_a_gib_more_on_an_h100(
     adapters: dict[str, Any], measured_gib: float
 ) -> None:
-    """docs/measured.md: all blocks recomputed, in eager mode, 2,048 tokens, four micro-batches of one
-    sample.
+    """docs/measured.md: all blocks recomputed, in eager mode, 2,048 tokens, four micro-batches of
+    one sample.
     """
     setup = Setup(
         cost=cost_of("llama3_8b", context=2048),
