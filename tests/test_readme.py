@@ -112,6 +112,28 @@ def test_the_table_of_features_is_the_one_that_is_enforced():
 
 
 @pytest.mark.slow
+@pytest.mark.guarantee
+def test_the_module_that_is_shown_has_the_same_losses_under_every_strategy(clone):
+    (module,) = (text for language, text in FENCES if language == "python")
+    (clone / "src" / "mine").mkdir()
+    (clone / "src" / "mine" / "module.py").write_text(module)
+    configuration = next(line for line in COMMANDS if "configs/task/mine.yaml" in line)
+    subprocess.run(configuration, shell=True, cwd=clone, check=True)
+    commands = [words[2:] for words in TRAIN if "task=mine" in words]
+    assert [" ".join(words) for words in commands] == [
+        "task=mine data=digits trainer.max_epochs=5",
+        "task=mine data=digits trainer.max_epochs=5 strategy=ddp trainer.devices=2",
+        "task=mine data=digits trainer.max_epochs=5 strategy=fsdp trainer.devices=2",
+    ]
+    for i, words in enumerate(commands):
+        run(clone, *words, f"run.name=mine{i}")
+    first, *others = (running.losses(clone / "outputs" / f"mine{i}") for i in range(3))
+    assert len(first) > 100
+    for other in others:
+        assert other == pytest.approx(first, rel=1e-5)
+
+
+@pytest.mark.slow
 def test_the_example_learns_and_neither_the_strategy_nor_a_copy_changes_it(clone):
     commands = re.findall(
         r"^python train\.py (.*)$", section("Copy the example", OWN_PARTS), re.MULTILINE
@@ -151,6 +173,7 @@ def test_every_command_that_trains_composes(words, clone):
     ]
     if "-m" in words:  # a sweep's first trial
         overrides = [word.split(",")[0] for word in overrides]
+    overrides = ["task=language_modeling" if word == "task=mine" else word for word in overrides]
     config.register()
     with initialize_config_dir(version_base="1.3", config_dir=str(clone / "configs")):
         cfg = compose("train", overrides=[quoting.quoted(override) for override in overrides])
