@@ -48,11 +48,8 @@ def weights_of(
     Args:
         base: weights of these names, which the checkpoint may leave out.
     """
-    try:
-        weights = state.load_full_state_dict(checkpoint)
-        averages = averages_of(checkpoint, weights) if average else weights
-    except FileNotFoundError as error:
-        raise ConfigError(str(error)) from None
+    weights = state.load_full_state_dict(checkpoint)
+    averages = averages_of(checkpoint, weights) if average else weights
     if not averages:
         raise lacks_average(checkpoint)
     return {**(base or {}), **weights, **averages}

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata
 from typing_extensions import override
@@ -162,13 +161,8 @@ def _names_in(model: nn.Module, found: folders.Weights) -> dict[str, str]:
 
 
 def _load(reader: _Reader, tensors: dict[str, Tensor], *, alone: bool) -> None:
-    try:
-        with storage.expect_single_process():
-            dcp.load(
-                dict(tensors), storage_reader=reader, no_dist=alone or not dist.is_initialized()
-            )
-    except CheckpointException as error:
-        raise storage.failure(error) from error
+    with storage.expect_single_process(), storage.one_line_errors():
+        dcp.load(dict(tensors), storage_reader=reader, no_dist=alone or not dist.is_initialized())
 
 
 class _Reader(HuggingFaceStorageReader):
