@@ -287,7 +287,7 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("torch.nn:Module", "_modules", None, "parallel/pipeline.py"),
     ("torch.nn:Module", "_parameters", None, "parallel/split.py"),
     ("torch.nn:Module", "_buffers", None, "strategies/base.py"),
-    ("torch.nn:Module", "_buffers", None, "checkpoint/buffers.py"),
+    ("torch.nn:Module", "_buffers", None, "checkpoint/state.py"),
     ("torch.nn:Module", "_non_persistent_buffers_set", None, "models/huggingface/names.py"),
     ("torch.nn:Module", "_forward_hooks", None, "models/decoder/loss.py"),
     ("torch.nn:Module", "_forward_pre_hooks", None, "models/decoder/loss.py"),

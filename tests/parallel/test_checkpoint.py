@@ -58,7 +58,8 @@ def save(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer, **opti
 
 def load(path: Path, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
     meta = storage.read_meta(path)
-    checkpoint.load_weights(path, module)
+    weights = checkpoint.read_weights(path, module)
+    checkpoint.place_weights(path, module, weights)
     optimizer_states.load_optimizers(path, module, optimizers, groups=meta["param_groups"])
     return meta
 

@@ -26,7 +26,6 @@ from armature.checkpoint import (
     schedules,
     state,
     storage,
-    whole_optimizers,
 )
 from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import ConfigError
@@ -141,9 +140,9 @@ def to_ckpt(
     )
     saved: dict[str, Any] = storage.read_metadata(checkpoint).state_dict_metadata
     groups, others = meta.pop(state.GROUPS, []), meta.pop(state.OTHER, {})
-    whole = [meta.pop(f"{whole_optimizers.WHOLE}.{i}", None) for i in range(len(groups))]
+    whole = [meta.pop(f"{optimizers.WHOLE}.{i}", None) for i in range(len(groups))]
     for own in filter(None, whole):
-        for key in (whole_optimizers.INNER, whole_optimizers.BUILT):
+        for key in (optimizers.INNER, optimizers.BUILT):
             own.pop(key, None)  # Lightning's files hold what `state_dict` returns
     meta = {key: value for key, value in meta.items() if not str(key).startswith(state.RESERVED)}
     result = {
@@ -170,11 +169,12 @@ def _torchs(
     """
     names = [name for group in groups for name in group[optimizers.NAMES]]
     numbers = {name: number for number, name in enumerate(names)}
-    prefix = f"{state.OPTIMIZER_TENSORS}.{index}."
-    loaded = state.load_tensors(checkpoint, [key for key in saved if key.startswith(prefix)], saved)
     found = {
-        numbers[name]: optimizers.joined({key: loaded[f"{prefix}{name}.{key}"] for key in keys})
-        for name, keys in optimizers.entry_names(saved, index).items()
+        numbers[name]: {
+            optimizers.key_of(full.rpartition(".")[2]): optimizers.value_of(value)
+            for full, value in state.load_tensors(checkpoint, entries, saved).items()
+        }
+        for name, entries in optimizers.entry_names(saved, index).items()
         if name in numbers
     }
     numbered = [

@@ -68,11 +68,20 @@ class NotPlain(Exception):
     """
 
     def __init__(self, path: str, value: Any) -> None:
-        self.path, self.type = (
-            path,
-            f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins."),
-        )
+        self.path, self.type = path, type_name(value)
         super().__init__(path)
+
+
+def type_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
+def require_plain(value: Any, place: str) -> Any:
+    """Return a value made plain, or raise a ConfigError that names its place."""
+    try:
+        return plain(value, place)
+    except NotPlain as error:
+        raise ConfigError(problem(error.path, error.type)) from None
 
 
 def plain(value: Any, path: str = "") -> Any:

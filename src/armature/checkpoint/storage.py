@@ -43,7 +43,7 @@ def one_line_errors() -> Iterator[None]:
         yield
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
-        if isinstance(cause, ConfigError):
+        if isinstance(cause, _REFUSED):
             raise cause from error
         raise OSError(f"rank {rank} failed: {type(cause).__name__}: {cause}") from error
 
@@ -126,13 +126,18 @@ def read_tensors(checkpoint: Path, state: dict[str, Any], *, alone: bool = False
 
     Called by all ranks, or by one of them `alone`.
     """
-    with expect_single_process(), one_line_errors():
-        dcp.load(
-            state,
-            storage_reader=_Reader(checkpoint),
-            planner=_PlainValuePlanner(),
-            no_dist=alone or not dist.is_initialized(),
-        )
+    try:
+        with expect_single_process(), one_line_errors():
+            dcp.load(
+                state,
+                storage_reader=_Reader(checkpoint),
+                planner=_PlainValuePlanner(),
+                no_dist=alone or not dist.is_initialized(),
+            )
+    except (pickle.UnpicklingError, EOFError) as error:
+        raise ConfigError(
+            f"{checkpoint}: its tensors cannot be read. Restore it from a copy."
+        ) from error
 
 
 def keep_metadata(checkpoint: Path) -> None:
@@ -216,7 +221,7 @@ def refusing(name: str) -> Iterator[None]:
     """Raise ConfigError for what torch and pickle raise for a damaged file, or for code in it."""
     try:
         yield
-    except _REFUSED as error:
+    except _DAMAGES as error:
         found = re.search(r"GLOBAL ([\w.]*\w)|^([a-z_]\w*\.[\w.]+)$", str(error), re.IGNORECASE)
         if found is None:
             raise ConfigError(
@@ -229,7 +234,8 @@ def refusing(name: str) -> Iterator[None]:
         ) from None
 
 
-_REFUSED = (pickle.UnpicklingError, EOFError, RuntimeError, ValueError, LookupError, TypeError,
+_REFUSED = (ConfigError, pickle.UnpicklingError, EOFError)
+_DAMAGES = (pickle.UnpicklingError, EOFError, RuntimeError, ValueError, LookupError, TypeError,
             AttributeError)  # fmt: skip
 _kept: dict[Path, Metadata] = {}
 _METADATA_CLASSES = {  # by module: what .metadata may name
