@@ -23,16 +23,10 @@ FILES = {
     "nothing": (b"", r"it is damaged, or not what torch.save writes. Restore it"),
     "text": (b"hello", r"it is damaged, or not what torch.save writes"),
     "half": (None, r"it is damaged, or not what torch.save writes"),
-    "a list": ([1, 2], r"it holds a list, but no state_dict with tensors"),
-    "a tensor": (torch.ones(2), r"it holds a Tensor, but no state_dict with tensors"),
-    "the weights alone": (
-        WEIGHTS,
-        r"keys model.weight, but .* They are the weights themselves: .*torch.save\(",
-    ),
-    "no weights": (
-        {"state_dict": {}},
-        r"it has the keys state_dict, but no state_dict with tensors",
-    ),
+    "a list": ([1, 2], r"it has no state_dict with tensors"),
+    "a tensor": (torch.ones(2), r"it has no state_dict with tensors"),
+    "the weights alone": (WEIGHTS, r"it has no state_dict .*torch.save\("),
+    "no weights": ({"state_dict": {}}, r"it has no state_dict with tensors"),
 }
 
 
