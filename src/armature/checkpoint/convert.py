@@ -28,7 +28,7 @@ from armature.checkpoint import (
     storage,
 )
 from armature.checkpoint.writer import CheckpointWriter
-from armature.errors import ConfigError, error_line
+from armature.errors import ConfigError
 
 AVERAGES = f"{state.EXTRA}.ema."
 # the attribute of the LightningModule, which safetensors files for others do not name
@@ -245,7 +245,7 @@ def to_program(module: L.LightningModule, file: Path, inputs: Any) -> None:
     except (ConfigError, OSError):  # OSError: the file cannot be written
         raise
     except Exception as error:  # export has many kinds of its own
-        first = error_line(error).partition("\n")[0]
+        first = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ConfigError(
             f"{file}: this model cannot be exported to {file.suffix[1:]}: {first} Remedy: export a "
             "part of it from Python (armature.load gives you the module), or convert the weights "

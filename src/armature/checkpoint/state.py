@@ -75,22 +75,20 @@ def full_state_dict(module: L.LightningModule, *, prefix: str = "") -> dict[str,
     # the first rank of each
     holders = {name: rank for rank, held in reversed([*enumerate(names)]) for name in held}
     found: dict[str, Any] = {}
-    for (
-        name,
-        holder,
-    ) in holders.items():  # one after another: rank 0 gets as many as there are ranks
+    # one after another: rank 0 gets room for as many as there are ranks
+    for name, holder in holders.items():
         value = own.get(name)
         value = value.full_tensor() if isinstance(value, DTensor) else value
-        value = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+        if holder == process_group.rank() and isinstance(value, Tensor):
+            value = value.detach().to("cpu", copy=True)
         if holder:
-            everyones = process_group.gather_object(value if holder == _rank() else None)
+            everyones = process_group.gather_object(
+                value if holder == process_group.rank() else None
+            )
             value = everyones[holder] if everyones else None
-        if _rank() == 0:
+        if process_group.rank() == 0:
             found[name.removeprefix(prefix)] = value
     return found
-
-
-_rank = process_group.rank
 
 
 def parameter_names(module: nn.Module) -> dict[Tensor, str]:
