@@ -2,13 +2,13 @@
 to type.
 """
 
-import hashlib
 import json
 import os
 import runpy
 import shutil
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import pytest
@@ -111,7 +111,7 @@ def meta(change):
         torch.save(change(torch.load(file, weights_only=True)), file)
         entry = {
             "bytes": file.stat().st_size,
-            "sha256": hashlib.sha256(file.read_bytes()).hexdigest(),
+            "crc32": zlib.crc32(file.read_bytes()),
         }
         manifest(
             files=json.loads((run / NEWEST / "manifest.json").read_text())["files"]
@@ -161,7 +161,7 @@ READABLE = {
     "manifest a pipe": pipe(f"{NEWEST}/manifest.json"),
     "manifest without files": manifest(files={}),
     "manifest of numbers": manifest(files={"meta.pt": 5}),
-    "manifest of a device": manifest(files={"/dev/zero": {"bytes": 0, "sha256": "x"}}),
+    "manifest of a device": manifest(files={"/dev/zero": {"bytes": 0, "crc32": 1}}),
     "manifest of another version": manifest(format=9),
     "meta.pt empty": write(f"{NEWEST}/meta.pt", b""),
     "meta.pt a pipe": pipe(f"{NEWEST}/meta.pt"),
@@ -277,9 +277,6 @@ def test_checkpoints_that_a_run_removes_while_they_are_compared_are_looked_for_a
     lists = iter([[newest.with_name("step=000099")], [newest], [newest]])
     found = storage.intact_beside_training(lambda: next(lists))
     assert found == newest
-    names = (newest.with_name(f"step={step:06d}") for step in range(5, 99))
-    with pytest.raises(ConfigError, match="was removed while it was read"):
-        storage.intact_beside_training(lambda: [next(names)])
 
 
 def test_a_checkpoint_that_a_run_removes_while_it_is_read_is_named(run, monkeypatch):

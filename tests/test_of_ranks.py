@@ -1,7 +1,6 @@
 """What users' hooks save differently on each rank."""
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
@@ -10,7 +9,6 @@ import torch
 from lightning.pytorch.callbacks import Timer
 
 from armature.checkpoint import of_ranks
-from armature.checkpoint.writer import CheckpointWriter
 from armature.parallel import process_group
 
 
@@ -33,24 +31,21 @@ def meta_of(rank: int, **own: Any) -> dict[str, Any]:
     }
 
 
-def saved(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, metas: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """Save what these ranks have, and return rank 0's, which is in meta.pt."""
-    everyones = [of_ranks.digests(meta, CALLBACKS) for meta in metas]
-    entries: dict[str, Any] = {"weight": torch.ones(1)}
-    for rank, (meta, own) in enumerate(zip(metas, everyones, strict=True)):
-        with monkeypatch.context() as patch:
-            patch.setattr(process_group, "rank", lambda rank=rank: rank)
-            patch.setattr(process_group, "ranks", lambda: len(metas))
-            entries |= of_ranks.entry(meta, own, everyones[0], layout="DDP")
-    CheckpointWriter().save(folder, entries, {})
-    return metas[0]
+def saved(monkeypatch: pytest.MonkeyPatch, metas: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what rank 0 saves for all: its own, and what the others have saved otherwise."""
+    owns = [of_ranks.entries(meta, CALLBACKS) for meta in metas]
+    digests = [{place: of_ranks.digest(v) for place, v in own.items()} for own in owns]
+    others = []
+    monkeypatch.setattr(
+        process_group, "gather_object", lambda other: others.append(other) or others
+    )
+    for own in owns:
+        entries = of_ranks.gather(own, digests, layout="DDP")
+    return metas[0] | entries
 
 
 def restored(
     monkeypatch: pytest.MonkeyPatch,
-    folder: Path,
     meta: dict[str, Any],
     *,
     rank: int,
@@ -60,16 +55,16 @@ def restored(
     monkeypatch.setattr(process_group, "rank", lambda: rank)
     monkeypatch.setattr(process_group, "ranks", lambda: ranks)
     meta = meta | {"callbacks": dict(meta["callbacks"])}
-    of_ranks.restore(meta, folder, layout=layout, fits=True)
+    of_ranks.restore(meta, layout=layout, fits=True)
     return meta
 
 
-def test_each_rank_continues_with_what_it_saved(monkeypatch, tmp_path):
+def test_each_rank_continues_with_what_it_saved(monkeypatch):
     metas = [
         meta_of(0, losses=[torch.ones(2)], first=1),
         meta_of(1, losses=[torch.zeros(2)], second=2),
     ]
-    here = partial(restored, monkeypatch, tmp_path, saved(monkeypatch, tmp_path, metas))
+    here = partial(restored, monkeypatch, saved(monkeypatch, metas))
     assert (here(rank=0)["losses"][0].tolist(), here(rank=1)["losses"][0].tolist()) == (
         [1, 1],
         [0, 0],
@@ -87,10 +82,10 @@ def test_each_rank_continues_with_what_it_saved(monkeypatch, tmp_path):
     )  # as in Lightning: saved on rank 0 alone
 
 
-def test_another_layout_continues_with_rank_0s_and_says_so(monkeypatch, tmp_path, caplog):
-    file = saved(monkeypatch, tmp_path, [meta_of(0), meta_of(1)])
+def test_another_layout_continues_with_rank_0s_and_says_so(monkeypatch, caplog):
+    file = saved(monkeypatch, [meta_of(0), meta_of(1)])
     for layout, ranks in (("MeshStrategy shard=2", 2), ("DDP", 4)):
         caplog.clear()
-        meta = restored(monkeypatch, tmp_path, file, rank=0, ranks=ranks, layout=layout)
+        meta = restored(monkeypatch, file, rank=0, ranks=ranks, layout=layout)
         assert meta["callbacks"]["Counter"] == {"seen": 0}
         assert "Each rank had saved its own Counter" in caplog.text

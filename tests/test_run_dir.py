@@ -230,7 +230,6 @@ def test_a_path_that_a_run_with_checkpoints_would_not_begin_with_is_refused(tmp_
     start("other/checkpoints/step=000050")  # as a requeue, and in another spelling
     for own in (mine, last, "auto"):
         start(own)
-    start(other)
     for unused in (first, tmp_path / "other"):
         with pytest.raises(
             ConfigError,

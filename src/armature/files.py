@@ -4,6 +4,7 @@ import hashlib
 import os
 import shutil
 import socket
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -132,3 +133,11 @@ def sync(path: Path) -> None:
 def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()  # pyright: ignore[reportArgumentType]
+
+
+def crc32(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            value = zlib.crc32(chunk, value)
+    return value

@@ -21,7 +21,6 @@ from typing_extensions import override
 
 from armature import config, run_dir
 from armature.checkpoint import (
-    buffers,
     convert,
     directory,
     huggingface,
@@ -289,7 +288,7 @@ def _read(
             found = convert.averages_of(checkpoint, weights)
             weights |= {k: v.to(weights[k].dtype) if k in weights else v for k, v in found.items()}
             vars(task)["_armature_averaged"] = bool(found)
-    buffers.resize(checkpoint, task, saved.pop(buffers.RESIZED, ()))
+    state.resize_buffers(checkpoint, task, saved.pop(state.RESIZED, ()))
     task.on_load_checkpoint(saved)
     weights = saved["state_dict"]
     lacking = set()

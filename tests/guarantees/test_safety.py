@@ -1,10 +1,10 @@
 """What a stranger's file or configuration cannot do, and where a secret is never written."""
 
-import hashlib
 import io
 import json
 import pickle
 import shutil
+import zlib
 from pathlib import Path
 
 import pytest
@@ -50,7 +50,7 @@ def vouch(checkpoint: Path) -> None:
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     for name, entry in manifest["files"].items():
         content = (checkpoint / name).read_bytes()
-        entry.update(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+        entry.update(bytes=len(content), crc32=zlib.crc32(content))
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 

@@ -250,7 +250,7 @@ def test_experts_matrices_are_hidden_and_in_a_group_of_their_own() -> None:
     assert len(groups) == 2
     every = [{**group, "params": None} for group in parameter_groups(model)]
     merged = optimizers.merge_groups(
-        [[{**group, "names": [str(i)]} for i, group in enumerate(every)]]
+        [[{**group, optimizers.NAMES: [str(i)]} for i, group in enumerate(every)]]
     )
     assert len(merged) == 4  # a file for Lightning has as many as the optimizer
 

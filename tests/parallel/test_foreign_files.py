@@ -23,16 +23,10 @@ FILES = {
     "nothing": (b"", r"it is damaged, or not what torch.save writes. Restore it"),
     "text": (b"hello", r"it is damaged, or not what torch.save writes"),
     "half": (None, r"it is damaged, or not what torch.save writes"),
-    "a list": ([1, 2], r"it holds a list, but no state_dict with tensors"),
-    "a tensor": (torch.ones(2), r"it holds a Tensor, but no state_dict with tensors"),
-    "the weights alone": (
-        WEIGHTS,
-        r"keys model.weight, but .* They are the weights themselves: .*torch.save\(",
-    ),
-    "no weights": (
-        {"state_dict": {}},
-        r"it has the keys state_dict, but no state_dict with tensors",
-    ),
+    "a list": ([1, 2], r"it has no state_dict with tensors"),
+    "a tensor": (torch.ones(2), r"it has no state_dict with tensors"),
+    "the weights alone": (WEIGHTS, r"it has no state_dict .*torch.save\("),
+    "no weights": ({"state_dict": {}}, r"it has no state_dict with tensors"),
 }
 
 
@@ -97,7 +91,7 @@ def exchange(file: Path, content: bytes) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (pickle.dumps({"a": 1}), r"\.metadata: it holds a dict, not an index of tensors"),
+        (pickle.dumps({"a": 1}), r"\.metadata: it cannot be read: it is damaged"),
         (b"", r"\.metadata: it cannot be read: it is damaged"),
         (b"junk", r"\.metadata: it cannot be read: it is damaged"),
     ],
@@ -108,15 +102,6 @@ def test_an_index_of_tensors_that_is_none_is_named(saved, content, message):
         storage.read_metadata(saved)
 
 
-def test_tensors_that_are_none_are_named(saved):
-    for file in saved.glob("*.distcp"):
-        exchange(file, b"5" * file.stat().st_size)
-    with pytest.raises(
-        ConfigError, match=r"step=000001: its tensors cannot be read. Restore it from a copy"
-    ):
-        storage.read_tensors(saved, {"model.weight": torch.zeros(2)}, alone=True)
-
-
 def test_a_resume_says_what_the_run_lacks(saved):
     (saved / directory.META).unlink()
     cfg = SimpleNamespace(
@@ -125,7 +110,7 @@ def test_a_resume_says_what_the_run_lacks(saved):
     [problem] = resume.problems(cfg)
     assert "no complete checkpoint" in problem
     assert f"{saved}: meta.pt is missing." in problem
-    with pytest.raises(ConfigError, match=r"(?s)meta.pt is missing.*Restore it from a copy"):
+    with pytest.raises(ConfigError, match=r"(?s)meta.pt is missing.*Restore one from a copy"):
         storage.first_intact([saved])
 
 

@@ -1,9 +1,6 @@
 """Files are described while they are written."""
 
-import hashlib
 import io
-import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +11,8 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.serialization import get_crc32_options
 
-from armature.checkpoint import state, storage
+from armature.checkpoint import directory, state
 from armature.checkpoint import writer as checkpoint_writer
-from armature.checkpoint.hashing import HashingFileSystem
 from armature.checkpoint.writer import CheckpointWriter
 
 
@@ -31,20 +27,13 @@ def saved(path: Path, **options: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("sizes", [[], [1], [5, 4 << 20, 7]], ids=str)
-def test_a_file_is_what_was_written_and_so_is_its_checksum(
-    tmp_path: Path, sizes: list[int]
-) -> None:
-    system, pieces = HashingFileSystem(FileSystem()), [os.urandom(size) for size in sizes]
-    with system.create_stream(tmp_path / "a.tmp", "wb") as stream:
-        assert [stream.write(memoryview(piece)) for piece in pieces] == sizes
-        assert stream.tell() == sum(sizes)
-    system.rename(tmp_path / "a.tmp", tmp_path / "a")
-    whole = b"".join(pieces)
-    assert (tmp_path / "a").read_bytes() == whole
-    assert system.written == {
-        "a": {"bytes": len(whole), "sha256": hashlib.sha256(whole).hexdigest()}
-    }
+@pytest.mark.parametrize("background", [False, True])
+def test_checksums_are_those_of_the_files(tmp_path: Path, background: bool) -> None:
+    path = saved(tmp_path / "step=1", background=background)
+    files = (directory.read_manifest(path) or {})["files"]
+    assert files.keys() == {"meta.pt", ".metadata", "__0_0.distcp"}
+    assert directory.checksum_problem(path) is None
+    assert get_crc32_options()  # only left out while files are written
 
 
 @pytest.mark.parametrize("options", [{}, {"background": True}], ids=str)
@@ -63,24 +52,20 @@ def test_an_error_of_writing_is_that_of_the_save(tmp_path: Path, monkeypatch, op
     assert not (tmp_path / "step=1").exists()
 
 
-def test_a_file_shorter_than_what_was_written_is_no_part_of_a_checkpoint(tmp_path: Path) -> None:
-    part = storage.prepare(tmp_path / "step=1", {})
-    (part / "__0_0.distcp").write_bytes(b"cut")
-    written = {"__0_0.distcp": {"bytes": 5, "sha256": "…"}}
-    with pytest.raises(OSError, match=r"__0_0\.distcp has 3 bytes, but 5 were written to it"):
-        storage.complete(part, tmp_path / "step=1", {}, written=written)
+def test_a_file_shorter_than_what_was_written_is_no_part_of_a_checkpoint(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """As if another machine had written it to a disk of its own."""
+    describe = directory.describe
+
+    def cut(part: Path, names: list[str]) -> Any:
+        (part / "__0_0.distcp").write_bytes(b"cut")
+        return describe(part, names)
+
+    monkeypatch.setattr(directory, "describe", cut)
+    with pytest.raises(OSError, match=r"__0_0\.distcp has 3 bytes.* All machines must share this"):
+        saved(tmp_path / "step=1")
     assert not (tmp_path / "step=1").exists()
-
-
-def test_only_the_files_with_a_checksum_go_without_crc32(tmp_path: Path) -> None:
-    system, others = HashingFileSystem(FileSystem()), []
-    with system.create_stream(tmp_path / "a", "wb"):
-        assert not get_crc32_options()
-        thread = threading.Thread(target=lambda: others.append(get_crc32_options()))
-        thread.start()
-        thread.join()
-    assert get_crc32_options()
-    assert others == [True]
 
 
 def test_a_gpus_tensors_are_copied_into_the_same_pinned_memory_at_each_save(

@@ -18,7 +18,6 @@ from armature.checkpoint import convert, directory, resume, storage
 from armature.checkpoint import state as checkpoint
 from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import ConfigError
-from armature.parallel import process_group
 
 RAN: list[str] = []
 
@@ -94,9 +93,7 @@ def empty_manifest(path: Path) -> str:
 
 
 def name_a_file_elsewhere(path: Path) -> str:
-    rewrite_manifest(
-        path, {"meta.pt": {}, ".metadata": {}, "/dev/zero": {"bytes": 0, "sha256": "a"}}
-    )
+    rewrite_manifest(path, {"meta.pt": {}, ".metadata": {}, "/dev/zero": {"bytes": 0, "crc32": 1}})
     manifest = directory.read_manifest(path) or {}
     sound = directory.describe(path, ["meta.pt", ".metadata"])
     rewrite_manifest(path, manifest["files"] | sound)
@@ -107,7 +104,7 @@ def name_a_pipe(path: Path) -> str:
     os.mkfifo(path / "pipe")
     rewrite_manifest(
         path,
-        directory.describe(path, ["meta.pt", ".metadata"]) | {"pipe": {"bytes": 0, "sha256": "a"}},
+        directory.describe(path, ["meta.pt", ".metadata"]) | {"pipe": {"bytes": 0, "crc32": 1}},
     )
     return "pipe is not a regular file"
 
@@ -253,21 +250,6 @@ def test_code_in_a_ckpt_does_not_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"a.ckpt: refused"):
         convert.from_file(tmp_path / "a.ckpt", tmp_path / "step=000000")
     assert RAN == []
-
-
-def test_a_checkpoint_without_another_machines_file_is_not_published(tmp_path):
-    CheckpointWriter().save(tmp_path / "step=000001", {"weight": torch.ones(2)}, {})
-    part = storage.prepare(tmp_path / "step=000002", {})
-    elsewhere = {"__1_0.distcp": {"bytes": 10, "sha256": "…"}}
-    everyones = [elsewhere, directory.describe(part, ["meta.pt"])]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process_group, "on_all_ranks", lambda work, group=None: everyones)
-        patch.setattr(process_group, "on_rank_0", lambda work, group=None: work())
-        with pytest.raises(
-            OSError, match=r"__1_0\.distcp is missing, as rank 0 sees it. All machines must share"
-        ):
-            storage.complete(part, tmp_path / "step=000002", {}, written={})
-    assert list(directory.checkpoints_in(tmp_path)) == [1]
 
 
 def test_a_machine_that_sees_no_manifest_does_not_call_the_files_intact(tmp_path):

@@ -1,6 +1,6 @@
 """Checkpoints that any layout writes and any other layout reads.
 
-`directory` owns the names on disk, `storage` reads and writes files safely, `state` names tensors
+`directory` owns the names on disk, `storage` reads files safely, `state` names tensors
 as in the unsharded model, `writer` writes in the foreground or in a thread, `resume` chooses the
 checkpoint before processes start, and `convert` exchanges weights with safetensors.
 
@@ -13,11 +13,11 @@ A save, on all ranks:
    of weights and optimizer state comes from the strategy (`strategies.checkpoints`), which adds the
    tensors of callbacks, every rank's random state and what a rank's hooks save otherwise than rank
    0's (`of_ranks`), and calls `writer.save`.
-3. `writer.CheckpointWriter` creates `step=NNNNNN.part` with meta.pt (`storage.prepare`), and each
-   rank writes its tensors, which `hashing` sums up as they are written. With `background` only the
-   copy into the CPU's memory happens here; a thread does the rest.
-4. `storage.complete` writes manifest.json, which describes all files, and renames the directory,
-   which is no checkpoint before.
+3. `writer.CheckpointWriter` creates `step=NNNNNN.part` with meta.pt, and each rank writes its
+   tensors and computes their checksums. With `background` only the copy into the CPU's memory
+   happens here; a thread does the rest.
+4. Rank 0 writes manifest.json, which describes all files, and renames the directory, which is no
+   checkpoint before.
 5. Rank 0 calls `Checkpointing._saved`: `last` names the checkpoint, and older ones are pruned.
 
 A crash between any two of these leaves the earlier checkpoints and `last` as they were, or a

@@ -26,7 +26,6 @@ from armature.checkpoint import (
     schedules,
     state,
     storage,
-    whole_optimizers,
 )
 from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import ConfigError
@@ -48,11 +47,8 @@ def weights_of(
     Args:
         base: weights of these names, which the checkpoint may leave out.
     """
-    try:
-        weights = state.load_full_state_dict(checkpoint)
-        averages = averages_of(checkpoint, weights) if average else weights
-    except FileNotFoundError as error:
-        raise ConfigError(str(error)) from None
+    weights = state.load_full_state_dict(checkpoint)
+    averages = averages_of(checkpoint, weights) if average else weights
     if not averages:
         raise lacks_average(checkpoint)
     return {**(base or {}), **weights, **averages}
@@ -83,20 +79,17 @@ def averages_of(checkpoint: Path, weights: Mapping[str, Any]) -> dict[str, Tenso
         weights: those of the checkpoint.
     """
     averages = state.load_full_state_dict(checkpoint, prefix=AVERAGES)
-    for name in weights.keys() - averages.keys() if averages else ():
-        value = weights[name]
-        tied = (
-            first
-            for first in averages
-            if isinstance(value, Tensor)
-            and first in weights
-            and value.shape == weights[first].shape
-            and value.dtype == weights[first].dtype
-            and value.equal(weights[first])
-        )
+    known = [name for name in averages if name in weights]
+    for name in weights.keys() - averages.keys():
+        tied = (first for first in known if _is_same(weights[name], weights[first]))
         if (first := next(tied, None)) is not None:
             averages[name] = averages[first].clone()
     return averages
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    both = isinstance(one, Tensor) and isinstance(other, Tensor)
+    return both and one.dtype == other.dtype and one.shape == other.shape and one.equal(other)
 
 
 def to_safetensors(
@@ -144,9 +137,9 @@ def to_ckpt(
     )
     saved: dict[str, Any] = storage.read_metadata(checkpoint).state_dict_metadata
     groups, others = meta.pop(state.GROUPS, []), meta.pop(state.OTHER, {})
-    whole = [meta.pop(f"{whole_optimizers.WHOLE}.{i}", None) for i in range(len(groups))]
+    whole = [meta.pop(f"{optimizers.WHOLE}.{i}", None) for i in range(len(groups))]
     for own in filter(None, whole):
-        for key in (whole_optimizers.INNER, whole_optimizers.BUILT):
+        for key in (optimizers.INNER, optimizers.BUILT):
             own.pop(key, None)  # Lightning's files hold what `state_dict` returns
     meta = {key: value for key, value in meta.items() if not str(key).startswith(state.RESERVED)}
     result = {
@@ -154,8 +147,7 @@ def to_ckpt(
         "epoch": 0,
         "global_step": 0,
     } | meta
-    if "lr_schedulers" in result:
-        result["lr_schedulers"] = [*map(schedules.without_held, result["lr_schedulers"])]
+    result["lr_schedulers"] = [*map(schedules.without_held, result.get("lr_schedulers", ()))]
     result["state_dict"] = weights | others
     if not average:
         result[state.OPTIMIZER] = [
@@ -173,11 +165,12 @@ def _torchs(
     """
     names = [name for group in groups for name in group[optimizers.NAMES]]
     numbers = {name: number for number, name in enumerate(names)}
-    prefix = f"{state.OPTIMIZER_TENSORS}.{index}."
-    loaded = state.load_tensors(checkpoint, [key for key in saved if key.startswith(prefix)], saved)
     found = {
-        numbers[name]: optimizers.joined({key: loaded[f"{prefix}{name}.{key}"] for key in keys})
-        for name, keys in optimizers.entry_names(saved, index).items()
+        numbers[name]: {
+            optimizers.key_of(full.rpartition(".")[2]): optimizers.value_of(value)
+            for full, value in state.load_tensors(checkpoint, entries, saved).items()
+        }
+        for name, entries in optimizers.entry_names(saved, index).items()
         if name in numbers
     }
     numbered = [
@@ -199,14 +192,9 @@ def from_file(file: Path, checkpoint: Path) -> list[str]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    if not file.is_file():
-        raise ConfigError(f"{file}: no such file.")
     if directory.is_named_as_file(file):
-        weights = {
-            k: v
-            for k, v in lightning_file.read(file)["state_dict"].items()
-            if isinstance(v, Tensor)
-        }
+        weights = lightning_file.read(file)["state_dict"]
+        weights = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
     else:
         try:
             weights = {f"{MODEL}{name}": value for name, value in load_file(file).items()}
@@ -214,15 +202,14 @@ def from_file(file: Path, checkpoint: Path) -> list[str]:
             raise ConfigError(
                 f"{file}: it cannot be read as safetensors: {error}. Write or download it again."
             ) from None
-        if not weights:
-            raise ConfigError(f"{file}: it holds no tensors. Name a file with weights.")
-    if sparse := next(
-        (name for name, value in weights.items() if value.layout != torch.strided), None
-    ):
-        raise ConfigError(
-            f"{file}: {sparse} is a sparse tensor, which checkpoints do not hold. Save it with "
-            "to_dense()."
-        )
+    if not weights:
+        raise ConfigError(f"{file}: it holds no tensors. Name a file with weights.")
+    for name, value in weights.items():
+        if value.layout != torch.strided:
+            raise ConfigError(
+                f"{file}: {name} is a sparse tensor, which checkpoints do not hold. Save it with "
+                "to_dense()."
+            )
     meta = {"global_step": 0, "torch": str(torch.__version__)}
     CheckpointWriter().save(
         checkpoint, weights, meta, entries={"step": 0, "strategy": f"converted from {file.name}"}
@@ -243,16 +230,10 @@ def to_program(module: L.LightningModule, file: Path, inputs: Any) -> None:
     Raises:
         ConfigError: a package is missing, or the model cannot be exported.
     """
-    model, example = (
-        (module, inputs)
-        if is_overridden("forward", module)
-        else (module.get_submodule("model"), inputs)
-    )
-    arguments = example if isinstance(example, tuple) else (example,)
-    weights = itertools.chain(model.parameters(), model.buffers())
-    if shutil.disk_usage(files.nearest_existing(file)).free < sum(
-        value.nbytes for value in weights
-    ):
+    model = module if is_overridden("forward", module) else module.get_submodule("model")
+    arguments = inputs if isinstance(inputs, tuple) else (inputs,)
+    size = sum(value.nbytes for value in itertools.chain(model.parameters(), model.buffers()))
+    if shutil.disk_usage(files.nearest_existing(file)).free < size:
         # torch's writer would abort the process
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
     write = _export_onnx if file.suffix == ".onnx" else _export_pt2
@@ -264,14 +245,11 @@ def to_program(module: L.LightningModule, file: Path, inputs: Any) -> None:
     except (ConfigError, OSError):  # OSError: the file cannot be written
         raise
     except Exception as error:  # export has many kinds of its own
-        first = next(
-            (line for line in str(error).splitlines() if line.strip()), type(error).__name__
-        )
-        kind = file.suffix.removeprefix(".")
+        first = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ConfigError(
-            f"{file}: this model cannot be exported to {kind}: {first} Remedy: export a part of it "
-            "from Python "
-            "(armature.load gives you the module), or convert the weights to .safetensors."
+            f"{file}: this model cannot be exported to {file.suffix[1:]}: {first} Remedy: export a "
+            "part of it from Python (armature.load gives you the module), or convert the weights "
+            "to .safetensors."
         ) from None
 
 

@@ -13,15 +13,15 @@ checkpoints. Torch-free.
 manifest.json:
 
     {"format": 1, "step": 120, "world_size": 4, "strategy": "…", "config_hash": "…", "saved_at": …,
-     "files": {"meta.pt": {"bytes": 10240, "sha256": "…"}, …}}
+     "files": {"meta.pt": {"bytes": 10240, "crc32": 1234567890}, …}}
 
 A directory without a manifest is half-written, or another program wrote it. The checksums detect
-damage. They are no
-signature: whoever can change the files can change the manifest too.
+damage. They are no signature: whoever can change the files can change the manifest too.
 """
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -55,9 +55,8 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def step_of(path: Path) -> int | None:
-    digits = path.name.removeprefix(_STEP)
-    is_number = path.name.startswith(_STEP) and digits.isascii() and digits.isdigit()
-    return int(digits) if is_number else None
+    found = re.fullmatch(f"{_STEP}([0-9]+)", path.name)
+    return None if found is None else int(found[1])
 
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
@@ -65,13 +64,8 @@ def checkpoints_in(folder: Path) -> dict[int, Path]:
     oldest to the newest.
     """
     forget_listing(folder)
-    if not folder.is_dir():
-        return {}
-    found = {
-        step: path
-        for path in folder.glob(f"{_STEP}*")
-        if (step := step_of(path)) is not None and path.is_dir()
-    }
+    named = folder.glob(f"{_STEP}*") if folder.is_dir() else ()
+    found = {step: path for path in named if (step := step_of(path)) is not None and path.is_dir()}
     return dict(sorted(found.items()))
 
 
@@ -121,10 +115,8 @@ def errors_of_store(path: Path) -> Iterator[None]:
 
 def read_last(folder: Path) -> str | None:
     """Return the name of the newest complete checkpoint, or None if `last` does not exist."""
-    pointer = folder / LAST
-    return (
-        pointer.read_text(encoding="utf-8", errors="replace").strip() if pointer.is_file() else None
-    )
+    file = folder / LAST
+    return file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else None
 
 
 def write_last(folder: Path, name: str) -> None:
@@ -182,7 +174,7 @@ def prune(folder: Path, *, keep: set[int]) -> list[int]:
     surplus = {step: path for step, path in checkpoints_in(folder).items() if step not in keep}
     for path in surplus.values():
         remove(path)
-    return list(surplus)
+    return [*surplus]
 
 
 def clear_leftovers(folder: Path) -> None:
@@ -202,10 +194,10 @@ def clear_leftovers(folder: Path) -> None:
 
 # ---------------------------------------------------------------- the manifest
 def describe(directory: Path, names: Iterable[str]) -> FileEntries:
-    """Return size and SHA-256 of files in a directory, read back from where they were written."""
+    """Return size and CRC-32 of files in a directory, read back from where they were written."""
     paths = {name: directory / name for name in names}
     return {
-        name: {"bytes": path.stat().st_size, "sha256": files.sha256(path)}
+        name: {"bytes": path.stat().st_size, "crc32": files.crc32(path)}
         for name, path in paths.items()
     }
 
@@ -215,9 +207,7 @@ def write_manifest(directory: Path, described: FileEntries, entries: dict[str, A
 
     `entries` are those besides the files.
     """
-    text = json.dumps(
-        {"format": FORMAT, **entries, "files": dict(sorted(described.items()))}, indent=1
-    )
+    text = json.dumps({"format": FORMAT, **entries, "files": described}, indent=1)
     with (directory / MANIFEST).open("w", encoding="utf-8") as file:
         file.write(text + "\n")
         file.flush()
@@ -236,8 +226,7 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
 
 def saved_step(checkpoint: Path) -> int | None:
     """Return the step that a checkpoint's manifest states, or None if there is no manifest."""
-    step = (read_manifest(checkpoint) or {}).get("step")
-    return step if isinstance(step, int) else None
+    return (read_manifest(checkpoint) or {}).get("step")
 
 
 def problem(directory: Path) -> str | None:
@@ -253,39 +242,24 @@ def problem(directory: Path) -> str | None:
             f"its {MANIFEST} has format {manifest.get('format')}, but this version reads "
             f"format {FORMAT} only"
         )
-    for name in (META, TENSOR_INDEX):
-        if name not in manifest["files"]:
-            return f"its {MANIFEST} does not list {name}, which every checkpoint has"
+    if lacking := [name for name in (META, TENSOR_INDEX) if name not in manifest["files"]]:
+        return f"its {MANIFEST} does not list {lacking[0]}, which every checkpoint has"
     return files_problem(directory, manifest["files"])
 
 
 def files_problem(directory: Path, described: FileEntries) -> str | None:
     """Return which file is not there in the size that it is described with, or None."""
-    problems = (_entry_problem(directory, name, entry) for name, entry in described.items())
-    return next((found for found in problems if found is not None), None)
-
-
-def _entry_problem(directory: Path, name: str, entry: Any) -> str | None:
-    if "/" in name or "\\" in name or name in ("", ".", ".."):
-        return f"its {MANIFEST} lists {name!r}, which is not the name of a file in it"
-    if (
-        not isinstance(entry, dict)
-        or not isinstance(entry.get("bytes"), int)
-        or not entry.get("sha256")
-    ):
-        return f"its {MANIFEST} does not state the size and checksum of {name}"
-    path = directory / name
-    try:
-        size = path.stat().st_size
-    except OSError:
-        return f"{name} is missing"
-    if not path.is_file():  # reading a device or a pipe might never end
-        return f"{name} is not a regular file"
-    return (
-        None
-        if size == entry["bytes"]
-        else f"{name} has {size} bytes, not the {entry['bytes']} that were saved"
-    )
+    for name, entry in described.items():
+        path = directory / name
+        if path.name != name:
+            return f"its {MANIFEST} lists {name!r}, which is not the name of a file in it"
+        if not isinstance(entry, dict) or not {"bytes", "crc32"} <= entry.keys():
+            return f"its {MANIFEST} does not state the size and checksum of {name}"
+        if not path.is_file():  # reading a device or a pipe might never end
+            return f"{name} is {'not a regular file' if path.exists() else 'missing'}"
+        if (size := path.stat().st_size) != entry["bytes"]:
+            return f"{name} has {size} bytes, not the {entry['bytes']} that were saved"
+    return None
 
 
 def checksum_problem(directory: Path, *, share: tuple[int, int] = (0, 1)) -> str | None:
@@ -301,6 +275,6 @@ def checksum_problem(directory: Path, *, share: tuple[int, int] = (0, 1)) -> str
             found = describe(directory, [name])[name]
         except OSError as error:
             return f"{name} cannot be read ({error.strerror or error})"
-        if found["sha256"] != saved[name]["sha256"]:
+        if found["crc32"] != saved[name]["crc32"]:
             return f"{name} was changed since it was saved (its checksum differs)"
     return None

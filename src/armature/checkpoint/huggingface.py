@@ -10,14 +10,14 @@ is given the names of the folder's tensors, and returns those that it takes, by 
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata
 from typing_extensions import override
@@ -75,52 +75,38 @@ def read(model: nn.Module, names: Iterable[str], *, alone: bool = False) -> None
     is not tied takes the embedding's values if the folder's is. Raises ConfigError, or OSError if a
     file cannot be read.
     """
-    folder, held, wanted = (
-        folders.find(str(model.pretrained)),
-        dict(model.named_parameters()),
-        set(names),
-    )
+    folder, wanted = folders.find(str(model.pretrained)), {*names}
     found = _weights(folder)
-    reader = _Reader(folder, found.files)
+    load = partial(_load, _Reader(folder, found.files), alone=alone)
+    held: dict[str, Tensor] = {name: param.detach() for name, param in model.named_parameters()}
     if hasattr(model, "names_in"):
         theirs, held = _names_in(model, found), held | dict(model.named_buffers())
-        _load(
-            reader,
-            {theirs[name]: held[name].detach() for name in held if name in wanted},
-            alone=alone,
-        )
+        load({theirs[name]: value for name, value in held.items() if name in wanted})
         return
-    quantized = {f"{name}.codes": linear for name, linear in nf4.in_4_bits(model).items()}
-    targets = {model.pretrained_name(name): held[name].detach() for name in held if name in wanted}  # pyright: ignore[reportCallIssue]
-    targets.pop(None, None)  # the parts of quantized matrices
+    whole: dict[str, Tensor] = {}
+    stacked = getattr(model, "pretrained_parts", lambda name, count: None)
     for name in [name for name in held if name in wanted]:
-        if (parts := _parts(model, name, held[name])) is not None:
-            del targets[model.pretrained_name(name)]  # pyright: ignore[reportCallIssue]
-            _read_stack(reader, parts, held[name])
+        if (parts := stacked(name, held[name].shape[0])) is not None:
+            _read_stack(load, parts, held[name])
+        elif (theirs := model.pretrained_name(name)) is not None:  # None: of a quantized matrix  # pyright: ignore[reportCallIssue]
+            whole[theirs] = held[name]
     tied = {"lm_head.weight": "model.embed_tokens.weight"}
-    own = {
-        name: value for name, value in targets.items() if name in found.tensors or name not in tied
-    }
-    _load(reader, own, alone=alone)
-    _load(
-        reader,
-        {tied[name]: value for name, value in targets.items() if name not in own},
-        alone=alone,
+    load(
+        {name: value for name, value in whole.items() if name in found.tensors or name not in tied}
     )
+    load(
+        {tied[name]: value for name, value in whole.items() if name in tied.keys() - found.tensors}
+    )
+    quantized = {f"{name}.codes": linear for name, linear in nf4.in_4_bits(model).items()}
     for few in _few_at_once({name: linear for name, linear in quantized.items() if name in wanted}):
         named = {model.pretrained_name(nf4.weight_of(name)): linear for name, linear in few.items()}  # pyright: ignore[reportCallIssue]
         weights = {name: linear.empty_weight() for name, linear in named.items()}
-        _load(reader, weights, alone=alone)
+        load(weights)
         for name, linear in named.items():
             linear.fill(weights.pop(name))
 
 
-def _parts(model: nn.Module, name: str, param: Tensor) -> list[str] | None:
-    stacked = getattr(model, "pretrained_parts", None)
-    return None if stacked is None else stacked(name, param.shape[0])
-
-
-def _read_stack(reader: _Reader, parts: list[str], param: Tensor) -> None:
+def _read_stack(load: Callable[..., None], parts: list[str], param: Tensor) -> None:
     """Fill a stack of matrices.
 
     Each rank reads all of it and keeps its part; one stack is in memory at a time.
@@ -128,7 +114,7 @@ def _read_stack(reader: _Reader, parts: list[str], param: Tensor) -> None:
     It reads for itself: the stages of a pipeline may hold different numbers of stacks.
     """
     whole = torch.empty(param.shape, dtype=param.dtype)
-    _load(reader, dict(zip(parts, whole.unbind(0), strict=True)), alone=True)
+    load(dict(zip(parts, whole.unbind(0), strict=True)), alone=True)
     initialization.place(whole, param)
 
 
@@ -162,13 +148,8 @@ def _names_in(model: nn.Module, found: folders.Weights) -> dict[str, str]:
 
 
 def _load(reader: _Reader, tensors: dict[str, Tensor], *, alone: bool) -> None:
-    try:
-        with storage.expect_single_process():
-            dcp.load(
-                dict(tensors), storage_reader=reader, no_dist=alone or not dist.is_initialized()
-            )
-    except CheckpointException as error:
-        raise storage.failure(error) from error
+    with storage.expect_single_process(), storage.one_line_errors():
+        dcp.load(dict(tensors), storage_reader=reader, no_dist=alone or not dist.is_initialized())
 
 
 class _Reader(HuggingFaceStorageReader):

@@ -24,28 +24,6 @@ def write(path: Path, checkpoint: dict[str, Any]) -> None:
         part.replace(path)
 
 
-def _lacks_weights(found: Any, path: Path) -> str:
-    """Return what a file holds instead of a state_dict, and what to type."""
-    if not isinstance(found, dict):
-        return (
-            f"it holds a {type(found).__name__}, but no state_dict with tensors, as "
-            "Lightning's checkpoints do."
-        )
-    problem = (
-        f"it has the keys {', '.join(map(str, [*found][:9]))}{', …' * (len(found) > 9)}, "
-        "but no state_dict with "
-    )
-    if not found or not all(isinstance(value, Tensor) for value in found.values()):
-        return f"{problem}tensors, as Lightning's checkpoints do."
-    return (
-        f"{problem}them. They are the weights themselves: put them into one. Type python -c "
-        '"import torch; torch.save('
-        f"{{'state_dict': torch.load('{path}')}}, 'weights.ckpt')\", and name weights.ckpt. Names "
-        "must be those of "
-        "your module: those of its attribute model begin with 'model.'."
-    )
-
-
 def read(path: Path) -> dict[str, Any]:
     """Return a checkpoint with weights, as it was saved.
 
@@ -66,19 +44,19 @@ def read(path: Path) -> dict[str, Any]:
             "'weights.ckpt')\""
         ) from None
     weights = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
-    if not isinstance(weights, dict) or not any(
-        isinstance(value, Tensor) for value in weights.values()
-    ):
-        raise ConfigError(f"{path}: {_lacks_weights(checkpoint, path)}")
-    wrong = [
-        n
-        for n, v in weights.items()
-        if not isinstance(v, Tensor) and not str(n).endswith("_extra_state")
-    ]
-    if wrong:
-        kind = type(weights[wrong[0]]).__name__
+    if not isinstance(weights, dict) or not any(isinstance(v, Tensor) for v in weights.values()):
         raise ConfigError(
-            f"{path}: state_dict['{wrong[0]}'] is a {kind}, not a tensor. It needs one tensor per "
-            "name."
+            f"{path}: it has no state_dict with tensors, as Lightning's checkpoints do. If it "
+            'holds the weights themselves, put them into one: python -c "import torch; '
+            f"torch.save({{'state_dict': torch.load('{path}')}}, 'weights.ckpt')\", and name "
+            "weights.ckpt. Names must be those of your module: those of its attribute model begin "
+            "with 'model.'."
         )
+    for name, value in weights.items():
+        if not isinstance(value, Tensor) and not str(name).endswith("_extra_state"):
+            kind = type(value).__name__
+            raise ConfigError(
+                f"{path}: state_dict['{name}'] is a {kind}, not a tensor. It needs one tensor per "
+                "name."
+            )
     return plain.restored(checkpoint)

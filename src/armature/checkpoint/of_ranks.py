@@ -1,29 +1,28 @@
 """What hooks and callbacks of users save differently on each rank: lists of losses, counters,
 queues of one's own data.
 
-meta.pt holds what rank 0 has saved. What another rank has saved otherwise lies beside the tensors,
-and each continues with its own if the layout is the same. A rank that has saved nothing takes rank
-0's, as all do in Lightning.
+meta.pt holds what rank 0 has saved, and under `KEY` what each rank has saved otherwise: it
+continues with its own if the layout is the same. A rank that has saved nothing takes rank 0's, as
+all do in Lightning.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from armature.checkpoint import directory, plain, storage
+from armature.checkpoint import directory
 from armature.parallel import process_group
 
 log = logging.getLogger(__name__)
 
-KEY = f"{directory.RESERVED}of_rank."  # before the rank: the entry of a checkpoint
+KEY = f"{directory.RESERVED}of_ranks"
 CALLBACKS = "callbacks"
 # beginnings of modules whose code is not users'
 NOT_USERS = ("armature.", "lightning.", "pytorch_lightning.")
@@ -41,75 +40,59 @@ _OF_ALL = (  # entries that are the same on all ranks, or whose owners arrange t
     "datamodule_hyper_parameters",
 )
 
-Place = tuple[str, ...]
+Place = tuple[str, ...]  # the keys that lead to an entry
 
 
-def digests(meta: Mapping[str, Any], callbacks: Iterable[Callback]) -> dict[Place, bytes]:
-    """Return a digest of each entry that code of users may have made, by its place in the
-    checkpoint.
-    """
+def entries(meta: Mapping[str, Any], callbacks: Iterable[Callback]) -> dict[Place, Any]:
+    """Return each entry that code of users may have made, by its place in the checkpoint."""
     users = {
         each.state_key
         for each in callbacks
         if not f"{type(each).__module__}.".startswith(NOT_USERS)
     }
-    found = {(key,): value for key, value in meta.items() if key not in (CALLBACKS, *_OF_ALL)}
-    found |= {
-        (CALLBACKS, key): value for key, value in meta.get(CALLBACKS, {}).items() if key in users
+    found = {
+        (key,): value
+        for key, value in meta.items()
+        if key not in (CALLBACKS, *_OF_ALL) and not str(key).startswith(directory.RESERVED)
     }
-    return {place: digest(value) for place, value in found.items()}
+    states = meta.get(CALLBACKS, {}).items()
+    return found | {(CALLBACKS, key): value for key, value in states if key in users}
 
 
-def entry(
-    meta: Mapping[str, Any],
-    own: Mapping[Place, bytes],
-    first: Mapping[Place, bytes],
-    *,
-    layout: str,
-) -> dict[str, bytes]:
-    """Return what this rank saves otherwise than rank 0, under its name in the checkpoint.
+def gather(
+    own: Mapping[Place, Any], digests: Sequence[Mapping[Place, bytes]], *, layout: str
+) -> dict[str, Any]:
+    """Return on rank 0 what ranks save otherwise than it, under its name in the checkpoint.
+
+    Called by all ranks.
 
     Args:
-        own, first: the `digests` of this rank and of rank 0.
+        own: this rank's `entries`.
+        digests: of all ranks' entries.
     """
-    values = {place: _at(meta, place) for place in own if own[place] != first.get(place)}
-    saved = {"layout": layout, "ranks": process_group.ranks(), "entries": values}
-    return {f"{KEY}{process_group.rank()}": storage.dumped(saved)} if values else {}
+    if all(each == digests[0] for each in digests):
+        return {}
+    other = {place: own[place] for place in own if digest(own[place]) != digests[0].get(place)}
+    return {KEY: {"layout": layout, "ranks": process_group.gather_object(other)}}
 
 
-def restore(meta: dict[str, Any], checkpoint: Path, *, layout: str, fits: bool) -> None:
+def restore(meta: dict[str, Any], *, layout: str, fits: bool) -> None:
     """Replace rank 0's entries of a checkpoint that was read by this rank's."""
-    names = storage.read_metadata(checkpoint).state_dict_metadata
-    everyones: dict[str, Any] = {name: None for name in names if name.startswith(KEY)}
-    if not everyones:
+    saved = meta.pop(KEY, None)
+    if saved is None:
         return
-    storage.read_tensors(checkpoint, everyones, alone=True)
-    saved = {name: storage.loaded(value) for name, value in everyones.items()}
-    first = next(iter(saved.values()))
-    if (first["layout"], first["ranks"]) == (layout, process_group.ranks()):
-        own = saved.get(f"{KEY}{process_group.rank()}", {"entries": {}})
-        for place, value in own["entries"].items():
-            _parent(meta, place)[place[-1]] = plain.restored(value)
+    if (saved["layout"], len(saved["ranks"])) == (layout, process_group.ranks()):
+        for place, value in saved["ranks"][process_group.rank()].items():
+            owner = meta if len(place) == 1 else meta.setdefault(place[0], {})
+            owner[place[-1]] = value
     elif fits and process_group.rank() == 0:
         log.warning(
             "Each rank had saved its own %s (on_save_checkpoint, or state_dict of a callback) "
             "under %s. Under %s all continue with what rank 0 had.",
-            ", ".join(sorted({place[-1] for each in saved.values() for place in each["entries"]})),
-            first["layout"],
+            ", ".join(sorted({place[-1] for of_rank in saved["ranks"] for place in of_rank})),
+            saved["layout"],
             layout,
         )
-
-
-def _at(meta: Mapping[str, Any], place: Place) -> Any:
-    for key in place:
-        meta = meta[key]
-    return meta
-
-
-def _parent(meta: dict[str, Any], place: Place) -> dict[str, Any]:
-    for key in place[:-1]:
-        meta = meta.setdefault(key, {})
-    return meta
 
 
 def digest(value: Any) -> bytes:
@@ -126,13 +109,10 @@ def _add(checksum: Any, value: Any) -> None:
         values = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
         checksum.update(f"{value.dtype} {tuple(value.shape)} ".encode())
         checksum.update(values.contiguous().reshape(-1).view(torch.uint8).numpy())
-    elif isinstance(value, Mapping):
+    elif isinstance(value, Mapping | list | tuple | set):
+        items = value.items() if isinstance(value, Mapping) else value
         checksum.update(f"{type(value).__name__} {len(value)} ".encode())
-        for item in value.items():
-            _add(checksum, item)
-    elif isinstance(value, list | tuple | set):
-        checksum.update(f"{type(value).__name__} {len(value)} ".encode())
-        for item in sorted(value, key=repr) if isinstance(value, set) else value:
+        for item in sorted(items, key=repr) if isinstance(value, set) else items:
             _add(checksum, item)
     else:
         checksum.update(f"{type(value).__name__} {value!r} ".encode())

@@ -1,9 +1,11 @@
-"""The state of optimizers by weight and key, for all layouts; whole_optimizers.py has those that
-keep more.
+"""The state of optimizers, for all layouts.
 
-A tensor or number is the entry ".optimizer_states.<i>.<parameter name>.<key>". Any other value is
-one entry too, as bytes, in which `{"__tensor__": n}` stands for each of its tensors, and these are
-the entries "<key>/<n>". Parameter groups are in meta.pt, as hyperparameters with parameter names.
+By weight and key: each value is the entry ".optimizer_states.<i>.<parameter name>.<key>". A tensor
+of the weight's size is sharded as the weight; containers are one entry as bytes. Parameter groups
+are in meta.pt, as hyperparameters with parameter names.
+
+An optimizer that keeps more than torch's entries by weight is saved whole: a checkpoint holds its
+state dict.
 
 torch's `get_optimizer_state_dict` and `set_optimizer_state_dict` would not do. They make a step to
 create state, so that a weight without a gradient so far counts a step that it has not made (Adam,
@@ -14,28 +16,33 @@ groups.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map, tree_structure
 
 from armature.checkpoint import changes, plain, state, storage
 from armature.checkpoint.state import GRADIENTS, OPTIMIZER_TENSORS, RESERVED
 from armature.errors import ConfigError
+from armature.parallel import whole_weights
 
 CLASSES = f"{RESERVED}optimizer_classes"  # in meta.pt: by index
-NAMES = "names"  # in a saved parameter group: of its parameters
-ADDED = "added"  # in a saved parameter group: a hook had added it while the run trained
-BUILT = "built"  # in a saved parameter group: its settings as the run's last start had built them
-_USERS = "users:"  # in a saved parameter group: before a user's keys of these names
-_TENSOR = "__tensor__"  # the only key of a dict that stands for a tensor
+WHOLE = f"{RESERVED}optimizer_state"  # in meta.pt, with its index: of one that is saved whole
+# in a saved parameter group, and in a whole state
+NAMES = f"{RESERVED}names"  # of its parameters
+ADDED = f"{RESERVED}added"  # a hook had added it while the run trained
+BUILT = f"{RESERVED}built"  # settings as the run's last start had built them
+INNER = f"{RESERVED}inner"  # states of the optimizers that one holds
 # they select how a step is computed on this machine, not its result, so they are never read from a
 # checkpoint
 RUNTIME_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
@@ -43,6 +50,34 @@ RUNTIME_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 
 def class_of(optimizer: Any) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def check(optimizer: Optimizer, names: Mapping[Tensor, str], *, held: Collection[str]) -> None:
+    """Raise ConfigError if no checkpoint would hold what an optimizer steps.
+
+    Args:
+        names: of the parameters that the module holds.
+        held: names in the module's state dict. It may leave out parameters that are frozen.
+    """
+    start = f"configure_optimizers: {type(optimizer).__name__}"
+    for param, _ in _params(optimizer):
+        if param not in names:
+            raise ConfigError(
+                f"{start} steps a tensor of size {tuple(param.shape)} that is no parameter of the "
+                "module: no checkpoint would hold it, and no strategy would reduce its gradient. "
+                "Make it an nn.Parameter and an attribute of the module; keep several modules or "
+                "parameters in nn.ModuleDict, ModuleList, ParameterDict or ParameterList."
+            )
+        if param.requires_grad and names[param] not in held:
+            raise ConfigError(
+                f"{start} trains {names[param]}, which the module's state_dict leaves out: no "
+                "checkpoint would hold it. Let state_dict return it, or freeze it "
+                "(requires_grad_(False)) in __init__ or configure_model."
+            )
+
+
+def _params(optimizer: Optimizer) -> list[tuple[Tensor, dict[str, Any]]]:
+    return [(param, group) for group in optimizer.param_groups for param in group["params"]]
 
 
 # ---------------------------------------------------------------- entries
@@ -53,70 +88,50 @@ def by_weight(optimizer: Optimizer, names: Mapping[Tensor, str], *, index: int) 
     Raises:
         ConfigError: the state holds an object that no checkpoint can hold.
     """
-    found = {}
-    try:
-        for param, of_param in optimizer.state.items():
-            for key, value in of_param.items():
-                name = f"{_prefix(index, names[param])}{_escaped(key)}"
-                found |= _entries(name, value, str(key))
-    except plain.NotPlain as error:
-        raise ConfigError(
-            plain.problem(f"{type(optimizer).__name__}.state: {error.path}", error.type)
-        ) from None
-    return found
+    place = f"{type(optimizer).__name__}.state"
+    return {
+        f"{OPTIMIZER_TENSORS}.{index}.{names[param]}.{_escaped(key)}": _entry(
+            value, f"{place}[{key!r}]"
+        )
+        for param, entries in optimizer.state.items()
+        for key, value in entries.items()
+    }
 
 
 def _escaped(key: Any) -> str:
     if type(key) is int:
         return f"{{{key}}}"
-    if not isinstance(key, str):
-        raise plain.NotPlain(f"key {key!r}", key)
     return quote(key, safe="").replace(".", "%2E")
 
 
-def _prefix(index: int, name: str) -> str:
-    return f"{OPTIMIZER_TENSORS}.{index}.{name}."
+def key_of(name: str) -> Any:
+    """Return the key of an entry whose name, without the weight's, is given."""
+    return int(name[1:-1]) if name.startswith("{") else unquote(name)
 
 
-def _entries(name: str, value: Any, key: str) -> dict[str, Any]:
+def _entry(value: Any, place: str) -> Any:
     if isinstance(value, Tensor):
-        return {name: value}
-    tensors: list[Tensor] = []
+        return value
+    whole = tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, value)
+    made = plain.require_plain(whole, place)
+    if tree_structure(plain.restored(made)) != tree_structure(whole):  # of a namedtuple
+        raise ConfigError(plain.problem(place, plain.type_name(value)))
+    return made if isinstance(made, int | float | None) else storage.dumped(made)
 
-    def take(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
+
+def value_of(entry: Any, param: Tensor | None = None) -> Any:
+    """Return the value of an entry that was read, its tensors sharded and placed as a parameter."""
+
+    def placed(leaf: Any) -> Any:
+        if param is None or not isinstance(leaf, Tensor):
             return leaf
-        tensors.append(leaf)
-        return {_TENSOR: len(tensors) - 1}
-
-    form = tree_map(take, value)
-    made = plain.plain(form, key)
-    if tree_structure(plain.restored(made)) != tree_structure(form):
-        raise plain.NotPlain(key, value)  # it would come back as another type
-    made = made if isinstance(made, int | float | None) else storage.dumped(made)
-    return {name: made} | {f"{name}/{number}": tensor for number, tensor in enumerate(tensors)}
-
-
-def joined(entries: Mapping[str, Any]) -> dict[Any, Any]:
-    """Return a weight's state by key from its entries, whose names are without the weight's."""
-
-    def stands_for_tensor(value: Any) -> bool:
-        return isinstance(value, dict) and value.keys() == {_TENSOR}
-
-    def value_of(name: str, entry: Any) -> Any:
-        return tree_map(
-            lambda leaf: entries[f"{name}/{leaf[_TENSOR]}"] if stands_for_tensor(leaf) else leaf,
-            plain.restored(storage.loaded(entry)) if isinstance(entry, bytes) else entry,
-            is_leaf=stands_for_tensor,
+        return whole_weights.sharded_like(
+            _zeros(param, leaf.shape, leaf.dtype), leaf.to(param.device)
         )
 
-    return {
-        int(name[1:-1]) if name[0] == "{" else unquote(name): entry
-        if isinstance(entry, Tensor)
-        else value_of(name, entry)
-        for name, entry in entries.items()
-        if "/" not in name
-    }
+    if not isinstance(entry, bytes):
+        return entry
+    return tree_map(placed, plain.restored(storage.loaded(entry)))
 
 
 def entry_names(saved: Iterable[str], index: int) -> dict[str, list[str]]:
@@ -125,8 +140,7 @@ def entry_names(saved: Iterable[str], index: int) -> dict[str, list[str]]:
     prefix = f"{OPTIMIZER_TENSORS}.{index}."
     for full in saved:
         if full.startswith(prefix):
-            param, _, name = full.removeprefix(prefix).rpartition(".")
-            found.setdefault(param, []).append(name)
+            found.setdefault(full.removeprefix(prefix).rpartition(".")[0], []).append(full)
     return found
 
 
@@ -144,31 +158,27 @@ def param_groups(
         built: the groups' settings when they were built; those that hooks added have none.
     """
     groups = [
-        {NAMES: of_group} | _settings(group)
-        for group, of_group in zip(optimizer.param_groups, names, strict=True)
+        {NAMES: of_group} | own for own, of_group in zip(settings(optimizer), names, strict=True)
     ]
-    for group, settings in zip(groups, built, strict=False):
-        group[BUILT] = dict(settings)
-    # numbered: stages of a pipeline merge equal groups
-    for number, group in enumerate(groups[len(built) :] if built else (), start=1):
-        group[ADDED] = number
+    for number, group in enumerate(groups):
+        if number < len(built):
+            group[BUILT] = dict(built[number])
+        elif built:
+            group[ADDED] = number  # a number: stages of a pipeline merge equal groups
     return groups
 
 
 def settings(optimizer: Any) -> list[dict[str, Any]]:
-    """Return each group's hyperparameters as they are now."""
-    return [_settings(group) for group in optimizer.param_groups]
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group's hyperparameters made plain: a rate that NumPy computes is a float."""
-    own = {
-        f"{_USERS}{key}" if key in (NAMES, ADDED, BUILT) else key: value
-        for key, value in group.items()
-        if key != "params" and key not in RUNTIME_OPTIONS
-    }
-    return plain.plain_checkpoint({"a parameter group of an optimizer": own})[
-        "a parameter group of an optimizer"
+    """Return each group's hyperparameters as they are now, made plain: a rate that NumPy computes
+    is a float.
+    """
+    return [
+        {
+            key: plain.require_plain(value, f"{type(optimizer).__name__}'s {key}")
+            for key, value in group.items()
+            if key not in ("params", *RUNTIME_OPTIONS)
+        }
+        for group in optimizer.param_groups
     ]
 
 
@@ -179,23 +189,16 @@ def settings_of(saved: Mapping[str, Any], built: Mapping[str, Any] | None = None
         built: the group's settings as they are built now. Those that differ from what the run had
             built have been changed by its user and take the place of the saved ones.
     """
-    found = {key: value for key, value in saved.items() if key not in (NAMES, ADDED, BUILT)}
+    found = {key: value for key, value in saved.items() if not str(key).startswith(RESERVED)}
     then = saved.get(BUILT)
-    if built is not None and then is not None:
-        found = changes.merge(found, then=then, now=built, keep=("lr",))
-        found |= _rate(found, then, built)
-    return {key.removeprefix(_USERS): value for key, value in found.items()}
-
-
-def _rate(
-    saved: Mapping[str, Any], then: Mapping[str, Any], now: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the learning rate if the rate that it was computed from has changed: in proportion."""
-    key = "initial_lr" if "initial_lr" in then and "initial_lr" in now else "lr"
-    before, after = then.get(key), now.get(key)
-    if before is None or after is None or changes.same(before, after):
-        return {}
-    return {"lr": after if not before else saved["lr"] / before * after}
+    if built is None or then is None:
+        return found
+    # the rate follows the one that it was computed from, in proportion
+    key = "initial_lr" if "initial_lr" in then and "initial_lr" in built else "lr"
+    before, after = then.get(key), built.get(key)
+    if None not in (before, after) and not changes.same(before, after):
+        found["lr"] = found["lr"] / before * after if before else after
+    return changes.merge(found, then=then, now=built, keep=("lr",))
 
 
 def add_groups(
@@ -204,12 +207,10 @@ def add_groups(
     """Add the groups that a hook had added while the run trained, unless a hook has already added
     them again.
     """
-    own = {param for group in optimizer.param_groups for param in group["params"]}
-    for group in (group for group in saved if group.get(ADDED)):
-        params = [
-            param for param, name in names.items() if name in group[NAMES] and param not in own
-        ]
-        if params:
+    own = {param for param, _ in _params(optimizer)}
+    for group in saved:
+        params = [p for p, name in names.items() if name in group[NAMES] and p not in own]
+        if params and ADDED in group:
             optimizer.add_param_group({"params": params, **settings_of(group)})
 
 
@@ -225,7 +226,7 @@ def merge_groups(groups_of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, 
     for group in (group for groups in groups_of_ranks for group in groups):
         known = next((known for known in merged if known | {NAMES: group[NAMES]} == group), None)
         if known is None:
-            merged.append(group | {NAMES: list(group[NAMES])})
+            merged.append(group | {NAMES: [*group[NAMES]]})
         else:
             known[NAMES] += [name for name in group[NAMES] if name not in known[NAMES]]
     return merged
@@ -249,10 +250,8 @@ def restore_groups(
     by_place = saved if len(saved) == len(names) else [{}] * len(names)  # stages were merged
     groups = zip(optimizer.param_groups, names, by_place, strict=True)
     for (group, of_group, at_place), now in zip_longest(groups, built[: len(names)]):
-        known = next(
-            (by_name[name] for name in of_group if name in by_name), {} if of_group else at_place
-        )
-        group.update(settings_of(known, now))
+        known = next((by_name[name] for name in of_group if name in by_name), {})
+        group.update(settings_of(known if of_group else at_place, now))
 
 
 # ---------------------------------------------------------------- loading
@@ -276,14 +275,17 @@ def load_optimizers(
         built: each optimizer's groups as they are built now.
         extra: further tensors to fill if the checkpoint has them, such as the averaged weights.
     """
-    saved, names = (
-        storage.read_metadata(checkpoint).state_dict_metadata,
-        state.parameter_names(module),
-    )
+    saved = storage.read_metadata(checkpoint).state_dict_metadata
+    names = state.parameter_names(module)
     targets: dict[str, Any] = {
         name: value for name, value in (extra or {}).items() if name in saved
     }
-    restored = []
+    gradients: dict[Tensor, Tensor] = {}
+    places: list[tuple[dict[Any, Any], Any, Tensor, str]] = []  # where values go, and their names
+    for param, name in names.items() if optimizers else ():
+        if (key := f"{GRADIENTS}{name}") in saved:
+            targets[key] = _target(param, {}, saved[key])
+            places.append((gradients, param, param, key))
     for index, (optimizer, of_optimizer) in enumerate(zip(optimizers, groups, strict=False)):
         if of_optimizer is None:
             continue
@@ -291,43 +293,18 @@ def load_optimizers(
         if own:
             _check_class(checkpoint, optimizer, classes[index : index + 1])
         add_groups(optimizer, names, of_optimizer)
-        states = {
-            param: {
-                name: _target(param, group, saved[_prefix(index, names[param]) + name], name)
-                for name in own[names[param]]
-            }
-            for param, group in _params(optimizer)
-            if names[param] in own
-        }
-        for param, entries in states.items():
-            prefix = _prefix(index, names[param])
-            targets |= {prefix + name: target for name, target in entries.items()}
-        restored.append((index, optimizer, of_optimizer, states))
-    gradients = {
-        param: key
-        for param, name in names.items()
-        if optimizers and (key := f"{GRADIENTS}{name}") in saved
-    }
-    for param, key in gradients.items():
-        targets[key] = _target(param, {}, saved[key], key)
-    storage.read_tensors(checkpoint, targets)
-    for index, optimizer, of_optimizer, states in restored:
         optimizer.state.clear()
-        for param, entries in states.items():
-            prefix = _prefix(index, names[param])
-            optimizer.state[param] = joined({name: targets[prefix + name] for name in entries})
+        for param, group in _params(optimizer):
+            for full in own.get(names[param], ()):
+                name = full.rpartition(".")[2]
+                targets[full] = _target(param, group, saved[full], name)
+                places.append((optimizer.state[param], key_of(name), param, full))
         now = built[index] if index < len(built) else ()
         restore_groups(optimizer, group_names(optimizer, names), of_optimizer, now)
-    return {
-        param: storage.loaded(found).to(param.device)
-        if isinstance(found := targets[key], bytes)
-        else found
-        for param, key in gradients.items()
-    }
-
-
-def _params(optimizer: Optimizer) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-    return ((param, group) for group in optimizer.param_groups for param in group["params"])
+    storage.read_tensors(checkpoint, targets)
+    for owner, key, param, name in places:
+        owner[key] = value_of(targets[name], param)
+    return gradients
 
 
 def _check_class(checkpoint: Path, optimizer: Optimizer, saved: Sequence[str]) -> None:
@@ -341,15 +318,20 @@ def _check_class(checkpoint: Path, optimizer: Optimizer, saved: Sequence[str]) -
         )
 
 
-def _target(param: Tensor, group: Mapping[str, Any], saved: Any, name: str) -> Tensor | None:
+def _target(param: Tensor, group: Mapping[str, Any], saved: Any, name: str = "") -> Tensor | None:
     """Return what to read an entry into: a tensor of the weight's size is sharded as the weight."""
     if not isinstance(saved, TensorStorageMetadata):
         return None
     dtype, size = saved.properties.dtype, saved.size
+    if name == "step" and size != param.shape and not counts_on_device(group):
+        return torch.zeros(size, dtype=dtype)  # on the CPU, as torch's
+    return _zeros(param, size, dtype)
+
+
+def _zeros(param: Tensor, size: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Return zeros on a parameter's device, sharded as it if they are of its size."""
     if size == param.shape:
         return torch.zeros_like(param, dtype=dtype, requires_grad=False)
-    if name == "step" and not counts_on_device(group):
-        return torch.zeros(size, dtype=dtype)  # on the CPU, as torch's
     if not size:
         return torch.zeros(size, dtype=dtype, device=param.device)
     return param.detach().new_zeros(size, dtype=dtype)
@@ -360,3 +342,106 @@ def counts_on_device(group: Mapping[str, Any]) -> bool:
     weights.
     """
     return bool(group.get("fused") or group.get("capturable"))
+
+
+# ---------------------------------------------------------------- saved whole
+def needs_closure(optimizer: Any) -> bool:
+    """Return whether an optimizer computes the loss itself (LBFGS).
+
+    Its state has no tensor per weight.
+    """
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
+
+
+def is_saved_whole(optimizer: Any) -> bool:
+    """Return whether a checkpoint holds an optimizer's state dict as it is, instead of its tensors
+    by weight.
+
+    A user's optimizer may save more than torch's entries (Lookahead's slow weights), steps others
+    that it holds (SAM), or have state that belongs to no weight.
+    """
+    if needs_closure(optimizer) or not isinstance(optimizer, Optimizer):  # DeepSpeed's
+        return needs_closure(optimizer)
+    if _inner(optimizer) or not all(
+        isinstance(key, Tensor) and isinstance(entry, dict)
+        for key, entry in optimizer.state.items()
+    ):
+        return True
+    if type(optimizer).state_dict is Optimizer.state_dict:
+        return False
+    own = optimizer.state_dict()
+    # or it keeps its state elsewhere
+    return own.keys() != {"state", "param_groups"} or len(own["state"]) != len(optimizer.state)
+
+
+def needs_whole_model(optimizer: Any) -> str:
+    return (
+        f"{type(optimizer).__name__} needs the whole model on every rank. Type strategy=single "
+        "or strategy=ddp."
+    )
+
+
+def _inner(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """Return the optimizers that another one holds as attributes, or in lists and dicts of them."""
+    found: dict[str, Any] = {}
+    for name, value in vars(optimizer).items():
+        several = value if type(value) is dict else dict(enumerate(value)) if type(value) in (
+            list, tuple) else {"": value}  # fmt: skip
+        found |= {f"{name}.{place}": each for place, each in several.items()}
+    return {name: each for name, each in found.items() if isinstance(each, Optimizer)}
+
+
+def whole_state(optimizer: Optimizer, built: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """Return its state dict, with those of the optimizers it holds unless its own `state_dict`
+    cares for them.
+
+    Args:
+        built: the settings of its groups when it was built.
+    """
+    own = {**optimizer.state_dict(), BUILT: [*built]}
+    if type(optimizer).state_dict is Optimizer.state_dict:
+        own[INNER] = {
+            name: whole_state(each)
+            for name, each in _inner(optimizer).items()
+            if each.state is not optimizer.state
+        }
+    return own
+
+
+def load_whole(
+    optimizer: Optimizer, saved: Mapping[str, Any], built: Sequence[Mapping[str, Any]] = ()
+) -> None:
+    """Load what `whole_state` returned. Groups and states that optimizers share stay shared."""
+    own = dict(saved)
+    held, then = own.pop(INNER, {}), own.pop(BUILT, ())
+    methods = (type(optimizer).state_dict, type(optimizer).load_state_dict)
+    if methods == (Optimizer.state_dict, Optimizer.load_state_dict):
+        _load_in_place(optimizer, own)
+    else:
+        optimizer.load_state_dict(own)
+    for group, old, new in zip(optimizer.param_groups, then, built, strict=False):
+        group.update(settings_of(group | {BUILT: old}, new))
+    known = _inner(optimizer)
+    for name in held.keys() & known.keys():
+        load_whole(known[name], held[name])
+
+
+def _load_in_place(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Load a state dict of torch's own into the groups and the state that there are.
+
+    torch's method makes new ones, gives each tensor the type of its weight, and leaves what belongs
+    to no weight on the CPU.
+    """
+    params = _params(optimizer)
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    by_number = dict(zip(numbers, params, strict=True))
+    optimizer.state.clear()
+    for key, entry in saved["state"].items():
+        param, group = by_number.get(key, params[0])
+        moved = move_data_to_device(entry, param.device)
+        if key in by_number and "step" in entry and not counts_on_device(group):
+            moved["step"] = entry["step"]
+        optimizer.state[param if key in by_number else key] = moved
+    for group, new in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        group.update({key: value for key, value in new.items() if key != "params"})

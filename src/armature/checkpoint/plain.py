@@ -14,7 +14,7 @@ import functools
 import logging
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import suppress
 from pathlib import PurePath
 from types import SimpleNamespace
@@ -56,7 +56,6 @@ _FACTORIES = {
     kind.__name__: kind
     for kind in (int, float, str, list, dict, set, tuple, bool, deque, Counter, OrderedDict)
 }
-_TO_SILENCE = "To silence this: self.save_hyperparameters(ignore=['%s'])."
 HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 # classes, which loading would have to import
 _HYPER_PARAMETER_TYPES = ("hparams_type", "datamodule_hparams_type")
@@ -68,11 +67,20 @@ class NotPlain(Exception):
     """
 
     def __init__(self, path: str, value: Any) -> None:
-        self.path, self.type = (
-            path,
-            f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins."),
-        )
+        self.path, self.type = path, type_name(value)
         super().__init__(path)
+
+
+def type_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
+def require_plain(value: Any, place: str) -> Any:
+    """Return a value made plain, or raise a ConfigError that names its place."""
+    try:
+        return plain(value, place)
+    except NotPlain as error:
+        raise ConfigError(problem(error.path, error.type)) from None
 
 
 def plain(value: Any, path: str = "") -> Any:
@@ -85,20 +93,14 @@ def plain(value: Any, path: str = "") -> Any:
     """
     if type(value) in _KEPT:
         return value
-    if isinstance(value, Tensor):
-        if isinstance(value, DTensor):
-            raise NotPlain(path, value)
+    if isinstance(value, Tensor) and not isinstance(value, DTensor):
         return _compact(value.detach())
     if isinstance(value, Container):
         return plain(OmegaConf.to_container(value, resolve=True), path)
     if isinstance(value, enum.Enum):
         return plain(value.value, path)
-    if isinstance(value, np.generic):
-        return (
-            plain(value.item(), path)
-            if not isinstance(value.item(), np.generic)
-            else _refuse(path, value)
-        )
+    if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
+        return plain(value.item(), path)
     if isinstance(value, np.ndarray):
         return _plain_array(value, path)
     if isinstance(value, PurePath):
@@ -109,9 +111,8 @@ def plain(value: Any, path: str = "") -> Any:
     if isinstance(value, Namespace | SimpleNamespace):
         return plain(vars(value), path)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return plain(
-            {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}, path
-        )
+        fields = dataclasses.fields(value)
+        return plain({field.name: getattr(value, field.name) for field in fields}, path)
     return _plain_container(value, path)
 
 
@@ -122,7 +123,7 @@ def _plain_array(array: np.ndarray, path: str) -> Any:
         # a copy, as this machine reads
         return {NDARRAY: torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))}
     except TypeError:  # numbers of 128 bits
-        return _refuse(path, array)
+        raise NotPlain(path, array) from None
 
 
 def restored(value: Any) -> Any:
@@ -148,7 +149,7 @@ def _plain_container(value: Any, path: str) -> Any:
         }
         if isinstance(value, defaultdict) and value.default_factory in _FACTORIES.values():
             return {"__defaultdict__": entries, "factory": value.default_factory.__name__}  # pyright: ignore[reportOptionalMemberAccess]
-        kept = next((kind for kind in (OrderedDict, Counter) if type(value) is kind), dict)
+        kept: Any = type(value) if type(value) in (OrderedDict, Counter) else dict
         return kept(entries)
     if isinstance(value, list | tuple | deque):
         items = [plain(item, f"{path}[{i}]") for i, item in enumerate(value)]
@@ -157,7 +158,7 @@ def _plain_container(value: Any, path: str) -> Any:
         return tuple(items) if isinstance(value, tuple) else items
     if isinstance(value, set | frozenset):
         return {_plain_key(item, f"{path}, an element") for item in value}
-    return _refuse(path, value)
+    raise NotPlain(path, value)
 
 
 def _plain_key(key: Any, path: str) -> Any:
@@ -166,15 +167,9 @@ def _plain_key(key: Any, path: str) -> Any:
     A frozenset would become a set, which can be neither.
     """
     made = plain(key, path)
-    try:
-        hash(made)
-    except TypeError:
-        return _refuse(path, key)
+    if not isinstance(made, Hashable):
+        raise NotPlain(path, key)
     return made
-
-
-def _refuse(path: str, value: Any) -> Any:
-    raise NotPlain(path, value)
 
 
 def _compact(tensor: Tensor) -> Tensor:
@@ -190,30 +185,17 @@ def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
     Hyperparameters that cannot be made plain, such as the factories that a task's constructor
     takes, are left out with one warning, and secret ones are masked. Anything else raises a
-    ConfigError that names the keys. What hooks add is the user's: a secret in it is stored, with a
-    warning.
+    ConfigError that names the keys.
     """
     result, problems = {}, []
     for key, value in checkpoint.items():
         if key in _HYPER_PARAMETER_TYPES:
             continue
         try:
-            result[key] = (
-                _plain_hyper_parameters(value)
-                if key in HYPER_PARAMETERS
-                else plain(value, f"[{key!r}]")
-            )
+            made = _plain_hyper_parameters if key in HYPER_PARAMETERS else plain
+            result[key] = made(value, f"[{key!r}]")
         except NotPlain as error:
             problems.append(problem(f"checkpoint{error.path}", error.type))
-    for path, value in values.walk(
-        {key: value for key, value in result.items() if key not in HYPER_PARAMETERS}
-    ):
-        if isinstance(value, str) and value and values.is_secret(path.rpartition(".")[2]):
-            _warn_once(
-                "checkpoint: '%s' is secret by its name, and is stored as it is: whoever has the "
-                "file reads it.",
-                path,
-            )
     if problems:
         raise ConfigError(problems)
     return result
@@ -233,36 +215,29 @@ def problem(place: str, kind: str) -> str:
     )
 
 
-def _plain_hyper_parameters(parameters: Any) -> dict[str, Any]:
-    if isinstance(parameters, Container):
-        parameters = {key: parameters[key] for key in parameters}  # pyright: ignore[reportCallIssue, reportArgumentType]
+def _plain_hyper_parameters(parameters: Any, path: str) -> dict[str, Any]:
     result = {}
-    for key, value in parameters.items():
+    for key in parameters:
         try:
-            result[plain(key)] = values.without_secrets(plain(value, str(key)), name=str(key))
-            for path, each in values.walk({str(key): result[key]}):
-                if isinstance(each, str) and each == MASK:
-                    _warn_once(
-                        "save_hyperparameters: '%s' is secret by its name: checkpoints hold "
-                        f"{MASK} in its place. {_TO_SILENCE}",
-                        path,
-                        path.partition(".")[0].partition("[")[0],
-                    )
+            value = plain(parameters[key], str(key))
+            result[plain(key)] = made = values.without_secrets(value, name=str(key))
+            if repr(made) != repr(value):
+                _warn_once(f"'{key}' holds a secret by its name: checkpoints hold {MASK} in its "
+                           "place", key)  # fmt: skip
         except NotPlain as error:
             if not error.type.startswith("hydra."):  # what only a configuration makes
                 _warn_once(
-                    "save_hyperparameters: '%s' is a %s, which no checkpoint can hold. It is left "
-                    f"out; armature.load builds it from the run's config.yaml. {_TO_SILENCE}",
-                    error.path,
-                    error.type,
-                    error.path.partition("[")[0],
+                    f"'{error.path}' is a {error.type}, which no checkpoint can hold. It is left "
+                    "out; armature.load builds it from the run's config.yaml",
+                    key,
                 )
     return result
 
 
 @functools.cache
-def _warn_once(text: str, *names: str) -> None:
-    log.warning(text, *names)
+def _warn_once(text: str, key: str) -> None:
+    silence = f"To silence this: self.save_hyperparameters(ignore=['{key}'])."
+    log.warning("save_hyperparameters: %s. %s", text, silence)
 
 
 def check_before_training(trainer: L.Trainer) -> None:
@@ -277,12 +252,9 @@ def check_before_training(trainer: L.Trainer) -> None:
         if owner is not None and getattr(owner, "hparams", None):
             found[key] = owner.hparams
     for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
-        try:
+        with suppress(Exception):  # it may need what only training makes; the first save asks again
             found["callbacks"][callback.state_key] = callback.state_dict()
-        except Exception as error:
-            # it may need what only training makes; the first save asks again
-            log.debug("%s.state_dict() failed before training: %s", type(callback).__name__, error)
-    with suppress(Exception):  # as with callbacks
+    with suppress(Exception):
         found["data"] = trainer.datamodule.state_dict()  # pyright: ignore[reportAttributeAccessIssue]
     found["lr_schedulers"] = [
         schedules.state_of(config.scheduler) for config in trainer.lr_scheduler_configs

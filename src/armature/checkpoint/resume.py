@@ -5,12 +5,10 @@ Torch-free: everything but the checksums is checked before a process starts.
 
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from armature import config
 from armature.checkpoint import directory
@@ -129,16 +127,12 @@ def mismatches(cfg: DictConfig, checkpoint: Path) -> list[str]:
             there, here = ({kind: each.get(kind)} for each in (there, here))
         for key in sorted(there.keys() | here.keys()):
             now, then = here.get(key), there.get(key)
-            # it has moved
-            if (
-                key == "model.pretrained"
-                and now is not None
-                and pretrained.is_same(now, trained_in)
-            ):
-                continue
             # rates may change, sizes may not; of an adapter, alpha is part of what the weights
-            # compute
-            if then != now and (not isinstance(now, float) or key == "task.adapter.alpha"):
+            # compute; the folder of a pretrained model may have moved
+            may_change = (isinstance(now, float) and key != "task.adapter.alpha") or (
+                key == "model.pretrained" and now and pretrained.is_same(str(now), trained_in)
+            )
+            if then != now and not may_change:
                 found.append(
                     f"{key}={now}, but {checkpoint} was trained with {key}={then}. "
                     f"Type {key}={then}, or another run.name to start from step 0."
@@ -164,19 +158,14 @@ def changes_line(cfg: DictConfig, checkpoint: Path) -> str | None:
     if recorded is None:
         return None
     changed = differences(config.without_secrets(cfg), config.without_secrets(recorded[1]))
-    changed = {key: pair for key, pair in changed.items() if key not in PER_START}
-    if not changed:
+    named = [f"{k}={now} (was {then})" for k, (now, then) in changed.items() if k not in PER_START]
+    if not named:
         return None
-    named = [f"{key}={now} (was {then})" for key, (now, then) in changed.items()]
-    notes = {
-        note: None
-        for key in changed
-        for name, note in NOTES.items()
-        if key.rpartition(".")[2] == name
-    }
+    notes = dict.fromkeys(NOTES.get(key.rpartition(".")[2], "") for key in changed)
+    more = f" and {len(named) - 12} more" if len(named) > 12 else ""
     return (
         f"{checkpoint} was saved with other settings. From here on: {', '.join(named[:12])}"
-        f"{f' and {len(named) - 12} more' if len(named) > 12 else ''}.{''.join(notes)}"
+        f"{more}.{''.join(notes)}"
     )
 
 
@@ -190,17 +179,14 @@ def differences(
         {k: v for group in groups for k, v in flat(each.get(group), group).items()}
         for each in (here, there)
     )
+    pairs = {key: (now.get(key), then.get(key)) for key in sorted(now.keys() | then.keys())}
     return {
-        key: (now.get(key), then.get(key))
-        for key in sorted(now.keys() | then.keys())
-        if key.rpartition(".")[2] not in NO_EFFECT and not _equal(now.get(key), then.get(key))
+        key: (one, other)
+        for key, (one, other) in pairs.items()
+        if key.rpartition(".")[2] not in NO_EFFECT
+        and one != other
+        and not (isinstance(one, str) and isinstance(other, str) and _is_same(one, other))
     }
-
-
-def _equal(value: Any, other: Any) -> bool:
-    """Return True if two values are equal, or two spellings of one path."""
-    both = isinstance(value, str) and isinstance(other, str)
-    return value == other or (both and os.path.realpath(value) == os.path.realpath(other))
 
 
 def flat(value: Any, path: str) -> dict[str, Any]:
@@ -232,36 +218,31 @@ def problems(cfg: DictConfig) -> list[str]:
                 unreachable.append(f"{key}={value}: {error}.")
     if unreachable or cfg.resume in MODES:
         return unreachable
-    path = to_path(cfg.resume)
+    path, start = to_path(cfg.resume), f"resume={cfg.resume}:"
     if not path.exists():
-        return [f"resume={cfg.resume}: no such path (and not one of {', '.join(MODES)})."]
+        return [f"{start} no such path (and not one of {', '.join(MODES)})."]
+    if path.is_file() and directory.is_named_as_file(path):  # Lightning's: its weights are taken
+        return []
     if path.is_file():
-        if directory.is_named_as_file(path):  # Lightning's: training starts with its weights
-            return []
-        remedy = "Name one of those, a run directory or a checkpoint in one."
-        if path.suffix == ".safetensors":
-            remedy = (
-                f"Convert it first: python scripts/convert.py {cfg.resume} "
-                "outputs/converted/checkpoints/step=000000."
-            )
-        return [
-            f"resume={cfg.resume}: a file, but only one of Lightning's "
-            f"({', '.join(directory.FILE_SUFFIXES)}) can be read. {remedy}"
-        ]
+        remedy = (
+            "Convert it first: python scripts/convert.py "
+            f"{cfg.resume} outputs/converted/checkpoints/step=000000."
+            if path.suffix == ".safetensors"
+            else "Name one of those, a run directory or a checkpoint in one."
+        )
+        kinds = ", ".join(directory.FILE_SUFFIXES)
+        return [f"{start} a file, but only one of Lightning's ({kinds}) can be read. {remedy}"]
     checkpoint = last_checkpoint(path)
     if checkpoint is None:
         incomplete = [f" {each}: {directory.problem(each)}." for each in checkpoints_at(path)]
         return [
-            f"resume={cfg.resume}: there is no complete checkpoint.{''.join(incomplete)} Name a "
-            "run directory, or a "
-            "step=… folder in one."
+            f"{start} there is no complete checkpoint.{''.join(incomplete)} Name a run directory, "
+            "or a step=… folder in one."
         ]
     if cfg.checkpoint.trust or (problem := directory.problem(checkpoint)) is None:
         return []
-    return [
-        f"{checkpoint}: {problem}. Load it only if you trust its source: type "
-        "checkpoint.trust=true."
-    ]
+    trust = "Load it only if you trust its source: type checkpoint.trust=true."
+    return [f"{checkpoint}: {problem}. {trust}"]
 
 
 def begins_anew(cfg: DictConfig) -> bool:
@@ -273,8 +254,8 @@ def begins_anew(cfg: DictConfig) -> bool:
 
 
 def require_used(cfg: DictConfig, run_dir: Path) -> None:
-    """Raise ConfigError if `resume=PATH` names another start than the run in the directory has had,
-    and will take.
+    """Raise ConfigError if `resume=PATH` names another start than the run in the directory had when
+    it was last started, and will take.
 
     A restart or a requeue types the path that the first start has typed, though the run has newer
     checkpoints by then.
@@ -284,7 +265,8 @@ def require_used(cfg: DictConfig, run_dir: Path) -> None:
     own, typed = last_checkpoint(run_dir, cfg), to_path(cfg.resume)
     if own is None or _is_same(own, last_checkpoint(typed) or typed):
         return
-    if not any(_is_same(typed, to_path(known)) for known in _recorded(run_dir)):
+    begun_with = OmegaConf.select(config.load(run_dir / "config.yaml"), "resume")
+    if not _is_same(typed, str(begun_with)):
         raise ConfigError(
             f"resume={cfg.resume}: {run_dir} has checkpoints of its own and continues from {own}, "
             "not from this path. "
@@ -292,29 +274,11 @@ def require_used(cfg: DictConfig, run_dir: Path) -> None:
         )
 
 
-def _recorded(run_dir: Path) -> list[str]:
-    """Return the values of `resume` of the run's earlier starts: the last one's, and all that were
-    typed.
-    """
-    recorded, typed = config.load(run_dir / "config.yaml"), []
-    if (file := run_dir / "overrides.txt").is_file():
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-        typed = [
-            {"resume": line.removeprefix("resume=").strip("'\"")}
-            for line in lines
-            if line.startswith("resume=")
-        ]
-    found = []
-    for own in ({}, *typed):
-        with suppress(OmegaConfBaseException):  # of a reference to what this environment lacks
-            found.append(str(OmegaConf.select(OmegaConf.merge(recorded, own), "resume")))
-    return found
-
-
-def _is_same(path: Path, other: Path) -> bool:
+def _is_same(path: str | Path, other: str | Path) -> bool:
+    """Return whether two spellings are of one path."""
     if "://" in f"{path}{other}":  # in an object store
         return str(path).rstrip("/") == str(other).rstrip("/")
-    return os.path.realpath(path) == os.path.realpath(other)
+    return os.path.realpath(to_path(path)) == os.path.realpath(to_path(other))
 
 
 def checkpoint_for(cfg: DictConfig, run_dir: Path) -> Path | None:

@@ -8,16 +8,12 @@ which no checkpoint can hold. Saved is the state of each; loaded is into the obj
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
 
 from armature.errors import ConfigError
-
-log = logging.getLogger(__name__)
 
 HELD = "__schedule__"  # the only key of a dict that holds the state of a schedule
 
@@ -39,20 +35,9 @@ def without_objects(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def without_held(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a saved state without those of schedules that it holds, as files in Lightning's form
-    must have it.
+    must have it: these begin anew where the file is loaded.
     """
-    if held := [name for name, value in state.items() if _is_held(value)]:
-        _warn_of_held(", ".join(held))
-    return {name: value for name, value in state.items() if name not in held}
-
-
-@functools.cache
-def _warn_of_held(names: str) -> None:
-    log.warning(
-        "A file in Lightning's form cannot hold the state of the schedules in %s: they begin anew "
-        "where it is loaded. Checkpoints of a run have it.",
-        names,
-    )
+    return {name: value for name, value in state.items() if not _is_held(value)}
 
 
 def _is_held(value: Any) -> bool:

@@ -9,18 +9,18 @@ as ".extra.<callback>.<name>". No weight's name begins with a dot.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Set
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from armature.checkpoint import directory, misfit, plain, resume, storage
+from armature.checkpoint import directory, plain, resume, storage
 from armature.errors import ConfigError
 from armature.parallel import process_group, whole_weights
 
@@ -35,6 +35,12 @@ FLAGS = f"{RESERVED}flags"  # what has been frozen or unfrozen
 RANDOM = f"{RESERVED}random"  # the random state of each rank
 OTHER = f"{RESERVED}extra_state"  # what modules keep beside tensors, by name
 BUCKETS = f"{RESERVED}bucket_order"  # of the gradients, where DDP reduces them
+RESIZED = f"{RESERVED}resized_buffers"  # names of buffers whose size training has changed
+
+Sizes = dict[str, tuple[int, ...] | None]
+_OTHER_SIZE = re.compile(
+    r"size mismatch for (\S+): .*?torch\.Size\(\[(.*?)\]\).*?torch\.Size\(\[(.*?)\]\)"
+)
 
 
 def module_state(
@@ -65,27 +71,24 @@ def full_state_dict(module: L.LightningModule, *, prefix: str = "") -> dict[str,
         prefix: of the names to take, which is removed from them.
     """
     own = module.trainer.strategy.lightning_module_state_dict()
-    own = {name: value for name, value in own.items() if name.startswith(prefix)}
-    names = process_group.all_gather_object([*own])
+    names = process_group.all_gather_object([name for name in own if name.startswith(prefix)])
     # the first rank of each
     holders = {name: rank for rank, held in reversed([*enumerate(names)]) for name in held}
-    parts: dict[str, Any] = {}
-    for name, value in own.items():
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        if holders[name] == process_group.rank():
-            parts[name] = (
-                whole.detach().to("cpu", copy=True) if isinstance(whole, Tensor) else whole
-            )
+    found: dict[str, Any] = {}
     # one after another: rank 0 gets room for as many as there are ranks
     for name, holder in holders.items():
+        value = own.get(name)
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        if holder == process_group.rank() and isinstance(value, Tensor):
+            value = value.detach().to("cpu", copy=True)
         if holder:
-            everyones = process_group.gather_object(parts.pop(name, None))
-            parts |= {name: everyones[holder]} if everyones else {}
-    return (
-        {name.removeprefix(prefix): parts[name] for name in holders}
-        if process_group.rank() == 0
-        else {}
-    )
+            everyones = process_group.gather_object(
+                value if holder == process_group.rank() else None
+            )
+            value = everyones[holder] if everyones else None
+        if process_group.rank() == 0:
+            found[name.removeprefix(prefix)] = value
+    return found
 
 
 def parameter_names(module: nn.Module) -> dict[Tensor, str]:
@@ -95,11 +98,9 @@ def parameter_names(module: nn.Module) -> dict[Tensor, str]:
     The state dict is asked first, since it reshards gathered weights.
     """
     names: dict[Tensor, str] = {}
-    for name, value in state_of_parameters(module).items():
+    for name, value in [*state_of_parameters(module).items(), *module.named_parameters()]:
         if isinstance(value, nn.Parameter):
             names.setdefault(value, name)
-    for name, param in module.named_parameters():
-        names.setdefault(param, name)
     return names
 
 
@@ -129,15 +130,6 @@ def pending_gradients(module: nn.Module) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- loading weights
-def load_weights(checkpoint: Path, module: nn.Module, **options: Any) -> None:
-    """Load the weights without a copy of them; options as of `place_weights`.
-
-    Called by all ranks.
-    """
-    weights = read_weights(checkpoint, module, in_place=True)
-    place_weights(checkpoint, module, weights, **options)
-
-
 def read_weights(checkpoint: Path, module: nn.Module, *, in_place: bool = False) -> dict[str, Any]:
     """Return a checkpoint's weights, as far as this rank needs them.
 
@@ -154,10 +146,11 @@ def read_weights(checkpoint: Path, module: nn.Module, *, in_place: bool = False)
     unknown = _weight_names(saved) - _names_of_all_ranks(own)
     weights: dict[str, Any] = {}
     for name in (unknown | own.keys()) & saved.keys():
-        if name in own and _size_of(saved[name]) == tuple(own[name].shape):
+        facts = saved[name]
+        if name in own and getattr(facts, "size", None) == own[name].shape:
             weights[name] = own[name] if in_place else torch.empty_like(own[name])
         else:
-            weights[name] = torch.empty(saved[name].size, dtype=saved[name].properties.dtype)
+            weights[name] = torch.empty(facts.size, dtype=facts.properties.dtype)
     storage.read_tensors(checkpoint, weights)
     return weights | plain.restored(storage.read_meta(checkpoint).get(OTHER, {}))
 
@@ -168,23 +161,12 @@ def place_weights(
     weights: dict[str, Any],
     *,
     strict: bool = True,
-    may_lack: Callable[[str], bool] | None = None,
-    drops: bool = False,
+    may_lack: Callable[[str], bool] = lambda name: False,
 ) -> None:
     """Load weights through the module's `load_state_dict`, and so with hooks and code of users.
 
-    Called by all ranks.
-
-    Args:
-        source: where the weights come from, for messages.
-        weights: by name; each sharded as in the module, or whole and the same on all ranks.
-        may_lack: whether the source may lack the weight of a name, which then stays as it is.
-        drops: whether weights of modules that are None, as one that `on_fit_start` makes, are left
-            out with a warning.
-
-    Raises:
-        ConfigError: names or sizes differ from the module's. With strict=False only sizes are
-            compared.
+    Called by all ranks; `weights` are sharded as in the module, or whole and the same on all ranks.
+    Other arguments and errors are those of `load_tensors_of`.
     """
     own = module.state_dict()
     elsewhere = _names_of_all_ranks(own) - own.keys()  # other stages of a pipeline have these
@@ -193,25 +175,7 @@ def place_weights(
         for name, value in weights.items()
         if name not in elsewhere
     }
-    # torch passes over them without a word
-    late = [name for name in chosen if _is_of_none(name, module)]
-    if late and drops:
-        rank_zero_warn(
-            f"{source}: {', '.join(late)} is not loaded, since the module does not have it."
-        )
-    elif late and strict:
-        raise ConfigError(misfit.another_model(source, [], sorted(late)))
     load_tensors_of(source, module, chosen, strict=strict, may_lack=may_lack)
-
-
-def _is_of_none(name: str, module: nn.Module) -> bool:
-    """Return whether a weight's name leads to an attribute that is None instead of a module."""
-    found: Any = module
-    for part in name.split(".")[:-1]:
-        found = getattr(found, part, module)
-        if not isinstance(found, nn.Module) or found is module:
-            return found is None
-    return False
 
 
 def load_tensors_of(
@@ -221,25 +185,62 @@ def load_tensors_of(
     *,
     strict: bool = True,
     assign: bool = False,
-    may_lack: Callable[[str], bool] | None = None,
+    may_lack: Callable[[str], bool] = lambda name: False,
 ) -> None:
     """Call the module's `load_state_dict`, and name what does not fit.
 
     One that the module replaces may take no `assign`, as torch's did once, and may return nothing.
+
+    Args:
+        source: where the weights come from, for messages.
+        may_lack: whether the source may lack the weight of a name, which then stays as it is.
+
+    Raises:
+        ConfigError: names or sizes differ from the module's. With strict=False only sizes are
+            compared.
     """
-    options: dict[str, Any] = (
-        {"assign": True} if assign and _takes(module.load_state_dict, "assign") else {}
-    )
+    assigns = assign and _takes(module.load_state_dict, "assign")
+    options: dict[str, Any] = {"strict": False} | ({"assign": True} if assigns else {})
     try:
-        missing, surplus = module.load_state_dict(weights, strict=False, **options) or ([], [])
+        missing, surplus = module.load_state_dict(weights, **options) or ([], [])
     except RuntimeError as error:  # sizes; torch compares them whether strict or not
-        raise ConfigError(misfit.of_load_state_dict(source, error)) from None
-    missing = [name for name in missing if may_lack is None or not may_lack(name)]
-    if strict and (missing or surplus):
-        raise ConfigError(misfit.another_model(source, sorted(missing), sorted(surplus)))
+        wrong = [f"{name} is ({a}) there and ({b}) here" for name, a, b in
+                 _OTHER_SIZE.findall(str(error))]  # fmt: skip
+        raise ConfigError(
+            f"{source} holds weights of other sizes: {_few(wrong)}. Give the model the sizes that "
+            "it was trained with."
+            if wrong
+            else f"{source} does not fit the model. {error}"
+        ) from None
+    if strict:
+        _check_names(source, [name for name in missing if not may_lack(name)], surplus)
 
 
-def _weight_names(saved: dict[str, Any]) -> set[str]:
+def check_names(
+    checkpoint: Path, saved: Iterable[str], own: Sequence[str], *, may_lack: Iterable[str]
+) -> None:
+    """Raise ConfigError if a checkpoint does not hold the weights of all ranks' `own` names, but
+    for `may_lack`.
+    """
+    lacking = {*own}.difference(saved, may_lack)
+    _check_names(checkpoint, lacking, _weight_names(saved) - _names_of_all_ranks(own))
+
+
+def _check_names(source: Path, missing: Iterable[str], surplus: Iterable[str]) -> None:
+    if missing or surplus:
+        raise ConfigError(
+            f"{source} holds another model's weights. "
+            f"Not in the checkpoint: {_few(sorted(missing))}. "
+            f"Not in the model: {_few(sorted(surplus))}."
+        )
+
+
+def _few(names: Sequence[str], *, limit: int = 5) -> str:
+    shown = ", ".join(names[:limit]) or "nothing"
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def _weight_names(saved: Iterable[str]) -> set[str]:
     return {name for name in saved if not name.startswith(RESERVED)}
 
 
@@ -252,17 +253,12 @@ def flags(module: nn.Module) -> dict[str, bool]:
     """Return which weights are trained and which layers keep running statistics: what freezing a
     part changes.
     """
-    trained = {
-        f"{name}.requires_grad": param.requires_grad for name, param in module.named_parameters()
-    }
     layers = {
-        name: getattr(layer, "track_running_stats", None) for name, layer in module.named_modules()
+        f"{name}.track_running_stats": getattr(layer, "track_running_stats", None)
+        for name, layer in module.named_modules()
     }
-    return trained | {
-        f"{name}.track_running_stats": kept
-        for name, kept in layers.items()
-        if isinstance(kept, bool)
-    }
+    trained = {f"{name}.requires_grad": p.requires_grad for name, p in module.named_parameters()}
+    return trained | {name: kept for name, kept in layers.items() if isinstance(kept, bool)}
 
 
 def set_flags(module: nn.Module, changed: Mapping[str, bool]) -> None:
@@ -272,6 +268,50 @@ def set_flags(module: nn.Module, changed: Mapping[str, bool]) -> None:
         owner, _, flag = name.rpartition(".")
         if owner in owners:
             setattr(owners[owner], flag, value)
+
+
+# ---------------------------------------------------------------- buffers that change their size
+def buffer_sizes(module: nn.Module) -> Sizes:
+    """Return the sizes of all buffers; None of one that has no value yet."""
+    return {
+        name: None if buffer is None else tuple(buffer.shape)
+        for name, buffer in _buffers(module).items()
+    }
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the buffers by name, also those that are None; one that several modules share by its
+    first name.
+    """
+    found, seen = {}, set()
+    for path, part in module.named_modules():
+        for key, buffer in part._buffers.items():
+            if buffer is None or id(buffer) not in seen:
+                found[f"{path}.{key}" if path else key] = buffer
+                seen.add(id(buffer))
+    return found
+
+
+def resized_buffers(module: nn.Module, first: Sizes) -> list[str]:
+    """Return the names of the buffers that do not have the sizes that they had at `first`."""
+    return [name for name, size in buffer_sizes(module).items() if first.get(name, size) != size]
+
+
+def resize_buffers(checkpoint: Path, module: L.LightningModule, names: Iterable[str]) -> None:
+    """Give these buffers the sizes that they had when the checkpoint was saved.
+
+    None to those that it does not have.
+    """
+    own, kept = _buffers(module), nn.Module.state_dict(module).keys()
+    for name in [name for name in names if name in own]:
+        value, facts = own[name], storage.read_metadata(checkpoint).state_dict_metadata.get(name)
+        if isinstance(facts, TensorStorageMetadata):
+            like = torch.empty(0, dtype=facts.properties.dtype, device=module.device)
+            value = (like if value is None else value).new_empty(facts.size)
+        elif name in kept:
+            value = None
+        owner, _, key = name.rpartition(".")
+        setattr(module.get_submodule(owner), key, value)
 
 
 # ---------------------------------------------------------------- reading checkpoints
@@ -311,10 +351,8 @@ def load_full_state_dict(checkpoint: Path | str, *, prefix: str = "") -> dict[st
     checkpoint = resume.to_path(checkpoint)
     saved = storage.read_metadata(checkpoint).state_dict_metadata
     wanted = [n for n in saved if (n.startswith(prefix) if prefix else not n.startswith(RESERVED))]
-    return {
-        name.removeprefix(prefix): value
-        for name, value in load_tensors(checkpoint, wanted, saved).items()
-    }
+    loaded = load_tensors(checkpoint, wanted, saved)
+    return {name.removeprefix(prefix): value for name, value in loaded.items()}
 
 
 def load_tensors(checkpoint: Path, names: Iterable[str], saved: dict[str, Any]) -> dict[str, Any]:
@@ -327,20 +365,3 @@ def load_tensors(checkpoint: Path, names: Iterable[str], saved: dict[str, Any]) 
     }
     storage.read_tensors(checkpoint, state, alone=True)
     return state
-
-
-# ---------------------------------------------------------------- mismatches, reported by name
-def check_names(
-    checkpoint: Path, saved: dict[str, Any], names: list[str], *, may_lack: Set[str]
-) -> None:
-    """Raise ConfigError if a checkpoint does not hold the weights of all ranks' `names`, but for
-    `may_lack`.
-    """
-    missing = sorted(set(names) - saved.keys() - may_lack)
-    surplus = sorted(_weight_names(saved) - _names_of_all_ranks(names))
-    if missing or surplus:
-        raise ConfigError(misfit.another_model(checkpoint, missing, surplus))
-
-
-def _size_of(entry: Any) -> tuple[int, ...] | None:
-    return tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None

@@ -1,10 +1,5 @@
-"""How a checkpoint is written and read: a directory is complete or not there, and reading it never
-runs its code.
-
-On a file system everything is written into `<name>.part`, which is renamed once its manifest is
-written. An object
-store cannot rename: there the files get their final names at once, and the manifest, written last,
-completes them.
+"""How checkpoints are read: complete ones only, without running code in them, also while a run that
+trains removes some.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -18,91 +13,39 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as RemoteFileSystem
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
 from armature.checkpoint import directory
-from armature.checkpoint.hashing import HashingFileSystem
 from armature.errors import ConfigError
 from armature.parallel import process_group
 
 log = logging.getLogger(__name__)
-_TRIES = 10  # to find a checkpoint that a run that trains does not remove meanwhile
 
 
-def prepare(checkpoint: Path, meta: dict[str, Any]) -> Path:
-    """Create a directory to write into, with meta.pt in it, and return it. Called by all ranks."""
-    part = directory.part_of(checkpoint)
-
-    def create() -> None:
-        directory.remove(part)
-        part.mkdir(parents=True)
-        write_plain(part / directory.META, meta)
-        read_meta(part)  # what cannot be loaded is no checkpoint: better an error now
-
-    with directory.errors_of_store(checkpoint):
-        process_group.on_rank_0(create)
-    return part
-
-
-def complete(
-    part: Path,
-    checkpoint: Path,
-    entries: dict[str, Any],
-    *,
-    written: directory.FileEntries,
-    group: dist.ProcessGroup | None = None,
-) -> None:
-    """Write the manifest of what all ranks have written, and publish the directory.
-
-    Called by all ranks.
-
-    `written` describes files of this rank, which are not read again.
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Raise torch's error of many lines as an OSError of one; torch's does not derive from
+    Exception either.
     """
-    rank, ranks = process_group.rank(), process_group.ranks()
-
-    def describe_own() -> directory.FileEntries:
-        for name, entry in written.items():
-            if (size := (part / name).stat().st_size) != entry["bytes"]:
-                raise OSError(
-                    f"{part / name} has {size} bytes, but {entry['bytes']} were written to it"
-                )
-        return written | (directory.describe(part, [directory.META]) if rank == 0 else {})
-
-    described = process_group.on_all_ranks(describe_own, group=group)
-
-    def publish() -> None:
-        files = {name: entry for of_rank in described for name, entry in of_rank.items()}
-        # another machine may have written to a disk of its own
-        if (
-            directory.is_local(part)
-            and (problem := directory.files_problem(part, files)) is not None
-        ):
-            raise OSError(
-                f"{part}: {problem}, as rank 0 sees it. All machines must share this folder"
-            )
-        directory.write_manifest(part, files, {"world_size": ranks, **entries})
-        directory.publish(part, checkpoint)
-
-    process_group.on_rank_0(publish, group=group)
-
-
-def failure(error: CheckpointException) -> OSError:
-    """Return torch's error of many lines as one line; torch's does not derive from Exception
-    either.
-    """
-    rank, (cause, _) = next(iter(error.failures.items()))
-    return OSError(f"rank {rank} failed: {type(cause).__name__}: {cause}")
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        if isinstance(cause, _REFUSED):
+            raise cause from error
+        raise OSError(f"rank {rank} failed: {type(cause).__name__}: {cause}") from error
 
 
 def first_intact(checkpoints: list[Path], *, trust: bool = False) -> Path | None:
@@ -113,32 +56,25 @@ def first_intact(checkpoints: list[Path], *, trust: bool = False) -> Path | None
     Args:
         trust: accept a directory without a manifest.
     """
-    problems: dict[Path, str] = {}
-    share = (process_group.rank(), process_group.ranks())
+    problems: list[str] = []
     for path in process_group.broadcast_object(checkpoints):
-        # one of Lightning's, which no manifest describes
-        if process_group.broadcast_object(directory.is_file(path)):
+        # rank 0 looks for all: another rank may not see a new file yet
+        if process_group.broadcast_object(
+            directory.is_file(path) or (trust and directory.read_manifest(path) is None)
+        ):
             return path
         problem = process_group.broadcast_object(directory.problem(path))
         if problem is None:
-            found = process_group.on_all_ranks(
-                lambda path=path: directory.checksum_problem(path, share=share)
-            )
-            problem = next((text for text in found if text is not None), None)
-        elif trust and directory.read_manifest(path) is None:
-            return path
+            share = (process_group.rank(), process_group.ranks())
+            found = process_group.all_gather_object(directory.checksum_problem(path, share=share))
+            problem = next(filter(None, found), None)
         if problem is None:
             return path
-        problems[path] = problem
+        problems.append(f"{path}: {problem}.")
         if process_group.rank() == 0:
             log.warning("Checkpoint %s is skipped: %s.", path, problem)
     if problems:
-        remedy = (
-            "Restore one of them from a copy, or name another."
-            if len(problems) > 1
-            else "Restore it from a copy."
-        )
-        raise ConfigError([*(f"{path}: {problem}." for path, problem in problems.items()), remedy])
+        raise ConfigError([*problems, "Restore one from a copy, or name another."])
     return None
 
 
@@ -146,15 +82,13 @@ def intact_beside_training(find: Callable[[], list[Path]], *, trust: bool = Fals
     """Return `first_intact` of the checkpoints that `find` lists, again if a run that trains has
     removed some.
     """
-    found: list[Path] = []
-    for _ in range(_TRIES):
+    while True:
         found = find()
         try:
             return first_intact(found, trust=trust)
         except ConfigError:
             if found == find():
                 raise
-    raise removed(found[0].name)
 
 
 @contextmanager
@@ -172,12 +106,11 @@ def reading_beside_training(checkpoint: Path) -> Iterator[None]:
 def removed(name: str) -> ConfigError:
     return ConfigError(
         f"{name} was removed while it was read: its run trains on and keeps only its newest "
-        "checkpoints "
-        "(checkpoint.keep_last). Type the command again."
+        "checkpoints (checkpoint.keep_last). Type the command again."
     )
 
 
-# ---------------------------------------------------------------- reading and writing tensors
+# ---------------------------------------------------------------- tensors
 @contextmanager
 def expect_single_process() -> Iterator[None]:
     """Silence torch's warning about saving and loading without a process group, as one process does
@@ -188,58 +121,23 @@ def expect_single_process() -> Iterator[None]:
         yield
 
 
-def writer(part: Path) -> tuple[dcp.FileSystemWriter, directory.FileEntries]:
-    """Return torch's writer, and what will describe the files that it has written."""
-    options: dict[str, Any] = getattr(part, "storage_options", {})
-    writer: Any = (
-        dcp.FileSystemWriter(part)
-        if directory.is_local(part)
-        else FsspecWriter(str(part), **options)
-    )
-    writer.fs = hashed = HashingFileSystem(writer.fs)
-    return writer, hashed.written
-
-
-class SavePlanner(DefaultSavePlanner):
-    """torch's planner for a flat dict of tensors and plain values.
-
-    Args:
-        keeps: name of the plan to keep for the next save: ranks whose part has not changed send
-            nothing, and rank 0 plans anew only for what has. None: no plan is kept.
-    """
-
-    def __init__(self, *, keeps: str | None) -> None:
-        super().__init__(
-            flatten_state_dict=False,
-            flatten_sharded_tensors=False,
-            enable_plan_caching=keeps is not None,
-        )
-        # torch keeps plans by class; another writer's may be of other ranks
-        self._cached_plans_key = keeps or ""
-
-
 def read_tensors(checkpoint: Path, state: dict[str, Any], *, alone: bool = False) -> None:
     """Fill the tensors of `state` from a checkpoint.
 
     Called by all ranks, or by one of them `alone`.
     """
-    with expect_single_process():
-        try:
-            no_dist = alone or not dist.is_initialized()
+    try:
+        with expect_single_process(), one_line_errors():
             dcp.load(
                 state,
-                storage_reader=_reader(checkpoint),
+                storage_reader=_Reader(checkpoint),
                 planner=_PlainValuePlanner(),
-                no_dist=no_dist,
+                no_dist=alone or not dist.is_initialized(),
             )
-        except CheckpointException as error:
-            causes = [cause for cause, _ in error.failures.values()]
-            if any(isinstance(cause, pickle.UnpicklingError | EOFError) for cause in causes):
-                raise ConfigError(
-                    f"{checkpoint}: its tensors cannot be read. Restore it from a copy."
-                ) from error
-            refused = [cause for cause in causes if isinstance(cause, ConfigError)]
-            raise (refused[0] if refused else failure(error)) from error
+    except (pickle.UnpicklingError, EOFError) as error:
+        raise ConfigError(
+            f"{checkpoint}: its tensors cannot be read. Restore it from a copy."
+        ) from error
 
 
 def keep_metadata(checkpoint: Path) -> None:
@@ -247,10 +145,8 @@ def keep_metadata(checkpoint: Path) -> None:
 
     Called by all ranks. The index of a large model on many ranks takes seconds to parse.
     """
-    reader: Any = _reader(checkpoint)
-    path = str(reader._get_metadata_path())
-    if path not in _kept:
-        _kept[path] = process_group.on_rank_0(reader.read_metadata)
+    if checkpoint not in _kept:
+        _kept[checkpoint] = process_group.on_rank_0(partial(read_metadata, checkpoint))
 
 
 def forget_metadata() -> None:
@@ -260,12 +156,11 @@ def forget_metadata() -> None:
 def read_metadata(checkpoint: Path) -> Metadata:
     """Return the names, sizes and types of a checkpoint's tensors."""
     if not (checkpoint / directory.TENSOR_INDEX).is_file():
-        raise FileNotFoundError(
-            f"{checkpoint}: no checkpoint (it holds no {directory.TENSOR_INDEX})."
-        )
-    return _reader(checkpoint).read_metadata()
+        raise ConfigError(f"{checkpoint}: no checkpoint (it holds no {directory.TENSOR_INDEX}).")
+    return _Reader(checkpoint).read_metadata()
 
 
+# ---------------------------------------------------------------- plain values
 def read_meta(checkpoint: Path) -> dict[str, Any]:
     """Return what a checkpoint holds beside tensors.
 
@@ -315,44 +210,34 @@ def loaded(value: bytes) -> Any:
 
 
 def _load(stream: Any, name: str) -> Any:
+    with refusing(name), warnings.catch_warnings():
+        # of a file that is refused anyway
+        warnings.filterwarnings("ignore", message="Detected pickle protocol")
+        return torch.load(stream, map_location="cpu", weights_only=True)
+
+
+@contextmanager
+def refusing(name: str) -> Iterator[None]:
+    """Raise ConfigError for what torch and pickle raise for a damaged file, or for code in it."""
     try:
-        with warnings.catch_warnings():
-            # of a file that is refused anyway
-            warnings.filterwarnings("ignore", message="Detected pickle protocol")
-            return torch.load(stream, map_location="cpu", weights_only=True)
-    except (
-        pickle.UnpicklingError,
-        EOFError,
-        RuntimeError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-    ) as error:
-        raise ConfigError(f"{name}: {_refusal(error)}") from None
+        yield
+    except _DAMAGES as error:
+        found = re.search(r"GLOBAL ([\w.]*\w)|^([a-z_]\w*\.[\w.]+)$", str(error), re.IGNORECASE)
+        if found is None:
+            raise ConfigError(
+                f"{name}: it cannot be read: it is damaged, or not what torch.save writes. "
+                "Restore it from a copy."
+            ) from None
+        raise ConfigError(
+            f"{name}: refused, since it holds more than tensors and plain values, which would run "
+            f"as code on loading ({next(filter(None, found.groups()))})."
+        ) from None
 
 
-def _refusal(error: Exception) -> str:
-    found = re.search(r"GLOBAL ([\w.]*\w)|^([a-z_]\w*\.[\w.]+)$", str(error), re.IGNORECASE)
-    if found is None:
-        return (
-            "it cannot be read: it is damaged, or not what torch.save writes. Restore it from "
-            "a copy."
-        )
-    cause = next(filter(None, found.groups()))
-    return (
-        "refused, since it holds more than tensors and plain values, which would run as code "
-        f"on loading ({cause})."
-    )
-
-
-def _reader(checkpoint: Path) -> dcp.FileSystemReader:
-    if directory.is_local(checkpoint):
-        return _Reader(checkpoint)
-    return _RemoteReader(str(checkpoint), **checkpoint.storage_options)  # pyright: ignore[reportReturnType, reportAttributeAccessIssue]
-
-
-_kept: dict[str, Metadata] = {}
+_REFUSED = (ConfigError, pickle.UnpicklingError, EOFError)
+_DAMAGES = (pickle.UnpicklingError, EOFError, RuntimeError, ValueError, LookupError, TypeError,
+            AttributeError)  # fmt: skip
+_kept: dict[Path, Metadata] = {}
 _METADATA_CLASSES = {  # by module: what .metadata may name
     "torch.distributed.checkpoint.metadata": {
         "Metadata",
@@ -383,41 +268,31 @@ class _MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-class _PlainMetadataReader:
-    """Read .metadata with `_MetadataUnpickler` instead of pickle.load."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = self._get_metadata_path(kwargs.get("rank"))  # pyright: ignore[reportAttributeAccessIssue]
-        if str(path) in _kept:
-            return _kept[str(path)]
-        with self.fs.create_stream(path, "rb") as file:  # pyright: ignore[reportAttributeAccessIssue]
-            try:
-                metadata = _MetadataUnpickler(file).load()
-            except (
-                pickle.UnpicklingError,
-                EOFError,
-                ValueError,
-                TypeError,
-                AttributeError,
-                IndexError,
-            ) as error:
-                raise ConfigError(f"{path}: {_refusal(error)}") from None
-        if not isinstance(metadata, Metadata):
-            raise ConfigError(
-                f"{path}: it holds a {type(metadata).__name__}, not an index of tensors. Restore "
-                "it."
-            )
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id  # pyright: ignore[reportAttributeAccessIssue]
-        return metadata
+def use_object_store(torchs: Any, path: Path) -> None:
+    """Let a reader or writer of torch's use the object store that a path is in, if it is in one."""
+    if not directory.is_local(path):
+        torchs.fs, options = RemoteFileSystem(), path.storage_options  # pyright: ignore[reportAttributeAccessIssue]
+        torchs.path = torchs.fs.init_path(str(path), **options)
 
 
-class _Reader(_PlainMetadataReader, dcp.FileSystemReader):
+class _Reader(dcp.FileSystemReader):
     """torch's reader, but .metadata cannot run code."""
 
+    def __init__(self, checkpoint: Path) -> None:
+        super().__init__(str(checkpoint))
+        use_object_store(self, checkpoint)
+        self._checkpoint = checkpoint
 
-class _RemoteReader(_PlainMetadataReader, FsspecReader):
-    """The same for object stores."""
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._checkpoint in _kept:
+            return _kept[self._checkpoint]
+        name = str(self._checkpoint / directory.TENSOR_INDEX)
+        with self.fs.create_stream(name, "rb") as file, refusing(name):
+            metadata = _MetadataUnpickler(file).load()
+            if not isinstance(metadata, Metadata):
+                raise TypeError(type(metadata).__name__)
+        return metadata
 
 
 class _PlainValuePlanner(DefaultLoadPlanner):

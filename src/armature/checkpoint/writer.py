@@ -1,22 +1,32 @@
-"""The writer of a run's checkpoints: in the foreground, or in a thread while training continues."""
+"""The writer of a run's checkpoints: in the foreground, or in a thread while training continues.
+
+A directory is complete or not there. On a file system everything is written into `<name>.part`,
+which is renamed once its manifest is written. An object store cannot rename: there the files get
+their final names at once, and the manifest, written last, completes them.
+"""
 
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 import itertools
 import logging
-import threading
-from collections.abc import Callable
+import os
+import zlib
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor
+from torch.serialization import get_crc32_options, set_crc32_options
+from typing_extensions import override
 
 from armature.checkpoint import directory, storage
 from armature.parallel import process_group
@@ -54,7 +64,7 @@ class CheckpointWriter:
         self.background, self.entries, self.on_saved = background, entries or {}, on_saved
         self._plan = f"{next(_NUMBERS)}" if keeps_plan else None
         self._group: dist.ProcessGroup | None = None
-        self._pending: Future[None] | None = None
+        self._pending: Future[Any] | None = None
         self._stager: BlockingAsyncStager | None = None
         self._staged: dict[str, Any] = {}  # the sizes and types that the stager's memory is for
 
@@ -77,79 +87,40 @@ class CheckpointWriter:
         self.finish()
         if self.background and self._group is None and dist.is_initialized():
             self._group = dist.new_group(backend="gloo")  # pyright: ignore[reportAttributeAccessIssue]
-        entries = (entries or {}) | self.entries
-        part = storage.prepare(checkpoint, meta)
-        writer, written = storage.writer(part)
-        complete = partial(self._complete, checkpoint, part, entries, written)
-        if self.background:
-            self._write_in_background(writer, tensors, complete)
-            return
-        with storage.expect_single_process():
-            try:
-                dcp.save(
-                    tensors,
-                    storage_writer=writer,
-                    planner=storage.SavePlanner(keeps=self._plan),
-                    no_dist=not dist.is_initialized(),
-                )
-            except CheckpointException as error:
-                raise storage.failure(error) from error
-        complete()
+        part = directory.part_of(checkpoint)
+        with directory.errors_of_store(checkpoint):
+            process_group.on_rank_0(partial(_create, part, meta))
+        complete = partial(self._complete, part, checkpoint, (entries or {}) | self.entries)
+        options: dict[str, Any] = {
+            "storage_writer": _Writer(part, complete),
+            "planner": _SavePlanner(keeps=self._plan),
+            "process_group": self._group,
+            "no_dist": not dist.is_initialized(),
+        }
+        with storage.expect_single_process(), storage.one_line_errors():
+            if self.background:
+                stager = self._pinned_stager(tensors) if _are_on_gpu(tensors) else None
+                tensors = {name: _copy_if_missed(value) for name, value in tensors.items()}
+                self._pending = dcp.async_save(tensors, async_stager=stager, **options)  # pyright: ignore[reportAttributeAccessIssue]
+            else:
+                dcp.save(tensors, **options)
 
     def finish(self) -> None:
-        """Wait until the pending save is complete on all ranks, which all call this.
+        """Wait until the pending save is complete on all ranks. OSError on all if it failed on any.
 
-        OSError if it failed on any.
+        Called by all ranks.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            process_group.on_all_ranks(pending.result)
+            with storage.one_line_errors():
+                pending.result()
 
     def wait(self) -> None:
-        """Wait for the pending save without the other ranks, and log its error.
-
-        For a rank that fails.
-        """
-        pending, self._pending = self._pending, None
-        if pending is not None and (error := pending.exception()) is not None:
+        """Wait for the pending save, and log its error. For a rank that fails."""
+        try:
+            self.finish()
+        except Exception as error:
             log.error("The last checkpoint could not be saved: %s", error)
-
-    def _write_in_background(
-        self, writer: dcp.FileSystemWriter, tensors: dict[str, Any], complete: Callable[[], None]
-    ) -> None:
-        alone = not dist.is_initialized()
-        writer.per_thread_copy_ahead = 0  # what it writes is in the CPU's memory
-        stager = self._pinned_stager(tensors) if _are_on_gpu(tensors) else None
-        if stager is not None:  # torch's stager keeps a 0-dim DTensor itself instead of a copy
-            tensors = {
-                name: value.detach().clone()
-                if isinstance(value, DTensor) and value.ndim == 0
-                else value
-                for name, value in tensors.items()
-            }
-        with storage.expect_single_process():
-            upload: Any = dcp.async_save(
-                tensors,
-                storage_writer=writer,
-                planner=storage.SavePlanner(keeps=self._plan),
-                async_stager=stager,
-                process_group=self._group,
-                no_dist=alone,
-            )
-        self._pending = pending = Future[None]()
-
-        def wait_and_complete() -> None:
-            try:
-                upload.result()  # every rank's part is on disk, or one's error is raised on all
-                complete()
-                pending.set_result(None)
-            except CheckpointException as error:
-                pending.set_exception(storage.failure(error))
-            except BaseException as error:
-                pending.set_exception(error)
-
-        # in a thread of its own: a callback would run in this one if the upload has ended already
-        threading.Thread(target=wait_and_complete, name="armature-save").start()
 
     def _pinned_stager(self, tensors: dict[str, Any]) -> BlockingAsyncStager:
         """Return what copies a GPU's tensors into pinned memory, which is kept for the next save.
@@ -166,13 +137,136 @@ class CheckpointWriter:
         return self._stager
 
     def _complete(
-        self, checkpoint: Path, part: Path, entries: dict[str, Any], written: directory.FileEntries
+        self, part: Path, checkpoint: Path, entries: dict[str, Any], files: directory.FileEntries
     ) -> None:
-        with directory.errors_of_store(checkpoint):
-            storage.complete(part, checkpoint, entries, written=written, group=self._group)
-            if self.on_saved is not None:
-                process_group.on_rank_0(partial(self.on_saved, checkpoint), group=self._group)
+        """Publish what all ranks have written. On rank 0."""
+        files |= directory.describe(part, [directory.META])
+        directory.forget_listing(part)
+        # another machine may have written to a disk of its own
+        if (problem := directory.files_problem(part, files)) is not None:
+            raise OSError(
+                f"{part}: {problem}, as rank 0 sees it. All machines must share this folder"
+            )
+        entries = {"world_size": process_group.ranks(), **entries}
+        directory.write_manifest(part, files, entries)
+        directory.publish(part, checkpoint)
+        if self.on_saved is not None:
+            self.on_saved(checkpoint)
+
+
+def _create(part: Path, meta: dict[str, Any]) -> None:
+    directory.remove(part)
+    part.mkdir(parents=True)
+    storage.write_plain(part / directory.META, meta)
+    storage.read_meta(part)  # what cannot be loaded is no checkpoint: better an error now
 
 
 def _are_on_gpu(tensors: dict[str, Any]) -> bool:
     return any(getattr(value, "is_cuda", False) for value in tensors.values())
+
+
+def _copy_if_missed(value: Any) -> Any:
+    """Return a copy of a 0-dim DTensor, which torch's stager keeps as it is."""
+    return value.detach().clone() if isinstance(value, DTensor) and value.ndim == 0 else value
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """torch's planner for a flat dict of tensors and plain values.
+
+    Args:
+        keeps: name of the plan to keep for the next save: ranks whose part has not changed send
+            nothing, and rank 0 plans anew only for what has. None: no plan is kept.
+    """
+
+    def __init__(self, *, keeps: str | None) -> None:
+        super().__init__(
+            flatten_state_dict=False,
+            flatten_sharded_tensors=False,
+            enable_plan_caching=keeps is not None,
+        )
+        # torch keeps plans by class; another writer's may be of other ranks
+        self._cached_plans_key = keeps or ""
+
+
+class _Writer(dcp.FileSystemWriter):
+    """torch's writer, which computes checksums while it writes, so that nothing is read back.
+
+    Args:
+        complete: called on rank 0 with size and CRC-32 of all ranks' files by name.
+    """
+
+    def __init__(self, part: Path, complete: Callable[[directory.FileEntries], None]) -> None:
+        super().__init__(str(part))
+        storage.use_object_store(self, part)
+        self.fs = self._hashed = _HashingFileSystem(self.fs)
+        self._complete = complete
+
+    @override
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        written = super().write_data(*args, **kwargs)
+        return written.then(lambda future: (future.value(), self._hashed.written))
+
+    @override
+    def finish(self, metadata: Metadata, results: list[Any]) -> None:
+        super().finish(metadata, [of_rank for of_rank, _ in results])
+        written = [*(files for _, files in results), self._hashed.written]  # with the index
+        self._complete({name: entry for files in written for name, entry in files.items()})
+
+
+class _HashingFileSystem:
+    """The file system of torch's writer, local or remote, which describes the files it has written.
+
+    Attributes:
+        written: size and CRC-32 by name, as `directory.describe` returns them.
+    """
+
+    def __init__(self, file_system: Any) -> None:
+        self._file_system = file_system
+        self.written: directory.FileEntries = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file_system, name)
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        before = get_crc32_options()
+        with self._file_system.create_stream(path, mode) as stream:
+            hashing = _HashingStream(stream)
+            try:
+                set_crc32_options(False)  # of this thread: one checksum is enough
+                yield hashing
+            except RuntimeError as error:  # torch.save's own, for a full disk too
+                raise hashing.error or error from None
+            finally:
+                set_crc32_options(before)
+        name = PurePath(path).name.removesuffix(".tmp")  # the index is renamed
+        self.written[name] = {"bytes": hashing.bytes, "crc32": hashing.crc32}
+
+
+class _HashingStream:
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self.crc32, self.bytes = 0, 0
+        self.error: OSError | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def fileno(self) -> int:
+        """Flush first: torch asks for the number to sync, while the file's end is still in this
+        process's buffer.
+        """
+        number = self._stream.fileno()  # raises for an object store
+        self._stream.flush()
+        return number
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        try:
+            self._stream.write(view)
+        except OSError as error:
+            self.error = error
+            raise
+        self.crc32 = zlib.crc32(view, self.crc32)
+        self.bytes += len(view)
+        return len(view)

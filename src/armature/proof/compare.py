@@ -191,14 +191,22 @@ def compare_checkpoints(reference: Path, other: Path, *, exact: bool) -> dict[st
 
 
 def _read(run: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    from armature.checkpoint import of_ranks, resume, state, storage
+    from torch.utils._pytree import tree_leaves
+
+    from armature.checkpoint import resume, state, storage
 
     path = resume.last_checkpoint(run)
     if path is None:
         return None
     saved = storage.read_metadata(path).state_dict_metadata
-    names = [name for name in saved if not name.startswith(of_ranks.KEY)]
-    return state.load_tensors(path, names, saved), storage.read_meta(path)
+    tensors = state.load_tensors(path, saved, saved)
+    for name in [name for name, value in tensors.items() if isinstance(value, bytes)]:
+        leaves = tree_leaves(storage.loaded(tensors.pop(name)))  # of lists and dicts of tensors
+        tensors |= {
+            f"{name}/{number}": getattr(leaf, "to_dense", lambda leaf=leaf: leaf)()
+            for number, leaf in enumerate(leaves)
+        }
+    return tensors, storage.read_meta(path)
 
 
 def weights_of(run: Path) -> dict[str, Any]:

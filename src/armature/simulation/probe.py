@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from armature.checkpoint import whole_optimizers
+from armature.checkpoint import optimizers
 from armature.parallel import dtensors
 from armature.simulation import deepspeed
 from armature.simulation.meter import Collectives, Meter
@@ -134,7 +134,7 @@ class Probe(L.Callback):
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(self._graded)
         for optimizer in trainer.optimizers:
-            if not whole_optimizers.needs_closure(optimizer):
+            if not optimizers.needs_closure(optimizer):
                 with meter.during("setup", "optimizer state"):
                     _create_state(optimizer)
             self._own_state(optimizer)

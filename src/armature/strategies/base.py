@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
-from armature.checkpoint import buffers, huggingface, optimizers, state, whole_optimizers
+from armature.checkpoint import huggingface, optimizers, state
 from armature.errors import ConfigError
 from armature.finetune import nf4
 from armature.models.adapters import is_adapter
@@ -146,17 +146,17 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         super().setup(trainer)
         for optimizer in self.optimizers:
             # Adafactor computes means over rows and columns of whole weights
-            whole = whole_optimizers.is_saved_whole(optimizer) or isinstance(
+            whole = optimizers.is_saved_whole(optimizer) or isinstance(
                 optimizer, torch.optim.Adafactor
             )
             if whole and not self.saves_files:
-                raise ConfigError(whole_optimizers.needs_whole_model(optimizer))
+                raise ConfigError(optimizers.needs_whole_model(optimizer))
             if isinstance(optimizer, Muon):
                 optimizer.matrix_work = self.matrices()
         self.first_flags, names = state.flags(self.module), state.parameter_names(self.module)
         for optimizer in self.optimizers if trainer.state.fn == TrainerFn.FITTING else ():
             if isinstance(optimizer, Optimizer):  # DeepSpeed's are no Optimizer of torch's
-                whole_optimizers.check(optimizer, names, held=self.module.state_dict())
+                optimizers.check(optimizer, names, held=self.module.state_dict())
         self.built_groups = [*map(optimizers.settings, self.inner_optimizers())]
         if trainer.state.fn == TrainerFn.FITTING:
             if getattr(trainer, "begins_random_streams", False):
@@ -205,7 +205,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         for name, model in models:
             if self.imported[name]:
                 huggingface.read(model, self.imported[name])
-        self.first_sizes = buffers.sizes(self.module)
+        self.first_sizes = state.buffer_sizes(self.module)
         if self.initial_weights is not None:
             self.load_initial_weights(self.initial_weights)
         self.module.__dict__["_armature_built"] = True

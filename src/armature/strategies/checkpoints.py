@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from armature.checkpoint import (
-    buffers,
     directory,
     lightning_file,
     of_ranks,
@@ -25,7 +24,6 @@ from armature.checkpoint import (
     schedules,
     state,
     storage,
-    whole_optimizers,
 )
 from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import ConfigError
@@ -87,7 +85,7 @@ class CheckpointMixin(LayoutMixin):
     random_state: RankRandomState
     bucket_order: BucketOrder
     first_flags: dict[str, bool]
-    first_sizes: buffers.Sizes
+    first_sizes: state.Sizes
     built_groups: Sequence[list[dict[str, Any]]] = ()
     _gradients: dict[Tensor, Tensor] | None = None
     saves_files: bool = False
@@ -138,14 +136,14 @@ class CheckpointMixin(LayoutMixin):
         """
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        if whole_optimizers.is_saved_whole(optimizer):
+        index = self.optimizers.index(optimizer)
+        if optimizers.is_saved_whole(optimizer):
             if not self.saves_files:  # it was not known before
-                raise ConfigError(whole_optimizers.needs_whole_model(optimizer))
-            built = self.built_groups[self.optimizers.index(optimizer)]
-            return {"whole": whole_optimizers.whole_state(optimizer, built)}
-        names, index = state.parameter_names(self.module), self.optimizers.index(optimizer)
+                raise ConfigError(optimizers.needs_whole_model(optimizer))
+            return {"whole": optimizers.whole_state(optimizer, self.built_groups[index])}
+        names = state.parameter_names(self.module)
         # a hook may have unfrozen a weight
-        whole_optimizers.check(optimizer, names, held=self.module.state_dict())
+        optimizers.check(optimizer, names, held=self.module.state_dict())
         of_groups = optimizers.group_names(optimizer, names)
         return {
             "tensors": optimizers.by_weight(optimizer, names, index=index),
@@ -177,19 +175,14 @@ class CheckpointMixin(LayoutMixin):
         if storage_options is None:
             # ModelCheckpoint's holds a metric of this rank
             filepath = process_group.broadcast_object(filepath)
-        path = resume.to_path(filepath)
-        meta, tensors, others = _parts_of(checkpoint)
+        path, (meta, tensors) = resume.to_path(filepath), _parts_of(checkpoint)
         if storage_options is None and self.saves_files and directory.is_named_as_file(path):
-            self._save_file(path, checkpoint, meta, tensors | others.get(state.OTHER, {}))
+            self._save_file(path, checkpoint, meta, tensors)
             return
-        everyones = process_group.all_gather_object(self._own_facts(checkpoint, meta))
-        own, first = everyones[process_group.rank()], everyones[0]
         left_out = self.unchanged_base()
         tensors = {name: value for name, value in tensors.items() if name not in left_out}
-        of_optimizers, whole = self._optimizer_entries(checkpoint)
-        tensors |= self.extra_tensors() | of_optimizers
-        tensors |= of_ranks.entry(meta, own["digests"], first["digests"], layout=self.layout)
-        meta |= others | whole | self._merged(everyones)
+        tensors |= self.extra_tensors() | self._optimizer_tensors(checkpoint)
+        meta |= self._entries(checkpoint, meta)
         entries = {"step": completed_batches(self.module.trainer), "strategy": self.layout}
         entries |= {base.KEY: dict(self.base)} if self.base and self.frozen_base else {}
         (storage_options or CheckpointWriter()).save(path, tensors, meta, entries=entries)
@@ -201,48 +194,51 @@ class CheckpointMixin(LayoutMixin):
         if state.OPTIMIZER in checkpoint:
             own = {state.OPTIMIZER: [optimizer.state_dict() for optimizer in self.optimizers]}
             meta |= plain.plain_checkpoint(own)
-        if SCHEDULES in meta:
-            meta[SCHEDULES] = [*map(schedules.without_held, meta[SCHEDULES])]
-        meta["state_dict"] = weights
+        meta[SCHEDULES] = [*map(schedules.without_held, meta.get(SCHEDULES, ()))]
+        meta["state_dict"] = weights | meta.pop(state.OTHER, {})
         process_group.on_rank_0(partial(lightning_file.write, path, meta))
 
-    def _own_facts(self, checkpoint: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
-        """Return what this rank knows of the modules that it has, and what its hooks save."""
-        first, callbacks = self.first_flags, self.module.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        flags = state.flags(self.module)
-        return {
-            "flags": {name: v for name, v in flags.items() if first.get(name, v) != v},
-            "resized": buffers.resized(self.module, self.first_sizes),
-            "groups": [saved.get("groups", []) for saved in checkpoint.get(state.OPTIMIZER, [])],
-            "digests": of_ranks.digests(meta, callbacks) if self.world_size > 1 else {},
-        }
+    def _optimizer_tensors(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return the optimizers' state by weight, with gradients that the next step may use."""
+        found: dict[str, Any] = {}
+        if self._keeps_gradients and state.OPTIMIZER in checkpoint:
+            found |= state.pending_gradients(self.module)
+        for saved in checkpoint.get(state.OPTIMIZER, ()):
+            found |= saved.get("tensors", {})
+        return found
 
-    def _merged(self, everyones: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return our entries of meta.pt, from the facts of all ranks."""
+    def _entries(self, checkpoint: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
+        """Return our entries of meta.pt, from what all ranks know of the modules that they have,
+        and from what their hooks save.
+        """
+        saved, flags = checkpoint.get(state.OPTIMIZER, ()), state.flags(self.module)
+        callbacks = self.module.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        own = of_ranks.entries(meta, callbacks) if self.world_size > 1 else {}
+        everyones = process_group.all_gather_object(
+            {
+                "flags": {k: v for k, v in flags.items() if self.first_flags.get(k, v) != v},
+                "resized": state.resized_buffers(self.module, self.first_sizes),
+                "groups": [each.get("groups", []) for each in saved],
+                "digests": {place: of_ranks.digest(value) for place, value in own.items()},
+            }
+        )
+        whole = {
+            f"{optimizers.WHOLE}.{index}": each["whole"]
+            for index, each in enumerate(saved)
+            if "whole" in each
+        }
         groups = zip(*(facts["groups"] for facts in everyones), strict=True)
+        digests = [facts["digests"] for facts in everyones]
         return {
-            state.GROUPS: [optimizers.merge_groups([*of_ranks]) for of_ranks in groups],
+            state.GROUPS: [optimizers.merge_groups([*each]) for each in groups],
             optimizers.CLASSES: [*map(optimizers.class_of, self.inner_optimizers())],
             state.RANDOM: self.random_state.gather(self.layout),
             state.FLAGS: {k: v for facts in everyones for k, v in facts["flags"].items()},
             state.BUCKETS: [*self.bucket_order.names],
-            buffers.RESIZED: sorted({name for facts in everyones for name in facts["resized"]}),
+            state.RESIZED: sorted({name for facts in everyones for name in facts["resized"]}),
+            **of_ranks.gather(own, digests, layout=self.layout),
+            **plain.plain_checkpoint(whole),
         }
-
-    def _optimizer_entries(
-        self, checkpoint: dict[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the optimizers' state by weight, with gradients that the next step may use, and
-        the states that are saved whole.
-        """
-        tensors, whole = {}, {}
-        if self._keeps_gradients and state.OPTIMIZER in checkpoint:
-            tensors |= state.pending_gradients(self.module)
-        for index, saved in enumerate(checkpoint.get(state.OPTIMIZER, [])):
-            tensors |= saved.get("tensors", {})
-            if "whole" in saved:
-                whole[f"{whole_optimizers.WHOLE}.{index}"] = saved["whole"]
-        return tensors, plain.plain_checkpoint(whole)
 
     @property
     def _keeps_gradients(self) -> bool:
@@ -296,15 +292,15 @@ class CheckpointMixin(LayoutMixin):
         storage.keep_metadata(path)
         meta = self.load_random_state(plain.restored(storage.read_meta(path)))
         fits = self.module.trainer.state.fn == TrainerFn.FITTING
-        of_ranks.restore(meta, path, layout=self.layout, fits=fits)
+        of_ranks.restore(meta, layout=self.layout, fits=fits)
         meta[state.OPTIMIZER] = [
-            meta.get(f"{whole_optimizers.WHOLE}.{index}", SavedOptimizer(param_groups=groups))
+            meta.get(f"{optimizers.WHOLE}.{index}", SavedOptimizer(param_groups=groups))
             for index, groups in enumerate(meta.get(state.GROUPS, ()))
         ]
         self.bucket_order.names = meta.pop(state.BUCKETS, ())
         # since an older checkpoint was saved
-        grown = buffers.resized(self.module, self.first_sizes)
-        buffers.resize(path, self.module, {*meta.pop(buffers.RESIZED, ()), *grown})
+        grown = state.resized_buffers(self.module, self.first_sizes)
+        state.resize_buffers(path, self.module, {*meta.pop(state.RESIZED, ()), *grown})
         if self._hooks_change_weights or not self.restore_checkpoint_after_setup:
             meta["state_dict"] = self.read_weights(path)
         self._loading = path
@@ -343,7 +339,7 @@ class CheckpointMixin(LayoutMixin):
         grows = fits and bool(epoch_start.users_hooks(self.module.trainer, "on_fit_start"))
         place = partial(state.place_weights, self._source, self.module, weights)
         may_lack = self.from_base.__contains__
-        place(strict=strict and not grows, may_lack=may_lack, drops=not fits)
+        place(strict=strict and not grows, may_lack=may_lack)
         self._place_again = partial(place, strict=strict, may_lack=may_lack) if grows else None
         if self._loading is not None and not fits:
             optimizers.load_optimizers(
@@ -371,7 +367,7 @@ class CheckpointMixin(LayoutMixin):
             self.optimizers, states, self.built_groups, strict=False
         ):
             if not isinstance(given, SavedOptimizer):
-                whole_optimizers.load_whole(optimizer, given, built)
+                optimizers.load_whole(optimizer, given, built)
         self._gradients = optimizers.load_optimizers(
             path,
             self.module,
@@ -403,8 +399,9 @@ class CheckpointMixin(LayoutMixin):
         Adapters that the checkpoint does not have begin anew.
         """
         if not directory.is_file(path):
-            buffers.resize(path, self.module, storage.read_meta(path).get(buffers.RESIZED, ()))
-            state.load_weights(path, self.module, may_lack=self._may_lack, drops=True)
+            state.resize_buffers(path, self.module, storage.read_meta(path).get(state.RESIZED, ()))
+            weights = state.read_weights(path, self.module, in_place=True)
+            state.place_weights(path, self.module, weights, may_lack=self._may_lack)
             return
         checkpoint = lightning_file.read(path)
         self.module.on_load_checkpoint(checkpoint)
@@ -414,18 +411,16 @@ class CheckpointMixin(LayoutMixin):
             checkpoint["state_dict"],
             strict=self.module.strict_loading,
             may_lack=self._may_lack,
-            drops=True,
         )
 
     def _may_lack(self, name: str) -> bool:
         return is_adapter(name) or name in self.from_base
 
 
-def _parts_of(
-    checkpoint: dict[str, Any],
-) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:
-    """Return Lightning's entries made plain, the weights, and what modules keep beside tensors."""
-    weights = checkpoint["state_dict"]
+def _parts_of(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return Lightning's entries made plain, with what modules keep beside tensors, and the
+    weights.
+    """
     rest = {k: v for k, v in checkpoint.items() if k not in ("state_dict", state.OPTIMIZER)}
     if taken := [key for key in rest if str(key).startswith(state.RESERVED)]:
         raise ConfigError(
@@ -434,13 +429,11 @@ def _parts_of(
         )
     if SCHEDULES in rest:
         rest[SCHEDULES] = [*map(schedules.without_objects, rest[SCHEDULES])]
+    weights = checkpoint["state_dict"]
     tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
-    others = {name: value for name, value in weights.items() if name not in tensors}
-    return (
-        plain.plain_checkpoint(rest),
-        tensors,
-        plain.plain_checkpoint({state.OTHER: others} if others else {}),
-    )
+    if others := {name: value for name, value in weights.items() if name not in tensors}:
+        rest[state.OTHER] = others
+    return plain.plain_checkpoint(rest), tensors
 
 
 def _stepped(optimizer: Optimizer) -> set[Tensor]:
@@ -449,5 +442,5 @@ def _stepped(optimizer: Optimizer) -> set[Tensor]:
     """
     own = {param for group in optimizer.param_groups for param in group["params"]}
     # SGD without momentum has none
-    tells = bool(optimizer.state) and not whole_optimizers.is_saved_whole(optimizer)
+    tells = bool(optimizer.state) and not optimizers.is_saved_whole(optimizer)
     return {param for param in own if param in optimizer.state} if tells else own

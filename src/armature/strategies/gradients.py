@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from armature.checkpoint.whole_optimizers import needs_closure
+from armature.checkpoint.optimizers import needs_closure
 from armature.errors import ConfigError
 from armature.parallel import gradients, process_group
 from armature.parallel.scaler import SharedScaler

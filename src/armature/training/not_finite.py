@@ -19,7 +19,7 @@ import torch
 
 from armature import config, files
 from armature.checkpoint import resume
-from armature.checkpoint.whole_optimizers import needs_closure
+from armature.checkpoint.optimizers import needs_closure
 from armature.errors import NotFinite
 from armature.parallel import process_group
 from armature.parallel.gradients import local_part
