@@ -104,12 +104,13 @@ lock: .venv-docs/.installed ## Write constraints.txt anew after a change of requ
 	printf '%s\n' '# Everything but torch in the versions that were tested. make lock writes this file; CONSTRAINTS= ignores it.' \
 		| cat - constraints.txt > .venv-docs/constraints.txt && mv .venv-docs/constraints.txt constraints.txt
 
-docs: .venv-docs/.installed ## Build the pages of docs/ as a site in .site; ARGS=serve shows it while you write
+docs: .venv-docs/.installed $(VENV)/.installed ## Build the pages of docs/ as a site in .site; ARGS=serve shows it while you write
+	$(BIN)/python scripts/reference.py > docs/reference.md
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs $(or $(ARGS),build)
 
 docs-check: .venv-docs/.installed $(VENV)/.installed-dev ## Build the site without a warning, and check the pages and the furniture
+	$(BIN)/python scripts/reference.py > docs/reference.md
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
-	$(BIN)/python scripts/reference.py --check
 	.venv-docs/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	.venv-docs/bin/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
 	.venv-docs/bin/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
@@ -119,7 +120,7 @@ docs-check: .venv-docs/.installed $(VENV)/.installed-dev ## Build the site witho
 	.venv-docs/bin/hadolint Dockerfile
 	$(BIN)/python -m pytest tests/test_docs.py tests/test_readme.py tests/test_furniture.py
 
-bench: $(VENV)/.installed-dev ## Compare training speed with a bare PyTorch loop and others (docs/benchmarks.md)
+bench: $(VENV)/.installed-dev ## Compare training speed with a bare PyTorch loop and others (docs/measured.md)
 	$(BIN)/python -m benchmarks $(ARGS)
 
 test-gpu: $(VENV)/.installed-dev ## On a GPU: run its tests, and benchmark gpt2_124m

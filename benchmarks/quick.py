@@ -146,7 +146,7 @@ def table(rows: list[Row], workload: Workload) -> list[str]:
     return [
         *lines,
         "",
-        "Memory is the peak of one process. What is measured, and how: docs/benchmarks.md",
+        "Memory is the peak of one process. What is measured, and how: docs/measured.md",
     ]
 
 

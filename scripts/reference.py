@@ -1,18 +1,7 @@
-"""Write the configuration reference, docs/reference.md, from the YAML files in configs/ and their
-comments.
+"""Print the page of all configuration keys, from the YAML files in configs/ and their comments."""
 
-python scripts/reference.py            prints it
-python scripts/reference.py --write    writes docs/reference.md
-python scripts/reference.py --check    fails if docs/reference.md differs
-
-A clone's own files need no place on the page: --check compares the files that it shows, and names
-the others.
-"""
-
-import argparse
 import itertools
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +9,7 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFIGS, PAGE = ROOT / "configs", ROOT / "docs" / "reference.md"
+CONFIGS = ROOT / "configs"
 FIRST = (
     "trainer",
     "data",
@@ -33,10 +22,9 @@ FIRST = (
     "task",
 )
 OF_A_CLONE = ("project.name",)  # values that a clone sets
-WRITE = "python scripts/reference.py --write"
 HEAD = """# Configuration
 
-Made by `python scripts/reference.py --write` from the comments in `configs/`.
+Made from the comments in `configs/`.
 `python train.py --cfg job` prints the configuration of a command with all values, and `GROUP=NAME`
 takes another file of a group. A key is typed with its group in front: `trainer.max_steps=100`.
 """
@@ -49,46 +37,10 @@ class Key:
     comment: str
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--write", action="store_true", help="write docs/reference.md")
-    what.add_argument("--check", action="store_true", help="fail if docs/reference.md differs")
-    args = parser.parse_args()
-    if args.write:
-        PAGE.write_text(page(files()), encoding="utf-8")
-    elif not args.check:
-        print(page(files()), end="")
-    else:
-        if missing := [path for path in shown() if not path.exists()]:
-            sys.exit(f"docs/reference.md shows {relative(missing)}, which is missing. Type {WRITE}")
-        if PAGE.read_text(encoding="utf-8") != page(shown()):
-            sys.exit(f"docs/reference.md differs from configs/. Type {WRITE}")
-        if others := [path for path in files() if path not in shown()]:
-            print(
-                "not in docs/reference.md, and need not be if they are your own: "
-                f"{relative(others)}"
-            )
-
-
 def files() -> list[Path]:
     """Return the files of all groups."""
     found = sorted(CONFIGS.glob("*/*.yaml"))  # those in local/ are a user's own, which git ignores
     return [path for path in found if path.parent.name != "local" or path.stem == "example"]
-
-
-def shown() -> list[Path]:
-    """Return the files that the page shows: those that are shipped, without the own ones of a
-    clone.
-    """
-    titles = re.findall(r"^### (\w+)=(\w+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    return [CONFIGS / group / f"{name}.yaml" for group, name in titles]
-
-
-def relative(paths: list[Path]) -> str:
-    return ", ".join(str(path.relative_to(ROOT)) for path in paths)
 
 
 def page(paths: list[Path]) -> str:
@@ -196,4 +148,4 @@ def cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    print(page(files()), end="")

@@ -94,7 +94,7 @@ def main() -> None:
 def report_on(words: list[str]) -> None:
     """Write the page of each run again, or while it trains."""
     from armature import cli, files
-    from armature.launcher import lock, run_state
+    from armature.launcher import lock
     from armature.pages import history, report
 
     paths = [Path(word) for word in words]
@@ -106,7 +106,7 @@ def report_on(words: list[str]) -> None:
     ]:  # fmt: skip
         cli.refuse(problems)
     for path, page in zip(paths, pages, strict=True):
-        running = run_state.is_held(path / lock.NAME)
+        running = lock.is_held(path)
         cli.write_output("", page, report.make(path, running=running))
         print(page)
 

@@ -9,7 +9,7 @@ import torch
 import armature
 from tests import running
 
-pytestmark = [pytest.mark.guarantee, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 PACKAGES = "launch.allowed_packages=[armature,torch.nn,torch.optim,lightning.pytorch,tests]"
 
 

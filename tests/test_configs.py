@@ -17,15 +17,11 @@ from scripts import reference
 from tests.finetune.folders import write_model
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-SHIPPED = (
-    reference.shown()
-)  # a clone's own files have tests of their own: scripts/new.py writes one
+ALL = reference.files()
 FILES = sorted(  # the files of hardware/ are no part of a run: tests/planner/ reads them
-    str(path.relative_to(CONFIGS).with_suffix(""))
-    for path in SHIPPED
-    if path.parent.name != "hardware"
+    str(path.relative_to(CONFIGS).with_suffix("")) for path in ALL if path.parent.name != "hardware"
 )
-EXPERIMENTS = [path for path in SHIPPED if path.parent.name == "experiment"]
+EXPERIMENTS = [path for path in ALL if path.parent.name == "experiment"]
 EXTRA = {  # what a file cannot do without
     "data/text": ["data.path=text/*.txt"],
     "data/streamed": ["data.path=text/*.txt"],

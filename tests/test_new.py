@@ -71,7 +71,6 @@ def test_ruff_accepts_what_it_writes_for_short_and_long_names(name, tmp_path):
         assert result.returncode == 0, result.stdout
 
 
-@pytest.mark.guarantee
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_clone_with_a_model_and_a_name_of_its_own_passes_its_checks(tmp_path):
@@ -88,8 +87,6 @@ def test_a_clone_with_a_model_and_a_name_of_its_own_passes_its_checks(tmp_path):
         re.sub(r"(?m)^project:\n  name: \S+", "project:\n  name: mine", train.read_text())
     )
     assert "name: mine" in train.read_text()
-    page = call("scripts/reference.py", "--check", cwd=tmp_path).stdout
-    assert "configs/data/moons.yaml" in page  # named, but no mistake
     call("-m", "ruff", "check", "--no-cache", ".", cwd=tmp_path)
     call("-m", "ruff", "format", "--check", "--no-cache", ".", cwd=tmp_path)
     data = (

@@ -111,7 +111,6 @@ def test_the_table_of_features_is_the_one_that_is_enforced():
     assert shown == features_table()
 
 
-@pytest.mark.guarantee
 @pytest.mark.slow
 def test_the_example_learns_and_neither_the_strategy_nor_a_copy_changes_it(clone):
     commands = re.findall(

@@ -123,7 +123,7 @@ def assert_every_sample_once_an_epoch(run_dir: Path, *, size: int = 20) -> None:
     ("workers", "kind", "accumulate"),
     [
         pytest.param(0, "mapped", 2, marks=pytest.mark.guarantee),
-        pytest.param(2, "streamed", 2, marks=pytest.mark.guarantee),
+        (2, "streamed", 2),
         (2, "mapped", 1),
         (0, "streamed", 1),
     ],
@@ -279,7 +279,7 @@ def rates(run_dir: Path) -> list[float]:
         ("plateau", None),
     ],
 )
-@pytest.mark.parametrize("at", [[2, 8], pytest.param([5, 6, 10], marks=pytest.mark.guarantee)])
+@pytest.mark.parametrize("at", [[2, 8], [5, 6, 10]])
 def test_schedules_go_on(runs, task, expected, at):
     """One asks the Trainer for the run's length, one moves on an epoch, one follows a metric (of
     steps 3, 6, …).
@@ -306,7 +306,6 @@ def test_averages_over_an_epoch_hold_what_came_before_the_stop(runs, ranks):
     )
 
 
-@pytest.mark.guarantee
 def test_hooks_of_ones_own_draw_and_keep_what_they_would_have(runs):
     straight = runs.straight("task=drawing")
     assert_equal(straight, runs.stopped("task=drawing", at=[3, 4, 5, 7]))
@@ -350,7 +349,6 @@ def test_patience_and_best_so_far_go_on(runs):
     )
 
 
-@pytest.mark.guarantee
 def test_two_ranks_go_on_with_each_ranks_own_random_numbers(runs):
     straight = runs.straight(*DDP, ranks=2)
     resumed = runs.stopped(*DDP, at=[3, 7], ranks=2)

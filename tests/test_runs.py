@@ -2,20 +2,19 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from armature.launcher import lock
 from scripts import runs
 from tests.pages.run_files import write
 
 ROOT = Path(__file__).parents[1]
-CFG = OmegaConf.create({"launch": {"rdzv_endpoint": None}})
 
 
 @pytest.fixture
@@ -39,8 +38,8 @@ def make(tmp_path):
 
 
 def test_runs_of_all_states_are_found_below_a_folder(make, tmp_path):
-    holder = lock.Holder.this_process(CFG)
-    (make("now") / lock.NAME).write_text(holder.text())
+    held = lock.Lock(make("now"))
+    held.acquire()
     make("done", reason="finished")
     make("sweep/0", reason="SIGTERM")
     make("sweep/1")
@@ -48,6 +47,7 @@ def test_runs_of_all_states_are_found_below_a_folder(make, tmp_path):
     assert {name: run.state for name, run in found.items()} == {
         "now": "running", "done": "finished", "0": "stopped (SIGTERM)", "1": "failed",
     }  # fmt: skip
+    held.release()
     assert found["done"].planned_steps == 9
     assert all(run.step == 4 for run in found.values())  # a checkpoint is ahead of the rows on disk
 
@@ -60,12 +60,15 @@ def test_a_later_start_that_has_no_summary_yet_has_failed(make):
 
 def test_the_lock_of_a_dead_process_and_a_silent_one_elsewhere_hold_nothing(make):
     path = make("dead")
-    held = json.loads(lock.Holder.this_process(CFG).text())
-    (path / lock.NAME).write_text(json.dumps(held | {"started": "another"}))
+    held = lock.Lock(path)
+    held.acquire()
+    text = (path / lock.NAME).read_text()
+    held.release()
+    (path / lock.NAME).write_text(text.replace(f"pid={os.getpid()}", "pid=2147483646"))
     assert runs.describe(path).state == "failed"
-    (path / lock.NAME).write_text(json.dumps(held | {"host": "elsewhere"}))
+    (path / lock.NAME).write_text(text.replace(socket.gethostname(), "elsewhere"))
     assert runs.describe(path).state == "running"
-    os.utime(path / lock.NAME, (time.time() - 2 * lock.SILENCE_SECONDS,) * 2)
+    os.utime(path / lock.NAME, (time.time() - 2 * lock.LEASE_SECONDS,) * 2)
     assert runs.describe(path).state == "failed"
 
 

@@ -2,7 +2,7 @@
 metric.
 """
 
-import json
+import socket
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -73,15 +73,11 @@ def hold(folder, number: int) -> None:
     """Lock a run directory as a process of another machine does."""
     run_dir = folder / str(number)
     run_dir.mkdir(parents=True, exist_ok=True)
-    holder = {
-        "host": "elsewhere",
-        "pid": 1,
-        "machine": "m",
-        "started": "1",
-        "job": "",
-        "restart": 0,
-    }
-    (run_dir / lock.NAME).write_text(json.dumps(holder))
+    held = lock.Lock(run_dir)
+    held.acquire()
+    text = (run_dir / lock.NAME).read_text().replace(socket.gethostname(), "elsewhere")
+    held.release()
+    (run_dir / lock.NAME).write_text(text)
 
 
 def test_a_trial_that_ended_before_it_had_values_fails_and_does_not_count(folder):

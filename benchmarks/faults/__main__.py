@@ -1,7 +1,6 @@
 """Break runs in every listed way, under every strategy, and report how they end.
 
     python -m benchmarks.faults            the whole table
-    python -m benchmarks.faults --write    and write it to docs/faults.md
     python -m benchmarks.faults --only sigkill_rank,hang --strategy ddp,fsdp
     python -m benchmarks.faults --parts FILE --strategy ddp
                                            in parts: FILE collects the cells of one table
@@ -72,7 +71,6 @@ def main() -> int:
     parser.add_argument(
         "--parts", type=Path, metavar="FILE", help="collect cells here, for a table in parts"
     )
-    parser.add_argument("--write", action="store_true", help="write the tables into docs/faults.md")
     parser.add_argument(
         "--tail", type=int, default=1500, help="characters of a failed cell's output to show"
     )
@@ -106,18 +104,14 @@ def random_moments(args: argparse.Namespace, session: Session) -> bool:
         "secrets": lambda: trials.with_secret(session),
     }
     ended_well = True
-    for section, make in asked.items():
+    for make in asked.values():
         if not make:
             continue
         started = time.monotonic()
         summary = make()
         seconds = time.monotonic() - started
-        print(
-            "\n".join(["", *summary.problems, str(summary), f"{seconds / 60:.1f} min"]), flush=True
-        )
+        print("\n".join(["", report.heading(seconds), *summary.problems, str(summary)]), flush=True)
         ended_well = ended_well and not summary.problems
-        if args.write and section != "secrets":
-            report.write(section, f"{report.heading(seconds)}\n\n{summary}")
     return ended_well
 
 
@@ -177,11 +171,9 @@ def matrix(args: argparse.Namespace, session: Session) -> bool:
     ours = [result for result in cells if not COLUMNS[result.column].stock]
     held = sum(result.ok for result in ours)
     print(
-        f"\n{table}\n\n{secret}\n\n{held} of {len(ours)} cells of ours held, {seconds / 60:.1f} min"
+        f"\n{report.heading(seconds)}\n\n{table}\n\n{secret}\n\n"
+        f"{held} of {len(ours)} cells of ours held"
     )
-    if args.write:
-        report.write("matrix", f"{report.heading(seconds)}\n\n{table}")
-        report.write("secrets", str(secret))
     return held == len(ours) and not secret.problems
 
 

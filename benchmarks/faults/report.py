@@ -1,4 +1,4 @@
-"""The tables of docs/faults.md."""
+"""The tables of `python -m benchmarks.faults`."""
 
 import json
 import os
@@ -9,11 +9,8 @@ from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks.faults import tiny_run
 from benchmarks.faults.cells import Column
 from benchmarks.faults.matrix import Cell, Fault
-
-PAGE = tiny_run.ROOT / "docs" / "faults.md"
 
 
 def table(cells: Sequence[Cell], faults: Sequence[Fault], columns: Sequence[Column]) -> str:
@@ -59,14 +56,3 @@ def processor() -> str:
             (line.split(":")[1].strip() for line in file if line.startswith("model name")),
             platform.machine(),
         )
-
-
-def write(section: str, text: str) -> None:
-    """Replace the text between `<!-- section: begin -->` and `<!-- section: end -->`."""
-    page = PAGE.read_text(encoding="utf-8")
-    begin, end = f"<!-- {section}: begin -->", f"<!-- {section}: end -->"
-    before, _, rest = page.partition(begin)
-    _, _, after = rest.partition(end)
-    assert rest, f"{PAGE} has no {begin}"
-    assert after, f"{PAGE} has no {end}"
-    PAGE.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
     from omegaconf import DictConfig
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 
 if "hydra" in sys.modules:  # so that Hydra's own compose("train") works in a notebook
     from armature import config

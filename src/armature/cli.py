@@ -82,10 +82,9 @@ def run(
         refuse(["The current directory has been deleted. Type cd and a folder that exists."])
     # garbage collection during imports takes a quarter of the start; the worker enables it again
     gc.disable()
-    if "OMP_WAIT_POLICY" not in os.environ:
-        # how long an idle OpenMP thread spins before it sleeps: the default takes cores from busy
-        # threads
-        os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    # an idle OpenMP thread sleeps at once: one that spins takes its core from whoever has work, and
+    # two busy programs then slow each other down severalfold
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     _load_env(Path.cwd() / ".env")
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     # Hydra then raises its exceptions instead of printing and exiting

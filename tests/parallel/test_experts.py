@@ -77,7 +77,7 @@ def test_mixture_trains_as_in_one_process(name: str) -> None:
     ("saved", "resumed"),
     [
         (MIXTURES["mixture, fsdp 4, expert 4"], MIXTURES["mixture, fsdp 2 × tensor 2, expert 2"]),
-        pytest.param(MIXTURES["mixture, fsdp 2, expert 2"], CONTEXT, marks=pytest.mark.guarantee),
+        (MIXTURES["mixture, fsdp 2, expert 2"], CONTEXT),
         (MIXTURES["mixture, deepspeed 3 at 2"], MIXTURES["mixture, fsdp 2, expert 2"]),
     ],
     ids=["fsdp to tensor", "expert to context", "ZeRO-3 to expert"],

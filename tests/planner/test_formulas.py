@@ -112,7 +112,7 @@ SHORT = {"kind": "single", "context": 2048, "accumulate": 4}
 def test_adapters_of_8b_took_up_to_a_gib_more_on_an_h100(
     adapters: dict[str, Any], measured_gib: float
 ) -> None:
-    """docs/gpus.md: all blocks recomputed, in eager mode, 2,048 tokens, four micro-batches of one
+    """docs/measured.md: all blocks recomputed, in eager mode, 2,048 tokens, four micro-batches of one
     sample.
     """
     setup = Setup(

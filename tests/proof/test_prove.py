@@ -64,15 +64,15 @@ def test_a_plain_module_is_proved_under_stops_and_layouts(call, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.guarantee
 @pytest.mark.parametrize(
     ("leak", "words", "where", "cause"),
     [
-        (
+        pytest.param(
             "DrawsItsOwn",
             ["--layouts", "none"],
             r"single 1, stopped at 2: step 3: the input of net \(Sequential\), which training_step",
             r"something that no checkpoint holds: a draw from a generator of its own",
+            marks=pytest.mark.guarantee,
         ),
         (
             "Iterates",
@@ -80,11 +80,12 @@ def test_a_plain_module_is_proved_under_stops_and_layouts(call, tmp_path):
             r"single 1, stopped at 2: step 3: the loss, which training_step computes",
             r"something that no checkpoint holds: a draw from a generator of its own, the",
         ),
-        (
+        pytest.param(
             "OwnValue",
             ["--layouts", "ddp:2"],
             r"ddp 2: step 1: the loss, which training_step computes from outputs that agree",
             r"a value of this rank's batch alone",
+            marks=pytest.mark.guarantee,
         ),
         (
             "MeanOfMeans",

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from armature.doctor import finding, launch
 from armature.doctor.finding import Finding, listed, listed_ranks
 from armature.errors import own_frames
-from armature.launcher import environment, lock
+from armature.launcher import environment
 
 POLL_SECONDS = 0.5
 COLLECT_SECONDS = 2.0  # that the reporting rank waits for the others' stacks after a deadline
@@ -318,10 +318,14 @@ def meet(
 
 
 def _machine() -> str:
-    """Return an identity of this machine, or of this container with a network of its own."""
+    """Return an identity of this machine since its start, or of this container."""
+    parts = [socket.gethostname()]
+    for name in ("pid", "net"):
+        with suppress(OSError):
+            parts.append(os.readlink(f"/proc/self/ns/{name}"))
     with suppress(OSError):
-        return f"{lock.machine()} {os.readlink('/proc/self/ns/net')}"
-    return lock.machine()
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    return " ".join(parts)
 
 
 def host_names(present: Mapping[int, Mapping[str, Any]], *, ranks: int) -> list[str]:

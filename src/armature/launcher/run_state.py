@@ -4,7 +4,6 @@ Torch-free.
 """
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,28 +28,9 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 def state(path: Path, summary: dict[str, Any]) -> str:
     """Return running, finished, stopped (REASON) or failed."""
-    if is_held(path / lock.NAME):
+    if lock.is_held(path):
         return "running"
     reason = summary.get("stop_reason")
     if reason is None:
         return "failed"
     return "finished" if reason == "finished" else f"stopped ({reason})"
-
-
-def is_held(file: Path) -> bool:
-    """Return whether the process that wrote a lock lives; of one on another machine, whether it
-    touched it lately.
-    """
-    if not file.is_file():
-        return False
-    try:
-        text, silent = (
-            file.read_text(encoding="utf-8", errors="replace"),
-            time.time() - file.stat().st_mtime,
-        )
-    except OSError:
-        return False
-    holder = lock.Holder.parse(text)
-    if holder is not None and holder.is_here():
-        return not holder.has_ended()
-    return silent < lock.SILENCE_SECONDS

@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from omegaconf import DictConfig, OmegaConf
 
 from armature.errors import EXIT_CONFIG, ConfigError, error_line
-from armature.launcher import environment, lock, run_state, slurm
+from armature.launcher import environment, lock, slurm
 from armature.sweeps import space
 from armature.sweeps.study import journal, load_optuna, open_study, plugin_of
 
@@ -141,7 +141,7 @@ def _run_trial(
 
 
 def _record_failure(study: Any, folder: Path, number: int) -> None:
-    if run_state.is_held(folder / str(number) / lock.NAME):
+    if lock.is_held(folder / str(number)):
         log.warning("trial %s is left to the process that runs it.", number)
         return
     study.tell(number, state=load_optuna().trial.TrialState.FAIL, skip_if_finished=True)
@@ -212,7 +212,7 @@ def _interrupted(study: Any, folder: Path, keys: list[str]) -> tuple[Any, FileLo
         if trial.state == TrialState.RUNNING:
             if any(key not in trial.params for key in keys):
                 study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
-            elif not run_state.is_held(folder / str(trial.number) / lock.NAME):
+            elif not lock.is_held(folder / str(trial.number)):
                 # by a machine that does not see claims
                 return trial, claim
         claim.release()
