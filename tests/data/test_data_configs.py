@@ -6,11 +6,11 @@ from scripts import reference
 
 # built in test_chat_data, test_labeled_text, test_people_data and test_preference_data
 ELSEWHERE = {
+    "blend",
     "chat",
     "hf",
     "image_folder",
     "labeled_text",
-    "mixture",
     "preference",
     "table",
     "tokens",

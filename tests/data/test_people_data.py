@@ -1,6 +1,5 @@
 """Data modules for data that people have: built from their config files, on small files."""
 
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,6 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from PIL import Image
 
-from armature.data.token_files import MEGATRON
 from armature.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "data"
@@ -283,49 +281,14 @@ def test_nanogpts_token_files(tmp_path):
         build("tokens", path=str(tmp_path), context=8, source__vocab_size=300)
 
 
-@pytest.mark.parametrize("token", [-100, -1, 300])
-def test_tokens_beyond_the_first_ones_are_checked_in_batches(tmp_path, monkeypatch, token):
-    monkeypatch.setattr("armature.data.token_files._CHECKED_FIRST", 100)
-    for split, size in (("train", 400), ("val", 98)):
-        tokens = np.arange(size, dtype="<i4") % 300
-        tokens[200:201] = token
-        tokens.tofile(tmp_path / f"{split}.bin")
-    data = build(
-        "tokens", path=str(tmp_path), context=8, source__vocab_size=300, source__dtype="int32"
-    )
-    with pytest.raises(ConfigError, match=rf"holds the token {token} \(train split\)"):
-        list(data.train_dataloader())
-    held_out = torch.cat([batch["targets"].flatten() for batch in data.val_dataloader()])
-    assert held_out[held_out != -100].tolist() == list(range(1, 98))
-
-
-def test_megatrons_token_files(tmp_path):
-    tokens = np.arange(1000, dtype="<i4")
-    tokens.tofile(tmp_path / "corpus_text_document.bin")
-    (tmp_path / "corpus_text_document.idx").write_bytes(
-        MEGATRON + struct.pack("<QBQQi", 1, 4, 1, 2, 1000)
-    )
-    data = build(
-        "tokens", path=str(tmp_path / "corpus_text_document"), context=8, source__val_fraction=0.1
-    )
-    assert data.source.tokens("train").tolist() == list(range(890))
-    assert data.source.tokens("val")[0] == 890
-    for head in (b"something else entirely", MEGATRON + b"\1"):
-        (tmp_path / "corpus_text_document.idx").write_bytes(head)
-        with pytest.raises(ConfigError, match="is not an index of Megatron's, or is cut short"):
-            build("tokens", path=str(tmp_path / "corpus_text_document"), context=8)
-
-
-def test_a_mixture_takes_each_corpus_by_its_weight(tmp_path, monkeypatch):
+def test_a_blend_takes_each_corpus_by_its_weight(tmp_path, monkeypatch):
     monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
     for name, lines in (("a", 3000), ("b", 900)):
         (tmp_path / f"{name}.txt").write_text(
             "".join(f"{name} line {i} of text\n" for i in range(lines))
         )
     paths = {name: str(tmp_path / f"{name}.txt") for name in "ab"}
-    data = build(
-        "mixture", paths=paths, weights={"a": 1, "b": 3}, context=16, source__vocab_size=300
-    )
+    data = build("blend", paths=paths, weights={"a": 1, "b": 3}, context=16, source__vocab_size=300)
     first, second = data._draw(0), data._draw(1)
     border = len(data._dataset("train").datasets[0])
     assert np.isclose((first >= border).mean(), 0.75, atol=0.01)
@@ -336,7 +299,7 @@ def test_a_mixture_takes_each_corpus_by_its_weight(tmp_path, monkeypatch):
     batch = next(iter(data.train_dataloader()))
     assert batch["inputs"].shape == (32, 16)
     limited = build(
-        "mixture",
+        "blend",
         paths=paths,
         weights={"a": 1, "b": 3},
         context=16,
@@ -347,7 +310,7 @@ def test_a_mixture_takes_each_corpus_by_its_weight(tmp_path, monkeypatch):
     assert [sorted(draw) for draw in draws] == [sorted(draws[0])] * 3
     assert not np.array_equal(draws[0], draws[1])
     with pytest.raises(ConfigError, match=r"data.weights names a, and data.paths a, b"):
-        build("mixture", paths=paths, weights={"a": 1})
+        build("blend", paths=paths, weights={"a": 1})
 
 
 def test_hugging_face_datasets(tmp_path, monkeypatch):
