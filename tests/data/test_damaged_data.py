@@ -76,34 +76,14 @@ def test_a_parquet_file_that_is_cut_short_is_named(keep, tmp_path):
         columns.read(str(file), texts=[])
 
 
-LINES = {
-    "zero bytes": (
-        b'{"a": 1}\n\0\0\0\0\n',
-        r"line 2: it holds zero bytes, as after a loss of power. Remove the line",
-    ),
-    "UTF-16": (
-        '{"a": 1}\n'.encode("utf-16"),
-        r"is UTF-16, not UTF-8. Convert it: iconv -f utf-16 -t utf-8",
-    ),
-}
-
-
-@pytest.mark.parametrize(("content", "message"), LINES.values(), ids=LINES)
-def test_lines_with_zero_bytes_are_told_as_that(content, message, tmp_path):
-    (tmp_path / "t.jsonl").write_bytes(content)
-    [file] = sources.find(str(tmp_path / "t.jsonl"))
-    with pytest.raises(ConfigError, match=message):
-        list(sources.json_lines(file))
-
-
 def link_to_nothing(path: Path) -> None:
     path.symlink_to("nowhere")
 
 
 NO_FILES = {
     "folder": (Path.mkdir, r"the folder holds no files. Put some there"),
-    "link": (link_to_nothing, r"a link to nowhere, which is not there. Name a file"),
-    "pipe": (os.mkfifo, r"a device or a pipe, which cannot be read twice. Name a file"),
+    "link": (link_to_nothing, r"is a link to what is not there, a device or a pipe"),
+    "pipe": (os.mkfifo, r"a device or a pipe. Name a file"),
     "device": (lambda path: path.symlink_to("/dev/zero"), r"a device or a pipe"),
 }
 
@@ -163,9 +143,7 @@ def test_a_damaged_file_of_tokens_says_what_it_holds(content, message, tmp_path)
 
 def test_tokens_in_another_format_are_no_missing_file(tmp_path):
     np.save(tmp_path / "t.npy", IDS)
-    with pytest.raises(
-        ConfigError, match=r"t.npy is no .bin file .*Write the ids"
-    ):
+    with pytest.raises(ConfigError, match=r"t.npy is no .bin file .*Write the ids"):
         build("tokens", path=str(tmp_path / "t.npy"))
 
 
@@ -189,7 +167,7 @@ FOLDERS = {
     ),
     "a link to nothing": (
         lambda path: link_to_nothing(images(path) / "cat" / "more"),
-        r"more is a link to nowhere",
+        r"more is a link to what is not there",
     ),
 }
 

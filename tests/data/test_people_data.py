@@ -209,7 +209,7 @@ def test_links_are_followed_without_end_and_files_left_out_are_counted(tmp_path,
     for left in ("images in no class folder", "files without an ending", "files ending in .heic"):
         assert f"1 {left}" in caplog.text
     (root / "dog" / "lost").symlink_to(tmp_path / "unmounted")
-    with pytest.raises(ConfigError, match=r"lost is a link to .*unmounted, which is not there"):
+    with pytest.raises(ConfigError, match=r"lost is a link to what is not there"):
         build("image_folder", path=str(root), **changes).dataset("train")
 
 

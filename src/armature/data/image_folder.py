@@ -269,7 +269,7 @@ def _images(root: Path, left_out: Counter[str] | None = None) -> list[Path]:
             if path.suffix.lower() in SUFFIXES:
                 found.append(path)
             elif not path.exists():
-                raise ConfigError(f"data.path: {path} is {sources.what(path)}. Remove it.")
+                raise ConfigError(f"data.path: {path} is a link to what is not there. Remove it.")
             elif left_out is not None:
                 left_out[_kind(path.name)] += 1
     return sorted(found)
