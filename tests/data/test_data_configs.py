@@ -15,7 +15,7 @@ ELSEWHERE = {
     "table",
     "tokens",
 }
-FILES = [path for path in reference.shown() if path.parent.name == "data"]  # without a clone's own
+FILES = [path for path in reference.files() if path.parent.name == "data"]
 CONFIGS = sorted(file for file in FILES if file.stem not in ELSEWHERE)
 
 
