@@ -130,3 +130,8 @@ def test_columns_of_parquet(make, tmp_path):
     del data._columns  # read anew
     with pytest.raises(ConfigError, match="data row 2: column 'label' is missing, empty"):
         data.names()
+
+
+def test_long_cells_are_read(make):
+    rows = [("a " * 2_000_000, "p"), ("b", "q")]
+    assert make(rows, name="long.csv").names() == {"classes": ["p", "q"]}

@@ -16,6 +16,7 @@ from armature.data.sampler import permuted
 from armature.errors import ConfigError, error_line
 
 log = logging.getLogger(__name__)
+_LONGEST_ROW_BYTES = 1 << 26  # of a CSV file
 
 
 def read(path: str | list[str], *, texts: list[str]) -> Any:
@@ -57,7 +58,7 @@ def _read(file: Path, texts: list[str]) -> Any:
             table = csv.read_csv(
                 file,
                 # one thread alone knows the number of a wrong row
-                read_options=csv.ReadOptions(use_threads=False),
+                read_options=csv.ReadOptions(use_threads=False, block_size=_LONGEST_ROW_BYTES),
                 parse_options=csv.ParseOptions(newlines_in_values=True),
                 convert_options=csv.ConvertOptions(
                     column_types=dict.fromkeys(texts, pyarrow.string()),
