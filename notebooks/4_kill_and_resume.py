@@ -11,10 +11,10 @@
 # ---
 
 # %% [markdown]
-# # 4. Kill it, resume it; stream the data
+# # 4. Kill it, resume it
 #
-# A run that is killed with SIGKILL twice, on data that are read while it trains, ends with the same
-# numbers as one that was not, bit for bit.
+# A run that is killed with SIGKILL twice ends with the same numbers as one that was not, bit for
+# bit.
 
 # %%
 import gzip
@@ -24,9 +24,8 @@ from tools import curves, fresh, run
 folder = fresh("4")
 
 # %% [markdown]
-# ## Data that are streamed
-# Text in gzip files, tokenized on the fly: here Python's own sources. A corpus too large to prepare
-# is read the same way.
+# ## The data
+# Text in gzip files: here Python's own sources. They are tokenized once, and may exceed memory.
 
 # %%
 import sysconfig
@@ -43,7 +42,7 @@ sorted(path.name for path in shards.iterdir())
 
 # %%
 common = (
-    "python train.py experiment=parity trainer.max_steps=30 data=streamed data.path=shards "
+    "python train.py experiment=parity trainer.max_steps=30 data=text data.path=shards "
     "data.context=64 data.global_batch_size=32 data.micro_batch_size=8 data.source.cache_dir=cache "
     "logger=none checkpoint.every_n_steps=5 task.preview_tokens=0"
 )

@@ -110,10 +110,10 @@ TOGETHER = [
       data.std=[0,0,0] data.std=0.5 data.mean=[1] data.margin=-3 data.size=1000000000
       data.val_fraction=2""")
     ),
-    ("data=mixture", "data.paths=[a]"),
-    ("data=mixture", "data.paths={a: 1}"),
-    ("data=mixture", "data.paths={a: b}", "data.weights=[1]"),
-    ("data=mixture", "data.paths={a: b}", "data.weights={a: -1}"),
+    ("data=blend", "data.paths=[a]"),
+    ("data=blend", "data.paths={a: 1}"),
+    ("data=blend", "data.paths={a: b}", "data.weights=[1]"),
+    ("data=blend", "data.paths={a: b}", "data.weights={a: -1}"),
     ("data=tokens", "data.path=.", "data.source.dtype=abc"),
     ("data=synthetic", "data.samples=100000000000000000000"),
     ("data=synthetic", "data.image_size=0"),
@@ -128,9 +128,9 @@ TOGETHER = [
             "strategy.stages=[1]",
         )
     ),
-    ("data=mixture", "data.paths={a: b}", "data.source.field=[a]"),
-    ("data=mixture", "data.paths={a: b}", "data.source.cache_dir=-1"),
-    ("data=mixture", "data.paths={a: b}", "data.source.paths={a: 1}"),
+    ("data=blend", "data.paths={a: b}", "data.source.field=[a]"),
+    ("data=blend", "data.paths={a: b}", "data.source.cache_dir=-1"),
+    ("data=blend", "data.paths={a: b}", "data.source.paths={a: 1}"),
     *(
         ("data=hf", "data.path=csv", "model=example", "task=example", f"data.data_files={each}")
         for each in ("-1", "{train: 1}")

@@ -24,12 +24,11 @@ FILES = sorted(  # the files of hardware/ are no part of a run: tests/planner/ r
 EXPERIMENTS = [path for path in ALL if path.parent.name == "experiment"]
 EXTRA = {  # what a file cannot do without
     "data/text": ["data.path=text/*.txt"],
-    "data/streamed": ["data.path=text/*.txt"],
     "data/chat": ["data.path=chats.jsonl"],
     "data/preference": ["data.path=pairs.jsonl", "task=dpo"],
     "task/dpo": ["data=preference", "data.path=pairs.jsonl"],
     "data/tokens": ["data.path=text"],
-    "data/mixture": ["data.paths={a: text}"],
+    "data/blend": ["data.paths={a: text}"],
     "data/hf": ["data.path=csv", "task=example", "model=example"],
     "data/table": ["data.path=t.csv", "data.target=y", "task=example", "model=example"],
     "data/image_folder": [

@@ -1,6 +1,5 @@
 """A run that is stopped and goes on writes the very metrics.csv of the run that was not stopped."""
 
-import gzip
 from pathlib import Path
 
 import pytest
@@ -175,32 +174,6 @@ def test_a_stop_at_every_step_leaves_no_trace(runs):
     assert_equal(straight, resumed)
     assert seen(resumed) == seen(straight)
     assert_every_sample_once_an_epoch(resumed, size=21)
-
-
-def test_text_that_is_tokenized_as_it_is_read_goes_on_where_it_was(runs, tmp_path):
-    """configs/data/streamed.yaml over compressed shards, across the end of an epoch."""
-    for shard in range(3):
-        with gzip.open(tmp_path / f"{shard}.txt.gz", "wt") as file:
-            file.write(
-                "".join(f"line {i} of shard {shard} counts to {i * shard}\n" for i in range(10))
-            )
-    text = [
-        "data=streamed",
-        f"data.path={tmp_path}/*.gz",
-        f"data.source.cache_dir={tmp_path}",
-        "data.context=16",
-        "data.source.held_out=8",
-        "data.source.block=5",
-        "data.global_batch_size=4",
-        "task=language_modeling",
-        "task.preview_tokens=0",
-        "model=gpt_nano",
-        "model.width=32",
-        "model.layers=2",
-    ]
-    straight = runs.straight(*text)
-    assert 1 < float(running.rows(straight)[-1]["epoch"]) < 1.2
-    assert_equal(straight, runs.stopped(*text, "data.num_workers=2", at=[4, 11]))
 
 
 @pytest.mark.guarantee

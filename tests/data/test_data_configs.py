@@ -6,16 +6,16 @@ from scripts import reference
 
 # built in test_chat_data, test_labeled_text, test_people_data and test_preference_data
 ELSEWHERE = {
+    "blend",
     "chat",
     "hf",
     "image_folder",
     "labeled_text",
-    "mixture",
     "preference",
     "table",
     "tokens",
 }
-FILES = [path for path in reference.shown() if path.parent.name == "data"]  # without a clone's own
+FILES = [path for path in reference.files() if path.parent.name == "data"]
 CONFIGS = sorted(file for file in FILES if file.stem not in ELSEWHERE)
 
 

@@ -2,10 +2,8 @@
 batch sizes.
 """
 
-import gzip
-import json
 import random
-from itertools import chain, islice
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -14,8 +12,6 @@ from torch.utils.data import Dataset
 
 from armature.data.base import DataModule
 from armature.data.stream import Stream
-from armature.data.streamed_text import Shards, StreamedTextData
-from armature.errors import ConfigError
 
 
 class Counted(Stream):
@@ -160,109 +156,6 @@ def test_a_stream_without_end_trains():
     data.samples_seen = 400
     first = next(iter(data.train_dataloader()))
     assert first["targets"].tolist() == [400, 401, 402, 403]
-
-
-# ---------------------------------------------------------------- text in shards
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
-    made = tmp_path / "shards"
-    made.mkdir()
-    for shard in range(4):
-        lines = [
-            json.dumps({"text": f"shard {shard}, record {i}: naïve – " + "ab" * (i % 7)})
-            for i in range(12)
-        ]
-        with gzip.open(made / f"{shard}.jsonl.gz", "wt") as file:
-            file.write("\n".join(lines) + "\n")
-    return made
-
-
-def text_data(folder, **settings) -> StreamedTextData:
-    shards = {name: settings.pop(name) for name in ("held_out", "block") if name in settings}
-    source = Shards(str(folder), context=16, **{"held_out": 3, "block": 4, **shards})
-    data = StreamedTextData(
-        source, context=16, **{"global_batch_size": 4, "eval_batch_size": 1, "seed": 5, **settings}
-    )
-    data.prepare_data()
-    return data
-
-
-def windows(folder) -> list[list[int]]:
-    """Return all windows, made in another way: from each file at once, each byte as a token, 0
-    before each text.
-    """
-    found = []
-    for path in sorted(folder.glob("*.gz")):
-        with gzip.open(path, "rt") as file:
-            texts = [json.loads(line)["text"] for line in file]
-        tokenizer = Shards(str(folder), context=16).tokenizer
-        tokens = [id for text in texts for id in [0, *tokenizer.encode(text).ids]]
-        found += [tokens[i : i + 17] for i in range(0, len(tokens) - 16, 16)]
-    return found
-
-
-def served(batches) -> list[list[int]]:
-    found = []
-    for batch in batches:
-        for inputs, targets in zip(
-            batch["inputs"].tolist(), batch["targets"].tolist(), strict=True
-        ):
-            assert inputs[1:] == targets[:-1]
-            found.append([*inputs, targets[-1]])
-    return found
-
-
-def test_windows_are_those_of_the_tokenized_files(folder):
-    expected = windows(folder)
-    data = text_data(folder)
-    assert served(data.val_dataloader()) == expected[:3]
-    assert served(data.test_dataloader()) == expected[3:6]
-    assert data.train_size == len(expected) - 6
-    trained = served(islice(data.train_dataloader(), data.train_size // 4))
-    assert len({map(str, trained)}) <= len(expected)
-    assert all(window in expected[6:] for window in trained)
-    assert len(data.tokenizer.decode(trained[0])) > 10
-
-
-def test_files_come_in_another_order_each_epoch(folder):
-    data = text_data(folder, block=1)
-    size = data.train_size
-    stream = data.dataset("train")
-    epochs = [[record.tolist() for record in stream.records(epoch, 0)] for epoch in range(4)]
-    assert all(sorted(epoch) == sorted(windows(folder)[6:]) for epoch in epochs)
-    assert len({str(epoch) for epoch in epochs}) > 1
-    for start in range(0, size, 7):
-        assert [record.tolist() for record in stream.records(1, start)] == epochs[1][start:]
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_streamed_text_resumes_at_its_position(folder, workers):
-    def batches(data, start, number):
-        data.samples_seen = start
-        found = served(islice(data.train_dataloader(), number))
-        close(data)
-        return found
-
-    straight = batches(text_data(folder), 0, 12)
-    assert batches(text_data(folder, num_workers=workers), 20, 7) == straight[20:48]
-
-
-def test_other_files_than_the_checkpoints_are_refused(folder):
-    state = text_data(folder).state_dict()
-    with gzip.open(folder / "9.jsonl.gz", "wt") as file:
-        file.write(json.dumps({"text": "more text than there was " * 4}) + "\n")
-    with pytest.raises(ConfigError, match="made with other tokens"):
-        text_data(folder).load_state_dict(state)
-
-
-def test_too_little_text_and_settings_out_of_range_are_refused(folder):
-    with pytest.raises(
-        ConfigError, match=r"of which data.source.held_out=1000 are for val and as many for test"
-    ):
-        text_data(folder, held_out=1000)
-    with pytest.raises(ConfigError, match=r"data.source.block=0: at least 1 is needed"):
-        text_data(folder, block=0)
 
 
 # ---------------------------------------------------------------- random numbers of a user's

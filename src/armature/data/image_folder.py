@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,8 +18,8 @@ from typing_extensions import override
 
 from armature.data import extras, sources
 from armature.data.base import Batch, Split
+from armature.data.columns import split_indices
 from armature.data.labels import LabeledData, ordered
-from armature.data.splits import split_indices
 from armature.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -71,7 +70,7 @@ class ImageFiles(Dataset[Batch]):
             raise ConfigError(
                 f"data.path: {path} cannot be read as an image ({error}). Remove it."
             ) from error
-        image = _rgb(upright, path)
+        image = _rgb(upright, path).convert("RGB")
         side = round(self.size * (1 + self.margin))
         scale = side / min(image.size)
         width, height = (max(side, round(length * scale)) for length in image.size)
@@ -158,45 +157,41 @@ class ImageFolderData(LabeledData):
     @override
     def names(self) -> dict[str, list[str]]:
         folder = self._split_folders().get("train", self.path)
-        if not (found := _classes(folder)):
+        found = {name: bool(_images(folder / name)) for name in _folders(folder)}
+        if not found:
             raise ConfigError(
                 f"data.path={folder}: it has no folder. Put the images of each class into one, as "
-                "in "
-                f"{folder}/cat/1.jpg."
+                f"in {folder}/cat/1.jpg."
             )
-        empty = [name for name in found if next(_images_below(folder, name), None) is None]
-        if empty and len(empty) < len(found):
+        if empty := [name for name, has_images in found.items() if not has_images]:
             raise ConfigError(
                 f"data.path={folder}: the folder {empty[0]} has no images ({_KINDS}). Put some "
-                "there, or remove it: "
-                "each folder is a class."
+                "there, or remove it: each folder is a class."
             )
-        return {"classes": found}
+        return {"classes": [*found]}
 
     @cached_property
     def _files(self) -> dict[str, list[tuple[Path, int | None]]]:
         """The images of each split, with their classes."""
+        left_out = Counter[str]()
+        found: dict[str, list[tuple[Path, int | None]]] = {"train": [], "val": [], "test": []}
         folders = self._split_folders()
-        left_out = {split: Counter[str]() for split in folders or ("data",)}
-        if folders:
-            found = {split: self._images(folders[split], left_out[split]) for split in folders}
-            found = {"train": [], "val": [], "test": [], **found}
-        else:
-            every = self._images(self.path, left_out["data"])
+        for split, folder in (folders or {"train": self.path}).items():
+            names = _folders(folder)
+            numbers = self.numbers(names, where=f"data.path: {folder}")
+            for name, number in sorted(zip(names, numbers, strict=True), key=lambda pair: pair[1]):
+                found[split] += [(file, number) for file in _images(folder / name, left_out)]
+            loose = (each for each in folder.iterdir() if each.is_file() and each.name[0] != ".")
+            left_out.update(_kind(each.name) for each in loose)
+        if not folders:
+            every = found["train"]
             parts = split_indices(len(every), **self.fractions)
-            found = {
-                split: [every[i] for i in parts[split].tolist()]
-                for split in ("train", "val", "test")
-            }
+            found = {split: [every[i] for i in parts[split].tolist()] for split in found}
         log.info(
-            "data.path=%s: %s images.%s",
+            "data.path=%s: %s images. Left out: %s.",
             self.path,
             ", ".join(f"{split} {len(files):,}" for split, files in found.items()),
-            "".join(
-                f" Left out of {split}: {', '.join(f'{n:,} {kind}' for kind, n in kinds.items())}."
-                for split, kinds in left_out.items()
-                if kinds
-            ),
+            ", ".join(f"{n:,} {kind}" for kind, n in left_out.items()) or "no files",
         )
         return found
 
@@ -208,38 +203,19 @@ class ImageFolderData(LabeledData):
         """
         sources.check_class_folders(self.path)
         found: dict[str, Path] = {}
-        for name in _classes(self.path):
-            split = SPLIT_FOLDERS.get(name.lower())
-            if split is not None:
-                if split in found:
-                    raise ConfigError(
-                        f"data.path={self.path}: both {found[split].name} and {name} are names of "
-                        f"the {split} split. Put their images into one folder, or rename one."
-                    )
-                found[split] = self.path / name
+        for name in _folders(self.path):
+            if (split := SPLIT_FOLDERS.get(name.lower())) is None:
+                continue
+            if split in found:
+                raise ConfigError(
+                    f"data.path={self.path}: both {found[split].name} and {name} are names of "
+                    f"the {split} split. Put their images into one folder, or rename one."
+                )
+            found[split] = self.path / name
         is_class = self.saved is not None and any(
             folder.name in (self.classes or []) for folder in found.values()
         )
         return {} if is_class or ("train" not in found and self.saved is None) else found
-
-    def _images(self, folder: Path, left_out: Counter[str]) -> list[tuple[Path, int | None]]:
-        """Return a split's images with their classes, and count its other files in `left_out`."""
-        present = _classes(folder)
-        for file in _visible_files(folder):
-            suffix = _suffix(file.name)
-            left_out["images in no class folder" if suffix in SUFFIXES else _kind(suffix)] += 1
-        numbers = self.numbers(present, where=f"data.path: {folder}")
-        found: list[tuple[Path, int | None]] = [
-            (file, number)
-            for name, number in sorted(zip(present, numbers, strict=True), key=lambda pair: pair[1])
-            for file in _files_below(folder, name, left_out)
-        ]
-        if not found:
-            raise ConfigError(
-                f"data.path={folder}: no images in class folders, as in {folder}/cat/1.jpg "
-                f"({_KINDS})."
-            )
-        return found
 
     @cached_property
     def _to_predict(self) -> list[tuple[Path, int | None]]:
@@ -248,39 +224,55 @@ class ImageFolderData(LabeledData):
         """
         folders = self._split_folders()
         folder = folders.get("test") or folders.get("val") or folders.get("train") or self.path
-        loose = [file for file in _visible_files(folder) if _suffix(file.name) in SUFFIXES]
-        in_folders = [file for name in _classes(folder) for file in _files_below(folder, name)]
-        every = sorted([*loose, *in_folders])
-        if not every:
+        if not (every := _images(folder)):
             raise ConfigError(f"data.path={folder}: there are no images below it ({_KINDS}).")
         names = [file.relative_to(folder).parts[0] for file in every]
-        numbers = (
-            self.numbers(names, where=f"data.path: {folder}")
-            if self.knows(names)
-            else [None] * len(every)
-        )
+        known = self.knows(names)
+        where = f"data.path: {folder}"
+        numbers = self.numbers(names, where=where) if known else [None] * len(every)
         return list(zip(every, numbers, strict=True))
-
-
-def _visible_files(folder: Path) -> list[Path]:
-    return [each for each in folder.iterdir() if each.is_file() and each.name[0] != "."]
-
-
-def _suffix(name: str) -> str:
-    return os.path.splitext(name)[1].lower()
-
-
-def _kind(suffix: str) -> str:
-    return f"files ending in {suffix}" if suffix else "files without an ending"
 
 
 _KINDS = ", ".join(sorted(SUFFIXES))
 
 
-def _classes(folder: Path) -> list[str]:
+def _folders(folder: Path) -> list[str]:
     """Return the names of the folders in a folder, except hidden ones, in the classes' order."""
-    below = (each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
-    return ordered(each.name for each in below)
+    return ordered(p.name for p in folder.iterdir() if p.is_dir() and p.name[0] != ".")
+
+
+def _kind(name: str) -> str:
+    suffix = os.path.splitext(name)[1].lower()
+    if suffix in SUFFIXES:
+        return "images in no class folder"
+    return f"files ending in {suffix}" if suffix else "files without an ending"
+
+
+def _images(root: Path, left_out: Counter[str] | None = None) -> list[Path]:
+    """Return the files with an image's suffix below a folder, except hidden ones, and count the
+    others in `left_out`.
+
+    Links are followed, but to no folder that holds the root, nor to one a second time: they would
+    never end. Raises ConfigError for a link to what is not there.
+    """
+    found: list[Path] = []
+    visited = {root.resolve(), *root.resolve().parents}
+    for folder, folders, names in os.walk(root, followlinks=True):
+        below = [Path(folder, name) for name in folders if name[0] != "."]
+        folders.clear()
+        # links last, so that a folder has its own name where a link leads to it as well
+        for path in sorted(below, key=lambda path: (path.is_symlink(), path.name)):
+            if path.resolve() not in visited:
+                visited.add(path.resolve())
+                folders.append(path.name)
+        for path in (Path(folder, name) for name in names if name[0] != "."):
+            if path.suffix.lower() in SUFFIXES:
+                found.append(path)
+            elif not path.exists():
+                raise ConfigError(f"data.path: {path} is a link to what is not there. Remove it.")
+            elif left_out is not None:
+                left_out[_kind(path.name)] += 1
+    return sorted(found)
 
 
 def _rgb(image: Any, path: Path) -> Any:
@@ -291,56 +283,10 @@ def _rgb(image: Any, path: Path) -> Any:
     from PIL import Image
 
     if image.mode.startswith("I;16"):
-        return Image.fromarray((np.asarray(image) // 257).astype(np.uint8)).convert("RGB")
+        return Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
     if image.mode in ("I", "F"):
         raise ConfigError(
             f"data.path: {path} has pixels of 32 bits (Pillow's mode {image.mode}), whose range is "
-            "not known. Convert "
-            "it to 8 bits."
+            "not known. Convert it to 8 bits."
         )
-    return image if image.mode == "RGB" else image.convert("RGB")
-
-
-def _files_below(root: Path, name: str, left_out: Counter[str] | None = None) -> list[Path]:
-    return sorted(map(Path, _images_below(root, name, left_out)))
-
-
-def _images_below(root: Path, name: str, left_out: Counter[str] | None = None) -> Iterator[str]:
-    """Yield the files with an image's suffix below root/name, except hidden ones, and count the
-    others in `left_out`.
-
-    Links are followed, but to no folder that holds root/name, nor to one a second time: they would
-    never end. Raises ConfigError for what only has its name.
-    """
-    start = root / name
-    real = start.resolve()
-    visited = {str(each) for each in (real, *real.parents, root.resolve())}
-    folders = [(str(start), str(real))]
-    while folders:
-        folder, real_folder = folders.pop()
-        with os.scandir(folder) as found:
-            # links last, so that a folder has its own name where a link leads to it as well
-            entries = sorted(found, key=lambda entry: (entry.is_symlink(), entry.name))
-        entries = [entry for entry in entries if not entry.name.startswith(".")]
-        for entry in entries:
-            if not (entry.is_dir() or entry.is_file()) and (
-                entry.is_symlink() or _suffix(entry.name) in SUFFIXES
-            ):
-                raise ConfigError(
-                    f"data.path: {entry.path} is {sources.what(Path(entry.path))}. Remove it."
-                )
-        below = []
-        for entry in entries:
-            if entry.is_dir():
-                real_path = os.path.join(real_folder, entry.name)
-                if entry.is_symlink():
-                    real_path = os.path.realpath(real_path)
-                below.append((entry.path, real_path))
-            elif _suffix(entry.name) in SUFFIXES:
-                yield entry.path
-            elif left_out is not None:
-                left_out[_kind(_suffix(entry.name))] += 1
-        for path, real_path in below:
-            if real_path not in visited:
-                visited.add(real_path)
-                folders.append((path, real_path))
+    return image

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,28 +12,14 @@ import torch
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from armature.data import sources, table, tokenizer
+from armature.data import columns, sources, tokenizer
 from armature.data.base import Batch, Split
 from armature.data.labels import LabeledData, name_of, ordered
-from armature.data.splits import split_indices
 from armature.errors import ConfigError
 from armature.finetune.folder import TOKENIZER
 from armature.models.loss import IGNORED
 
 log = logging.getLogger(__name__)
-_SURROGATES = re.compile("[\ud800-\udfff]")
-
-
-@dataclass(frozen=True)
-class Content:
-    """What the files hold: texts, where each is (for messages), and labels, or why they cannot be
-    learned from.
-    """
-
-    texts: list[str]
-    places: list[str]
-    labels: list[str]
-    problem: str | None
 
 
 class Texts(Dataset[Batch]):
@@ -132,18 +115,15 @@ class LabeledTextData(LabeledData):
 
     @override
     def dataset(self, split: Split) -> Texts:
-        content = self._content
-        indices = split_indices(len(content.texts), **self.fractions)[split].tolist()
-        is_needed = split != "predict" or (content.problem is None and self.knows(content.labels))
-        targets = (
-            np.array(self.numbers(self._labels(), where=self._where), np.int64)[indices]
-            if is_needed
-            else None
-        )
-        ids = self._ids
+        texts, _, labels = self._columns
+        indices = columns.split_indices(len(texts), **self.fractions)[split].tolist()
+        targets = None
+        if split != "predict" or (None not in labels and self.knows(self._labels())):
+            where = f"data.path={self.path}, column {self.target},"
+            targets = np.array(self.numbers(self._labels(), where=where), np.int64)[indices]
         return Texts(
-            [content.texts[i] for i in indices],
-            [ids[i] for i in indices],
+            [texts[i] for i in indices],
+            [self._ids[i] for i in indices],
             targets,
             context=self.context,
             multiple=self.multiple,
@@ -153,25 +133,41 @@ class LabeledTextData(LabeledData):
     def names(self) -> dict[str, list[str]]:
         return {"classes": ordered(self._labels())}
 
-    @property
-    def _where(self) -> str:
-        return f"data.path={self.path}, column {self.target},"
-
     def _labels(self) -> list[str]:
-        if self._content.problem is not None:
-            raise ConfigError(self._content.problem)
-        return self._content.labels
+        _, places, labels = self._columns
+        if None in labels:
+            raise ConfigError(
+                f"{places[labels.index(None)]}: column {self.target!r} is missing, empty, or names "
+                "no class. Type data.target=…, fill it in, or remove the row."
+            )
+        return [str(label) for label in labels]
 
-    def _lacks(self, key: str, columns: list[str]) -> str:
-        return (
-            f"data.path={self.path}: no column {getattr(self, key)!r} (there: "
-            f"{', '.join(columns) or 'none'}). Type "
-            f"data.{key}=…"
-        )
+    @cached_property
+    def _columns(self) -> tuple[list[str], list[str], list[str | None]]:
+        """The texts, where each is (for messages), and its class, or None."""
+        files = sources.find(self.path)
+        if all(file.path.name.removesuffix(".gz").endswith(".jsonl") for file in files):
+            rows = [row for file in files for row in sources.json_lines(file)]
+        else:
+            table = columns.read(self.path, texts=[self.text, self.target])
+            where = f"data.path={self.path}, data row"
+            rows = [(f"{where} {i}", row) for i, row in enumerate(table.to_pylist(), start=1)]
+        for where, row in rows:
+            text = row.get(self.text) if isinstance(row, dict) else None
+            if not isinstance(text, str) or not text.strip():
+                raise ConfigError(
+                    f"{where}: {sources.shown(row)} has no text in column {self.text!r}. Type "
+                    "data.text=…, fill it in, or remove the row."
+                )
+        if not rows:
+            raise ConfigError(f"data.path={self.path}: the files have no rows.")
+        found: list[Any] = [row for _, row in rows]
+        labels = [name_of(row.get(self.target)) for row in found]
+        return [row[self.text] for row in found], [where for where, _ in rows], labels
 
     @cached_property
     def _ids(self) -> list[np.ndarray]:
-        content = self._content
+        texts, places, _ = self._columns
         folder = Path(self.tokenizer_folder)
         file = folder / TOKENIZER
         if not file.is_file():
@@ -182,19 +178,17 @@ class LabeledTextData(LabeledData):
             )
         encoder = tokenizer.read(file)
         with tokenizer.all_cores():
-            ids = [np.array(each.ids, np.int32) for each in encoder.encode_batch(content.texts)]
+            ids = [np.array(each.ids, np.int32) for each in encoder.encode_batch(texts)]
             longest, cut = (
                 max(map(len, ids)),
-                [i for i, own in enumerate(ids) if len(own) > self.context],
+                [i for i, n in enumerate(map(len, ids)) if n > self.context],
             )
             encoder.enable_truncation(self.context)  # keeps the special tokens at the end
-            for i, each in zip(
-                cut, encoder.encode_batch([content.texts[i] for i in cut]), strict=True
-            ):
+            for i, each in zip(cut, encoder.encode_batch([texts[i] for i in cut]), strict=True):
                 ids[i] = np.array(each.ids, np.int32)
         if (empty := next((i for i, own in enumerate(ids) if not len(own)), None)) is not None:
             raise ConfigError(
-                f"{content.places[empty]}: the text has no tokens. Fill it in, or remove the row."
+                f"{places[empty]}: the text has no tokens. Fill it in, or remove the row."
             )
         if cut:
             log.info(
@@ -205,64 +199,3 @@ class LabeledTextData(LabeledData):
                 longest,
             )
         return ids
-
-    @cached_property
-    def _content(self) -> Content:
-        texts, places, labels, columns = list[str](), list[str](), list[str](), dict[str, None]()
-        problem: str | None = None
-        for where, row in self._rows():
-            columns |= dict.fromkeys(row)
-            if self.text not in row:
-                raise ConfigError(f"{where}: {self._lacks('text', [*row])}")
-            if not isinstance(text := row[self.text], str) or not text.strip():
-                raise ConfigError(
-                    f"{where}: column {self.text!r} holds {text!r}, which is no text. Fill it in, "
-                    "or remove the row."
-                )
-            if any(map(_SURROGATES.search, (text, str(row.get(self.target))))):
-                raise ConfigError(f"{where}: half a surrogate pair, which is not text. Remove it.")
-            texts.append(str(text))
-            places.append(where)
-            label = name_of(row.get(self.target))
-            if label is not None:
-                labels.append(label)
-            elif problem is None:
-                problem = (
-                    f"{where}: no column {self.target!r}, which other rows have. Add it, or "
-                    "remove the row."
-                )
-                if self.target in row:
-                    problem = (
-                        f"{where}: column {self.target!r} holds {row[self.target]!r}, which names "
-                        "no class. Fill it "
-                        "in, or remove the row."
-                    )
-        if not texts:
-            raise ConfigError(f"data.path={self.path}: the files have no rows.")
-        if self.target not in columns:
-            problem = self._lacks("target", [*columns])
-        return Content(texts, places, labels, problem)
-
-    def _rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield where each row is, for messages, and its values by column."""
-        for file in sources.find(self.path):
-            name = file.path.name
-            if name.removesuffix(".gz").endswith(".jsonl"):
-                for where, row in sources.json_lines(file):
-                    if not isinstance(row, dict):
-                        raise ConfigError(
-                            f"{where}: {sources.shown(row)} is no object with {self.text!r}. "
-                            "Correct the line."
-                        )
-                    yield where, row
-            elif file.path.suffix in (".csv", ".parquet"):
-                columns = table.read(
-                    file.path, kind=object
-                )  # str gives each cell the size of the longest
-                for number, values in enumerate(zip(*columns.values(), strict=True), start=1):
-                    yield (
-                        f"data.path: {file.path}, data row {number}",
-                        dict(zip(columns, values, strict=True)),
-                    )
-            else:
-                raise ConfigError(f"data.path={file.path}: name .csv, .jsonl or .parquet files.")

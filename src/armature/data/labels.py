@@ -9,7 +9,6 @@ would mean something else to the trained model.
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
@@ -24,8 +23,6 @@ from typing_extensions import override
 from armature import files
 from armature.data.base import DataModule
 from armature.errors import ConfigError
-
-log = logging.getLogger(__name__)
 
 CLASSES_FILE = "classes.json"
 _NAMED = 5  # names that a message shows of each kind
@@ -166,12 +163,6 @@ class LabeledData(DataModule):
     @override
     def load_assets(self, run_dir: Path) -> None:
         self.saved = read(run_dir / CLASSES_FILE)
-        if self.saved is None:
-            log.warning(
-                "%s has no %s, as runs of older versions: classes are numbered from data.path=%s, "
-                "which must have the "
-                "same ones as the training data.", run_dir, CLASSES_FILE, self.path,
-            )  # fmt: skip
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -180,7 +171,7 @@ class LabeledData(DataModule):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         now = self._present
-        then = state_dict.get("names", now)
+        then = state_dict["names"]
         for key in sorted(then.keys() | now.keys()):
             if (found := difference(then.get(key, []), now.get(key, []))) is not None:
                 raise ConfigError(

@@ -3,7 +3,6 @@
 Torch-free.
 """
 
-import codecs
 import difflib
 import glob
 import gzip
@@ -18,15 +17,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple, cast
+from typing import Any, BinaryIO, Literal, NamedTuple, cast
 
 from armature.errors import ConfigError
 
-CONVERT = "Convert it, for example: iconv -f latin1 -t utf-8 (or -f utf-16)."
 PIECE_BYTES = 1 << 20  # part of a file that is in memory at once
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-_KERNEL = tuple(map(Path, ("/proc", "/sys", "/dev")))
-_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _GOLDEN_RATIO = 0.6180339887498949
 
 
@@ -86,30 +82,20 @@ def find(path: str | list[str]) -> list[SourceFile]:
                 if expanded.is_dir()
                 else (Path(*fixed), expanded)
             )
-            if "**" in matched.parts and (reason := _no_corpus(root)):
-                problems.append(f"data.path={pattern}: {reason} Name a folder of your own files.")
+            if "**" in matched.parts and root.resolve() == Path(root.anchor):
+                problems.append(
+                    f"data.path={pattern}: it holds every file of this machine. Name a folder of "
+                    "your own files."
+                )
                 continue
             paths = [p for p in glob.glob(str(matched), recursive=True) if os.path.isfile(p)]
         if not paths:
-            problems.append(_nothing_found(pattern, expanded, root))
+            problems.append(_nothing_found(pattern, expanded))
         for name in paths:
             found.setdefault(Path(name).resolve(), _source(Path(name), root))
     if problems:
         raise ConfigError(problems)
     return sorted(found.values(), key=lambda file: (file.name, str(file.path)))
-
-
-def _no_corpus(root: Path) -> str | None:
-    """Return why nobody's files are meant by a folder and all below it, where looking for them
-    would take minutes.
-    """
-    real = root.resolve()
-    if real == Path(real.anchor):
-        return f"{real} holds every file of this machine."
-    kernel = next((each for each in _KERNEL if real == each or each in real.parents), None)
-    if kernel is None or real.is_relative_to("/dev/shm"):
-        return None
-    return f"{kernel} holds no files, but what the kernel shows of itself."
 
 
 def check_class_folders(path: str | Path) -> None:
@@ -138,53 +124,20 @@ def _source(path: Path, root: Path) -> SourceFile:
     return SourceFile(path, path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns)
 
 
-def _nothing_found(typed: str, pattern: Path, root: Path) -> str:
+def _nothing_found(typed: str, pattern: Path) -> str:
+    """Return what is missing, and what is there in its place."""
+    there = next(each for each in (pattern, *pattern.parents) if each.is_dir())
+    if there == pattern:
+        return f"data.path={typed}: the folder holds no files. Put some there, or name another one."
     if os.path.lexists(pattern):
-        return f"data.path={typed}: {_no_file(pattern)}"
-    is_pattern = glob.has_magic(str(pattern))
-    problem = (
-        f"data.path={typed}: {'no file matches.' if is_pattern else 'no such file or folder.'}"
-    )
-    wanted = root if is_pattern else pattern.parent
-    there = wanted
-    while not there.is_dir():
-        there = there.parent
-    if there != wanted:
-        missing = pattern.parts[len(there.parts)]
-        near = difflib.get_close_matches(
-            missing, [p.name for p in there.iterdir() if p.is_dir()], n=1, cutoff=0.5
+        return (
+            f"data.path={typed}: {pattern} is a link to what is not there, a device or a "
+            "pipe. Name a file, or a folder of files."
         )
-        hint = f" Did you mean {there / near[0]}?" if near else ""
-        return f"{problem} {there.absolute()} has no folder '{missing}'.{hint}"
-    if not is_pattern:
-        near = difflib.get_close_matches(
-            pattern.name, [p.name for p in there.iterdir()], n=1, cutoff=0.5
-        )
-        hint = (
-            f"Did you mean {there / near[0]}?" if near else f"{there.absolute()} has none like it."
-        )
-        return f"{problem} {hint}"
-    # passes over folders that it may not read
-    below = (name for _, _, names in os.walk(there) for name in names)
-    kinds = Counter(
-        Path(p).suffix or "without a suffix" for p in itertools.islice(below, 10_000)
-    ).most_common(4)
-    listed = ", ".join(f"{count} {kind}" for kind, count in kinds) or "none"
-    return f"{problem} Files in and below {there.absolute()}: {listed}."
-
-
-def _no_file(path: Path) -> str:
-    """Return why something that is there is no file to read, and what to do."""
-    if path.is_dir():
-        return "the folder holds no files. Put some there, or name another one."
-    return f"{what(path)}. Name a file, or a folder of files."
-
-
-def what(path: Path) -> str:
-    """Return what something is that is neither a file nor a folder."""
-    if path.is_symlink() and not path.exists():
-        return f"a link to {os.readlink(path)}, which is not there"
-    return "a device or a pipe, which cannot be read twice"
+    missing, names = pattern.parts[len(there.parts) :], sorted(p.name for p in there.iterdir())
+    near = difflib.get_close_matches(missing[0], names, n=1, cutoff=0.5)
+    hint = f"Did you mean {there / near[0]}?" if near else f"It has {', '.join(names[:5])} …"
+    return f"data.path={typed}: {there.absolute()} has no {'/'.join(missing)}. {hint}"
 
 
 def check_heads(files: list[SourceFile]) -> None:
@@ -244,19 +197,11 @@ def _json_lines(file: SourceFile, stream: BinaryIO) -> Iterator[tuple[str, objec
         if not line.strip():
             continue
         where = f"data.path: {file.path}, line {line_number}"
-        if b"\0" in line:  # json would take it for UTF-16 or UTF-32
-            if line_number == 1 and line.startswith(_UTF16):
-                raise ConfigError(_utf16(file))
-            raise ConfigError(
-                f"{where}: it holds zero bytes, as after a loss of power. Remove the line."
-            )
         try:
-            yield where, json.loads(line)
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{where}: not UTF-8 text ({error.reason}). {CONVERT}") from error
+            yield where, json.loads(line.decode())
         except (ValueError, RecursionError) as error:
             raise ConfigError(
-                f"{where}: not a line of JSON ({error}). Correct or remove it."
+                f"{where}: not a line of JSON in UTF-8 ({error}). Correct or remove it."
             ) from error
 
 
@@ -268,30 +213,13 @@ def shown(value: object, *, most: int = 60) -> str:
 
 def _records(file: SourceFile, stream: BinaryIO, field: str) -> Iterator[Piece]:
     for number, (where, record) in enumerate(_json_lines(file, stream)):
-        if not isinstance(record, dict):
-            raise ConfigError(
-                f"{where}: {shown(record)} is no object with the field '{field}'. Write one in "
-                "each line: "
-                f'{{"{field}": "…"}}'
-            )
-        if field not in record:
-            raise ConfigError(
-                f"{where}: no field '{field}' (there: {', '.join(sorted(record)) or 'none'}). Name "
-                "the one with the "
-                "text: data.source.field=…."
-            )
-        text = record[field]
         try:
-            if not isinstance(text, str):
-                raise ConfigError(
-                    f"{where}: field '{field}' holds {shown(text)}, not text. Correct the line, or "
-                    "change "
-                    "data.source.field."
-                )
+            text = cast(Any, record)[field]
             size = len(text.encode())
-        except UnicodeEncodeError as error:
+        except (KeyError, TypeError, AttributeError, UnicodeEncodeError) as error:
             raise ConfigError(
-                f"{where}: field '{field}' has half a surrogate pair, which is not text. Remove it."
+                f"{where}: {shown(record)} has no text in the field {field!r}. Correct the line, "
+                "or name the field with the text: data.source.field=…"
             ) from error
         yield Piece(number, True, text, size)
 
@@ -309,27 +237,18 @@ def _open(file: SourceFile) -> Iterator[BinaryIO]:
         ) from error
 
 
-def _utf16(file: SourceFile) -> str:
-    return f"data.path: {file.path} is UTF-16, not UTF-8. Convert it: iconv -f utf-16 -t utf-8"
-
-
 def _decode(file: SourceFile, data: bytes, offset: int) -> str:
-    if b"\0" in data:
-        if offset == 0 and data.startswith(_UTF16):
-            raise ConfigError(_utf16(file))
-        raise ConfigError(
-            f"data.path: {file.path} is a binary file (byte {offset + data.index(0):,} is zero), "
-            "not text. Leave it "
-            "out: name the text files, as in data.path='folder/**/*.txt'."
-        )
+    wrong = data.find(b"\0")  # which UTF-8 admits, and no text has
     try:
-        return data.decode()
+        if wrong < 0:
+            return data.decode()
     except UnicodeDecodeError as error:
-        at = offset + error.start
-        raise ConfigError(
-            f"data.path: {file.path} is not UTF-8 text (byte {at:,} is 0x{data[error.start]:02x}). "
-            f"{CONVERT}"
-        ) from error
+        wrong = error.start
+    raise ConfigError(
+        f"data.path: {file.path} is not UTF-8 text (byte {offset + wrong:,} is "
+        f"0x{data[wrong]:02x}). Leave it out, or convert it, for example: iconv -f latin1 -t utf-8 "
+        "(or -f utf-16)."
+    )
 
 
 def _whole_characters(data: bytes) -> int:

@@ -28,7 +28,7 @@ class TokenData(DataModule):
     """Next-token prediction on `context` tokens per sample.
 
     Args:
-        source: a Corpus or Shards with the same context.
+        source: a Corpus or TokenFiles with the same context.
         path: the path that `source` reads; an argument here so that it can be typed as data.path.
         loader: batch sizes and the other arguments of DataModule.
     """

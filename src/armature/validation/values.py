@@ -187,8 +187,6 @@ OWN_RANGES: dict[str, Rule] = {  # where the group's class is ours
     "data.multiple": rules.number(least=1, most=2**24, whole=True, null="data.context"),
     "data.source.vocab_size": _size,
     "data.source.tokenizer_bytes": _count,
-    "data.source.held_out": _count,
-    "data.source.block": _count,
     "data.source.val_fraction": rules.number(least=0, below=0.9),
     "data.source.test_fraction": rules.number(least=0, below=0.9),
 }
@@ -217,15 +215,14 @@ ARGUMENTS: dict[str, dict[str, Rule]] = {  # by the class, which would refuse th
         "classes": rules.number(least=1, most=2**24, whole=True, null="tokens"),
     },
     "armature.data.corpus.Corpus": _bytes_and_end,
-    "armature.data.mixture.Mixture": {
+    "armature.data.blend.Blend": {
         **_bytes_and_end,
         "paths": rules.named_paths,
         "field": rules.text("the name of a field"),
         "cache_dir": rules.text("a folder", null="the usual one"),
     },
     "armature.data.hf.HFData": {"data_files": rules.files},
-    "armature.data.streamed_text.Shards": _bytes_and_end,
-    "armature.data.mixture.MixtureData": {
+    "armature.data.blend.BlendData": {
         "paths": rules.named_paths,
         "weights": rules.named_weights,
     },

@@ -1,4 +1,4 @@
-"""A weighted mixture of text corpora: each epoch has the same share of each, whatever their
+"""A weighted blend of text corpora: each epoch has the same share of each, whatever their
 sizes.
 """
 
@@ -24,7 +24,7 @@ from armature.data.tokenizer import TOKENIZER_FILE
 from armature.errors import ConfigError
 
 
-class Mixture:
+class Blend:
     """Corpora by name, with one tokenizer: the one that is named, else one trained on the first
     corpus.
 
@@ -112,7 +112,7 @@ def _naming(name: str) -> Iterator[None]:
         ) from error
 
 
-class MixtureData(TokenData):
+class BlendData(TokenData):
     """Windows of several corpora. An epoch has as many samples as all corpora together.
 
     A corpus goes on in its own shuffled order from epoch to epoch: a heavy one comes again and
@@ -123,10 +123,10 @@ class MixtureData(TokenData):
     Validation and test read all windows of all corpora.
     """
 
-    source: Mixture
+    source: Blend
 
     def __init__(
-        self, source: Mixture, *, paths: Any = None, weights: Any = None, **arguments: Any
+        self, source: Blend, *, paths: Any = None, weights: Any = None, **arguments: Any
     ) -> None:
         # paths and weights are typed as data.paths, and `source` reads them
         super().__init__(source, **arguments)
@@ -164,9 +164,7 @@ class MixtureData(TokenData):
                 chosen.append(own + offset)
             start, offset = end, offset + size
         drawn = np.concatenate(chosen)
-        return drawn[
-            permuted(np.arange(total), size=total, seed=f"{self.seed}/mixture", epoch=epoch)
-        ]
+        return drawn[permuted(np.arange(total), size=total, seed=f"{self.seed}/blend", epoch=epoch)]
 
 
 class Joined(ConcatDataset[Batch]):

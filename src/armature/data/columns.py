@@ -1,0 +1,180 @@
+"""Columns of CSV and Parquet files, read by pyarrow, and the shares of rows that are held out."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from armature.data import extras, sources
+from armature.data.labels import name_of
+from armature.data.sampler import permuted
+from armature.errors import ConfigError, error_line
+
+log = logging.getLogger(__name__)
+_LONGEST_ROW_BYTES = 1 << 26  # of a CSV file
+
+
+def read(path: str | list[str], *, texts: list[str]) -> Any:
+    """Return the rows of all files as one pyarrow.Table; `texts` are columns that stay as typed.
+
+    Raises ConfigError.
+    """
+    arrow = extras.load("pyarrow", needed_by=f"data.path={path}")
+    tables = {file.path: _read(file.path, texts) for file in sources.find(path)}
+    (first, table), *others = tables.items()
+    for file, other in others:
+        if {*other.column_names} != {*table.column_names}:
+            raise ConfigError(
+                f"data.path={path}: the files differ in their columns: {first} has "
+                f"{', '.join(table.column_names)}, and {file} {', '.join(other.column_names)}."
+            )
+    try:
+        table = arrow.concat_tables(
+            [each.select(table.column_names) for each in tables.values()],
+            promote_options="permissive",
+        )
+    except arrow.ArrowException as error:
+        raise ConfigError(f"data.path={path}: the files differ: {error_line(error)}.") from error
+    if not table.num_rows:
+        raise ConfigError(f"data.path={path}: the files have no rows.")
+    return table
+
+
+def _read(file: Path, texts: list[str]) -> Any:
+    import pyarrow
+    from pyarrow import csv, parquet
+
+    if file.suffix not in (".csv", ".parquet"):
+        raise ConfigError(f"data.path={file}: name .csv or .parquet files (texts: or .jsonl).")
+    try:
+        if file.suffix == ".parquet":
+            names, table = parquet.read_schema(file).names, None
+        else:
+            table = csv.read_csv(
+                file,
+                # one thread alone knows the number of a wrong row
+                read_options=csv.ReadOptions(use_threads=False, block_size=_LONGEST_ROW_BYTES),
+                parse_options=csv.ParseOptions(newlines_in_values=True),
+                convert_options=csv.ConvertOptions(
+                    column_types=dict.fromkeys(texts, pyarrow.string()),
+                    null_values=[""],  # NA, null and nan are texts
+                    strings_can_be_null=True,
+                ),
+            )
+            names = table.column_names
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise ConfigError(
+                f"data.path={file}: two columns are named {', '.join(repeated)}. Rename one of "
+                "them; the first line of a CSV file holds the names."
+            )
+        if table is None:
+            return parquet.read_table(file)
+    except (OSError, ValueError, NotImplementedError) as error:
+        kind = "Parquet" if file.suffix == ".parquet" else "CSV in UTF-8"
+        raise ConfigError(
+            f"data.path={file} cannot be read as {kind} ({error_line(error)[:200]}). Mend it, "
+            "write it again, or remove it."
+        ) from error
+    last = table[-1][-1].as_py() if table.num_rows else None
+    # pyarrow takes the rest of the file into such a cell
+    if isinstance(last, str) and "\n" in last and file.read_bytes().count(b'"') % 2:
+        raise ConfigError(
+            f"data.path={file}: in row {table.num_rows + 1} a quote is opened and never closed. "
+            "Close it."
+        )
+    return table
+
+
+def numbers(column: Any, *, name: str) -> NDArray[np.float32]:
+    """Return a column as numbers of 32 bits. Raises ConfigError with the row of what is none."""
+    import pyarrow
+
+    try:
+        values = _plain(column).cast(pyarrow.float64(), safe=False).to_numpy()
+    except pyarrow.ArrowException as error:
+        raise ConfigError(
+            f"data.path: column {name} has the type {column.type}, which holds no numbers "
+            f"({error_line(error)}). Leave it out of data.features, or turn it into numbers first."
+        ) from error
+    with np.errstate(over="ignore"):  # reported below
+        found = values.astype(np.float32)
+    if len(wrong := np.flatnonzero(~np.isfinite(found))):
+        value = column[int(wrong[0])].as_py()
+        raise ConfigError(
+            f"data.path: column {name} {'is empty' if value is None else f'holds {value!r}'} in "
+            f"data row {wrong[0] + 1}, where a finite number of 32 bits is needed. Fill it in, or "
+            "leave the column or the row out."
+        )
+    return found
+
+
+def classes(column: Any, *, name: str) -> tuple[list[str], NDArray[np.int64]]:
+    """Return the names of a column's classes, and the index of each row's.
+
+    Raises ConfigError for an empty cell, and for lists.
+    """
+    import pyarrow
+
+    if pyarrow.types.is_nested(column.type):
+        raise ConfigError(
+            f"data.target: column {name} holds {column.type} in each row, not one value. Name "
+            "another column."
+        )
+    encoded = _plain(column).dictionary_encode("encode").combine_chunks()
+    names = [name_of(value) for value in encoded.dictionary.to_pylist()]
+    indices = encoded.indices.to_numpy()
+    if None in names:
+        row = np.flatnonzero(indices == names.index(None))[0]
+        raise ConfigError(f"data.path: column {name} is empty in data row {row + 1}. Fill it in.")
+    found = {each: i for i, each in enumerate(dict.fromkeys(names))}
+    return [*map(str, found)], np.array([found[each] for each in names])[indices]
+
+
+def _plain(column: Any) -> Any:
+    """Return a column without the dictionary that a category has."""
+    import pyarrow
+
+    is_category = pyarrow.types.is_dictionary(column.type)
+    return column.cast(column.type.value_type) if is_category else column
+
+
+def split_indices(
+    size: int, *, val_fraction: float, test_fraction: float
+) -> dict[str, NDArray[np.int64]]:
+    """Return the indices of each split, drawn at random but always alike; "predict" has all.
+
+    Raises ConfigError if a fraction is out of range, or nothing is left for training.
+    """
+    fractions = (val_fraction, test_fraction)
+    if min(fractions) < 0 or sum(fractions) >= 1:
+        raise ConfigError(
+            f"data.val_fraction={val_fraction} and data.test_fraction={test_fraction}: each must "
+            "be 0 or more, and together below 1."
+        )
+    val, test = (round(size * fraction) for fraction in fractions)
+    if size - val - test < 1:
+        raise ConfigError(
+            f"{size} samples leave none for training: lower data.val_fraction={val_fraction}."
+        )
+    for key, fraction, held_out in (
+        ("val_fraction", val_fraction, val),
+        ("test_fraction", test_fraction, test),
+    ):
+        if fraction and not held_out:
+            _report_empty(key, fraction, size)
+    order = permuted(np.arange(size), size=size, seed="split", epoch=0)
+    parts = {"val": order[:val], "test": order[val : val + test], "train": order[val + test :]}
+    return {"predict": np.arange(size), **{name: np.sort(part) for name, part in parts.items()}}
+
+
+@functools.cache  # each split asks for the indices of all
+def _report_empty(key: str, fraction: float, size: int) -> None:
+    log.warning(
+        "data.%s=%s of %d samples is none: there is nothing to measure on. Type data.%s=%.2g or "
+        "more, or 0 to hold out none.", key, fraction, size, key, 1 / size,
+    )  # fmt: skip
