@@ -60,10 +60,6 @@ CASES = {
     "no number of devices": (["trainer.devices=none"], ["trainer.devices=none"]),
     "no processes": (["trainer.devices=0"], ["trainer.devices=0"]),
     "no end": (["trainer.max_steps=null", "trainer.max_epochs=null"], ["trainer.max_steps"]),
-    "a split by another name": (
-        ["data.train_val_test_split=[1,2,3]"],
-        ["data.source.val_fraction=…"],
-    ),
     "a key like none": (["data.val_test_part=3"], ["there is no key 'data.val_test_part'."]),
     "batch that does not divide": (
         ["data.global_batch_size=30", "data.micro_batch_size=8"],
@@ -143,7 +139,7 @@ CASES = {
     ),
     "a callback without its plus": (
         ["callbacks.mine._target_=a.B"],
-        ["Type +callbacks.mine._target_=a.B"],
+        ["type +callbacks.mine._target_=a.B"],
     ),
     "a value of a sweep": (
         [

@@ -9,13 +9,14 @@ from omegaconf import open_dict
 from armature import config
 from armature.errors import ConfigError
 from armature.layout import Layout
-from armature.validation import checks, lightning_parts, targets
+from armature.validation import checks, lightning_parts, signatures, targets
 
 USERS = "tests.validation.users"
 ALLOWED = "launch.allowed_packages=[armature,torch,lightning.pytorch,tests]"
 
 
 def composed(*overrides):
+    signatures.allow(["tests"])
     config.register()
     with initialize_config_dir(version_base="1.3", config_dir=str(config.CONFIGS)):
         return compose("train", overrides=[ALLOWED, *overrides])

@@ -58,6 +58,7 @@ def check(
     values.hide_secrets(cfg)
     if problems := _group_problems(cfg) or (_missing_problems(cfg) + _unknown_problems(cfg)):
         raise ConfigError(problems)
+    signatures.allow(cfg.launch.allowed_packages)
     if problems := lightning_parts.misplaced_problems(cfg):
         raise ConfigError(problems)
     _forget_unused_groups(cfg)
@@ -111,7 +112,7 @@ def decide(cfg: DictConfig) -> DictConfig:
             for key, value in (("global_batch_size", None), ("micro_batch_size", "auto")):
                 cfg.data.setdefault(key, value)
     elif "micro_batch_size" not in cfg.data and (
-        default := signatures.default(cfg.data._target_, "micro_batch_size")
+        default := signatures.defaults_of(cfg.data._target_).get("micro_batch_size")
     ):
         with open_dict(cfg):
             cfg.data.micro_batch_size = default
@@ -246,7 +247,7 @@ def _class_problems(cfg: DictConfig) -> list[str]:
 
 def _allowed(cfg: DictConfig) -> list[str]:
     """Return the packages whose classes may be built."""
-    return [*dict.fromkeys([*map(str, cfg.launch.allowed_packages), *targets.own()])]
+    return [*dict.fromkeys([*map(str, cfg.launch.allowed_packages), *signatures.own()])]
 
 
 def _dangling(cfg: DictConfig) -> list[str]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, get_args
 
 from omegaconf import DictConfig, OmegaConf
 
-from armature.validation import annotations, signatures, values
+from armature.validation import signatures, values
 
 _UNTYPED = (  # a number or a word
     "trainer.devices",
@@ -18,7 +18,7 @@ _UNTYPED = (  # a number or a word
     "launch.hang_timeout",
     "data.micro_batch_size",
 )
-_NUMBERS = {"int", "float", "bool"}
+_NUMBERS = {int, float, bool}
 _WORDS = {"true": True, "false": False}
 
 
@@ -63,11 +63,7 @@ def _takes(cfg: DictConfig, path: str, number: Any, text: str) -> bool:
     definition = signatures.find_definition(target) if target else None
     if definition is None:
         return False
-    annotation, default = (
-        signatures.signature_of(*definition).parameters.get(key),
-        signatures.default(target, key),
-    )
-    meant = isinstance(default, int | float) or _NUMBERS & {
-        *annotations.words(annotation).split(" or ")
-    }
-    return annotations.accepts(annotation, number) and bool(meant)
+    hint = signatures.signature_of(*definition).parameters.get(key)
+    default = signatures.defaults_of(target).get(key)
+    meant = isinstance(default, int | float) or _NUMBERS & {hint, *get_args(hint)}
+    return signatures.accepts(hint, number) and bool(meant)
