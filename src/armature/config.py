@@ -30,13 +30,6 @@ LARGEST = 1_000_000  # bytes of a config.yaml
 EMA = "armature.callbacks.ema.EMA"
 _WHOLE = re.compile(r"\$\{oc\.env:\w+\}")
 CONFIGS = Path(__file__).parents[2] / "configs"
-MOVED = {  # `_target_` in the config.yaml of older runs → where the class is now
-    "armature.strategies.auto": "armature.strategies.auto.auto",
-    "armature.strategies.SingleDevice": "armature.strategies.single.SingleDevice",
-    "armature.strategies.DDP": "armature.strategies.ddp.DDP",
-    "armature.strategies.MeshStrategy": "armature.strategies.mesh.MeshStrategy",
-    "armature.strategies.DeepSpeed": "armature.strategies.deepspeed.DeepSpeed",
-}
 
 
 @dataclass
@@ -155,7 +148,7 @@ def register() -> None:
 def load(file: Path) -> DictConfig:
     """Return a run's config.yaml.
 
-    One of an older version gets defaults for its missing keys, and MOVED classes.
+    One of an older version gets defaults for its missing keys.
 
     Raises ConfigError for a damaged one, and one that was made to fill the memory.
     """
@@ -174,7 +167,6 @@ def load(file: Path) -> DictConfig:
             if name not in OF_TRAIN
         }
         cfg = OmegaConf.merge(train, defaults, cfg)
-    _rename_targets(cfg)
     return cfg  # pyright: ignore[reportReturnType]
 
 
@@ -326,12 +318,3 @@ def _damaged(file: Path, why: str) -> ConfigError:
         f"on, type rm {file} and "
         "the command that started the run; else restore the file from a copy."
     )
-
-
-def _rename_targets(node: Any) -> None:
-    if isinstance(node, DictConfig) and node.get("_target_") in MOVED:
-        node._target_ = MOVED[node._target_]
-    keys: Any = node if isinstance(node, DictConfig) else range(len(node))
-    for key in keys:
-        if not OmegaConf.is_interpolation(node, key) and OmegaConf.is_config(node[key]):
-            _rename_targets(node[key])
