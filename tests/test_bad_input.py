@@ -101,7 +101,7 @@ CASES = {
     "secret on the command line": (["+logger.tensorboard.api_key=abcdef"], ["api_key", "oc.env"]),
     "resume from nowhere": (["resume=nowhere"], ["resume=nowhere"]),
     "output folder that is a file": (["run.root=short.txt"], ["run.root=short.txt"]),
-    "a rate that is not positive": (["optimizer.lr=-1"], ["optimizer.lr=-1", "positive"]),
+    "a rate that is not positive": (["optimizer.lr=-1"], ["optimizer.lr=-1", "above 0"]),
     "model and task that do not go together": (
         ["model=vit_tiny"],
         ["task=", "image_classification"],
@@ -150,7 +150,7 @@ CASES = {
             "data.context=8",
             "optimizer.lr=1,-1",
         ],
-        ["1 problem:", "optimizer.lr=-1: must be positive"],
+        ["1 problem:", "optimizer.lr=-1: must be a number above 0"],
     ),
     "a folder that is not there": (
         ["--config-dir", "none"],

@@ -30,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 from armature import config
 from armature.errors import ConfigError
 from armature.sweeps import space
-from armature.validation import foreign_keys, rules, values
+from armature.validation import foreign_keys, values
 
 _ONE_CLASS = ("task", "model", "data", "optimizer", "scheduler", "strategy")
 OPEN = ("callbacks", "logger")  # groups to which a key may be added
@@ -324,12 +324,10 @@ def _describe(
         named = ", ".join(f"'{each}'" for each in lacking)
         return f"{override}: {key} has no option {named}.{hint} Options: {', '.join(options)}."
     if isinstance(error.__cause__, ValidationError) or isinstance(error, ValidationError):
-        rule = values.RANGES.get(key)
-        if not remedy and rule is not None and (wrong := rule(given := parsed.value())) is not None:
-            typed = (
-                f" Type {key}=[{value}]." if rule is rules.texts and isinstance(given, str) else ""
-            )
-            return f"{override}: {wrong}.{typed}"
+        hint = values.OF_CORE.get(key)
+        answer = values.answer_to(key, hint, parsed.value()) if hint is not None else None
+        if answer is not None:
+            return f"{override}: {answer}"
         said = str(error.__cause__ or error).splitlines()[0].rstrip(".")
         return f"{override}: {said}.{f' {remedy}' if remedy else ''}"
     if remedy:
