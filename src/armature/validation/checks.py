@@ -79,7 +79,8 @@ def check(
         for each in problems
     )
     problems += [each for each in unsound if each.partition("=")[0] not in named]
-    if not unsound and not quick:
+    unsound = unsound or quick or "trainer.devices" in named
+    if not unsound:
         cfg = decide(cfg)
         problems += _loader_problems(cfg) + _model_problems(cfg)
         if not problems and not sizes:
@@ -93,7 +94,7 @@ def check(
     problems += _name_problems(cfg.run.name) + _folder_problems("run.root", cfg.run.root)
     problems += _folder_problems("checkpoint.root", cfg.checkpoint.root)
     problems += _resume_problems(cfg)
-    unsound = unsound or quick or any(each.startswith("data.") for each in problems)
+    unsound = unsound or any(each.startswith("data.") for each in problems)
     if open_data and not unsound:
         problems += data_sources.problems(cfg, prepare=prepare and not problems)
     if problems:
