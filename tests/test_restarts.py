@@ -439,12 +439,12 @@ def test_a_fixed_axis_says_that_the_ranks_cannot_become_fewer(composed):
 
 
 BAD = {
-    "launch.max_restarts=often": "launch.max_restarts=often: must be a number from 0, or auto",
+    "launch.max_restarts=often": "max_restarts=often: must be a whole number from 0",
     "launch.max_restarts=-1": "launch.max_restarts=-1",
     "launch.min_ranks=5": r"launch.min_ranks=5: must be from 1 to trainer.devices=4",
     "launch.min_ranks=0": "launch.min_ranks=0",
-    "launch.hang_timeout=0": "launch.hang_timeout=0: must be positive",
-    "launch.stop_minutes_before_limit=-1": r"stop_minutes_before_limit=-1.0: must be positive",
+    "launch.hang_timeout=0": "launch.hang_timeout=0: must be a number above 0",
+    "launch.stop_minutes_before_limit=-1": r"limit=-1.0: must be a number above 0",
 }
 
 

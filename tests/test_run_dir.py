@@ -41,7 +41,6 @@ def test_an_older_config_gets_the_defaults_of_the_keys_it_lacks(tmp_path):
     lines = [
         "trainer: {max_steps: 7}",
         "run: {name: old}",
-        "strategy: {_target_: armature.strategies.MeshStrategy}",
     ]
     (tmp_path / "config.yaml").write_text("\n".join(lines))
     cfg = run_dir.read(tmp_path)
@@ -52,7 +51,6 @@ def test_an_older_config_gets_the_defaults_of_the_keys_it_lacks(tmp_path):
         "auto",
     )
     assert (cfg.launch.grace_seconds, cfg.checkpoint.mode) == (8, "min")
-    assert cfg.strategy._target_ == "armature.strategies.mesh.MeshStrategy"
 
 
 def test_an_argument_that_an_older_config_lacks_counts_as_its_default():

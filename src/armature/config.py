@@ -1,4 +1,4 @@
-"""The types of the core's own configuration. The values, with their comments, are in `configs/`.
+"""The types, ranges and choices of the core's own keys. Values and comments are in `configs/`.
 
 Hydra merges the YAML files into these dataclasses, so a misspelt key or a wrong type is refused
 while the configuration is composed. Groups with a `_target_` (model, task, data, optimizer, ...)
@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
+from pydantic import Field
 
 from armature.errors import ConfigError, error_line
 
@@ -30,13 +31,39 @@ LARGEST = 1_000_000  # bytes of a config.yaml
 EMA = "armature.callbacks.ema.EMA"
 _WHOLE = re.compile(r"\$\{oc\.env:\w+\}")
 CONFIGS = Path(__file__).parents[2] / "configs"
-MOVED = {  # `_target_` in the config.yaml of older runs → where the class is now
-    "armature.strategies.auto": "armature.strategies.auto.auto",
-    "armature.strategies.SingleDevice": "armature.strategies.single.SingleDevice",
-    "armature.strategies.DDP": "armature.strategies.ddp.DDP",
-    "armature.strategies.MeshStrategy": "armature.strategies.mesh.MeshStrategy",
-    "armature.strategies.DeepSpeed": "armature.strategies.deepspeed.DeepSpeed",
-}
+
+
+# ---------------------------------------------------------------- what a value may be
+# A type as pydantic reads it. `Annotated[Any, X]`: X, of which OmegaConf need not know.
+LONGEST = 1e9  # seconds, 31 years: what torch and Python still take as a time
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Positive = Annotated[Number, Field(gt=0)]
+AtLeast0 = Annotated[Number, Field(ge=0)]
+Fraction = Annotated[Number, Field(ge=0, lt=1)]
+Count = Annotated[int, Field(ge=1)]
+Count0 = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+Seconds = Annotated[Number, Field(gt=0, le=LONGEST)]
+Minutes = Annotated[Number, Field(gt=0, le=LONGEST / 60)]
+Share = Annotated[Number, Field(gt=0, le=1, description="a share of them above 0.0 and up to 1.0")]
+Word = Annotated[str, Field(pattern=r"\S")]
+Folder = Annotated[Word, Field(description="a folder")]
+Metric = Annotated[
+    str,
+    Field(
+        pattern=r"(?i)^(?!(true|false|nan|inf)\Z)\s*[^\W\d]",
+        description="the name of a metric, as in val/loss",
+    ),
+]
+Duration = Annotated[
+    str,
+    Field(
+        pattern=r"^(?=.*[1-9])\d{1,5}:([01]\d|2[0-3]):[0-5]\d:[0-5]\d\Z",
+        description="DD:HH:MM:SS, as in trainer.max_time=00:12:00:00",
+    ),
+]
+Package = Annotated[str, Field(pattern=r"^[^\W\d]\w*(\.[^\W\d]\w*)*\Z")]
+Precision = Literal["auto", "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true", "64-true"]
 
 
 @dataclass
@@ -46,9 +73,11 @@ class Project:
 
 @dataclass
 class Run:
-    root: str = MISSING
+    root: Folder = MISSING
     name: str | None = MISSING
-    tags: list[str] = MISSING
+    tags: Annotated[list[Word], Field(description="a list of words, as in [baseline,long]")] = (
+        MISSING
+    )
     notes: str | None = MISSING
     group: str | None = MISSING
     report: bool = MISSING
@@ -61,62 +90,72 @@ class Run:
 
 @dataclass
 class Trainer:
-    accelerator: str = MISSING
-    devices: Any = MISSING
-    num_nodes: int = MISSING
-    precision: str = MISSING
-    max_steps: int | None = MISSING
-    max_epochs: int | None = MISSING
-    max_time: str | None = MISSING
-    gradient_clip_val: Any = MISSING  # a number, auto or null: OmegaConf cannot merge unions
-    gradient_clip_algorithm: str = MISSING
-    val_every_n_steps: int | None = MISSING
-    limit_train_batches: Any = MISSING  # int | float | None
-    limit_val_batches: Any = MISSING  # int | float | None
-    limit_test_batches: Any = MISSING  # int | float | None
-    log_every_n_steps: int = MISSING
-    on_nan: str = MISSING
+    accelerator: Annotated[str, Literal["auto", "cpu", "gpu", "mps"]] = MISSING
+    devices: Annotated[Any, Count | Literal["auto"]] = MISSING
+    num_nodes: Annotated[int, Field(ge=1, le=10**5)] = MISSING
+    precision: Annotated[str, Precision] = MISSING
+    max_steps: Annotated[int, Field(ge=1, le=10**12)] | None = MISSING
+    max_epochs: Annotated[int, Field(ge=1, le=10**9)] | None = MISSING
+    max_time: Duration | None = MISSING
+    gradient_clip_val: Annotated[Any, Positive | Literal["auto"] | None] = MISSING
+    gradient_clip_algorithm: Annotated[str, Literal["norm", "value"]] = MISSING
+    val_every_n_steps: Count | None = MISSING
+    limit_train_batches: Annotated[Any, Count | Share | None] = MISSING
+    limit_val_batches: Annotated[Any, Count0 | Share | None] = MISSING
+    limit_test_batches: Annotated[Any, Count0 | Share | None] = MISSING
+    log_every_n_steps: Count = MISSING
+    on_nan: Annotated[str, Literal["stop", "skip", "ignore"]] = MISSING
     test_at_end: bool = MISSING
     deterministic: bool = MISSING
     detect_anomaly: bool = MISSING
-    matmul_precision: str = MISSING
+    matmul_precision: Annotated[str, Literal["highest", "high", "medium"]] = MISSING
     profile: bool = MISSING
 
 
 @dataclass
 class Checkpoint:
-    every_n_steps: int | None = MISSING
-    every_n_minutes: float | None = MISSING
-    keep_last: int = MISSING
-    keep_best: int = MISSING
-    keep_every_n_steps: int | None = MISSING
-    monitor: str = MISSING
-    mode: str = MISSING
+    every_n_steps: Count | None = MISSING
+    every_n_minutes: Minutes | None = MISSING
+    keep_last: Count = MISSING
+    keep_best: Count0 = MISSING
+    keep_every_n_steps: Count | None = MISSING
+    monitor: Metric = MISSING
+    mode: Annotated[str, Literal["min", "max"]] = MISSING
     at_end: bool = MISSING
     background: bool = MISSING
-    on_failure: str = MISSING
-    root: str | None = MISSING
+    on_failure: Annotated[str, Literal["continue", "stop"]] = MISSING
+    root: Annotated[Word, Field(description="a folder or an object store")] | None = MISSING
     include_base: bool = MISSING
     trust: bool = MISSING
 
 
 @dataclass
 class Launch:
-    max_restarts: Any = MISSING
+    max_restarts: Annotated[Any, Count0 | Literal["auto"]] = MISSING
     min_ranks: int | None = MISSING
-    hang_timeout: Any = MISSING  # float | None | auto
-    stop_minutes_before_limit: float | None = MISSING
-    rdzv_endpoint: str | None = MISSING
-    grace_seconds: int = MISSING
-    allowed_packages: list[str] = MISSING
+    hang_timeout: Annotated[Any, Seconds | Literal["auto"] | None] = MISSING
+    stop_minutes_before_limit: Minutes | None = MISSING
+    rdzv_endpoint: (
+        Annotated[
+            str, Field(pattern=r"^\S+:\d{1,5}\Z", description="HOST:PORT of the first machine")
+        ]
+        | None
+    ) = MISSING
+    grace_seconds: Annotated[int, Field(ge=0, le=LONGEST)] = MISSING
+    allowed_packages: Annotated[
+        list[Package],
+        Field(min_length=1, description="a list of packages, as in [armature,torch.nn]"),
+    ] = MISSING
 
 
 @dataclass
 class Config:
     project: Project = MISSING
     run: Run = MISSING
-    seed: int = MISSING
-    resume: str = MISSING
+    seed: Seed = MISSING
+    resume: Annotated[
+        Word, Field(description="auto, never, required, or the path of a run or a checkpoint")
+    ] = MISSING
     trainer: Trainer = MISSING
     checkpoint: Checkpoint = MISSING
     launch: Launch = MISSING
@@ -155,7 +194,7 @@ def register() -> None:
 def load(file: Path) -> DictConfig:
     """Return a run's config.yaml.
 
-    One of an older version gets defaults for its missing keys, and MOVED classes.
+    One of an older version gets defaults for its missing keys.
 
     Raises ConfigError for a damaged one, and one that was made to fill the memory.
     """
@@ -174,7 +213,6 @@ def load(file: Path) -> DictConfig:
             if name not in OF_TRAIN
         }
         cfg = OmegaConf.merge(train, defaults, cfg)
-    _rename_targets(cfg)
     return cfg  # pyright: ignore[reportReturnType]
 
 
@@ -326,12 +364,3 @@ def _damaged(file: Path, why: str) -> ConfigError:
         f"on, type rm {file} and "
         "the command that started the run; else restore the file from a copy."
     )
-
-
-def _rename_targets(node: Any) -> None:
-    if isinstance(node, DictConfig) and node.get("_target_") in MOVED:
-        node._target_ = MOVED[node._target_]
-    keys: Any = node if isinstance(node, DictConfig) else range(len(node))
-    for key in keys:
-        if not OmegaConf.is_interpolation(node, key) and OmegaConf.is_config(node[key]):
-            _rename_targets(node[key])

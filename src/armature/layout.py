@@ -43,6 +43,7 @@ class Layout:
 
         ConfigError: the axes do not fit.
         """
+        signatures.allow(cfg.launch.allowed_packages)
         uses_model = signatures.accepted(cfg.task, ["model"])
         definition = signatures.find_definition(cfg.model._target_) if uses_model else None
         strategy: dict[str, Any] = OmegaConf.to_container(cfg.strategy, resolve=True)  # pyright: ignore[reportAssignmentType]

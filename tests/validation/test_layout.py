@@ -1,5 +1,6 @@
 """The layout of a run, and what the classes that a config names say of themselves."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from armature.errors import ConfigError
 from armature.layout import Layout
 from armature.models.decoder.plan import PLAN
 from armature.models.plan import plan_beside
-from armature.validation import checks, data_sources, signatures
+from armature.validation import checks, data_sources
 
 ROOT = Path(__file__).parents[2]
 FILES = {
@@ -21,7 +22,8 @@ FILES = {
     "net/plan.py": "from armature.models.decoder.plan import PLAN\n",
     "net/check.py": "def problems(arguments):\n"
     "    return ['model.width=48 is odd for Net'] if arguments['width'] == 48 else []\n",
-    "images.py": "class Task(LightningModule):\n    modality = 'images'\n\n    def __init__(self, "
+    "images.py": "from lightning.pytorch import LightningModule\n\n\n"
+    "class Task(LightningModule):\n    modality = 'images'\n\n    def __init__(self, "
     "model, **o): ...\n",
     "average.py": "from armature.callbacks.ema import EMA\n\n\nclass Average(EMA):\n    pass\n",
 }
@@ -36,8 +38,8 @@ def checked(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(data_sources, "problems", lambda cfg, *, prepare: [])
-    signatures._tree.cache_clear()
-    signatures.find_definition.cache_clear()
+    for name in [name for name in sys.modules if name.startswith("reexporting")]:
+        del sys.modules[name]
     config.register()
 
     def check(*overrides: str):

@@ -9,13 +9,14 @@ from omegaconf import open_dict
 from armature import config
 from armature.errors import ConfigError
 from armature.layout import Layout
-from armature.validation import checks, lightning_parts, targets
+from armature.validation import checks, lightning_parts, signatures, targets, values
 
 USERS = "tests.validation.users"
 ALLOWED = "launch.allowed_packages=[armature,torch,lightning.pytorch,tests]"
 
 
 def composed(*overrides):
+    signatures.allow(["tests"])
     config.register()
     with initialize_config_dir(version_base="1.3", config_dir=str(config.CONFIGS)):
         return compose("train", overrides=[ALLOWED, *overrides])
@@ -80,11 +81,9 @@ def test_an_upload_of_files_that_nothing_saves_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("value", ["-1", "0.0", "1.1", "many", "true"])
 def test_a_limit_out_of_range_is_refused(value):
-    (problem,) = lightning_parts.limit_problems(composed(f"trainer.limit_val_batches={value}"))
-    assert (
-        "must be a number of batches from 0 (such as 10), a share of them above 0.0 and up to 1.0"
-        in problem
-    )
+    cfg = composed(f"trainer.limit_val_batches={value}")
+    (problem,) = values.problems(cfg, checks.plain(cfg))
+    assert "must be a whole number from 0, or a share of them above 0.0 and up to 1.0" in problem
 
 
 def test_a_limit_keeps_the_type_that_was_typed():

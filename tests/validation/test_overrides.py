@@ -22,10 +22,6 @@ strategy: {{_target_: armature.strategies.auto.auto, seed: "{seed}"}}
 REFERRING = TEXT.format(
     path="a.txt", source="${data.path}", context="${data.context}", seed="${seed}"
 )
-RESOLVED = TEXT.format(
-    path="a.txt", source="a.txt", context="8", seed="1"
-)  # as an older version wrote it
-RESOLVED = RESOLVED.replace('"8"', "8").replace('"1"', "1")
 
 
 def changed(text, folder, *typed):
@@ -40,10 +36,9 @@ def _field(monkeypatch):
     monkeypatch.setenv("FIELD", "text")
 
 
-@pytest.mark.parametrize("text", [REFERRING, RESOLVED], ids=["referring", "resolved"])
-def test_what_refers_to_a_key_follows_it(text, tmp_path):
+def test_what_refers_to_a_key_follows_it(tmp_path):
     (tmp_path / "tokenizer.json").touch()
-    cfg = changed(text, tmp_path, "data.path=b.txt", "data.context=16", "seed=7")
+    cfg = changed(REFERRING, tmp_path, "data.path=b.txt", "data.context=16", "seed=7")
     assert (cfg.data.source.path, cfg.data.source.context) == ("b.txt", 16)
     assert (cfg.data.seed, cfg.strategy.seed) == (7, 7)
     assert cfg.data.source.tokenizer == str(tmp_path / "tokenizer.json")
@@ -104,8 +99,6 @@ def test_config_yaml_keeps_references_and_no_value_of_the_environment(tmp_path, 
 def test_a_typed_value_out_of_its_range_is_refused_and_a_saved_one_is_not(tmp_path):
     cfg = changed(REFERRING, tmp_path, "data.eval_batch_size=-1", "data.seed=-1")
     plain = OmegaConf.to_container(cfg)
-    assert values.problems_of(["data.eval_batch_size", "data.path"], plain) == [
-        "data.eval_batch_size=-1: must be a whole number from 1 to 1000000000, or null for the "
-        "data module's own."
-    ]
+    (problem,) = values.problems_of(["data.eval_batch_size", "data.path"], plain)
+    assert problem.startswith("data.eval_batch_size=-1: must be a whole number from 1")
     assert values.problems_of(["data.path"], plain) == []

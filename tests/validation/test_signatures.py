@@ -1,10 +1,10 @@
-"""Arguments are checked against the source of what a `_target_` names, without importing it."""
+"""Arguments are checked against the class or function that a `_target_` names."""
 
-import subprocess
 import sys
 
 import pytest
 
+from armature.errors import ConfigError
 from armature.validation import signatures, targets
 
 ALLOWED = ["armature", "torch.optim", "lightning.pytorch", "sample"]
@@ -17,10 +17,12 @@ def sample(tmp_path, monkeypatch):
     package.mkdir()
     (package / "__init__.py").write_text("from .net import Net as Renamed\n")
     (package / "net.py").write_text(
-        "from dataclasses import dataclass\nfrom torch.optim import AdamW\n"
+        "from collections.abc import Sequence\nfrom dataclasses import dataclass\n"
+        "from pathlib import Path\nfrom typing import *\nfrom torch import Tensor\n"
+        "from torch.optim import AdamW\nfrom typing import List, Tuple\n"
         "class Base:\n    def __init__(self, *, depth: int = 2): ...\n"
         "class Net(Base):\n    def __init__(self, width: int, scale: float | None = None, "
-        "**kwargs): ...\n"
+        "**kwargs): super().__init__(**kwargs)\n"
         "class Inherits(Base): ...\n"
         "class Keeps(Base):\n    def __init__(self, **config):\n        self.config = config\n"
         "class Saves(Base):\n    def __init__(self, **kwargs):\n        "
@@ -34,7 +36,7 @@ def sample(tmp_path, monkeypatch):
         "Optional[int] = None,\n"
         "          kind: Literal['a', 'b'] = 'a', weights: 'dict[str, float] | None' = None, file: "
         "Path = None,\n"
-        "          names: list[str] = [], other: Union[int, Unknown] = 1): ...\n"
+        "          names: list[str] = [], other: 'Union[int, Unknown]' = 1): ...\n"
         "def loose(*, depths: Tuple[int] = (2, 2), names: List[str] = None, anchors: list[Tensor] "
         "= (),\n"
         "          sizes: list[int] = (), options: dict[str, int] = {}, share: int = 0.5): ...\n"
@@ -49,8 +51,8 @@ def sample(tmp_path, monkeypatch):
         "@dataclass\nclass Loose:\n    depths: list[int] = None\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    signatures._tree.cache_clear()
-    signatures.find_definition.cache_clear()
+    for name in ("sample.net", "sample"):
+        sys.modules.pop(name, None)
 
 
 def found(**node):
@@ -127,34 +129,34 @@ def test_sound_arguments_are_accepted(node):
         *(
             (
                 {"_target_": "sample.net.typed", key: value},
-                [f"node.{key}={value!r}", f"takes {takes} here"],
+                [f"node.{key}={value!r}", takes],
             )
             for key, value, takes in [
-                ("tags", [1], "Sequence[str]"),
-                ("tags", 5, "Sequence[str]"),
-                ("pair", [1], "tuple[float, float]"),
-                ("pair", [1, "a"], "tuple[float, float]"),
-                ("size", 1.5, "int or None"),
+                ("tags", [1], "Sequence"),
+                ("tags", 5, "Sequence"),
+                ("pair", [1], "tuple"),
+                ("pair", [1, "a"], "tuple"),
+                ("size", 1.5, "int"),
                 ("kind", "c", "'a', 'b'"),
                 ("kind", True, "'a', 'b'"),
-                ("weights", {"a": "b"}, "dict[str, float] or None"),
-                ("file", 5, "str"),
+                ("weights", {"a": "b"}, "dict[str, float]"),
+                ("file", 5, "Path"),
                 ("names", ["a", ["b"]], "list[str]"),
                 ("names", "a", "list[str]"),
             ]
         ),
         (
             {"_target_": "sample.net.loose", "depths": [2, "a"]},
-            ["node.depths=[2, 'a']", "takes Tuple[int] here"],
+            ["node.depths=[2, 'a']", "Tuple[int]"],
         ),
         (
             {"_target_": "sample.net.loose", "depths": None},
-            ["node.depths=null", "takes Tuple[int] here"],
+            ["node.depths=null", "Tuple[int]"],
         ),
-        ({"_target_": "sample.net.Loose", "depths": 2}, ["node.depths=2", "takes list[int] here"]),
+        ({"_target_": "sample.net.Loose", "depths": 2}, ["node.depths=2", "list[int]"]),
         (
             {"_target_": "torch.optim.SGD", "_partial_": True, "lr": {"a": 1}},
-            ["node.lr={'a': 1}", "takes float or Tensor"],
+            ["node.lr={'a': 1}", "takes float or"],
         ),
         (
             {"_target_": "sample.net.Net", "width": 3, "_convert_": "alll"},
@@ -193,21 +195,12 @@ def test_each_mistake_is_named(node, words):
         assert word in problem
 
 
-def test_nothing_heavy_is_imported():
-    code = (
-        "import sys; from armature.validation import signatures as s;"
-        "assert s.find_definition('torch.optim.AdamW');"
-        "assert s.find_definition('lightning.pytorch.callbacks.EarlyStopping');"
-        "assert 'torch' not in sys.modules and 'lightning' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": "src"})
-
-
 def test_a_module_gets_the_groups_that_its_constructor_takes():
     def accepted(target, **node):
         return signatures.accepted({"_target_": target, **node})
 
     users = "tests.validation.users"
+    signatures.allow(["tests"])
     assert accepted("armature.tasks.language_modeling.LanguageModeling") == [
         "model",
         "optimizer",
@@ -225,29 +218,15 @@ def test_a_module_gets_the_groups_that_its_constructor_takes():
     ]
     assert accepted(f"{users}.Reads") == ["optimizer"]
     assert accepted(f"{users}.Returns") == []
-    assert accepted(f"{users}.ReadsAll") == ["model", "optimizer", "scheduler"]
     assert accepted("nowhere.Module") == ["model", "optimizer", "scheduler"]
 
 
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        ("from lightning.pytorch import callbacks", "callbacks.EarlyStopping"),
-        ("import torch", "torch.optim.AdamW"),
-    ],
-)
-def test_a_class_that_is_named_like_its_base_does_not_find_itself(
-    module, name, tmp_path, monkeypatch
-):
-    last = name.rpartition(".")[2]
-    (tmp_path / "alike.py").write_text(
-        f"{module}\n\n\nclass {last}({name}):\n    def __init__(self): ...\n"
-    )
+def test_a_module_that_fails_is_named_with_its_line(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
-    signatures._tree.cache_clear()
-    signatures.find_definition.cache_clear()
-    target = f"alike.{last}"
-    assert signatures.derives(signatures.find_definition(target), ["Callback", "Optimizer"])
-    assert not signatures.assigns(target, "automatic_optimization", False)
-    assert signatures.ancestors(target)[0] == target
-    assert any(above.startswith(("lightning.", "torch.")) for above in signatures.ancestors(target))
+    signatures.allow(["broken_by_hand", "needs_another"])
+    (tmp_path / "broken_by_hand.py").write_text("class A(:\n")
+    (tmp_path / "needs_another.py").write_text("import nowhere_at_all\n")
+    with pytest.raises(ConfigError, match=r"broken_by_hand.py:1: .*invalid syntax.*Correct the"):
+        signatures.find_definition("broken_by_hand.A")
+    with pytest.raises(ConfigError, match=r"another.py:1: .*Install the package nowhere_at_all"):
+        signatures.find_definition("needs_another.A")

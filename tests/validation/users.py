@@ -56,12 +56,6 @@ class Returns(Ignores):
         }
 
 
-class ReadsAll(Ignores):
-    def configure_optimizers(self):
-        wanted = self.hparams
-        return wanted.optimizer(self.parameters())
-
-
 class Bare(L.LightningModule):
     pass
 

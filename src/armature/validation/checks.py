@@ -33,13 +33,13 @@ from armature.validation import (
     numbers,
     parallelism,
     relations,
-    rules,
     signatures,
     targets,
     values,
 )
 
 MOST_PROCESSES = 1024  # of one machine, except where CPUs are many
+CLASSES = ("task", "model", "data", "optimizer", "scheduler", "strategy", "callbacks", "logger")
 LONGEST_NAME = 255  # bytes of one folder's name on ordinary file systems
 log = logging.getLogger(__name__)
 
@@ -58,6 +58,7 @@ def check(
     values.hide_secrets(cfg)
     if problems := _group_problems(cfg) or (_missing_problems(cfg) + _unknown_problems(cfg)):
         raise ConfigError(problems)
+    signatures.allow(cfg.launch.allowed_packages)
     if problems := lightning_parts.misplaced_problems(cfg):
         raise ConfigError(problems)
     _forget_unused_groups(cfg)
@@ -65,12 +66,20 @@ def check(
         raise ConfigError(problems)
     cfg = pretrained.fill(numbers.written_out(cfg))
     problems, chosen = values.problems(cfg, plain(cfg)), None
-    unsound = _of_another_class(_target_problems(cfg), overrides) + _device_problems(cfg)
-    sizes = any(
-        each.startswith(("trainer.num_nodes", "launch.", "data.", "strategy.")) for each in problems
-    )
     named = {each.partition("=")[0] for each in problems}
+    keys = {each.lstrip("+~").partition("=")[0] for each in overrides} - named
+    # importing classes takes seconds: a wrong value alone is answered at once
+    quick = (
+        problems and overrides and not any("." in k and k.split(".")[0] in CLASSES for k in keys)
+    )
+    unsound = [] if quick else _of_another_class(_target_problems(cfg), overrides)
+    unsound += _device_problems(cfg)
+    sizes = any(
+        each.startswith(("trainer.num_nodes", "trainer.devices", "launch.", "data.", "strategy."))
+        for each in problems
+    )
     problems += [each for each in unsound if each.partition("=")[0] not in named]
+    unsound = unsound or quick or "trainer.devices" in named
     if not unsound:
         cfg = decide(cfg)
         problems += _loader_problems(cfg) + _model_problems(cfg)
@@ -81,15 +90,12 @@ def check(
         problems += layout_problems(cfg) + _launch_problems(cfg) if not sizes else []
         problems += [] if problems else relations.problems(plain(cfg))
         problems += lightning_parts.problems(cfg) + lightning_parts.unused_problems(cfg, overrides)
-    problems += (
-        lightning_parts.limit_problems(cfg)
-        + _logger_problems(cfg)
-        + values.switch_problems(overrides)
-    )
+    problems += _logger_problems(cfg) + values.switch_problems(overrides)
     problems += _name_problems(cfg.run.name) + _folder_problems("run.root", cfg.run.root)
     problems += _folder_problems("checkpoint.root", cfg.checkpoint.root)
     problems += _resume_problems(cfg)
-    if open_data and not unsound and not any(each.startswith("data.") for each in problems):
+    unsound = unsound or any(each.startswith("data.") for each in problems)
+    if open_data and not unsound:
         problems += data_sources.problems(cfg, prepare=prepare and not problems)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
@@ -111,7 +117,7 @@ def decide(cfg: DictConfig) -> DictConfig:
             for key, value in (("global_batch_size", None), ("micro_batch_size", "auto")):
                 cfg.data.setdefault(key, value)
     elif "micro_batch_size" not in cfg.data and (
-        default := signatures.default(cfg.data._target_, "micro_batch_size")
+        default := signatures.defaults_of(cfg.data._target_).get("micro_batch_size")
     ):
         with open_dict(cfg):
             cfg.data.micro_batch_size = default
@@ -246,7 +252,7 @@ def _class_problems(cfg: DictConfig) -> list[str]:
 
 def _allowed(cfg: DictConfig) -> list[str]:
     """Return the packages whose classes may be built."""
-    return [*dict.fromkeys([*map(str, cfg.launch.allowed_packages), *targets.own()])]
+    return [*dict.fromkeys([*map(str, cfg.launch.allowed_packages), *signatures.own()])]
 
 
 def _dangling(cfg: DictConfig) -> list[str]:
@@ -298,16 +304,8 @@ def _of_another_class(problems: list[str], overrides: Sequence[str]) -> list[str
 
 def _device_problems(cfg: DictConfig) -> list[str]:
     devices, accelerator = cfg.trainer.devices, cfg.trainer.accelerator
-    if devices != "auto" and (
-        not isinstance(devices, int) or isinstance(devices, bool) or devices < 1
-    ):
-        remedy = foreign_keys.remedy("trainer.devices", str(devices))
-        text = values.quotes_hint("trainer.devices", devices, rules.number(least=1, whole=True))
-        hint = f" {remedy}" if remedy else text
-        return [
-            f"trainer.devices={devices}: must be a number of processes on each machine, or "
-            f"auto.{hint}"
-        ]
+    if not values.accepts(values.OF_CORE["trainer.devices"], devices):
+        return []  # reported by its type
     if accelerator == "auto":
         accelerator = hardware.default_accelerator()
     if accelerator == "gpu":
@@ -418,14 +416,6 @@ def layout_problems(cfg: DictConfig) -> list[str]:
 
 def _launch_problems(cfg: DictConfig) -> list[str]:
     launch, devices, problems = cfg.launch, cfg.trainer.devices, []
-    if (
-        not isinstance(launch.max_restarts, int)
-        or isinstance(launch.max_restarts, bool)
-        or launch.max_restarts < 0
-    ):
-        problems.append(
-            f"launch.max_restarts={launch.max_restarts}: must be a number from 0, or auto."
-        )
     if launch.min_ranks is not None:
         asked, wrong = f"launch.min_ranks={launch.min_ranks}", None
         if not 1 <= launch.min_ranks <= devices:

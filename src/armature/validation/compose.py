@@ -30,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 from armature import config
 from armature.errors import ConfigError
 from armature.sweeps import space
-from armature.validation import foreign_keys, rules, signatures, values
+from armature.validation import foreign_keys, values
 
 _ONE_CLASS = ("task", "model", "data", "optimizer", "scheduler", "strategy")
 OPEN = ("callbacks", "logger")  # groups to which a key may be added
@@ -324,12 +324,10 @@ def _describe(
         named = ", ".join(f"'{each}'" for each in lacking)
         return f"{override}: {key} has no option {named}.{hint} Options: {', '.join(options)}."
     if isinstance(error.__cause__, ValidationError) or isinstance(error, ValidationError):
-        rule = values.RANGES.get(key)
-        if not remedy and rule is not None and (wrong := rule(given := parsed.value())) is not None:
-            typed = (
-                f" Type {key}=[{value}]." if rule is rules.texts and isinstance(given, str) else ""
-            )
-            return f"{override}: {wrong}.{typed}"
+        hint = values.OF_CORE.get(key)
+        answer = values.answer_to(key, hint, parsed.value()) if hint is not None else None
+        if answer is not None:
+            return f"{override}: {answer}"
         said = str(error.__cause__ or error).splitlines()[0].rstrip(".")
         return f"{override}: {said}.{f' {remedy}' if remedy else ''}"
     if remedy:
@@ -340,20 +338,18 @@ def _describe(
         remedy = f"it is a list. Type {key}=[a,b]" if is_list else plain_text(error)
         return f"{override}: {key} takes no such value: {remedy}."
     group, _, name = key.partition(".")
-    is_argument = override[0] != "+" and _is_argument(key, sound)
-    if is_argument and group != "data":  # of data, another option may be meant
-        return f"{override}: there is no key '{key}' yet. Type +{override} to add it."
+    add = ""  # the class may take an argument that the option's file does not name
+    is_open = group in OPEN or _has_class(key.rpartition(".")[0], sound)
+    if is_open and name and not override.startswith("+"):
+        add = f" To add it, type +{override}."
     options = _candidates(group, name.rpartition(".")[2], folders) if name else []
     having = [f"{group}={option}" for option in options if key in _of_option(group, option)]
     if having:
         have = "has" if len(having) == 1 else "have"
-        here = f" For these data, type +{override}." if is_argument else ""
-        return f"{override}: there is no key '{key}' here, but {', '.join(having)} {have} it.{here}"
-    if is_argument or (group in OPEN and name and not override.startswith("+")):
-        return f"{override}: there is no key '{key}' yet. Type +{override} to add one."
+        return f"{override}: there is no key '{key}' here, but {', '.join(having)} {have} it.{add}"
     if key.startswith("hydra."):
         known = _of_hydra(sound)
-    return f"{override}: there is no key '{key}'.{_nearest(key, known)}"
+    return f"{override}: there is no key '{key}'.{_nearest(key, known)}{add}"
 
 
 def _of_hydra(sound: list[str]) -> list[str]:
@@ -364,13 +360,11 @@ def _of_hydra(sound: list[str]) -> list[str]:
     ]
 
 
-def _is_argument(key: str, sound: list[str]) -> bool:
-    """Return whether the class or function of the key's `_target_` takes such an argument."""
-    made, (node, _, name) = _composed(tuple(sound)), key.rpartition(".")
-    parent = OmegaConf.select(made, node) if isinstance(made, DictConfig) and node else None
-    target = parent.get("_target_") if isinstance(parent, DictConfig) else None
-    definition = signatures.find_definition(target) if isinstance(target, str) else None
-    return definition is not None and name in signatures.signature_of(*definition).parameters
+def _has_class(key: str, sound: list[str]) -> bool:
+    """Return whether a class or function is called with the keys of a node."""
+    made = _composed(tuple(sound))
+    node = OmegaConf.select(made, key) if isinstance(made, DictConfig) and key else None
+    return isinstance(node, DictConfig) and "_target_" in node
 
 
 def _candidates(group: str, word: str, folders: list[Path]) -> list[str]:

@@ -34,17 +34,9 @@ _CHECKPOINTS = (
     "Checkpoints are always saved. Type checkpoint.every_n_steps=… or checkpoint.at_end=false"
 )
 _DEBUG_RUN = "Type debug=fast: a few steps of training, validation and test, and a checkpoint"
-_MICRO_BATCH = (
-    "Type data.micro_batch_size=auto: the largest that fits. It does not change the result"
-)
-_LR_FINDER = "Type -m sweep=lr: one trial per learning rate"
 _DDP = "Type strategy=ddp trainer.devices=N"
 _NO_CHECKPOINT = "Leave it out: a run without checkpoints begins at step 0"
 _RESUME = "Type resume={value} (a run directory or a checkpoint in it)"
-_SAMPLER = "Nothing to type: the sampler gives every rank its own samples"
-_SHOWN = "Nothing to type: the model's parts and their parameters are printed at the start"
-_PROGRESS_BAR = "+callbacks.bar._target_=lightning.pytorch.callbacks.RichProgressBar"
-_MONITOR_MEMORY = "Type callbacks=monitors"
 
 # A key, or key=value if the answer depends on the value. `x.*` answers for every key below x.
 # {value}: what was typed.
@@ -56,79 +48,33 @@ FOREIGN: dict[str, str] = {
     "trainer.val_check_interval": _EVERY,
     "trainer.check_val_every_n_epoch": _EVERY,
     "trainer.min_epochs": _LIMIT,
-    "trainer.min_steps": _LIMIT,
     "trainer.num_sanity_val_steps": "Type debug=fast once: it validates before a long run would",
-    "trainer.limit_predict_batches": "Type data.path=… of fewer samples for scripts/predict.py",
-    "trainer.enable_progress_bar": "A pipe gets plain lines instead of a bar: add 2>&1 | cat",
     "trainer.enable_checkpointing": _CHECKPOINTS,
-    "trainer.enable_model_summary": _SHOWN,
     "trainer.default_root_dir": "Type run.root={value} (holds all runs) and run.name=… (this run)",
     "trainer.strategy": "Type strategy={value}: the strategy is a group of its own",
     "trainer.logger": "Type logger=none, or a list such as logger=[tensorboard,wandb]",
     "trainer.callbacks": "Type callbacks=ema, a list, or +callbacks.NAME._target_=…",
-    "trainer.profiler": "Type debug=profile or trainer.profile=true",
-    "trainer.plugins": "Type trainer.precision=… or strategy=…; your own strategy class goes into "
-    "configs/strategy/",
     "trainer.sync_batchnorm": "Type strategy.sync_batchnorm={value}, an option of strategy=ddp and "
     "strategy=fsdp",
-    "trainer.benchmark": "Nothing to type: torch's own default holds. For the opposite type "
-    "trainer.deterministic=true",
-    "trainer.inference_mode": "Nothing to type: validation and test always run without gradients",
-    "trainer.barebones": "Type logger=none callbacks=none",
-    "trainer.use_distributed_sampler": _SAMPLER,
-    "trainer.reload_dataloaders_every_n_epochs": "Loaders are made once. Change the dataset in "
-    "on_train_epoch_start",
-    "trainer.model_registry": "Type checkpoint.root=s3://… to keep checkpoints in an object store",
-    "trainer.enable_autolog_hparams": "Nothing to type: every logger gets the whole configuration",
     # its older arguments
     "trainer.gpus": _ALL_OR_ONE,
     "trainer.gpus=[…]": _CHOSEN_GPUS,
     "trainer.gpus=-1": _ALL_GPUS,
-    "trainer.num_processes": _ALL_OR_ONE.replace("gpu", "cpu"),
-    "trainer.tpu_cores": "TPUs are not supported. Type trainer.accelerator=gpu, cpu or mps",
-    "trainer.auto_lr_find": _LR_FINDER,
-    "trainer.auto_scale_batch_size": _MICRO_BATCH,
     "trainer.resume_from_checkpoint": _RESUME,
-    "trainer.resume_from_checkpoint=null": _NO_CHECKPOINT,
-    "trainer.replace_sampler_ddp": _SAMPLER,
-    "trainer.checkpoint_callback": _CHECKPOINTS,
-    "trainer.weights_save_path": "Type checkpoint.root={value}",
-    "trainer.weights_summary": _SHOWN,
-    "trainer.track_grad_norm": "Nothing to type: train/grad_norm is in metrics.csv",
-    "trainer.terminate_on_nan": "Type trainer.on_nan=stop, the default, or debug=nan",
-    "trainer.amp_backend": "Type trainer.precision=bf16-mixed",
-    "trainer.amp_level": "Type trainer.precision=bf16-mixed",
-    "trainer.log_gpu_memory": _MONITOR_MEMORY,
-    "trainer.stochastic_weight_avg": "Type callbacks=ema",
-    "trainer.progress_bar_refresh_rate": "Nothing to type: the bar is drawn once per second",
     # its values
     "trainer=gpu": "Type trainer.accelerator=gpu",
     "trainer=cpu": "Type trainer.accelerator=cpu",
-    "trainer=mps": "Type trainer.accelerator=mps",
     "trainer=ddp": _DDP,
-    "trainer=ddp_sim": f"{_DDP} trainer.accelerator=cpu",
-    "trainer=ddp_spawn": _DDP,
-    "trainer=fsdp": _DDP.replace("ddp", "fsdp"),
-    "trainer=deepspeed": _DDP.replace("ddp", "deepspeed"),
     "trainer.devices=-1": _ALL_GPUS,
     "trainer.devices=[…]": _CHOSEN_GPUS,
-    "trainer.accelerator=cuda": "Type trainer.accelerator=gpu",
-    "strategy=ddp_spawn": "Type strategy=ddp",
-    "strategy=ddp_notebook": "Type strategy=ddp",
     "strategy=ddp_find_unused_parameters_true": "Type strategy=ddp "
     "strategy.find_unused_parameters=true",
-    "strategy=deepspeed_stage_1": "Type strategy=deepspeed_zero1",
-    "strategy=deepspeed_stage_2": "Type strategy=deepspeed",
-    "strategy=deepspeed_stage_3": "Type strategy=deepspeed_zero3",
-    "strategy=deepspeed_stage_3_offload": "Type strategy=deepspeed_zero3_offload",
     # ------------------------------------------------------------------ lightning-hydra-template
     "ckpt_path": _RESUME,
     "ckpt_path=null": _NO_CHECKPOINT,
     "tags": "Type run.tags={value}",
     "task_name": "Type run.name={value}",
-    "eval": "Type python scripts/evaluate.py outputs/NAME",
     "launch.allowed_packages=null": "Type a list: launch.allowed_packages=[mypackage]",
-    "run=null": "Type run.name=… for the run's name",
     "train=true": "Leave it out: train.py always trains",
     "train": "scripts/evaluate.py measures without training. Type python scripts/evaluate.py "
     "outputs/NAME",
@@ -136,48 +82,26 @@ FOREIGN: dict[str, str] = {
     "optimized_metric": "Type checkpoint.monitor={value}",
     "paths": "Leave it out. Type run.root=… for outputs and data=text data.path=… for data",
     "paths.output_dir": "Type run.root=… (holds all runs) and run.name=… (this run)",
-    "paths.log_dir": "Type run.root={value}",
-    "paths.root_dir": "Type run.root=… for outputs; other paths are relative to where the command "
-    "is typed",
-    "paths.work_dir": "Type run.root=… for outputs; other paths are relative to where the command "
-    "is typed",
-    "paths.data_dir": "Type data=text data.path={value}, or the key of your own data module",
     "${tags}": "Write ${run.tags}",
     "${task_name}": "Write ${run.name}",
     "${paths.*}": "Write the path itself: a relative one begins where the command is typed",
     "paths.*": "Type run.root=… for outputs and data=text data.path=… for data",
     "extras": "Leave it out. Add --cfg job to print the configuration, or type run.tags=[…]",
-    "extras.print_config": "Add --cfg job to the command: it prints the configuration and ends",
-    "extras.enforce_tags": "Type run.tags=[…]; they are never required",
-    "extras.ignore_warnings": "Set PYTHONWARNINGS=ignore before the command",
     "extras.*": "Add --cfg job to print the configuration, or type run.tags=[…]",
-    "print_config": "Add --cfg job to the command: it prints the configuration and ends",
-    "ignore_warnings": "Set PYTHONWARNINGS=ignore before the command",
     "hparams_search": "Type -m sweep=optuna, and copy configs/sweep/optuna.yaml for values of your "
     "own",
     "hydra": "Leave it out. Type run.root=… (holds all runs) and run.name=… (this run) for where "
     "outputs go",
     "hydra/sweeper=optuna": "Type sweep=optuna",
-    "hydra/launcher=joblib": "Install it first: pip install hydra-joblib-launcher",
-    "hydra/launcher=submitit_slurm": "Install it first: pip install hydra-submitit-launcher",
-    "hydra/launcher=submitit_local": "Install it first: pip install hydra-submitit-launcher",
-    "hydra/launcher=slurm": "Type sbatch scripts/slurm/train.sbatch instead of python train.py",
     "seed=null": "Type a number. It always takes effect; 0 is the default",
     "debug=default": _DEBUG_RUN,
-    "debug=fdr": _DEBUG_RUN,
-    "debug=limit": "Type trainer.limit_train_batches=0.01 trainer.limit_val_batches=0.05",
-    "debug=profiler": "Type debug=profile",
-    "debug=step": _DEBUG_RUN,
     "debug=true": _DEBUG_RUN,
     "datamodule": "Type data={value}",
     "datamodule.*": "Type data.… instead of datamodule.…",
     "lr": _LR,
     "model.lr": _LR,
-    "model.learning_rate": _LR,
-    "model.weight_decay": "Type optimizer.weight_decay={value}",
     "model.optimizer": "Type optimizer={value}: the optimizer is a group of its own",
     "model.optimizer.lr": _LR,
-    "model.optimizer.weight_decay": "Type optimizer.weight_decay={value}",
     "model.optimizer.*": "Type optimizer.… instead of model.optimizer.…",
     "model.scheduler": "Type scheduler={value}: the schedule is a group of its own",
     "model.scheduler.*": "Type scheduler.… instead of model.scheduler.…",
@@ -186,63 +110,31 @@ FOREIGN: dict[str, str] = {
     "model.net.*": "Type model.… instead of model.net.…: the group model is the network",
     "model.compile": "Type strategy.compile=block",
     "compile": "Type strategy.compile=block",
-    "logger=neptune": "Lightning no longer has it. Type logger=wandb, mlflow, comet, csv or "
-    "tensorboard",
-    "logger=aim": "Write configs/logger/aim.yaml with _target_: aim.pytorch_lightning.AimLogger",
-    "logger=true": "Type logger=tensorboard",
-    "logger=false": "Type logger=none",
-    "callbacks=false": "Type callbacks=none",
     "callbacks=model_checkpoint": "Type checkpoint.monitor=…: checkpoints are always saved",
-    "callbacks=rich_progress_bar": f"Type {_PROGRESS_BAR}",
-    "callbacks=model_summary": _SHOWN,
-    "callbacks.model_checkpoint.monitor": "Type checkpoint.monitor={value}",
-    "callbacks.model_checkpoint.mode": "Type checkpoint.mode={value}",
-    "callbacks.model_checkpoint.save_top_k": "Type checkpoint.keep_best={value}",
-    "callbacks.model_checkpoint.save_last": "Type checkpoint.keep_last=2: the newest are always "
-    "kept",
-    "callbacks.model_checkpoint.every_n_train_steps": "Type checkpoint.every_n_steps={value}",
-    "callbacks.model_checkpoint.dirpath": "Type checkpoint.root={value}",
     "callbacks.model_checkpoint.*": "Type checkpoint.monitor=…, checkpoint.keep_best=… or "
     "checkpoint.every_n_steps=…",
-    "callbacks.rich_progress_bar.*": f"Type {_PROGRESS_BAR} first",
-    "callbacks.model_summary.*": _SHOWN,
     # ------------------------------------------------------------------ data
     "data.batch_size": f"{_BATCH}… (per rank in one forward pass)",
     "batch_size": f"{_BATCH}… (per rank in one forward pass)",
-    "data.train_batch_size": f"{_BATCH}… (per rank in one forward pass)",
     "data.val_batch_size": "Type data.eval_batch_size={value}",
-    "data.test_batch_size": "Type data.eval_batch_size={value}",
     "data.data_dir": "Type data=text data.path={value}, or the key of your own data module",
     "data_dir": "Type data=text data.path={value}, or the key of your own data module",
-    "data.train_val_test_split": "Type data.source.val_fraction=… and data.source.test_fraction=…, "
-    "or your own keys",
     "data.pin_memory": "Nothing to type: memory is pinned if the device is a GPU",
-    "data.persistent_workers": "Nothing to type: workers live as long as the run; your own "
-    "DataLoader keeps its value",
     "data.shuffle": "Nothing to type: training samples are shuffled in each epoch, by seed",
     # ------------------------------------------------------------------ Hugging Face's Trainer and
     # other scripts
     "epochs": "Type trainer.max_epochs={value}",
-    "num_epochs": "Type trainer.max_epochs={value}",
-    "num_train_epochs": "Type trainer.max_epochs={value}",
     "learning_rate": _LR,
     "optimizer.learning_rate": _LR,
     "warmup_steps": "Type scheduler.warmup={value}",
-    "warmup_ratio": "Type scheduler.warmup={value} (below 1.0: a share of the run)",
     "per_device_train_batch_size": "Type data.micro_batch_size={value}",
-    "per_device_eval_batch_size": "Type data.eval_batch_size={value}",
     "gradient_accumulation_steps": _ACCUMULATE,
     "gradient_checkpointing": "Type strategy.activation_checkpointing=every",
     "max_grad_norm": "Type trainer.gradient_clip_val={value}",
     "output_dir": "Type run.root=… (holds all runs) and run.name=… (this run)",
-    "resume_from_checkpoint": _RESUME,
-    "resume_from_checkpoint=null": _NO_CHECKPOINT,
     "report_to": "Type logger={value}",
     "run_name": "Type run.name={value}",
-    "name": "Type run.name={value}",
-    "fp16": "Type trainer.precision=16-mixed",
     "bf16": "Type trainer.precision=bf16-mixed",
-    "gpus": _ALL_OR_ONE,
 }
 
 # Keys of Hydra that compose, and that nothing here reads.

@@ -1,14 +1,12 @@
 """What Lightning's callbacks that change weights cannot be combined with.
 
-Torch-free: they are found in the source.
-
 These classes and those derived from them would train something else in silence, or save what cannot
 be resumed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from armature.layout import Layout
@@ -29,14 +27,14 @@ def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     """Return what is wrong with the callbacks of a configuration."""
     found = []
     for key, target in signatures.targets_in(cfg, "callbacks"):
-        if reason := _reason(signatures.ancestors(target), cfg, layout):
+        if reason := _reason(_names(signatures.lineage(target, libraries=True)), cfg, layout):
             found.append(f"{key}={target.rpartition('.')[2]} {reason}.")
     return found
 
 
 def problem_of_object(kind: type, cfg: Mapping[str, Any], layout: Layout) -> str | None:
     """Return what is wrong with a callback that the configuration does not name, by its class."""
-    classes = [f"{each.__module__}.{each.__qualname__}" for each in kind.__mro__]
+    classes = _names(kind.__mro__)
     reason = _reason(classes, cfg, layout)
     for name, why in REFUSED_CALLBACKS.items():
         if any(each.startswith(_CALLBACKS) and each.endswith(f".{name}") for each in classes):
@@ -47,6 +45,10 @@ def problem_of_object(kind: type, cfg: Mapping[str, Any], layout: Layout) -> str
         and f"callbacks: {kind.__name__}, from configure_callbacks of {task} or from a function, "
         f"{reason}."
     )
+
+
+def _names(kinds: Iterable[type]) -> list[str]:
+    return [signatures.name_of(each) for each in kinds]
 
 
 def _reason(classes: list[str], cfg: Mapping[str, Any], layout: Layout) -> str | None:

@@ -5,7 +5,6 @@ before a run starts.
 import importlib.util
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -44,7 +43,6 @@ PACKAGES = {  # module that a logger of Lightning's imports, and what to install
     "TensorBoardLogger": ("tensorboard", "tensorboard"),
     "LitLogger": ("litlogger", "litlogger"),
 }
-LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches")
 
 
 def problems(cfg: DictConfig) -> list[str]:
@@ -138,19 +136,3 @@ def _loggers(cfg: DictConfig) -> list[str]:
         if target.rpartition(".")[2] in UPLOADS
         and (value := OmegaConf.select(cfg, f"{key}.log_model"))
     ]
-
-
-def limit_problems(cfg: DictConfig) -> list[str]:
-    found = []
-    for key in LIMITS:
-        value: Any = OmegaConf.select(cfg, f"trainer.{key}")
-        least = 1 if key == "limit_train_batches" else 0
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        share = isinstance(value, float)
-        if value is not None and not (number and (0 < value <= 1 if share else value >= least)):
-            found.append(
-                f"trainer.{key}={value}: must be a number of batches from {least} (such as 10), a "
-                "share of them above "
-                "0.0 and up to 1.0 (such as 0.1), or null for all."
-            )
-    return found

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, get_args
 
 from omegaconf import DictConfig, OmegaConf
 
-from armature.validation import annotations, signatures, values
+from armature.validation import signatures, values
 
-_UNTYPED = (  # a number or a word
-    "trainer.devices",
-    "trainer.limit_train_batches",
-    "trainer.limit_val_batches",
-    "trainer.limit_test_batches",
-    "launch.max_restarts",
-    "launch.hang_timeout",
-    "data.micro_batch_size",
-)
-_NUMBERS = {"int", "float", "bool"}
+_NUMBERS = {int, float, bool}
 _WORDS = {"true": True, "false": False}
 
 
@@ -46,7 +37,7 @@ def _number(cfg: DictConfig, path: str, text: str) -> Any:
             number = read(text)
         except (ValueError, KeyError):
             continue
-        return number if path in _UNTYPED or _takes(cfg, path, number, text) else text
+        return number if _takes(cfg, path, number, text) else text
     return text
 
 
@@ -54,20 +45,17 @@ def _takes(cfg: DictConfig, path: str, number: Any, text: str) -> bool:
     """Return whether a key is meant to hold the number: by its rule, its argument's annotation or
     its default.
     """
-    rule = values.RANGES.get(path) or values.OWN_RANGES.get(path)
-    if rule is not None:
-        return rule(number) is None and rule(text) is not None
+    if path == "data.micro_batch_size":
+        return True
+    if (known := values.schema(OmegaConf.to_container(cfg))).get(path) is not None:  # pyright: ignore[reportArgumentType]
+        return values.accepts(known[path], number) and not values.accepts(known[path], text)
     parent, _, key = path.rpartition(".")
     node = OmegaConf.select(cfg, parent) if parent else None
     target = str(node.get("_target_")) if isinstance(node, DictConfig) else ""
     definition = signatures.find_definition(target) if target else None
     if definition is None:
         return False
-    annotation, default = (
-        signatures.signature_of(*definition).parameters.get(key),
-        signatures.default(target, key),
-    )
-    meant = isinstance(default, int | float) or _NUMBERS & {
-        *annotations.words(annotation).split(" or ")
-    }
-    return annotations.accepts(annotation, number) and bool(meant)
+    hint = signatures.signature_of(*definition).parameters.get(key)
+    default = signatures.defaults_of(target).get(key)
+    meant = isinstance(default, int | float) or _NUMBERS & {hint, *get_args(hint)}
+    return signatures.accepts(hint, number) and bool(meant)

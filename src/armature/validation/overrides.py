@@ -4,7 +4,6 @@ Torch-free.
 """
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,6 @@ def apply(
     if not overrides:
         return
     source = _source(cfg)
-    referring = bool(_REFERENCE.search(OmegaConf.to_yaml(cfg, resolve=False)))
     # options first
     for override in sorted(overrides, key=lambda override: "." in override.partition("=")[0]):
         if override.lstrip("+~").startswith("callbacks."):
@@ -55,15 +53,12 @@ def apply(
             with open_dict(cfg):
                 cfg[key] = _option(key, value)
             continue
-        before = OmegaConf.select(cfg, key, default=_MISSING, throw_on_missing=False)
-        missing = before is _MISSING
+        missing = OmegaConf.select(cfg, key, default=_MISSING, throw_on_missing=False) is _MISSING
         loaders = {f"data.{name}" for name in LOADER_KEYS}  # of a plain LightningDataModule
         if missing and not _is_required(cfg, key) and key not in loaders:
             raise ConfigError(f"{override}: the run's configuration has no key '{key}'.")
         with open_dict(cfg):
             OmegaConf.update(cfg, key, OmegaConf.from_dotlist([f"value={value}"]).value)
-        if not referring and not missing:
-            _update_copies(cfg, key, before)
     nodes = {
         group: cfg[group]
         for group in ("model", "data", "task")
@@ -125,33 +120,6 @@ def _option(group: str, name: str) -> Any:
             return compose("train", overrides=[f"{group}='{name}'"])[group]
     except CONFIG_ERRORS as error:
         raise ConfigError(f"{group}={name}: {error}") from error
-
-
-def _update_copies(cfg: DictConfig, key: str, before: Any) -> None:
-    """In a run of an older version, whose config.yaml holds values for references, change those of
-    the same name.
-    """
-    value, (group, _, _), leaf = (
-        OmegaConf.select(cfg, key),
-        key.partition("."),
-        key.rpartition(".")[2],
-    )
-    root = cfg if key == "seed" else cfg[group]
-    prefix = "" if key == "seed" else f"{group}."
-    if isinstance(root, DictConfig):
-        for path, other in [*_leaves(root, prefix)]:
-            if path != key and path.rpartition(".")[2] == leaf and other == before:
-                OmegaConf.update(cfg, path, value)
-
-
-def _leaves(node: DictConfig, prefix: str) -> Iterator[tuple[str, Any]]:
-    for name in map(str, node):
-        if OmegaConf.is_missing(node, name) or OmegaConf.is_interpolation(node, name):
-            continue
-        if isinstance(node[name], DictConfig):
-            yield from _leaves(node[name], f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", node[name]
 
 
 def keep_references(raw: Any, resolved: Any) -> Any:

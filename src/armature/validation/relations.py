@@ -1,25 +1,25 @@
-"""Check values against those of other groups: monitored metrics, factories, sizes, lengths of a
-schedule. Torch-free.
+"""Check values against those of other groups: factories, sizes, lengths of a schedule.
 
-A data module says what its samples need of a model in a class attribute that is a literal: a
-number, or the name of the
-data's own setting that holds it.
+A data module says what its samples need of a model in a class attribute: a number, or the name of
+the data's own setting that holds it.
 
     model_sizes = {"image_size": "size", "channels": 1, "classes": 10}
 """
 
 from __future__ import annotations
 
-import ast
 import difflib
+import inspect
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from armature.errors import ConfigError
 from armature.validation import preferences, signatures
 
 log = logging.getLogger(__name__)
+
+
 # of each row of metrics.csv: callbacks may monitor them
 OF_STEPS = ("epoch", "lr", "train/loss", "train/grad_norm")
 # callbacks that log nothing to monitor
@@ -50,70 +50,19 @@ def _monitors(cfg: dict[str, Any]) -> Iterator[str]:
 
     What other tasks and callbacks log is not known.
     """
-    known = _logged(str(cfg["task"]["_target_"]))
     callbacks = cfg.get("callbacks") or {}
-    if not known or any(not _is_known(node) for node in callbacks.values()):
+    known = signatures.texts_in(str(cfg["task"]["_target_"]), ("metrics", "final_metrics"))
+    if not known or any(not str(e["_target_"]).startswith(SILENT) for e in callbacks.values()):
         return
-    silent = all(str(node["_target_"]).startswith(SILENT) for node in callbacks.values())
-    asked = {"checkpoint.monitor": cfg["checkpoint"]["monitor"]}
-    asked |= {
-        f"callbacks.{name}.monitor": node["monitor"]
-        for name, node in callbacks.items()
-        if "monitor" in node
-    }
-    # what a trial of a sweep may be compared by
-    at_end = [name.replace("val/", "test/", 1) for name in known]
-    for key, name in asked.items():
-        names = [*known, *OF_STEPS, *(at_end if key == "checkpoint.monitor" else ())]
-        of_validation = isinstance(name, str) and name.startswith("val/")
-        if of_validation and name not in known:
-            yield f"{key}={name}: the task logs {', '.join(known)}.{_meant(key, name, known)}"
-        elif isinstance(name, str) and "/" not in name and f"val/{name}" in known:
-            yield f"{key}={name}: there is no metric of this name. Did you mean {key}=val/{name}?"
-        elif silent and name not in names and not of_validation:
-            listed = f"{', '.join(names)}.{_meant(key, str(name), names)}"
-            yield f"{key}={name}: there is no metric of this name. There are {listed}"
-
-
-def _meant(key: str, name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, 1, 0.5)
-    return f" Did you mean {key}={near[0]}?" if near else ""
-
-
-def _is_known(node: Any) -> bool:
-    return isinstance(node, dict) and str(node.get("_target_")).split(".")[0] in (
-        "armature",
-        "lightning",
-    )
-
-
-def _logged(task: str) -> list[str]:
-    """Return the names that one of our tasks logs in validation, read from its `metrics` and
-    `final_metrics`.
-    """
-    if not task.startswith("armature.tasks."):
-        return []
-    definition = signatures.find_definition(task)
-    names: dict[str, None] = {}
-    for method in (
-        signatures.methods_of(definition, ("metrics", "final_metrics"))
-        if definition is not None
-        else ()
-    ):
-        for node in ast.walk(method):
-            keys = (
-                node.keys
-                if isinstance(node, ast.Dict)
-                else [node.slice]
-                if isinstance(node, ast.Subscript)
-                else []
-            )
-            names |= {
-                f"val/{k.value}": None
-                for k in keys
-                if isinstance(k, ast.Constant) and isinstance(k.value, str)
-            }
-    return sorted(names)
+    asked = {f"callbacks.{name}": node.get("monitor") for name, node in callbacks.items()}
+    for key, name in ({"checkpoint": cfg["checkpoint"]["monitor"]} | asked).items():
+        names = [*(f"val/{each}" for each in known), *OF_STEPS]
+        if key == "checkpoint":  # what a trial of a sweep may be compared by
+            names += [f"test/{each}" for each in known]
+        if isinstance(name, str) and name not in names:
+            near = difflib.get_close_matches(name, names, 1, 0.5)
+            hint = f" Did you mean {key}.monitor={near[0]}?" if near else ""
+            yield f"{key}.monitor={name}: no metric has this name: {', '.join(names)}.{hint}"
 
 
 def _factories(cfg: dict[str, Any]) -> Iterator[str]:
@@ -125,7 +74,7 @@ def _factories(cfg: dict[str, Any]) -> Iterator[str]:
         return
     model, scheduler = cfg["model"], cfg.get("scheduler")
     built = signatures.find_definition(model["_target_"])
-    if built is not None and isinstance(built[1], ast.ClassDef) and not model.get("_partial_"):
+    if built is not None and inspect.isclass(built[1]) and not model.get("_partial_"):
         yield (
             "model._partial_=false: the task builds the model later, on its device. "
             "Type model._partial_=true."

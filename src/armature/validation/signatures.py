@@ -1,42 +1,276 @@
-"""Check a `_target_` and its arguments against the source code of the class or function, without
-importing it.
+"""Check the arguments of a `_target_` against the class or function that it names.
 
-Importing torch to find a misspelt argument would take seconds. The class is found by walking files
-and following `from x import y`, and its constructor and class attributes are read from the syntax
-tree.
+The class is imported, and `inspect` says what its constructor takes. Only modules of packages that
+this installation or the command allows are imported.
 """
 
-import ast
+from __future__ import annotations
+
 import difflib
-import functools
-import importlib.util
-import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import dis
+import importlib
+import inspect
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import FunctionType, ModuleType, NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from omegaconf import OmegaConf
+
+from armature import config
 from armature.data import namesakes
 from armature.data.batching import LOADER_KEYS
-from armature.errors import ConfigError
-from armature.validation import annotations, foreign_keys
+from armature.errors import ConfigError, error_line
+from armature.validation import foreign_keys
 
-LIBRARIES = ("torch", "lightning", *namesakes.TWINS)  # their classes declare nothing of ours
+LIBRARIES = ("torch", "lightning", "builtins", "abc", "typing")  # they declare nothing of ours
 OUR_DATA = "armature.data.base.DataModule"
 # groups that a task's constructor gets, if it takes them
 FACTORIES = ("model", "optimizer", "scheduler")
-Definition = tuple[str, ast.ClassDef | ast.FunctionDef]  # the defining module, and the syntax tree
+Definition = tuple[str, Any]  # the defining module, and the class or function
 HYDRA_KEYS = {"_target_", "_partial_", "_args_", "_convert_", "_recursive_"}
+PACKAGES_KEY = "launch.allowed_packages"
+# src/: a user's own package next to ours may be named in `_target_`
+SOURCES = Path(__file__).parents[2]
+_EMPTY = inspect.Parameter.empty
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_allowed: set[str] = set()
 
 
+# ---------------------------------------------------------------- packages
+def allow(packages: Iterable[str]) -> None:
+    """Let modules of these packages be imported, too: those of a configuration that was checked, or
+    typed.
+    """
+    _allowed.update(map(str, packages))
+
+
+def installed() -> list[str]:
+    """Return the packages that the configuration files of this installation allow, and the user's
+    own in src/.
+    """
+    files = [config.CONFIGS / "launch" / "default.yaml", config.CONFIGS / "local" / "default.yaml"]
+    found = [OmegaConf.load(file) for file in files if file.is_file()]
+    lists = [
+        OmegaConf.select(found[0], "allowed_packages"),
+        *(OmegaConf.select(each, PACKAGES_KEY) for each in found[1:]),
+    ]
+    return [*dict.fromkeys([*(str(name) for names in lists for name in names or ()), *own()])]
+
+
+def own() -> list[str]:
+    """Return the packages in src/."""
+    return sorted(p.name for p in SOURCES.iterdir() if p.is_dir() and (p / "__init__.py").exists())
+
+
+def is_under(name: str, prefixes: Iterable[str]) -> bool:
+    return any(not prefix or name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+# ---------------------------------------------------------------- classes
+def find_definition(target: str) -> Definition | None:
+    """Return the defining module and the class or function of a dotted name, or None.
+
+    ConfigError: its module fails when it is imported.
+    """
+    module, _, name = target.rpartition(".")
+    if not is_under(target, _allowed):
+        allow(installed())
+    if not module or not is_under(target, _allowed):
+        return None
+    found = getattr(_imported(module), name, None)
+    if not callable(found):
+        return None
+    return getattr(found, "__module__", None) or module, found
+
+
+def _imported(module: str) -> ModuleType | None:
+    namesakes.install()
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if f"{module}.".startswith(f"{missing}."):
+            return None
+        remedy = f"{error_line(error)}. Install the package {missing}, or correct the import."
+        raise ConfigError(f"{module}: {_place(error)}: {remedy}") from error
+    except Exception as error:
+        raise ConfigError(
+            f"{module}: {_place(error)}: {error_line(error)}. Correct the file."
+        ) from error
+
+
+def _place(error: Exception) -> str:
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{last.filename}:{last.lineno}"
+
+
+def near_definition(target: str) -> str:
+    module, _, name = target.rpartition(".")
+    if not module or (found := _imported(module)) is None:
+        return f" There is no module '{module}' (looked in src/ and in the installed packages)."
+    names = [key for key, value in vars(found).items() if callable(value)]
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f" Did you mean '{module}.{near[0]}'?" if near else ""
+
+
+def targets_in(cfg: Mapping[str, Any], group: str) -> Iterator[tuple[str, str]]:
+    """Yield the key and the `_target_` of each callback or logger."""
+    for name, node in (cfg.get(group) or {}).items():
+        if isinstance(node, Mapping) and "_target_" in node:
+            yield f"{group}.{name}", str(node["_target_"])
+
+
+def lineage(target: str, *, libraries: bool = False) -> list[type]:
+    """Return a class and its bases; with `libraries` also torch's and Lightning's."""
+    _, found = find_definition(target) or ("", None)
+    return [
+        each
+        for each in (found.__mro__ if inspect.isclass(found) else ())
+        if libraries or each.__module__.split(".")[0] not in LIBRARIES
+    ]
+
+
+def derives(definition: Definition, names: Collection[str]) -> bool | None:
+    """Return whether a class is one of `names` or derives from one; None if it is a function."""
+    found = definition[1]
+    return any(e.__name__ in names for e in found.__mro__) if inspect.isclass(found) else None
+
+
+def derives_from(target: str, base: str) -> bool:
+    """Return whether a class is, or derives from, the class of the dotted name `base`."""
+    return base in [name_of(each) for each in lineage(target, libraries=True)]
+
+
+def name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _methods(target: str, *, of_ours: bool = True) -> Iterator[tuple[str, FunctionType]]:
+    """Yield the methods of a class and its bases, except torch's and Lightning's."""
+    for each in lineage(target):
+        if of_ours or each.__module__.split(".")[0] != "armature":
+            for name, value in vars(each).items():
+                if isinstance(method := inspect.unwrap(value), FunctionType):
+                    yield name, method
+
+
+def defines(target: str, method: str) -> bool:
+    """Return whether a class, or a base of it outside of torch and Lightning, has a method."""
+    return any(name == method for name, _ in _methods(target))
+
+
+def replaced(target: str, names: Collection[str]) -> list[str]:
+    """Return those of the methods that a class, or a base of it that is not ours, replaces without
+    calling super().
+    """
+    found = [
+        name
+        for name, method in _methods(target, of_ours=False)
+        if name in names and "super" not in method.__code__.co_names
+    ]
+    return list(dict.fromkeys(found))
+
+
+def class_attribute(target: str, name: str) -> Any | None:
+    """Return a class attribute of the class that `target` names, or None."""
+    return next((vars(each)[name] for each in lineage(target) if name in vars(each)), None)
+
+
+def texts_in(target: str, methods: Collection[str]) -> list[str]:
+    """Return the words that methods of a task of ours hold as texts, such as names of metrics."""
+    found = [
+        text
+        for name, method in _methods(target if target.startswith("armature.tasks.") else "")
+        if name in methods
+        for each in method.__code__.co_consts
+        for text in (each if isinstance(each, tuple) else (each,))
+    ]
+    words = {text for text in found if isinstance(text, str) and text.isidentifier()}
+    return sorted(words - {"datamodule"})  # of the trainer
+
+
+def assigns(target: str, name: str, value: bool) -> bool:
+    """Return whether a method of a class sets `self.<name>` to true or false."""
+    for _, method in _methods(target):
+        steps = list(dis.get_instructions(method))
+        for place, step in enumerate(steps):
+            if step.opname == "STORE_ATTR" and step.argval == name:
+                return steps[place - 2].argval is value
+    return False
+
+
+# ---------------------------------------------------------------- constructors
 @dataclass
 class Signature:
-    """A constructor's parameters, as syntax trees."""
+    """What a constructor or a function takes."""
 
-    parameters: dict[str, ast.expr | None] = field(default_factory=dict)  # annotation of each
-    defaults: dict[str, ast.expr] = field(default_factory=dict)  # of each that has one
+    parameters: dict[str, Any] = field(default_factory=dict)  # annotation of each, as a type
+    shown: dict[str, str] = field(default_factory=dict)  # and as it is written
+    defaults: dict[str, Any] = field(default_factory=dict)  # of each that has one
     required: list[str] = field(default_factory=list)  # without a default, in order
-    open: bool = False  # it takes any keyword, or cannot be read from the source
+    mentioned: set[str] = field(default_factory=set)  # texts in constructors with **kwargs
+    open: bool = False  # it takes any keyword, or cannot be read
+
+
+def signature_of(module: str, found: Any) -> Signature:
+    """Return what a class or function takes.
+
+    `**kwargs` of a constructor that calls super() are what the bases take.
+    """
+    signature, is_class = Signature(), inspect.isclass(found)
+    for place, function in enumerate(_constructors(found) if is_class else [found]):
+        try:
+            parameters = [*inspect.signature(function).parameters.values()][is_class:]
+        except (TypeError, ValueError):  # written in C
+            signature.open = True
+            break
+        named = [each for each in parameters if each.kind not in _VARIABLE]
+        if place and not named:
+            break  # the keywords are not for this base: they are kept
+        signature.open = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+        for each in named:
+            _add(signature, each, inspect.unwrap(function), first=not place)
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        if not signature.open or code is None or "super" not in code.co_names:
+            break
+        signature.mentioned |= {text for text in code.co_consts if isinstance(text, str)}
+    return signature
+
+
+def _constructors(kind: type) -> Iterator[Callable[..., Any]]:
+    for each in kind.__mro__[:-1]:  # without that of object
+        if (found := vars(each).get("__init__") or vars(each).get("__new__")) is not None:
+            yield found
+
+
+def _add(signature: Signature, each: inspect.Parameter, function: Any, *, first: bool) -> None:
+    """Add a parameter, unless a class before this one has it."""
+    if each.name not in signature.parameters:
+        written = each.annotation
+        shown = written if isinstance(written, str) else inspect.formatannotation(written)
+        signature.parameters[each.name] = _type(written, function)
+        signature.shown[each.name] = shown.replace(" | ", " or ")
+    if each.default is not _EMPTY:
+        signature.defaults.setdefault(each.name, each.default)
+    elif first:
+        signature.required.append(each.name)
+
+
+def _type(annotation: Any, function: Any) -> Any:
+    """Return an annotation as a type; Any if it names what cannot be found."""
+    if annotation is _EMPTY:
+        return Any
+    holder = type("Holder", (), {"__annotations__": {"x": annotation}})
+    try:
+        names = getattr(function, "__globals__", {})
+        return get_type_hints(holder, names, {}, include_extras=False)["x"]
+    except Exception:  # a name of `if TYPE_CHECKING`, or no type at all
+        return Any
 
 
 def argument_problems(path: str, node: dict[str, Any], definition: Definition) -> list[str]:
@@ -48,308 +282,97 @@ def argument_problems(path: str, node: dict[str, Any], definition: Definition) -
     plain_data = path == "data" and not derives_from(target, OUR_DATA)
     found = []
     for key, value in node.items():
-        if key in HYDRA_KEYS:
+        if key in HYDRA_KEYS or (key in LOADER_KEYS and plain_data):
             continue
         if key not in signature.parameters:
-            if not signature.open and not (plain_data and key in LOADER_KEYS):
-                near = difflib.get_close_matches(key, signature.parameters, n=1, cutoff=0.5)
-                hint = (
-                    f" Did you mean '{near[0]}'?"
-                    if near
-                    else f" It takes: {', '.join(signature.parameters)}."
+            if not signature.open and key not in signature.mentioned:
+                found.append(
+                    f"{path}.{key}: {target} takes no argument '{key}'."
+                    f"{_hint(path, key, [*signature.parameters])}"
                 )
-                known = [f"{path}.{name}" for name in signature.parameters]
-                hint = (
-                    f" {remedy}"
-                    if (remedy := foreign_keys.remedy(f"{path}.{key}", known=known))
-                    else hint
-                )
-                found.append(f"{path}.{key}: {target} takes no argument '{key}'.{hint}")
             continue
-        annotation, default = signature.parameters[key], signature.defaults.get(key)
-        if annotations.takes_tensor(annotation) and target.split(".")[0] != "torch":
+        if takes_tensor(signature.parameters[key]) and target.split(".")[0] != "torch":
             continue  # a list, which the class makes a tensor of
-        if not annotations.accepts(annotation, value) and not annotations.is_default(
-            default, value
+        if not accepts(signature.parameters[key], value) and not (
+            key in signature.defaults and _as_yaml(signature.defaults[key]) == value
         ):
             shown = "null" if value is None else repr(value)
-            found.append(
-                f"{path}.{key}={shown}: {target} takes {annotations.words(annotation)} here."
-            )
+            found.append(f"{path}.{key}={shown}: {target} takes {signature.shown[key]} here.")
     return found
 
 
-def _module_file(name: str) -> Path | None:
-    top, *rest = name.split(".")
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None:
-        return None
-    if not rest:
-        return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
-    for folder in spec.submodule_search_locations or []:
-        base = Path(folder).joinpath(*rest)
-        for candidate in (base.with_suffix(".py"), base / "__init__.py"):
-            if candidate.exists():
-                return candidate
-    return None
+def _hint(path: str, key: str, known: list[str]) -> str:
+    if remedy := foreign_keys.remedy(f"{path}.{key}", known=[f"{path}.{name}" for name in known]):
+        return f" {remedy}"
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f" Did you mean '{near[0]}'?" if near else f" It takes: {', '.join(known)}."
 
 
-@functools.cache
-def _tree(module: str) -> ast.Module | None:
-    file = _module_file(module)
-    if file is None:
-        return None
-    try:
-        return ast.parse(file.read_bytes(), filename=str(file))
-    except (SyntaxError, ValueError) as error:  # ValueError: a NUL, where Python 3.11 says no more
-        line = getattr(error, "lineno", None)
-        place = f"{file}:{line}" if line else str(file)
-        raise ConfigError(
-            f"{module}: {place}: {getattr(error, 'msg', None) or error}. Correct the file."
-        ) from error
+def takes_tensor(hint: Any) -> bool:
+    """Return whether a type mentions a tensor, also within brackets."""
+    inner = get_args(hint)
+    return getattr(hint, "__name__", "") == "Tensor" or any(map(takes_tensor, inner))
 
 
-def _top_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements that define a module's names, also in its `if` and `try`."""
-    for node in body:
-        yield node
-        for inner in ("body", "orelse", "handlers", "finalbody"):
-            if isinstance(node, ast.If | ast.Try | ast.ExceptHandler | ast.With):
-                yield from _top_level(getattr(node, inner, []))
-
-
-def targets_in(cfg: Mapping[str, Any], group: str) -> Iterator[tuple[str, str]]:
-    """Yield the key and the `_target_` of each callback or logger."""
-    for name, node in (cfg.get(group) or {}).items():
-        if isinstance(node, Mapping) and "_target_" in node:
-            yield f"{group}.{name}", str(node["_target_"])
-
-
-def is_assigned(target: str) -> bool:
-    """Return whether a dotted name is a variable of its module, such as a function that another one
-    made.
+def accepts(hint: Any, value: Any) -> bool:
+    """Return False if a type says in plain types, lists, mappings or literals what a value of YAML
+    is not.
     """
-    module, _, name = target.rpartition(".")
-    tree = _tree(module) if module else None
-    targets = (
-        [each for node in tree.body if isinstance(node, ast.Assign) for each in node.targets]
-        if tree
-        else []
-    )
-    return any(isinstance(each, ast.Name) and each.id == name for each in targets)
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if isinstance(value, dict) and "_target_" in value:
+        return True  # what it builds is not known
+    if kind in (Union, UnionType):
+        return any(accepts(each, value) for each in inner)
+    if kind is Annotated:
+        return accepts(inner[0], value)
+    if kind is Literal:
+        return any(value == each and type(value) is type(each) for each in inner)
+    if kind in (None, NoneType):
+        return value is None
+    if not inspect.isclass(kind):
+        return True
+    if kind in (bool, int, float, str):
+        exact = type(value) is kind
+        return exact or (kind is float and type(value) is int)
+    if hasattr(kind, "__fspath__"):
+        return isinstance(value, str)
+    if issubclass(kind, Mapping):
+        of_values = inner[-1] if inner else Any
+        return isinstance(value, dict) and all(accepts(of_values, each) for each in value.values())
+    if issubclass(kind, Iterable) and kind.__module__ in ("builtins", *_ABSTRACT):
+        return _is_list(kind, inner, value)
+    return kind.__name__ != "Tensor"
 
 
-def is_lazy(target: str) -> bool:
-    """Return whether a dotted name lies in a module that makes its names on demand, as transformers
-    does.
-    """
-    tree = _tree(target.rpartition(".")[0])
-    return tree is not None and any(
-        (isinstance(node, ast.FunctionDef) and node.name == "__getattr__")
-        or (isinstance(node, ast.Name) and node.id == "_LazyModule")
-        for node in ast.walk(tree)
-    )
+_ABSTRACT = ("collections.abc", "typing")
 
 
-@functools.cache
-def find_definition(target: str, *, depth: int = 0) -> Definition | None:
-    """Return the defining module and the syntax tree of a dotted name, through re-exports, or
-    None.
-    """
-    module, _, name = target.rpartition(".")
-    tree = _tree(module) if module and depth <= 8 else None
-    if tree is None:
-        return None
-    statements = [*_top_level(tree.body)]
-    for node in statements:
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
-            return module, node
-    for node in statements:
-        if isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                if (alias.asname or alias.name) in (name, "*"):
-                    there = f"{_absolute(module, node)}.{name if alias.name == '*' else alias.name}"
-                    if (found := find_definition(there, depth=depth + 1)) is not None:
-                        return found
-    return None
+def _is_list(kind: type, inner: tuple[Any, ...], value: Any) -> bool:
+    if not isinstance(value, list):
+        return isinstance(value, str) and kind.__module__ in _ABSTRACT
+    if kind is tuple and len(inner) > 1 and inner[1] is not ...:
+        return len(value) == len(inner) and all(map(accepts, inner, value))
+    # people write tuple[int] for a tuple of any length
+    return all(accepts(inner[0], each) for each in value if inner)
 
 
-def _absolute(module: str, node: ast.ImportFrom) -> str:
-    if not node.level:
-        return node.module or ""
-    file = _module_file(module)
-    parts = module.split(".")
-    keep = len(parts) - node.level + (1 if file is not None and file.name == "__init__.py" else 0)
-    return ".".join([*parts[:keep], *([node.module] if node.module else [])])
+def _as_yaml(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
-def signature_of(module: str, node: ast.ClassDef | ast.FunctionDef) -> Signature:
-    if isinstance(node, ast.FunctionDef):
-        return _function_signature(node, skip_self=False)
-    if (init := _own_constructor(node)) is not None:
-        signature = _function_signature(init, skip_self=True)
-        kept = _keyword_uses(init, init) or "save_hyperparameters(" in ast.unparse(init)
-        if not signature.open or (kept and not _passes_keywords(init)):
-            return signature
-        signature.parameters |= dict.fromkeys(_taken_keywords(init))
-        return _with_bases(module, node, signature)
-    if _is_dataclass(node):
-        fields = [
-            item
-            for item in node.body
-            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
-        ]
-        own = Signature(
-            {
-                item.target.id: item.annotation
-                for item in fields
-                if isinstance(item.target, ast.Name)
-            }
-        )
-        own.required = [
-            i.target.id for i in fields if i.value is None and isinstance(i.target, ast.Name)
-        ]
-        given = {
-            i.target.id: i.value
-            for i in fields
-            if i.value is not None and isinstance(i.target, ast.Name)
-        }
-        # field(…)
-        own.defaults = {
-            name: value for name, value in given.items() if not isinstance(value, ast.Call)
-        }
-        return _with_bases(module, node, own) if node.bases else own
-    base = _base_that_constructs(module, node)
-    return Signature(open=bool(node.bases)) if base is None else signature_of(*base)
-
-
-def default(target: str, name: str) -> Any:
-    """Return the default of a constructor's argument, or None if the source has none, or no
-    literal.
-    """
+def defaults_of(target: str) -> dict[str, Any]:
+    """Return the defaults of what `target` names, as far as YAML can hold them, else None."""
     definition = find_definition(target)
-    found = None if definition is None else signature_of(*definition).defaults.get(name)
-    return found.value if isinstance(found, ast.Constant) else None
-
-
-def _with_bases(module: str, node: ast.ClassDef, own: Signature) -> Signature:
-    """Add the parameters of the base whose constructor is called, for `**kwargs` and
-    dataclasses.
-    """
-    if (base := _base_that_constructs(module, node)) is None:
-        return Signature(
-            own.parameters, own.defaults, own.required, open=bool(node.bases) or own.open
-        )
-    inherited = signature_of(*base)
-    defaults = {**inherited.defaults, **own.defaults}
-    return Signature(
-        {**inherited.parameters, **own.parameters}, defaults, own.required, open=inherited.open
-    )
-
-
-def _base_that_constructs(module: str, node: ast.ClassDef) -> tuple[str, ast.ClassDef] | None:
-    """Return the class whose constructor is called if this one has none.
-
-    None: it has none, or cannot be read.
-    """
-    above = [*_above(module, node)]
-    # as Python's: a base is last
-    order = [each for place, each in enumerate(above) if each not in above[place + 1 :]]
-    found = next(
-        (each for each in order if _is_dataclass(each[1]) or _own_constructor(each[1])), None
-    )
-    read = all(len([*_bases(*each)]) == len(each[1].bases) for each in [(module, node), *order])
-    return order[-1] if found is None and order and read else found
-
-
-def _above(module: str, node: ast.ClassDef) -> Iterator[tuple[str, ast.ClassDef]]:
-    for base in _bases(module, node):
-        yield base
-        yield from _above(*base)
-
-
-def _own_constructor(node: ast.ClassDef) -> ast.FunctionDef | None:
-    made = {item.name: item for item in node.body if isinstance(item, ast.FunctionDef)}
-    return made.get("__init__") or made.get("__new__")
-
-
-def _is_dataclass(node: ast.ClassDef) -> bool:
-    return any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
-
-
-def _bases(
-    module: str, node: ast.ClassDef, *, libraries: bool = False
-) -> Iterator[tuple[str, ast.ClassDef]]:
-    """Yield the readable bases of a class.
-
-    A library's that is written as `nn.Module` is only read if asked for.
-    """
-    for base in node.bases:
-        name = _base_name(module, base)
-        if libraries or "." not in ast.unparse(base) or name.split(".")[0] not in LIBRARIES:
-            found = find_definition(name)
-            if found is not None and isinstance(found[1], ast.ClassDef) and found[1] is not node:
-                yield found[0], found[1]
-
-
-def _base_name(module: str, base: ast.expr) -> str:
-    """Return the dotted name of a base.
-
-    `nn.Module` is `torch.nn.Module`, after the module's own imports.
-    """
-    written = ast.unparse(base).split("[")[0]
-    first, dot, rest = written.partition(".")
-    if not dot:
-        return f"{module}.{written}"
-    tree = _tree(module)
-    for node in ast.walk(tree) if tree is not None else ():
-        for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
-            if (alias.asname or alias.name) == first:
-                above = f"{_absolute(module, node)}." if isinstance(node, ast.ImportFrom) else ""
-                return f"{above}{alias.name}.{rest}"
-    return written
-
-
-def lineage(
-    definition: Definition | None, *, libraries: bool = False
-) -> Iterator[tuple[str, ast.ClassDef]]:
-    """Yield a class and its readable bases, each before its own; with `libraries` also torch's and
-    Lightning's.
-    """
-    module, node = definition or ("", None)
-    if isinstance(node, ast.ClassDef) and (libraries or module.split(".")[0] not in LIBRARIES):
-        yield module, node
-        for base in _bases(module, node, libraries=libraries):
-            yield from lineage(base, libraries=libraries)
-
-
-def ancestors(target: str, *, libraries: bool = True) -> list[str]:
-    """Return the dotted names, as defined, of the class that `target` names and of its readable
-    bases.
-    """
-    return [
-        f"{module}.{node.name}"
-        for module, node in lineage(find_definition(target), libraries=libraries)
-    ]
-
-
-def derives_from(target: str, base: str) -> bool:
-    """Return whether a class derives from a class `base` of ours, as far as the source code
-    says.
-    """
-    return base in ancestors(target, libraries=False)
+    defaults = signature_of(*definition).defaults if definition is not None else {}
+    plain = (bool, int, float, str, list, tuple, dict)
+    return {k: _as_yaml(v) if isinstance(v, plain) else None for k, v in defaults.items()}
 
 
 def accepted(task: Mapping[str, Any], names: Iterable[str] = FACTORIES) -> list[str]:
     """Return those of `names` that a task's constructor takes and that its own node does not set.
 
-    All that it does not set, if the source of the constructor does not tell. Of those that only
-    `**kwargs` would take, those that the class mentions, as in `self.hparams.optimizer` (but
-    `{"optimizer": …}` is what Lightning takes); all, if the constructor does something with
-    `kwargs`.
+    All that it does not set, if the class cannot be read. A LightningModule that would take them as
+    `**kwargs` only gets those that it reads as `self.hparams.NAME`.
     """
     target, names = str(task["_target_"]), [name for name in names if name not in task]
     definition = find_definition(target)
@@ -361,196 +384,11 @@ def accepted(task: Mapping[str, Any], names: Iterable[str] = FACTORIES) -> list[
         return own
     if not derives(definition, ["LightningModule"]):
         return names
-    # LightningModule's own constructor takes any keyword, and fails with each
-    if not _keeps_keywords(definition):
-        return own
-    source = "".join(ast.unparse(node) for _, node in lineage(definition))
-    whole = re.search(r"\bhparams\b(?!\s*[.\[])", source)  # taken as a whole: anything may read it
-    if whole or any(_keyword_uses(init, init) for init in methods_of(definition, ["__init__"])):
-        return names
-    return [
-        name
-        for name in names
-        if name in own or re.search(rf"hparams\.{name}\b|[\"']{name}[\"'](?!:)", source)
-    ]
+    read = [method.__code__.co_names for _, method in _methods(target)]
+    return [n for n in names if n in own or any("hparams" in r and n in r for r in read)]
 
 
 def unused(task: Mapping[str, Any]) -> list[str]:
     """Return the groups that a task does not take, or sets in its own node."""
     taken = accepted(task)
     return [name for name in FACTORIES if name not in taken]
-
-
-def _keeps_keywords(definition: Definition) -> bool:
-    """Return whether a constructor takes any keyword, and does not pass them on to that of torch's
-    or Lightning's.
-    """
-    for init in methods_of(definition, ["__init__"]):
-        if init.args.kwarg is None:
-            return False
-        if not _passes_keywords(init):
-            return True
-    return False
-
-
-def _keyword_uses(node: ast.AST, init: ast.FunctionDef) -> list[ast.Name]:
-    """Return where the `**kwargs` of a constructor are named in a part of it."""
-    name = init.args.kwarg
-    return [
-        use
-        for use in ast.walk(node)
-        if isinstance(use, ast.Name) and name is not None and use.id == name.arg
-    ]
-
-
-def _passes_keywords(init: ast.FunctionDef) -> bool:
-    """Return whether a constructor passes its `**kwargs` on to another one."""
-    calls = (
-        node
-        for node in ast.walk(init)
-        if isinstance(node, ast.Call) and "__init__" in ast.unparse(node.func)
-    )
-    return any(_keyword_uses(call, init) for call in calls)
-
-
-def _taken_keywords(init: ast.FunctionDef) -> list[str]:
-    """Return the names that a constructor takes out of its `**kwargs`.
-
-    `kwargs.pop("rate", 0.1)`, `kwargs["rate"]`.
-    """
-    uses, found = _keyword_uses(init, init), []
-    for node in ast.walk(init):
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.value in uses
-        ):
-            found += node.args[:1]
-        elif isinstance(node, ast.Subscript) and node.value in uses:
-            found.append(node.slice)
-    return [
-        each.value
-        for each in found
-        if isinstance(each, ast.Constant) and isinstance(each.value, str)
-    ]
-
-
-def derives(definition: Definition, names: Collection[str]) -> bool | None:
-    """Return whether a class is one of `names` or derives from one.
-
-    None if it is a function, or a base is unknown.
-    """
-    module, node = definition
-    if not isinstance(node, ast.ClassDef):
-        return None
-    if node.name in names:
-        return True
-    unknown = False
-    for base in node.bases:
-        written = ast.unparse(base).split("[")[0]
-        if written.split(".")[-1] in names:
-            return True
-        found = find_definition(_base_name(module, base))
-        above = derives(found, names) if found is not None and found[1] is not node else None
-        if above:
-            return True
-        unknown |= above is None and written not in ("object", "ABC", "Generic", "Protocol")
-    return None if unknown else False
-
-
-def methods_of(
-    definition: Definition | None, names: Collection[str], *, of_ours: bool = True
-) -> Iterator[ast.FunctionDef]:
-    """Yield the methods of these names of a class and its readable bases, except torch's and
-    Lightning's.
-
-    Args:
-        of_ours: also those of Armature's own classes.
-    """
-    for module, node in lineage(definition):
-        if of_ours or module.split(".")[0] != "armature":
-            yield from (
-                item
-                for item in node.body
-                if isinstance(item, ast.FunctionDef) and item.name in names
-            )
-
-
-def replaced(target: str, names: Collection[str]) -> list[str]:
-    """Return those of the methods that a class, or a base of it that is not ours, replaces without
-    calling super().
-    """
-    found = methods_of(find_definition(target), names, of_ours=False)
-    return list(dict.fromkeys(item.name for item in found if "super()" not in ast.unparse(item)))
-
-
-def defaults_of(target: str) -> dict[str, Any]:
-    """Return the defaults of the constructor that `target` names, as far as they are literals."""
-    definition = find_definition(target)
-    defaults = signature_of(*definition).defaults if definition is not None else {}
-    values = {name: annotations.literal(node) for name, node in defaults.items()}
-    # as in YAML
-    return {
-        name: list(value) if isinstance(value, tuple) else value for name, value in values.items()
-    }
-
-
-def class_attribute(target: str, name: str) -> Any | None:
-    """Return a class attribute that is a literal, from the class that `target` names or from its
-    bases, or None.
-    """
-    for _, node in lineage(find_definition(target)):
-        for item in node.body:
-            if isinstance(item, ast.Assign | ast.AnnAssign):
-                targets = item.targets if isinstance(item, ast.Assign) else [item.target]
-                if any(isinstance(each, ast.Name) and each.id == name for each in targets):
-                    return annotations.literal(item.value)
-    return None
-
-
-def assigns(target: str, name: str, value: Any) -> bool:
-    """Return whether a method of the class that `target` names, or of its bases, sets `self.<name>`
-    to a literal.
-    """
-    for _, node in lineage(find_definition(target)):
-        for item in ast.walk(node):
-            if isinstance(item, ast.Assign) and any(
-                ast.unparse(each) == f"self.{name}" for each in item.targets
-            ):
-                return annotations.literal(item.value) == value
-    return False
-
-
-def _function_signature(node: ast.FunctionDef, *, skip_self: bool) -> Signature:
-    positional = [*node.args.posonlyargs, *node.args.args]
-    arguments = [*positional, *node.args.kwonlyargs][skip_self:]
-    # defaults belong to the last parameters
-    given = zip(positional[::-1], node.args.defaults[::-1], strict=False)
-    keywords = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
-    defaults = {
-        argument.arg: default for argument, default in (*given, *keywords) if default is not None
-    }
-    required = [argument.arg for argument in arguments if argument.arg not in defaults]
-    return Signature(
-        {a.arg: a.annotation for a in arguments},
-        defaults,
-        required,
-        open=node.args.kwarg is not None,
-    )
-
-
-def near_definition(target: str) -> str:
-    module, _, name = target.rpartition(".")
-    tree = _tree(module) if module else None
-    if tree is None:
-        return f" There is no module '{module}' (looked in src/ and in the installed packages)."
-    names = [node.name for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f" Did you mean '{module}.{near[0]}'?" if near else ""
-
-
-def defines(target: str, method: str) -> bool:
-    """Return whether the class that `target` names, or a base of it outside of torch and Lightning,
-    has a method.
-    """
-    return any(methods_of(find_definition(target), [method]))

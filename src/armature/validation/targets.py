@@ -11,12 +11,13 @@ module merely imported is no way around the rules. The user's own packages in sr
 
 from __future__ import annotations
 
-import ast
 import difflib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -26,11 +27,8 @@ from armature import config
 from armature.data import namesakes
 from armature.errors import ConfigError, error_line
 from armature.validation import signatures
-from armature.validation.signatures import Definition
+from armature.validation.signatures import PACKAGES_KEY, SOURCES, Definition, installed, is_under
 
-# src/: a user's own package next to ours may be named in `_target_`
-_SOURCES = Path(__file__).parents[2]
-_KEY = "launch.allowed_packages"
 # inside these packages, only these parts may be named
 CLASSES = {
     "armature": (
@@ -142,7 +140,7 @@ def check(cfg: DictConfig, *, overrides: Sequence[str] = (), packages: Sequence[
         (
             each.partition("=")[2]
             for each in overrides
-            if each.lstrip("+").partition("=")[0] == _KEY
+            if each.lstrip("+").partition("=")[0] == PACKAGES_KEY
         ),
         None,
     )
@@ -158,31 +156,17 @@ def check(cfg: DictConfig, *, overrides: Sequence[str] = (), packages: Sequence[
         raise ConfigError(found)
 
 
-def installed() -> list[str]:
-    """Return the packages that the configuration files of this installation allow, and the user's
-    own in src/.
-    """
-    files = [config.CONFIGS / "launch" / "default.yaml", config.CONFIGS / "local" / "default.yaml"]
-    found = [OmegaConf.load(file) for file in files if file.is_file()]
-    lists = [
-        OmegaConf.select(found[0], "allowed_packages"),
-        *(OmegaConf.select(each, _KEY) for each in found[1:]),
-    ]
-    return [*dict.fromkeys([*(str(name) for names in lists for name in names or ()), *own()])]
-
-
-def own() -> list[str]:
-    """Return the packages in src/."""
-    return sorted(p.name for p in _SOURCES.iterdir() if p.is_dir() and (p / "__init__.py").exists())
-
-
 def problems(cfg: Any, allowed: Sequence[str]) -> list[str]:
     """Return what is wrong with any `_target_` node of a resolved configuration and with its
     arguments.
     """
+    signatures.allow(allowed)
     found = [*_shape_problems(cfg)] if isinstance(cfg, dict) else []
     for path, node, complete in _nodes(cfg):
-        found += _node_problems(path, node, allowed, complete=complete)
+        try:
+            found += _node_problems(path, node, allowed, complete=complete)
+        except ConfigError as error:  # its module cannot be imported
+            found += [f"{path}._target_={node['_target_']}: {each}" for each in error.problems]
     return found
 
 
@@ -229,12 +213,6 @@ def _node_problems(
         return [refused]
     definition = signatures.find_definition(target)
     if definition is None:
-        if signatures.is_assigned(target) or (
-            target.split(".")[0] not in CLASSES and signatures.is_lazy(target)
-        ):
-            # no source to read: made by another function, as torch.nn.functional.gelu, or made on
-            # demand
-            return found
         return [
             f"{path}._target_={target}: there is no such class or "
             f"function.{signatures.near_definition(target)}"
@@ -244,20 +222,16 @@ def _node_problems(
 
 
 # ---------------------------------------------------------------- what may be called
-def _under(name: str, prefixes: Sequence[str]) -> bool:
-    return any(not prefix or name == prefix or name.startswith(f"{prefix}.") for prefix in prefixes)
-
-
 def _forbidden(path: str, target: str, allowed: Sequence[str]) -> str | None:
     """Return why a target may not be called, or None."""
     what = f"{path}._target_={target}"
-    if not _under(target, allowed):
+    if not is_under(target, allowed):
         package = target.split(".")[0]
-        if (twin := namesakes.twin_of(target)) and _under(twin, allowed):
+        if (twin := namesakes.twin_of(target)) and is_under(twin, allowed):
             return (
                 f"{what}: the classes that train here are lightning's. Type {path}._target_={twin}."
             )
-        if (_SOURCES / package).is_dir():
+        if (SOURCES / package).is_dir():
             return (
                 f"{what}: src/{package} is no package. Add an empty file: touch "
                 f"src/{package}/__init__.py"
@@ -271,46 +245,56 @@ def _forbidden(path: str, target: str, allowed: Sequence[str]) -> str | None:
         return (
             f"{what}: only packages in launch.allowed_packages may be called "
             f"({', '.join(allowed)}). "
-            f"If you trust it: '{_KEY}=[{','.join([*dict.fromkeys([*allowed, package])])}]'."
+            "If you trust it: "
+            f"'{PACKAGES_KEY}=[{','.join([*dict.fromkeys([*allowed, package])])}]'."
         )
-    definition = signatures.find_definition(target)
-    if definition is None:
-        return _refusal(what, target, is_class=not signatures.is_assigned(target))
-    module, node = definition
-    defined, is_class = f"{module}.{node.name}", isinstance(node, ast.ClassDef)
-    top, home = target.split(".")[0], module.split(".")[0]
-    # what Python's library has in C, written in Python
-    if home == f"_py{top}" and top in sys.stdlib_module_names:
-        home, defined = top, target
-    if home != top and not _under(defined, allowed):
+    # by its name first: a refused module is not even imported
+    if refused := _refusal(what, "os" if "._" in target and _is_limited(target) else target):
+        return refused
+    if (definition := signatures.find_definition(target)) is None:
+        return None
+    module, found = definition
+    is_class = inspect.isclass(found)
+    if not is_class and not isinstance(found, FunctionType | BuiltinFunctionType):
+        module = target.rpartition(".")[0]  # a variable, such as a function that another one made
+    home, top = module.split(".")[0], target.split(".")[0]
+    written = is_class or isinstance(found, FunctionType)
+    defined = f"{module}.{found.__qualname__}" if written else target
+    if home != top and not is_under(defined, allowed):
         return (
             f"{what}: it is defined in {module}, which is not in launch.allowed_packages. Name "
             "your own class in src/."
         )
-    private = top in CLASSES and "._" in target
-    return _refusal(what, "os" if private else target, is_class=is_class) or _refusal(
-        what, defined, is_class=is_class
-    )
+    return _refusal(what, target, is_class=is_class) or _refusal(what, defined, is_class=is_class)
 
 
-def _refusal(what: str, name: str, *, is_class: bool) -> str | None:
+def _is_limited(target: str) -> bool:
+    """Return whether only parts of the target's package may be named."""
+    return target.split(".")[0] in CLASSES
+
+
+def _refusal(what: str, name: str, *, is_class: bool | None = None) -> str | None:
+    """Return why this name may not be called; `is_class` None: whatever it may be."""
     top, _, rest = name.partition(".")
-    kind = "class" if is_class else "function"
+    kind = "function" if is_class is False else "class"
     remedy = (
         f"Name a class that builds one thing; what else you need belongs into a {kind} of "
         "your own package in src/."
     )
-    if _under(name, NEVER) or (top in sys.stdlib_module_names and top not in PLAIN):
+    if is_under(name, NEVER) or (top in sys.stdlib_module_names and top not in PLAIN):
         return (
             f"{what}: it can run other code or change files, so a configuration may not name "
             f"it. {remedy}"
         )
     if top not in CLASSES:
         return None
-    places = (CLASSES if is_class else FUNCTIONS)[top]
+    places = (
+        *(CLASSES[top] if is_class is not False else ()),
+        *(FUNCTIONS[top] if not is_class else ()),
+    )
     # re-exported, as armature.X
-    package_root = is_class and rest.count(".") <= (1 if top == "lightning" else 0)
-    if not (_under(rest, places) or package_root):
+    package_root = is_class is not False and rest.count(".") <= (1 if top == "lightning" else 0)
+    if not (is_under(rest, places) or package_root):
         return f"{what}: a configuration may not name this {kind} of {top}. {remedy}"
     return None
 

@@ -2,8 +2,6 @@
 not be secret.
 """
 
-from __future__ import annotations
-
 import difflib
 import logging
 import math
@@ -12,58 +10,40 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
-from armature.config import Config
+from armature.config import (
+    AtLeast0,
+    Config,
+    Count,
+    Count0,
+    Folder,
+    Fraction,
+    Metric,
+    Number,
+    Positive,
+    Precision,
+    Seed,
+    Word,
+)
 from armature.errors import MASK, hide, masked
 from armature.parallel.split import SCHEDULES
-from armature.validation import rules
-from armature.validation.rules import Rule
+from armature.validation import foreign_keys
 
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "trainer.accelerator": ("auto", "cpu", "gpu", "mps"),
-    "trainer.precision": (
-        "auto",
-        "32-true",
-        "bf16-mixed",
-        "bf16-true",
-        "16-mixed",
-        "16-true",
-        "64-true",
-    ),
-    "trainer.gradient_clip_algorithm": ("norm", "value"),
-    "trainer.on_nan": ("stop", "skip", "ignore"),
-    "trainer.matmul_precision": ("highest", "high", "medium"),
-    "checkpoint.mode": ("min", "max"),
-    "checkpoint.on_failure": ("continue", "stop"),
-}
-OWN_CHOICES: dict[str, tuple[Any, ...]] = {  # where the group's class is ours
-    "strategy.backend": ("auto", "gloo", "nccl", "mpi", "ucc", "xccl"),
-    "strategy.compile": ("none", "block", "model"),
-    "strategy.comm_hook": (None, "bf16", "fp16"),
-    "strategy.param_dtype": (None, "bfloat16", "float16", "float32", "float64"),
-    "strategy.reduce_dtype": (None, "bfloat16", "float16", "float32", "float64"),
-    "strategy.stage": (1, 2, 3),
-    "data.image_mode": (None, "L", "RGB", "RGBA"),
-    "data.source.dtype": ("uint16", "uint32", "uint64", "uint8", "int16", "int32", "int64", "int8"),
-    "strategy.sequence_parallel": ("auto", True, False),
-    "strategy.schedule": tuple(SCHEDULES),
-}
+# what others call it → here
 ALIASES = {
-    "trainer.precision": {
-        "fp16": "16-mixed",
-        "16": "16-mixed",
-        "bf16": "bf16-mixed",
-        "fp32": "32-true",
-        "32": "32-true",
-    },
-    "trainer.accelerator": {"cuda": "gpu"},
+    "fp16": "16-mixed",
+    "16": "16-mixed",
+    "bf16": "bf16-mixed",
+    "fp32": "32-true",
+    "32": "32-true",
+    "cuda": "gpu",
 }
 log = logging.getLogger(__name__)
-LARGEST_BATCH = 10**9  # samples
-LONGEST = 1e9  # seconds, 31 years: what torch and Python still take as a time
 _SECRET = re.compile(
     r"(^|_)(api_?keys?|key|key_?id|token|(api|access|auth|refresh|bearer|hf)_?tokens|auth"
     r"|authorization|passw(or)?d|passphrase|pwd|secrets?|credentials?)$",
@@ -80,166 +60,263 @@ _PLAIN_KEY = re.compile(
 _URL_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s:@]*:[^/\s@]+@", re.IGNORECASE)
 
 
+# ---------------------------------------------------------------- types of other groups' keys
+Batch = Annotated[int, Field(ge=1, le=10**9)]
+Size = Annotated[int, Field(ge=1, le=2**24)]
+Pixels = Annotated[int, Field(ge=1, le=2**16)]
+Samples = Annotated[int, Field(ge=1, le=10**12)]
+DataFraction = Annotated[Number, Field(ge=0, lt=0.9)]
+Path = Annotated[str, Field(pattern=r"^[^\x00]+\Z")]
+Paths = Annotated[
+    Path | Annotated[list[Path], Field(min_length=1)],
+    Field(description="a path, a pattern, or a list of them"),
+]
+NamedPaths = Annotated[
+    dict[str, Paths],
+    Field(min_length=1, description="paths for each name, as in {a: a/*.txt, b: b}"),
+]
+Length = Annotated[
+    Count0 | Fraction | Annotated[Number, Field(ge=0, multiple_of=1)],
+    Field(description="a whole number of optimizer steps from 0, or a share of the run below 1.0"),
+]
+Blocks = Annotated[
+    list[Count],
+    Field(min_length=1, description="numbers of blocks from 1, as in [5,6,5]"),
+]
+Patterns = Annotated[
+    list[Annotated[str, Field(min_length=1)]], Field(description="a list of names, as in [q,v]")
+]
+Weights = Annotated[
+    dict[str, Positive],
+    Field(min_length=1, description="a number above 0 for each name, as in {a: 3, b: 1}"),
+]
+PositiveChannels = Annotated[
+    list[Positive], Field(min_length=3, max_length=3, description="three numbers above 0")
+]
+Channels = Annotated[list[Number], Field(min_length=3, max_length=3, description="three numbers")]
+BytesAndEnd = Annotated[int, Field(ge=257, le=2**24)]
+Dtype = Literal["bfloat16", "float16", "float32", "float64"]
+
+
+class OfAnyData:
+    eval_batch_size: Batch | None
+    num_workers: Annotated[int, Field(ge=0, le=1024)]
+    skip_steps: Annotated[
+        list[Count], Field(description="a list of step numbers from 1, as in [7,12]")
+    ]
+    train_limit: Count | Literal["batch"] | None
+
+
+class OfTask:
+    preview_prompt: Annotated[
+        Word | Annotated[list[Word], Field(min_length=1)],
+        Field(description="text to continue, a list of texts, or auto for held-out text"),
+    ]
+    preview_tokens: Annotated[int, Field(ge=0, le=2**16)]
+    preview_temperature: AtLeast0
+
+
+class OfAdapter:
+    rank: Count
+    alpha: Positive
+    dropout: Fraction
+    targets: Patterns | None
+    train: Patterns | None
+
+
+class OfScheduler:
+    warmup: Length
+    decay: Length
+    final: AtLeast0
+
+
+class OfStrategy:
+    backend: Literal["auto", "gloo", "nccl", "mpi", "ucc", "xccl"]
+    compile: Literal["none", "block", "model"]
+    comm_hook: Literal["bf16", "fp16"] | None
+    param_dtype: Dtype | None
+    reduce_dtype: Dtype | None
+    stage: Annotated[int, Field(ge=1, le=3)]
+    sequence_parallel: Literal["auto"] | bool
+    schedule: Literal[tuple(SCHEDULES)]  # pyright: ignore[reportInvalidTypeForm]
+    seed: Seed
+    activation_checkpointing: Literal["none", "every", "selective"] | Count
+    prefetch: Count0
+    min_num_params: Count0
+    microbatches: Count
+    stages: Blocks | None
+
+
+class OfData:
+    seed: Seed
+    shift: Annotated[int, Field(ge=0, le=8)]
+    samples: Samples
+    held_out: Samples
+    noise: AtLeast0
+    context: Size
+    val_fraction: Fraction
+    test_fraction: Fraction
+    global_batch_size: Batch
+    path: Paths | None
+    image_mode: Literal["L", "RGB", "RGBA"] | None
+    multiple: Size | None
+
+
+class OfSource:
+    path: Paths | None
+    dtype: Literal["uint16", "uint32", "uint64", "uint8", "int16", "int32", "int64", "int8"]
+    context: Size
+    vocab_size: Size
+    tokenizer_bytes: Count
+    val_fraction: DataFraction
+    test_fraction: DataFraction
+
+
+# names that most optimizers share; torch's would refuse the values in the rank
+class OfOptimizer:
+    lr: Positive
+    weight_decay: AtLeast0
+    eps: AtLeast0
+    momentum: Fraction
+    newton_schulz_steps: Annotated[int, Field(ge=1, le=100)]
+    base_width: Count | None
+
+
+class OfImageFolderData:
+    size: Pixels
+    margin: Annotated[Number, Field(ge=0, le=10)]
+    mean: Channels | None
+    std: PositiveChannels | None
+
+
+class OfSyntheticData:
+    image_size: Pixels | None
+    channels: Pixels | None
+    classes: Size | None
+
+
+class OfCorpus:
+    vocab_size: BytesAndEnd
+
+
+class OfBlend:
+    vocab_size: BytesAndEnd
+    paths: NamedPaths
+    field: Word
+    cache_dir: Folder | None
+
+
+class OfHFData:
+    data_files: Paths | NamedPaths | None
+
+
+class OfBlendData:
+    paths: NamedPaths
+    weights: Weights | None
+
+
+class OfEMA:
+    decay: Annotated[Number, Field(gt=0, lt=1)]
+
+
+class OfMonitors:
+    peak_tflops: Positive | None
+    norms_every_n_steps: Count | None
+
+
+class OfMuon:
+    precision: Precision
+
+
+class OfEarlyStopping:
+    mode: Literal["min", "max"]
+    monitor: Metric
+    patience: Count0
+    min_delta: Number
+
+
+OF_OURS = {  # where the group's class is ours
+    "task": OfTask,
+    "task.adapter": OfAdapter,
+    "scheduler": OfScheduler,
+    "strategy": OfStrategy,
+    "data": OfData,
+    "data.source": OfSource,
+}
+OF_CLASSES = {  # which would refuse them in the rank
+    "armature.data.image_folder.ImageFolderData": OfImageFolderData,
+    "armature.data.synthetic.SyntheticData": OfSyntheticData,
+    "armature.data.corpus.Corpus": OfCorpus,
+    "armature.data.blend.Blend": OfBlend,
+    "armature.data.hf.HFData": OfHFData,
+    "armature.data.blend.BlendData": OfBlendData,
+    "armature.callbacks.ema.EMA": OfEMA,
+    "armature.callbacks.monitors.Monitors": OfMonitors,
+    "armature.optim.muon.Muon": OfMuon,
+    "lightning.pytorch.callbacks.EarlyStopping": OfEarlyStopping,
+}
+_UNSET = object()
+
+
+def types_of(kind: type, path: str = "") -> dict[str, Any]:
+    """Return the type of each key of a class's annotations: of `Annotated[Any, X]` it is X."""
+    found: dict[str, Any] = {}
+    for name, hint in kind.__annotations__.items():
+        more = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+        if is_dataclass(hint):
+            found |= types_of(hint, f"{name}.")  # pyright: ignore[reportArgumentType]
+        else:
+            of_x = [each for each in more[:1] if not isinstance(each, FieldInfo)]
+            found[f"{path}{name}"] = of_x[0] if of_x else hint
+    return found
+
+
+OF_CORE = types_of(Config)
+OF_OPTIMIZERS = types_of(OfOptimizer, "optimizer.")
+
+
 def problems(cfg: DictConfig, plain: dict[str, Any]) -> list[str]:
     """Return every value out of its range; `plain` is the resolved configuration."""
-    found = [
-        *_choices(plain, CHOICES),
-        *_ranges(plain, RANGES),
+    return [
+        *_wrong(schema(plain), plain),
         *_trainer(plain),
         *_not_finite(plain),
         *_names(plain),
+        *_optimizer(plain),
+        *secrets(cfg),
     ]
-    found += [*_optimizer(plain.get("optimizer")), *_arguments(plain), *secrets(cfg)]
-    ours = _ours(plain)
-    found += _choices(
-        plain, {key: names for key, names in OWN_CHOICES.items() if key.split(".")[0] in ours}
-    )
-    found += _ranges(
-        plain, {key: rule for key, rule in OWN_RANGES.items() if key.split(".")[0] in ours}
-    )
-    return found
 
 
 def problems_of(keys: Sequence[str], plain: dict[str, Any]) -> list[str]:
     """Return which of these keys, typed for a saved run, have values out of their range."""
-    ours = [f"{group}." for group in _ours(plain)]
-    own = {key: rule for key, rule in OWN_RANGES.items() if key.startswith(tuple(ours))}
-    return [*_ranges(plain, {key: rule for key, rule in {**RANGES, **own}.items() if key in keys})]
+    known = schema(plain)
+    return [*_wrong({key: known[key] for key in keys if key in known}, plain)]
 
 
-def _ours(plain: dict[str, Any]) -> list[str]:
-    """Return the groups whose class is ours."""
-    return [
-        group for group in ("task", "data", "scheduler", "strategy") if _is_ours(plain.get(group))
-    ]
+def schema(plain: dict[str, Any]) -> dict[str, Any]:
+    """Return the type of each key of which one is known, after the classes that are chosen."""
+    found = OF_CORE | types_of(OfAnyData, "data.")
+    for path, kind in OF_OURS.items():
+        if _is_ours(plain.get(path.partition(".")[0])):
+            found |= types_of(kind, f"{path}.")
+    for path, node in _nodes(plain):
+        if (kind := OF_CLASSES.get(str(node.get("_target_")))) is not None:
+            found |= types_of(kind, f"{path}.")
+    if _select(plain, "optimizer.precision") == _select(plain, "trainer.precision"):
+        found.pop("optimizer.precision", None)  # reported there
+    return found
 
 
-# ---------------------------------------------------------------- ranges
-_clip = rules.number(above=0, null="no clipping")
-_steps = rules.number(least=1, whole=True, null="never")
-_limit = rules.number(least=1, whole=True, null="all samples, or batch for one global batch")
-_count = rules.number(least=1, whole=True)
-_size = rules.number(least=1, most=2**24, whole=True)
-_seconds = rules.number(above=0, most=LONGEST, null="never")
-RANGES: dict[str, Rule] = {
-    "seed": rules.number(least=0, most=2**32 - 1, whole=True),
-    "resume": rules.text("auto, never, required, or the path of a run or a checkpoint"),
-    "run.root": rules.text("a folder"),
-    "run.tags": rules.texts,
-    "trainer.num_nodes": rules.number(least=1, most=10**5, whole=True),
-    "trainer.max_steps": rules.number(least=1, most=10**12, whole=True, null="no limit"),
-    "trainer.max_epochs": rules.number(least=1, most=10**9, whole=True, null="no limit"),
-    "trainer.max_time": rules.duration,
-    "trainer.gradient_clip_val": lambda value: None if value == "auto" else _clip(value),
-    "trainer.val_every_n_steps": rules.number(least=1, whole=True, null="the end of each epoch"),
-    "trainer.log_every_n_steps": _count,
-    "checkpoint.every_n_steps": _steps,
-    "checkpoint.every_n_minutes": rules.number(above=0, most=LONGEST / 60, null="never"),
-    "checkpoint.keep_last": rules.number(least=1, whole=True),
-    "checkpoint.keep_best": rules.number(least=0, whole=True),
-    "checkpoint.keep_every_n_steps": _steps,
-    "checkpoint.monitor": rules.metric,
-    "checkpoint.root": rules.text("a folder or an object store", null="the run directory"),
-    "launch.hang_timeout": lambda value: None if value == "auto" else _seconds(value),
-    "launch.stop_minutes_before_limit": rules.number(above=0, most=LONGEST / 60, null="never"),
-    "launch.grace_seconds": rules.number(least=0, most=LONGEST),
-    "launch.rdzv_endpoint": rules.text(
-        "HOST:PORT of the first machine", null="none", form=r"\S+:\d{1,5}"
-    ),
-    "launch.allowed_packages": rules.packages,
-    "data.eval_batch_size": rules.number(
-        least=1, most=LARGEST_BATCH, whole=True, null="the data module's own"
-    ),
-    "data.num_workers": rules.number(least=0, most=1024, whole=True),
-    "data.skip_steps": rules.steps,
-    "data.train_limit": lambda value: None if value == "batch" else _limit(value),
-}
-OWN_RANGES: dict[str, Rule] = {  # where the group's class is ours
-    "task.preview_prompt": rules.prompts,
-    "task.preview_tokens": rules.number(least=0, most=2**16, whole=True),
-    "task.preview_temperature": rules.number(least=0),
-    "task.adapter.rank": _count,
-    "task.adapter.alpha": rules.number(above=0),
-    "task.adapter.dropout": rules.number(least=0, below=1),
-    "task.adapter.targets": rules.patterns,
-    "task.adapter.train": rules.patterns,
-    "scheduler.warmup": rules.length,
-    "scheduler.decay": rules.length,
-    "scheduler.final": rules.number(least=0),
-    "strategy.seed": rules.number(least=0, most=2**32 - 1, whole=True),
-    "strategy.activation_checkpointing": rules.checkpointing,
-    "strategy.prefetch": rules.number(least=0, whole=True),
-    "strategy.min_num_params": rules.number(least=0, whole=True),
-    "strategy.microbatches": _count,
-    "strategy.stages": rules.counts,
-    "data.seed": rules.number(least=0, most=2**32 - 1, whole=True),
-    "data.shift": rules.number(least=0, most=8, whole=True),
-    "data.samples": rules.number(least=1, most=10**12, whole=True),
-    "data.held_out": rules.number(least=1, most=10**12, whole=True),
-    "data.noise": rules.number(least=0),
-    "data.context": _size,
-    "data.val_fraction": rules.number(least=0, below=1),
-    "data.test_fraction": rules.number(least=0, below=1),
-    "data.global_batch_size": rules.number(least=1, most=LARGEST_BATCH, whole=True),
-    "data.path": rules.paths,
-    "data.source.path": rules.paths,
-    "data.source.context": _size,
-    "data.multiple": rules.number(least=1, most=2**24, whole=True, null="data.context"),
-    "data.source.vocab_size": _size,
-    "data.source.tokenizer_bytes": _count,
-    "data.source.val_fraction": rules.number(least=0, below=0.9),
-    "data.source.test_fraction": rules.number(least=0, below=0.9),
-}
-# names that most optimizers share; torch's would refuse the values in the rank
-OPTIMIZER: dict[str, Rule] = {
-    "optimizer.lr": rules.number(above=0),
-    "optimizer.weight_decay": rules.number(least=0),
-    "optimizer.eps": rules.number(least=0),
-    "optimizer.momentum": rules.number(least=0, below=1),
-    "optimizer.newton_schulz_steps": rules.number(least=1, most=100, whole=True),
-    "optimizer.base_width": rules.number(least=1, whole=True, null="no scaling"),
-}
-_of_bytes = rules.number(least=257, most=2**24, whole=True)
-# one problem at a time
-_bytes_and_end = {"vocab_size": lambda value: None if _size(value) else _of_bytes(value)}
-ARGUMENTS: dict[str, dict[str, Rule]] = {  # by the class, which would refuse them in the rank
-    "armature.data.image_folder.ImageFolderData": {
-        "size": rules.number(least=1, most=2**16, whole=True),
-        "margin": rules.number(least=0, most=10),
-        "mean": rules.three(),
-        "std": rules.three(above=0),
-    },
-    "armature.data.synthetic.SyntheticData": {
-        "image_size": rules.number(least=1, most=2**16, whole=True, null="tokens"),
-        "channels": rules.number(least=1, most=2**16, whole=True, null="tokens"),
-        "classes": rules.number(least=1, most=2**24, whole=True, null="tokens"),
-    },
-    "armature.data.corpus.Corpus": _bytes_and_end,
-    "armature.data.blend.Blend": {
-        **_bytes_and_end,
-        "paths": rules.named_paths,
-        "field": rules.text("the name of a field"),
-        "cache_dir": rules.text("a folder", null="the usual one"),
-    },
-    "armature.data.hf.HFData": {"data_files": rules.files},
-    "armature.data.blend.BlendData": {
-        "paths": rules.named_paths,
-        "weights": rules.named_weights,
-    },
-    "armature.callbacks.ema.EMA": {"decay": rules.number(above=0, below=1)},
-    "armature.callbacks.monitors.Monitors": {
-        "peak_tflops": rules.number(above=0, null="the device's own"),
-        "norms_every_n_steps": _steps,
-    },
-    "armature.optim.muon.Muon": {"precision": rules.one_of(*CHOICES["trainer.precision"])},
-    "lightning.pytorch.callbacks.EarlyStopping": {
-        "mode": rules.one_of("min", "max"),
-        "monitor": rules.metric,
-        "patience": rules.number(least=0, whole=True),
-        "min_delta": rules.number(),
-    },
-}
-_UNSET = object()
+def _nodes(plain: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    callbacks = plain.get("callbacks")
+    for path in (
+        "data",
+        "data.source",
+        "optimizer",
+        *(f"callbacks.{name}" for name in (callbacks if isinstance(callbacks, dict) else ())),
+    ):
+        if isinstance(node := _select(plain, path), dict):
+            yield path, node
 
 
 def _select(plain: dict[str, Any], key: str) -> Any:
@@ -259,57 +336,77 @@ def _is_ours(node: Any) -> bool:
     )
 
 
-def _ranges(plain: dict[str, Any], ranges: dict[str, Rule]) -> Iterator[str]:
-    for key, rule in ranges.items():
+def _wrong(schema: dict[str, Any], plain: dict[str, Any]) -> Iterator[str]:
+    for key, hint in schema.items():
         value = _select(plain, key)
-        if value is not _UNSET and (wrong := rule(value)) is not None:
-            yield f"{key}={_shown(value)}: {wrong}.{quotes_hint(key, value, rule)}"
+        if value is not _UNSET and (answer := answer_to(key, hint, value)) is not None:
+            yield f"{key}={_shown(value)}: {answer}"
 
 
-def _arguments(plain: dict[str, Any]) -> Iterator[str]:
-    callbacks = plain.get("callbacks")
-    nodes = (
-        {f"callbacks.{name}": node for name, node in callbacks.items()}
-        if isinstance(callbacks, dict)
-        else {}
-    )
-    data = plain.get("data")
-    source = data.get("source") if isinstance(data, dict) else None
-    nodes |= {"data": data, "data.source": source}
-    optimizer = plain.get("optimizer")
-    # reported there
-    if isinstance(optimizer, dict) and optimizer.get("precision") != plain["trainer"]["precision"]:
-        nodes["optimizer"] = optimizer
-    for path, node in nodes.items():
-        ranges = ARGUMENTS.get(str(node.get("_target_")), {}) if isinstance(node, dict) else {}
-        yield from _ranges(plain, {f"{path}.{key}": rule for key, rule in ranges.items()})
-
-
-def quotes_hint(key: str, value: Any, rule: Rule) -> str:
-    """Return what to say of a text that would be right as a number."""
+def answer_to(key: str, hint: Any, value: Any) -> str | None:
+    """Return what a value must be instead, if it is not of a type."""
+    if accepts(hint, value):
+        return None
+    answer = f"must be {words(hint)}."
+    if remedy := foreign_keys.remedy(key, str(value)):
+        return f"{answer} {remedy}"
     for read in (int, float) if isinstance(value, str) else ():
         with suppress(ValueError):
-            if rule(read(value)) is None:
-                return f" It is text: type {key}={value} without quotes."
-    return ""
+            if accepts(hint, read(value)):
+                return f"{answer} It is text: type {key}={value} without quotes."
+    if isinstance(value, str) and accepts(hint, [value]):
+        return f"{answer} Type {key}=[{value}]."
+    texts = re.findall(r"[\w-]+", words(hint))
+    near = difflib.get_close_matches(str(value), texts if "one of" in answer else (), 1, 0.4)
+    meant = [each for each in (ALIASES.get(str(value)), *near) if each in texts]
+    return f"{answer} Did you mean {key}={meant[0]}?" if meant else answer
+
+
+_PATTERNS = ConfigDict(regex_engine="python-re")
+
+
+def accepts(hint: Any, value: Any) -> bool:
+    try:
+        TypeAdapter(hint, config=_PATTERNS).validate_python(value, strict=True)
+    except ValidationError:
+        return False
+    return True
+
+
+_KINDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+_BOUNDS = {"ge": "from", "gt": "above", "le": "to", "lt": "below"}
+
+
+def words(hint: Any) -> str:
+    """Return a type as people say it, such as 'a whole number from 1, or null'."""
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind is Annotated:
+        notes = [each for each in inner[1:] if isinstance(each, FieldInfo)]
+        if described := [each.description for each in notes if each.description]:
+            return described[-1]
+        bounds = {
+            f"{word} {getattr(bound, name):g}"
+            if isinstance(getattr(bound, name), float)
+            else f"{word} {getattr(bound, name)}"
+            for note in notes
+            for bound in note.metadata
+            for name, word in _BOUNDS.items()
+            if hasattr(bound, name)
+        }
+        return " ".join([words(inner[0]), *sorted(bounds, key=_bound_order)])
+    if kind is Literal:
+        return f"{'one of ' * (len(inner) > 1)}{', '.join(map(_shown, inner))}"
+    if inner and kind is not list and kind is not dict:
+        return ", or ".join(dict.fromkeys(map(words, inner)))
+    return "a list" if kind is list else _KINDS.get(hint, "null")
+
+
+def _bound_order(text: str) -> int:
+    return text.startswith(("to", "below"))
 
 
 def _shown(value: Any) -> str:
     return "null" if value is None else "''" if value == "" else str(value)
-
-
-def _choices(plain: dict[str, Any], choices: dict[str, tuple[Any, ...]]) -> Iterator[str]:
-    for key, names in choices.items():
-        value = _select(plain, key)
-        # True equals 1
-        known = any(value is name for name in names) if isinstance(value, bool) else value in names
-        if value is _UNSET or known:
-            continue
-        texts = [_shown(name) for name in names]
-        meant = ALIASES.get(key, {}).get(str(value))
-        meant = meant or next(iter(difflib.get_close_matches(str(value), texts, 1, 0.4)), None)
-        hint = f" Did you mean {key}={meant}?" if meant else ""
-        yield f"{key}={_shown(value)}: must be one of {', '.join(texts)}.{hint}"
 
 
 def _trainer(plain: dict[str, Any]) -> Iterator[str]:
@@ -331,7 +428,7 @@ def _trainer(plain: dict[str, Any]) -> Iterator[str]:
 
 def _not_finite(plain: dict[str, Any]) -> Iterator[str]:
     """Yield numbers that are no numbers, in what is ours or every optimizer and scheduler has."""
-    known = {*RANGES, *OWN_RANGES, *OPTIMIZER, "optimizer.betas"}
+    known = {*schema(plain), *OF_OPTIMIZERS, "optimizer.betas"}
     for group, node in plain.items():
         if group in ("trainer", "checkpoint", "launch", "optimizer", "scheduler") or _is_ours(node):
             for path, value in walk(node, f"{group}."):
@@ -343,30 +440,29 @@ def _not_finite(plain: dict[str, Any]) -> Iterator[str]:
                     yield f"{path}={value}: must be a finite number."
 
 
-def _optimizer(node: Any) -> Iterator[str]:
+def _optimizer(plain: dict[str, Any]) -> Iterator[str]:
     """Yield what torch's optimizers would refuse in the rank, by the names that most optimizers
     share.
     """
+    node = plain.get("optimizer")
     if not isinstance(node, dict):
         return
-    for key, rule in OPTIMIZER.items():
-        value = node.get(key.removeprefix("optimizer."))
-        if (
-            value is not None
-            and not isinstance(value, list | dict)
-            and (wrong := rule(value)) is not None
-        ):
-            yield f"{key}={_shown(value)}: {wrong}.{quotes_hint(key, value, rule)}"
+    given = {
+        key: hint
+        for key, hint in OF_OPTIMIZERS.items()
+        if not isinstance(node.get(key.partition(".")[2]), list | dict | None)
+    }
+    yield from _wrong(given, plain)
     if node.get("nesterov") is True and not node.get("momentum"):
         yield (
             "optimizer.nesterov=true needs momentum. Type optimizer.momentum=0.9, or "
             "optimizer.nesterov=false."
         )
-    betas, share = node.get("betas"), rules.number(least=0, below=1)
+    betas = node.get("betas")
     pairs = str(node.get("_target_")).split(".")[0] in ("armature", "torch")
     if "betas" in node and (
         not isinstance(betas, list)
-        or any(share(beta) for beta in betas)
+        or not all(accepts(Fraction, beta) for beta in betas)
         or len(betas) < 2
         or (pairs and len(betas) > 2)
     ):
