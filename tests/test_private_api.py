@@ -204,19 +204,6 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("lightning.pytorch.loggers:TensorBoardLogger", "_log_graph", None, "loggers/__init__.py"),
     (MODULE, "_trainer", None, "loggers/__init__.py"),
     ("torchmetrics:Metric", "_reductions", None, "training/epoch_metrics.py"),
-    ("torchmetrics:Metric", "_reductions", None, "strategies/metric_objects.py"),
-    (
-        "torchmetrics:Metric",
-        "_sync_dist",
-        ("self", "dist_sync_fn", "process_group"),
-        "strategies/metric_objects.py",
-    ),
-    (
-        "torchmetrics.detection.mean_ap:MeanAveragePrecision",
-        "_gather_tuple_list",
-        ("list_to_gather", "process_group"),
-        "strategies/metric_objects.py",
-    ),
     (
         RESULTS,
         "update_metrics",
