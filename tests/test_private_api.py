@@ -187,7 +187,6 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     (LOGGING, "_logged_metrics", None, "training/trainer.py"),
     (LOGGING, "_progress_bar_metrics", None, "training/trainer.py"),
     (LOGGING, "log_metrics", ("self", "metrics", "step"), "training/trainer.py"),
-    (LOGGING, "on_batch_end", ("self",), "training/trainer.py"),
     (LOGGING, "_first_loop_iter", None, "training/loops.py"),
     (SIGNALS, "register_signal_handlers", ("self",), "training/trainer.py"),
     (SIGNALS, "teardown", ("self",), "training/trainer.py"),
@@ -263,7 +262,6 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("torch.distributed.device_mesh:DeviceMesh", "_unflatten", None, "parallel/mesh.py"),
     ("torch.nn.modules.batchnorm", "_BatchNorm", None, "parallel/batchnorm.py"),
     ("torch.nn.modules.batchnorm", "_NormBase", None, "training/same_everywhere.py"),
-    ("torch.nn.modules.batchnorm", "_BatchNorm", None, "training/micro_batch.py"),
     ("torch.nn.modules._functions", "SyncBatchNorm", None, "parallel/batchnorm.py"),
     (
         "torch.nn.modules.batchnorm:_BatchNorm",

@@ -120,7 +120,6 @@ def fit(
         default_root_dir=folder,
         use_distributed_sampler=False,
         reload_dataloaders_every_n_epochs=1,
-        before_training=[log.resume],
     )
     Net.pause = model_pause
     trainer.fit(task, datamodule=data)
