@@ -90,7 +90,8 @@ def test_training_code_never_touches_a_process_group():
         "armature.worker",
     )
     outside = (*outside, "armature.launcher", "armature.checkpoint")
-    assert not found(files(*TRAINING_CODE), lambda file: starting(imports(file), *outside))
+    asked = {"armature.strategies.base.StrategyMixin"}  # by callbacks, for what it knows of ranks
+    assert not found(files(*TRAINING_CODE), lambda file: starting(imports(file), *outside) - asked)
 
 
 @pytest.mark.guarantee

@@ -235,8 +235,7 @@ class EndsWithout(Images):
 
 def test_a_layer_that_is_removed_at_the_end_stays_in_the_last_checkpoint(forks):
     task = "task._target_=tests.test_lightning_surface.EndsWithout"
-    ended = forks.train(*COMMAND, "run.name=without", task, "trainer.test_at_end=false")
-    assert "on_train_end has removed, added or renamed weights (net." in ended.output
+    forks.train(*COMMAND, "run.name=without", task, "trainer.test_at_end=false")
     assert state.load_full_state_dict(
         forks.cwd / "outputs" / "without" / "checkpoints" / "step=000004"
     )

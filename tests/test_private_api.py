@@ -187,7 +187,6 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     (LOGGING, "_logged_metrics", None, "training/trainer.py"),
     (LOGGING, "_progress_bar_metrics", None, "training/trainer.py"),
     (LOGGING, "log_metrics", ("self", "metrics", "step"), "training/trainer.py"),
-    (LOGGING, "on_batch_end", ("self",), "training/trainer.py"),
     (LOGGING, "_first_loop_iter", None, "training/loops.py"),
     (SIGNALS, "register_signal_handlers", ("self",), "training/trainer.py"),
     (SIGNALS, "teardown", ("self",), "training/trainer.py"),
@@ -204,19 +203,6 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("lightning.pytorch.loggers:TensorBoardLogger", "_log_graph", None, "loggers/__init__.py"),
     (MODULE, "_trainer", None, "loggers/__init__.py"),
     ("torchmetrics:Metric", "_reductions", None, "training/epoch_metrics.py"),
-    ("torchmetrics:Metric", "_reductions", None, "strategies/metric_objects.py"),
-    (
-        "torchmetrics:Metric",
-        "_sync_dist",
-        ("self", "dist_sync_fn", "process_group"),
-        "strategies/metric_objects.py",
-    ),
-    (
-        "torchmetrics.detection.mean_ap:MeanAveragePrecision",
-        "_gather_tuple_list",
-        ("list_to_gather", "process_group"),
-        "strategies/metric_objects.py",
-    ),
     (
         RESULTS,
         "update_metrics",
@@ -276,7 +262,6 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("torch.distributed.device_mesh:DeviceMesh", "_unflatten", None, "parallel/mesh.py"),
     ("torch.nn.modules.batchnorm", "_BatchNorm", None, "parallel/batchnorm.py"),
     ("torch.nn.modules.batchnorm", "_NormBase", None, "training/same_everywhere.py"),
-    ("torch.nn.modules.batchnorm", "_BatchNorm", None, "training/micro_batch.py"),
     ("torch.nn.modules._functions", "SyncBatchNorm", None, "parallel/batchnorm.py"),
     (
         "torch.nn.modules.batchnorm:_BatchNorm",

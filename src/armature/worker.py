@@ -55,6 +55,7 @@ from armature.training.metrics_csv import MetricsCSV
 from armature.training.micro_batch import agree
 from armature.training.not_finite import NotFiniteGuard
 from armature.training.restore_progress import RestoreProgress
+from armature.training.run_hooks import RunHooks
 from armature.training.same_everywhere import SameEverywhere
 from armature.training.samples import Samples, can_sample, preview_of
 from armature.training.step_log import StepLog
@@ -117,46 +118,23 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     """Build the objects that a configuration names."""
     directory = Path(cfg.run.dir)
     layout = Layout.of(cfg)
-    data = adapter.build(micro_batch.decided(cfg))
-    hook_check.check(
-        data.module if isinstance(data, adapter.PlainData) else data, base=L.LightningDataModule
-    )
-    checkpoint = _checkpoint_to_resume(cfg, directory)
-    with memory.reporting(f"the data of {type(data).__name__}", data):
-        _prepare(data)
-        data.setup("fit")
-        _number_classes(cfg, data, checkpoint, directory)
+    data, batches, checkpoint = _build_data(cfg, layout)
     log_file = directory / "logs" / f"rank_{environment.rank():04d}.log"
     watchdog = Watchdog(cfg.launch.hang_timeout, log=log_file)  # preparing data may take any time
-    relations.check_found_sizes(cfg.model, data.found_sizes)
-    data.limit_train_batches = cfg.trainer.limit_train_batches
-    batches = _plan_batches(data, layout.data_ranks)
-    parallelism.check_graphs(layout.options["compile_mode"], batches.accumulate)
-    limits = Limits.of(
-        cfg, samples_per_epoch=data.train_size, global_batch_size=data.global_batch_size
-    )
-
-    task, strategy = build_task(cfg), instantiate(cfg.strategy)
-    hook_check.check(task, base=L.LightningModule)
-    strategy.held = holds(checkpoint)
-    strategy.base = process_group.on_rank_0(partial(pretrained.left_out, cfg, checkpoint))
-    if checkpoint is not None and is_weights_only(checkpoint):
-        strategy.initial_weights, checkpoint = checkpoint, None
+    sizes = {
+        "samples_per_epoch": data.train_size, "global_batch_size": data.global_batch_size
+    }  # fmt: skip
+    limits = Limits.of(cfg, **sizes)
+    task, strategy, checkpoint = _build_task(cfg, checkpoint)
     step = None if checkpoint is None else checkpoint_directory.saved_step(checkpoint)
     if step is not None:
-        limits = limits.reached(
-            step, samples_per_epoch=data.train_size, global_batch_size=data.global_batch_size
-        )
+        limits = limits.reached(step, **sizes)
 
-    csv = MetricsCSV(directory)
-    guard = NotFiniteGuard(cfg.trainer.on_nan, directory)
-    if isinstance(strategy, StrategyMixin):
-        strategy.on_nan = guard.policy
-    elif guard.policy == "skip":
-        raise ConfigError(
-            f"trainer.on_nan=skip: {type(strategy).__name__} is none of armature.strategies, so no "
-            "update can be left out. Type trainer.on_nan=stop."
-        )
+    csv, guard, same = (
+        MetricsCSV(directory),
+        NotFiniteGuard(cfg.trainer.on_nan, directory),
+        SameEverywhere(),
+    )
     step_log = StepLog(
         csv,
         every_n_steps=cfg.trainer.log_every_n_steps,
@@ -165,18 +143,13 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
         tokens_per_sample=data.tokens_per_sample,
         rows_read=guard.rows_read if guard.policy != "ignore" else None,
     )
-    policy = {
-        key: value
-        for key, value in cfg.checkpoint.items()
-        if key not in ("root", "trust", "include_base")
-    }
-    same = SameEverywhere()
+    left_out = ("root", "trust", "include_base")
     checkpointing = Checkpointing(
         resume.folder(directory, cfg),
         step_log,
         manifest_entries={"config_hash": run_dir.fingerprint(cfg)},
         before_save=[watchdog.rest, same.check],
-        **policy,
+        **{key: value for key, value in cfg.checkpoint.items() if key not in left_out},
     )
     start_line = partial(report.start_line, cfg, batches, checkpoint)
     chosen = [instantiate(node) for node in (cfg.callbacks or {}).values()]
@@ -186,22 +159,27 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
         if has_bar
         else Bar(start_line, step_log=step_log, total_steps=limits.global_batches)
     )
-    progress, checks = RestoreProgress(), hook_check.CheckCallbacks(cfg)
     errors, samples = RecordError(cfg), Samples(cfg, planned_steps=limits.global_batches)
-    decided = partial(manual.check_unchanged, task.automatic_optimization, batches.accumulate)
-    first = [
-        errors,
-        checks,
+    unchanged = partial(manual.check_unchanged, task.automatic_optimization, batches.accumulate)
+    callbacks = [
+        errors,  # first: it records what any other raises
+        hook_check.CheckCallbacks(cfg, unchanged),
         watchdog,
-        progress,
+        SaveAssets(data, directory),
+        RestoreProgress(),  # before those whose counters it restores
         guard,
-        step_log,
+        step_log,  # before monitors, which add columns to it
         same,
         BeginAverages(),
+        *chosen,
+        stop,  # before a save, which it may make the last one
+        display,
+        samples,
+        checkpointing,  # last, as Lightning orders them: it saves what all others have changed
     ]
     trainer = Trainer(
         strategy=strategy,
-        callbacks=[*first, *chosen, checkpointing, stop, display, samples],
+        callbacks=callbacks,
         logger=[*loggers.build(cfg, step=step), csv],  # a module's self.logger is the first
         profiler=_profiler(cfg, directory),
         finds_files=False,
@@ -210,33 +188,55 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
         if task.automatic_optimization
         else -1,  # manual: any number of steps per batch
         max_epochs=limits.epochs,
-        before_training=[
-            decided,
-            partial(_save_assets, data, directory),
-            step_log.resume,
-            progress.begin,
-            checkpointing.begin,
-        ],
-        step_ended=[decided, stop.step_ended, checkpointing.step_ended],
-        validation_ended=[checkpointing.validation_ended],
         default_root_dir=directory,
         **_trainer_arguments(cfg, layout, batches, task),
     )
     return Run(
-        cfg=cfg,
-        data=data,
-        task=task,
-        trainer=trainer,
-        checkpoint=checkpoint,
-        step_log=step_log,
-        guard=guard,
-        checkpointing=checkpointing,
-        stop=stop,
-        display=display,
-        limits=limits,
-        errors=errors,
-        samples=samples,
+        cfg=cfg, data=data, task=task, trainer=trainer, checkpoint=checkpoint, step_log=step_log,
+        guard=guard, checkpointing=checkpointing, stop=stop, display=display, limits=limits,
+        errors=errors, samples=samples,
+    )  # fmt: skip
+
+
+def _build_data(
+    cfg: DictConfig, layout: Layout
+) -> tuple[DataModule, batching.Batches, Path | None]:
+    """Return the prepared data, how steps divide them, and the checkpoint to resume from."""
+    directory = Path(cfg.run.dir)
+    data = adapter.build(micro_batch.decided(cfg))
+    hook_check.check(
+        data.module if isinstance(data, adapter.PlainData) else data, base=L.LightningDataModule
     )
+    checkpoint = _checkpoint_to_resume(cfg, directory)
+    with memory.reporting(f"the data of {type(data).__name__}", data):
+        _prepare(data)
+        data.setup("fit")
+        _number_classes(cfg, data, checkpoint, directory)
+    relations.check_found_sizes(cfg.model, data.found_sizes)
+    data.limit_train_batches = cfg.trainer.limit_train_batches
+    batches = _plan_batches(data, layout.data_ranks)
+    parallelism.check_graphs(layout.options["compile_mode"], batches.accumulate)
+    return data, batches, checkpoint
+
+
+def _build_task(
+    cfg: DictConfig, checkpoint: Path | None
+) -> tuple[L.LightningModule, Any, Path | None]:
+    """Return the task, the strategy, and the checkpoint, unless that holds initial weights only."""
+    task, strategy = build_task(cfg), instantiate(cfg.strategy)
+    hook_check.check(task, base=L.LightningModule)
+    strategy.held = holds(checkpoint)
+    strategy.base = process_group.on_rank_0(partial(pretrained.left_out, cfg, checkpoint))
+    if isinstance(strategy, StrategyMixin):
+        strategy.on_nan = cfg.trainer.on_nan
+    elif cfg.trainer.on_nan == "skip":
+        raise ConfigError(
+            f"trainer.on_nan=skip: {type(strategy).__name__} is none of armature.strategies, so no "
+            "update can be left out. Type trainer.on_nan=stop."
+        )
+    if checkpoint is not None and is_weights_only(checkpoint):
+        strategy.initial_weights, checkpoint = checkpoint, None
+    return task, strategy, checkpoint
 
 
 def _plan_batches(data: DataModule, data_ranks: int) -> batching.Batches:
@@ -283,12 +283,15 @@ def _number_classes(
         data.keep_numbers(directory)
 
 
-def _save_assets(data: DataModule, directory: Path, trainer: L.Trainer) -> None:
-    """Save what using the model needs: once a checkpoint that does not fit the data has been
-    refused.
-    """
-    if trainer.is_global_zero:
-        data.save_assets(directory)
+class SaveAssets(RunHooks, L.Callback):
+    """Save what using the model needs: once a checkpoint that does not fit the data is refused."""
+
+    def __init__(self, data: DataModule, directory: Path) -> None:
+        self._data, self._directory = data, directory
+
+    def training_begins(self, trainer: L.Trainer) -> None:
+        if trainer.is_global_zero:
+            self._data.save_assets(self._directory)
 
 
 def fit_and_test(run: Run) -> None:

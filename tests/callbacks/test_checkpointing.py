@@ -53,8 +53,8 @@ class Trainer:
 
 
 def end(callback: Checkpointing, trainer: Any) -> None:
-    callback._training_ends(trainer)
-    callback._training_ended(trainer)
+    callback.training_ends(trainer)
+    callback.training_ended(trainer)
 
 
 class Quiet:
@@ -105,10 +105,10 @@ def test_a_full_disk_ends_the_save_and_no_more(tmp_path, caplog):
     assert names == ["last", "step=000001"]
     assert directory.problem(tmp_path / "step=000001") is None
     assert (
-        "The checkpoint of step 2 could not be saved: [Errno 28] No space left on device; "
+        "The checkpoint of step 2 could not be saved: [Errno 28] No space left on device"
         in caplog.text
     )
-    assert "MB are free there. Earlier ones are untouched (last: step=000001)" in caplog.text
+    assert "No space left on device. Earlier ones are untouched (last: step=000001)" in caplog.text
     assert saves(tmp_path, steps=2, full_at={1})[:1] == ["last"]  # the next save tries again
 
 
@@ -299,7 +299,7 @@ def saved_by_time() -> tuple[list[int], list[tuple[int, str]]]:
             callback.step_ended(trainer)
         sent += [(step, each["kind"]) for each in counter.collectives]
     trainer.should_stop, trainer.lightning_module = False, L.LightningModule()
-    callback._training_ends(trainer)
+    callback.training_ends(trainer)
     return saved, sent
 
 

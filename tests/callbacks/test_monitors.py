@@ -120,7 +120,6 @@ def fit(
         default_root_dir=folder,
         use_distributed_sampler=False,
         reload_dataloaders_every_n_epochs=1,
-        before_training=[log.resume],
     )
     Net.pause = model_pause
     trainer.fit(task, datamodule=data)
@@ -207,7 +206,7 @@ def test_norms_are_of_all_steps_that_a_batch_makes():
     weights = dict(module.named_parameters())
     common = {"ranks": 1, "sharded": False, "device": torch.device("cpu")}
     access = SimpleNamespace(
-        weights=lambda: weights,
+        trained_weights=lambda: weights,
         names_of_all_ranks=lambda names: sorted({*names}),
         can_read_weights=True,
         can_read_gradients=True,
@@ -219,7 +218,7 @@ def test_norms_are_of_all_steps_that_a_batch_makes():
         ),
     )
     norms = Norms(2, by_part=True, update_ratio=True)
-    norms.begin(access, module)  # pyright: ignore[reportArgumentType]
+    norms.begin(access)  # pyright: ignore[reportArgumentType]
     before = [weight.detach().clone() for weight in weights.values()]
     first, second = (
         torch.optim.SGD(part.parameters(), lr=0.1) for part in module["task"].children()

@@ -7,7 +7,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -30,7 +29,6 @@ from armature.models.decoder.model import Decoder
 from armature.models.decoder.plan import PLAN
 from armature.parallel import plan_check
 from armature.strategies.single import SingleDevice
-from armature.training.strategy_access import trained_weights
 from benchmarks.parity.harness import LAYOUTS, Job, difference, fit, fit_once
 from tests.finetune.folders import write_model
 
@@ -208,22 +206,17 @@ def test_an_optimizer_without_state_may_have_changed_all_that_it_has():
 
 def test_norms_and_averages_are_of_what_is_trained():
     module = Frozen()
-    access: Any = SimpleNamespace(
-        weights=lambda: dict(module.named_parameters()),
-        names_of_all_ranks=lambda names: sorted({*names}),
-        can_read_weights=True,
-        can_read_gradients=True,
-        register_extra_state=lambda *args: None,
-    )
-    assert [*trained_weights(access, module)] == ["trained"]
+    strategy = SingleDevice()
+    strategy._lightning_module = module
+    assert [*strategy.trained_weights()] == ["trained"]
     norms = Norms(1, by_part=True, update_ratio=False)
-    norms.begin(access, module)
+    norms.begin(strategy)
     assert (norms._weights, norms.parts) == ([module.trained], ["trained"])
     ema = EMA()
-    ema._strategy = access
+    ema._strategy = strategy
     assert [*ema._averaged_tensors(module)] == ["trained"]
     del module.adapter  # a model that is frozen otherwise may be unfrozen later
-    assert [*trained_weights(access, module)] == ["trained", "frozen", "unfrozen"]
+    assert [*strategy.trained_weights()] == ["trained", "frozen", "unfrozen"]
 
 
 # ---------------------------------------------------------------- before launch

@@ -38,13 +38,13 @@ def test_the_state_of_fp16s_loss_scale_is_saved_and_restored(DeepSpeed: Any) -> 
     first, second = made(), made()
     changed = {"cur_scale": 2.0**15, "cur_iter": 7, "last_overflow_iter": 5, "cur_hysteresis": 1}
     vars(first._zero.loss_scaler).update(changed)
-    saved = first._scaler_state()
+    saved = first.scaler_state()
     assert saved == changed
-    second._load_scaler_state(saved)
+    second.load_scaler_state(saved)
     assert vars(second._zero.loss_scaler) == vars(first._zero.loss_scaler)
     second.model = engine(loss_scaler=SimpleNamespace(dynamic=False, cur_scale=1.0))  # bf16
-    assert second._scaler_state() == {}
-    second._load_scaler_state(saved)
+    assert second.scaler_state() == {}
+    second.load_scaler_state(saved)
     assert second._zero.loss_scaler.cur_scale == 1.0
 
 

@@ -13,7 +13,6 @@ from torchmetrics.classification import MulticlassAUROC
 from torchmetrics.regression import NormalizedRootMeanSquaredError
 from torchmetrics.text import ROUGEScore
 from torchmetrics.utilities import dim_zero_cat
-from torchmetrics.utilities.distributed import gather_all_tensors
 
 from armature.parallel import process_group
 from armature.strategies.ddp import DDP
@@ -30,7 +29,7 @@ LAYOUTS = {  # ranks, data ranks, sizes of axes
 SAMPLES = 5
 SPLITS = {
     1: 2 * [[range(SAMPLES)]],
-    2: [[range(2), range(2, SAMPLES)], [range(SAMPLES), range(0)]],
+    2: [[range(2), range(2, SAMPLES)], [range(SAMPLES - 1), range(SAMPLES - 1, SAMPLES)]],
 }  # by data ranks
 CELLS = [("ddp", 0), ("ddp", 1), ("fsdp, tensor", 0), ("pipeline, context", 0)]
 SCORES = torch.rand(SAMPLES, 3, generator=torch.Generator().manual_seed(0))
@@ -68,32 +67,6 @@ class Pairs(Metric):
         return torch.equal(one, batch)
 
 
-class Items(Metric):
-    """Texts, and tensors inside of tuples."""
-
-    def __init__(self):
-        super().__init__()
-        self.add_state("texts", default=[], dist_reduce_fx=None)
-        self.add_state("inside", default=[], dist_reduce_fx="cat")
-
-    def update(self, values):
-        self.texts += [str(int(value)) for value in values]
-        self.inside += [(value,) for value in values]
-
-    def compute(self):
-        assert sorted(self.texts) == sorted(str(int(value)) for (value,) in self.inside)
-        return torch.tensor([int(text) for text in self.texts])
-
-    def _sync_dist(self, dist_sync_fn=gather_all_tensors, process_group=None):
-        """As MeanAveragePrecision does for masks, which are tuples."""
-        super()._sync_dist(dist_sync_fn=dist_sync_fn, process_group=process_group)
-        self.inside = self._gather_tuple_list(self.inside, process_group)
-
-    @staticmethod
-    def _gather_tuple_list(list_to_gather, process_group=None):
-        raise AssertionError("these were combined before")
-
-
 class Module(L.LightningModule):
     def __init__(self):
         super().__init__()
@@ -109,7 +82,7 @@ class Module(L.LightningModule):
             Pairs(),
             {},
         )
-        self.items, self.error = Items(), NormalizedRootMeanSquaredError(num_outputs=2)
+        self.error = NormalizedRootMeanSquaredError(num_outputs=2)
         self.own = CatMetric(dist_sync_fn=lambda value, group: [value])
 
     def validation_step(self, batch, batch_idx):
@@ -123,7 +96,6 @@ class Module(L.LightningModule):
         self.values.update(own)
         self.stacked.update(own)
         self.pairs.update(own)
-        self.items.update(own)
         if len(own):
             self.error.update(SCORES[own, :2], SCORES[own, 1:])
         for i in own:
@@ -147,9 +119,8 @@ class Module(L.LightningModule):
         self.found["places"] = self.all_gather(torch.tensor(strategy.data_rank)).tolist()
 
     def on_validation_epoch_end(self):
-        for name in ("cat", "values", "stacked", "items"):
+        for name in ("cat", "values", "stacked"):
             self.found[name] = sorted(getattr(self, name).compute().tolist())
-        self.items.reset()  # torchmetrics cannot move texts to a device
         self.found["pairs"] = bool(self.pairs.compute())
         self.found["own"] = int(self.own.compute().numel()) if self.own.update_called else 0
         if self.trainer.strategy.data_size == 1:
@@ -195,7 +166,7 @@ def test_each_sample_counts_once(layout, split):
     expected = {
         "sum": SAMPLES, "logged": SAMPLES, "whole": SAMPLES, "auroc": float(auroc.compute()),
         "rouge": float(texts.compute()["rouge1_fmeasure"]),
-    } | {name: [*range(SAMPLES)] for name in ("cat", "values", "stacked", "items")}  # fmt: skip
+    } | {name: [*range(SAMPLES)] for name in ("cat", "values", "stacked")}  # fmt: skip
     for found in on_ranks(measured, sizes, split, ranks=ranks):
         assert found.pop("places") == [*range(data_ranks)]
         assert found["decided"] == [True, False, True, False]

@@ -49,7 +49,6 @@ def prepared(layout: str, *callbacks: L.Callback, steps: int = COUNTED + 1) -> A
         strategy=import_object(STRATEGIES[name])(seed=3, **options),
         max_steps=steps,
         callbacks=[*callbacks, stop],
-        step_ended=[stop.step_ended],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

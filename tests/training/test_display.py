@@ -64,15 +64,6 @@ def fit(display: Display, *callbacks: L.Callback) -> str:
     return display.console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@pytest.mark.parametrize("columns", ["0", "1", "80"])
-def test_results_are_shown_whatever_width_a_terminal_states(columns, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", columns)
-    display = Display(lambda trainer: "a run")
-    display.print(display.start_line(None))
-    display.show_metrics({"val/loss": 0.5})
-    assert capsys.readouterr().err.split() == ["a", "run", "metric", "value", "val/loss", "0.5000"]
-
-
 def test_values_logged_for_the_bar_are_shown():
     lines = fit(
         Bar(lambda trainer: "start", step_log=None, total_steps=2, plain_every=0.0)

@@ -2,8 +2,6 @@
 others.
 """
 
-from functools import partial
-
 import pytest
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
@@ -255,79 +253,6 @@ def test_logged_values_are_combined_over_ranks():
     assert first["top"]["value"] == second["top"]["value"] == 9.0
 
 
-def test_a_metric_that_the_module_lacks_is_named(caplog):
-    epoch_metrics.restore_states(nn.Module(), [epoch_metrics.metric_states(Module())], **same())
-    assert "both.MulticlassAccuracy" in caplog.text
-
-
-def aligned(monkeypatch, log_there, log_here=lambda results: None):
-    """Return a rank's values after they were aligned with those of another, and the keys that it
-    lacked.
-    """
-
-    def reduce(value, reduce_op=None, group=None):
-        return value
-
-    there, here = _ResultCollection(training=False), _ResultCollection(training=False)
-    facts = []
-    log_there(there, sync_dist_fn=reduce)
-    log_here(here)
-    monkeypatch.setattr(
-        epoch_metrics.process_group, "all_gather_object", lambda own: facts.append(own) or [own]
-    )
-    options = {"reduce": reduce, "device": torch.device("cpu")}
-    epoch_metrics.align(there, Module(), **options)
-    monkeypatch.setattr(epoch_metrics.process_group, "all_gather_object", lambda own: [*facts, own])
-    return here, epoch_metrics.align(here, Module(), **options)
-
-
-def test_a_value_of_another_rank_belongs_to_its_loader_and_has_its_type(monkeypatch):
-    def log(results, **kwargs):
-        results.dataloader_idx = 1
-        value = torch.tensor(3.0, dtype=torch.float64)
-        results.log("validation_step", "loss", value, sync_dist=True, batch_size=2, **kwargs)
-
-    here, added = aligned(monkeypatch, log)
-    assert added == [*here] == ["validation_step.loss.1"]
-    metric = here[added[0]]
-    assert (metric.meta.dataloader_idx, metric.value.dtype, float(metric.value)) == (
-        1,
-        torch.float64,
-        0.0,
-    )
-    here.dataloader_idx = 1  # else it would be reduced at the end of the last loader only
-    assert [key for key, _ in here.valid_items()] == added
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"sync_dist": True, "rank_zero_only": True},
-        {"sync_dist": True, "sync_dist_group": object()},
-    ],
-)
-def test_a_value_that_other_ranks_do_not_reduce_stays_there(monkeypatch, options):
-    """Here it would be NaN, at which EarlyStopping stops."""
-
-    def log(results, **kwargs):
-        results.log("validation_step", "loss", torch.tensor(3.0), batch_size=2, **options, **kwargs)
-
-    assert aligned(monkeypatch, log) == ({}, [])
-
-
-def test_order_and_names_are_aligned_once_each(monkeypatch):
-    def log(results, names="ab", **kwargs):
-        for name in names:
-            results.log(
-                "training_step", name, torch.tensor(1.0), sync_dist=True, batch_size=1, **kwargs
-            )
-
-    here, added = aligned(monkeypatch, log, partial(log, names="cb"))
-    assert [*here] == ["training_step.a", "training_step.b", "training_step.c"]
-    assert added == ["training_step.a"]
-
-
 def test_values_of_steps_before_a_resume_stand_until_they_are_logged_again_or_the_epoch_ends():
     def log(results, name, value):
         results.log(
@@ -346,8 +271,7 @@ def test_values_of_steps_before_a_resume_stand_until_they_are_logged_again_or_th
     assert resumed.metrics(on_step=True)["log"] == {}
 
 
-@pytest.mark.parametrize(("older", "dtype"), [(False, torch.float64), (True, torch.float32)])
-def test_logged_values_keep_their_type_and_older_checkpoints_have_none(older, dtype):
+def test_logged_values_keep_their_type():
     saved = {
         "mean": {
             "reduce_fx": "mean",
@@ -355,20 +279,19 @@ def test_logged_values_keep_their_type_and_older_checkpoints_have_none(older, dt
             "name": "mean",
             "value": 0.5,
             "samples": 2,
+            "type": "float64",
+            "sync": False,
+            "rank_zero_only": False,
         }
     }
-    saved["mean"] |= {"sync": False, "rank_zero_only": False} | (
-        {} if older else {"type": "float64"}
-    )
     results = _ResultCollection(training=True)
     epoch_metrics.restore(
         results, saved, Module(), reduce=lambda value: value, device=torch.device("cpu")
     )
-    assert (results["mean"].value.dtype, float(results["mean"].compute())) == (dtype, 0.25)
+    mean = results["mean"]
+    assert (mean.value.dtype, float(mean.compute())) == (torch.float64, 0.25)
     newest = epoch_metrics.Results(training=True)
-    value = (
-        0.5 if older else epoch_metrics.numbers({"x": torch.tensor(0.5, dtype=torch.float64)})["x"]
-    )
+    value = epoch_metrics.numbers({"x": torch.tensor(0.5, dtype=torch.float64)})["x"]
     newest.continue_from({"log": {"x": value}, "pbar": {"x": value}})
     found = newest.metrics(on_step=True)
-    assert (found["log"]["x"].dtype, found["pbar"]["x"]) == (dtype, 0.5)
+    assert (found["log"]["x"].dtype, found["pbar"]["x"]) == (torch.float64, 0.5)

@@ -74,10 +74,6 @@ REFUSED = {
         lambda s, outputs, batch: 0,
         r"called with \(outputs, batch, batch_idx\)\. Define",
     ),
-    "optimizer_step": (
-        lambda s, e, i, o: 0,
-        r"called with \(epoch, batch_idx, optimizer, optimizer_closure\)",
-    ),
 }
 
 

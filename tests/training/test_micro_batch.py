@@ -5,7 +5,6 @@ same result.
 from functools import partial
 from pathlib import Path
 
-import lightning.pytorch as L
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -17,7 +16,7 @@ from armature.data.batching import plan_batches
 from armature.layout import Layout
 from armature.parallel import process_group
 from armature.training.errors import memory_line
-from armature.training.micro_batch import agree, what_changes
+from armature.training.micro_batch import agree
 from armature.validation import micro_batch
 from tests import running
 
@@ -128,18 +127,6 @@ def test_the_message_names_auto_where_a_size_was_typed(composed):
     )
     assert evaluation.endswith("Type data.eval_batch_size=3.")
     assert "micro_batch" not in evaluation
-
-
-def test_what_depends_on_the_size_is_said():
-    class Moves(L.LightningModule):
-        def on_train_batch_end(self, outputs, batch, batch_idx): ...
-
-    module = Moves()
-    module.norm = torch.nn.BatchNorm1d(2)
-    assert what_changes(module, 2).startswith(
-        " BatchNorm's statistics are of 2 samples from now on. Moves.on_train_batch_"
-    )
-    assert what_changes(L.LightningModule(), 2) == ""
 
 
 # ---------------------------------------------------------------- runs

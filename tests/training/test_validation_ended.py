@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from armature.training.run_hooks import RunHooks
 from armature.training.trainer import Trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*many workers.*")
@@ -41,21 +42,22 @@ class Module(L.LightningModule):
 def test_it_sees_the_values_of_the_validation_and_the_weights_of_training():
     seen = []
 
-    def ended(trainer: Trainer) -> None:
-        weight = trainer.lightning_module.net.weight.item()
-        seen.append(
-            (
-                float(trainer.callback_metrics["loss"]),
-                weight == 7.0,
-                trainer.lightning_module.training,
+    class Ended(RunHooks, L.Callback):
+        def validation_ended(self, trainer):
+            weight = trainer.lightning_module.net.weight.item()
+            seen.append(
+                (
+                    float(trainer.callback_metrics["loss"]),
+                    weight == 7.0,
+                    trainer.lightning_module.training,
+                )
             )
-        )
 
     data = DataLoader(torch.ones(4, 1), batch_size=2)  # pyright: ignore[reportArgumentType]
     trainer = Trainer(
         accelerator="cpu",
         max_epochs=2,
-        validation_ended=[ended],
+        callbacks=[Ended()],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

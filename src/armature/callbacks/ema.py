@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from armature.strategies.base import StrategyMixin
 from armature.training.progress import completed_batches
-from armature.training.strategy_access import StrategyAccess, strategy_of, trained_weights
 
 
 class EMA(L.Callback):
@@ -45,7 +45,7 @@ class EMA(L.Callback):
         self.decay, self.evaluate, self.use_buffers = decay, evaluate, use_buffers
         self.steps = 0
         self.average: dict[str, Tensor] = {}
-        self._strategy: StrategyAccess
+        self._strategy: StrategyMixin
         self._weights: dict[str, Tensor] = {}  # all that is averaged
         self._replaced: dict[str, Tensor] = {}  # the weights, while the average is in their place
         self._seen_step = 0
@@ -53,7 +53,7 @@ class EMA(L.Callback):
 
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._strategy = strategy_of(trainer, self)
+        self._strategy = StrategyMixin.of(trainer)
         self._weights = self._averaged_tensors(pl_module)
         self._begin()
         # before a checkpoint is loaded, so that the average is loaded too
@@ -71,7 +71,7 @@ class EMA(L.Callback):
         self._seen_step = completed_batches(trainer)
 
     def _averaged_tensors(self, module: L.LightningModule) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {**trained_weights(self._strategy, module)}
+        tensors: dict[str, Tensor] = {**self._strategy.trained_weights()}
         if self.use_buffers:
             saved = module.state_dict().keys()
             tensors |= {
@@ -108,7 +108,7 @@ class EMA(L.Callback):
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not self.evaluate or self.steps == 0 or not self.average:  # none without a fit
             return
-        self._strategy = strategy_of(trainer, self)
+        self._strategy = StrategyMixin.of(trainer)
         local = self._strategy.local
         for name, weight in self._averaged_tensors(pl_module).items():
             self._replaced[name] = local(weight).clone()

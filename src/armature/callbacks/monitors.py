@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from armature import hardware
+from armature.strategies.base import StrategyMixin
 from armature.training import flops
 from armature.training.progress import completed_batches
 from armature.training.step_log import StepLog
-from armature.training.strategy_access import StrategyAccess, strategy_of, trained_weights
 from armature.training.timings import DataWait, Window
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Monitors(L.Callback):
         if self.mfu:
             self._peak = self._peak_of(trainer.strategy.root_device)
         if self.norms is not None:
-            self.norms.begin(strategy_of(trainer, self), pl_module)
+            self.norms.begin(StrategyMixin.of(trainer))
         log.restart_clock()
 
     @override
@@ -174,7 +174,7 @@ class Norms:
     def __init__(self, every_n_steps: int, *, by_part: bool, update_ratio: bool) -> None:
         self.every_n_steps, self.by_part, self.update_ratio = every_n_steps, by_part, update_ratio
         self.parts: list[str] = []
-        self._strategy: StrategyAccess
+        self._strategy: StrategyMixin
         self._weights: list[Tensor] = []
         self._groups: list[int] = []  # each weight's index in `parts`
         self._step = -1  # whose values these are:
@@ -182,8 +182,8 @@ class Norms:
         self._gradients: dict[int, Tensor] = {}  # norms by part, by the optimizer's id
         self._with_gradients = by_part
 
-    def begin(self, strategy: StrategyAccess, module: L.LightningModule) -> None:
-        self._strategy, weights = strategy, trained_weights(strategy, module)
+    def begin(self, strategy: StrategyMixin) -> None:
+        self._strategy, weights = strategy, strategy.trained_weights()
         if not strategy.can_read_weights:
             log.warning(
                 "DeepSpeed's ZeRO-3 does not expose its weights: their norms are not logged."

@@ -297,8 +297,7 @@ class Watch(L.Callback):
                 f"The loader needs {each * 1e3:.3g} ms per batch and the step {work * 1e3:.3g} "
                 "ms: the model waits."
             )
-            remedy = timings.remedy(run.trainer)
-            return [warning("data", what, remedy=remedy, where=self.session.name())]
+            return [warning("data", what, remedy=timings.REMEDY, where=self.session.name())]
         if self.session.rank:
             return []
         return [

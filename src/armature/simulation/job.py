@@ -230,7 +230,6 @@ def _simulate(
         pipeline = layout.axes["pipe"] > 1
         probe = Probe(meter, logits=_logits_sizes(cfg, layout), steps_before=int(pipeline))
         run.trainer.callbacks.insert(0, probe)  # pyright: ignore[reportAttributeAccessIssue]
-        run.trainer.fit_loop.epoch_loop.step_ended.insert(0, probe.step_ended)
         try:
             run.trainer.fit(run.task, datamodule=run.data)
         except StepEnded:

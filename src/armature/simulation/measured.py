@@ -122,7 +122,6 @@ def _step(cfg: DictConfig) -> dict[str, Any]:
     layout = Layout.of(cfg)
     probe = MeasuredStep(layout.axes, engine=layout.kind == "deepspeed")
     run.trainer.callbacks.insert(0, probe)  # pyright: ignore[reportAttributeAccessIssue]
-    run.trainer.fit_loop.epoch_loop.step_ended.insert(0, probe.step_ended)
     with suppress(StepEnded):
         run.trainer.fit(run.task, datamodule=run.data)
     if dist.is_initialized():

@@ -18,6 +18,7 @@ from armature.parallel import dtensors
 from armature.simulation import deepspeed
 from armature.simulation.meter import Collectives, Meter
 from armature.simulation.order import Recorder
+from armature.training.run_hooks import RunHooks
 
 PHASES = {"forward": "activations", "backward": "temporary", "optimizer": "temporary"}
 
@@ -66,7 +67,7 @@ def _bytes(values: Iterator[Any] | list[Any], device: str) -> int:
     return sum(part.numel() * part.element_size() for part in parts if part.device.type == device)
 
 
-class MeasuredStep(L.Callback):
+class MeasuredStep(RunHooks, L.Callback):
     """Counts the collectives of one optimizer step of a real run.
 
     That is the first step; of a pipeline the second: see `Probe`. DeepSpeed's engine creates its
@@ -100,7 +101,7 @@ class MeasuredStep(L.Callback):
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         self.held = {**held_bytes(trainer), "bucket": self.bucket}
 
-    def step_ended(self) -> None:
+    def step_ended(self, trainer: Any) -> None:
         if self.steps_before:
             self.steps_before -= 1
             return
@@ -108,7 +109,7 @@ class MeasuredStep(L.Callback):
         raise StepEnded
 
 
-class Probe(L.Callback):
+class Probe(RunHooks, L.Callback):
     """Tells the meter what is happening, and ends the run after the measured step.
 
     That is the first one; of a pipeline the second, since in the first torch runs each stage once
@@ -185,7 +186,7 @@ class Probe(L.Callback):
     ) -> None:
         self.batches.append(counts(self.meter))
 
-    def step_ended(self) -> None:
+    def step_ended(self, trainer: Any) -> None:
         if self.steps_before:
             self.steps_before -= 1
             return

@@ -25,6 +25,7 @@ from typing_extensions import override
 from armature.checkpoint import huggingface, optimizers, state
 from armature.errors import ConfigError
 from armature.finetune import nf4
+from armature.finetune.lora import Lora
 from armature.models.adapters import is_adapter
 from armature.optim.muon import Muon
 from armature.parallel import apply, blocks, gradients, initialization, process_group, randomness
@@ -141,8 +142,9 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
 
     @override
     def setup(self, trainer: L.Trainer) -> None:
-        metric_objects.combine_from(self.sample_ranks)
         self.build_once()
+        if self.world_size > 1:
+            metric_objects.combine_from(self.sample_ranks, self.module)
         super().setup(trainer)
         for optimizer in self.optimizers:
             # Adafactor computes means over rows and columns of whole weights
@@ -280,6 +282,13 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         """
         named = state.parameter_names(self.module).items()
         return {name: param for param, name in named if param.is_floating_point()}  # pyright: ignore[reportReturnType]
+
+    def trained_weights(self) -> dict[str, nn.Parameter]:
+        """Return those of `weights` that may change: with adapters, all others are frozen for
+        good.
+        """
+        adapted = isinstance(getattr(self.module, "adapter", None), Lora)
+        return {n: p for n, p in self.weights().items() if p.requires_grad or not adapted}
 
     def replicated_weights(self) -> dict[str, nn.Parameter]:
         """Return the weights by name of which every rank has the whole."""

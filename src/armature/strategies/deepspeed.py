@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
-import lightning.pytorch as L
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from omegaconf import OmegaConf
 from torch import Tensor, nn
@@ -26,8 +25,23 @@ from typing_extensions import override
 from armature.checkpoint import optimizers, plain, state, storage
 from armature.parallel import copies, ties
 from armature.strategies.base import StrategyMixin
+from armature.strategies.gradients import StepPrecision
 
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+class EnginePrecision(StepPrecision):
+    """The state of the engine's loss scale: Lightning's plugin has none."""
+
+    strategy: DeepSpeed  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return self.strategy.scaler_state()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.strategy.load_scaler_state(state_dict)
 
 
 class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
@@ -44,6 +58,7 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
 
     restore_checkpoint_after_setup = True  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
     lightning_restore_optimizer = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
+    precision_kind = EnginePrecision
     masks_updates = False  # the engine makes the step
 
     def __init__(
@@ -101,15 +116,7 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         DDPStrategy.setup_environment(self)
         torch.manual_seed(self.seed)
 
-    @override
-    def setup(self, trainer: L.Trainer) -> None:
-        super().setup(trainer)
-        # on the instance: Lightning's plugin has no state, since DeepSpeed's own checkpoints would
-        # hold it
-        plugin: Any = self.precision_plugin
-        plugin.state_dict, plugin.load_state_dict = self._scaler_state, self._load_scaler_state
-
-    def _scaler_state(self) -> dict[str, Any]:
+    def scaler_state(self) -> dict[str, Any]:
         """Return the state of fp16's dynamic loss scale, or nothing."""
         scaler = getattr(self._zero, "loss_scaler", None)
         return (
@@ -118,8 +125,8 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
             else {}
         )
 
-    def _load_scaler_state(self, saved: Mapping[str, Any]) -> None:
-        for key in self._scaler_state().keys() & saved.keys():
+    def load_scaler_state(self, saved: Mapping[str, Any]) -> None:
+        for key in self.scaler_state().keys() & saved.keys():
             setattr(self._zero.loss_scaler, key, saved[key])
 
     @override

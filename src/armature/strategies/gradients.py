@@ -5,14 +5,15 @@ norms.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -28,6 +29,22 @@ from armature.strategies.layout import LayoutMixin
 from armature.strategies.update_mask import StepLeftOut, UpdateMask
 
 HOOK = "on_before_optimizer_step"
+
+
+class StepPrecision(Precision):
+    """Mixed in before a precision plugin's class: lets the strategy scale and clip gradients."""
+
+    strategy: GradientMixin
+
+    @override
+    def _after_closure(self, model: L.LightningModule, optimizer: Any) -> None:
+        # on_before_optimizer_step, then clipping
+        hooks_and_clipping = partial(super()._after_closure, model, optimizer)
+        self.strategy.prepare_gradients(hooks_and_clipping, optimizer)
+
+    @override
+    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
+        self.strategy.clip_gradients(*args, **kwargs)
 
 
 class GradientMixin(LayoutMixin):
@@ -53,6 +70,7 @@ class GradientMixin(LayoutMixin):
         masks_updates: whether `on_nan=skip` is possible.
     """
 
+    precision_kind: ClassVar[type[StepPrecision]] = StepPrecision
     on_nan: str = "ignore"
     update_mask: UpdateMask | None = None
     masks_updates: bool = True
@@ -75,13 +93,7 @@ class GradientMixin(LayoutMixin):
     @override
     def setup(self, trainer: L.Trainer) -> None:
         super().setup(trainer)
-        # on the instance, not in a subclass: there are many plugins, and their class names are keys
-        # in checkpoints
-        plugin: Any = self.precision_plugin
-        plugin.clip_gradients = self.clip_gradients
-        plugin._after_closure = partial(
-            self._after_closure, partial(type(plugin)._after_closure, plugin)
-        )
+        plugin: Any = self._own_precision()
         if type(getattr(plugin, "scaler", None)) is torch.amp.GradScaler:
             plugin.scaler = SharedScaler.replacing(
                 plugin.scaler, device=self.root_device, ranks=self.world_size
@@ -104,6 +116,18 @@ class GradientMixin(LayoutMixin):
         self._norm_sums_targets = self.sharded and not self._hooks_read_gradients and not clips
         self.update_mask = self._make_mask()
         self._mixtures = [model for model in self.module.modules() if hasattr(model, "take_load")]
+
+    def _own_precision(self) -> StepPrecision:
+        """Return the precision plugin, as an object of `precision_kind` and its own class."""
+        plugin: Any = self.precision_plugin
+        if not isinstance(plugin, StepPrecision):
+            kind = type(plugin)
+            # the name stays: it is a key in checkpoints
+            own = object.__new__(type(kind.__name__, (self.precision_kind, kind), {}))
+            vars(own).update(vars(plugin))
+            self.precision_plugin = plugin = own
+        plugin.strategy = self
+        return plugin
 
     # ------------------------------------------------------------ steps that are left out
     def _make_mask(self) -> UpdateMask | None:
@@ -325,13 +349,14 @@ class GradientMixin(LayoutMixin):
         return self.scaler is not None and self.scaler.skipped and not self._skips_step
 
     # ------------------------------------------------------------ scaling and clipping
-    def _after_closure(
-        self, lightnings_own: partial[None], module: L.LightningModule, optimizer: Optimizer
+    def prepare_gradients(
+        self, hooks_and_clipping: Callable[[], None], optimizer: Optimizer
     ) -> None:
+        """Make a step's gradients those of the unsharded model, between backward and the step."""
         if self._hooks_read_gradients:
             self.scale_gradients(optimizer)  # otherwise clipping does it in its own pass
         with self._step_context():
-            lightnings_own(module, optimizer)  # on_before_optimizer_step, then clipping
+            hooks_and_clipping()
         if not self.gradients_are_scaled:
             self.scale_gradients(optimizer)
         # the scaler leaves out the update itself

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from armature.errors import ConfigError
@@ -499,52 +498,19 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
                 f"{remedy}"
             )
 
-    @contextmanager
-    def _refused_optimizers(self) -> Iterator[None]:
-        """Raise ConfigError if an evaluation trains sharded weights, such as a copy that adapts to
-        each batch.
-
-        Backward averages gradients over ranks, whose batches differ there: each rank would train on
-        all of them.
-        """
-        if self.data_size == 1:
-            yield
-            return
-
-        def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            if any(
-                isinstance(param.grad, DTensor)
-                for group in optimizer.param_groups
-                for param in group["params"]
-            ):
-                raise ConfigError(
-                    f"{type(self.module).__name__}: {type(optimizer).__name__} trains sharded "
-                    "weights within an "
-                    f"evaluation. {self.layout} averages their gradients over {self.data_size} "
-                    "ranks, which evaluate "
-                    "different batches, so the result would differ from that of one process. Type "
-                    "strategy=ddp."
-                )
-
-        handle = register_optimizer_step_pre_hook(refuse)
-        try:
-            yield
-        finally:
-            handle.remove()
-
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step_context(evaluates=True), self._refused_optimizers():
+        with self._step_context(evaluates=True):
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step_context(evaluates=True), self._refused_optimizers():
+        with self._step_context(evaluates=True):
             return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step_context(evaluates=True), self._refused_optimizers():
+        with self._step_context(evaluates=True):
             return super().predict_step(*args, **kwargs)
 
     @contextmanager

@@ -2,8 +2,6 @@
 
 import logging
 import math
-import os
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -12,17 +10,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from armature.checkpoint import directory, plain, state
 from armature.checkpoint.writer import CheckpointWriter
-from armature.errors import ConfigError, NotFinite, NotSaved
+from armature.errors import NotFinite, NotSaved
 from armature.parallel import process_group
 from armature.parallel.process_group import Vote
 from armature.training.progress import completed_batches
+from armature.training.run_hooks import RunHooks
 from armature.training.step_log import StepLog
 from armature.training.stop import StoppedBySignal
 from armature.training.trainer import Trainer as OurTrainer
@@ -32,7 +30,7 @@ log = logging.getLogger(__name__)
 VOTE_STEPS = 10  # optimizer steps per vote of the ranks on whether every_n_minutes are over
 
 
-class Checkpointing(Checkpoint):
+class Checkpointing(RunHooks, Checkpoint):
     """Save `step=000120/` every n steps, every n minutes and at the end; keep the newest, the best
     and milestones.
 
@@ -74,7 +72,7 @@ class Checkpointing(Checkpoint):
         manifest_entries: dict[str, Any] | None = None,
         before_save: Sequence[Callable[[Trainer], None]] = (),
     ) -> None:
-        self.folder, self._started_in, self._place = folder, os.getcwd(), os.stat(".")
+        self.folder = folder
         self.step_log = step_log
         self.every_n_steps = every_n_steps
         self.every = timedelta(minutes=every_n_minutes) if every_n_minutes is not None else None
@@ -157,20 +155,13 @@ class Checkpointing(Checkpoint):
         """The score of `best`."""
         return (min if self.mode == "min" else max)(self.scores.values(), default=None)
 
-    @property
-    def best_model_score(self) -> torch.Tensor | None:
-        """`best_score`, as ModelCheckpoint has it."""
-        return None if self.best_score is None else torch.tensor(self.best_score)
-
-    def begin(self, trainer: OurTrainer) -> None:
-        """Before training: remove leftovers, and let the validation that the loaded checkpoint owes
+    def training_begins(self, trainer: OurTrainer) -> None:
+        """Remove leftovers, and let the validation that the loaded checkpoint owes
         run first.
 
         Raises:
             ConfigError: hyperparameters or a callback's state hold what no checkpoint can.
         """
-        trainer.fit_loop.before_train_end.append(partial(self._training_ends, trainer))
-        trainer.fit_loop.after_train_end.append(partial(self._training_ended, trainer))
         plain.check_before_training(trainer)
         if trainer.is_global_zero:
             directory.clear_leftovers(self.folder)
@@ -178,8 +169,10 @@ class Checkpointing(Checkpoint):
         # its checkpoint exists, or there is nothing to save yet
         self._saved_step = completed_batches(trainer)
         self._owes_validation = self._owes_validation and trainer.enable_validation
+
+    def step_continues(self, trainer: OurTrainer) -> None:
         if self._owes_validation:
-            trainer.fit_loop.rest_of_step.append(trainer.fit_loop.epoch_loop.validate)
+            trainer.fit_loop.epoch_loop.validate()
 
     def step_ended(self, trainer: OurTrainer) -> None:
         """Save if due.
@@ -217,24 +210,17 @@ class Checkpointing(Checkpoint):
         ):
             self._warned_of_monitor = True
             logged = sorted(trainer.callback_metrics)
-            of_loaders = next(
-                (name for name in logged if name.startswith(f"{self.monitor}/dataloader_idx_")),
-                None,
-            )
             log.warning(
                 "checkpoint.monitor=%s: no logged value has that name, so no checkpoint is kept as "
                 "best. "
-                "Logged are: %s.%s",
+                "Logged are: %s.",
                 self.monitor,
                 ", ".join(logged) or "nothing",
-                f" Type checkpoint.monitor={of_loaders}, or that of another loader."
-                if of_loaders
-                else "",
             )
         if self._due or self._is_best(score):
             self._save(trainer, score)
 
-    def _training_ends(self, trainer: OurTrainer) -> None:
+    def training_ends(self, trainer: OurTrainer) -> None:
         """Save before the hooks of the end, one of which may fail."""
         self._time_vote.finish()
         self._names = {*state.module_state(trainer.lightning_module)}
@@ -243,24 +229,16 @@ class Checkpointing(Checkpoint):
         if self.at_end or trainer.should_stop:
             self._save(trainer, last=True)
 
-    def _training_ended(self, trainer: OurTrainer) -> None:
+    def training_ended(self, trainer: OurTrainer) -> None:
         """Save again if hooks of the end may have changed the weights, as averaging does: the test
         measures these.
         """
         if not (self.at_end or trainer.should_stop):
             self._finish_pending(trainer, last=True)
             return
-        renamed = self._names ^ {*state.module_state(trainer.lightning_module)}
-        changes = any(is_overridden("on_train_end", each) for each in _users(trainer))
-        if renamed and trainer.is_global_zero:
-            log.warning(
-                "on_train_end has removed, added or renamed weights (%s). The last checkpoint "
-                "holds all as they were before, since armature.load and a resume build the module "
-                "anew. The test measures the new ones; save these yourself, or make the change in "
-                "a copy.",
-                ", ".join(sorted(renamed)[:3]),
-            )
-        elif changes and not renamed:
+        # then the weights are built anew, as the last checkpoint has them
+        same_names = self._names == {*state.module_state(trainer.lightning_module)}
+        if same_names and any(is_overridden("on_train_end", each) for each in _users(trainer)):
             self._finish_pending(trainer)
             self._saved_step = -1
         self._save(trainer, last=True, final=True)
@@ -339,14 +317,6 @@ class Checkpointing(Checkpoint):
             return
         for function in self.before_save:
             function(trainer)
-        if not self.folder.is_absolute() and not os.path.samestat(os.stat("."), self._place):
-            raise ConfigError(
-                f"Code of this run has changed the working directory from {self._started_in}, "
-                "below which its files "
-                f"are: {self.folder} is another folder now. Leave out os.chdir, use it within "
-                "`with "
-                "contextlib.chdir(…)`, or type an absolute run.root."
-            )
         self.step_log.flush(trainer)
         self._saved_at = time.monotonic()
         self._finish_pending(trainer)
@@ -408,17 +378,14 @@ class Checkpointing(Checkpoint):
         """Remove leftovers, which makes room, and return what failed and which checkpoint is the
         newest. On rank 0.
         """
-        free, newest = "", self._newest or "unknown"
-        with suppress(OSError):  # the folder may not exist: the first save creates it
-            if directory.is_local(self.folder):  # torch does not always report a full disk as such
-                free = f"; {shutil.disk_usage(self.folder).free / 1e6:,.1f} MB are free there"
+        newest = self._newest or "unknown"
         with suppress(OSError), directory.errors_of_store(self.folder):  # a store may still be away
             directory.clear_leftovers(self.folder)
             newest = directory.read_last(self.folder) or "none yet"
         earlier = f"Earlier ones are untouched (last: {newest})."
         return (
             f"The checkpoint of step {step} could not be saved: "
-            f"{' '.join(str(error).split())}{free}. {earlier}"
+            f"{' '.join(str(error).split())}. {earlier}"
         )
 
     def _saved(self, checkpoint: Path) -> None:

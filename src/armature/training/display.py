@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from rich.console import Console, ConsoleDimensions
+from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -27,18 +27,6 @@ from armature.training.timings import MAX_DATA_WAIT
 from armature.validation.relations import OF_STEPS
 
 SHOWN = ("loss", "train/loss", "lr")  # names that the bar shows anyway
-_NARROWEST = 20  # columns of a terminal that somebody can read
-
-
-class _Console(Console):
-    """rich's console, which would print nothing in a terminal that states no width, or in
-    COLUMNS=0.
-    """
-
-    @property
-    def size(self) -> ConsoleDimensions:  # pyright: ignore[reportIncompatibleMethodOverride]: nobody sets it
-        found = super().size
-        return found if found.width >= _NARROWEST else ConsoleDimensions(80, found.height)
 
 
 class Display(Callback):
@@ -52,7 +40,7 @@ class Display(Callback):
     def __init__(self, start_line: Callable[[Trainer], str]) -> None:
         super().__init__()
         self.start_line = start_line
-        self.console = _Console(file=sys.stderr, soft_wrap=True, highlight=False)
+        self.console = Console(file=sys.stderr, soft_wrap=True, highlight=False)
         self._enabled = True
 
     def print(self, *args: Any, **kwargs: Any) -> None:

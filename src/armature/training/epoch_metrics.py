@@ -26,15 +26,12 @@ from torchmetrics import Metric, MetricCollection, MetricTracker
 from torchmetrics.utilities.data import dim_zero_max, dim_zero_mean, dim_zero_min
 from typing_extensions import override
 
-from armature.parallel import process_group
-
 log = logging.getLogger(__name__)
 
 Newest = Mapping[str, Mapping[str, Any]]
 # by key of the collection, or by name of the metric in the module
 Facts = dict[str, dict[str, Any]]
 _ALIKE = (dim_zero_max, dim_zero_min, dim_zero_mean)  # of equal values, each is that value
-_NOTHING = {"max": float("-inf"), "min": float("inf")}  # of sums and means: 0
 _META = (
     "fx",
     "name",
@@ -240,18 +237,8 @@ def restore_states(
     """Set the state of the module's metric objects; on fewer ranks than the checkpoint's, to what
     all had collected.
     """
-    saved = {name for facts in of_ranks for name in facts}
-    _set_lengths(module, saved)
+    _set_lengths(module, {name for facts in of_ranks for name in facts})
     metrics = dict(_metrics(module))
-    unknown = sorted(saved - metrics.keys())
-    if unknown and rank == 0:
-        log.warning(
-            "The checkpoint has the states of metrics that the module does not have when training "
-            "begins (%s). They "
-            "start anew, so values of the epoch in which the run was stopped differ. Create "
-            "metrics in __init__.",
-            ", ".join(unknown),
-        )
     chosen, place = _one_per_data_rank(of_ranks, saved_data_ranks), data_ranks[rank]
     if saved_data_ranks == data_ranks:
         chosen, takes = [of_ranks[rank]], True
@@ -370,47 +357,6 @@ def restore(
         results[key] = metric
 
 
-def align(
-    results: Any, module: nn.Module, *, reduce: Callable[..., Any], device: torch.device
-) -> list[str]:
-    """Give logged values the same order on all ranks, which reduce them one after another.
-
-    Called by all ranks.
-
-    Code may log a value if its batch has some samples, so ranks log other names, or the same in
-    another order. Values of different names would be mixed, or the run would hang. A value that no
-    rank reduces stays on its own ranks, as does one of a group that the caller has chosen.
-
-    Returns:
-        The keys that only other ranks have logged, with values that count for nothing, to be
-        removed after the epoch.
-    """
-    own = {}
-    for key, facts in collect(results, module).items():
-        value, sync = results[key].value, results[key].meta.sync
-        if "value" not in facts:
-            own[key] = facts
-        elif sync.should and not sync.rank_zero_only and sync.group is None:
-            empty = {"value": _NOTHING.get(facts["reduce_fx"], 0.0), "samples": 0}
-            own[key] = facts | empty | {"device": value.device.type}
-    everyones = process_group.all_gather_object(own)
-    order = dict.fromkeys(key for each in everyones for key in each)
-    if all([*each] == [*order] for each in everyones):
-        return []
-    missing = {k: next(each[k] for each in everyones if k in each) for k in order if k not in own}
-    known = {key: results[key].meta for key in missing if key in results}  # of earlier epochs
-    restore(results, missing, module, reduce=reduce, device=device)
-    for key, meta in known.items():
-        results[key].meta = meta
-    for key, facts in missing.items():
-        if "device" in facts:  # as on the rank that logged it: unlike tensors cannot be reduced
-            results[key].to(device if device.type == facts["device"] else torch.device("cpu"))
-    ordered = {key: results[key] for key in [*order, *results] if key in results}
-    results.clear()
-    results.update(ordered)
-    return [key for key in missing if key not in known]
-
-
 def clear(results: Any, restored: Facts) -> None:
     """Discard restored values after their epoch, so that they are logged anew with the caller's own
     settings.
@@ -422,8 +368,7 @@ def clear(results: Any, restored: Facts) -> None:
 
 
 def _restore(metric: Any, facts: dict[str, Any]) -> None:
-    # older checkpoints have none
-    dtype = getattr(torch, facts["type"]) if "type" in facts else None
+    dtype = getattr(torch, facts["type"])
     metric.value = torch.full_like(metric.value, facts["value"], dtype=dtype)
     if metric.meta.is_mean_reduction:
         metric.cumulated_batch_size = torch.full_like(metric.cumulated_batch_size, facts["samples"])

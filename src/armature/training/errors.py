@@ -45,15 +45,10 @@ def record(error: BaseException) -> None:
 class RecordError(L.Callback):
     """Record an error at once: Trainer teardown closes connections, and another rank would seem to
     fail first.
-
-    Attributes:
-        smaller: what to continue with, if memory has run out and a smaller micro-batch is to be
-            tried.
     """
 
     def __init__(self, cfg: DictConfig) -> None:
         self.cfg = cfg
-        self.smaller: Any = None
 
     def on_exception(
         self, trainer: Any, pl_module: L.LightningModule, exception: BaseException
@@ -61,17 +56,18 @@ class RecordError(L.Callback):
         from armature.training import micro_batch  # which import this file
         from armature.training.stop import StoppedBySignal
 
+        smaller = None
         together = isinstance(exception, StoppedBySignal)  # on all ranks
         trainer.failed = not together
         if is_missing(exception):
             with suppress(Exception):  # an explanation must not hide the error
                 exception.add_note(memory_message(self.cfg, trainer, pl_module))
             with suppress(Exception):
-                self.smaller = micro_batch.smaller(self.cfg, exception, trainer, pl_module)
-        if self.smaller is not None:
+                smaller = micro_batch.smaller(self.cfg, exception, trainer, pl_module)
+        if smaller is not None:
             again = "The same command continues with it; launch.max_restarts=1 does so by itself."
-            exception.add_note(f"{self.smaller.line} {again}")
-            record(MicroBatchTooLarge(self.smaller.line))
+            exception.add_note(f"{smaller} {again}")
+            record(MicroBatchTooLarge(smaller))
             return
         if together:
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,36 +14,21 @@ from typing_extensions import override
 from armature.errors import ConfigError
 from armature.strategies.base import StrategyMixin
 from armature.training.loops import EpochLoop
+from armature.training.run_hooks import call
 from armature.training.stop import agree
 
 
 class FitLoop(_FitLoop):
-    """Run the epochs.
-
-    Args:
-        before_training: called once, when everything is set up and restored and no batch has been
-            fetched; also if a resumed run has no step left.
-    """
+    """Run the epochs."""
 
     epoch_loop: EpochLoop  # unless a user has put another one of Lightning's in its place
     owes_epoch_end = False  # the run was stopped between its last step and the end of the epoch
+    owes_schedules = False  # it was stopped behind a step whose schedules have not followed
     asks_for_data = False  # else a hook or the user's code asks a data module for its training data
 
-    def __init__(
-        self, trainer: L.Trainer, limits: _FitLoop, *, before_training: list[Callable[[], None]]
-    ) -> None:
+    def __init__(self, trainer: L.Trainer, limits: _FitLoop) -> None:
         super().__init__(trainer, min_epochs=limits.min_epochs, max_epochs=limits.max_epochs)
-        self._before_training = before_training
-        # called once, after all `on_train_start` hooks
-        self.before_first_batch: list[Callable[[], None]] = []
-        # then: what a stop had left, such as the step's validation
-        self.rest_of_step: list[Callable[[], None]] = []
-        # called once, before ranks reduce the epoch's values
-        self.before_epoch_end: list[Callable[[], None]] = []
-        # called once, before all `on_train_end` hooks
-        self.before_train_end: list[Callable[[], None]] = []
-        # called once, after them, the module's own too
-        self.after_train_end: list[Callable[[], None]] = []
+        self._begun = False
 
     @property
     @override
@@ -63,15 +48,10 @@ class FitLoop(_FitLoop):
                 "False in __init__."
             )
         self._count_frequencies_in_global_batches()
-        if self._before_training:
-            # a module's configure_optimizers may have done it before, for the number of steps
-            self.setup_data()
-            _call_once(self._before_training)
-            if self.restarting and not self.epoch_loop.last_batch_is_done:
-                # the end of a shorter run had ended its epoch, too; RestoreProgress counts epochs
-                # anew
-                progress: Any = self.epoch_progress
-                progress.current.processed = 0
+        # a module's configure_optimizers may have done it before, for the number of steps
+        self.setup_data()
+        call(self.trainer, "training_begins")
+        self._begun = False
         super().run()
 
     def _count_frequencies_in_global_batches(self) -> None:
@@ -114,12 +94,19 @@ class FitLoop(_FitLoop):
 
     @override
     def on_advance_start(self) -> None:
-        _call_once(self.before_first_batch)
+        first, self._begun = not self._begun, True
+        if first:
+            call(self.trainer, "first_batch_follows")
         # After a resume: the set-up, `on_train_start` of all callbacks included, must not advance
         # the random state
         if (strategy := StrategyMixin.find(self.trainer)) is not None:
             strategy.random_state.restore()
-        _call_once(self.rest_of_step)
+        if first:
+            call(self.trainer, "step_continues")
+            # schedules that follow a metric step after everything that a step saves
+            if self.owes_schedules:
+                self.epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=True)
+            self.owes_schedules = False
         super().on_advance_start()
         self._stop_together()
 
@@ -131,15 +118,15 @@ class FitLoop(_FitLoop):
     @override
     def on_advance_end(self) -> None:
         self.owes_epoch_end = False
-        _call_once(self.before_epoch_end)
+        call(self.trainer, "epoch_ends")
         super().on_advance_end()
         self._stop_together()
 
     @override
     def on_run_end(self) -> None:
-        _call_once(self.before_train_end)
+        call(self.trainer, "training_ends")
         super().on_run_end()
-        _call_once(self.after_train_end)
+        call(self.trainer, "training_ended")
 
     def _stop_together(self) -> None:
         """Let `trainer.should_stop`, which users' code may set on one rank, hold on all."""
@@ -157,13 +144,3 @@ class FitLoop(_FitLoop):
         # else the schedulers that are due at the end of this epoch would be skipped
         self._restarting = False
         self._last_train_dl_reload_epoch = epoch
-
-
-def _call_once(functions: list[Callable[[], None]]) -> None:
-    """Call the functions, and empty their list before: what they add themselves is for the next
-    time.
-    """
-    called = functions[:]
-    functions.clear()
-    for function in called:
-        function()

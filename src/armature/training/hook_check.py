@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 
 from armature.errors import ConfigError
 from armature.layout import Layout
+from armature.training.run_hooks import RunHooks
 from armature.validation import lightning_callbacks
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -24,16 +25,20 @@ _NAMED = (
     "val_dataloader", "test_dataloader", "predict_dataloader",
 )  # fmt: skip
 _BY_NAME = ("stage", "gradient_clip_val", "gradient_clip_algorithm")  # passed by their names
-_OPTIMIZING = ("configure_gradient_clipping", "optimizer_step")  # their defaults are not used
 
 
-class CheckCallbacks(L.Callback):
+class CheckCallbacks(RunHooks, L.Callback):
     """Check callbacks from a module's `configure_callbacks`, or from a function, as those of a
-    config are checked.
+    config are checked; and after each step, that what was decided from settings still holds.
     """
 
-    def __init__(self, cfg: DictConfig) -> None:
-        self._cfg = cfg
+    def __init__(self, cfg: DictConfig, check_unchanged: Callable[[L.Trainer], None]) -> None:
+        self._cfg, self._check_unchanged = cfg, check_unchanged
+
+    def training_begins(self, trainer: L.Trainer) -> None:
+        self._check_unchanged(trainer)
+
+    step_ended = training_begins
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Raise ConfigError for callbacks that cannot be right, before any of them begins."""
@@ -51,58 +56,55 @@ def check(*owners: Any, base: type, problems: Sequence[str] = ()) -> None:
         base: the class of Lightning that defines their hooks.
         problems: others, to be reported with these.
     """
-    found = [_problem(owner, name, base) for owner in owners for name in _hooks(base)]
-    if found := [*problems, *(each for each in found if each is not None)]:
+    hooks = {
+        name: hook
+        for name, hook in inspect.getmembers(base, inspect.isfunction)
+        if name.startswith("on_") or name in _NAMED
+    }
+    found = [_problem(owner, name, hook, base) for owner in owners for name, hook in hooks.items()]
+    if found := [*problems, *filter(None, found)]:
         raise ConfigError(found)
 
 
-def _hooks(base: type) -> list[str]:
-    names = (name for name in dir(base) if name.startswith("on_") or name in _NAMED)
-    return [name for name in names if inspect.isfunction(inspect.getattr_static(base, name))]
-
-
-def _problem(owner: Any, name: str, base: type) -> str | None:
+def _problem(owner: Any, name: str, hook: Callable[..., Any], base: type) -> str | None:
     """Return that a hook of the user's takes none of its calls, and how to define it, or None."""
-    own = getattr(owner, name, None)
     try:
-        if not callable(own) or not is_overridden(name, owner, base):
+        if not is_overridden(name, owner, base):
             return None
-        signatures = [inspect.signature(own), inspect.signature(own, follow_wrapped=False)]
+        own = inspect.signature(getattr(owner, name), follow_wrapped=False)
     except (AttributeError, TypeError, ValueError):  # not written in Python
         return None
-    calls = _calls(name, getattr(base, name))
-    if any(_takes(signature, *call) for signature in signatures for call in calls):
+    calls = _calls(name, hook)
+    if any(_takes(own, call) for call in calls):
         return None
-    arguments = ", ".join([*calls[0][0], *calls[0][1]])
+    arguments = ", ".join(calls[0])
     definition = f"def {name}({', '.join(filter(None, ['self', arguments]))})"
     return (
-        f"{type(owner).__name__}.{name}{signatures[0]}: it is called with ({arguments}). Define it "
+        f"{type(owner).__name__}.{name}{own}: it is called with ({arguments}). Define it "
         f"as {definition}."
     )
 
 
-def _calls(name: str, hook: Callable[..., Any]) -> list[tuple[list[str], list[str]]]:
-    """Return the ways in which a hook may be called: the names of its arguments by position, and by
-    keyword.
-    """
+def _calls(name: str, hook: Callable[..., Any]) -> list[list[str]]:
+    """Return the ways in which a hook may be called, as the names of its arguments."""
     if name in STEPS:
-        return [(["batch", "batch_idx"], []), (["batch"], []), (["batch", "i", "dataloader"], [])]
-    taken = [*inspect.signature(hook).parameters.values()][1:]
-    needed = [
-        each.name
-        for each in taken
+        return [["batch", "batch_idx"], ["batch"], ["batch", "batch_idx", "dataloader_idx"]]
+    taken = [
+        each
+        for each in [*inspect.signature(hook).parameters.values()][1:]
         if each.kind is each.POSITIONAL_OR_KEYWORD
-        if each.default is each.empty or name in _OPTIMIZING
     ]
-    by_name = [each for each in needed if each in _BY_NAME]
     # with the defaults as well: `dataloader_idx`, if there are several loaders
-    ways = [([each for each in needed if each not in by_name], by_name)]
-    return [*ways, ([each.name for each in taken], [])]
+    needed = [each.name for each in taken if each.default is each.empty]
+    return [needed, [each.name for each in taken]]
 
 
-def _takes(signature: inspect.Signature, args: list[str], keywords: list[str]) -> bool:
+def _takes(signature: inspect.Signature, arguments: list[str]) -> bool:
+    by_name = [each for each in arguments if each in _BY_NAME]
     try:
-        signature.bind(*args, **dict.fromkeys(keywords))
+        signature.bind(
+            *[each for each in arguments if each not in by_name], **dict.fromkeys(by_name)
+        )
     except TypeError:
         return False
     return True

@@ -6,7 +6,6 @@ is Lightning's own `advance` and our `on_advance_end`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,7 +20,7 @@ from typing_extensions import override
 from armature.data.users_view import guard_steps
 from armature.errors import NoEndOfData, end_of_data
 from armature.strategies.base import StrategyMixin
-from armature.training import epoch_metrics, epoch_start, stopped_validation
+from armature.training import epoch_metrics, epoch_start, run_hooks, stopped_validation
 from armature.training.progress import data_of
 from armature.training.stop import StoppedBySignal, agree
 from armature.training.timings import DataWait
@@ -40,26 +39,19 @@ class EpochLoop(_TrainingEpochLoop):
         limits: Lightning's loop, whose limits this one takes over.
         max_global_batches: end the run after so many global batches; None: Lightning's limits
             alone.
-        step_ended: called after each global batch, when every hook of its last micro-batch has run
-            and its values are logged, before validation. A checkpoint saved here holds the whole
-            step.
-        validation_ended: called after each validation, when every hook of its end has run, the
-            module's own too.
 
     Attributes:
         data_wait: measures how long the loader's `next` takes, if set.
     """
 
     def __init__(
-        self, trainer: L.Trainer, limits: _FitLoop, *, max_global_batches: int | None = None,
-        step_ended: list[Callable[[], None]], validation_ended: list[Callable[[], None]],
-    ) -> None:  # fmt: skip
+        self, trainer: L.Trainer, limits: _FitLoop, *, max_global_batches: int | None = None
+    ) -> None:
         super().__init__(trainer, min_steps=limits.min_steps, max_steps=limits.max_steps)
         guard_steps(self.val_loop)
         self._results = epoch_metrics.Results(training=True)
         self._own_max_steps = limits.max_steps  # a trial of Lightning's Tuner has another limit
         self.max_global_batches = max_global_batches
-        self.step_ended, self.validation_ended = step_ended, validation_ended
         self.data_wait: DataWait | None = None
         self._in_eval: list[str] | None = None  # while it validates
 
@@ -115,8 +107,7 @@ class EpochLoop(_TrainingEpochLoop):
         schedules that follow a metric.
         """
         if self._accumulated_batches_reached():
-            for function in self.step_ended:
-                function()
+            run_hooks.call(self.trainer, "step_ended")
         if self._should_check_val_fx(data_fetcher) and not self._skip_next_val:
             with NoEndOfData("A hook of validation"):
                 self.validate()
@@ -217,8 +208,8 @@ class EpochLoop(_TrainingEpochLoop):
             before.put_back()
             raise
         self._in_eval = None  # after an exception it stays: a checkpoint saved at a stop holds it
-        for function in self.validation_ended:  # while `callback_metrics` are the validation's
-            function()
+        # while `callback_metrics` are the validation's
+        run_hooks.call(trainer, "validation_ended")
         trainer.training = True
         trainer._logger_connector._first_loop_iter = first_loop_iter
         agree(trainer)

@@ -7,14 +7,11 @@ been tried.
 """
 
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from armature import run_dir
 from armature.data.memory import is_missing
@@ -25,22 +22,12 @@ from armature.training.progress import completed_batches, data_of
 from armature.validation import micro_batch
 from armature.validation.memory import overrides
 
-PER_MICRO_BATCH = ("on_train_batch_start", "on_train_batch_end")
-
-
-@dataclass(frozen=True)
-class Smaller:
-    """A smaller micro-batch to continue with, and the line that says so."""
-
-    size: int
-    line: str
-
 
 def smaller(
     cfg: DictConfig, error: BaseException, trainer: Trainer, module: LightningModule
-) -> Smaller | None:
-    """Return what to continue with, and record it in config.yaml; None if a smaller micro-batch is
-    not to be tried.
+) -> str | None:
+    """Record a smaller size in config.yaml and return a line that says so; None if none is to be
+    tried.
 
     It is not where the size was typed, nor after an error outside of training steps, such as in
     validation, whose batches are of data.eval_batch_size.
@@ -65,28 +52,13 @@ def smaller(
         each for each in overrides(cfg, kinds=kinds) if not each.startswith("data.micro_batch_size")
     ]
     keep = f", or {others[0]} to keep {batches.micro_batch_size}" if others else ""
-    return Smaller(size, (
+    return (
         f"Memory ran out on {where} in step {completed_batches(trainer) + 1} (peak "
         f"{peak / 2**30:.2f} GiB): "
         f"micro-batch {batches.micro_batch_size} → {size}, with the same global batch of "
         f"{batches.global_batch_size}. "
-        f"Type data.micro_batch_size={size} to start with it{keep}.{what_changes(module, size)}"
-    ))  # fmt: skip
-
-
-def what_changes(module: LightningModule, size: int) -> str:
-    """Return sentences, each after a space, on what is not the same with another size of
-    micro-batch.
-    """
-    found = ""
-    if any(isinstance(each, _BatchNorm) for each in module.modules()):
-        found += f" BatchNorm's statistics are of {size} samples from now on."
-    if hooks := [name for name in PER_MICRO_BATCH if is_overridden(name, module)]:
-        found += (
-            f" {type(module).__name__}.{hooks[0]} is called for each micro-batch, so more "
-            "often than before."
-        )
-    return found
+        f"Type data.micro_batch_size={size} to start with it{keep}."
+    )
 
 
 def agree(cfg: DictConfig) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
-from typing_extensions import override
 
 from armature.errors import LOG_NOTE, ConfigError, MaskingFormatter, RunFailed
 from armature.launcher import environment, heap
@@ -20,36 +19,9 @@ from armature.validation.values import hide_secrets
 log = logging.getLogger(__name__)
 
 
-class LogFile(logging.FileHandler):
-    """A rank's log.
-
-    If it cannot be written, as on a full disk, it says so once and the run continues.
-    """
-
-    _reported = False
-
-    def __init__(self, path: str | Path) -> None:
-        # names of files need not be text
-        super().__init__(path, encoding="utf-8", errors="backslashreplace")
-
-    @override
-    def handleError(self, record: logging.LogRecord) -> None:
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
-            super().handleError(record)
-        elif not self._reported:
-            self._reported = True
-            with suppress(OSError):  # the terminal of a rank other than 0 is its log
-                text = (
-                    f"{self.baseFilename} could not be written ({error}): it lacks lines until "
-                    "there is room."
-                )
-                print(text, file=sys.stderr)
-
-    @override
-    def close(self) -> None:
-        with suppress(OSError):  # of lines that could not be written
-            super().close()
+def open_log(file: Path) -> logging.FileHandler:
+    # names of files need not be text
+    return logging.FileHandler(file, encoding="utf-8", errors="backslashreplace")
 
 
 def prepare(cfg: DictConfig, directory: Path) -> logging.FileHandler:
@@ -59,7 +31,7 @@ def prepare(cfg: DictConfig, directory: Path) -> logging.FileHandler:
     (directory / "logs").mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if cfg.trainer.accelerator == "gpu" else "cpu")
     heap.keep_freed_memory(cfg.trainer.accelerator)
-    handler = LogFile(directory / "logs" / f"rank_{environment.rank():04d}.log")
+    handler = open_log(directory / "logs" / f"rank_{environment.rank():04d}.log")
     hide_secrets(cfg)
     handler.setFormatter(MaskingFormatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     logging.getLogger().addHandler(handler)
@@ -107,4 +79,5 @@ def keep_traceback(error: Exception, file: logging.FileHandler) -> None:
 
 def close(file: logging.FileHandler) -> None:
     logging.getLogger().removeHandler(file)  # a sweep's next trial has a log of its own
-    file.close()
+    with suppress(OSError):  # of lines that a full disk has no room for
+        file.close()

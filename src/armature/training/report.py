@@ -50,16 +50,6 @@ def start_line(
         f"{batches.data_ranks} data rank{'s' * (batches.data_ranks > 1)}{_batch_note(trainer)} · "
         f"{_parameters(trainer, strategy)} · {cfg.run.dir}"
     )
-    divided = batches.micro_batch_size < batches.global_batch_size
-    if divided and (sampler := getattr(data_of(trainer), "drawn_together", None)):
-        held_out = ", in validation as well" if batches.data_ranks > 1 else ""
-        line += (
-            f"\neach batch of {sampler} is divided: collate_fn and the step get "
-            f"{batches.micro_batch_size} of its "
-            f"{batches.global_batch_size} samples{held_out}. If they belong together, as in an "
-            "episode, type "
-            f"strategy=single data.micro_batch_size={batches.global_batch_size}"
-        )
     if note := getattr(trainer.lightning_module, "start_note", ""):
         line += f"\n{note}"
     if strategy is not None and (bubble := strategy.bubble_share):
@@ -112,7 +102,7 @@ class Outcome:
 def summarize(run: Outcome) -> dict[str, Any]:
     """Return the contents of summary.json."""
     trainer, log, strategy = run.trainer, run.step_log, StrategyMixin.find(run.trainer)
-    rate = log.trained_samples / log.trained_seconds if log.trained_seconds else None
+    timings = log.summary()
     summary: dict[str, Any] = {
         "stop_reason": run.reason,
         "global_step": completed_batches(trainer),
@@ -130,8 +120,8 @@ def summarize(run: Outcome) -> dict[str, Any]:
         "world_size": trainer.world_size,
         "precision": str(run.cfg.trainer.precision),
         "parameters": trainer.parameter_count,
-        "samples_per_second": rate,
-        "timings": log.summary(),
+        "samples_per_second": timings.get("samples_per_second"),
+        "timings": timings,
         "bubble_share": strategy.bubble_share if strategy is not None else 0.0,
         "peak_memory_bytes": peak_bytes(trainer),
         "versions": {"torch": torch.__version__, "lightning": version("lightning")},
@@ -139,8 +129,8 @@ def summarize(run: Outcome) -> dict[str, Any]:
     }
     if log.expert_load is not None:
         summary["expert_load"] = log.expert_load.by_expert()
-    if log.tokens_per_sample is not None and rate:
-        summary["tokens_per_second"] = rate * log.tokens_per_sample
+    if "tokens_per_second" in timings:
+        summary["tokens_per_second"] = timings["tokens_per_second"]
     return summary
 
 

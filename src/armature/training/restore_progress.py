@@ -3,7 +3,8 @@ micro-batch size.
 """
 
 import inspect
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -16,16 +17,21 @@ from torch import Tensor
 from armature.checkpoint import changes, plain, schedules
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
-from armature.training import epoch_metrics, epoch_start, schedule_ends, user_state
+from armature.training import epoch_metrics, epoch_start, user_state
 from armature.training.progress import completed_batches, data_of
+from armature.training.run_hooks import RunHooks
 from armature.training.trainer import Trainer as OurTrainer
 
+log = logging.getLogger(__name__)
+LENGTHS = ("T_max", "T_0", "total_steps", "total_iters", "step_size", "milestones", "_milestones")
+# of a schedule's state at a resume: where it is, and its lengths, which torch's own keep
+KEPT = ("last_epoch", "_step_count", "_last_lr", "_schedule_phases", *LENGTHS)
 # what ModelCheckpoint itself does not save: whether it saves after the next validation, and when it
 # saved last
 OF_MODEL_CHECKPOINT = ("_defer_save_until_validation", "_last_global_step_saved")
 
 
-class RestoreProgress(Callback):
+class RestoreProgress(RunHooks, Callback):
     """Set Lightning's counters from the optimizer steps and samples seen, instead of from its
     checkpoint.
 
@@ -58,7 +64,6 @@ class RestoreProgress(Callback):
         self._attributes: list[dict[str, Any]] = []  # of each rank, or once, if they are equal
         self._checkpoint: Mapping[str, Any] = {}  # that is loaded
         self._model_checkpoints: Mapping[str, Mapping[str, Any]] = {}  # by state key
-        self._schedules: schedule_ends.Lengths = []
         self._trainer: OurTrainer | None = None
         self._built: dict[str, Any] = {"schedules": [], "callbacks": {}}  # states before training
         self._then: Mapping[str, Any] = {}  # the same of the start that saved the checkpoint
@@ -138,7 +143,6 @@ class RestoreProgress(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._find_schedules(trainer)
-        self._schedules = schedule_ends.lengths_of(trainer)  # their state is loaded later
 
     def _find_schedules(self, trainer: Trainer) -> None:
         """Put the schedules that others hold back into the checkpoint, which Lightning loads
@@ -152,16 +156,24 @@ class RestoreProgress(Callback):
         now = plain.restored(self._built["schedules"])
         built = zip(self._then.get("schedules", ()), now, strict=False)
         for number, (then, now) in enumerate([*built][: len(saved)]):
-            saved[number] = changes.merge(
-                saved[number], then=then, now=now, keep=schedule_ends.KEPT
-            )
+            saved[number] = changes.merge(saved[number], then=then, now=now, keep=KEPT)
+            if _lengths(then) != _lengths(now) and process_group.rank() == 0:
+                log.warning(
+                    "%s was built with %s, and keeps %s of the run's first start: the learning "
+                    "rates are not those of the new length. Resume with what the run began with, "
+                    "or begin another run with its weights: python scripts/convert.py RUN x.ckpt, "
+                    "then run.name=NEW resume=x.ckpt.",
+                    type(trainer.lr_scheduler_configs[number].scheduler).__name__,
+                    _lengths(now),
+                    _lengths(then),
+                )
         for number, (config, state) in enumerate(
             zip(trainer.lr_scheduler_configs, [*saved], strict=False)
         ):
             saved[number] = schedules.with_objects(config.scheduler, state)
 
-    def begin(self, trainer: OurTrainer) -> None:
-        """Before training: restore metric objects.
+    def training_begins(self, trainer: OurTrainer) -> None:
+        """Restore metric objects.
 
         A run that was stopped after its last step still has to end its epoch.
         """
@@ -171,6 +183,8 @@ class RestoreProgress(Callback):
             )
         loop = trainer.fit_loop
         progress: Any = loop.epoch_progress.current
+        if loop.restarting and not loop.epoch_loop.last_batch_is_done:
+            progress.processed = 0  # the end of a shorter run had ended its epoch, too
         if (
             completed_batches(trainer)
             and loop.epoch_loop.last_batch_is_done
@@ -189,10 +203,9 @@ class RestoreProgress(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(trainer, OurTrainer)
         step = completed_batches(trainer)
+        self._restore_last: Callable[[], None] | None = None
         if not step:
-            trainer.fit_loop.before_first_batch.append(partial(self._watch, trainer))
             return
-        schedule_ends.check(trainer, self._schedules)
         for each in _model_checkpoints(trainer):
             vars(each).update(self._model_checkpoints.get(each.state_key, {}))
         data = data_of(trainer)
@@ -205,11 +218,7 @@ class RestoreProgress(Callback):
         fit_loop.restore_progress(epoch=epoch, started=bool(batches))
         epoch_loop.restore_progress(step=step, batches=batches, closing=closing)
         self._restore_metrics(trainer, closing=closing, mid_epoch=bool(batches) and not closing)
-        if batches:  # schedulers that follow a metric step after everything that a step saves
-            step_schedules = partial(
-                epoch_loop.update_lr_schedulers, "step", update_plateau_schedulers=True
-            )
-            fit_loop.rest_of_step.append(step_schedules)
+        fit_loop.owes_schedules = bool(batches)
 
     def _restore_metrics(self, trainer: OurTrainer, *, closing: bool, mid_epoch: bool) -> None:
         restored = {name: torch.as_tensor(value) for name, value in self._metrics.items()}
@@ -231,7 +240,6 @@ class RestoreProgress(Callback):
             """Let the checkpoint have the last word, after all hooks of the start; replace what
             they have logged, which an undisturbed run logs once, by what was collected.
             """
-            self._watch(trainer)
             if mid_epoch or closing:
                 self._random = self._random or epoch_start.random_state(trainer)
                 epoch_start.repeat(trainer, self._random)
@@ -254,12 +262,17 @@ class RestoreProgress(Callback):
                 self._restore_left(trainer)
             elif own:
                 epoch_metrics.resume(results, own)
-                trainer.fit_loop.before_epoch_end.append(partial(self._restore_left, trainer))
 
-        trainer.fit_loop.before_first_batch.append(restore_last)
+        self._restore_last = restore_last
 
-    def _watch(self, trainer: OurTrainer) -> None:
+    def first_batch_follows(self, trainer: OurTrainer) -> None:
         self._user_state = user_state.UserState(trainer)
+        if self._restore_last is not None:
+            self._restore_last()
+
+    def epoch_ends(self, trainer: OurTrainer) -> None:
+        if self._order:
+            self._restore_left(trainer)
 
     def _restore_left(self, trainer: OurTrainer) -> None:
         """Restore the values that are not logged again in this epoch."""
@@ -304,6 +317,19 @@ def _states(trainer: Trainer) -> dict[str, Any]:
                 arguments = inspect.signature(type(each)).parameters
                 own = {key: value for key, value in each.state_dict().items() if key in arguments}
                 found[each.state_key] = plain.plain(own)
+    return found
+
+
+def _lengths(state: Any) -> dict[str, Any]:
+    """Return the lengths in a schedule's state, and in those of the schedules that it consists of.
+
+    By place, as in `1.T_max`.
+    """
+    if not isinstance(state, Mapping):
+        return {}
+    found = {name.lstrip("_"): state[name] for name in LENGTHS if name in state}
+    for place, inner in enumerate(state.get("_schedulers") or ()):
+        found |= {f"{place}.{name}": value for name, value in _lengths(inner).items()}
     return found
 
 

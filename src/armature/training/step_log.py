@@ -25,6 +25,7 @@ from armature.strategies.base import StrategyMixin
 from armature.training.expert_load import ExpertLoad
 from armature.training.metrics_csv import MetricsCSV
 from armature.training.progress import completed_batches, data_of
+from armature.training.run_hooks import RunHooks
 from armature.training.timings import (
     OWN_SECONDS,
     DataWait,
@@ -61,7 +62,7 @@ class Monitor(Protocol):
         ...
 
 
-class StepLog(Callback):
+class StepLog(RunHooks, Callback):
     """Write step, epoch, samples, tokens, lr, train/loss and train/grad_norm of each optimizer
     step.
 
@@ -128,8 +129,6 @@ class StepLog(Callback):
         self.expert_load: ExpertLoad | None = None
         self.wait: DataWait | None = None
         self.work: OwnWork | None = None
-        self.trained_samples = 0  # by this process, for the mean rate in the summary
-        self.trained_seconds = 0.0
         self._totals, self._watch = Totals(), DataWaitWarning()
         self._pending: list[dict[str, Any]] = []
         self._loss: Tensor | None = None
@@ -157,7 +156,7 @@ class StepLog(Callback):
         self._lr = state_dict.get("lr", 0.0)
         self.not_finite_since = state_dict.get("not_finite_since")
 
-    def resume(self, trainer: Trainer) -> None:
+    def training_begins(self, trainer: Trainer) -> None:
         """Drop the rows after the restored checkpoint."""
         self.csv.resume_from(completed_batches(trainer))
         self.timings.resume_from(completed_batches(trainer))
@@ -183,17 +182,14 @@ class StepLog(Callback):
         self.wait = trainer.fit_loop.epoch_loop.data_wait = DataWait(trainer)  # pyright: ignore[reportAttributeAccessIssue]
         self.work = OwnWork(self.wait.marks) if trainer.world_size > 1 else None
         self.samples_seen = _samples_seen(trainer)
-        if completed_batches(trainer):
-            assert isinstance(trainer, OurTrainer)
-            # for what on_train_start of the user's callbacks and module logs
-            self.csv.is_silent = True
-            trainer.fit_loop.before_first_batch.append(self._speak)
+        # for what on_train_start of the user's callbacks and module logs
+        self.csv.is_silent = completed_batches(trainer) > 0
         self.expert_load = ExpertLoad.of(pl_module)
         others = [monitor for monitor in self.monitors if not isinstance(monitor, ExpertLoad)]
         self.monitors = others + ([self.expert_load] if self.expert_load is not None else [])
         self.restart_clock()
 
-    def _speak(self) -> None:
+    def first_batch_follows(self, trainer: Trainer) -> None:
         self.csv.is_silent = False
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -304,15 +300,12 @@ class StepLog(Callback):
         self.wait.marks.reset()
         ranks = self._read(trainer, rows, [*own.values()])
         if self.not_finite_since is None:
-            losses = ((row["step"], row.get("train/loss", 0.0)) for row in rows)
-            self.not_finite_since = next((s for s, loss in losses if not math.isfinite(loss)), None)
+            self.not_finite_since = min(self._bad_ranks, default=None)
         over_all_ranks = {
             name: over_ranks(name, values) for name, values in zip(own, ranks, strict=True)
         }
 
         self.rate, self.data_wait = samples / seconds, over_all_ranks["data_wait"]
-        self.trained_samples += samples
-        self.trained_seconds += seconds
         timing = {"seconds_per_step": seconds / len(rows), "samples_per_second": self.rate}
         if self.tokens_per_sample is not None:
             timing["tokens_per_second"] = self.rate * self.tokens_per_sample
@@ -423,7 +416,7 @@ class StepLog(Callback):
             self.flush(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._speak()  # a callback may have ended the run before the first batch
+        self.csv.is_silent = False  # a callback may have ended the run before the first batch
         self.flush(trainer)
 
     def on_exception(

@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from armature.parallel import process_group
+from armature.training.run_hooks import RunHooks
 
 SIGNALS = [
     getattr(signal, name)
@@ -24,7 +25,7 @@ class StoppedBySignal(Exception):
     """
 
 
-class StopOnSignal(Callback):
+class StopOnSignal(RunHooks, Callback):
     """Let a signal set a flag only; the ranks vote on it after each optimizer step and stop
     together.
 

@@ -12,13 +12,15 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_only
 
-from armature import hardware
 from armature.training.metrics_csv import MetricsCSV
-from armature.training.progress import data_of
 
 MAX_DATA_WAIT = 0.05  # share of the time; a longer wait for data is reported
 UNAVOIDABLE_SECONDS = 1e-3  # per batch: receiving one from another process takes as long
 OWN_SECONDS = "own_seconds_per_step"  # the column
+REMEDY = (
+    "Raise data.num_workers, or that of your DataLoader. If all CPUs load data already, decode, "
+    "resize or tokenize samples once, and only read the result while training."
+)
 WARM_UP_STEPS = 20  # caches fill, kernels are chosen, processes start
 
 
@@ -162,14 +164,11 @@ class OwnWork:
 
 
 class DataWaitWarning:
-    """Warn once, on rank 0, if waiting for data takes more than 5% of the time, and say what to
-    type.
-    """
+    """Warn once, on rank 0, if waiting for data takes more than 5% of the time."""
 
     def __init__(self) -> None:
-        self._warm_up = WARM_UP_STEPS  # steps that are left of it
+        self._steps = -WARM_UP_STEPS
         self._seconds = self._waited = 0.0
-        self._steps = 0
         self._warned = False
 
     def problem(self, trainer: Trainer, window: Window, *, waits: list[float]) -> str | None:
@@ -178,41 +177,21 @@ class DataWaitWarning:
         Args:
             waits: share of the time that each rank waits.
         """
-        self._warm_up -= window.steps
-        if self._warned or self._warm_up > -window.steps:
+        warm, self._steps = self._steps >= 0, self._steps + window.steps
+        if self._warned or not warm:
             return None
-        worst = max(range(len(waits)), key=waits.__getitem__)
-        self._steps += window.steps
         self._seconds += window.seconds
-        self._waited += waits[worst] * window.seconds
-        if self._steps < WARM_UP_STEPS or self._seconds < 0.5:
-            return None
+        self._waited += max(waits) * window.seconds
         share = self._waited / self._seconds
         wait = self._waited / (self._steps * trainer.accumulate_grad_batches)
-        self._steps, self._seconds, self._waited = 0, 0.0, 0.0
-        if share <= MAX_DATA_WAIT or wait < UNAVOIDABLE_SECONDS:
-            return None
-        self._warned = True
-        rank = f"Rank {worst} waits" if len(waits) > 1 else "The model waits"
-        return f"{rank} for data {share:.0%} of the time, {wait * 1e3:.3g} ms per batch. " + remedy(
-            trainer
+        enough = self._steps >= WARM_UP_STEPS and self._seconds >= 0.5
+        self._warned = enough and share > MAX_DATA_WAIT and wait >= UNAVOIDABLE_SECONDS
+        rank = f"Rank {waits.index(max(waits))} waits" if len(waits) > 1 else "The model waits"
+        return (
+            f"{rank} for data {share:.0%} of the time, {wait * 1e3:.3g} ms per batch. {REMEDY}"
+            if self._warned
+            else None
         )
-
-
-def remedy(trainer: Trainer) -> str:
-    """Return what to type against waiting for data."""
-    cpus = hardware.cpu_count() // max(1, trainer.num_devices)
-    datamodule = data_of(trainer)
-    loader: Any = datamodule if hasattr(datamodule, "num_workers") else trainer.train_dataloader
-    key = "data.num_workers" if loader is datamodule else "your DataLoader's num_workers"
-    workers = getattr(loader, "num_workers", 0)
-    more = min(2 * workers or 2, cpus)
-    if more > workers:
-        return f"Type {key}={more}: that many processes then prepare batches ahead."
-    return (
-        f"All {cpus} CPUs of a rank load data already ({key}={workers}): decode, resize or "
-        "tokenize samples once, store the result on a local disk and only read it while training."
-    )
 
 
 class Totals:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as L
@@ -13,7 +12,6 @@ import torch
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
-from lightning.pytorch.trainer.states import RunningStage
 from typing_extensions import override
 
 from armature.data.users_view import UsersTrainer
@@ -73,8 +71,6 @@ class LoggerConnector(_LoggerConnector):
         self.reserved: frozenset[str] = frozenset()
         self.epoch: Callable[[], float] | None = None
         self.step_values: set[str] = set()
-        # keys of values that only other ranks have logged in this epoch
-        self._of_others: list[str] = []
 
     @override
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
@@ -105,13 +101,11 @@ class LoggerConnector(_LoggerConnector):
     @override
     def epoch_end_reached(self) -> None:
         super().epoch_end_reached()
-        self._align()
         if self._reduces:
             self.metrics  # noqa: B018  all ranks compute them now: a hook on rank 0 may read them, as RichProgressBar
 
     @override
     def on_epoch_end(self) -> None:
-        self._align()  # what hooks have logged since
         results = self.trainer._results if self._reduces else None
         for metric in results.values() if results is not None else ():
             if not metric.is_tensor and metric.value._computed is None:  # a hook has updated it
@@ -124,24 +118,6 @@ class LoggerConnector(_LoggerConnector):
         return (
             trainer._results is not None and trainer.world_size > 1 and not trainer.sanity_checking
         )
-
-    def _align(self) -> None:
-        trainer, results = self._trainer, self.trainer._results
-        if self._reduces:
-            self._of_others += epoch_metrics.align(
-                results,
-                trainer.lightning_module,
-                reduce=trainer.strategy.reduce,
-                device=trainer.strategy.root_device,
-            )
-
-    @override
-    def reset_results(self) -> None:
-        super().reset_results()
-        for key in self._of_others:
-            if self.trainer._results is not None:
-                self.trainer._results.pop(key, None)
-        self._of_others = []
 
     def newest(self) -> dict[str, dict[str, Any]]:
         """Return what `trainer.logged_metrics` and `progress_bar_metrics` hold, without computing
@@ -178,14 +154,6 @@ class LoggerConnector(_LoggerConnector):
         for name in self.step_values & values.keys():
             self._callback_metrics[name] = torch.tensor(values[name])
 
-    @override
-    def on_batch_end(self) -> None:
-        results = self.trainer._results
-        if results:
-            super().on_batch_end()
-        elif results is not None:  # nothing was logged
-            results.batch = results.batch_size = None
-
 
 class Trainer(UsersTrainer):
     """Train as Lightning's Trainer does, with these differences:
@@ -199,8 +167,7 @@ class Trainer(UsersTrainer):
       and test; values of single batches of validation and test keep Lightning's count.
 
     Args:
-        max_global_batches, before_training, step_ended, validation_ended: see `EpochLoop` and
-            `FitLoop`.
+        max_global_batches: see `EpochLoop`.
         finds_files: whether `fit` without a checkpoint looks for one, as in Lightning: see
             `CheckpointConnector`.
         kwargs: Lightning's.
@@ -217,23 +184,14 @@ class Trainer(UsersTrainer):
         self,
         *args: Any,
         max_global_batches: int | None = None,
-        before_training: Iterable[Callable[[Trainer], None]] = (),
-        step_ended: Iterable[Callable[[Trainer], None]] = (),
-        validation_ended: Iterable[Callable[[Trainer], None]] = (),
         finds_files: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.failed = False
         limits = self.fit_loop  # fast_dev_run may have changed them
-        self.fit_loop: FitLoop = FitLoop(
-            self, limits, before_training=[partial(f, self) for f in before_training]
-        )
-        self.fit_loop.epoch_loop = EpochLoop(
-            self, limits, max_global_batches=max_global_batches,
-            step_ended=[partial(f, self) for f in step_ended],
-            validation_ended=[partial(f, self) for f in validation_ended],
-        )  # fmt: skip
+        self.fit_loop: FitLoop = FitLoop(self, limits)
+        self.fit_loop.epoch_loop = EpochLoop(self, limits, max_global_batches=max_global_batches)
         self._logger_connector: LoggerConnector = LoggerConnector(self)
         self._signal_connector = NoSignals()
         if not finds_files:
@@ -253,14 +211,6 @@ class Trainer(UsersTrainer):
             )  # fmt: skip
             return
         super().save_checkpoint(filepath, *args, **kwargs)
-
-    def _is_training(self) -> bool:
-        # asked several times per step, for which Lightning compares lower-case copies of the names
-        return (
-            self.state.stage is RunningStage.TRAINING or self.state.stage == RunningStage.TRAINING
-        )
-
-    training = property(_is_training, L.Trainer.training.fset)  # pyright: ignore[reportIncompatibleMethodOverride]
 
     @property
     @override
