@@ -124,7 +124,7 @@ def first_intact(checkpoints: list[Path], *, trust: bool = False) -> Path | None
             found = process_group.on_all_ranks(
                 lambda path=path: directory.checksum_problem(path, share=share)
             )
-            problem = next((text for text in found if text is not None), None)
+            problem = process_group.broadcast_object(next(filter(None, found), None))
         elif trust and directory.read_manifest(path) is None:
             return path
         if problem is None:
@@ -230,6 +230,7 @@ def read_tensors(checkpoint: Path, state: dict[str, Any], *, alone: bool = False
                 state,
                 storage_reader=_reader(checkpoint),
                 planner=_PlainValuePlanner(),
+                process_group=process_group.cpu_group(),
                 no_dist=no_dist,
             )
         except CheckpointException as error:

@@ -90,6 +90,7 @@ class CheckpointWriter:
                     tensors,
                     storage_writer=writer,
                     planner=storage.SavePlanner(keeps=self._plan),
+                    process_group=process_group.cpu_group(),
                     no_dist=not dist.is_initialized(),
                 )
             except CheckpointException as error:

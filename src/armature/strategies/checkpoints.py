@@ -182,14 +182,15 @@ class CheckpointMixin(LayoutMixin):
         if storage_options is None and self.saves_files and directory.is_named_as_file(path):
             self._save_file(path, checkpoint, meta, tensors | others.get(state.OTHER, {}))
             return
-        everyones = process_group.all_gather_object(self._own_facts(checkpoint, meta))
-        own, first = everyones[process_group.rank()], everyones[0]
+        own = self._own_facts(checkpoint, meta)
+        first_digests = process_group.broadcast_object(own["digests"])
+        everyones = process_group.gather_object(own)  # on rank 0, which writes meta.pt
         left_out = self.unchanged_base()
         tensors = {name: value for name, value in tensors.items() if name not in left_out}
         of_optimizers, whole = self._optimizer_entries(checkpoint)
         tensors |= self.extra_tensors() | of_optimizers
-        tensors |= of_ranks.entry(meta, own["digests"], first["digests"], layout=self.layout)
-        meta |= others | whole | self._merged(everyones)
+        tensors |= of_ranks.entry(meta, own["digests"], first_digests, layout=self.layout)
+        meta |= others | whole | (self._merged(everyones) if everyones else {})
         entries = {"step": completed_batches(self.module.trainer), "strategy": self.layout}
         entries |= {base.KEY: dict(self.base)} if self.base and self.frozen_base else {}
         (storage_options or CheckpointWriter()).save(path, tensors, meta, entries=entries)
@@ -215,6 +216,7 @@ class CheckpointMixin(LayoutMixin):
             "resized": buffers.resized(self.module, self.first_sizes),
             "groups": [saved.get("groups", []) for saved in checkpoint.get(state.OPTIMIZER, [])],
             "digests": of_ranks.digests(meta, callbacks) if self.world_size > 1 else {},
+            "random": self.random_state.current(),
         }
 
     def _merged(self, everyones: list[dict[str, Any]]) -> dict[str, Any]:
@@ -223,7 +225,7 @@ class CheckpointMixin(LayoutMixin):
         return {
             state.GROUPS: [optimizers.merge_groups([*of_ranks]) for of_ranks in groups],
             optimizers.CLASSES: [*map(optimizers.class_of, self.inner_optimizers())],
-            state.RANDOM: self.random_state.gather(self.layout),
+            state.RANDOM: {"layout": self.layout, "ranks": [each["random"] for each in everyones]},
             state.FLAGS: {k: v for facts in everyones for k, v in facts["flags"].items()},
             state.BUCKETS: [*self.bucket_order.names],
             buffers.RESIZED: sorted({name for facts in everyones for name in facts["resized"]}),

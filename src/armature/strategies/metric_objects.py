@@ -34,7 +34,7 @@ def combine_from(ranks: Sequence[int]) -> None:
     """
 
     def gather(value: Tensor, group: Any = None) -> list[Tensor]:
-        of_ranks = gather_all_tensors(value, group)
+        of_ranks = gather_all_tensors(value, group or process_group.group_for(value))
         return of_ranks if group is not None else [of_ranks[rank] for rank in ranks]
 
     def combine(
