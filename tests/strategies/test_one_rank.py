@@ -42,7 +42,6 @@ def test_objects_have_one_group_of_gloo_beside_nccl(monkeypatch):
     process_group.init(alone=True)
     try:
         assert process_group.cpu_group() is dist.group.WORLD
-        process_group._gloo_beside.cache_clear()
         monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")
         beside = process_group.cpu_group()
         assert beside is process_group.cpu_group() is not dist.group.WORLD

@@ -126,12 +126,14 @@ def cpu_group() -> dist.ProcessGroup | None:
     NCCL has no such tensors: the first call makes one group of gloo beside it, for all that the
     main thread sends. More would cost each rank connections to all others.
     """
-    return _gloo_beside(dist.group.WORLD) if dist.is_initialized() else None
+    if not dist.is_initialized():
+        return None
+    return _gloo_beside(dist.group.WORLD) if dist.get_backend() == "nccl" else dist.group.WORLD
 
 
 @cache
 def _gloo_beside(world: Any) -> Any:
-    return dist.new_group(backend="gloo") if dist.get_backend(world) == "nccl" else world
+    return dist.new_group(backend="gloo")
 
 
 def group_for(tensor: torch.Tensor) -> dist.ProcessGroup | None:
