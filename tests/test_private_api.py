@@ -258,6 +258,7 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("torch.optim.adam:Adam", "found_inf", None, "strategies/update_mask.py"),
     ("torch.optim.sgd:SGD", "found_inf", None, "strategies/update_mask.py"),
     ("torch.distributed.distributed_c10d", "default_pg_timeout", None, "parallel/process_group.py"),
+    ("torch.distributed.distributed_c10d", "_get_default_store", (), "parallel/process_group.py"),
     ("torch.distributed.device_mesh:DeviceMesh", "_flatten", None, "parallel/mesh.py"),
     ("torch.distributed.device_mesh:DeviceMesh", "_unflatten", None, "parallel/mesh.py"),
     ("torch.nn.modules.batchnorm", "_BatchNorm", None, "parallel/batchnorm.py"),

@@ -267,9 +267,15 @@ def _prepare(data: DataModule) -> None:
         return
     local = environment.local_rank() == 0
     chosen = local and (data.prepare_data_per_node or process_group.rank() == 0)
-    # a download may take longer than any collective of training
-    with process_group.patient_group() as group:
-        process_group.on_all_ranks(data.prepare_data if chosen else lambda: None, group=group)
+
+    def prepare() -> None:
+        try:
+            if chosen:
+                data.prepare_data()
+        finally:  # a download may take longer than any collective of training
+            process_group.patient_barrier()
+
+    process_group.on_all_ranks(prepare)
 
 
 def _number_classes(
@@ -484,12 +490,12 @@ def _init_group(cfg: DictConfig, *, later: float = 0) -> None:
     Args:
         later: additional seconds: a parent, or the ranks' own watch, can name the rank that hangs.
     """
-    environment.record_collectives()
     seconds = COLLECTIVE_SECONDS if cfg.launch.hang_timeout == "auto" else cfg.launch.hang_timeout
     process_group.init(
         backend=OmegaConf.select(cfg, "strategy.backend") or "auto",
         accelerator=cfg.trainer.accelerator,
         timeout=timedelta(seconds=seconds + later) if seconds is not None else None,
+        offloads=bool(OmegaConf.select(cfg, "strategy.cpu_offload")),
     )
 
 

@@ -10,12 +10,18 @@ from armature.training.stop import StopOnSignal, StoppedBySignal
 from benchmarks.parity.harness import on_ranks
 
 
-def stopped_at(signaled_at: int, decided_at: int, steps: int) -> tuple[int, str | None]:
+def stopped_at(
+    signaled_at: int, decided_at: int, steps: int, device: str = "cpu"
+) -> tuple[int, str | None]:
     """Return the step at which this rank stops, and why; only the last rank has a reason."""
+    import torch
     import torch.distributed as dist
 
     stop: Any = StopOnSignal()
-    trainer: Any = SimpleNamespace(should_stop=False)
+    vote = stop._vote  # gloo carries what a GPU's queue does
+    stop._vote = lambda *numbers, device: vote(*numbers)
+    strategy = SimpleNamespace(root_device=torch.device(device))
+    trainer: Any = SimpleNamespace(should_stop=False, strategy=strategy)
     last = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
     for step in range(1, steps + 1):
         if last and step == signaled_at:
@@ -35,7 +41,14 @@ def test_one_process_stops_after_the_step_that_it_is_in():
     assert stopped_at(0, 3, 5) == (3, None)
 
 
+def test_on_a_gpu_it_stops_one_step_later_as_several_do():
+    assert stopped_at(3, 0, 5, "cuda") == (4, "SIGTERM")
+    assert stopped_at(0, 3, 5, "cuda") == (4, None)
+
+
 @pytest.mark.slow
 def test_ranks_stop_together_after_the_same_step():
     assert on_ranks(stopped_at, 3, 0, 5, ranks=2) == [(3, "SIGTERM")] * 2
     assert on_ranks(stopped_at, 0, 3, 5, ranks=2) == [(3, None)] * 2
+    assert on_ranks(stopped_at, 3, 0, 5, "cuda", ranks=2) == [(4, "SIGTERM")] * 2
+    assert on_ranks(stopped_at, 0, 3, 5, "cuda", ranks=2) == [(4, None)] * 2

@@ -49,11 +49,12 @@ def parallelize(
 ) -> None:
     """Parallelize a decoder on CPUs, over the axes given and with `options(**changes)`."""
     sizes = dict.fromkeys(mesh.AXES, 1) | axes
-    positions = Positions(mesh.context_group(sizes)) if sizes["context"] > 1 else None
+    built, context = mesh.build(sizes, device_type="cpu"), sizes["context"]
+    positions = Positions(mesh.context_group(built, context=context)) if context > 1 else None
     apply.parallelize(
         model,
         plan,
-        mesh.build(sizes, device_type="cpu"),
+        built,
         options(**changes),
         device=torch.device("cpu"),
         prefix=prefix,

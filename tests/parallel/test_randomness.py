@@ -21,7 +21,7 @@ def test_a_save_before_the_first_batch_holds_the_rank_s_own_stream():
     state.begin(seed=1, stream=3)
     randomness.begin(seed=1, stream=randomness.OF_ALL_RANKS)
     torch.rand(2)
-    saved = state.gather("ddp")
+    saved = {"layout": "ddp", "ranks": [state.current()]}
     state.restore()
     expected = torch.rand(2), random.random()
     resumed = randomness.RankRandomState()
@@ -36,7 +36,7 @@ def test_a_save_while_training_holds_what_is_drawn_next():
     state.begin(seed=1, stream=3)
     state.restore()
     torch.rand(2)
-    saved = state.gather("ddp")
+    saved = {"layout": "ddp", "ranks": [state.current()]}
     assert torch.equal(saved["ranks"][0]["torch"], torch.get_rng_state())
 
 

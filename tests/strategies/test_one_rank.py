@@ -24,16 +24,32 @@ def joined(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("strategy", [DDP, DeepSpeed, MeshStrategy])
-def test_one_rank_on_a_gpu_has_a_backend_for_tensors_of_the_cpu(strategy, joined):
-    """The vote on stopping and checkpoints use it; Lightning would set up NCCL alone."""
-    made = strategy()
-    made.parallel_devices = [torch.device("cuda", 0)]
-    made.join_group()
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [(DDP(), "nccl"), (DeepSpeed(stage=1), "nccl"), (MeshStrategy(), "nccl"),
+     (MeshStrategy(cpu_offload=True), "cpu:gloo,cuda:nccl")],
+)  # fmt: skip
+def test_only_offloaded_weights_need_gloo_in_every_group_of_a_gpu(strategy, expected, joined):
+    strategy.parallel_devices = [torch.device("cuda", 0)]
+    strategy.join_group()
     [(backend, named)] = joined
-    assert backend == "cpu:gloo,cuda:nccl"
+    assert backend == expected
     assert (named["rank"], named["world_size"]) == (0, 1)
     assert named["device_id"] == torch.device("cuda", 0)
+
+
+def test_objects_have_one_group_of_gloo_beside_nccl(monkeypatch):
+    process_group.init(alone=True)
+    try:
+        assert process_group.cpu_group() is dist.group.WORLD
+        monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")
+        beside = process_group.cpu_group()
+        assert beside is process_group.cpu_group() is not dist.group.WORLD
+        assert process_group.group_for(torch.ones(1)) is beside
+        assert process_group.group_for(torch.ones(1, device="meta")) is dist.group.WORLD
+        assert process_group.broadcast_object("name") == "name"
+    finally:
+        process_group.destroy()
 
 
 def test_a_test_after_fit_makes_no_further_groups():
@@ -82,5 +98,6 @@ def test_one_rank_of_a_group_votes_alone(monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(dist, "all_reduce", None)
     vote = process_group.Vote()
-    assert vote(0, 7) == [0, 7]
+    assert vote(0, 7) == [0, 0]
+    assert vote.finish() == [0, 7]
     assert vote.finish() == []

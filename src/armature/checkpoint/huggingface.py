@@ -26,7 +26,7 @@ from armature.checkpoint import storage
 from armature.errors import ConfigError
 from armature.finetune import folder as folders
 from armature.finetune import nf4
-from armature.parallel import initialization
+from armature.parallel import initialization, process_group
 
 # elements of the unsharded matrices that are in memory in fp32 while they are read
 QUANTIZED_AT_ONCE = 64_000_000
@@ -149,7 +149,12 @@ def _names_in(model: nn.Module, found: folders.Weights) -> dict[str, str]:
 
 def _load(reader: _Reader, tensors: dict[str, Tensor], *, alone: bool) -> None:
     with storage.expect_single_process(), storage.one_line_errors():
-        dcp.load(dict(tensors), storage_reader=reader, no_dist=alone or not dist.is_initialized())
+        dcp.load(
+            dict(tensors),
+            storage_reader=reader,
+            process_group=process_group.cpu_group(),
+            no_dist=alone or not dist.is_initialized(),
+        )
 
 
 class _Reader(HuggingFaceStorageReader):

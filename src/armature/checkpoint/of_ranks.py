@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -59,21 +59,14 @@ def entries(meta: Mapping[str, Any], callbacks: Iterable[Callback]) -> dict[Plac
     return found | {(CALLBACKS, key): value for key, value in states if key in users}
 
 
-def gather(
-    own: Mapping[Place, Any], digests: Sequence[Mapping[Place, bytes]], *, layout: str
-) -> dict[str, Any]:
-    """Return on rank 0 what ranks save otherwise than it, under its name in the checkpoint.
+def digests(own: Mapping[Place, Any]) -> dict[Place, bytes]:
+    """Return what tells whether other ranks have saved the same."""
+    return {place: digest(value) for place, value in own.items()}
 
-    Called by all ranks.
 
-    Args:
-        own: this rank's `entries`.
-        digests: of all ranks' entries.
-    """
-    if all(each == digests[0] for each in digests):
-        return {}
-    other = {place: own[place] for place in own if digest(own[place]) != digests[0].get(place)}
-    return {KEY: {"layout": layout, "ranks": process_group.gather_object(other)}}
+def differing(own: Mapping[Place, Any], first: Mapping[Place, bytes]) -> dict[Place, Any]:
+    """Return the `entries` of a rank that are not those of rank 0, by rank 0's `digests`."""
+    return {place: value for place, value in own.items() if digest(value) != first.get(place)}
 
 
 def restore(meta: dict[str, Any], *, layout: str, fits: bool) -> None:

@@ -132,6 +132,7 @@ def read_tensors(checkpoint: Path, state: dict[str, Any], *, alone: bool = False
                 state,
                 storage_reader=_Reader(checkpoint),
                 planner=_PlainValuePlanner(),
+                process_group=process_group.cpu_group(),
                 no_dist=alone or not dist.is_initialized(),
             )
     except (pickle.UnpicklingError, EOFError) as error:

@@ -94,7 +94,7 @@ class CheckpointWriter:
         options: dict[str, Any] = {
             "storage_writer": _Writer(part, complete),
             "planner": _SavePlanner(keeps=self._plan),
-            "process_group": self._group,
+            "process_group": self._group or process_group.cpu_group(),
             "no_dist": not dist.is_initialized(),
         }
         with storage.expect_single_process(), storage.one_line_errors():

@@ -365,7 +365,7 @@ def measure_axes(cfg: DictConfig, device: torch.device) -> list[AxisGroup]:
     built = mesh.build(sizes, device_type=device.type)
     groups = {axis: built[axis].get_group() for axis in built.mesh_dim_names or ()}
     if sizes["context"] > 1:
-        groups["context"] = mesh.context_group(sizes)
+        groups["context"] = mesh.context_group(built, context=sizes["context"])
     return [
         _measure_axis(axis, device, group) for axis, group in groups.items() if group.size() > 1
     ]

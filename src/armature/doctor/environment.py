@@ -25,7 +25,9 @@ REQUIREMENTS = Path(__file__).parents[3] / "requirements.txt"
 SHM_PER_RANK = 256 * 2**20
 # bytes: a rank's imports take 0.7 GiB, a small model and its data the rest
 MEMORY_PER_RANK = 2 * 2**30
-MIN_OPEN_FILES = 4096
+# of loader workers, libraries and data; and rank 0's connections to each rank: gloo's of two
+# groups, and those of the store that each axis of a mesh opens
+OPEN_FILES, OPEN_FILES_PER_RANK = 1024, 16
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 GiB = 2**30
 
@@ -172,19 +174,21 @@ def shared_memory(cfg: DictConfig, folder: Path = Path("/dev/shm")) -> Iterator[
         yield ok(GROUP, f"{folder} has {free / GiB:.1f} GiB free.")
 
 
-def open_files(cfg: DictConfig, soft: int | None = None) -> Iterator[Finding]:
-    """Check the limit of open files: connections, loader workers' tensors and shards of data
-    count.
+def open_files(cfg: DictConfig, hard: int | None = None) -> Iterator[Finding]:
+    """Check the hard limit of open files, to which ranks raise their own: connections, loader
+    workers' tensors and shards of data count.
     """
     try:
         import resource
     except ImportError:  # Windows
         return
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if soft is None else soft
-    if 0 <= limit < MIN_OPEN_FILES:
-        what = f"A process may open {limit} files; many ranks or loader workers need more."
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1] if hard is None else hard
+    ranks = cfg.trainer.devices * cfg.trainer.num_nodes
+    needed = OPEN_FILES + OPEN_FILES_PER_RANK * ranks
+    if 0 <= limit < needed:
+        what = f"A process may open {limit} files; {ranks} ranks may need {needed}."
         yield warning(
-            GROUP, what, remedy="Type ulimit -n 65536 before the command, or in the batch script."
+            GROUP, what, remedy="Ask for a hard limit of 65536 (ulimit -Hn, LimitNOFILE)."
         )
     else:
         yield ok(GROUP, "The limit of open files is high enough.")

@@ -13,7 +13,8 @@ from Slurm's own.
     TORCHELASTIC_RESTART_COUNT     how often that agent has restarted the ranks
     TORCHELASTIC_ERROR_FILE        where a rank leaves its error for the agent
     TORCH_FR_BUFFER_SIZE           how many collectives torch's flight recorder keeps; set by us if
-                                   nobody has
+                                   nobody has, as is the next one
+    TORCH_GLOO_LAZY_INIT           1: gloo connects two ranks when they first communicate
 
 Set by the process that starts the ranks of this machine (`armature.launch`, `launcher.supervise`):
 
@@ -29,6 +30,7 @@ Set by the process that starts the ranks of this machine (`armature.launch`, `la
 import math
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -227,12 +229,26 @@ def types_again() -> bool:
     return is_restarted() or number("SLURM_RESTART_COUNT", 0) > 0
 
 
-def record_collectives() -> None:
-    """Let torch remember this process's last collectives, for the report about a hang.
+def prepare_collectives() -> None:
+    """Let torch remember this process's last collectives, for the report about a hang, and gloo
+    connect only ranks that communicate: each to each other are N² addresses in the store.
 
-    Call it before the first.
+    Call it before the process group is made.
     """
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED_COLLECTIVES)
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    raise_open_files()
+
+
+def raise_open_files() -> None:
+    """Let this process and its children open as many files as the system permits.
+
+    The connections of all ranks to the store end in one process.
+    """
+    if sys.platform == "linux":
+        own = psutil.Process()
+        hard = own.rlimit(psutil.RLIMIT_NOFILE)[1]
+        own.rlimit(psutil.RLIMIT_NOFILE, (hard, hard))
 
 
 def share_sources() -> None:

@@ -186,6 +186,7 @@ class _Attempts:
         self.started = 0  # attempts so far, those with a smaller micro-batch included
 
     def run(self) -> None:
+        environment.raise_open_files()
         launch = self.cfg.launch
         one_machine = not launch.rdzv_endpoint
         first: Failure | None = None  # first failure since the last new checkpoint

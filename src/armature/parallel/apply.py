@@ -108,9 +108,11 @@ def parallelize(
         imported: parameters that get their values from files afterwards, by the model's own names.
     """
     styles, hooks = tensor.match_styles(model, plan) if plan is not None else {}, _head_hooks(model)
-    pipe, parts, stages, unshard = mesh["pipe"], [model], None, None
+    pipe, tensor_axis = meshes.find_axis(mesh, "pipe"), meshes.find_axis(mesh, "tensor")
+    data_mesh = meshes.data_mesh(mesh)  # two axes: HSDP
+    parts, stages, unshard = [model], None, None
     # 1. pipeline split: each rank keeps the blocks and ends of its stages
-    if pipe.size() > 1:
+    if pipe is not None:
         assert plan is not None
         stages = pipeline.split(
             model, plan, rank=pipe.get_local_rank(), ranks=pipe.size(), schedule=options.schedule,
@@ -135,7 +137,7 @@ def parallelize(
     if (
         plan is not None
         and plan.experts is not None
-        and (options.expert > 1 or mesh["tensor"].size() > 1)
+        and (options.expert > 1 or tensor_axis is not None)
     ):
         # all ranks make the mesh's groups together, also those of a stage without experts
         spread = (
@@ -143,22 +145,17 @@ def parallelize(
             if expert_ranks is None
             else expert_ranks
         )
-        loss_ranks, arguments = (
-            mesh["replicate"].size() * mesh["shard"].size(),
-            sharding_arguments(options),
-        )
+        arguments = sharding_arguments(options)
         for holder in experts.find(model, plan.experts):
-            experts.shard(holder, spread, loss_ranks=loss_ranks, **arguments)
+            experts.shard(holder, spread, loss_ranks=data_mesh.size(), **arguments)
     # 3. tensor: matrices, the vocabulary and its loss
-    if mesh["tensor"].size() > 1:
+    if tensor_axis is not None:
         sequence_parallel = (
             options.sequence_parallel and plan is not None and plan.sequence is not None
         )
-        tensor.shard_modules(
-            model, styles, mesh=mesh["tensor"], sequence_parallel=sequence_parallel
-        )
+        tensor.shard_modules(model, styles, mesh=tensor_axis, sequence_parallel=sequence_parallel)
         if "logits" in styles.values():
-            unshard = tensor.shard_loss(model, mesh=mesh["tensor"])
+            unshard = tensor.shard_loss(model, mesh=tensor_axis)
             for part in parts:
                 part.__dict__["loss"] = model.loss
     # 4. float8, 5. activation checkpointing, 6. compile
@@ -168,8 +165,6 @@ def parallelize(
     if options.compile == "block":
         blocks.compile_forward(repeated, mode=options.compile_mode)
     # 7. shard: units of blocks, and one unit for each end
-    # two axes: HSDP
-    data_mesh = mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
     # FSDP2 moves offloaded weights to the GPU, of one rank as well
     if data_mesh.size() > 1 or options.cpu_offload:
         if plan is None and data_mesh.size() > 1:
@@ -195,7 +190,7 @@ def parallelize(
         model, seed=options.seed, names=meta_names.difference(imported), prefix=prefix
     )
     # 10. pipeline schedule
-    if stages is None:
+    if stages is None or pipe is None:
         if unshard is not None:
             tensor.gather_outputs(model, unshard)
         return ParallelizedModel(parts=parts)
@@ -208,7 +203,7 @@ def parallelize(
         microbatches=options.microbatches,
         unshard_outputs=unshard or torch.clone,
         positions=positions,
-        data_group=meshes.data_group(mesh) if data_mesh.size() > 1 else None,
+        data_ranks=data_mesh.size(),
     )
     pipeline.install_runner(model, runner)
     share = bubble_share(options.schedule, ranks=pipe.size(), microbatches=options.microbatches)

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from armature.errors import ConfigError
 from armature.models.permutation import permute
+from armature.parallel import mesh as meshes
 
 
 def find(model: nn.Module, pattern: str) -> list[nn.Module]:
@@ -55,7 +56,7 @@ def shard(experts: nn.Module, mesh: DeviceMesh, *, loss_ranks: int, **arguments:
     _exchange_rows(experts, axis)
     # each rank's experts, or a part of each
     dim = 0 if count % (axis.size() * rest.size()) == 0 else 1
-    data_mesh = mesh["replicate", "rest"] if mesh["replicate"].size() > 1 else rest
+    data_mesh = meshes.data_mesh(mesh, shard="rest")
     fully_shard(experts, mesh=data_mesh, shard_placement_fn=lambda _: Shard(dim), **arguments)
     assert isinstance(experts, FSDPModule)
     experts.set_gradient_divide_factor(float(loss_ranks))

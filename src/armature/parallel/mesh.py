@@ -67,10 +67,10 @@ def shards_sequence(option: bool | str, *, device: str, expert: int = 1) -> bool
 
 
 def build(sizes: Mapping[str, int], *, device_type: str) -> DeviceMesh:
-    """Return the mesh pipe × replicate × shard × tensor, whose axis "shard" is the ranks that shard
-    weights.
+    """Return the mesh pipe × replicate × shard × tensor, of shard and of axes with several ranks.
 
-    Those are the ranks of the axes shard and context together: ranks that share samples have the
+    Each axis costs connections and a communicator, also of one rank. "shard" is the ranks that
+    shard weights, those of the axes shard and context together: ranks that share samples have the
     same weights too.
     """
     from torch.distributed.device_mesh import init_device_mesh
@@ -79,26 +79,21 @@ def build(sizes: Mapping[str, int], *, device_type: str) -> DeviceMesh:
     # users cannot change
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     ranks = {**sizes, "shard": sizes["shard"] * sizes["context"]}
-    names = tuple(axis for axis in AXES if axis != "context")
+    unused = {axis for axis in AXES if axis != "shard" and ranks[axis] == 1}
+    names = tuple(axis for axis in AXES if axis not in unused | {"context"})
     return init_device_mesh(device_type, tuple(ranks[axis] for axis in names), mesh_dim_names=names)
 
 
-def context_group(sizes: Mapping[str, int]) -> dist.ProcessGroup:
-    """Return the group of ranks that share this rank's samples, in the order of their positions."""
-    import torch.distributed as dist
+def find_axis(mesh: DeviceMesh, axis: str) -> DeviceMesh | None:
+    """Return this rank's part of an axis, or None for one of a single rank, which has no group."""
+    return mesh[axis] if axis in (mesh.mesh_dim_names or ()) else None
 
-    context, tensor = sizes["context"], sizes["tensor"]
-    block = context * tensor
-    starts = (
-        first + place
-        for first in range(0, math.prod(sizes.values()), block)
-        for place in range(tensor)
-    )
-    group, _ = dist.new_subgroups_by_enumeration(
-        [[*range(start, start + block, tensor)] for start in starts]
-    )
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+
+def context_group(mesh: DeviceMesh, *, context: int) -> dist.ProcessGroup:
+    """Return the group of ranks that share this rank's samples, in the order of their positions."""
+    shard = mesh["shard"]
+    shape = (shard.size() // context, context)
+    return shard._unflatten(0, shape, ("samples", "context"))["context"].get_group()
 
 
 def expert_mesh(mesh: DeviceMesh, *, expert: int) -> DeviceMesh:
@@ -107,9 +102,11 @@ def expert_mesh(mesh: DeviceMesh, *, expert: int) -> DeviceMesh:
 
     `expert` and `rest`, which shards each expert's weights, are all ranks of a replica of a stage.
     """
-    pipe, replicate = mesh["pipe"].size(), mesh["replicate"].size()
-    shape = (pipe, replicate, mesh.size() // (pipe * replicate * expert), expert)
-    return mesh._flatten("world")._unflatten(0, shape, ("pipe", "replicate", "rest", "expert"))
+    kept = [axis for axis in ("pipe", "replicate") if find_axis(mesh, axis) is not None]
+    sizes = {axis: mesh[axis].size() for axis in kept}
+    sizes["rest"] = mesh.size() // (math.prod(sizes.values()) * expert)
+    sizes["expert"] = expert
+    return _as_one_axis(mesh, "world")._unflatten(0, (*sizes.values(),), (*sizes,))
 
 
 def expert_problem(expert: int, sizes: Mapping[str, int]) -> str | None:
@@ -127,8 +124,19 @@ def expert_problem(expert: int, sizes: Mapping[str, int]) -> str | None:
     )
 
 
+def data_mesh(mesh: DeviceMesh, *, shard: str = "shard") -> DeviceMesh:
+    """Return the ranks with the same stage and part of the tensor axis: those that replicate, if
+    there are any, × those that shard.
+    """
+    return mesh[shard] if find_axis(mesh, "replicate") is None else mesh["replicate", shard]
+
+
 def data_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return the group of ranks with different samples or positions and the same stage and part of
     the tensor axis.
     """
-    return mesh["replicate", "shard"]._flatten("data").get_group()
+    return _as_one_axis(data_mesh(mesh), "data").get_group()
+
+
+def _as_one_axis(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    return mesh if mesh.ndim == 1 else mesh._flatten(name)

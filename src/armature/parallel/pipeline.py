@@ -22,7 +22,7 @@ from torch.distributed import pipelining
 from armature.errors import ConfigError
 from armature.models.loss import IGNORED
 from armature.models.plan import Plan
-from armature.parallel import randomness
+from armature.parallel import process_group, randomness
 from armature.parallel.context import Positions
 from armature.parallel.scheduled_loss import ScheduledLoss, without_gradients
 from armature.parallel.split import (
@@ -182,8 +182,7 @@ class Runner:
     # all-gathers the last stage's outputs if the tensor axis shards them
     unshard_outputs: Callable[[Tensor], Tensor]
     positions: Positions | None = None  # this rank's on the context axis
-    # ranks with other samples that shard this stage's weights
-    data_group: dist.ProcessGroup | None = None
+    data_ranks: int = 1
     # None: each batch's loss is the mean over its own targets
     target_weights: TargetWeights | None = None
     # returns fp16's factor of the loss, 0-dim, or None
@@ -313,11 +312,7 @@ class Runner:
         answer travels in the CPU's memory, so that nobody waits for a GPU.
         """
         is_new = (inputs.shape, inputs.dtype) not in self.schedules
-        if self.data_group is None:
-            return is_new
-        anywhere = torch.tensor(int(is_new), device="cpu")
-        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=self.data_group)
-        return is_new or bool(anywhere)
+        return process_group.all_max(int(is_new)) == [1] if self.data_ranks > 1 else is_new
 
     def _schedule(self, inputs: Tensor, *, is_new: bool) -> Any:
         """Return the schedule for inputs of this shape: the first step fixes the shapes that stages

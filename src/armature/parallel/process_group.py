@@ -4,19 +4,22 @@ sets.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import math
+import pickle
+import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from torch import nn
 
 from armature.launcher import environment
 
 T = TypeVar("T")
-PATIENCE = timedelta(weeks=1)
 
 
 class RankEnvironment(ClusterEnvironment):
@@ -70,23 +73,26 @@ def init(
     timeout: timedelta | None = None,
     store: Any = None,
     alone: bool = False,
+    offloads: bool = False,
 ) -> None:
     """Join the default process group, unless the group exists already, or there is only one process
     and not `alone`.
 
-    `auto` is gloo on CPU and NCCL on GPU. On a GPU, gloo is set up for CPU tensors too: checkpoints
-    and objects use it.
+    `auto` is gloo on CPU and NCCL on GPU, beside which `cpu_group` is made. `offloads`: weights lie
+    in the CPU's memory, so that each group of a GPU has gloo too.
     The timeout is that of a collective, in this group and in all groups that are created later;
     None: torch's. `store` is where the ranks meet; None: where the launcher's variables say.
     """
     if dist.is_initialized() or (environment.world_size() == 1 and not alone):
         return
+    environment.prepare_collectives()
     on_gpu = accelerator in ("gpu", "cuda")
     device = torch.device("cuda", environment.local_rank()) if on_gpu else None
     if device is not None:
         torch.cuda.set_device(device)
-    both = "cpu:gloo,cuda:nccl"
-    backend = {"auto": both if on_gpu else "gloo", "nccl": both}.get(backend, backend)
+    backend = {"auto": "nccl" if on_gpu else "gloo"}.get(backend, backend)
+    if backend == "nccl" and offloads:
+        backend = "cpu:gloo,cuda:nccl"
     # for the groups that a mesh or DeepSpeed creates later: they do not inherit this timeout
     if timeout is not None:
         for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
@@ -97,6 +103,7 @@ def init(
     dist.init_process_group(
         backend, timeout=timeout, device_id=device if "nccl" in backend else None, **meeting_point
     )
+    cpu_group()  # all ranks make it together
 
 
 def _meeting_point(store: Any) -> dict[str, Any]:
@@ -113,12 +120,33 @@ def _meeting_point(store: Any) -> dict[str, Any]:
     return {"store": store, "rank": environment.rank(), "world_size": size}
 
 
-def broadcast_object(obj: T, *, source: int = 0) -> T:
+def cpu_group() -> dist.ProcessGroup | None:
+    """Return the group of all ranks for objects and tensors in the CPU's memory, None without one.
+
+    NCCL has no such tensors: the first call makes one group of gloo beside it, for all that the
+    main thread sends. More would cost each rank connections to all others.
+    """
+    if not dist.is_initialized():
+        return None
+    return _gloo_beside(dist.group.WORLD) if dist.get_backend() == "nccl" else dist.group.WORLD
+
+
+@cache
+def _gloo_beside(world: Any) -> Any:
+    return dist.new_group(backend="gloo")
+
+
+def group_for(tensor: torch.Tensor) -> dist.ProcessGroup | None:
+    """Return the group of all ranks that sends a tensor from where it lies."""
+    return cpu_group() if tensor.device.type == "cpu" else dist.group.WORLD
+
+
+def broadcast_object(obj: T, *, source: int = 0, group: dist.ProcessGroup | None = None) -> T:
     """Return rank `source`'s plain object on every rank."""
     if not dist.is_initialized():
         return obj
     box = [obj]
-    dist.broadcast_object_list(box, src=source)
+    dist.broadcast_object_list(box, src=source, group=group or cpu_group())
     return box[0]
 
 
@@ -127,60 +155,67 @@ def all_gather_object(obj: T, *, group: dist.ProcessGroup | None = None) -> list
     if not dist.is_initialized():
         return [obj]
     gathered: list[T] = [obj] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, obj, group=group)
+    dist.all_gather_object(gathered, obj, group=group or cpu_group())
     return gathered
 
 
-def gather_object(obj: T) -> list[T]:
+def gather_object(obj: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return every rank's plain object, in order of ranks, on rank 0; nothing elsewhere.
 
-    Called by all ranks.
+    Called by all ranks. torch's function gathers the sizes on all ranks: N² messages.
     """
     if not dist.is_initialized():
         return [obj]
-    gathered: list[T] | None = [obj] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(obj, gathered)
-    return gathered or []
+    group = group or cpu_group()
+    own = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+    size = torch.tensor(len(own))
+    dist.all_reduce(size, op=dist.ReduceOp.MAX, group=group)
+    sent = nn.functional.pad(own, (0, int(size) - len(own)))
+    pieces = [torch.empty_like(sent) for _ in range(ranks() if rank() == 0 else 0)]
+    dist.gather(sent, pieces or None, group=group)
+    return [pickle.loads(piece.numpy().tobytes()) for piece in pieces]
 
 
-@contextmanager
-def patient_group() -> Iterator[dist.ProcessGroup | None]:
-    """Yield a group of all ranks for a collective that may take hours, since one of them works
-    alone meanwhile.
+def barrier() -> None:
+    """Wait until all ranks have called this."""
+    if ranks() > 1:
+        dist.barrier(group=cpu_group())
+
+
+def patient_barrier() -> None:
+    """Wait until all ranks have called this, for hours if one of them works alone meanwhile.
+
+    The ranks count themselves where they have met: every collective has a timeout.
     """
-    group: Any = dist.new_group(backend="gloo", timeout=PATIENCE) if dist.is_initialized() else None  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield group
-    finally:
-        if group is not None:
-            dist.destroy_process_group(group)
+    if ranks() == 1:
+        return
+    store, key = dist.distributed_c10d._get_default_store(), "armature/patient_barrier"
+    expected = math.ceil(store.add(key, 1) / ranks()) * ranks()
+    while store.add(key, 0) < expected:
+        time.sleep(ranks() / 1000)  # rank 0's process answers all of them
 
 
 def all_sum(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of a tensor over all ranks, on every rank; it replaces the tensor's values."""
     if dist.is_initialized():
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, group=group_for(tensor))
     return tensor
 
 
 def on_all_ranks(work: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return every rank's result of `work`, in order of ranks.
+    """Return every rank's result of `work`, in order of ranks, on rank 0; nothing elsewhere.
 
     An error of one rank is raised on all ranks.
     """
-    result, error = None, None
-    try:
-        result = work()
-    except Exception as caught:
-        error = caught
-    message = None if error is None else f"{type(error).__name__}: {error}"
-    gathered = all_gather_object((message, result), group=group)
+    result, error = _attempt(work)
+    of_ranks = gather_object((_describe(error), result), group=group)
+    problem = next((f"rank {n} failed: {m}" for n, (m, _) in enumerate(of_ranks) if m), None)
+    problem = broadcast_object(problem, group=group)
     if error is not None:
         raise error
-    for other, (message, _) in enumerate(gathered):
-        if message is not None:
-            raise OSError(f"rank {other} failed: {message}")
-    return [result for _, result in gathered]  # pyright: ignore[reportReturnType]
+    if problem is not None:
+        raise OSError(problem)
+    return [result for _, result in of_ranks]  # pyright: ignore[reportReturnType]
 
 
 def on_rank_0(work: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
@@ -188,7 +223,24 @@ def on_rank_0(work: Callable[[], T], *, group: dist.ProcessGroup | None = None) 
 
     An error is raised on all ranks.
     """
-    return on_all_ranks(lambda: work() if rank() == 0 else None, group=group)[0]  # pyright: ignore[reportReturnType]
+    result, error = _attempt(work) if rank() == 0 else (None, None)
+    message, result = broadcast_object((_describe(error), result), group=group)
+    if error is not None:
+        raise error
+    if message is not None:
+        raise OSError(f"rank 0 failed: {message}")
+    return result  # pyright: ignore[reportReturnType]
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
+
+
+def _describe(error: Exception | None) -> str | None:
+    return None if error is None else f"{type(error).__name__}: {error}"
 
 
 def rank() -> int:
@@ -204,7 +256,7 @@ def all_max(*numbers: int) -> list[int]:
     if ranks() == 1:
         return [*numbers]
     box = torch.tensor(numbers)
-    dist.all_reduce(box, op=dist.ReduceOp.MAX)
+    dist.all_reduce(box, op=dist.ReduceOp.MAX, group=cpu_group())
     return box.tolist()
 
 
@@ -212,24 +264,28 @@ class Vote:
     """The maximum over all ranks of several numbers, one call late, so that no rank waits for the
     others.
 
-    All ranks must call it equally often. The CPUs communicate, on GPUs too: no rank waits for its
-    device's queue.
+    All ranks must call it equally often. On a GPU the numbers travel between the step's own
+    collectives, and are read when the device has come so far: no rank waits for its device's queue.
     """
 
     def __init__(self) -> None:
-        self._pending: tuple[torch.Tensor, dist.Work] | None = None
+        self._pending: tuple[torch.Tensor, Callable[[], Any]] | None = None
 
-    def __call__(self, *numbers: int) -> list[int]:
-        """Submit this call's numbers and return the maximum of the previous call's; a single
-        process gets its own.
-        """
-        if ranks() == 1:  # a strategy of several may have a group of one
-            return [*numbers]
+    def __call__(self, *numbers: int, device: torch.device | None = None) -> list[int]:
+        """Submit this call's numbers and return the maximum of the previous call's, 0 at first."""
         result = self.finish() or [0] * len(numbers)
-        box = torch.tensor(numbers)
-        work = dist.all_reduce(box, op=dist.ReduceOp.MAX, async_op=True)
-        assert work is not None
-        self._pending = box, work
+        box, on_gpu = torch.tensor(numbers), device is not None and device.type == "cuda"
+        box = box.pin_memory().to(device, non_blocking=True) if on_gpu else box
+        work: Any = None
+        if ranks() > 1:
+            work = dist.all_reduce(box, op=dist.ReduceOp.MAX, group=group_for(box), async_op=True)
+        wait = work.wait if work is not None else lambda: None
+        if on_gpu:
+            wait()  # the device's queue, not this thread
+            box, arrived = box.to("cpu", non_blocking=True), torch.cuda.Event()
+            arrived.record()
+            wait = arrived.synchronize
+        self._pending = box, wait
         return result
 
     def finish(self) -> list[int]:
@@ -239,9 +295,8 @@ class Vote:
         """
         if self._pending is None:
             return []
-        box, work = self._pending
-        self._pending = None
-        work.wait()
+        (box, wait), self._pending = self._pending, None
+        wait()
         return box.tolist()
 
 
@@ -256,4 +311,5 @@ def destroy() -> None:
     A rank that exits without this may abort, which an elastic agent takes for a failure.
     """
     if dist.is_initialized():
+        _gloo_beside.cache_clear()
         dist.destroy_process_group()

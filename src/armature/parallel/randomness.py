@@ -106,13 +106,9 @@ class RankRandomState:
             restore(self._held)
             self._held, self._begins = None, False
 
-    def gather(self, layout: str) -> dict[str, Any]:
-        """Return the states of all ranks, for a checkpoint: those held, before the first batch.
-
-        Called by all ranks.
-        """
-        own = self._held if self._begins else capture()
-        return {"layout": layout, "ranks": process_group.all_gather_object(own)}
+    def current(self) -> dict[str, Any]:
+        """Return this rank's state for a checkpoint: before the first batch, the one held."""
+        return self._held if self._begins and self._held is not None else capture()
 
     def load(
         self, saved: dict[str, Any] | None, *, layout: str, seed: int, stream: int, step: int

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -128,11 +129,18 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
     def join_group(self) -> None:
         """Join the process group if the worker has not: one rank.
 
-        Lightning's own group has no backend for CPU tensors on a GPU, which votes and checkpoints
-        need.
+        Lightning's own has none beside it for objects on a GPU, which votes and checkpoints need.
         """
-        backend = getattr(self, "process_group_backend", None) or "auto"
-        process_group.init(backend, self.root_device.type, alone=True)
+        backend, offloads = getattr(self, "process_group_backend", None), self.fetches_weights
+        process_group.init(backend or "auto", self.root_device.type, alone=True, offloads=offloads)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        process_group.barrier()
+
+    @override
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        return process_group.broadcast_object(obj, source=src)
 
     @override
     def setup_environment(self) -> None:
@@ -336,7 +344,8 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         # samples that way
         if isinstance(tensor, Tensor) and not tensor.is_floating_point() and op in ("mean", "avg"):
             tensor = tensor.float()
-        reduced = super().reduce(tensor, group, reduce_op)
+        own = group or (process_group.group_for(tensor) if isinstance(tensor, Tensor) else None)
+        reduced = super().reduce(tensor, own, reduce_op)
         copies = self.world_size // self.data_size
         sums = group in (None, dist.group.WORLD) and op in (None, "sum", dist.ReduceOp.SUM)
         if (

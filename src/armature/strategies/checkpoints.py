@@ -208,35 +208,39 @@ class CheckpointMixin(LayoutMixin):
         return found
 
     def _entries(self, checkpoint: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
-        """Return our entries of meta.pt, from what all ranks know of the modules that they have,
-        and from what their hooks save.
+        """Return our entries of meta.pt on rank 0, which writes it, and nothing elsewhere: what all
+        ranks know of the modules that they have, and what their hooks save otherwise than rank 0's.
         """
         saved, flags = checkpoint.get(state.OPTIMIZER, ()), state.flags(self.module)
         callbacks = self.module.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         own = of_ranks.entries(meta, callbacks) if self.world_size > 1 else {}
-        everyones = process_group.all_gather_object(
+        first = process_group.broadcast_object(of_ranks.digests(own))
+        everyones = process_group.gather_object(
             {
                 "flags": {k: v for k, v in flags.items() if self.first_flags.get(k, v) != v},
                 "resized": state.resized_buffers(self.module, self.first_sizes),
                 "groups": [each.get("groups", []) for each in saved],
-                "digests": {place: of_ranks.digest(value) for place, value in own.items()},
+                "random": self.random_state.current(),
+                "other": of_ranks.differing(own, first),
             }
         )
+        if not everyones:
+            return {}
         whole = {
             f"{optimizers.WHOLE}.{index}": each["whole"]
             for index, each in enumerate(saved)
             if "whole" in each
         }
         groups = zip(*(facts["groups"] for facts in everyones), strict=True)
-        digests = [facts["digests"] for facts in everyones]
+        others = [facts["other"] for facts in everyones]
         return {
             state.GROUPS: [optimizers.merge_groups([*each]) for each in groups],
             optimizers.CLASSES: [*map(optimizers.class_of, self.inner_optimizers())],
-            state.RANDOM: self.random_state.gather(self.layout),
+            state.RANDOM: {"layout": self.layout, "ranks": [each["random"] for each in everyones]},
             state.FLAGS: {k: v for facts in everyones for k, v in facts["flags"].items()},
             state.BUCKETS: [*self.bucket_order.names],
             state.RESIZED: sorted({name for facts in everyones for name in facts["resized"]}),
-            **of_ranks.gather(own, digests, layout=self.layout),
+            **({of_ranks.KEY: {"layout": self.layout, "ranks": others}} if any(others) else {}),
             **plain.plain_checkpoint(whole),
         }
 

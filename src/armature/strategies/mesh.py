@@ -150,14 +150,17 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         if self._device_mesh is None:
             self._device_mesh = mesh.build(self.sizes, device_type=self.root_device.type)
             self.positions = (
-                Positions(mesh.context_group(self.sizes)) if self.sizes["context"] > 1 else None
+                Positions(mesh.context_group(self._device_mesh, context=self.sizes["context"]))
+                if self.sizes["context"] > 1
+                else None
             )
             if expert > 1:
                 self.expert_ranks = mesh.expert_mesh(self._device_mesh, expert=expert)
         self.module._device_mesh = self._device_mesh
 
     def _rank_on(self, axis: str) -> int:
-        return self.device_mesh[axis].get_local_rank()
+        found = mesh.find_axis(self.device_mesh, axis)
+        return 0 if found is None else found.get_local_rank()
 
     @property
     @override
@@ -173,15 +176,9 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
     @property
     @override
     def sample_ranks(self) -> list[int]:
-        # "shard" is the mesh's axis of both
-        context, tensor = (self.sizes["context"], self._rank_on("tensor"))
-        return (
-            self.device_mesh.mesh[
-                self.stage, :, self._rank_on("shard") % context :: context, tensor
-            ]
-            .flatten()
-            .tolist()
-        )
+        ranks = self.device_mesh.mesh.reshape([self.sizes[axis] for axis in mesh.AXES])
+        context = self._rank_on("shard") % self.sizes["context"]  # the mesh's axis is of both
+        return ranks[self.stage, :, :, context, self._rank_on("tensor")].flatten().tolist()
 
     @property
     @override

@@ -48,6 +48,7 @@ class StopOnSignal(RunHooks, Callback):
         self._previous: dict[int, Any] = {}
         self._seconds_before = 0.0  # training time of earlier processes of this run
         self._started: float | None = None
+        self._vote, self._agreed = process_group.Vote(), False
 
     def install(self) -> None:
         """Install the handlers.
@@ -101,9 +102,16 @@ class StopOnSignal(RunHooks, Callback):
     def step_ended(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Stop if a rank wants to. Called by all ranks, equally often.
 
-        Not through trainer.should_stop, after which Lightning would validate first.
+        Not through trainer.should_stop, after which Lightning would validate first. On GPUs both
+        wishes are read one step late, with one process as with many: the host runs ahead.
         """
-        if self.received is None:
+        device = trainer.strategy.root_device
+        if self.received is None and device.type == "cuda":
+            wishes = self._own_reason(), int(trainer.should_stop)
+            reason, stops = self._vote(*wishes, device=device)
+            trainer.should_stop = self._agreed = bool(stops or (self._agreed and wishes[1]))
+            self.received = REASONS[reason] or None
+        elif self.received is None:
             self.received = REASONS[agree(trainer, self._own_reason())] or None
         if self.received is not None:
             raise StoppedBySignal(self.received)
