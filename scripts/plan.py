@@ -27,9 +27,9 @@ from armature.data import batching
 from armature.errors import ConfigError
 from armature.finetune import check as pretrained
 from armature.layout import Layout
-from armature.planner import devices, layouts, ranking, refine, text
-from armature.planner.setup import cost_of, setup_of
-from armature.simulation import settings
+from armature.planning import devices, layouts, ranking, refine, text
+from armature.planning.setup import cost_of, setup_of
+from armature.planning.simulation import settings
 from armature.training.limits import prefer_typed
 from armature.validation import checks
 

@@ -20,7 +20,7 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 SHIPPED = (
     reference.shown()
 )  # a clone's own files have tests of their own: scripts/new.py writes one
-FILES = sorted(  # the files of hardware/ are no part of a run: tests/planner/ reads them
+FILES = sorted(  # the files of hardware/ are no part of a run: tests/planning/ reads them
     str(path.relative_to(CONFIGS).with_suffix(""))
     for path in SHIPPED
     if path.parent.name != "hardware"
@@ -156,7 +156,7 @@ def compose_once(name: str) -> DictConfig:
     devices = (
         ["trainer.devices=2"] if group == "strategy" and option not in ("single", "auto") else []
     )
-    # strategy=auto refuses what this machine cannot hold; its choices are tested in tests/planner
+    # strategy=auto refuses what this machine cannot hold; its choices are tested in tests/planning
     extra = [
         *EXTRA.get(name, devices),
         *(["strategy=single"] if group in ("model", "experiment") else []),
