@@ -142,7 +142,7 @@ def plan(arguments: argparse.Namespace, typed: list[str]) -> None:
     if chosen and (slower := device.slow_in_fp32):
         print(slower)
     print()
-    print("\n".join(text.report(runs, refused, device, typed=kept, units=units, unit=cost.unit)))
+    print("\n".join(text.report(runs, refused, typed=kept, units=units, unit=cost.unit)))
     adapters = ranking.with_adapters(cfg, device, runs, fixed=fixed)
     print(
         *text.adapted(adapters, typed=kept, unit=cost.unit), sep="\n", end="\n" if adapters else ""

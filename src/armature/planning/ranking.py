@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from armature.data import batching
 from armature.errors import ConfigError
 from armature.finetune.check import LORA
-from armature.layout import STRATEGIES, Layout
+from armature.layout import Layout
 from armature.planning import layouts, memory, seconds
 from armature.planning.auto import HEADROOM, WIDE_BLOCK
 from armature.planning.devices import Device
@@ -38,7 +38,6 @@ class Candidate:
         refused: why it cannot run at all, or None; the other predictions are then of no use.
         words: what to type for it, beside the user's own overrides.
         simulated: whether peak and seconds are the simulator's, else the formulas'.
-        cfg: the run under this layout, of which remedies are checked; None: they are not.
     """
 
     choice: Choice
@@ -51,7 +50,6 @@ class Candidate:
     words: str
     refused: str | None = None
     simulated: bool = False
-    cfg: DictConfig | None = None
 
     @property
     def fits(self) -> bool:
@@ -212,7 +210,7 @@ def _best(
     ]
     best = min(candidates, key=_variant_order)
     refusals = layouts.refusals(cfg)
-    return replace(best, refused=refusals[0] if refusals else None, cfg=cfg)
+    return replace(best, refused=refusals[0] if refusals else None)
 
 
 def _variant_order(each: Candidate) -> tuple[int, float, float, float]:
@@ -275,106 +273,6 @@ def _words(
     if num_nodes > 1:
         words.append(f"trainer.num_nodes={num_nodes} launch.rdzv_endpoint=HOST:PORT")
     return " ".join(words)
-
-
-# ---------------------------------------------------------------- what would help
-def remedies(each: Candidate, device: Device) -> dict[str, float]:
-    """Return what would make a layout fit, with the bytes that it would then need; empty if nothing
-    of these does.
-
-    What contains another remedy is left out.
-    """
-    found: dict[str, float] = {}
-    for words, changed in _smaller(each.setup, devices=each.devices):
-        if found and "strategy.tensor=" in words:  # the others change less
-            continue
-        contains = any(
-            set(shorter.split()) - {"instead"} <= set(words.split()) for shorter in found
-        )
-        if contains:
-            continue
-        needed = memory.peak(changed).total_bytes
-        if needed <= device.memory_bytes and not _refused(each.cfg, changed):
-            found[words] = needed
-    return found
-
-
-def _refused(cfg: DictConfig | None, setup: Setup) -> bool:
-    """Return whether the run cannot be as `setup` says.
-
-    For DeepSpeed, `text` names the optimizer that it needs.
-    """
-    if cfg is None or setup.kind != "mesh":
-        return False
-    changed = cfg.copy()
-    options = {
-        **setup.axes,
-        "expert": setup.expert,
-        "cpu_offload": setup.offload,
-        "microbatches": setup.microbatches,
-    }
-    options |= {"activation_checkpointing": setup.recompute, "_target_": STRATEGIES["mesh"]}
-    changed.strategy = {**cfg.strategy, **options}
-    changed.data.micro_batch_size = setup.micro
-    return bool(layouts.refusals(changed))
-
-
-def _smaller(setup: Setup, *, devices: int) -> Iterator[tuple[str, Setup]]:
-    if setup.recompute != "every":
-        yield "strategy.activation_checkpointing=every", setup.with_(recompute="every")
-    if setup.micro > 1 and setup.axes["pipe"] == 1:
-        smaller = setup.with_(micro=1, accumulate=setup.accumulate * setup.micro)
-        yield "data.micro_batch_size=1", smaller
-        if setup.recompute != "every":
-            words = "data.micro_batch_size=1 strategy.activation_checkpointing=every"
-            yield words, smaller.with_(recompute="every")
-    if setup.kind == "deepspeed" and setup.stage < 3:
-        yield "strategy=deepspeed_zero3 instead (ZeRO-3)", setup.with_(stage=3)
-    if setup.kind in ("ddp", "single", "mesh") and not setup.offload:
-        axes = {**setup.axes}
-        if setup.kind == "ddp":
-            axes["shard"] = setup.world_size
-            yield "strategy=fsdp instead", setup.with_(kind="mesh", axes=axes)
-        yield from _with_tensor(setup, devices=devices)
-        if axes["shard"] * axes["context"] > 1:  # what is not sharded stays on the GPU
-            offloaded = setup.with_(kind="mesh", axes=axes, offload=True)
-            words = f"{'strategy=fsdp ' if setup.kind == 'ddp' else ''}strategy.cpu_offload=true"
-            yield words, offloaded
-            yield (
-                f"{words} strategy.activation_checkpointing=every",
-                offloaded.with_(recompute="every"),
-            )
-        elif setup.world_size == 1:
-            offloaded = setup.with_(kind="deepspeed", stage=3, offload=True, offload_optimizer=True)
-            yield "strategy=deepspeed_zero3_offload", offloaded
-
-
-def _with_tensor(setup: Setup, *, devices: int) -> Iterator[tuple[str, Setup]]:
-    """Yield the run with a tensor axis inside a machine, of as many samples per step, each block
-    recomputed.
-    """
-    heads = setup.cost.key_heads
-    if (
-        heads == 0
-        or any(setup.axes[axis] > 1 for axis in ("tensor", "pipe", "context"))
-        or setup.expert > 1
-    ):
-        return
-    size = 2
-    while size <= min(devices, layouts.LONGEST_TENSOR) and heads % size == 0:
-        if setup.world_size % size:
-            return
-        axes = {**setup.axes, "replicate": 1, "shard": setup.world_size // size, "tensor": size}
-        words = (
-            f"strategy=fsdp_tensor strategy.tensor={size} "
-            "strategy.activation_checkpointing=every instead"
-        )
-        share = setup.accumulate * setup.micro * size
-        yield (
-            words,
-            setup.with_(kind="mesh", axes=axes, micro=1, accumulate=share, recompute="every"),
-        )
-        size *= 2
 
 
 def with_adapters(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from armature.planning import memory, ranking
+from armature.planning import memory
 from armature.planning.auto import HEADROOM
-from armature.planning.devices import Device
 from armature.planning.ranking import Candidate
 
 GIB = 2**30
@@ -108,13 +107,12 @@ def _span(least: float, most: float) -> str:
 def report(
     runs: Sequence[Candidate],
     refused: Sequence[Candidate],
-    device: Device,
     *,
     typed: str,
     units: float | None,
     unit: str,
 ) -> list[str]:
-    """Return the whole plan: the ranking, the command, and what would make the others fit."""
+    """Return the whole plan: the ranking and the commands."""
     fitting = [each for each in runs if each.fits]
     lines = table(runs, units=units, unit=unit)
     if any(each.simulated for each in runs):
@@ -131,8 +129,6 @@ def report(
         )
     if not fitting:
         lines += ["", "Nothing of these fits."]
-    if helped := _helped(runs, refused, device):
-        lines += ["", "What would make others fit:", *helped[:8]]
     if refused:
         lines += ["", "Not possible:"]
         reasons: dict[str, list[Candidate]] = {}
@@ -165,27 +161,6 @@ def _command(typed: str, words: str) -> str:
     chosen = {word.partition("=")[0] for word in words.split()}
     kept = [word for word in shlex.split(typed) if word.lstrip("+").partition("=")[0] not in chosen]
     return " ".join(filter(None, ("python train.py", shlex.join(kept), words)))
-
-
-def _helped(runs: Sequence[Candidate], refused: Sequence[Candidate], device: Device) -> list[str]:
-    """Return what would make layouts fit that do not, the same for several numbers of devices in
-    one line.
-    """
-    excluded = next((str(each.refused) for each in refused if each.setup.kind == "deepspeed"), "")
-    found: dict[tuple[str, ...], list[tuple[Candidate, dict[str, float]]]] = {}
-    for each in (each for each in runs if not each.fits):
-        if remedies := ranking.remedies(each, device):
-            found.setdefault(tuple(remedies)[:3], []).append((each, remedies))
-    lines = []
-    for keys, those in found.items():
-        parts = [f"{words} ({_gib([remedies[words] for _, remedies in those])})" for words in keys]
-        lines.append(f"  {_named([each for each, _ in those])}: {'; or '.join(parts)}")
-    if "optimizer=adamw" in excluded:  # DeepSpeed does not take the configured one
-        lines = [
-            line.replace("strategy=deepspeed", "optimizer=adamw strategy=deepspeed")
-            for line in lines
-        ]
-    return lines
 
 
 def _gib(sizes: Sequence[float]) -> str:
