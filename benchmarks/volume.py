@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from armature.simulation.meter import kind_of
+from armature.planning.simulation.meter import kind_of
 
 
 class CollectiveCounter(TorchDispatchMode):

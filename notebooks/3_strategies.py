@@ -59,24 +59,27 @@ for name, path in runs.items():
 
 # %% [markdown]
 # ## What each sends
-# Rank 0 counts the collectives of one optimizer step: bytes of the tensor that is reduced, gathered
-# or sent. `ddp` reduces all gradients once. `fsdp` gathers the weights and scatters the reduced
+# Rank 0's collectives in one optimizer step on GPUs, by the simulator: bytes of the tensor that is
+# reduced, gathered or sent. `ddp` reduces all gradients once. `fsdp` gathers the weights and
+# scatters the reduced
 # gradients, here for each of its two micro-batches. `tensor` reduces activations, and `pipeline`
 # sends them to the next stage. What is left are a few numbers, such as the norm of the gradients.
 
 # %%
 from armature import cli
 from armature.pages import columns
-from armature.simulation import measured
+from armature.planning import devices, simulation
 
 configs = [cli.compose(["experiment=parity", *typed.split()]) for typed in layouts.values()]
-steps = measured.measure([(cfg, 0) for cfg in configs])
+device = devices.named("h100_80gb")
+requests = [simulation.Request(cfg=cfg, rank=0, device=device) for cfg in configs]
+steps = simulation.simulate_all(requests)
 table = [["strategy", "collective", "calls", "bytes"]]
 for name, step in zip(layouts, steps, strict=True):
     by_kind = {}
-    for _, kind, _, calls, size in step["volumes"]:
-        before = by_kind.get(kind, (0, 0))
-        by_kind[kind] = (before[0] + int(calls), before[1] + int(size))
+    for sent in step.volumes:
+        before = by_kind.get(sent.kind, (0, 0))
+        by_kind[sent.kind] = (before[0] + int(sent.calls), before[1] + int(sent.bytes))
     rows = [[name, kind, f"{calls:,}", f"{size:,}"] for kind, (calls, size) in by_kind.items()]
     table += rows or [[name, "none", "", ""]]
 print("\n".join(columns.aligned(table)))

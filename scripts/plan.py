@@ -27,9 +27,9 @@ from armature.data import batching
 from armature.errors import ConfigError
 from armature.finetune import check as pretrained
 from armature.layout import Layout
-from armature.planner import devices, layouts, ranking, refine, text
-from armature.planner.setup import cost_of, setup_of
-from armature.simulation import settings
+from armature.planning import devices, layouts, ranking, refine, text
+from armature.planning.setup import cost_of, setup_of
+from armature.planning.simulation import settings
 from armature.training.limits import prefer_typed
 from armature.validation import checks
 
@@ -142,7 +142,7 @@ def plan(arguments: argparse.Namespace, typed: list[str]) -> None:
     if chosen and (slower := device.slow_in_fp32):
         print(slower)
     print()
-    print("\n".join(text.report(runs, refused, device, typed=kept, units=units, unit=cost.unit)))
+    print("\n".join(text.report(runs, refused, typed=kept, units=units, unit=cost.unit)))
     adapters = ranking.with_adapters(cfg, device, runs, fixed=fixed)
     print(
         *text.adapted(adapters, typed=kept, unit=cost.unit), sep="\n", end="\n" if adapters else ""

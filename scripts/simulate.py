@@ -20,13 +20,13 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from omegaconf import DictConfig, OmegaConf
 
-from armature import cli, hardware, simulation
+from armature import cli, hardware
 from armature.errors import ConfigError
 from armature.finetune import check as pretrained
 from armature.layout import Layout
-from armature.planner import auto, devices
-from armature.planner.text import UNEVEN
-from armature.simulation import settings
+from armature.planning import auto, devices, simulation
+from armature.planning.simulation import settings
+from armature.planning.text import UNEVEN
 from armature.validation import checks
 
 DEFAULT = "h100_80gb"  # on a machine without a GPU
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace, typed: list[str]) -> None:
         raise ConfigError(problems)
     decide_auto(cfg, device)
     if arguments.order:
-        from armature.simulation import order
+        from armature.planning.simulation import order
 
         problems = order.check(cfg, device=device)
         print("\n".join(problems) if problems else "The collectives of all ranks meet.")

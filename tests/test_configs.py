@@ -18,7 +18,7 @@ from tests.finetune.folders import write_model
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 ALL = reference.files()
-FILES = sorted(  # the files of hardware/ are no part of a run: tests/planner/ reads them
+FILES = sorted(  # the files of hardware/ are no part of a run: tests/planning/ reads them
     str(path.relative_to(CONFIGS).with_suffix("")) for path in ALL if path.parent.name != "hardware"
 )
 EXPERIMENTS = [path for path in ALL if path.parent.name == "experiment"]
@@ -151,7 +151,7 @@ def compose_once(name: str) -> DictConfig:
     devices = (
         ["trainer.devices=2"] if group == "strategy" and option not in ("single", "auto") else []
     )
-    # strategy=auto refuses what this machine cannot hold; its choices are tested in tests/planner
+    # strategy=auto refuses what this machine cannot hold; its choices are tested in tests/planning
     extra = [
         *EXTRA.get(name, devices),
         *(["strategy=single"] if group in ("model", "experiment") else []),

@@ -24,7 +24,7 @@ from armature.errors import ConfigError
 from armature.finetune import check as pretrained
 from armature.launcher import environment, lock, rank, slurm, supervise
 from armature.layout import Layout
-from armature.planner import auto
+from armature.planning import auto
 from armature.training.limits import Limits
 from armature.validation import checks, memory, micro_batch, resize
 

@@ -9,7 +9,7 @@ from armature.models.mixture.plan import PLAN
 from armature.parallel.mesh import AXES
 from armature.parallel.pipeline import blocks_of_stages
 from armature.parallel.split import SCHEDULES, bubble_share, stages_of_rank
-from armature.planner.setup import Setup
+from armature.planning.setup import Setup
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

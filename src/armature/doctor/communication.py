@@ -21,7 +21,7 @@ from armature.errors import ConfigError
 from armature.launcher import environment
 from armature.layout import Layout
 from armature.parallel import mesh, process_group
-from armature.planner import devices
+from armature.planning import devices
 
 GROUP = "communication"
 POLL_SECONDS = 0.001

@@ -1,5 +1,5 @@
 """What a model costs, as numbers: written next to the model as `cost.py`, read by
-`armature.planner`. Torch-free.
+`armature.planning`. Torch-free.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from armature.errors import ConfigError
 from armature.finetune import check as pretrained
 from armature.layout import Layout
 from armature.models.plan import module_beside
-from armature.planner import auto
+from armature.planning import auto
 from armature.validation import (
     data_sources,
     foreign_keys,

@@ -1,0 +1,328 @@
+"""strategy=auto: the simplest strategy that fits, by closed formulas; and the warning before a
+launch that will not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from omegaconf import DictConfig, OmegaConf
+
+from armature import hardware
+from armature.data import batching
+from armature.errors import ConfigError
+from armature.layout import STRATEGIES, Layout
+from armature.parallel import mesh
+from armature.planning import memory
+from armature.planning.setup import Setup, knows_optimizer, setup_of
+from armature.validation import signatures
+
+GIB = 2**30
+AUTO = "armature.strategies.auto.auto"
+TENSOR = 8  # ranks of one machine that may share each matrix
+# parameters from which on an eighth of a block's matrices still fills a GPU (width 8,192)
+WIDE_BLOCK = 500_000_000
+LARGE_WORLD = 64  # ranks from which on gathering weights within a machine pays
+# share of the device left free: a test holds the formulas within this of the simulator
+HEADROOM = 0.1
+PLAN_COMMAND = (
+    "python scripts/plan.py with this command's overrides and hardware=this lists what fits."
+)
+Problems = Callable[[DictConfig], list[str]]
+
+
+@dataclass(frozen=True)
+class Try:
+    """One strategy that auto may choose, and its predicted peak.
+
+    `options` of the mesh; None: single or ddp.
+    """
+
+    name: str
+    options: dict[str, int | str] | None
+    recompute: bool
+    peak: memory.Peak
+
+    @property
+    def words(self) -> str:
+        return f"{self.name}{' with activation_checkpointing=every' if self.recompute else ''}"
+
+
+def decide(
+    cfg: DictConfig, *, memory_bytes: int | None, problems: Problems
+) -> tuple[DictConfig, str | None]:
+    """Return the configuration with auto's choice, and a line that says what was chosen and why.
+
+    The line is None, and the configuration as it was, if the strategy is another. `single` and
+    `ddp` stay `auto`, so that a run may go on with more or fewer processes.
+
+    Args:
+        memory_bytes: of one device; None: unknown.
+        problems: returns what is wrong with a layout.
+
+    Raises ConfigError if the optimizer's step does not fit under any strategy, whatever the
+    micro-batch.
+    """
+    if OmegaConf.select(cfg, "strategy._target_") != AUTO:
+        return cfg, None
+    try:
+        layout = Layout.of(cfg)
+        setup = setup_of(cfg, layout)
+    except ConfigError:  # the batch does not divide: reported by its own check
+        return cfg, None
+    if why := _unknown(cfg, setup, memory_bytes):
+        return cfg, f"strategy=auto: {layout.kind}, since {why}."
+    assert setup is not None
+    assert memory_bytes is not None
+    room = _room(cfg, memory_bytes)
+    tried: list[Try] = []
+    blocked: list[str] = []
+    for each in _tries(cfg, setup, room=room):
+        if each.peak.total_bytes > room:
+            tried.append(each)
+            continue
+        changed = _with(cfg, each)
+        if each.options is None or not (found := problems(changed)):
+            return changed, _line(each, tried, memory_bytes)
+        blocked += found
+    for each in [*tried]:
+        if each.options is not None and (found := problems(_with(cfg, each))):
+            blocked += found
+            tried.remove(each)
+    shards = not blocked or any(each.options is not None for each in tried)  # some axis can do it
+    # a user's task may freeze weights
+    if shards and str(cfg.task._target_).startswith("armature."):
+        _refuse(cfg, setup, tried, memory_bytes=memory_bytes, problems=problems)
+    best = min(tried, key=lambda each: each.peak.total_bytes)
+    needs = f"{_size(best.peak.total_bytes)} of {_size(memory_bytes)} per device (predicted)"
+    why = "" if shards else f" Sharding is not possible: {blocked[0]}"
+    return _with(
+        cfg, best
+    ), f"strategy=auto: {best.words}, which needs least of all: {needs}.{why} {PLAN_COMMAND}"
+
+
+def _room(cfg: DictConfig, memory_bytes: int) -> float:
+    """Return the bytes that a predicted peak may take; the formulas are of uncompiled blocks, which
+    keep more.
+    """
+    compiled = OmegaConf.select(cfg, "strategy.compile", default="none") != "none"
+    return memory_bytes * (1 if compiled else 1 - HEADROOM)
+
+
+def micro_batch_size(
+    cfg: DictConfig, layout: Layout, *, memory_bytes: int | None
+) -> tuple[int, str] | None:
+    """Return what `data.micro_batch_size=auto` begins with, and a line that says why; None: a
+    rank's whole share.
+
+    It is the largest that fits by the formulas: a search downward from the whole share would take a
+    start per size.
+    """
+    try:
+        setup = setup_of(cfg, layout) if cfg.data.micro_batch_size == "auto" else None
+    except ConfigError:  # the batch does not divide: reported by its own check
+        return None
+    if setup is None or memory_bytes is None or _unknown(cfg, setup, memory_bytes):
+        return None
+    fitting = _fitting(setup, room=_room(cfg, memory_bytes))
+    if fitting.micro == setup.micro:
+        return None
+    needs = (
+        f"{_size(memory.peak(fitting).total_bytes)} of {_size(memory_bytes)} per device (predicted)"
+    )
+    return fitting.micro, (
+        f"data.micro_batch_size=auto: {fitting.micro} of the {setup.micro} samples that a rank has "
+        "per step, which "
+        f"needs {needs}."
+    )
+
+
+def _fitting(setup: Setup, *, room: float) -> Setup:
+    """Return the run with the largest micro-batch that fits, or with the smallest there is."""
+    share = setup.micro * setup.accumulate
+    unit = setup.microbatches if setup.axes["pipe"] > 1 else 1  # a pipeline divides a micro-batch
+    fitting = setup
+    for micro in (size for size in range(share, 0, -1) if share % size == 0 and size % unit == 0):
+        fitting = setup.with_(micro=micro, accumulate=share // micro)
+        if memory.peak(fitting).total_bytes <= room:
+            break
+    return fitting
+
+
+def _unknown(cfg: DictConfig, setup: Setup | None, memory_bytes: int | None) -> str | None:
+    """Return why memory cannot be predicted, or None."""
+    if setup is None:
+        return "the model or its data have no formula for their memory"
+    if not knows_optimizer(cfg):
+        return "the memory of this optimizer is unknown"
+    return None if memory_bytes is not None else "the memory of the device is unknown"
+
+
+def _tries(cfg: DictConfig, setup: Setup, *, room: float) -> Iterator[Try]:
+    """Yield the strategies from the simplest on, each first as typed and then, all of them, with
+    recomputation.
+
+    With data.micro_batch_size=auto, each with the largest micro-batch that fits: it costs less than
+    another strategy.
+    """
+    world, devices = setup.world_size, cfg.trainer.devices
+    plain: list[tuple[str, dict[str, int | str] | None]] = [
+        ("single" if world == 1 else "ddp", None)
+    ]
+    # else ddp's own
+    if world > 1 and set(cfg.strategy) <= {"_target_", *signatures.defaults_of(STRATEGIES["mesh"])}:
+        tensor = math.gcd(min(TENSOR, devices), setup.cost.key_heads or TENSOR)
+        wide = setup.cost.block - setup.cost.experts >= WIDE_BLOCK and 1 < devices < world
+        if wide and tensor > 1:
+            plain.append(("fsdp_tensor", {"shard": "auto", "tensor": tensor}))
+        if world >= LARGE_WORLD and devices > 1:
+            plain.append(("hsdp", {"replicate": "auto", "shard": devices}))
+        plain.append(("fsdp", {"shard": "auto"}))
+    for recompute in (False, True) if setup.recompute == "none" else (False,):
+        for name, options in plain:
+            if (tried := _setup(cfg, setup, options, recompute=recompute)) is not None:
+                if cfg.data.micro_batch_size == "auto":
+                    tried = _fitting(tried, room=room)
+                yield Try(name, options, recompute, memory.peak(tried))
+
+
+def _setup(
+    cfg: DictConfig, setup: Setup, options: Mapping[str, int | str] | None, *, recompute: bool
+) -> Setup | None:
+    """Return the run under mesh axes (None: as it is), or None if the axes or the batch do not
+    divide.
+    """
+    if recompute:
+        setup = setup.with_(recompute="every")
+    if options is None:
+        return setup
+    try:
+        axes = mesh.resolve({**dict.fromkeys(mesh.AXES, 1), **options}, world_size=setup.world_size)
+        changed = setup.with_(kind="mesh", axes=axes)
+        size, micro = setup.global_batch_size, cfg.data.micro_batch_size
+        batches = batching.plan_batches(size, micro, changed.data_ranks)
+    except ValueError:  # ConfigError is one
+        return None
+    return changed.with_(micro=batches.micro_batch_size, accumulate=batches.accumulate)
+
+
+def _with(cfg: DictConfig, each: Try) -> DictConfig:
+    changed = cfg.copy()
+    OmegaConf.set_struct(changed, False)
+    if each.options is not None:
+        kept = OmegaConf.to_container(cfg.strategy, resolve=False)
+        assert isinstance(kept, dict)
+        changed.strategy = {**kept, "_target_": STRATEGIES["mesh"], **each.options}
+    if each.recompute:
+        OmegaConf.update(changed, "strategy.activation_checkpointing", "every")
+    OmegaConf.set_struct(changed, True)
+    return changed
+
+
+def _line(chosen: Try, tried: Sequence[Try], memory_bytes: int) -> str:
+    needs = f"{_size(chosen.peak.total_bytes)} of {_size(memory_bytes)} per device (predicted)"
+    line = f"strategy=auto: {chosen.words}, which needs {needs}"
+    if not tried:
+        return f"{line}."
+    before = next((each for each in tried if each.name == chosen.name), tried[0])
+    return (
+        f"{line}; {before.name}{' without' if before.name == chosen.name else ''} would need "
+        + (f"{_size(before.peak.total_bytes)}.")
+    )
+
+
+def _refuse(
+    cfg: DictConfig, setup: Setup, tried: Sequence[Try], *, memory_bytes: int, problems: Problems
+) -> None:  # fmt: skip
+    """Raise ConfigError if the optimizer's step alone takes more than a device has under all that
+    was tried.
+    """
+    least = min(each.peak.least_bytes for each in tried)
+    if least <= memory_bytes:
+        return
+    whole = min(
+        each.peak.state_bytes * (1 if each.options is None else setup.world_size) for each in tried
+    )
+    enough = next(
+        (
+            n
+            for n in (2**exponent for exponent in range(1, 11))
+            if n > setup.world_size and 1.25 * whole / n < memory_bytes
+        ),
+        None,
+    )
+    advice = (
+        f"{enough} such devices hold it under strategy=fsdp"
+        if enough
+        else "1,024 devices would not either"
+    )
+    offload = "strategy=fsdp strategy.cpu_offload=true"
+    if setup.world_size == 1:  # fsdp shards nothing there, and offloads nothing
+        changed = cfg.copy()
+        OmegaConf.set_struct(changed, False)
+        changed.strategy = {
+            "_target_": STRATEGIES["deepspeed"],
+            "seed": cfg.seed,
+            "activation_checkpointing": "none",
+        }
+        other = (
+            "optimizer=adamw "
+            if any("optimizer=adamw" in each for each in problems(changed))
+            else ""
+        )
+        offload = f"{other}strategy=deepspeed_zero3_offload"
+    raise ConfigError(
+        f"strategy=auto: weights, gradients and optimizer state of {setup.cost.parameters:,} "
+        "parameters take at least "
+        f"{_size(least)} per device in the optimizer's step, and one has {_size(memory_bytes)}. "
+        f"{advice}; {offload} "
+        f"keeps them in the host's memory. {PLAN_COMMAND}"
+    )
+
+
+def warning(
+    cfg: DictConfig, layout: Layout, *, memory_bytes: int | None
+) -> tuple[str, memory.Peak] | None:
+    """Return a line if a run's predicted peak exceeds the device, with the peak.
+
+    None if it fits or is unknown.
+    """
+    try:
+        setup = setup_of(cfg, layout)
+    except ConfigError:
+        return None
+    if _unknown(cfg, setup, memory_bytes):
+        return None
+    assert setup is not None
+    assert memory_bytes is not None
+    peak = memory.peak(setup)
+    # the formulas are of uncompiled blocks, which keep more
+    compiled = layout.options.get("compile", "none") != "none"
+    if (peak.least_bytes if compiled else peak.total_bytes) <= memory_bytes:
+        return None
+    kinds = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in peak.bytes_by_kind.items())
+    line = (
+        f"Memory will probably run out: a rank needs {_size(peak.total_bytes)}, and its device has "
+        f"{_size(memory_bytes)} (predicted, in GiB: {kinds}, allowance "
+        f"{peak.allowance_bytes / GIB:.1f})."
+    )
+    return line, peak
+
+
+def device_memory_bytes(cfg: DictConfig) -> int | None:
+    """Return the memory of one device of this machine, None if unknown.
+
+    CPU processes share the machine's.
+    """
+    if cfg.trainer.accelerator == "gpu":
+        return hardware.gpu_memory_bytes()
+    if cfg.trainer.accelerator == "cpu":
+        ram = hardware.ram_bytes()
+        return ram // cfg.trainer.devices if ram is not None else None
+    return None
+
+
+def _size(size: float) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.0f} MiB"

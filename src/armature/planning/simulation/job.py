@@ -1,0 +1,306 @@
+"""One rank of a run in this process, which ends afterwards: it has replaced functions of torch,
+Lightning and ours.
+"""
+
+# pyright: reportPrivateImportUsage=false
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import lightning.pytorch as L
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from armature import worker
+from armature.errors import ConfigError
+from armature.finetune import check as pretrained
+from armature.layout import Layout
+from armature.parallel import dtensors
+from armature.planning import memory
+from armature.planning.devices import Device
+from armature.planning.simulation import hooks, operators, order, settings, substitutes
+from armature.planning.simulation.meter import Assumed, Meter
+from armature.planning.simulation.probe import HELD, Probe, StepEnded, Validation
+from armature.planning.simulation.processes import Boundary, Request, SimulationFailed
+from armature.planning.simulation.report import Report, Volume
+from armature.planning.simulation.roofline import Roofline
+from armature.strategies.base import StrategyMixin
+from armature.training import flops, process
+from armature.training.stop import StopOnSignal
+from armature.validation import checks
+
+MICRO_BATCHES = 3  # of a step that are simulated: the first, one of the middle, and the last
+VALIDATED = 2  # batches, before the training step, if the order of communication is recorded
+
+
+def answer(request: Request) -> Report | Boundary | ConfigError | SimulationFailed:
+    """Simulate one rank. Return what is wrong in place of a report."""
+    torch.set_num_threads(1)
+    try:
+        with tempfile.TemporaryDirectory(prefix="armature-simulation-") as folder:
+            return _run(request, Path(folder))
+    except substitutes.BoundaryFound as found:
+        return found.boundary
+    except ConfigError as error:
+        return error
+    except Exception as error:
+        return operators.explained(error) or SimulationFailed(traceback.format_exc())
+
+
+def _run(request: Request, folder: Path) -> Report:
+    cfg, rank, device = pretrained.fill(request.cfg), request.rank, request.device
+    if cfg.trainer.devices == "auto":
+        cfg.trainer.devices = device.devices_per_machine
+    count, world_size = cfg.trainer.devices, cfg.trainer.devices * cfg.trainer.num_nodes
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank {rank}: the run has ranks 0 to {world_size - 1}.")
+    notes = settings.simplify(cfg, root=str(folder))
+    (folder / cfg.run.name / "logs").mkdir(parents=True)
+    cfg.trainer.accelerator = "gpu"
+    with settings.on(device, count=count):
+        cfg = checks.check(cfg)
+    cfg.run.dir = f"{cfg.run.root}/{cfg.run.name}"
+    layout = Layout.of(cfg)
+    cfg.trainer.accelerator = "cpu"  # whose fake tensors stand for those of a GPU
+    shares = dict.fromkeys(HELD, 0.0) if layout.options.get("cpu_offload") else {}
+    if shares:
+        cfg.strategy.cpu_offload = False
+    substitutes.install(device)
+    if layout.axes["pipe"] > 1:
+        substitutes.pipeline(request.boundary)
+        if request.boundary is None:
+            rank %= world_size // layout.axes["pipe"]  # the pipe axis is the outermost
+        notes.append(
+            "All stages of the pipeline are taken to send tensors of one shape, as those of equal "
+            "blocks do."
+        )
+    if layout.kind != "single":
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        os.environ |= {
+            "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank % count),
+            "LOCAL_WORLD_SIZE": str(count), "GROUP_RANK": str(rank // count),
+        }  # fmt: skip
+    if settings.experts_travel(layout):
+        notes.append("All experts are taken to get equally many tokens, if nothing else is said.")
+    recorder = order.Recorder() if request.record else None
+    return _simulate(cfg, request, rank=rank, notes=notes, recorder=recorder, shares=shares)
+
+
+def _simulate(
+    cfg: DictConfig,
+    request: Request,
+    *,
+    rank: int,
+    notes: list[str],
+    recorder: order.Recorder | None,
+    shares: Mapping[str, float],
+) -> Report:
+    layout, device = Layout.of(cfg), request.device
+    tf32 = cfg.trainer.matmul_precision != "highest"
+    meter = Meter(layout.axes, Roofline(device=device, rank=rank, tf32=tf32))
+    meter.shares = shares
+    hooks.install(meter)
+    operators.install(meter)
+    substitutes.experts_load(meter, load=request.expert_load)
+    process.quiet()
+    torch.set_float32_matmul_precision(cfg.trainer.matmul_precision)
+    adapter_build = worker.adapter.build
+
+    def build_data(cfg: DictConfig) -> Any:
+        data = hooks.with_values(adapter_build)(cfg)
+        substitutes.data_module(data)
+        data.global_batch_size = _few_micro_batches(data, layout)
+        return data
+
+    worker.adapter.build = build_data
+    dtensors.WATCHED_FORWARDS = 0  # whose sums are of the first steps alone
+    stop = StopOnSignal(max_seconds=None, deadline=None)
+    with ExitStack() as modes:
+        mode = modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        substitutes.batches(mode)
+        modes.enter_context(meter)
+        L.seed_everything(cfg.seed, workers=True, verbose=False)
+        run = worker.build(cfg, stop)
+        if recorder is not None:
+            run.trainer.num_sanity_val_steps = VALIDATED
+            run.trainer.callbacks.append(Validation(meter, recorder))  # pyright: ignore[reportAttributeAccessIssue]
+            modes.enter_context(recorder)
+        pipeline = layout.axes["pipe"] > 1
+        probe = Probe(meter, logits=_logits_sizes(cfg, layout), steps_before=int(pipeline))
+        run.trainer.callbacks.insert(0, probe)  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            run.trainer.fit(run.task, datamodule=run.data)
+        except StepEnded:
+            pass
+        except Exception as error:
+            _note_answers(error, meter)
+            raise
+    if probe.result is None:
+        raise ConfigError("The run ended before its first optimizer step: nothing was simulated.")
+    report = _report(cfg, run, meter, probe, rank=rank, device=device, layout=layout, notes=notes)
+    if recorder is None:
+        return replace(report, expert_load=request.expert_load)
+    syncs = recorder.validation_syncs
+    return replace(report, issued=recorder.record, validation_syncs=syncs)
+
+
+def _note_answers(error: Exception, meter: Meter) -> None:
+    """Say with an error which lines read values before it, since it may follow from what they were
+    answered.
+    """
+    if meter.answered:
+        error.add_note(
+            "Fake tensors have no values: 1.0, 0 or False was read instead by "
+            f"{', '.join(list(meter.answered)[-3:])}. The error may follow from that."
+        )
+
+
+def _few_micro_batches(data: Any, layout: Layout) -> int:
+    """Return a global batch of at most MICRO_BATCHES micro-batches; the others of a step are like
+    the middle one.
+    """
+    micro = data.micro_batch_size
+    data.simulated_of = data.global_batch_size
+    if not isinstance(micro, int):
+        return data.global_batch_size
+    return min(data.global_batch_size, micro * layout.data_ranks * MICRO_BATCHES)
+
+
+def _logits_sizes(cfg: DictConfig, layout: Layout) -> frozenset[int]:
+    """Return the sizes of the dimension along which a language model's vocabulary lies, whole and
+    on one rank.
+    """
+    size = (cfg.model or {}).get("vocab_size")
+    return frozenset() if not size else frozenset({size, math.ceil(size / layout.axes["tensor"])})
+
+
+def _with_repeats(probe: Probe, repeats: int) -> dict[str, Any]:
+    """Return the counts of a step in which the middle micro-batch comes `repeats` more times."""
+    assert probe.result is not None
+    if not repeats or len(probe.batches) < 2:
+        return probe.result
+    first, second = probe.batches[0], probe.batches[1]
+
+    def more(total: Any, before: Any, after: Any) -> Any:
+        if isinstance(total, dict):
+            return {
+                key: more(total[key], (before or {}).get(key), (after or {}).get(key))
+                for key in total
+            }
+        if isinstance(total, tuple):
+            before, after = before or (0.0,) * len(total), after or (0.0,) * len(total)
+            return tuple(
+                t + (a - b) * repeats for t, b, a in zip(total, before, after, strict=True)
+            )
+        return total + ((after or 0) - (before or 0)) * repeats
+
+    return {key: more(probe.result[key], first[key], second[key]) for key in probe.result}
+
+
+def _report(
+    cfg: DictConfig,
+    run: worker.Run,
+    meter: Meter,
+    probe: Probe,
+    *,
+    rank: int,
+    device: Device,
+    layout: Layout,
+    notes: list[str],
+) -> Report:
+    strategy: Any = StrategyMixin.find(run.trainer) or run.trainer.strategy
+    data, world_size = run.data, layout.world_size
+    repeats = (data.simulated_of - data.global_batch_size) // max(
+        1, _micro(data, layout) * layout.data_ranks
+    )
+    counted = _with_repeats(probe, repeats)
+    return Report(
+        rank=rank,
+        world_size=world_size,
+        axes=dict(layout.axes) if layout.kind == "mesh" else {"data": world_size},
+        hardware=device.name,
+        parameters=getattr(strategy, "parameter_count", 0),
+        held={kind: size * meter.shares.get(kind, 1) for kind, size in probe.held.items()},
+        peak=meter.peak,
+        peak_by_kind={kind: size for kind, size in meter.peak_by_kind.items() if size},
+        peak_by_phase=meter.peak_by_phase,
+        peak_at=meter.peak_at,
+        allowance=memory.allowance_bytes(meter.peak, ranks=world_size),
+        capacity=device.memory_bytes,
+        flops=counted["flops"],
+        operators=counted["operators"],
+        volumes=[
+            Volume(axis=axis, kind=kind, ranks=ranks, calls=calls, bytes=size, seconds=seconds)
+            for (axis, kind, ranks), (calls, size, seconds) in sorted(counted["volumes"].items())
+        ],
+        syncs=counted["syncs"],
+        compute_seconds=counted["seconds"],
+        bubble_share=getattr(strategy, "bubble_share", 0.0),
+        samples_per_step=data.simulated_of,
+        tokens_per_sample=data.tokens_per_sample,
+        model_flops=_model_flops(run, probe),
+        peak_flops=meter.roofline.peak(_compute_type(str(cfg.trainer.precision))),
+        notes=(*notes, *_assumptions(meter)),
+    )
+
+
+def _compute_type(precision: str) -> torch.dtype:
+    """Return the type of the matrix products, whose rate MFU is a share of.
+
+    V100 and T4 have none of bf16.
+    """
+    if precision.startswith("64"):
+        return torch.float64
+    return (
+        torch.bfloat16
+        if "bf16" in precision
+        else torch.float16
+        if "16" in precision
+        else torch.float32
+    )
+
+
+def _assumptions(meter: Meter) -> list[str]:
+    lines = {
+        taken: [line for line, each in meter.assumed.items() if each == taken]
+        for taken in get_args(Assumed)
+    }
+    consequences = {
+        "largest": "at most what is printed",
+        "smallest": "at least what is printed, and may be higher",
+    }
+    return [
+        f"The size of a result depends on values ({', '.join(found)}): the {taken} possible is "
+        "taken, so the peak is "
+        f"{consequences[taken]}."
+        for taken, found in lines.items()
+        if found
+    ]
+
+
+def _micro(data: Any, layout: Layout) -> int:
+    micro = data.micro_batch_size
+    return micro if isinstance(micro, int) else data.global_batch_size // layout.data_ranks
+
+
+def _model_flops(run: worker.Run, probe: Probe) -> float | None:
+    make: Callable[[], Any] | None = getattr(run.task, "_make_model", None)
+    batch = probe.first_batch
+    if make is None or not isinstance(batch, dict) or "inputs" not in batch:
+        return None
+    shapes = {
+        key: torch.empty(batch[key].shape, dtype=batch[key].dtype, device="meta") for key in batch
+    }
+    found = flops.flops_per_sample(make, shapes["inputs"], shapes.get("targets"))
+    return None if found is None else found * run.data.simulated_of

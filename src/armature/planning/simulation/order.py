@@ -1,0 +1,367 @@
+"""Whether all ranks' communication would meet on GPUs, from what each rank's own run has issued.
+
+NCCL works through the operations of a communicator in the order in which a rank issues them, a send
+ends when its receive has begun, and communicators must be used in one order on all ranks. gloo
+buffers messages instead, so what hangs on GPUs can pass every test on CPUs. Here every rank of a
+layout runs alone, its operations are recorded, and then all records are played together by NCCL's
+rules.
+"""
+
+# pyright: reportPrivateImportUsage=false
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from armature.errors import ConfigError
+from armature.planning.devices import Device
+from armature.planning.simulation import processes
+
+MAX_RANKS = 64
+NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+WAITS = ("wait_tensor", "monitored_barrier")
+OBJECTS = (  # they send bytes of any number, which a simulation does not have
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "scatter_object_list",
+    "send_object_list",
+    "recv_object_list",
+)
+STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+OWN = str(Path(__file__).parent)
+PLUMBING = (
+    "torch/_compile.py",
+    "torch/_dynamo",
+    "torch/_ops.py",
+    "torch/utils/_",
+    "c10d_logger.py",
+)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One collective, send or receive of one rank. Ranks are those of the whole run."""
+
+    kind: str  # all_reduce, send, …
+    group: tuple[int, ...]
+    peer: int = -1  # of a send or receive; the source of a broadcast; -1: none
+    bytes: int = 0  # of the largest tensor
+    # elements that an all-to-all sends to each rank of the group, then receives from each
+    splits: tuple[int, ...] = ()
+
+    @property
+    def is_to_one(self) -> bool:
+        return self.kind in ("send", "recv")
+
+    def __str__(self) -> str:
+        if self.is_to_one:
+            return (
+                f"{self.kind} of {self.bytes} bytes {'to' if self.kind == 'send' else 'from'} "
+                f"rank {self.peer}"
+            )
+        source = f" from rank {self.peer}" if self.peer >= 0 else ""
+        return (
+            f"{self.kind} of {self.bytes} bytes{source} among ranks "
+            f"{', '.join(map(str, self.group))}"
+        )
+
+
+@dataclass
+class Issued:
+    """What a rank issues at once: one operation, or several batched sends and receives."""
+
+    operations: list[Operation]
+    line: str  # the innermost line of code outside of libraries
+
+
+Record = list[Issued]
+
+
+class Recorder(TorchDispatchMode):
+    """Note all communication of this rank while it is entered.
+
+    Attributes:
+        record: what was issued, in order.
+        validation_syncs: host synchronizations of the validation's batches, by line of code.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.record: Record = []
+        self.validation_syncs: dict[str, int] = {}
+        self._batch: list[Operation] | None = None
+        self._silent = False
+        self._undo: list[Callable[[], None]] = []
+
+    def __enter__(self) -> Self:
+        self._replace("batch_isend_irecv", self._batched)
+        for name in OBJECTS:
+            self._replace(name, lambda function, name=name: self._of_objects(name, function))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        while self._undo:
+            self._undo.pop()()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # dispatched again as its collectives
+        if func.namespace in NAMESPACES and not self._silent:
+            self._note(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, func: Any, args: Any, kwargs: Any) -> None:
+        kind: str = func.__name__.split(".")[0].strip("_")
+        group = _group_of(args)
+        if (
+            kind.startswith(WAITS)
+            or group is None
+            or len(members := dist.get_process_group_ranks(group)) == 1
+        ):
+            return
+        kind = "send" if kind == "isend" else "recv" if kind == "irecv" else kind
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        size = max((t.numel() * t.element_size() for t in tensors), default=0)
+        peer, splits = -1, ()
+        if kind in ("send", "recv", "broadcast", "reduce", "gather", "scatter"):
+            peer = members[next(arg for arg in args if isinstance(arg, int))]
+        elif kind in ("alltoall_base", "all_to_all_single"):
+            lists = [arg for arg in args if isinstance(arg, list | tuple)]
+            received, sent = [[*map(int, numbers)] for numbers in lists[:2]]
+            splits, size = (*sent, *received), 0 if sent else size
+        operation = Operation(kind, tuple(members), peer, size, splits)
+        if self._batch is not None:
+            self._batch.append(operation)
+        else:
+            self.record.append(Issued([operation], innermost_line()))
+
+    def _batched(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._batch = []
+            try:
+                return function(*args, **kwargs)
+            finally:
+                batch, self._batch = self._batch, None
+                if batch and not self._silent:
+                    self.record.append(Issued(batch, innermost_line()))
+
+        return call
+
+    def _of_objects(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self._silent:
+                self.record.append(
+                    Issued([_object_operation(name, args, kwargs)], innermost_line())
+                )
+            with self._silence():  # its parts
+                return function(*args, **kwargs)
+
+        return call
+
+    @contextmanager
+    def _silence(self) -> Iterator[None]:
+        before, self._silent = self._silent, True
+        try:
+            yield
+        finally:
+            self._silent = before
+
+    def _replace(self, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        for owner in (dist, dist.distributed_c10d):
+            function = getattr(owner, name)
+            setattr(owner, name, wrap(function))
+            self._undo.append(lambda owner=owner, function=function: setattr(owner, name, function))
+
+
+def _group_of(args: Any) -> dist.ProcessGroup | None:
+    for arg in reversed(args):
+        if isinstance(arg, dist.ProcessGroup):
+            return arg
+        if isinstance(arg, str):  # its name
+            return dist.distributed_c10d._resolve_process_group(arg)  # pyright: ignore[reportArgumentType]
+        if isinstance(arg, torch.ScriptObject):
+            with suppress(RuntimeError, TypeError):  # a reduction's operator
+                return dist.ProcessGroup.unbox(arg)
+    return None
+
+
+def _object_operation(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Operation:
+    group = kwargs.get("group") or next(
+        (arg for arg in args if isinstance(arg, dist.ProcessGroup)), None
+    )
+    members = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))  # pyright: ignore[reportArgumentType]
+    kind = {"send_object_list": "send", "recv_object_list": "recv"}.get(name, name)
+    peer = next((kwargs[key] for key in ("src", "dst") if kwargs.get(key) is not None), None)
+    if peer is None:
+        grouped = next(
+            (kwargs[key] for key in ("group_src", "group_dst") if kwargs.get(key) is not None), None
+        )
+        given = next((arg for arg in args if isinstance(arg, int)), None)
+        peer = members[grouped] if grouped is not None else given
+    if peer is None:
+        peer = -1 if name == "all_gather_object" else 0
+    return Operation(kind, members, peer)
+
+
+def innermost_line() -> str:
+    """Return the innermost line of code that belongs to no library and not to the simulation; else
+    the innermost.
+    """
+    frame, innermost = sys._getframe(1), None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((OWN, "<")) and not any(part in file for part in PLUMBING):
+            innermost = innermost or frame
+            if "site-packages" not in file and not file.startswith(STANDARD_LIBRARY):
+                innermost = frame
+                break
+        frame = frame.f_back
+    if innermost is None:
+        return "?"
+    file = innermost.f_code.co_filename.rpartition("site-packages/")[2].removeprefix(
+        os.getcwd() + os.sep
+    )
+    return f"{file}:{innermost.f_lineno} in {innermost.f_code.co_name}"
+
+
+# ---------------------------------------------------------------- all ranks together
+@dataclass
+class _Queue:
+    """What one rank has still to do."""
+
+    issued: deque[Issued]
+    open: list[Operation] = field(default_factory=list)  # of the first one, not yet met
+
+    def __post_init__(self) -> None:
+        self.open = [*self.issued[0].operations] if self.issued else []
+
+    def close(self, operation: Operation) -> None:
+        self.open.remove(operation)
+        if not self.open:
+            self.issued.popleft()
+            self.open = [*self.issued[0].operations] if self.issued else []
+
+
+def problems(records: Sequence[Record]) -> list[str]:
+    """Return what hangs, if anything, when every rank does what its record says, in that order.
+
+    Args:
+        records: in order of ranks.
+    """
+    queues = [_Queue(deque(record)) for record in records]
+    while any(_meet(rank, queues) for rank in range(len(queues))):
+        pass
+    if not any(queue.issued for queue in queues):
+        return []
+    lines = [f"{len(queues)} ranks do not meet. Each rank's first operation that never ends:"]
+    for rank, queue in enumerate(queues):
+        if not queue.issued:
+            lines.append(f"  rank {rank} has ended")
+            continue
+        waiting = "; ".join(
+            f"{operation}{_lacks(rank, operation, queues)}" for operation in queue.open
+        )
+        lines.append(f"  rank {rank} at {queue.issued[0].line}: {waiting}")
+    return ["\n".join(lines)]
+
+
+def _meet(rank: int, queues: list[_Queue]) -> bool:
+    """Close the first open operation of a rank that all others of it have come to; return whether
+    there is one.
+    """
+    for operation in queues[rank].open:
+        if operation.is_to_one:
+            counterpart = _counterpart(rank, operation)
+            if counterpart in queues[operation.peer].open:
+                queues[operation.peer].close(counterpart)
+                queues[rank].close(operation)
+                return True
+            continue
+        found = {other: _same(operation, queues[other].open) for other in operation.group}
+        if all(found.values()) and _splits_agree(operation.group, found):  # pyright: ignore[reportArgumentType]
+            for other, theirs in found.items():
+                assert theirs is not None
+                queues[other].close(theirs)
+            return True
+    return False
+
+
+def _counterpart(rank: int, operation: Operation) -> Operation:
+    kind = "recv" if operation.kind == "send" else "send"
+    return Operation(kind, operation.group, rank, operation.bytes)
+
+
+def _same(operation: Operation, others: Sequence[Operation]) -> Operation | None:
+    key = (operation.kind, operation.group, operation.peer, operation.bytes)
+    return next(
+        (other for other in others if (other.kind, other.group, other.peer, other.bytes) == key),
+        None,
+    )
+
+
+def _splits_agree(group: tuple[int, ...], found: dict[int, Operation]) -> bool:
+    """Return whether what each rank of an all-to-all sends to another is what that one receives."""
+    size = len(group)
+    splits = [found[rank].splits for rank in group]
+    return all(
+        not splits[i] or not splits[j] or splits[i][j] == splits[j][size + i]
+        for i in range(size)
+        for j in range(size)
+    )
+
+
+def _lacks(rank: int, operation: Operation, queues: list[_Queue]) -> str:
+    """Return which ranks an operation waits for."""
+    if operation.is_to_one:
+        there = _counterpart(rank, operation) in queues[operation.peer].open
+        return "" if there else f", which rank {operation.peer} has not come to"
+    absent = [other for other in operation.group if _same(operation, queues[other].open) is None]
+    if not absent:
+        return ", whose parts have other sizes on other ranks"
+    return (
+        f", which {', '.join(f'rank {other}' for other in absent)} "
+        f"{'have' if len(absent) > 1 else 'has'} not come to"
+    )
+
+
+# ---------------------------------------------------------------- a run
+def check(cfg: DictConfig, *, device: Device) -> list[str]:
+    """Simulate all ranks of a composed configuration, in a validation and a training step; return
+    what would hang.
+
+    Raises:
+        ConfigError: more than MAX_RANKS ranks, or a mistake in the configuration.
+        SimulationFailed: a rank raised.
+    """
+    ranks = cfg.trainer.devices * cfg.trainer.num_nodes
+    if ranks > MAX_RANKS:
+        raise ConfigError(
+            f"--order simulates each of the run's {ranks} ranks, and takes at most {MAX_RANKS}. "
+            "Type smaller axes: 2 "
+            "ranks along each axis (4 along pipe) issue the same operations in the same order."
+        )
+    requests = [
+        processes.Request(cfg=cfg, rank=rank, device=device, record=True) for rank in range(ranks)
+    ]
+    found: list[Any] = processes.simulate_all(requests)
+    for result in found:
+        if isinstance(result, Exception):
+            raise result
+    return problems([result.issued for result in found])

@@ -1,0 +1,289 @@
+"""What one rank of a run does with others, with files and with values, replaced for the rest of
+this process.
+
+Other ranks are taken to say what this one says. Data and checkpoints are real, and made outside of
+the simulation.
+"""
+
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import lightning.pytorch as L
+import lightning.pytorch.trainer.connectors.data_connector as data_connector
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import Strategy
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.pipelining import stage as pipeline_stage
+from torch.distributed.pipelining._utils import _TensorMeta
+from torch.nn.parallel import distributed as ddp
+from torch.utils.data import dataloader
+
+from armature.models.decoder import loss
+from armature.models.decoder import model as decoder
+from armature.models.mixture import experts as mixture
+from armature.parallel import experts, initialization, mesh, process_group, randomness, scaler
+from armature.parallel.pipeline import Message, Runner
+from armature.planning.devices import Device
+from armature.planning.simulation.hooks import with_values, wrap
+from armature.planning.simulation.meter import Meter
+from armature.planning.simulation.processes import Boundary
+from armature.strategies.ddp import DDP
+from armature.training import same_everywhere
+
+DATA_METHODS = (
+    "prepare_data",
+    "setup",
+    "train_dataloader",
+    "val_dataloader",
+    "test_dataloader",
+    "save_assets",
+)
+
+
+def install(device: Device) -> None:
+    """Replace functions of ours, torch and Lightning: all that do not need to know the
+    configuration.
+    """
+    _kernels(device)
+    _objects()
+    _data()
+    wrap(mesh, "build", with_values)
+    wrap(mesh, "expert_mesh", with_values)
+    for name in ("capture", "restore"):
+        wrap(randomness, name, with_values)
+    wrap(process_group, "all_max", with_values)  # a number without a value would end the run
+    process_group.Vote.__call__ = lambda self, *numbers, device=None: [0] * len(numbers)
+    same_everywhere.digest = lambda batch: ""
+    initialization.initialize_by_name = lambda *args, **kwargs: None  # weights have no values
+    # a fake mode remembers its tensors by weak references, which swap_tensors (nn.Module._apply)
+    # would refuse
+    torch.utils.weakref = SimpleNamespace(getweakrefs=lambda tensor: [])
+    _ddp()
+
+
+def _kernels(device: Device) -> None:
+    """Let our code choose what it would on a GPU."""
+    assert device.capability is not None  # a GPU's, since others are refused
+    recent = device.capability >= (8, 0)
+    decoder.takes_groups = lambda v, mask: (
+        recent
+        and mask is None
+        and v.dtype in (torch.bfloat16, torch.float16)
+        and v.shape[-1] <= 256
+    )
+    mixture.takes_groups = lambda x: recent and x.dtype == torch.bfloat16
+    loss.CHUNK_LOGITS = {}
+    shards_sequence = mesh.shards_sequence
+    mesh.shards_sequence = lambda option, *, device, expert=1: shards_sequence(
+        option, device="cuda", expert=expert
+    )
+    scaler.precision_arguments = lambda precision, *, mesh: (
+        {"plugins": [MixedPrecision(precision, "cpu")]}
+        if precision == "16-mixed"
+        else {"precision": precision}
+    )
+
+
+def batches(mode: FakeTensorMode) -> None:
+    """Let batches lose their values on the way to the device."""
+
+    def to_fake(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
+
+    def moving(function: Any) -> Any:
+        return lambda *args, **kwargs: apply_to_collection(
+            function(*args, **kwargs), torch.Tensor, to_fake
+        )
+
+    wrap(Strategy, "batch_to_device", moving)
+
+
+def experts_load(meter: Meter, *, load: float) -> None:
+    """Let all experts get equally many rows, and this rank's `load` times as many as others' send
+    to them.
+
+    The host's waits for the real numbers are counted.
+    """
+
+    def row_lengths(x_MD: Any, leaving_RE: Any, arriving_RE: Any) -> tuple[list[int], list[int]]:
+        meter.wait("item")
+        rows, ranks = len(x_MD), len(leaving_RE)
+        return _equal_parts(rows, ranks), _equal_parts(round(load * rows), ranks)
+
+    def row_counts(x_MI: Any, end_E: Any) -> list[int]:
+        meter.wait("item")
+        return _equal_parts(len(x_MI), len(end_E))
+
+    experts.row_lengths, mixture.row_counts = row_lengths, row_counts
+
+
+def _equal_parts(total: int, count: int) -> list[int]:
+    return [total * (i + 1) // count - total * i // count for i in range(count)]
+
+
+def _objects() -> None:
+    """Plain objects travel as bytes, which fake tensors do not have."""
+
+    def all_gather_object(gathered: list[Any], obj: Any, group: Any = None) -> None:
+        gathered[:] = [obj] * len(gathered)
+
+    process_group.gather_object = lambda obj, group=None: [obj] * process_group.ranks()
+    for owner in (dist, dist.distributed_c10d):
+        owner.all_gather_object = all_gather_object
+        owner.broadcast_object_list = owner.send_object_list = lambda *args, **kwargs: None
+
+
+def _data() -> None:
+    for kind in (dataloader._SingleProcessDataLoaderIter, dataloader._BaseDataLoaderIter):
+        if "__next__" in vars(kind):
+            wrap(kind, "__next__", with_values)
+    wrap(dataloader.DataLoader, "__iter__", with_values)
+    data_connector._InfiniteBarrier = MagicMock  # it makes a group of gloo
+
+
+def data_module(data: Any) -> None:
+    """Let the methods of a data module work with values."""
+    for kind in type(data).__mro__:
+        if kind in (L.LightningDataModule, object):
+            return
+        for name in DATA_METHODS:
+            if name in vars(kind) and not hasattr(vars(kind)[name], "__wrapped__"):
+                setattr(kind, name, with_values(vars(kind)[name]))
+
+
+def _ddp() -> None:
+    # read values
+    ddp._verify_param_shape_across_processes = ddp._sync_module_states = lambda *args, **kwargs: (
+        None
+    )
+
+    def reduce(state: Any, bucket: Any) -> Any:
+        # the fake group's own future holds no tensors, for which DDP asks it
+        dist.all_reduce(bucket.buffer())
+        future: Any = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    reduce.__annotations__ = {}  # DDP refuses strings, as `from __future__` makes them
+
+    def register(self: Any) -> None:
+        self.model.register_comm_hook(None, reduce)
+
+    DDP._register_ddp_hooks = register
+    DDP._setup_model = _with_unused_parameters(DDP._setup_model)
+    DDP.post_backward = _reducing_all_buckets(DDP.post_backward)
+    DDP.block_backward_sync = _blocking(DDP.block_backward_sync)
+
+
+# With find_unused_parameters DDP's reducer reads which parameters were used from memory that fake
+# tensors do not have. It reduces all buckets after each backward, and a number for each parameter:
+# that is done here in its place.
+def _with_unused_parameters(setup_model: Any) -> Any:
+    def call(self: DDP, model: Any) -> Any:
+        self.simulated_buckets = None  # pyright: ignore[reportAttributeAccessIssue]
+        finds_unused = self._ddp_kwargs.pop("find_unused_parameters", False)
+        if finds_unused:
+            params = [param for param in model.parameters() if param.requires_grad]
+            limits = [
+                dist._DEFAULT_FIRST_BUCKET_BYTES,
+                int(self._ddp_kwargs.get("bucket_cap_mb") or 25) * 2**20,
+            ]
+            found = dist._compute_bucket_assignment_by_size(params, limits)[0]
+            self.simulated_buckets = [[params[i] for i in bucket] for bucket in found]  # pyright: ignore
+        wrapped = setup_model(self, model)
+        self._ddp_kwargs["find_unused_parameters"] = finds_unused  # for the next time that it wraps
+        wrapped.require_backward_grad_sync = self.simulated_buckets is None  # pyright: ignore
+        return wrapped
+
+    return call
+
+
+def _reducing_all_buckets(post_backward: Any) -> Any:
+    def call(self: Any, loss: torch.Tensor) -> None:
+        post_backward(self, loss)
+        if self.simulated_buckets is None or getattr(self, "simulated_blocking", False):
+            return
+        device = self.root_device
+        for bucket in self.simulated_buckets:
+            dist.all_reduce(
+                torch.empty(
+                    sum(param.numel() for param in bucket), dtype=bucket[0].dtype, device=device
+                )
+            )
+        count = sum(map(len, self.simulated_buckets))
+        dist.all_reduce(torch.empty(count, dtype=torch.int32, device=device))
+
+    return call
+
+
+def _blocking(block_backward_sync: Any) -> Any:
+    @contextmanager
+    def call(self: Any) -> Iterator[None]:
+        self.simulated_blocking = True
+        try:
+            with block_backward_sync(self):
+                yield
+        finally:
+            self.simulated_blocking = False
+
+    return call
+
+
+class BoundaryFound(BaseException):
+    """Ends a simulation of the first stage once it is known what it sends."""
+
+    def __init__(self, boundary: Boundary) -> None:
+        super().__init__(boundary)
+        self.boundary = boundary
+
+
+def pipeline(boundary: Boundary | None) -> None:
+    """Let the neighbors of a stage send what the first stage sends; None: raise BoundaryFound as
+    soon as that is known.
+
+    All stages are taken to send the same shape, as those of equal blocks do.
+    """
+
+    def send(self: Any, meta: Any, to: Any) -> None:
+        if boundary is None:
+            (sent,) = meta.forward_metas if hasattr(meta, "forward_metas") else meta.backward_metas
+            raise BoundaryFound(Boundary(tuple(sent.shape), sent.dtype))
+
+    def receive(self: Any, source: int) -> Any:
+        assert boundary is not None
+        shape, dtype = boundary.shape, boundary.dtype
+        strides = torch.empty(shape, device="meta").stride()
+        forward = source < self.stage_index
+        meta = _TensorMeta(
+            shape=torch.Size(shape), stride=strides, dtype=dtype, requires_grad=forward
+        )
+        if forward:
+            return pipeline_stage._StageForwardMeta(forward_metas=(meta,))
+        return pipeline_stage._StageBackwardMeta(backward_metas=(meta,))
+
+    exchange = Runner._exchange_known
+
+    def exchange_known(self: Runner, sent: Message | None, received: Message | None) -> None:
+        if sent is not None and sent.content is not None:
+            self.activation_shapes[sent.key] = sent.content.shape, sent.content.dtype
+        if received is not None:
+            assert boundary is not None
+            shape, dtype = boundary.shape, boundary.dtype
+            self.activation_shapes[received.key] = (
+                torch.Size([received.inputs[0], *shape[1:]]),
+                dtype,
+            )
+        exchange(self, sent, received)
+
+    Runner._exchange_known = exchange_known
+    pipeline_stage.PipelineStage._send_meta = send
+    pipeline_stage.PipelineStage._recv_meta = receive

@@ -1,0 +1,173 @@
+"""The formulas beside what the models themselves say, rules of thumb, and simulated peaks."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from armature.config import CONFIGS
+from armature.models.cost import Cost
+from armature.models.decoder.cost import cost as decoder_cost
+from armature.models.decoder.model import Decoder
+from armature.models.vit.cost import cost as vit_cost
+from armature.models.vit.model import VisionTransformer
+from armature.parallel.mesh import AXES
+from armature.planning import devices, memory, seconds
+from armature.planning.setup import Adapters, Setup
+from armature.planning.simulation.roofline import Roofline
+
+GIB = 2**30
+H100, A100 = devices.named("h100_80gb"), devices.named("a100_80gb")
+
+
+def arguments(name: str) -> dict[str, Any]:
+    values = yaml.safe_load((CONFIGS / "model" / f"{name}.yaml").read_text())
+    return {key: value for key, value in values.items() if not key.startswith("_")}
+
+
+def cost_of(name: str, **changes: Any) -> Cost:
+    return decoder_cost({**arguments(name), **changes})
+
+
+def mesh(**sizes: int) -> dict[str, Any]:
+    axes = {**dict.fromkeys(AXES, 1), **sizes}
+    return {"kind": "mesh", "axes": axes, "world_size": math.prod(axes.values())}
+
+
+@pytest.mark.parametrize("name", ["gpt2_124m", "llama2_7b", "llama3_1b", "llama3_8b", "llama3_70b"])
+def test_a_decoders_cost_is_what_the_model_has(name: str) -> None:
+    with torch.device("meta"):
+        model = Decoder(**arguments(name))
+        inputs = torch.empty(1, arguments(name)["context"], dtype=torch.long)
+    cost = cost_of(name)
+    assert cost.parameters == sum(param.numel() for param in model.parameters())
+    assert cost.flops_per_sample == model.flops_per_sample(inputs)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head_dim": 96, "attention_bias": True},
+        {"qk_norm": "weighted", "windows": [512] * 8 + [None] * 8},
+    ],
+)
+def test_a_decoders_cost_counts_its_options(changes: dict[str, Any]) -> None:
+    args = {**arguments("llama3_1b"), **changes}
+    with torch.device("meta"):
+        model, inputs = Decoder(**args), torch.empty(1, args["context"], dtype=torch.long)
+    cost = decoder_cost(args)
+    assert cost.parameters == sum(param.numel() for param in model.parameters())
+    assert cost.flops_per_sample == model.flops_per_sample(inputs)
+
+
+def test_a_vision_transformers_cost_is_what_the_model_has() -> None:
+    args = {
+        "image_size": 16,
+        "patch_size": 2,
+        "channels": 3,
+        "classes": 10,
+        "width": 64,
+        "layers": 4,
+        "heads": 4,
+    }
+    with torch.device("meta"):
+        model = VisionTransformer(**args)
+    assert vit_cost(args).parameters == sum(param.numel() for param in model.parameters())
+
+
+def test_70b_in_bf16_is_140_gb_of_weights_alone() -> None:
+    state = memory.peak(
+        Setup(cost=cost_of("llama3_70b"), kind="single", precision="bf16-true")
+    ).bytes_by_kind
+    assert state["parameters"] == pytest.approx(140e9, rel=0.01)
+
+
+def test_7b_with_adamw_does_not_fit_one_gpu_under_ddp_and_does_under_fsdp_on_eight() -> None:
+    cost = cost_of("llama2_7b")
+    ddp = memory.peak(Setup(cost=cost, kind="ddp", world_size=8))
+    assert ddp.state_bytes == 16 * cost.parameters > H100.memory_bytes
+    assert memory.peak(Setup(cost=cost, **mesh(shard=8))).total_bytes < H100.memory_bytes
+
+
+def test_a_mesh_gathers_fp16_with_fp16_unless_it_is_told_another_type() -> None:
+    setup = Setup(cost=cost_of("llama3_1b", context=1024), precision="16-mixed", **mesh(shard=8))
+    assert (
+        memory.peak(setup).allocated_bytes
+        == memory.peak(setup.with_(precision="bf16-mixed")).allocated_bytes
+    )
+    wide = setup.with_(param_dtype="float32")
+    simulated = 0.100
+    assert seconds.step_seconds(wide, devices.named("v100")).communication == pytest.approx(
+        simulated, rel=0.1
+    )
+
+
+LORA, NF4 = {"adapters": Adapters(rank=16)}, {"adapters": Adapters(rank=16, in_4_bits=True)}
+SHORT = {"kind": "single", "context": 2048, "accumulate": 4}
+
+
+@pytest.mark.parametrize(("adapters", "measured_gib"), [(LORA, 33.9), (NF4, 11.3)])
+def test_adapters_of_8b_took_up_to_a_gib_more_on_an_h100(
+    adapters: dict[str, Any], measured_gib: float
+) -> None:
+    """docs/measured.md: all blocks recomputed, in eager mode, 2,048 tokens, four micro-batches of
+    one sample.
+    """
+    setup = Setup(
+        cost=cost_of("llama3_8b", context=2048),
+        recompute="every",
+        kind="single",
+        accumulate=4,
+        **adapters,
+    )
+    assert 0 <= measured_gib - memory.peak(setup).allocated_bytes / GIB < 1
+
+
+def test_double_precision_has_a_rate_of_its_own() -> None:
+    setup = Setup(cost=cost_of("llama3_1b"), kind="single", precision="64-true")
+    assert seconds.peak_flops(setup, H100) == H100.peak_flops["float64"]
+    assert (
+        Roofline(device=H100, rank=0, tf32=True).peak(torch.float64) == H100.peak_flops["float64"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "micro", "recompute", "axes", "published"),
+    # tokens per second and GPU that torchtitan published for compiled runs (docs/simulator.md)
+    [
+        ("llama3_8b", 2, "selective", {"shard": 8}, 6667),
+        ("llama3_8b", 2, "selective", {"shard": 128}, 6514),
+        ("llama3_8b", 12, "selective", {"shard": 8, "tensor": 8}, 4378),
+        ("llama3_70b", 16, "every", {"shard": 32, "tensor": 8}, 597),
+    ],
+)
+def test_published_throughput_lies_in_the_predicted_range(
+    name, micro, recompute, axes, published
+) -> None:
+    setup = Setup(cost=cost_of(name), micro=micro, recompute=recompute, **mesh(**axes))
+    low, high = (
+        rate / setup.world_size for rate in seconds.step_seconds(setup, H100).units_per_second
+    )
+    assert low <= published <= high
+
+
+def test_recomputation_trades_seconds_for_memory() -> None:
+    setups = [
+        Setup(cost=cost_of("llama3_8b"), recompute=n, **mesh(shard=8))
+        for n in ("none", "selective", "every")
+    ]
+    peaks = [memory.peak(setup).total_bytes for setup in setups]
+    times = [seconds.step_seconds(setup, H100).compute for setup in setups]
+    assert peaks == sorted(peaks, reverse=True)
+    assert times == sorted(times)
+
+
+@pytest.mark.parametrize(
+    ("stage", "bytes_per_parameter"), [(1, 2 + 14 / 8), (2, 2 + 14 / 8), (3, 16 / 8)]
+)
+def test_zero_shards_what_its_stage_says(stage: int, bytes_per_parameter: float) -> None:
+    cost = cost_of("llama3_8b")
+    found = memory.peak(Setup(cost=cost, kind="deepspeed", stage=stage, world_size=8))
+    assert found.state_bytes == pytest.approx(bytes_per_parameter * cost.parameters)

@@ -1,0 +1,211 @@
+"""Simulated ranks: a fixture simulates a few once, and the tests read the reports."""
+
+import argparse
+import dataclasses
+
+import pytest
+import torch
+
+from armature.errors import ConfigError
+from armature.planning import devices, simulation
+from armature.planning.simulation import job, meter, processes
+from armature.planning.simulation.report import Report, Volume
+from armature.planning.simulation.roofline import Roofline
+from scripts import simulate as command
+
+TINY = [
+    "model=gpt_nano",
+    "model.layers=2",
+    "model.width=64",
+    "data=synthetic",
+    "data.context=32",
+    "optimizer=adamw",
+]
+REPORT = Report(
+    rank=0,
+    world_size=8,
+    axes={"shard": 8},
+    hardware="h100_80gb",
+    parameters=8_000,
+    held={"parameters": 16_000},
+    peak=70 * 2**30,
+    peak_by_kind={"activations": 70 * 2**30},
+    peak_by_phase={"forward": 70 * 2**30},
+    peak_at="forward: mm",
+    allowance=6 * 2**30,
+    capacity=79 * 2**30,
+    flops={"forward": 1e15},
+    operators=10,
+    volumes=(Volume(axis="shard", kind="all_gather", ranks=8, calls=2, bytes=2**30, seconds=0.5),),
+    syncs={},
+    compute_seconds={"forward": 2.0},
+    bubble_share=0.5,
+    samples_per_step=10,
+    tokens_per_sample=100,
+    model_flops=8e15,
+    peak_flops=1e15,
+)
+
+
+def requests(*overrides: str, ranks: list[int]) -> list[simulation.Request]:
+    own = any(each.startswith("model=") for each in overrides)
+    cfg, device = command.composed([*(TINY[1:] if own else TINY), *overrides])
+    return [simulation.Request(cfg=cfg, rank=rank, device=device) for rank in ranks]
+
+
+@pytest.mark.slow
+def test_a_rank_of_a_run_that_no_machine_here_could_make():
+    batch = ["data.global_batch_size=512", "data.micro_batch_size=4", "model.tied=false"]
+    mesh = requests("strategy=3d", "trainer.devices=8", "trainer.num_nodes=64", *batch, ranks=[511])
+    wrong = requests("strategy=fsdp", "trainer.devices=3", ranks=[0])
+    report, refused = simulation.simulate_all([*mesh, *wrong])
+    assert isinstance(report, Report)
+    assert report.world_size == 512
+    assert report.fits
+    assert sum(report.peak_by_kind.values()) == report.peak
+    assert {volume.axis for volume in report.volumes} >= {"pipe", "shard", "tensor"}
+    assert report.bubble_share > 0
+    assert "rank 511" in simulation.text([report])
+    assert isinstance(refused, ConfigError)
+    assert any("data.global_batch_size=64" in problem for problem in refused.problems)
+
+
+@pytest.mark.slow
+def test_a_users_module_that_reads_values():
+    own = [
+        "task._target_=tests.planning.values.Module",
+        "data._target_=tests.planning.values.Data",
+    ]
+    own += [
+        "strategy=single",
+        "launch.allowed_packages=[armature,torch,lightning,tests]",
+        "callbacks=[ema]",
+    ]
+    own += ["data.global_batch_size=4", "data.micro_batch_size=4"]
+    for report in simulation.simulate_all(requests(*own, ranks=[0])):
+        assert isinstance(report, Report), report
+        assert (
+            report.flops["backward"] > 1.5 * report.flops["forward"]
+        )  # all but the gradient of the first input
+        assert any("bincount" in note and "smallest" in note for note in report.notes)
+        assert any(line.startswith("bincount") for line in report.syncs)
+        assert not any(
+            line.startswith("repeat_interleave") for line in report.syncs
+        )  # its size is given
+
+
+@pytest.mark.slow
+def test_experts_get_equally_many_tokens_unless_asked_otherwise():
+    own = [
+        "data.global_batch_size=32",
+        "model.experts=8",
+        "model.heads=2",
+        "model.tied=false",
+        "data.micro_batch_size=8",
+        "trainer.devices=4",
+    ]
+    (request,) = requests(
+        *own, "model=mixture_nano", "strategy=expert", "strategy.expert=4", ranks=[1]
+    )
+    loads = [request, dataclasses.replace(request, expert_load=1.5)]
+    (fp32,) = requests(
+        *own, "model=mixture_nano", "strategy=fsdp", "trainer.precision=32-true", ranks=[1]
+    )
+    even, uneven, loop = simulation.simulate_all([*loads, fp32])
+    assert isinstance(even, Report), even
+    assert isinstance(uneven, Report), uneven
+    assert isinstance(loop, Report), loop
+    rows = 8 * 32 * 2  # micro-batch, positions, experts per token
+    products = 2 * rows * 64 * 352 * 3 * 2  # gate, up, down in two blocks, forward
+    assert uneven.flops["forward"] - even.flops["forward"] == products // 2
+    (sent,) = [
+        volume for volume in even.volumes if volume.kind == "all_to_all" and volume.bytes > 10_000
+    ]
+    assert (
+        sent.bytes >= 2 * 2 * 2 * rows * 64 * 2
+    )  # there and back, forward and backward, two blocks, in 16 bits
+    assert [line for line in even.syncs if "experts.py" in line]
+    assert any("equally many" in note for note in even.notes)
+    page = simulation.text([even, uneven])
+    assert "rank 1, if its experts get 1.5 × the mean number of tokens: " in page
+    assert any(
+        "mixture/experts.py" in line for line in loop.syncs
+    )  # a GPU's product of groups takes bf16 alone
+
+
+def test_a_grouped_products_flops_are_those_of_its_rows():
+    assert torch.ops.aten._grouped_mm in meter.flop_registry
+    assert (
+        meter._grouped_flops((24, 8), (3, 8, 16)) == 2 * 24 * 8 * 16
+    )  # rows of three experts, in turn
+    assert (
+        meter._grouped_flops((16, 24), (24, 8)) == 2 * 16 * 24 * 8
+    )  # the gradient of their weights
+    assert meter._grouped_flops((3, 4, 8), (3, 8, 16)) == 3 * 2 * 4 * 8 * 16
+
+
+def test_seconds_of_a_step_and_what_follows():
+    assert REPORT.step_seconds == (4.0, 5.0)  # half of the time is the pipeline's bubble
+    assert REPORT.rate == (200.0, 250.0)
+    assert REPORT.mfu == (0.2, 0.25)
+    assert REPORT.fits
+
+
+def test_a_group_is_as_fast_as_its_slowest_link():
+    device = devices.named("h100_80gb")
+    roofline = Roofline(device=device, rank=0, tf32=True)
+    link, network = device.link_bytes_per_second * 0.8, device.network_bytes_per_second * 0.9
+    assert roofline.collective("all_gather", 8e9, range(8)) == pytest.approx(7e9 / link)
+    assert roofline.collective("all_reduce", 8e9, range(0, 64, 8)) == pytest.approx(14e9 / network)
+    assert roofline.collective("all_gather", 16e9, range(16)) == pytest.approx(
+        15e9 / min(link, 8 * network)
+    )
+    assert roofline.peak(torch.float32) == device.peak_flops["tf32"]
+    assert (
+        Roofline(device=devices.named("t4"), rank=0, tf32=True).peak(torch.bfloat16)
+        == (devices.named("t4").peak_flops["float32"])
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (
+            ["data.micro_batch_size=3"],
+            r"data.global_batch_size=64 is not a multiple of data.micro_batch_size=3",
+        ),
+        (
+            ["trainer.devices=16"],
+            r"trainer.devices=16: a machine of hardware=h100_80gb has 8. Type trainer.devices=8 tr",
+        ),
+        (["--ranks=9"], r"--ranks 9: the run has ranks 0 to 0"),
+        (["--depths=0,1"], r"--depths 0,1: type numbers from 1 to model.layers="),
+        (["--depths=100,200"], r"--depths 100,200: type numbers from 1 to model.layers="),
+        (["checkpoint=null"], r"checkpoint: a value is required"),
+        (["trainer.devices=none"], r"trainer.devices=none: type a whole number of at least 1"),
+        (["model.layers=many"], r"model.layers='many': .* takes int"),
+        (["strategy=deepspeed_zero3"], r"strategy=deepspeed: its engine is not simulated"),
+        (["strategy=fsdp", "trainer.devices=8", "hardware=t4", "strategy.float8=true"], r"float8"),
+    ],
+)
+def test_a_mistake_is_refused_before_the_simulator_starts(words, answer, monkeypatch):
+    monkeypatch.setattr(
+        processes, "_start_server", lambda: pytest.fail("the simulator was started")
+    )
+    typed = dict(word.removeprefix("--").split("=") for word in words if word.startswith("--"))
+    options = argparse.Namespace(
+        order=False, ranks=typed.get("ranks"), depths=typed.get("depths"), json=False
+    )
+    with pytest.raises(ConfigError, match=answer):
+        command.run(options, [*TINY, *(word for word in words if not word.startswith("--"))])
+
+
+@pytest.mark.parametrize(
+    ("precision", "kind"),
+    [
+        ("16-mixed", torch.float16), ("bf16-mixed", torch.bfloat16), ("16-true", torch.float16),
+        ("32-true", torch.float32), ("64-true", torch.float64),
+    ],
+)  # fmt: skip
+def test_utilization_is_a_share_of_the_rate_of_the_products_type(precision, kind):
+    assert job._compute_type(precision) is kind
