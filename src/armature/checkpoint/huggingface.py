@@ -1,10 +1,9 @@
 """Weights of Hugging Face folders, straight into a model under any layout.
 
 A model that can be read so has `pretrained`, the folder or None, and `pretrained_name`, which
-returns Hugging Face's name of one of its parameters, or None for one that they do not have. One
-whose parameters stack several matrices has `pretrained_parts`, which returns the names of a
-parameter's matrices, or None. A model whose names depend on the folder has `names_in` instead: it
-is given the names of the folder's tensors, and returns those that it takes, by its own.
+returns Hugging Face's name of one of its parameters, or None for one that they do not have. A model
+whose names depend on the folder has `names_in` instead: it is given the names of the folder's
+tensors, and returns those that it takes, by its own.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -13,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
@@ -26,7 +24,6 @@ from armature.checkpoint import storage
 from armature.errors import ConfigError
 from armature.finetune import folder as folders
 from armature.finetune import nf4
-from armature.parallel import initialization
 
 # elements of the unsharded matrices that are in memory in fp32 while they are read
 QUANTIZED_AT_ONCE = 64_000_000
@@ -93,10 +90,6 @@ def read(model: nn.Module, names: Iterable[str], *, alone: bool = False) -> None
     quantized = {f"{name}.codes": linear for name, linear in nf4.in_4_bits(model).items()}
     targets = {model.pretrained_name(name): held[name].detach() for name in held if name in wanted}  # pyright: ignore[reportCallIssue]
     targets.pop(None, None)  # the parts of quantized matrices
-    for name in [name for name in held if name in wanted]:
-        if (parts := _parts(model, name, held[name])) is not None:
-            del targets[model.pretrained_name(name)]  # pyright: ignore[reportCallIssue]
-            _read_stack(reader, parts, held[name])
     tied = {"lm_head.weight": "model.embed_tokens.weight"}
     own = {
         name: value for name, value in targets.items() if name in found.tensors or name not in tied
@@ -113,23 +106,6 @@ def read(model: nn.Module, names: Iterable[str], *, alone: bool = False) -> None
         _load(reader, weights, alone=alone)
         for name, linear in named.items():
             linear.fill(weights.pop(name))
-
-
-def _parts(model: nn.Module, name: str, param: Tensor) -> list[str] | None:
-    stacked = getattr(model, "pretrained_parts", None)
-    return None if stacked is None else stacked(name, param.shape[0])
-
-
-def _read_stack(reader: _Reader, parts: list[str], param: Tensor) -> None:
-    """Fill a stack of matrices.
-
-    Each rank reads all of it and keeps its part; one stack is in memory at a time.
-
-    It reads for itself: the stages of a pipeline may hold different numbers of stacks.
-    """
-    whole = torch.empty(param.shape, dtype=param.dtype)
-    _load(reader, dict(zip(parts, whole.unbind(0), strict=True)), alone=True)
-    initialization.place(whole, param)
 
 
 def _few_at_once(linears: dict[str, nf4.Nf4Linear]) -> Iterator[dict[str, nf4.Nf4Linear]]:

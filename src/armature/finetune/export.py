@@ -30,9 +30,7 @@ from armature.loading import load_task
 from armature.models.adapters import is_adapter
 from armature.models.decoder.check import ffn_hidden_of
 from armature.models.decoder.model import Decoder
-from armature.models.decoder.names import HEAD
-from armature.models.mixture.model import MixtureDecoder
-from armature.models.mixture.names import shapes, theirs
+from armature.models.decoder.names import HEAD, shapes, theirs
 from armature.models.wrapped import module_name
 from armature.parallel import initialization
 from armature.validation import signatures
@@ -136,8 +134,6 @@ def form_of(cfg: DictConfig) -> Form:
     if check.is_of_transformers(cfg):
         return _form_of_transformers(cfg)
     args = decoder_arguments(cfg)
-    if "experts" in args:
-        architecture.config_of(args, dtype="float32")  # refuses what cannot be written
     return Form(
         context=args["context"], vocab_size=args["vocab_size"], rename=theirs, module_name=theirs,
         left_out=[str(theirs(HEAD))] if args["tied"] else [], shapes=shapes(args),
@@ -189,9 +185,9 @@ def _head_of(cfg: DictConfig, model: Any) -> dict[str, Any]:
 
 def decoder_arguments(cfg: DictConfig) -> dict[str, Any]:
     """Return all arguments of a run's decoder. Raises ConfigError for another model."""
-    if (target := cfg.model._target_) not in check.OURS:
+    if (target := cfg.model._target_) != check.DECODER:
         raise ConfigError(
-            f"model._target_={target}: only {', '.join(check.OURS)} and models of transformers "
+            f"model._target_={target}: only {check.DECODER} and models of transformers "
             "have Hugging Face's "
             "form. Name a file (.safetensors, .ckpt, .onnx or .pt2) instead."
         )
@@ -431,10 +427,9 @@ def read_decoder(
 ) -> nn.Module:
     """Return the decoder of a Hugging Face folder, in evaluation mode, in one process."""
     config, name = folder.config(path), str(path)
-    args = architecture.arguments_of(config, name=name)
+    args = architecture.arguments(config, name=name)
     with torch.device("meta"):
-        kind = MixtureDecoder if "experts" in args else Decoder
-        model = kind(**args, context=context, pretrained=name).to(dtype)
+        model = Decoder(**args, context=context, pretrained=name).to(dtype)
     return read_meta(model, device=device)
 
 

@@ -113,7 +113,7 @@ def _read(whole: Path, *, device: str) -> nn.Module:
     kind = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     dtype = getattr(torch, kind) if device != "cpu" and kind in DTYPES else torch.float32
     try:
-        args = architecture.arguments_of(config, name=name)
+        args = architecture.arguments(config, name=name)
     except ConfigError as refused:
         return read_meta(_built_by_transformers(whole, config, refused).to(dtype), device=device)
     if problems := check.weight_problems(whole, args):
@@ -127,7 +127,7 @@ def _built_by_transformers(whole: Path, config: dict[str, Any], refused: ConfigE
     try:
         others.arguments(config, name=str(whole))
     except ConfigError as error:
-        is_ours = config.get("model_type") in (*architecture.FAMILIES, *architecture.MIXTURES)
+        is_ours = config.get("model_type") in architecture.FAMILIES
         raise ConfigError([*(refused.problems if is_ours else []), *error.problems]) from None
     named = [str(each) for each in config.get("architectures") or []]
     if named and all(

@@ -72,7 +72,7 @@ def _is_decoder(whole: Path) -> bool:
     if config.get("model_type") not in architecture.FAMILIES:
         return False
     try:
-        architecture.arguments_of(config, name=str(whole))
+        architecture.arguments(config, name=str(whole))
     except ConfigError:
         return False
     return True
