@@ -26,7 +26,7 @@ from armature.finetune.lora import Lora, merge
 from armature.loading import load_task
 from armature.models.decoder.check import ffn_hidden_of
 from armature.models.decoder.model import Decoder
-from armature.models.decoder.names import theirs
+from armature.models.decoder.names import HEAD, theirs
 from armature.parallel import initialization
 from armature.validation import signatures
 
@@ -92,7 +92,8 @@ def export(
         length, seed = min(model.context, PROBES), torch.Generator().manual_seed(0)
         ids = torch.randint(vocab_size, (1, length), generator=seed)
         expected = model(ids)
-        _write_weights(model.to(getattr(torch, dtype)), part, shard_bytes)
+        tied = bool(config.get("tie_word_embeddings"))
+        _write_weights(model.to(getattr(torch, dtype)), part, shard_bytes, tied=tied)
         del model
         files.replace(part / folder.CONFIG, json.dumps(config, indent=2) + "\n")
         write_tokenizer(kept, Path(cfg.run.dir), part)
@@ -121,12 +122,15 @@ def _config_of_transformers(
     return kept | {"torch_dtype": dtype} | head
 
 
-def _write_weights(model: Any, part: Path, shard_bytes: int) -> None:
+def _write_weights(model: Any, part: Path, shard_bytes: int, *, tied: bool) -> None:
     """Write safetensors files of at most `shard_bytes`, and their index if there are several."""
     if isinstance(model, Decoder):
         named = {str(theirs(name)): param.detach() for name, param in model.named_parameters()}
+        if tied:
+            named.pop(str(theirs(HEAD)), None)
         save_torch_state_dict(named, part, max_shard_size=shard_bytes)
     else:
+        model.inner.tie_weights()  # reading a checkpoint may part them
         model.inner.save_pretrained(part, max_shard_size=shard_bytes)
     for file in part.glob("*.safetensors"):
         files.sync(file)
