@@ -2,8 +2,8 @@
 
 A model that can be read so has `pretrained`, the folder or None, and `pretrained_name`, which
 returns Hugging Face's name of one of its parameters, or None for one that they do not have. A model
-whose names depend on the folder has `names_in` instead: it is given the names of the folder's
-tensors, and returns those that it takes, by its own.
+of another library (`models/wrapped.py`) has `names_in` instead, which returns what it takes from
+the folder, and `whole_state`, which reads it on rank 0.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from armature.checkpoint import storage
 from armature.errors import ConfigError
 from armature.finetune import folder as folders
 from armature.finetune import nf4
+from armature.parallel import initialization
 
 # elements of the unsharded matrices that are in memory in fp32 while they are read
 QUANTIZED_AT_ONCE = 64_000_000
@@ -36,7 +38,7 @@ def imported_names(model: nn.Module) -> set[str]:
     if not isinstance(getattr(model, "pretrained", None), str):
         return set()
     if hasattr(model, "names_in"):
-        return set(_names_in(model, _weights(folders.find(str(model.pretrained)))))
+        return _names_in(model, _weights(folders.find(str(model.pretrained))))
     if not hasattr(model, "pretrained_name"):
         return set()
     named = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -80,12 +82,8 @@ def read(model: nn.Module, names: Iterable[str], *, alone: bool = False) -> None
     found = _weights(folder)
     reader = _Reader(folder, found.files)
     if hasattr(model, "names_in"):
-        theirs, held = _names_in(model, found), held | dict(model.named_buffers())
-        _load(
-            reader,
-            {theirs[name]: held[name].detach() for name in held if name in wanted},
-            alone=alone,
-        )
+        held |= dict(model.named_buffers())
+        _send(model, {name: held[name].detach() for name in held if name in wanted}, alone=alone)
         return
     quantized = {f"{name}.codes": linear for name, linear in nf4.in_4_bits(model).items()}
     targets = {model.pretrained_name(name): held[name].detach() for name in held if name in wanted}  # pyright: ignore[reportCallIssue]
@@ -130,7 +128,28 @@ def _weights(folder: Path) -> folders.Weights:
     return found
 
 
-def _names_in(model: nn.Module, found: folders.Weights) -> dict[str, str]:
+@torch.no_grad()
+def _send(model: nn.Module, held: dict[str, Tensor], *, alone: bool) -> None:
+    """Let rank 0 read the whole folder in its own type, and send one tensor after another.
+
+    Each rank keeps its part.
+    """
+    several = not alone and dist.is_initialized()
+    reads = not several or dist.get_rank() == 0
+    try:
+        whole = model.whole_state() if reads else {}  # pyright: ignore[reportCallIssue]
+    except ValueError as error:
+        raise ConfigError(f"{error}.") from error
+    for name, target in held.items():
+        value = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+        if reads:
+            value.copy_(whole.pop(name.removeprefix("inner.")))
+        if several:
+            dist.broadcast(value, 0)
+        initialization.place(value, target)
+
+
+def _names_in(model: nn.Module, found: folders.Weights) -> set[str]:
     try:
         return model.names_in(found.tensors)  # pyright: ignore[reportCallIssue]
     except ValueError as error:
