@@ -10,8 +10,6 @@ python scripts/convert.py outputs/<run.name> my-adapter --adapter
     a folder that peft loads (task=lora)
 python scripts/convert.py outputs/<run.name> my-model model.pretrained=FOLDER
     if the base model has moved (task=lora)
-python scripts/convert.py my-adapter my-model --base FOLDER
-    an adapter of peft's added to its base model
 python scripts/convert.py outputs/<run.name> model.onnx
 python scripts/convert.py outputs/<run.name> model.pt2 --input 2x3x32x32
     for models that export
@@ -45,7 +43,7 @@ def main() -> None:
     parser.add_argument(
         "source",
         type=Path,
-        help="a run directory or a checkpoint in one; .safetensors; .ckpt; an adapter",
+        help="a run directory or a checkpoint in one; .safetensors; .ckpt",
     )
     parser.add_argument("target", type=Path, help=".safetensors, .ckpt, .onnx, .pt2; a folder")
     parser.add_argument(
@@ -62,9 +60,6 @@ def main() -> None:
     )
     parser.add_argument(
         "--adapter", action="store_true", help="a folder for peft with the adapters alone"
-    )
-    parser.add_argument(
-        "--base", help="of an adapter's folder: its base model, if it is not where it was"
     )
     parser.add_argument(
         "--trust",
@@ -100,13 +95,15 @@ def run(args: argparse.Namespace) -> None:
         raise ConfigError(f"{target} exists already. Name another, or remove it.")
     if not source.exists():
         raise ConfigError(f"{source}: no such path.")
-    from_adapter = is_adapter(source)
-    check_options(args, from_file=from_file, from_adapter=from_adapter)
+    if (source / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"{source}: an adapter's folder. peft adds it to its model "
+            "(merge_and_unload: docs/finetune.md); of a run of yours name the run instead."
+        )
+    check_options(args, from_file=from_file)
     from armature.checkpoint import convert, storage
 
-    if from_adapter and to_folder:
-        print(merge(args))
-    elif from_file:
+    if from_file:
         print(f"{target}: {len(convert.from_file(source, target))} tensors")
     elif to_folder:
         print(export_folder(args))
@@ -128,40 +125,12 @@ def run(args: argparse.Namespace) -> None:
             )
 
 
-def is_adapter(source: Path) -> bool:
-    """Return whether a folder is an adapter's, as peft writes it."""
-    return (source / "adapter_config.json").is_file() and not (source / "config.yaml").is_file()
-
-
-def merge(args: argparse.Namespace) -> str:
-    """Write an adapter's base model with the adapter added, and return what was written."""
-    from armature.finetune import merge
-    from armature.training import process
-
-    process.quiet()
-    return merge.merge(args.source, args.target, base=args.base)
-
-
-def check_options(args: argparse.Namespace, *, from_file: bool, from_adapter: bool = False) -> None:
+def check_options(args: argparse.Namespace, *, from_file: bool) -> None:
     """Raise ConfigError for options that this conversion does not use."""
-    typed = {"--average": args.average, "--best": args.best} if from_file or from_adapter else {}
-    typed |= {"--base": not from_adapter and vars(args).get("base") is not None}
-    if from_adapter:
-        if args.target.suffix in FILES + PROGRAMS:
-            raise ConfigError(
-                f"{args.source} → {args.target}: an adapter is added to its model in a new folder. "
-                "Name one."
-            )
-        typed |= {
-            "--adapter": args.adapter,
-            "--trust": args.trust,
-            "--dtype": args.dtype is not None,
-        }
+    typed = {"--average": args.average, "--best": args.best} if from_file else {}
     if args.target.suffix not in PROGRAMS:
         others = [
-            each
-            for each in args.overrides
-            if from_file or from_adapter or not each.startswith("model.pretrained=")
+            each for each in args.overrides if from_file or not each.startswith("model.pretrained=")
         ]
         typed |= {"--input": args.input is not None, **dict.fromkeys(others, True)}
     if from_file or args.target.suffix in FILES + PROGRAMS:

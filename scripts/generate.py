@@ -7,8 +7,6 @@ python scripts/generate.py outputs/<run.name> --chat
 python scripts/generate.py outputs/<run.name> --chat --prompt "What is a rank?"
 python scripts/generate.py path/to/llama --prompt "def"
     a folder as transformers writes it
-python scripts/generate.py my-adapter --base path/to/llama --chat
-    peft's adapter; --base if its base has moved
 """
 
 import argparse
@@ -48,9 +46,6 @@ def main() -> None:
     )
     parser.add_argument("--samples", type=int, default=1, help="of each prompt")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--base", help="the folder of an adapter's base model, if it is not where it was"
-    )
     args = cli.parse_arguments(parser)
     cli.refuse_training_keys(args.overrides)
     try:
@@ -133,26 +128,20 @@ def generate(args: argparse.Namespace) -> None:
 
 
 def load(args: argparse.Namespace, device: str) -> Any:
-    """Return the model of a run, or of a folder of Hugging Face's or peft's. Raises ConfigError."""
+    """Return the model of a run, or of a folder of Hugging Face's. Raises ConfigError."""
     from armature.finetune import folder
 
-    path, base = args.path, args.base
-    is_run = (path / "config.yaml").is_file() or not any(
-        (path / name).is_file() for name in folder.DESCRIPTIONS
-    )
+    path = args.path
+    is_run = (path / "config.yaml").is_file() or not (path / folder.CONFIG).is_file()
     unused = {"--best": args.best, "--trust": args.trust, **dict.fromkeys(args.overrides, True)}
     if not is_run and (typed := [option for option, is_typed in unused.items() if is_typed]):
         raise ConfigError(
             f"{', '.join(typed)} would change nothing: {path} is no run. Leave it out."
         )
-    if is_run and base is not None:
-        raise ConfigError(
-            f"--base {base}: only for an adapter's folder, which {path} is not. Leave it out."
-        )
     from armature.finetune import inference
 
     if not is_run:
-        return inference.load(path, base=base, device=device)
+        return inference.load(path, device=device)
     return inference.load_run(
         path, device=device, best=args.best, overrides=args.overrides, trust=args.trust
     )

@@ -113,8 +113,7 @@ def plan(arguments: argparse.Namespace, typed: list[str]) -> None:
     if setup_of(single, Layout.of(single)) is None:
         raise ConfigError(
             "There is no formula for pairs of answers, nor for adapters of a mixture, of some "
-            "Linears, with "
-            "other weights or with norms (task.adapter.targets, train, dora). "
+            "Linears or with other weights (task.adapter.targets, train). "
             "Type scripts/simulate.py with this command line."
         )
     values = {key: value for key, _, value in (each.lstrip("+").partition("=") for each in typed)}

@@ -40,7 +40,6 @@ EXTRA = {  # what a file cannot do without
     ],
     "model/pretrained": ["model.pretrained=base"],
     "model/huggingface": ["model.pretrained=base"],
-    "model/pretrained_mixture": ["model.pretrained=mixture"],
     "data/labeled_text": [
         "data.path=t.csv",
         "data.tokenizer=base",
@@ -103,13 +102,6 @@ def _hydra(tmp_path, monkeypatch):
     write_model(
         tmp_path / "base", hidden_size=64, intermediate_size=64
     )  # whole blocks of 4-bit weights
-    experts = {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "head_dim": 8,
-    }
-    write_model(tmp_path / "mixture", model_type="qwen3_moe", **experts)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
         data_sources, "problems", lambda cfg, *, prepare: []

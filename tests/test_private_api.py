@@ -279,7 +279,7 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("torch.nn:Module", "_parameters", None, "parallel/split.py"),
     ("torch.nn:Module", "_buffers", None, "strategies/base.py"),
     ("torch.nn:Module", "_buffers", None, "checkpoint/state.py"),
-    ("torch.nn:Module", "_non_persistent_buffers_set", None, "models/huggingface/names.py"),
+    ("torch.nn:Module", "_non_persistent_buffers_set", None, "models/wrapped.py"),
     ("torch.nn:Module", "_forward_hooks", None, "models/decoder/loss.py"),
     ("torch.nn:Module", "_forward_pre_hooks", None, "models/decoder/loss.py"),
     ("torch.nn:Module", "_backward_hooks", None, "models/decoder/loss.py"),
@@ -544,13 +544,8 @@ DEEPSPEED = [
 ]
 TRANSFORMERS = [  # models/huggingface/ and finetune/built.py
     ("transformers.modeling_utils:PreTrainedModel", "_no_split_modules"),
-    ("transformers.modeling_utils:PreTrainedModel", "_keys_to_ignore_on_load_unexpected"),
     ("transformers.modeling_utils:PreTrainedModel", "tp_plan"),
     ("transformers.modeling_utils:PreTrainedModel", "base_model_prefix"),
-    ("transformers.conversion_mapping", "get_model_conversion_mapping"),
-    ("transformers.core_model_loading", "WeightConverter"),
-    ("transformers.core_model_loading", "WeightRenaming"),
-    ("transformers.core_model_loading", "rename_source_key"),
     ("transformers.masking_utils", "find_packed_sequence_indices"),
     ("transformers", "MODEL_FOR_CAUSAL_LM_MAPPING"),
     ("transformers", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING"),

@@ -47,9 +47,7 @@ def write_model(path: Path, **changes: Any) -> Path:
     sound = CONFIG | {
         key: value for key, value in changes.items() if isinstance(value, int) and key in CONFIG
     }
-    named = check.tensors(
-        architecture.arguments_of(config if architecture.is_mixture(config) else sound, name="tiny")
-    )
+    named = check.tensors(architecture.arguments(sound, name="tiny"))
     listed = {}
     for number, part in enumerate((list(named)[::2], list(named)[1::2]), start=1):
         file = f"model-{number:05d}-of-00002.safetensors"

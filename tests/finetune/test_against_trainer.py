@@ -27,13 +27,6 @@ NEAR = 1e-5
 JOBS = {  # experiment, model, packed rows, more overrides
     "adapters, llama": ("finetune_lora", "llama", False),
     "adapters, qwen3, packed": ("finetune_lora", "qwen3", True),
-    "norms apart, qwen3": (
-        "finetune_lora",
-        "qwen3",
-        False,
-        "task.adapter.dora=true",
-        "run.name=dora",
-    ),
     "all weights, llama, packed": ("finetune", "llama", True),
     "all weights, qwen3": ("finetune", "qwen3", False),
 }
@@ -155,7 +148,6 @@ def write_job(run: Path, *, packed: bool) -> Path:
             "lora_alpha": cfg.task.adapter.alpha,
             "target_modules": "all-linear",
         }
-        lora["use_dora"] = cfg.task.adapter.dora
         job["lora"] = lora
     file = run / "job.json"
     file.write_text(json.dumps(job))
@@ -163,19 +155,12 @@ def write_job(run: Path, *, packed: bool) -> Path:
 
 
 def first_adapters(cfg) -> dict[str, torch.Tensor]:
-    """Return the matrices that a run's adapters start from, under peft's names.
-
-    Its norms start as those of W.
-    """
+    """Return the matrices that a run's adapters start from, under peft's names."""
     task = loading.build_task(cfg)
     task.configure_model()
     model = task.get_submodule("model")
     initialization.materialize(model, device=torch.device("cpu"))
-    names = {
-        name
-        for name, _ in model.named_parameters()
-        if is_adapter(name) and not name.endswith("magnitude")
-    }
+    names = {name for name, _ in model.named_parameters() if is_adapter(name)}
     initialization.initialize_by_name(model, seed=cfg.seed, names=names, prefix="model.")
     found = {}
     for name in names:

@@ -10,7 +10,6 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from omegaconf import OmegaConf
-from safetensors.torch import save_file
 from torch import nn
 
 from armature import cli
@@ -352,23 +351,6 @@ def test_computed_tables_keep_their_type():
 def test_positions_begin_anew_with_each_document():
     documents = torch.tensor([[0, 0, 0, 1, 2, 2], [5, 5, 6, 6, 6, 6]])
     assert positions_within(documents).tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 0, 1, 2, 3]]
-
-
-def test_tied_parameters_whose_values_differ_in_the_files_are_refused(tmp_path):
-    inner = nn.ModuleDict({"embed": nn.Embedding(3, 2), "head": nn.Linear(2, 3)})
-    inner.head.weight = inner.embed.weight
-    names = {"embed.weight": "embed.weight", "head.weight": "head.weight"}
-    for values, problems in (({}, 0), ({"head.weight": torch.ones(3, 2)}, 1)):
-        save_file({name: torch.zeros(3, 2) for name in names} | values, tmp_path / folder.WEIGHTS)
-        found = built._tied_problems(causal_lm(inner), tmp_path, folder.weights(tmp_path), names)
-        assert len(found) == problems
-        assert all(
-            "Set tie_word_embeddings to false in config.json." in problem for problem in found
-        )
-        alone = dict.fromkeys(names, "embed.weight")
-        assert (
-            built._tied_problems(causal_lm(inner), tmp_path, folder.weights(tmp_path), alone) == []
-        )
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ def test_adapters_are_kept_alone_resume_generate_and_come_back_out(folders, tmp_
     command(SCRIPT, "peft", moved, tmp_path / "adapter", tmp_path / "out", tmp_path / "far.json")
     assert json.loads((tmp_path / "far.json").read_text()) <= 2e-5
     out, ending = tmp_path / "out", tmp_path / "ending"
-    command(SCRIPT, "generate", out, tmp_path / "texts.json", ending, out, tmp_path / "adapter")
+    command(SCRIPT, "generate", out, tmp_path / "texts.json", ending, out)
     texts = json.loads((tmp_path / "texts.json").read_text())
     assert all(ours == theirs for pairs in texts for ours, theirs in pairs), texts
     answers, until_the_end_of_the_turn = texts[1][1][0], texts[0][1][0]

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from armature.errors import ConfigError
-from armature.finetune import peft
 from armature.finetune.lora import Lora, LoraLinear, merge
 from armature.models.adapters import is_adapter
 from armature.models.decoder.model import Decoder
@@ -41,7 +40,6 @@ def test_only_adapters_of_the_blocks_are_trained_and_weights_keep_their_names():
     assert set(Decoder(**DECODER).state_dict()) == {
         name for name in model.state_dict() if not is_adapter(name)
     }
-    assert len(trained(adapted(dora=True))) == 3 * 7 * DECODER["layers"]
 
 
 class Mixers(nn.Module):
@@ -83,14 +81,13 @@ def test_blocks_without_linears_are_named():
     assert trained(named) == {"head.lora_A", "head.lora_B"}
 
 
-@pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_an_adapted_model_begins_as_the_model_itself(dora, autocast):
+def test_an_adapted_model_begins_as_the_model_itself(autocast):
     torch.manual_seed(0)
     plain, tokens = Decoder(**DECODER), torch.arange(12)[None]
     torch.nn.init.zeros_(plain.get_submodule("blocks.0.attention.q").weight[0])
     model = copy.deepcopy(plain)
-    Lora(**ADAPTER, dora=dora).add_to(model)
+    Lora(**ADAPTER).add_to(model)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         assert torch.equal(model(tokens), plain(tokens))
 
@@ -99,14 +96,13 @@ def fill_adapters(model: nn.Module) -> None:
     """Give adapters values that are not 0, so that they change the model."""
     with torch.no_grad():
         for name, param in model.named_parameters():
-            if name.endswith(("lora_B", "lora_magnitude")):
+            if name.endswith("lora_B"):
                 param.normal_()
 
 
-@pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("rslora", [False, True])
-def test_merged_weights_compute_what_the_adapters_did(rslora, dora):
-    model, tokens = adapted(rslora=rslora, dora=dora), torch.arange(12)[None]
+def test_merged_weights_compute_what_the_adapters_did(rslora):
+    model, tokens = adapted(rslora=rslora), torch.arange(12)[None]
     fill_adapters(model)
     with torch.no_grad():
         before = model(tokens)
@@ -136,12 +132,11 @@ def test_targets_and_parts_to_train_are_chosen_by_pattern():
     ("options", "says"),
     [
         ({"targets": ["query"]}, "no Linear matches query. There are: blocks.*.attention.q"),
-        ({"targets": ["head"]}, r"head is a Head, which takes no adapter"),
+        ({"targets": ["head"]}, "head takes no adapter: it is no plain torch.nn.Linear"),
         ({"train": ["wte"]}, "no parameter matches wte. There are: embed.weight"),
         ({"rank": 0}, "task.adapter.rank=0"),
         ({"alpha": float("inf")}, "task.adapter.alpha=inf"),
         ({"dropout": 1.0}, "task.adapter.dropout=1.0"),
-        ({"dora": True, "quantize": "nf4"}, "Type task.adapter.quantize=null"),
     ],
 )
 def test_what_cannot_be_right_is_refused(options, says):
@@ -153,7 +148,7 @@ def test_what_cannot_be_right_is_refused(options, says):
 def test_a_weight_of_two_modules_takes_no_adapter():
     model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False)})
     model["head"].weight = model["embed"].weight
-    with pytest.raises(ConfigError, match="head shares its weight with another module"):
+    with pytest.raises(ConfigError, match=r"head takes no adapter.*another module has"):
         Lora(targets=["head"]).add_to(model)
 
 
@@ -181,43 +176,20 @@ def test_a_model_without_blocks_gets_adapters_on_all_its_linears():
         Lora(rank=2).add_to(nn.Conv1d(3, 3, 3))
 
 
-def test_adapters_that_hold_nan_are_refused_by_name(tmp_path):
-    found = {
-        "x.lora_A.weight": torch.ones(1, 2),
-        "x.lora_B.weight": torch.tensor([[float("nan")], [0.0]]),
-    }
-    with pytest.raises(
-        ConfigError, match=r"adapters hold NaN: x.lora_B.weight. Name an earlier checkpoint"
-    ):
-        peft.compare(tmp_path / "adapter", found, Lora(**ADAPTER))
-
-
 LAYOUTS_TRIED = [
     "ddp 2", "fsdp 2", "hsdp 2×2", "tensor 2", "tensor 2, sequence parallel", "pipeline 2, 1f1b",
     "pipeline 2, zero bubble", "fsdp 2 × tensor 2", "2×2×2", "deepspeed 2 at 2", "deepspeed 3 at 2",
 ]  # fmt: skip
 
 
-DORA_TRIED = [
-    "ddp 2",
-    "fsdp 2",
-    "tensor 2, sequence parallel",
-    "pipeline 2, 1f1b",
-    "fsdp 2 × tensor 2",
-]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "dora"), [*((n, False) for n in LAYOUTS_TRIED), *((n, True) for n in DORA_TRIED)]
-)
-def test_layouts_train_adapters_as_one_process_does(name, dora):
-    chosen = {**ADAPTER, "dora": dora}
-    single = fit_once(replace(LAYOUTS["single"], adapter=chosen, steps=6))
-    run = fit_once(replace(LAYOUTS[name], adapter=chosen, steps=6))
+@pytest.mark.parametrize("name", LAYOUTS_TRIED)
+def test_layouts_train_adapters_as_one_process_does(name):
+    single = fit_once(replace(LAYOUTS["single"], adapter=ADAPTER, steps=6))
+    run = fit_once(replace(LAYOUTS[name], adapter=ADAPTER, steps=6))
     far = difference(run, single)
     assert max(far.values()) <= 1e-5, far
-    if name == "ddp 2" and not dora:
+    if name == "ddp 2":
         start = fit(replace(LAYOUTS["single"], adapter=ADAPTER, steps=0)).weights
         assert {n for n, value in run.weights.items() if (value != start[n]).any()} == set(
             filter(is_adapter, start)

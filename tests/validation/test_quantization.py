@@ -25,13 +25,12 @@ def problems(
     *,
     ranks: int = 1,
     quantize: str | None = "nf4",
-    dora: bool = False,
     **model,
 ) -> str:
     strategy = {"_target_": "armature.strategies.single.SingleDevice", **(strategy or {})}
     cfg = {
         "model": {**MODEL, **model},
-        "task": {"adapter": {"_target_": LORA, "quantize": quantize, "dora": dora}},
+        "task": {"adapter": {"_target_": LORA, "quantize": quantize}},
         "strategy": strategy,
     }
     layout = Layout.resolve(strategy, world_size=ranks, plan=PLAN)
@@ -82,7 +81,6 @@ def test_strategies_that_cannot_are_refused(strategy, ranks, says):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"dora": True}, "Type task.adapter.dora=false"),
         ({"quantize": "int8"}, "task.adapter.quantize=int8: must be nf4 or null"),
         (
             {"_target_": "example.model.Net"},

@@ -1,16 +1,15 @@
 """Weights of Hugging Face folders, straight into a model under any layout.
 
 A model that can be read so has `pretrained`, the folder or None, and `pretrained_name`, which
-returns Hugging Face's name of one of its parameters, or None for one that they do not have. One
-whose parameters stack several matrices has `pretrained_parts`, which returns the names of a
-parameter's matrices, or None. A model whose names depend on the folder has `names_in` instead: it
-is given the names of the folder's tensors, and returns those that it takes, by its own.
+returns Hugging Face's name of one of its parameters, or None for one that they do not have. A model
+of another library (`models/wrapped.py`) has `names_in` instead, which returns what it takes from
+the folder, and `whole_state`, which reads it on rank 0.
 """
 
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -39,7 +38,7 @@ def imported_names(model: nn.Module) -> set[str]:
     if not isinstance(getattr(model, "pretrained", None), str):
         return set()
     if hasattr(model, "names_in"):
-        return set(_names_in(model, _weights(folders.find(str(model.pretrained)))))
+        return _names_in(model, _weights(folders.find(str(model.pretrained))))
     if not hasattr(model, "pretrained_name"):
         return set()
     named = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -80,15 +79,13 @@ def read(model: nn.Module, names: Iterable[str], *, alone: bool = False) -> None
     load = partial(_load, _Reader(folder, found.files), alone=alone)
     held: dict[str, Tensor] = {name: param.detach() for name, param in model.named_parameters()}
     if hasattr(model, "names_in"):
-        theirs, held = _names_in(model, found), held | dict(model.named_buffers())
-        load({theirs[name]: value for name, value in held.items() if name in wanted})
+        held |= dict(model.named_buffers())
+        _send(model, {name: held[name] for name in held if name in wanted}, alone=alone)
         return
     whole: dict[str, Tensor] = {}
-    stacked = getattr(model, "pretrained_parts", lambda name, count: None)
     for name in [name for name in held if name in wanted]:
-        if (parts := stacked(name, held[name].shape[0])) is not None:
-            _read_stack(load, parts, held[name])
-        elif (theirs := model.pretrained_name(name)) is not None:  # None: of a quantized matrix  # pyright: ignore[reportCallIssue]
+        theirs = model.pretrained_name(name)  # pyright: ignore[reportCallIssue]
+        if theirs is not None:  # None: a part of a quantized matrix
             whole[theirs] = held[name]
     tied = {"lm_head.weight": "model.embed_tokens.weight"}
     load(
@@ -104,18 +101,6 @@ def read(model: nn.Module, names: Iterable[str], *, alone: bool = False) -> None
         load(weights)
         for name, linear in named.items():
             linear.fill(weights.pop(name))
-
-
-def _read_stack(load: Callable[..., None], parts: list[str], param: Tensor) -> None:
-    """Fill a stack of matrices.
-
-    Each rank reads all of it and keeps its part; one stack is in memory at a time.
-
-    It reads for itself: the stages of a pipeline may hold different numbers of stacks.
-    """
-    whole = torch.empty(param.shape, dtype=param.dtype)
-    load(dict(zip(parts, whole.unbind(0), strict=True)), alone=True)
-    initialization.place(whole, param)
 
 
 def _few_at_once(linears: dict[str, nf4.Nf4Linear]) -> Iterator[dict[str, nf4.Nf4Linear]]:
@@ -140,7 +125,28 @@ def _weights(folder: Path) -> folders.Weights:
     return found
 
 
-def _names_in(model: nn.Module, found: folders.Weights) -> dict[str, str]:
+@torch.no_grad()
+def _send(model: nn.Module, held: dict[str, Tensor], *, alone: bool) -> None:
+    """Let rank 0 read the whole folder in its own type, and send one tensor after another.
+
+    Each rank keeps its part.
+    """
+    several = not alone and dist.is_initialized()
+    reads = not several or dist.get_rank() == 0
+    try:
+        whole = model.whole_state() if reads else {}  # pyright: ignore[reportCallIssue]
+    except ValueError as error:
+        raise ConfigError(f"{error}.") from error
+    for name, target in held.items():
+        value = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+        if reads:
+            value.copy_(whole.pop(name.removeprefix("inner.")))
+        if several:
+            dist.broadcast(value, 0)
+        initialization.place(value, target)
+
+
+def _names_in(model: nn.Module, found: folders.Weights) -> set[str]:
     try:
         return model.names_in(found.tensors)  # pyright: ignore[reportCallIssue]
     except ValueError as error:

@@ -16,7 +16,6 @@ from armature.finetune.folder import some
 from armature.models.decoder.check import windows_of
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-MIXTURES = ("qwen3_moe",)  # of experts: models/mixture
 OTHERS = "model=huggingface runs any causal model with transformers' own code"
 SIZES = {  # ours → theirs
     "vocab_size": "vocab_size",
@@ -56,60 +55,6 @@ _STRETCHED = tuple(kind for kind, names in ROPE.items() if "original_context" in
 _INERT = {"linear": (_ORIGINAL,), "default": ("factor", _ORIGINAL)}
 
 
-MIXTURE_SIZES = {  # ours → theirs
-    "experts": "num_experts",
-    "active": "num_experts_per_tok",
-    "expert_hidden": "moe_intermediate_size",
-}
-MIXTURE_FIXED = {"decoder_sparse_step": 1, "mlp_only_layers": []}
-# what the architecture computes, of a mixture's arguments
-MIXTURE_FORM = {"shared_hidden": None, "dense_layers": 0, "score": "softmax", "balance_rate": 0.0}
-
-
-def is_mixture(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json is that of a mixture of experts that we compute."""
-    return config.get("model_type") in MIXTURES
-
-
-def arguments_of(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
-    """Return the arguments of the decoder, or of the mixture, that a config.json describes."""
-    return (mixture_arguments if is_mixture(config) else arguments)(config, name=name)
-
-
-def mixture_arguments(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
-    """Return the arguments of a mixture of experts, as `arguments` does those of a decoder."""
-    if not is_mixture(config):
-        raise ConfigError(
-            f"model.pretrained={name}: model_type={config.get('model_type')} is no mixture of "
-            "experts that we compute, "
-            f"which are {', '.join(MIXTURES)}. Type model=pretrained."
-        )
-    # transformers 5 writes the other name
-    config = {"num_experts": config.get("num_local_experts"), **config}
-    found = [
-        f"it lacks {theirs}"
-        for theirs in MIXTURE_SIZES.values()
-        if not isinstance(config.get(theirs), int)
-    ]
-    found += [
-        f"{key}={config[key]} is not in the mixture (only {usual})"
-        for key, usual in MIXTURE_FIXED.items()
-        if config.get(key) not in (None, usual)
-    ]
-    if found:
-        raise ConfigError(
-            [f"model.pretrained={name}: config.json: {problem}." for problem in found]
-        )
-    args = arguments({**config, "model_type": "qwen3"}, name=name)
-    sizes = {ours: config[theirs] for ours, theirs in MIXTURE_SIZES.items()}
-    return {
-        **args,
-        **sizes,
-        **MIXTURE_FORM,
-        "normalized": bool(config.get("norm_topk_prob", False)),
-    }
-
-
 def arguments(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
     """Return the decoder's arguments of a config.json, but `context`, `dropout` and what else
     training decides.
@@ -117,11 +62,6 @@ def arguments(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
     Raises ConfigError with everything that the decoder cannot do; `name` is the folder's.
     """
     kind, found = config.get("model_type"), []
-    if kind in MIXTURES:
-        raise ConfigError(
-            f"model.pretrained={name}: model_type={kind} is a mixture of experts. Type "
-            "model=pretrained_mixture."
-        )
     if kind not in FAMILIES:
         raise ConfigError(
             f"model.pretrained={name}: model_type={kind} is no architecture of the decoder, which "
@@ -291,32 +231,6 @@ def longest_context(config: Mapping[str, Any]) -> int | None:
     return max(int(longest) if _is_number(longest) else 0, stretched) or None
 
 
-def _mixture_config(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what config.json says of the experts.
-
-    Raises ConfigError for what Qwen3-MoE does not compute.
-    """
-    needed = {**MIXTURE_FORM, "qk_norm": "weighted", "windows": None}
-    wrong = [
-        f"model.{key}={args[key]} (only {value})"
-        for key, value in needed.items()
-        if args[key] != value
-    ]
-    if wrong:
-        raise ConfigError(
-            f"{', '.join(wrong)}: Qwen3-MoE, the mixture of Hugging Face's that we write, does not "
-            "compute this. Name "
-            "a file (.safetensors, .ckpt) instead."
-        )
-    sizes = {theirs: args[ours] for ours, theirs in MIXTURE_SIZES.items()}
-    return {
-        **sizes,
-        **MIXTURE_FIXED,
-        "norm_topk_prob": args["normalized"],
-        "router_aux_loss_coef": 0.0,
-    }
-
-
 def config_of(
     args: Mapping[str, Any], *, dtype: str, base: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
@@ -341,7 +255,6 @@ def config_of(
         )
     windows = windows_of(args["windows"], layers=args["layers"])
     bias, norm, several = args["attention_bias"], args["qk_norm"], len(set(windows)) > 1
-    mixture = _mixture_config(args) if "experts" in args else {}
     kind = (
         "qwen3"
         if norm
@@ -351,7 +264,6 @@ def config_of(
         if windows[0] is not None
         else "llama"
     )
-    kind = f"{kind}_moe" if mixture else kind
     if norm is True or (norm and bias):
         raise ConfigError(
             f"model.qk_norm={str(norm).lower()} with model.attention_bias={str(bias).lower()}: no "
@@ -366,7 +278,7 @@ def config_of(
         )
     head_dim = args["head_dim"] or args["width"] // args["heads"]
     config = {
-        "architectures": [f"{kind.title().replace('_', '')}ForCausalLM"],
+        "architectures": [f"{kind.title()}ForCausalLM"],
         "model_type": kind,
         "hidden_act": "silu",
         **{theirs: args[ours] for ours, theirs in SIZES.items()},
@@ -382,7 +294,6 @@ def config_of(
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    config |= mixture
     if (scaling := args["rope_scaling"]) is not None:
         names = ROPE[scaling.get("kind", "llama3")]
         numbers = {names[ours]: value for ours, value in scaling.items() if ours != "kind"}

@@ -5,7 +5,6 @@ process, no memory.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +15,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from armature.errors import ConfigError
 from armature.finetune import check, folder, others
-from armature.parallel import ties
 
 log = logging.getLogger(__name__)
 
@@ -73,14 +71,7 @@ def weight_problems(model: Any) -> list[str]:
         return [*weights.problems]
     names = model.match(weights.tensors)
     kind, found = type(model.inner).__name__, []
-    if names.converted:
-        found.append(
-            f"{path}: transformers changes {folder.some(names.converted)} while it loads them, "
-            "which is not done "
-            f"here: {kind} cannot be read slice by slice."
-        )
-        return found
-    if missing := [name for name in names.missing if not model.may_be_new(name)]:
+    if missing := [name for name in sorted(names.missing) if not model.may_be_new(name)]:
         found.append(
             f"{path}: its files lack {folder.some(missing)}, which {kind} has. Download it again."
         )
@@ -88,43 +79,19 @@ def weight_problems(model: Any) -> list[str]:
         found.append(
             f"{path}: {folder.some(surplus)}: {kind} has no such tensors. Download it again."
         )
-    held = dict(model.inner.named_parameters(remove_duplicate=False)) | dict(
-        model.inner.named_buffers()
-    )
-    shapes = {
-        own: (weights.tensors[theirs].shape, tuple(held[own].shape))
-        for own, theirs in names.found.items()
-        if not model.begins_anew(own)
-    }
+    shapes = {own: both for own, both in names.wrong.items() if not model.begins_anew(own)}
     if head := [
         own
         for own, (there, here) in shapes.items()
         if there[1:] == here[1:] and model.may_be_new(own)
     ]:
         found += _head_problems(path, {own: shapes.pop(own) for own in head})
-    if wrong := [
-        f"{own} is {there}, not {here}" for own, (there, here) in shapes.items() if there != here
-    ]:
+    if wrong := [f"{own} is {there}, not {here}" for own, (there, here) in shapes.items()]:
         found.append(
             f"{path}: config.json and the weights disagree: {folder.some(wrong)}. Download it "
             "again."
         )
-    found += _tied_problems(model, path, weights, names.found)
-    numbers = [own for own in names.found if held[own].is_floating_point()]
-    return found + check.type_problems(
-        path, {names.found[n]: weights.tensors[names.found[n]].dtype for n in numbers}
-    )
-
-
-def _tied_problems(
-    model: Any, path: Path, weights: folder.Weights, names: Mapping[str, str]
-) -> list[str]:
-    """Return a problem for each parameter that the files hold under several names, with different
-    values.
-    """
-    held = [{names[name] for name in own if name in names} for own in ties.find(model.inner)]
-    found = [folder.tied_problem(path, weights, tied) for tied in held if len(tied) > 1]
-    return [f"{problem}." for problem in found if problem]
+    return found
 
 
 def _head_problems(

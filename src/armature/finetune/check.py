@@ -16,18 +16,15 @@ from armature.checkpoint import resume
 from armature.errors import ConfigError
 from armature.finetune import architecture, base, folder, others
 from armature.models.decoder import names
-from armature.models.mixture import names as mixture_names
 from armature.validation import signatures
 
 log = logging.getLogger(__name__)
 DECODER = "armature.models.decoder.model.Decoder"
-MIXTURE = "armature.models.mixture.model.MixtureDecoder"
 LORA = "armature.finetune.lora.Lora"
 KEY = "model.pretrained"
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the types that are read
-OURS = {DECODER: architecture.arguments, MIXTURE: architecture.mixture_arguments}
 READ = {
-    **OURS,
+    DECODER: architecture.arguments,
     **dict.fromkeys(others.TARGETS, others.arguments),
     others.IMAGES: others.image_arguments,
 }
@@ -66,7 +63,7 @@ def fill(cfg: DictConfig) -> DictConfig:
         apart = cfg.model.get("tied") is False
         problems += (
             weight_problems(path, args, apart=apart)
-            if target in OURS
+            if target == DECODER
             else folder.weights(path).problems
         )
     if problems:
@@ -374,19 +371,8 @@ def weight_problems(path: Path, args: Mapping[str, Any], *, apart: bool = False)
 
 
 def tensors(args: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of a folder by their names, for the decoder, or the mixture, of these
-    arguments.
-    """
-    found = {}
-    for name, shape in mixture_names.shapes(args).items():
-        stacked = mixture_names.parts(name, shape[0])
-        own = (
-            {str(mixture_names.theirs(name)): shape}
-            if stacked is None
-            else dict.fromkeys(stacked, shape[1:])
-        )
-        found |= own
-    return found
+    """Return the tensors of a folder by their names, for the decoder of these arguments."""
+    return {str(names.theirs(name)): shape for name, shape in names.shapes(args).items()}
 
 
 def type_problems(path: Path, kinds: Mapping[str, str]) -> list[str]:

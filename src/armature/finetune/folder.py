@@ -25,7 +25,6 @@ from armature.errors import ConfigError, error_line
 log = logging.getLogger(__name__)
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
-DESCRIPTIONS = (CONFIG, "adapter_config.json")  # one of them says what a folder's weights are
 TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE = (
     "tokenizer.json",
     "tokenizer_config.json",

@@ -1,6 +1,4 @@
-"""Models that generate text in one process: of a run, of a Hugging Face folder, or with peft's
-adapters added.
-"""
+"""Models that generate text in one process: of a run, or of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from armature import loading
 from armature.data import tokenizer as tokens
 from armature.data.chat.template import ChatTemplate, Message
 from armature.errors import ConfigError
-from armature.finetune import architecture, built, check, folder, others, peft
+from armature.finetune import architecture, built, check, folder, others
 from armature.finetune.export import DTYPES, read_decoder, read_meta
 from armature.models.decoder import generation
 
@@ -71,41 +69,23 @@ def load_run(
     return Loaded.of(model, run_dir, [] if kept is None else folder.end_tokens(kept))
 
 
-def load(path: Path, *, base: str | None = None, device: str = "cpu") -> Loaded:
-    """Load a model's folder, or an adapter's on top of its base.
+def load(path: Path, *, device: str = "cpu") -> Loaded:
+    """Load a model's folder: on CPUs in fp32, else in the folder's type.
 
-    On CPUs in fp32, else in the folder's type.
-
-    What the decoder does not compute, transformers does.
-
-    Args:
-        base: the adapter's base model; None: the one that its adapter_config.json names.
-
-    Raises:
-        ConfigError: a folder that is no language model's, is not whole, or is not the one that the
-            adapter belongs to.
+    What the decoder does not compute, transformers does. Raises ConfigError for a folder that is no
+    language model's, or is not whole.
     """
-    is_adapter = (path / peft.CONFIG).is_file()
-    if base is not None and not is_adapter:
-        raise ConfigError(
-            f"--base {base}: only for an adapter's folder, which {path} is not. Leave it out."
-        )
-    whole = base_of(path, base) if is_adapter else path
     try:
-        model = _read(whole, device=device)
+        model = _read(path, device=device)
     except ConfigError as error:  # of a folder that nobody typed as a setting
         raise ConfigError(
             [each.replace(f"{check.KEY}=", "", 1) for each in error.problems]
         ) from error
-    if is_adapter:
-        peft.add_to(model, path)
-    own = next((each for each in (path, whole) if (each / folder.TOKENIZER).is_file()), None)
-    if own is None:
+    if not (path / folder.TOKENIZER).is_file():
         raise ConfigError(
             f"{path}: there is no {folder.TOKENIZER}. Copy that of the model into it."
         )
-    ends = [*folder.end_tokens(whole), *(folder.end_tokens(path) if is_adapter else [])]
-    return Loaded.of(model, own, [*dict.fromkeys(ends)])
+    return Loaded.of(model, path, folder.end_tokens(path))
 
 
 def _read(whole: Path, *, device: str) -> nn.Module:
@@ -113,7 +93,7 @@ def _read(whole: Path, *, device: str) -> nn.Module:
     kind = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     dtype = getattr(torch, kind) if device != "cpu" and kind in DTYPES else torch.float32
     try:
-        args = architecture.arguments_of(config, name=name)
+        args = architecture.arguments(config, name=name)
     except ConfigError as refused:
         return read_meta(_built_by_transformers(whole, config, refused).to(dtype), device=device)
     if problems := check.weight_problems(whole, args):
@@ -127,7 +107,7 @@ def _built_by_transformers(whole: Path, config: dict[str, Any], refused: ConfigE
     try:
         others.arguments(config, name=str(whole))
     except ConfigError as error:
-        is_ours = config.get("model_type") in (*architecture.FAMILIES, *architecture.MIXTURES)
+        is_ours = config.get("model_type") in architecture.FAMILIES
         raise ConfigError([*(refused.problems if is_ours else []), *error.problems]) from None
     named = [str(each) for each in config.get("architectures") or []]
     if named and all(
@@ -183,25 +163,3 @@ def _tokenizer(file: Path) -> Tokenizer:
         return tokens.read(file)
     except ConfigError as error:
         raise ConfigError(f"{error} Copy it from another run on the same data.") from error
-
-
-def base_of(path: Path, base: str | None) -> Path:
-    """Return the checked folder of an adapter's base model.
-
-    `base`, else the one that its adapter_config.json names.
-    """
-    name = base or folder.read_json(path / peft.CONFIG).get("base_model_name_or_path")
-    if not name:
-        raise ConfigError(f"{path / peft.CONFIG} names no base model. Type --base FOLDER.")
-    try:
-        found = folder.find(str(name))
-    except ConfigError as error:
-        if base:
-            raise ConfigError(
-                [problem.replace("model.pretrained=", "--base ") for problem in error.problems]
-            ) from None
-        raise ConfigError(
-            f"{path}: the adapter's base model {name} is not there. Type --base FOLDER."
-        ) from None
-    peft.check_base(path, found)
-    return found

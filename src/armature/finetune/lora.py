@@ -26,8 +26,6 @@ from armature.errors import ConfigError
 from armature.finetune import nf4
 from armature.models.adapters import is_adapter
 
-TINY = torch.finfo(torch.float32).tiny
-
 
 class LoraLinear(nn.Linear):
     """A Linear with an adapter: x (…, in) to W x + b + scale · B A x (…, out).
@@ -86,41 +84,6 @@ class LoraNf4Linear(LoraLinear, nf4.Nf4Linear):
     """A Linear of 4 bits with an adapter."""
 
 
-class DoraLinear(LoraLinear):
-    """A Linear with an adapter that learns the rows' norms m apart (DoRA, arXiv:2402.09353).
-
-    Its matrix is m · (W + scale · B A) / ‖W + scale · B A‖. The norms that divide are constants in
-    backward (section 4.3). `lora_magnitude` (out,) is m − ‖W‖: it begins at zero, whatever W is,
-    and training with the Linear's own output.
-    """
-
-    lora_magnitude: nn.Parameter
-
-    def __init__(self, base: nn.Linear, *, rank: int, scale: float, dropout: float) -> None:
-        super().__init__(base, rank=rank, scale=scale, dropout=dropout)
-        self.lora_magnitude = nn.Parameter(self.lora_B.new_zeros(base.out_features))
-
-    @override
-    def forward(self, input: Tensor) -> Tensor:
-        output = super().forward(input)
-        if not self.active:
-            return output
-        product = output if self.bias is None else output - self.bias.to(output.dtype)
-        return output + (self._factor() - 1).to(output.dtype) * product
-
-    def _factor(self) -> Tensor:
-        """Return m / ‖W + scale · B A‖ (out,) in fp32: 1 at first."""
-        with torch.autocast(self.weight.device.type, enabled=False):
-            with torch.no_grad():
-                # ‖W + s B A‖² from small products: B A has the weight's size, and selective
-                # recomputation would keep it
-                w, a, b = (each.float() for each in (self.weight, self.lora_A, self.lora_B))
-                own = row_norms(w).square()
-                change = self.scale * ((2 * (w @ a.mT) + self.scale * (b @ (a @ a.mT))) * b).sum(1)
-                new = (own + change).clamp_min(0).sqrt().clamp_min(TINY)  # a row may be zero
-            return (own.sqrt() + self.lora_magnitude.float()) / new
-
-
 class Lora:
     """Adds adapters to a model and freezes the rest.
 
@@ -131,7 +94,6 @@ class Lora:
         dropout: of the adapter's input.
         targets: patterns of the Linears that get an adapter: their whole names, or the last part
             ("q", "blocks.0.*"); None: every Linear inside the model's blocks.
-        dora: learn the norms of each adapted matrix's rows apart (`DoraLinear`).
         train: patterns of other parameters, or modules, that are trained as a whole ("embed",
             "*_norm.weight").
         quantize: nf4 holds the frozen Linears inside the model's blocks in 4 bits, whether they
@@ -140,7 +102,7 @@ class Lora:
 
     def __init__(
         self, *, rank: int = 16, alpha: float = 32.0, dropout: float = 0.0, rslora: bool = False,
-        dora: bool = False, targets: Sequence[str] | None = None, train: Sequence[str] = (),
+        targets: Sequence[str] | None = None, train: Sequence[str] = (),
         quantize: str | None = None,
     ) -> None:  # fmt: skip
         problems = []
@@ -152,14 +114,9 @@ class Lora:
             problems.append(f"task.adapter.dropout={dropout}: type a number from 0, below 1.")
         if quantize not in (None, "nf4"):
             problems.append(f"task.adapter.quantize={quantize}: type nf4 or null.")
-        if dora and quantize is not None:
-            problems.append(
-                "task.adapter.dora=true: has not been compared on weights of 4 bits. Type "
-                "task.adapter.quantize=null."
-            )
         if problems:
             raise ConfigError(problems)
-        self.quantize, self.dora = quantize, dora
+        self.quantize = quantize
         self.rank, self.alpha, self.dropout, self.rslora = rank, float(alpha), dropout, rslora
         self.targets, self.train = None if targets is None else list(targets), list(train)
 
@@ -183,28 +140,20 @@ class Lora:
         tied = [
             name for name, param in model.named_parameters(remove_duplicate=False) if name in extra
         ]
-        if hooked := [
+        times = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
+        if odd := [
             name
             for name in targets
-            if linears[name]._forward_hooks or linears[name]._forward_pre_hooks
+            if type(linears[name]) is not nn.Linear
+            or linears[name]._forward_hooks
+            or linears[name]._forward_pre_hooks
+            or times[id(linears[name].weight)] > 1
         ]:
             raise ConfigError(
-                f"task.adapter.targets: {', '.join(hooked[:3])} has hooks (as weight_norm), which "
-                "an adapter loses. "
-                "Leave it out of task.adapter.targets."
-            )
-        if special := [name for name in targets if type(linears[name]) is not nn.Linear]:
-            raise ConfigError(
-                f"task.adapter.targets: {', '.join(special[:3])} is a "
-                f"{type(linears[special[0]]).__name__}, which "
-                f"takes no adapter. Train it as a whole: task.adapter.train=[{special[0]}]."
-            )
-        times = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
-        if shared := [name for name in targets if times[id(linears[name].weight)] > 1]:
-            raise ConfigError(
-                f"task.adapter.targets: {', '.join(shared[:3])} shares its weight with another "
-                "module, which its "
-                "adapter would not reach. Leave it out of task.adapter.targets."
+                f"task.adapter.targets: {_kinds(odd)} takes no adapter: it is no plain "
+                "torch.nn.Linear with a weight of its own (a class derived from it, hooks as of "
+                "weight_norm, or a weight that another module has too). Leave it out of "
+                f"task.adapter.targets, or train it as a whole: task.adapter.train=[{odd[0]}]."
             )
         if self.quantize is not None:
             inside = {name: linears[name] for name in _inside(linears) if name not in past}
@@ -212,9 +161,8 @@ class Lora:
         model.requires_grad_(False)
         for name in tied:
             model.get_parameter(name).requires_grad_(True)
-        plain = DoraLinear if self.dora else LoraLinear
         for name in targets:
-            kind = LoraNf4Linear if isinstance(linears[name], nf4.Nf4Linear) else plain
+            kind = LoraNf4Linear if isinstance(linears[name], nf4.Nf4Linear) else LoraLinear
             linears[name] = kind(
                 linears[name], rank=self.rank, scale=self.scale, dropout=self.dropout
             )
@@ -312,14 +260,9 @@ def merge(model: nn.Module) -> nn.Module:
                 module.weight if is_dense else nn.Parameter(module.dense(), requires_grad=False)
             )
             if isinstance(module, LoraLinear):
-                change = getattr(module, "lora_magnitude", None)
+                change = module.lora_B.float() @ module.lora_A.float()
                 with torch.no_grad():
-                    norms = None if change is None else row_norms(weight) + change
-                    weight.copy_(
-                        merged(
-                            weight, module.lora_A, module.lora_B, scale=module.scale, norms=norms
-                        )
-                    )
+                    weight.copy_(weight.float() + module.scale * change)
             plain = nn.Linear(
                 module.in_features, module.out_features, bias=module.bias is not None, device="meta"
             )
@@ -327,19 +270,6 @@ def merge(model: nn.Module) -> nn.Module:
             owner, _, last = name.rpartition(".")
             setattr(model.get_submodule(owner), last, plain)
     return model
-
-
-def merged(
-    weight: Tensor, a: Tensor, b: Tensor, *, scale: float, norms: Tensor | None = None
-) -> Tensor:
-    """Return W + scale · B A in fp32, with these norms of its rows (out,) if they are given."""
-    whole = weight.float() + scale * (b.float() @ a.float())
-    return whole if norms is None else whole * (norms / row_norms(whole).clamp_min(TINY))[:, None]
-
-
-def row_norms(weight: Tensor) -> Tensor:
-    """Return the norms of a matrix's rows (out,), in fp32."""
-    return torch.linalg.vector_norm(weight.float(), dim=1)
 
 
 @contextmanager

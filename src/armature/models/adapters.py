@@ -2,7 +2,7 @@
 have.
 """
 
-ADAPTERS = ("lora_A", "lora_B", "lora_magnitude")  # the last one of DoRA
+ADAPTERS = ("lora_A", "lora_B")
 
 
 def is_adapter(name: str) -> bool:

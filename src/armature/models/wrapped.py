@@ -5,7 +5,7 @@ The weights are not read here: a strategy does so, as for `armature.models.decod
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,17 +23,14 @@ class Match:
     """How the tensors of a folder fit a model.
 
     Attributes:
-        found: the folder's name of each parameter and persistent buffer; tied parameters under all
-            their names.
-        missing: the model's names that the folder lacks.
+        missing: the model's names (in `inner`) that the folder lacks.
         surplus: the folder's names that the model lacks.
-        converted: the folder's names of tensors that the library would put together or take apart.
+        wrong: the shapes there and here of what has another shape, by the model's names.
     """
 
-    found: dict[str, str]
-    missing: list[str]
+    missing: Collection[str]
     surplus: list[str]
-    converted: list[str]
+    wrong: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 class WrappedModel(nn.Module):
@@ -88,30 +85,28 @@ class WrappedModel(nn.Module):
                         found = True
         return found
 
-    def match(self, saved: Collection[str]) -> Match:
-        """Return how tensors of these names fit the model."""
+    def match(self, saved: Mapping[str, Any]) -> Match:
+        """Return how the folder fits the model; `saved` are its tensors, each with its `shape`."""
         raise NotImplementedError
 
-    def names_in(self, saved: Collection[str]) -> dict[str, str]:
-        """Return the folder's name of each parameter and buffer that it holds, given the names of
-        its tensors.
+    def whole_state(self) -> dict[str, Tensor]:
+        """Return all weights of the folder on the CPU, by the names in `inner`."""
+        raise NotImplementedError
 
-        Raises ValueError if the folder lacks one, other than the parts that `may_be_new`.
+    def names_in(self, saved: Mapping[str, Any]) -> set[str]:
+        """Return the parameters and buffers that the folder gives, whose tensors are `saved`.
+
+        Raises ValueError if it lacks one, other than the parts that `may_be_new`.
         """
-        found = self.match(saved)
-        if lacking := [name for name in found.missing if not self.may_be_new(name)]:
+        missing = self.match(saved).missing
+        if lacking := sorted(name for name in missing if not self.may_be_new(name)):
             raise ValueError(
                 f"{self.pretrained}: its files lack {lacking[0]}, and {len(lacking) - 1} more"
             )
+        own = (name for name in self.inner.state_dict(keep_vars=True) if not is_adapter(name))
         return {
-            f"inner.{own}": theirs
-            for own, theirs in found.found.items()
-            if not self.begins_anew(own)
+            f"inner.{name}" for name in own if name not in missing and not self.begins_anew(name)
         }
-
-    def saved_name(self, name: str) -> str:
-        """Return the name under which the library saves a parameter or buffer."""
-        return module_name(name)
 
     def may_be_new(self, name: str) -> bool:
         """Return whether a folder may lack a parameter (by its name in `inner`), which then begins

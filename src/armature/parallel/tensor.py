@@ -261,7 +261,7 @@ def divide_adapter(
     """Distribute an adapter (`finetune.lora`) as its matrix: of a column-sharded one the rows of B
     and of the magnitudes, of a row-sharded one A's columns. The rest is whole on every rank.
     """
-    of_rows: dict[str, Placement] = {"lora_B": Shard(0), "lora_magnitude": Shard(0)}
+    of_rows: dict[str, Placement] = {"lora_B": Shard(0)}
     placements = of_rows if style in _COLUMNS else {"lora_A": Shard(1)}
     for name, param in adapters.items():
         assert param is not None

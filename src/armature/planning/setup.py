@@ -277,7 +277,7 @@ def _adapts_all(cfg: DictConfig, cost: Cost) -> bool:
     """
     adapter, known = cfg.task.adapter, str(cfg.task._target_) == LANGUAGE_MODELING
     ours = known and str(adapter.get("_target_")) == LORA
-    others = any(adapter.get(key) for key in ("targets", "train", "dora"))
+    others = any(adapter.get(key) for key in ("targets", "train"))
     return ours and bool(cost.linears) and not others
 
 

@@ -75,10 +75,6 @@ REFUSED: dict[tuple[str, str], str] = {
         "deepspeed",
     ): "its engine makes the step. Type trainer.on_nan=stop, or strategy=fsdp",
     (
-        "task.adapter.dora=true",
-        "deepspeed",
-    ): "it has not been compared. Type strategy=fsdp, or task.adapter.dora=false",
-    (
         "float8",
         "tensor",
     ): "torchao does not support this sharding of matrices. Type strategy.float8=false",
@@ -121,7 +117,6 @@ def _features(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     trainer = cfg["trainer"]
     features = [str(trainer["precision"]), f"compile={layout.options['compile']}"]
     features += [f"on_nan={trainer['on_nan']}"]
-    features += ["task.adapter.dora=true"] if (pretrained.adapter_of(cfg) or {}).get("dora") else []
     features += ["float8"] if layout.options["float8"] else []
     features += (
         [f"clip={trainer['gradient_clip_algorithm']}"] if trainer["gradient_clip_val"] else []

@@ -29,11 +29,6 @@ def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     typed = f"{KEY}={value}"
     if value != "nf4":
         return [f"{typed}: must be nf4 or null."]
-    if adapter.get("dora"):
-        return [
-            f"{typed} with task.adapter.dora=true has not been compared. Type "
-            "task.adapter.dora=false."
-        ]
     model = cfg.get("model") or {}
     if (target := model.get("_target_")) != DECODER:
         return [

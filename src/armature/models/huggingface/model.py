@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, ClassVar
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from armature.models.huggingface import names, sharding
+from armature.models.huggingface import sharding
 from armature.models.huggingface.check import problems
 from armature.models.loss import IGNORED, mean_cross_entropy
 from armature.models.plan import Plan
-from armature.models.wrapped import WrappedModel, weights_on
+from armature.models.wrapped import Match, WrappedModel, weights_on
 
 # a kernel's package, and memory: not the folder's fault
 NOT_DAMAGE = (ImportError, MemoryError, torch.OutOfMemoryError)
@@ -185,13 +185,40 @@ class PretrainedModel(WrappedModel):
         return ("dt_proj", "out_proj", "x_proj") if is_read else ()
 
     @override
-    def match(self, saved: Collection[str]) -> names.Match:
-        return names.match(self.inner, saved)
+    def match(self, saved: Mapping[str, Any]) -> Match:
+        found = self._read(device_map="meta", ignore_mismatched_sizes=True)[1]
+        wrong = {
+            name: (tuple(there), tuple(here)) for name, there, here in found["mismatched_keys"]
+        }
+        return Match(found["missing_keys"], sorted(found["unexpected_keys"]), wrong)
 
     @override
-    def saved_name(self, name: str) -> str:
-        """Return the name under which transformers saves a parameter or buffer."""
-        return names.original(self.inner, name.removeprefix("inner."))
+    def whole_state(self) -> dict[str, Tensor]:
+        state = self._read(dtype="auto", ignore_mismatched_sizes=True)[0].state_dict()
+        for name, first in self.inner.all_tied_weights_keys.items():
+            if name in state and first in state and not state[name].equal(state[first]):
+                raise ValueError(
+                    f"{self.pretrained}: {name} and {first} are one parameter by config.json, and "
+                    "its files hold two values. Set tie_word_embeddings to false in config.json"
+                )
+        return state
+
+    def _read(self, **options: Any) -> tuple[Any, dict[str, Any]]:
+        """Return the model that transformers reads from the folder, and how its tensors fit."""
+        transformers = _transformers()
+        log = transformers.logging
+        verbosity = log.get_verbosity()
+        log.set_verbosity_error()  # `match` returns what it would report
+        log.disable_progress_bar()
+        try:
+            with _damage_named(self.pretrained), torch.device("cpu"):
+                return getattr(transformers, self.auto_class).from_pretrained(
+                    self.pretrained, config=self.inner.config, local_files_only=True,
+                    trust_remote_code=False, use_safetensors=True, output_loading_info=True,
+                    **options,
+                )  # fmt: skip
+        finally:
+            log.set_verbosity(verbosity)
 
     @property
     @override

@@ -35,6 +35,8 @@ def problems(args: Mapping[str, Any]) -> list[str]:
         found.append(f"model.score must be one of {', '.join(SCORES)}. Got {score!r}")
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < 1:
         found.append(f"model.balance_rate must be at least 0 and below 1. Got {rate!r}")
+    if args.get("pretrained") is not None:
+        found.append("model.pretrained: mixtures of experts begin at random. Leave it out")
     if found:
         return found
     experts, active = args.get("experts"), args.get("active")

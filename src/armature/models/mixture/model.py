@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from armature.models.decoder.model import Block, Decoder
-from armature.models.mixture import names
 from armature.models.mixture.check import problems
 from armature.models.mixture.experts import Mixture
 
@@ -54,9 +53,6 @@ class MixtureDecoder(Decoder):
         load_LE: each expert's tokens in the newest optimizer step, over the mean of its block's
             experts (layers, experts); 0 in dense blocks. None before the first step.
     """
-
-    pretrained_name = staticmethod(names.theirs)
-    pretrained_parts = staticmethod(names.parts)
 
     def __init__(
         self,

@@ -8,12 +8,13 @@ Shapes: B batch, C channels, I image side, N classes.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -93,14 +94,23 @@ class ImageClassifier(WrappedModel):
         return Plan(blocks=f"inner.{blocks}", no_tensor=why)
 
     @override
-    def match(self, saved: Collection[str]) -> Match:
-        own = {name for name in self.inner.state_dict(keep_vars=True) if not is_adapter(name)}
-        return Match(
-            {name: name for name in own & {*saved}},
-            sorted(own - {*saved}),
-            sorted({*saved} - own),
-            [],
-        )
+    def match(self, saved: Mapping[str, Any]) -> Match:
+        own = {
+            name: tuple(value.shape)
+            for name, value in self.inner.state_dict(keep_vars=True).items()
+            if not is_adapter(name)
+        }
+        wrong = {
+            name: (tuple(saved[name].shape), shape)
+            for name, shape in own.items()
+            if name in saved and tuple(saved[name].shape) != shape
+        }
+        return Match(own.keys() - saved.keys(), sorted(saved.keys() - own.keys()), wrong)
+
+    @override
+    def whole_state(self) -> dict[str, Tensor]:
+        files = Path(self.pretrained).glob("*.safetensors")
+        return {name: value for file in files for name, value in load_file(file).items()}
 
     def is_head(self, name: str) -> bool:
         """Return whether a parameter (by its name in `inner`) tells classes apart."""
