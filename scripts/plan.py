@@ -7,7 +7,7 @@ python scripts/plan.py experiment=llama3_70b data.path=tokens hardware=h200 trai
     trainer.num_nodes=8
 
 Takes train.py's command line. hardware=NAME is a file of configs/hardware/, or `this`. The
-micro-batch and recomputation are chosen, unless they are typed. docs/planner.md explains the
+micro-batch and recomputation are chosen, unless they are typed. docs/predicting.md explains the
 result.
 """
 

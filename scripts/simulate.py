@@ -7,7 +7,7 @@ python scripts/simulate.py model=llama3_70b data=synthetic strategy=hsdp \
 python scripts/simulate.py model=gpt_nano data=synthetic strategy=fsdp trainer.devices=4 --order
 
 Takes train.py's command line. hardware=NAME is a file of configs/hardware/, or `this`.
-docs/simulator.md says how well predictions agree with measured runs.
+docs/predicting.md says how well predictions agree with measured runs.
 """
 
 import argparse

@@ -135,7 +135,7 @@ def test_double_precision_has_a_rate_of_its_own() -> None:
 
 @pytest.mark.parametrize(
     ("name", "micro", "recompute", "axes", "published"),
-    # tokens per second and GPU that torchtitan published for compiled runs (docs/simulator.md)
+    # tokens per second and GPU that torchtitan published for compiled runs (docs/predicting.md)
     [
         ("llama3_8b", 2, "selective", {"shard": 8}, 6667),
         ("llama3_8b", 2, "selective", {"shard": 128}, 6514),

@@ -1,7 +1,7 @@
 """Seconds of a training step by a roofline, with all communication hidden behind arithmetic, and
 with none.
 
-The rates are the simulator's, and the memory traffic of a block is fitted to it (docs/planner.md
+The rates are the simulator's, and the memory traffic of a block is fitted to it (docs/predicting.md
 says how far to trust the result).
 """
 

@@ -1,7 +1,7 @@
 """Seconds of operators and collectives on a device, from its published rates.
 
 An operator takes the longer of its arithmetic and its memory traffic. A collective takes the time
-of a ring over its slowest link. docs/simulator.md compares the result with published runs.
+of a ring over its slowest link. docs/predicting.md compares the result with published runs.
 """
 
 from __future__ import annotations
