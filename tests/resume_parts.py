@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from armature.data.base import DataModule
 from armature.data.stream import Stream
 from armature.tasks.base import Task
+from example.model import ResidualMLP
 
 
 class DropoutMLP(nn.Module):
@@ -33,6 +34,15 @@ class DropoutMLP(nn.Module):
             return outputs
         total = F.cross_entropy(outputs, targets, ignore_index=-100, reduction="sum")
         return total / (targets != -100).sum().clamp(min=1)
+
+
+class NotesDraws(ResidualMLP):
+    """Writes down which weights get initial values."""
+
+    def initialize_parameter(self, name, param, generator):
+        with Path("drawn.txt").open("a") as file:
+            file.write(f"{name}\n")
+        super().initialize_parameter(name, param, generator)
 
 
 class Recording(Task):

@@ -28,7 +28,7 @@ BASE = [
     "trainer.log_every_n_steps=4",
     "trainer.test_at_end=false",
     "logger=none",
-    "launch.allowed_packages=[armature,torch.optim,lightning.pytorch,tests]",
+    "launch.allowed_packages=[armature,example,torch.optim,lightning.pytorch,tests]",
 ]
 DDP = ["strategy=ddp", "trainer.devices=2"]
 
@@ -327,6 +327,29 @@ def test_two_ranks_go_on_with_each_ranks_own_random_numbers(runs):
     resumed = runs.stopped(*DDP, at=[3, 7], ranks=2)
     assert_equal(straight, resumed)
     assert sorted(seen(resumed)) == sorted(seen(straight))
+
+
+@pytest.mark.parametrize(
+    "layout", [[], ["strategy=fsdp", "trainer.devices=2"]], ids=["single", "fsdp"]
+)
+def test_a_resume_draws_no_initial_weights(layout, tmp_path_factory):
+    words = [
+        "model=example",
+        "model._target_=tests.resume_parts.NotesDraws",
+        "data=example",
+        "task=example",
+    ]
+    with Forks(tmp_path_factory.mktemp("drawn")) as forks:
+        runs, drawn = Runs(forks), forks.cwd / "drawn.txt"
+        ranks = len(layout) or 1
+        straight = runs.straight(*words, *layout, ranks=ranks)
+        assert drawn.read_text()
+        run_dir = runs.new()
+        runs.stop(run_dir, *words, *layout, at=4, ranks=ranks)
+        drawn.unlink()
+        runs.go(run_dir, *words, *layout, ranks=ranks)
+        assert not drawn.exists()
+        assert_equal(straight, run_dir)
 
 
 # ---------------------------------------------------------------- another layout: within the parity

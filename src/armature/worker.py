@@ -226,6 +226,8 @@ def _build_task(
     task, strategy = build_task(cfg), instantiate(cfg.strategy)
     hook_check.check(task, base=L.LightningModule)
     strategy.held = holds(checkpoint)
+    # a file of Lightning's may lack weights
+    strategy.draws_all = checkpoint is None or checkpoint_directory.is_file(checkpoint)
     strategy.base = process_group.on_rank_0(partial(pretrained.left_out, cfg, checkpoint))
     if isinstance(strategy, StrategyMixin):
         strategy.on_nan = cfg.trainer.on_nan

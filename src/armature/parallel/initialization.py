@@ -46,7 +46,8 @@ def materialize(
     # keeps parameters the same objects, and so tied
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+        # zeros: those that a checkpoint fills later are not drawn, and hooks may read them before
+        module._apply(lambda t: torch.zeros_like(t, device=device) if t.is_meta else t.to(device))
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swap)
     for param in module.parameters():

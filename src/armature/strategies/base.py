@@ -47,6 +47,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         seed: decides the initial weights and the random streams.
         held: whether the checkpoint that is loaded afterwards holds the weight of a name. Models
             that name a Hugging Face folder get the others from it.
+        draws_all: whether weights that it holds get initial values, too.
         imported: the parameters that come from such folders, by the name of their model.
         initial_weights: a checkpoint, or a .ckpt of Lightning's, whose weights training starts
             with, instead of the seed's.
@@ -69,6 +70,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
     gathered: Gathered = Gathered()
     fetches_weights: bool = False
     held: Callable[[str], bool] = staticmethod(lambda name: False)
+    draws_all: bool = True
     remedies: ClassVar[dict[str, str]] = {}
 
     def configure_mixin(
@@ -270,7 +272,12 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
                     repeated if self.compile == "block" else [model], mode=self.compile_mode
                 )
         meta_names = initialization.materialize(module, device=self.root_device)
-        initialization.initialize_by_name(module, seed=self.seed, names=meta_names - self.from_base)
+        names = {name for name in meta_names - self.from_base if self.is_drawn(name)}
+        initialization.initialize_by_name(module, seed=self.seed, names=names)
+
+    def is_drawn(self, name: str) -> bool:
+        """Return whether a weight of this name gets an initial value: at 70B they take minutes."""
+        return self.draws_all or not self.held(name)
 
     def matrices(self) -> DistributedMatrices:
         """Return how the optimizer's work on whole matrices is distributed over ranks."""

@@ -241,7 +241,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
                 options,
                 device=self.root_device,
                 prefix=f"{name}.",
-                imported=self.imported[name],
+                imported=self.imported[name] | self._names_to_load(name, model),
                 positions=self.positions,
                 expert_ranks=self.expert_ranks,
                 gathered=self.gathered,
@@ -263,6 +263,11 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             module, {param for _, model in models for param in model.parameters()}
         )
         self.bubble_share = max((applied.bubble_share for applied in self.applied), default=0.0)
+
+    def _names_to_load(self, name: str, model: nn.Module) -> set[str]:
+        """Return the names of a model's weights that come from the checkpoint."""
+        own = [each for each, _ in model.named_parameters(remove_duplicate=False)]
+        return {each for each in own if not self.is_drawn(f"{name}.{each}")}
 
     @override
     def replicated_weights(self) -> dict[str, nn.Parameter]:
