@@ -51,7 +51,7 @@ LIMITS = {
     "scripts, benchmarks": Limit(46_900, 32_000),
     "tests": Limit(325_000, 220_000),
     "documentation": Limit(34_500, 25_000),
-    "private names": Limit(207, 110),
+    "private names": Limit(209, 110),
     "wide lines": Limit(0, 0),
 }
 UNITS = {"documentation": "words", "private names": "rows", "wide lines": "lines"}  # else tokens

@@ -342,6 +342,18 @@ TABLE += [  # ---------------------------------------------------------------- t
     ("torch.utils._python_dispatch", "TorchDispatchMode", None, "planning/simulation/meter.py"),
     ("torch.utils._python_dispatch", "_disable_current_modes", (), "planning/simulation/hooks.py"),
     ("torch._ops:OpOverload", "_overloadpacket", None, "planning/simulation/meter.py"),
+    (
+        "torch.ops:aten",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        None,
+        "planning/simulation/meter.py",
+    ),
+    (
+        "torch.ops:aten",
+        "_scaled_dot_product_flash_attention_for_cpu_backward",
+        None,
+        "planning/simulation/meter.py",
+    ),
     ("torch:UntypedStorage", "_cdata", None, "planning/simulation/meter.py"),
     ("torch:UntypedStorage", "resize_", None, "planning/simulation/hooks.py"),
     ("torch.distributed.tensor:DTensor", "_local_tensor", None, "planning/simulation/meter.py"),

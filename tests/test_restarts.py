@@ -183,7 +183,6 @@ def test_attempts_without_progress_end_the_run(corpus, tmp_path):
     assert "Rank 1 was killed by SIGKILL; its log is outputs/run/logs/rank_0001.log." in output
 
 
-@pytest.mark.guarantee
 @pytest.mark.slow
 def test_a_run_goes_on_with_fewer_ranks(undisturbed, corpus, tmp_path):
     overrides = [*DDP, "launch.min_ranks=1", *fault("SIGKILL", step=1, folder=tmp_path)]

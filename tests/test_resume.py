@@ -121,7 +121,7 @@ def assert_every_sample_once_an_epoch(run_dir: Path, *, size: int = 20) -> None:
 @pytest.mark.parametrize(
     ("workers", "kind", "accumulate"),
     [
-        pytest.param(0, "mapped", 2, marks=pytest.mark.guarantee),
+        (0, "mapped", 2),
         (2, "streamed", 2),
         (2, "mapped", 1),
         (0, "streamed", 1),
@@ -264,7 +264,7 @@ def test_schedules_go_on(runs, task, expected, at):
     assert_equal(straight, runs.stopped(f"task={task}", at=at))
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.guarantee)])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_averages_over_an_epoch_hold_what_came_before_the_stop(runs, ranks):
     logged = ["task=averaging", *(DDP if ranks > 1 else [])]
     straight = runs.straight(*logged, ranks=ranks)

@@ -352,7 +352,6 @@ def test_a_refused_trial_of_a_search_is_left_to_it(trial, tmp_path):
 
 
 # ---------------------------------------------------------------- whole sweeps
-@pytest.mark.guarantee
 @pytest.mark.slow
 def test_a_grid_ends_with_an_answer(tmp_path):
     result = sweep("optimizer.lr=1e-3,1e-1", "seed=0,1", "run.name=grid", cwd=tmp_path)

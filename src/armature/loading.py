@@ -38,7 +38,7 @@ from armature.finetune import check as pretrained
 from armature.parallel import initialization
 from armature.validation import targets, values
 from armature.validation.overrides import apply as apply_overrides
-from armature.validation.signatures import accepted
+from armature.validation.signatures import accepted, allow
 
 log = logging.getLogger(__name__)
 
@@ -205,6 +205,7 @@ def build_task(cfg: DictConfig, **arguments: Any) -> L.LightningModule:
     Args:
         arguments: of the constructor, which override those of the configuration.
     """
+    allow([cfg.task._target_])  # it is called below: nothing else decides whether it may be
     factories = {name: instantiate(cfg[name]) for name in accepted(cfg.task)}
     task = instantiate(cfg.task, **factories | arguments)
     if not isinstance(task, L.LightningModule):

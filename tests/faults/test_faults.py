@@ -16,9 +16,7 @@ BY_NAME = {fault.name: fault for fault in FAULTS}
 GUARANTEED = (
     ("sigkill_rank", "ddp"),
     ("sigstop_rank", "ddp"),
-    ("sigterm_rank", "single"),
     ("kill_in_save", "ddp"),
-    ("flipped_byte", "single"),
     ("full_disk", "single"),
     ("twice", "single"),
 )

@@ -30,10 +30,7 @@ SAMPLE = (  # each of these holds something that the others do not
     "mixture, context 2 × fsdp 2, expert 4, ignored",
 )
 
-GUARANTEED = (
-    "mixture, fsdp 2, expert 2, ignored",
-    "mixture, fsdp 2 × pipeline 2, expert 2, zero bubble",
-)
+GUARANTEED = ("mixture, fsdp 2, expert 2, ignored",)
 FSDP = MIXTURES["mixture, fsdp 2"]
 CONTEXT = replace(FSDP, options={**FSDP.options, "shard": 1, "context": 2, "expert": 2})
 
@@ -90,7 +87,6 @@ def test_a_checkpoint_of_one_expert_layout_resumes_under_another(
     assert_same(replace(resumed, resume=folder))
 
 
-@pytest.mark.guarantee
 @pytest.mark.slow
 def test_a_resume_on_the_same_layout_repeats_every_bit() -> None:
     job = MIXTURES["mixture, fsdp 2, expert 2"]

@@ -9,7 +9,8 @@ from tests import running
 from tests.forked import Forks
 from tests.plain_parts import USES
 
-pytestmark = [pytest.mark.guarantee, pytest.mark.slow]
+pytestmark = pytest.mark.slow
+GUARANTEED = ("embedding", "bare_weight", "number")
 CONFIGS = str(running.ROOT / "tests" / "plain_configs")
 
 
@@ -47,11 +48,15 @@ def assert_same_under_fsdp(forks, *overrides):
                 )
 
 
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(
+    "use",
+    [pytest.param(use, marks=[pytest.mark.guarantee] if use in GUARANTEED else []) for use in USES],
+)
 def test_a_layer_called_apart_has_the_values_of_one_process(use, forks):
     assert_same_under_fsdp(forks, f"+task.use={use}", "data.eval_batch_size=1")
 
 
+@pytest.mark.guarantee
 def test_ranks_with_unequal_last_batches_make_the_same_calls(forks):
     assert_same_under_fsdp(forks, "+data.batch_size=4", "+data.held_out=7")
 

@@ -46,7 +46,7 @@ REFUSED_AS_HYDRA_COMPOSES = {
     "trainer.strategy=fsdp": "Type strategy=fsdp:",
     "debug=default": "Type debug=fast:",
     "callbacks=model_checkpoint": "Type checkpoint.monitor=…:",
-    "launch.allowed_packages=null": "Type a list:",
+    "launch.allowed_packages=null": "must be a list of packages",
     "trainer.fast_dev_run=true": "Type debug=fast:",
     "trainer.val_check_interval=0.25": "Type trainer.val_every_n_steps=",
     "trainer.accumulate_grad_batches=10": "Type data.global_batch_size=… and "
@@ -64,7 +64,7 @@ REFUSED_AS_HYDRA_COMPOSES = {
     "lr=0.001": "Type optimizer.lr=0.001.",
     "model.net.lin1_size=64": "Type model.",
     "model.compile=true": "Type strategy.compile=block.",
-    "seed=null": "Type a number.",
+    "seed=null": "must be a whole number",
     "tags=[mnist,experiment_X]": "Type run.tags=[mnist,experiment_X].",
     "task_name=eval": "Type run.name=eval.",
     "train=False": "python scripts/evaluate.py",

@@ -74,7 +74,6 @@ FOREIGN: dict[str, str] = {
     "ckpt_path=null": _NO_CHECKPOINT,
     "tags": "Type run.tags={value}",
     "task_name": "Type run.name={value}",
-    "launch.allowed_packages=null": "Type a list: launch.allowed_packages=[mypackage]",
     "train=true": "Leave it out: train.py always trains",
     "train": "scripts/evaluate.py measures without training. Type python scripts/evaluate.py "
     "outputs/NAME",
