@@ -96,7 +96,7 @@ def measure() -> dict[str, Size]:
     others = _code("scripts") + _code("benchmarks")
     examples = [ROOT / "train.py", *_code("notebooks"), *_code("src/example")]
     plugins = _code("src/hydra_plugins")
-    pages = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
+    pages = [ROOT / name for name in ("README.md", "AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md")]
     pages += [*sorted((ROOT / "docs").glob("*.md")), ROOT / "src/armature/README.md"]
     return {
         "core": code_size(path for path in library if path not in optional),

@@ -27,7 +27,13 @@ PAGES = [
     *sorted(page for page in DOCS.glob("*.md") if page != GENERATED),
     *(
         ROOT / name
-        for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "scripts/multinode/README.md")
+        for name in (
+            "README.md",
+            "AGENTS.md",
+            "CONTRIBUTING.md",
+            "CHANGELOG.md",
+            "scripts/multinode/README.md",
+        )
     ),
 ]
 TEXTS = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in PAGES}
