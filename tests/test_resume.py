@@ -186,6 +186,15 @@ def test_a_killed_run_repeats_the_steps_after_its_checkpoint(runs):
     assert lines[:3] + lines[4:8] + lines[9:] == seen(straight)  # 3 was made anew, and 7
 
 
+def test_a_run_killed_before_its_first_checkpoint_says_that_it_begins_again(runs):
+    run_dir = runs.new()
+    runs.stop(run_dir, at=2, signal="SIGKILL")
+    (run_dir / "metrics.csv").touch()  # of a longer run, whose rows are written once a second
+    ended = runs.forks.train(*BASE, f"run.name={run_dir.name}")
+    assert f"{run_dir.name} has no checkpoint yet: training begins at step 0" in ended.output
+    assert_equal(runs.straight(), run_dir)
+
+
 @pytest.mark.guarantee
 def test_validation_that_was_due_is_run_after_the_resume(runs):
     run_dir = runs.new()

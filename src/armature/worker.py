@@ -439,6 +439,12 @@ def _checkpoint_to_resume(cfg: DictConfig, directory: Path) -> Path | None:
     found = process_group.on_rank_0(partial(resume.checkpoints_to_resume, cfg, directory))
     if isinstance(found, ConfigError):
         raise found
+    if not found and (directory / "metrics.csv").exists() and process_group.rank() == 0:
+        log.info(
+            "%s has no checkpoint yet: training begins at step 0 again. checkpoint.every_n_minutes "
+            "says how often one is saved.",
+            directory,
+        )
     return storage.first_intact(found, trust=cfg.checkpoint.trust)
 
 
