@@ -181,10 +181,8 @@ class Running:
             "COLUMNS": "120",
             "HF_HUB_OFFLINE": "1",
         }
-        if "OMP_WAIT_POLICY" not in kept:
-            kept.setdefault(
-                "GOMP_SPINCOUNT", "20000"
-            )  # as ours sets it: a waiting contender uses no CPU
+        # as ours sets it: a waiting contender uses no CPU
+        kept.setdefault("OMP_WAIT_POLICY", "passive")
         if self.contender.spawn > 1:
             kept |= {
                 "RANK": str(rank),

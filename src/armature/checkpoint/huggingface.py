@@ -38,7 +38,10 @@ def imported_names(model: nn.Module) -> set[str]:
     if not isinstance(getattr(model, "pretrained", None), str):
         return set()
     if hasattr(model, "names_in"):
-        return _names_in(model, _weights(folders.find(str(model.pretrained))))
+        try:
+            return model.names_in(_weights(folders.find(str(model.pretrained))).tensors)  # pyright: ignore[reportCallIssue]
+        except ValueError as error:
+            raise ConfigError(f"{error}.") from error
     if not hasattr(model, "pretrained_name"):
         return set()
     named = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -144,13 +147,6 @@ def _send(model: nn.Module, held: dict[str, Tensor], *, alone: bool) -> None:
         if several:
             dist.broadcast(value, 0)
         initialization.place(value, target)
-
-
-def _names_in(model: nn.Module, found: folders.Weights) -> set[str]:
-    try:
-        return model.names_in(found.tensors)  # pyright: ignore[reportCallIssue]
-    except ValueError as error:
-        raise ConfigError(f"{error}.") from error
 
 
 def _load(reader: _Reader, tensors: dict[str, Tensor], *, alone: bool) -> None:

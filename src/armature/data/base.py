@@ -358,7 +358,7 @@ class DataModule(L.LightningDataModule):
     def _evaluation_loader(self, split: Split) -> Any:
         dataset = self._dataset(split)
         if not len(cast(Sized, dataset)):
-            if not hasattr(self, "fractions"):  # else data/splits.py says so, unless it is wanted
+            if not hasattr(self, "fractions"):  # else data/columns.py says so, unless it is wanted
                 self._say_empty(split, type(self).__name__)
             warnings.filterwarnings("ignore", message="Total length of .* across ranks is zero")
         loader = self._loader(
