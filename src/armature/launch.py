@@ -25,6 +25,7 @@ from armature.finetune import check as pretrained
 from armature.launcher import environment, lock, rank, slurm, supervise
 from armature.layout import Layout
 from armature.planning import auto
+from armature.sweeps import trials
 from armature.training.limits import Limits
 from armature.validation import checks, memory, micro_batch, resize
 
@@ -69,7 +70,7 @@ def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
         )
     elif (finished := _finished_message(cfg)) is not None:
         print(finished, file=sys.stderr)
-        return _metric(cfg)
+        return trials.metric(Path(cfg.run.dir), cfg.checkpoint.monitor)
     else:
         _check_fewer(cfg)
     if joined and layout.world_size > 1:
@@ -88,7 +89,7 @@ def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
         and summary["stop_reason"] in supervise.EXIT_CODES
     ):
         raise supervise.stopped(cfg, summary["stop_reason"], step=summary["global_step"])
-    return _metric(cfg)
+    return trials.metric(Path(cfg.run.dir), cfg.checkpoint.monitor)
 
 
 def _run(cfg: DictConfig, overrides: list[str], *, alone: bool) -> None:
@@ -260,12 +261,3 @@ def _other_settings(cfg: DictConfig) -> list[str]:
         RESULT_GROUPS,
     )
     return [f"{key}={there} there, {here} here" for key, (here, there) in found.items()]
-
-
-def _metric(cfg: DictConfig) -> float | None:
-    summary = run_dir.read_summary(Path(cfg.run.dir))
-    if summary is None:
-        return None
-    # of the best checkpoint; none is kept with checkpoint.keep_best=0
-    best = summary.get("best_score")
-    return best if best is not None else summary["metrics"].get(cfg.checkpoint.monitor)

@@ -14,7 +14,7 @@ from armature import config
 from armature.errors import ConfigError
 from armature.launcher import run_state
 
-OWN = ("run.", "callbacks.prune", "resume")  # overrides that are no values of a sweep
+OWN = ("run.", "sweep", "callbacks.prune", "resume")  # overrides that are no values of a sweep
 
 
 @dataclass(frozen=True)
@@ -90,14 +90,14 @@ def read(folder: Path, *, asked: int | None = None) -> Sweep | None:
         except ConfigError:
             continue  # damaged
         summary = run_state.read_summary(path)
-        best = summary.get("best_score")
-        metric = best if best is not None else summary.get("metrics", {}).get(monitor)
         values, state, step = (
             _typed(path),
             run_state.state(path, summary),
             summary.get("global_step"),
         )
-        trials.append(Trial(number, path, state, step, metric, values, monitor, mode))
+        trials.append(
+            Trial(number, path, state, step, metric(path, monitor), values, monitor, mode)
+        )
     if not trials:
         return None
     keys = {key: None for trial in trials for key in trial.values}
@@ -108,6 +108,13 @@ def read(folder: Path, *, asked: int | None = None) -> Sweep | None:
             key=lambda trial: (trial.metric is None, sign * (trial.metric or 0.0), trial.number)
         )
     return Sweep(folder, differ, tuple(trials), max(asked or 0, len(trials)))
+
+
+def metric(path: Path, monitor: str) -> float | None:
+    """Return the monitored metric of a run's best checkpoint; of its end, if none is kept."""
+    summary = run_state.read_summary(path)
+    best = summary.get("best_score")
+    return best if best is not None else summary.get("metrics", {}).get(monitor)
 
 
 def has_begun(path: Path) -> bool:

@@ -176,7 +176,7 @@ def _sweep(overrides: list[str]) -> tuple[list[str], list[list[str]], bool]:
     return (
         fixed,
         _grid(hydra, parsed, parser),
-        str(hydra.launcher._target_).endswith("BasicLauncher"),
+        str(hydra.launcher._target_).endswith((".BasicLauncher", ".TrialLauncher")),
     )
 
 

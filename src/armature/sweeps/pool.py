@@ -1,0 +1,342 @@
+"""Trials one after the other in this process, or side by side: each in a process of its own, on
+devices of its own (`sweep.parallel`).
+
+The pool gives a trial the GPUs that it asks for (trainer.devices), or its share of the cores, and
+waits for its process. Each process ends with the pool, however that ended; each trial is claimed by
+a lease (`launcher.lock`), so any number of pools, on any machines that share the directory, divide
+a sweep among them. The output of a process is logs/output.log in its run directory.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, open_dict
+
+from armature import hardware
+from armature.errors import EXIT_CONFIG, ConfigError, RunFailed, masked
+from armature.launcher import environment, lock, rank
+from armature.launcher.supervise import EXIT_CODES, SIGNALS
+from armature.sweeps import trials as files
+from armature.validation import compose
+
+CLAIMS = ".claims"
+POLL_SECONDS = 0.1
+STOPPED = {*EXIT_CODES.values()}  # a trial that the same command resumes
+
+
+@dataclass(frozen=True)
+class Trial:
+    number: int
+    overrides: Sequence[str]
+    claim: lock.Lock
+
+
+@dataclass
+class Result:
+    """How a trial ended: with a metric, or an error."""
+
+    trial: Trial
+    metric: float | None = None
+    error: Exception | None = None
+
+    @property
+    def is_refused(self) -> bool:
+        return isinstance(self.error, RunFailed) and self.error.exit_code == EXIT_CONFIG
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether a signal ended it."""
+        code = self.error.exit_code if isinstance(self.error, RunFailed) else 0
+        return code < 0 or code in STOPPED
+
+
+def claim(folder: Path, number: int) -> lock.Lock | None:
+    """Return the lease on a trial, or None if a process holds it, or the trial's run directory."""
+    place = folder / CLAIMS / str(number)
+    if lock.is_held(place) or lock.is_held(folder / str(number)):
+        return None
+    place.mkdir(parents=True, exist_ok=True)
+    taken = lock.Lock(place)
+    try:
+        taken.acquire()
+    except ConfigError:  # another process was faster
+        return None
+    return taken
+
+
+def run_grid(launcher: Any, overrides: Sequence[Sequence[str]], *, first: int) -> None:
+    """Run all trials that no other process runs.
+
+    Raises:
+        RunFailed: what ended trials; the others have run.
+        SystemExit: a signal, or a directory that holds trials of other values.
+    """
+    folder = Path(str(launcher.config.hydra.sweep.dir))
+    others: list[str] = []
+
+    def claimed() -> Iterator[Trial]:
+        for number, typed in enumerate(overrides, start=first):
+            if (taken := claim(folder, number)) is None:
+                others.append(str(number))
+            else:
+                yield Trial(number, typed, taken)
+
+    failed: list[Result] = []
+    begun = {number for number in range(first + len(overrides)) if _is_begun(folder, number)}
+    for result in launcher.results(claimed()):
+        if result.is_refused and result.trial.number in begun:
+            sys.exit(EXIT_CONFIG)  # its message names both values
+        if result.error is not None:
+            failed.append(result)
+    if others:
+        print(f"Other processes run trial {', '.join(others)} of {folder}.", file=sys.stderr)
+    if failed:
+        ended = "\n".join(f"  trial {each.trial.number}: {_line(each)}" for each in failed)
+        code = EXIT_CONFIG if all(each.is_refused for each in failed) else 1
+        raise RunFailed(f"{len(failed)} of {len(overrides)} trials failed:\n{ended}", code)
+
+
+def _is_begun(folder: Path, number: int) -> bool:
+    return files.has_begun(folder / str(number))
+
+
+def _line(result: Result) -> str:
+    text = str(result.error).strip()
+    return (
+        "refused, see above" if result.is_refused else text.splitlines()[-1] if text else "failed"
+    )
+
+
+def results(launcher: Any, trials: Iterator[Trial]) -> Iterator[Result]:
+    """Run the trials and yield how each has ended. The next ones are taken as places become free.
+
+    Raises:
+        SystemExit: a signal has ended the sweep.
+    """
+    cfg = launcher.config
+    if cfg.sweep.parallel != 1:
+        yield from _Pool(launcher).results(trials)
+        return
+    for trial in trials:
+        job = launcher.run_here(trial.number, trial.overrides)
+        result = Result(trial)
+        try:
+            result.metric = job.return_value
+        except Exception as error:
+            result.error = error
+        yield result
+        trial.claim.release()
+
+
+@dataclass
+class _Process:
+    trial: Trial
+    cfg: DictConfig
+    devices: list[str]
+    begun: float = field(default_factory=time.monotonic)
+    process: Any = None
+    log_begin: int = 0  # of this start in the file of its output
+
+
+class _Pool:
+    def __init__(self, launcher: Any) -> None:
+        self.launcher, cfg = launcher, launcher.config
+        self.folder = Path(str(cfg.hydra.sweep.dir))
+        self.asked = compose.count_trials(cfg.hydra)
+        self.script = os.path.abspath(sys.modules["__main__"].__file__ or "")
+        self.on_gpus = accelerator(cfg) == "gpu"
+        self.free = gpus() if self.on_gpus else [str(i) for i in range(hardware.cpu_count())]
+        self.places, self.most = len(self.free), cfg.sweep.parallel
+        self.running: list[_Process] = []
+        self.ended = 0
+        self.received: str | None = None  # the name of the signal that ends the sweep
+
+    def results(self, trials: Iterator[Trial]) -> Iterator[Result]:
+        with self._signals():
+            try:
+                yield from self._results(trials)
+            finally:  # an error, or the sweep is refused
+                for each in self.running:
+                    each.process.terminate()
+                for each in self.running:
+                    each.process.wait()
+        if self.received is not None:
+            name = os.path.relpath(self.folder, self.launcher.config.run.root)
+            print(
+                f"Stopped by {self.received}. The same command with run.name={name} resumes it.",
+                file=sys.stderr,
+            )
+            sys.exit(EXIT_CODES.get(self.received, 1))
+
+    def _results(self, trials: Iterator[Trial]) -> Iterator[Result]:
+        waiting: tuple[Trial, DictConfig] | None = None
+        while True:
+            while self.received is None:
+                if waiting is None:
+                    if self.most != "auto" and len(self.running) >= self.most:
+                        break
+                    if (trial := next(trials, None)) is None:
+                        break
+                    waiting = trial, self._composed(trial)
+                if not self._fits(waiting[1]):
+                    break
+                self.running.append(self._start(*waiting))
+                waiting = None
+            if not self.running:
+                return
+            for each in [each for each in self.running if each.process.poll() is not None]:
+                self.running.remove(each)
+                self.free += each.devices
+                yield self._result(each)
+                each.trial.claim.release()
+            time.sleep(POLL_SECONDS)
+
+    def _composed(self, trial: Trial) -> DictConfig:
+        loader = self.launcher.hydra_context.config_loader
+        cfg = loader.load_sweep_config(self.launcher.config, list(trial.overrides))
+        with open_dict(cfg):
+            cfg.hydra.job.id, cfg.hydra.job.num = str(trial.number), trial.number
+            cfg.hydra.sweep.dir = str(self.folder)  # it may name the time of this start
+        return cfg
+
+    def _needed(self, cfg: DictConfig) -> int:
+        return devices(cfg) if self.on_gpus or self.most == "auto" else 0
+
+    def _fits(self, cfg: DictConfig) -> bool:
+        # a trial of more devices than there are is refused by its own check
+        return len(self.free) >= self._needed(cfg) or not self.running
+
+    def _start(self, trial: Trial, cfg: DictConfig) -> _Process:
+        needed = self._needed(cfg)
+        taken, self.free = self.free[:needed], self.free[needed:]
+        from armature import cli
+
+        run_dir = self.folder / str(trial.number)
+        log = run_dir / "logs" / "output.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        each = _Process(trial, cfg, taken)
+        with log.open("ab") as stream:
+            each.log_begin = stream.tell()
+            each.process = subprocess.Popen(
+                [sys.executable, "-u", self.script, cli.TRIAL_OPTION, str(run_dir)],
+                stdin=subprocess.PIPE,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env=self._environment(cfg, taken),
+                start_new_session=True,  # Ctrl-C reaches it once, through this process
+            )
+        with suppress(BrokenPipeError), each.process.stdin as pipe:
+            pickle.dump((os.getpid(), cfg), pipe)
+        where = f" on GPU {','.join(taken)}" if self.on_gpus else ""
+        self._say(each, f"started{where}")
+        return each
+
+    def _environment(self, cfg: DictConfig, taken: list[str]) -> dict[str, str]:
+        from armature import cli
+
+        here = environment.of_lone_process()
+        if not cli.full_error:
+            here.pop("HYDRA_FULL_ERROR", None)
+        if self.on_gpus:
+            here["CUDA_VISIBLE_DEVICES"] = ",".join(taken)
+        ranks = devices(cfg)
+        many = max(1, self.places // ranks) if self.most == "auto" else self.most
+        many = min(many, self.asked or many)
+        here.setdefault("OMP_NUM_THREADS", str(max(1, hardware.cpu_count() // (many * ranks))))
+        return here
+
+    def _result(self, each: _Process) -> Result:
+        trial, code = each.trial, each.process.returncode
+        run_dir = self.folder / str(trial.number)
+        log = run_dir / "logs" / "output.log"
+        result = Result(trial)
+        self.ended += 1
+        if code == 0:
+            policy = each.cfg.checkpoint
+            result.metric = files.metric(run_dir, policy.monitor)
+            self._say(each, f"{policy.monitor} {_number(result.metric)}")
+            return result
+        if code == EXIT_CODES["time_limit"]:  # it comes for all
+            self.received = self.received or "SIGUSR1"
+        if code in STOPPED or code < 0:
+            name = signal.Signals(-code if code < 0 else code - 128).name
+            text = f"{'killed' if code < 0 else 'stopped'} by {name}; the same command resumes it"
+        else:
+            written = log.read_bytes()[each.log_begin :].decode("utf-8", "replace").strip()
+            lines = written.splitlines() or ["failed"]
+            text = written if code == EXIT_CONFIG else f"{lines[-1].strip()} ({log})"
+        result.error = RunFailed(text, code)
+        self._say(each, text)
+        return result
+
+    def _say(self, each: _Process, text: str) -> None:
+        keys = [line for line in each.trial.overrides if not line.startswith(files.OWN)]
+        fixed = self.launcher.config.hydra.overrides.task
+        values = ", ".join(key for key in keys if key not in fixed)
+        seconds = time.monotonic() - each.begun
+        of = f" [{self.ended} of {self.asked or '?'} in {seconds:.0f} s]" if seconds > 0.5 else ""
+        print(masked(f"trial {each.trial.number} ({values}): {text}{of}"), file=sys.stderr)
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Pass each signal on to the trials, once, and start no more of them after the first."""
+        previous = {}
+        for number in (getattr(signal, name) for name in SIGNALS if hasattr(signal, name)):
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                previous[number] = signal.signal(number, self._pass_on)
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _pass_on(self, number: int, frame: object) -> None:
+        if self.received is None:
+            self.received = signal.Signals(number).name
+            os.write(2, b"\nEnding all trials after their step. Again: at once, without a save.\n")
+        for each in self.running:
+            with suppress(ProcessLookupError):
+                os.kill(each.process.pid, number)
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.5g}"
+
+
+def accelerator(cfg: DictConfig) -> str:
+    chosen = cfg.trainer.accelerator
+    return hardware.default_accelerator() if chosen == "auto" else chosen
+
+
+def devices(cfg: DictConfig) -> int:
+    """Return how many devices a trial takes."""
+    if cfg.trainer.devices != "auto":
+        return int(cfg.trainer.devices)
+    return hardware.gpu_count() if accelerator(cfg) == "gpu" else 1
+
+
+def gpus() -> list[str]:
+    """Return the names by which CUDA_VISIBLE_DEVICES selects each of the visible GPUs."""
+    named = [each.strip() for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    count = hardware.gpu_count()
+    return named[:count] if any(named) else [str(i) for i in range(count)]
+
+
+def receive() -> DictConfig:
+    """Return the configuration of the trial that this process is to run, and end with the pool."""
+    pool, cfg = pickle.load(sys.stdin.buffer)
+    rank.end_with_parent()
+    if os.getppid() != pool:  # it ended during the imports
+        sys.exit(1)
+    return cfg
