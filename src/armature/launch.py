@@ -31,8 +31,6 @@ from armature.validation import checks, memory, micro_batch, resize
 
 log = logging.getLogger(__name__)
 
-RESULT_GROUPS = ("seed", "task", "model", "data", "optimizer", "scheduler")
-
 
 def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
     """Train and return the monitored metric (what a sweep optimizes).
@@ -258,6 +256,6 @@ def _other_settings(cfg: DictConfig) -> list[str]:
     found = resume.differences(
         config.without_secrets(cfg),
         config.without_secrets(run_dir.read(Path(cfg.run.dir))),
-        RESULT_GROUPS,
+        resume.RESULT_GROUPS,
     )
     return [f"{key}={there} there, {here} here" for key, (here, there) in found.items()]

@@ -54,20 +54,24 @@ def conclude(folder: Path, *, asked: int | None = None) -> None:
     Args:
         asked: how many trials the command was to run; None: not known.
     """
-    from armature.sweeps import report, trials
+    from armature.sweeps import repeats, report, trials
 
     sweep = trials.read(folder, asked=asked) if folder.is_dir() else None
     if sweep is None:
         return
     rows, shares = trials.table(sweep), trials.importance(sweep)
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    files.replace(folder / "trials.csv", text.getvalue())
+    _write(folder / "trials.csv", rows)
+    averages = repeats.averages(sweep.trials)
+    if averages:
+        _write(folder / "configurations.csv", averages)
     files.replace(folder / "report.html", report.html(sweep, shares))
     lines = [f"\n{folder}: {sweep.headline}"]
     lines += columns.aligned(rows[: MOST_ROWS + 1])
     if len(rows) > MOST_ROWS + 1:
         lines.append(f"… and {len(rows) - MOST_ROWS - 1} more in {folder / 'trials.csv'}")
+    if averages:
+        lines += ["", "mean ± standard deviation over seeds and folds:"]
+        lines += columns.aligned(averages[: MOST_ROWS + 1])
     if shares:
         lines.append(
             "importance: " + ", ".join(f"{key} {share:.0%}" for key, share in shares.items())
@@ -75,3 +79,9 @@ def conclude(folder: Path, *, asked: int | None = None) -> None:
     if sweep.ranked:
         lines.append(f"best: {sweep.ranked[0].path}; all of them: {folder / 'report.html'}")
     print(masked("\n".join(lines)), file=sys.stderr)
+
+
+def _write(file: Path, rows: list[list[str]]) -> None:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    files.replace(file, text.getvalue())

@@ -23,9 +23,10 @@ from typing import Any
 
 from omegaconf import DictConfig, open_dict
 
-from armature import hardware
+from armature import config, hardware
+from armature.checkpoint import resume
 from armature.errors import EXIT_CONFIG, ConfigError, RunFailed, masked
-from armature.launcher import environment, lock, rank
+from armature.launcher import environment, lock, rank, run_state
 from armature.launcher.supervise import EXIT_CODES, SIGNALS
 from armature.sweeps import trials as files
 from armature.validation import compose
@@ -189,6 +190,12 @@ class _Pool:
                     if (trial := next(trials, None)) is None:
                         break
                     waiting = trial, self._composed(trial)
+                if _is_finished(self.folder / str(waiting[0].number), waiting[1]):
+                    each = _Process(*waiting, devices=[])
+                    waiting = None
+                    yield self._finished(each)
+                    each.trial.claim.release()
+                    continue
                 if not self._fits(waiting[1]):
                     break
                 self.running.append(self._start(*waiting))
@@ -261,12 +268,9 @@ class _Pool:
         run_dir = self.folder / str(trial.number)
         log = run_dir / "logs" / "output.log"
         result = Result(trial)
-        self.ended += 1
         if code == 0:
-            policy = each.cfg.checkpoint
-            result.metric = files.metric(run_dir, policy.monitor)
-            self._say(each, f"{policy.monitor} {_number(result.metric)}")
-            return result
+            return self._finished(each)
+        self.ended += 1
         if code == EXIT_CODES["time_limit"]:  # it comes for all
             self.received = self.received or "SIGUSR1"
         if code in STOPPED or code < 0:
@@ -279,6 +283,13 @@ class _Pool:
         result.error = RunFailed(text, code)
         self._say(each, text)
         return result
+
+    def _finished(self, each: _Process) -> Result:
+        self.ended += 1
+        monitor = each.cfg.checkpoint.monitor
+        metric = files.metric(self.folder / str(each.trial.number), monitor)
+        self._say(each, f"{monitor} {'–' if metric is None else f'{metric:.5g}'}")
+        return Result(each.trial, metric)
 
     def _say(self, each: _Process, text: str) -> None:
         keys = [line for line in each.trial.overrides if not line.startswith(files.OWN)]
@@ -310,8 +321,16 @@ class _Pool:
                 os.kill(each.process.pid, number)
 
 
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.5g}"
+def _is_finished(run_dir: Path, cfg: DictConfig) -> bool:
+    """Return whether a run of these very settings has finished. If in doubt its process decides."""
+    if cfg.resume == "never" or run_state.read_summary(run_dir).get("stop_reason") != "finished":
+        return False
+    recorded = config.load(run_dir / "config.yaml")
+    limits = ("max_steps", "max_epochs", "max_time")
+    settings = [config.without_secrets(each) for each in (cfg, recorded)]
+    return not any(recorded.trainer[key] != cfg.trainer[key] for key in limits) and not (
+        resume.differences(*settings, resume.RESULT_GROUPS)
+    )
 
 
 def accelerator(cfg: DictConfig) -> str:

@@ -11,7 +11,7 @@ from html import escape
 from armature.errors import masked
 from armature.pages import chart
 from armature.pages.page import page, plain_charts, table
-from armature.sweeps import trials
+from armature.sweeps import repeats, trials
 from armature.sweeps.trials import Sweep
 
 MOST_LETTERS = 40  # of a key's values that are named at its axis; with more, round numbers are
@@ -26,6 +26,10 @@ def html(sweep: Sweep, shares: Mapping[str, float]) -> str:
         f'<p class="quiet">{escape(sweep.headline)}</p>',
         table([[escape(cell) for cell in row] for row in rows], head, classes=best),
     ]
+    if averages := repeats.averages(sweep.trials):
+        body.append("<h2>Mean ± standard deviation over seeds and folds</h2>")
+        rows = [[escape(cell) for cell in row] for row in averages]
+        body.append(table(rows[1:], rows[0]))
     if shares:
         body.append(
             '<h2>Importance</h2><p class="quiet">Share in the differences of the metric.</p>'

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
+from typing import Any
+
+from omegaconf import OmegaConf
 
 from armature import config
 from armature.errors import ConfigError
@@ -27,6 +30,8 @@ class Trial:
     values: dict[str, str]  # what was typed for it
     monitor: str  # what the metric is
     mode: str
+    metrics: dict[str, float]  # of its end
+    repeat: tuple[Any, Any]  # seed and fold
 
 
 @dataclass(frozen=True)
@@ -85,19 +90,20 @@ def read(folder: Path, *, asked: int | None = None) -> Sweep | None:
     for number in found:
         path = folder / str(number)
         try:
-            policy = config.load(path / "config.yaml").checkpoint
-            monitor, mode = str(policy.monitor), str(policy.mode)
+            cfg = config.load(path / "config.yaml")
+            monitor, mode = str(cfg.checkpoint.monitor), str(cfg.checkpoint.mode)
         except ConfigError:
             continue  # damaged
         summary = run_state.read_summary(path)
-        values, state, step = (
-            _typed(path),
-            run_state.state(path, summary),
-            summary.get("global_step"),
-        )
+        found_metrics = summary.get("metrics", {})
         trials.append(
-            Trial(number, path, state, step, metric(path, monitor), values, monitor, mode)
-        )
+            Trial(
+                number, path, run_state.state(path, summary), summary.get("global_step"),
+                metric(path, monitor), _typed(path), monitor, mode,
+                {name: value for name, value in found_metrics.items() if value is not None},
+                (cfg.get("seed"), OmegaConf.select(cfg, "data.fold")),
+            )
+        )  # fmt: skip
     if not trials:
         return None
     keys = {key: None for trial in trials for key in trial.values}
@@ -115,6 +121,12 @@ def metric(path: Path, monitor: str) -> float | None:
     summary = run_state.read_summary(path)
     best = summary.get("best_score")
     return best if best is not None else summary.get("metrics", {}).get(monitor)
+
+
+def is_sweep(folder: Path) -> bool:
+    return folder.is_dir() and any(
+        path.name.isdecimal() and has_begun(path) for path in folder.iterdir()
+    )
 
 
 def has_begun(path: Path) -> bool:

@@ -99,6 +99,8 @@ Dtype = Literal["bfloat16", "float16", "float32", "float64"]
 
 
 class OfAnyData:
+    fold: Count0 | None
+    folds: Annotated[int, Field(ge=2)] | None
     eval_batch_size: Batch | None
     num_workers: Annotated[int, Field(ge=0, le=1024)]
     skip_steps: Annotated[
