@@ -160,9 +160,7 @@ def compare_configurations(words: list[str]) -> None:
         )
     if len(found) < 2:
         cli.refuse(
-            [
-                f"{len(found)} configuration with a finished run: name two sweeps, or one over several."
-            ]
+            [f"{len(found)} configuration has finished runs. Name two sweeps, or one of several."]
         )
     print("\n".join(repeats.compare(found, labels)))
 

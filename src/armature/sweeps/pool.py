@@ -198,7 +198,7 @@ class _Pool:
                     continue
                 if not self._fits(waiting[1]):
                     break
-                self.running.append(self._start(*waiting))
+                self._start(*waiting)
                 waiting = None
             if not self.running:
                 return
@@ -224,7 +224,7 @@ class _Pool:
         # a trial of more devices than there are is refused by its own check
         return len(self.free) >= self._needed(cfg) or not self.running
 
-    def _start(self, trial: Trial, cfg: DictConfig) -> _Process:
+    def _start(self, trial: Trial, cfg: DictConfig) -> None:
         needed = self._needed(cfg)
         taken, self.free = self.free[:needed], self.free[needed:]
         from armature import cli
@@ -245,9 +245,9 @@ class _Pool:
             )
         with suppress(BrokenPipeError), each.process.stdin as pipe:
             pickle.dump((os.getpid(), cfg), pipe)
+        self.running.append(each)
         where = f" on GPU {','.join(taken)}" if self.on_gpus else ""
         self._say(each, f"started{where}")
-        return each
 
     def _environment(self, cfg: DictConfig, taken: list[str]) -> dict[str, str]:
         from armature import cli
@@ -292,11 +292,13 @@ class _Pool:
         return Result(each.trial, metric)
 
     def _say(self, each: _Process, text: str) -> None:
-        keys = [line for line in each.trial.overrides if not line.startswith(files.OWN)]
         fixed = self.launcher.config.hydra.overrides.task
-        values = ", ".join(key for key in keys if key not in fixed)
-        seconds = time.monotonic() - each.begun
-        of = f" [{self.ended} of {self.asked or '?'} in {seconds:.0f} s]" if seconds > 0.5 else ""
+        keys = [key.lstrip("+") for key in each.trial.overrides if key not in fixed]
+        values = ", ".join(key for key in keys if not key.startswith(files.OWN))
+        seconds = f"{time.monotonic() - each.begun:.0f} s"
+        of = (
+            f" [{self.ended} of {self.asked or '?'}, {seconds}]" if each not in self.running else ""
+        )
         print(masked(f"trial {each.trial.number} ({values}): {text}{of}"), file=sys.stderr)
 
     @contextmanager
@@ -327,9 +329,9 @@ def _is_finished(run_dir: Path, cfg: DictConfig) -> bool:
         return False
     recorded = config.load(run_dir / "config.yaml")
     limits = ("max_steps", "max_epochs", "max_time")
-    settings = [config.without_secrets(each) for each in (cfg, recorded)]
+    here, there = config.without_secrets(cfg), config.without_secrets(recorded)
     return not any(recorded.trainer[key] != cfg.trainer[key] for key in limits) and not (
-        resume.differences(*settings, resume.RESULT_GROUPS)
+        resume.differences(here, there, resume.RESULT_GROUPS)
     )
 
 
