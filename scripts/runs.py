@@ -153,15 +153,11 @@ def compare_configurations(words: list[str]) -> None:
             cli.refuse([f"{word}: no sweep. Name directories of sweeps, or of runs alone."])
         of_sweep = repeats.configurations(sweep.trials)
         found += of_sweep
-        labels += (
-            [f"{word}"]
-            if len(of_sweep) == 1
-            else [f"{word}[{i}]" for i, _ in enumerate(of_sweep, 1)]
-        )
+        several = len(of_sweep) > 1
+        labels += [f"{word} {i}" if several else word for i, _ in enumerate(of_sweep, start=1)]
     if len(found) < 2:
-        cli.refuse(
-            [f"{len(found)} configuration has finished runs. Name two sweeps, or one of several."]
-        )
+        count = f"{len(found)} configuration has finished runs."
+        cli.refuse([f"{count} Name two sweeps, or one of several configurations."])
     print("\n".join(repeats.compare(found, labels)))
 
 

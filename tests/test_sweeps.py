@@ -145,8 +145,9 @@ def test_a_sweep_is_refused_before_its_first_trial(typed, expected):
             "sweep=lr: here it has no effect. Leave it out; python train.py -m sweep=lr starts the "
             "sweep.",
         ),
-        (["-m", "sweep=[lr,optuna]"], "sweep=[lr,optuna]: it takes one option. Type sweep=NAME"),
-        (["-m", "sweep=lr,optuna"], "sweep=lr,optuna: it takes one option. Type sweep=NAME"),
+        (["-m", "sweep=lr,optuna"], "sweep=lr,optuna: it takes one value. Type sweep=NAME"),
+        (["-m", "sweep.parallel=1,2"], "sweep.parallel=1,2: it takes one value."),
+        (["sweep.parallel=2"], "sweep.parallel=2: here it has no effect. Leave it out"),
         (
             ["seed=1", "-m", "optimizer.lr=1,2"],
             "optimizer.lr=1,2: not read, since an option stands before",
@@ -320,35 +321,13 @@ def trial(monkeypatch):
     return run
 
 
-def test_a_refused_trial_of_a_grid_does_not_stop_the_others_and_is_told_of_once(
-    trial, tmp_path, capsys, monkeypatch
-):
+def test_a_refused_trial_does_not_stop_the_others(trial, tmp_path, capsys):
     with pytest.raises(
         RunFailed, match="trial 1 was refused: 1 problem:\n  - these values do not fit"
     ) as refused:
         trial(tmp_path, "seed=3")
+    assert refused.value.exit_code == cli.EXIT_CONFIG
     assert "these values do not fit" in capsys.readouterr().err
-
-    def main():
-        raise refused.value  # as Hydra does at the end of a sweep
-
-    monkeypatch.setattr(sys, "argv", ["train.py", "-m", "seed=3,4"])
-    with pytest.raises(SystemExit, match="1"):
-        cli.run(main, config_dir=config.CONFIGS)
-    assert capsys.readouterr().err == "trial 1 was refused: its message is above.\n"
-
-
-def test_a_trial_in_a_directory_of_other_values_ends_the_sweep(trial, tmp_path):
-    make(tmp_path / "grid", 1, 0.5, experiment="example", seed=4)
-    with pytest.raises(SystemExit) as end:
-        trial(tmp_path, "seed=3")
-    assert end.value.code == cli.EXIT_CONFIG
-
-
-def test_a_refused_trial_of_a_search_is_left_to_it(trial, tmp_path):
-    with pytest.raises(SystemExit) as end:
-        trial(tmp_path, "sweep=optuna")
-    assert end.value.code == cli.EXIT_CONFIG
 
 
 # ---------------------------------------------------------------- whole sweeps
@@ -452,7 +431,7 @@ def test_hopeless_trials_are_pruned_and_trials_may_have_several_ranks(tmp_path):
         (["+hydra.sweeper.pruner.patience=3"], "MedianPruner has no such argument"),
         (["hydra.sweeper.trials=0"], "hydra.sweeper.trials=0: type a whole number"),
         (["hydra.sweeper.trials=1000000000000"], "type a whole number from 1 to 1,000,000."),
-        (["hydra/launcher=joblib"], "start the same command several times"),
+        (["hydra/launcher=joblib"], "type sweep.parallel=auto for several trials at once"),
     ],
 )
 def test_settings_of_a_search_that_cannot_be_used_are_refused(words, expected, tmp_path):

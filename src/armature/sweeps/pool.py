@@ -295,11 +295,10 @@ class _Pool:
         fixed = self.launcher.config.hydra.overrides.task
         keys = [key.lstrip("+") for key in each.trial.overrides if key not in fixed]
         values = ", ".join(key for key in keys if not key.startswith(files.OWN))
-        seconds = f"{time.monotonic() - each.begun:.0f} s"
-        of = (
-            f" [{self.ended} of {self.asked or '?'}, {seconds}]" if each not in self.running else ""
-        )
-        print(masked(f"trial {each.trial.number} ({values}): {text}{of}"), file=sys.stderr)
+        if each not in self.running:
+            seconds = time.monotonic() - each.begun
+            text += f" [{self.ended} of {self.asked or '?'}, {seconds:.0f} s]"
+        print(masked(f"trial {each.trial.number} ({values}): {text}"), file=sys.stderr)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
