@@ -305,7 +305,8 @@ class _Pool:
         """Pass each signal on to the trials, once, and start no more of them after the first."""
         previous = {}
         for number in (getattr(signal, name) for name in SIGNALS if hasattr(signal, name)):
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            nohup = number == getattr(signal, "SIGHUP", None)
+            if not nohup or signal.getsignal(number) != signal.SIG_IGN:
                 previous[number] = signal.signal(number, self._pass_on)
         try:
             yield
