@@ -42,10 +42,10 @@ class TrialLauncher(BasicLauncher):
         pool.run_grid(self, job_overrides, first=initial_job_idx)
         return []
 
-    def results(self, trials: Iterator[Any]) -> Iterator[Any]:
+    def results(self, trials: Iterator[Any], *, asked: int) -> Iterator[Any]:
         from armature.sweeps import pool
 
-        return pool.results(self, trials)
+        return pool.results(self, trials, asked=asked)
 
     def run_here(self, number: int, overrides: Sequence[str]) -> JobReturn:
         """Run one trial in this process."""

@@ -32,7 +32,8 @@ class Line:
     ys: Sequence[float]
     label: str = ""  # "": not in the legend
     color: int = 0
-    faint: bool = False
+    width: float = 1.8
+    opacity: float = 1.0
     dots: bool = False  # few values: show where they are
     title: str = ""  # of its dots, shown under the mouse
 
@@ -157,12 +158,12 @@ def _curve(line: Line, points: list[tuple[float, float]]) -> Iterator[str]:
         if len(piece) > 1:
             yield (
                 f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in piece)}" fill="none" '
-                f'stroke="{color}" stroke-width="{1.0 if line.faint else 1.8}" '
-                f'stroke-opacity="{0.3 if line.faint else 1}" stroke-linejoin="round"/>'
+                f'stroke="{color}" stroke-width="{line.width}" '
+                f'stroke-opacity="{line.opacity}" stroke-linejoin="round"/>'
             )
         for x, y in piece if line.dots or len(piece) == 1 else ():
             title = f"><title>{escape(line.title)}</title></circle>" if line.title else "/>"
-            yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{3.5}" fill="{color}"{title}'
+            yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"{title}'
 
 
 def _rule(start: tuple[float, float], end: tuple[float, float], color: str, more: str = "") -> str:

@@ -41,7 +41,7 @@ def curve(
         line = Line(xs=xs, ys=ys, label=label, color=color, dots=len(xs) <= 40)
         return [line] if xs else []
     means, heights = smooth(xs, ys)
-    faint = Line(xs=xs, ys=ys, color=color, faint=True)
+    faint = Line(xs=xs, ys=ys, color=color, width=1.0, opacity=0.3)
     return [faint, Line(xs=means, ys=heights, label=label, color=color)]
 
 

@@ -29,7 +29,6 @@ from armature.errors import EXIT_CONFIG, ConfigError, RunFailed, masked
 from armature.launcher import environment, lock, rank, run_state
 from armature.launcher.supervise import EXIT_CODES, SIGNALS
 from armature.sweeps import trials as files
-from armature.validation import compose
 
 CLAIMS = ".claims"
 POLL_SECONDS = 0.1
@@ -95,7 +94,7 @@ def run_grid(launcher: Any, overrides: Sequence[Sequence[str]], *, first: int) -
 
     failed: list[Result] = []
     begun = {number for number in range(first + len(overrides)) if _is_begun(folder, number)}
-    for result in launcher.results(claimed()):
+    for result in launcher.results(claimed(), asked=len(overrides)):
         if result.is_refused and result.trial.number in begun:
             sys.exit(EXIT_CONFIG)  # its message names both values
         if result.error is not None:
@@ -119,15 +118,18 @@ def _line(result: Result) -> str:
     )
 
 
-def results(launcher: Any, trials: Iterator[Trial]) -> Iterator[Result]:
+def results(launcher: Any, trials: Iterator[Trial], *, asked: int) -> Iterator[Result]:
     """Run the trials and yield how each has ended. The next ones are taken as places become free.
+
+    Args:
+        asked: the most trials that there will be.
 
     Raises:
         SystemExit: a signal has ended the sweep.
     """
     cfg = launcher.config
     if cfg.sweep.parallel != 1:
-        yield from _Pool(launcher).results(trials)
+        yield from _Pool(launcher, asked).results(trials)
         return
     for trial in trials:
         job = launcher.run_here(trial.number, trial.overrides)
@@ -151,10 +153,9 @@ class _Process:
 
 
 class _Pool:
-    def __init__(self, launcher: Any) -> None:
-        self.launcher, cfg = launcher, launcher.config
+    def __init__(self, launcher: Any, asked: int) -> None:
+        self.launcher, self.asked, cfg = launcher, asked, launcher.config
         self.folder = Path(str(cfg.hydra.sweep.dir))
-        self.asked = compose.count_trials(cfg.hydra)
         self.script = os.path.abspath(sys.modules["__main__"].__file__ or "")
         self.on_gpus = accelerator(cfg) == "gpu"
         self.free = gpus() if self.on_gpus else [str(i) for i in range(hardware.cpu_count())]
@@ -259,8 +260,8 @@ class _Pool:
             here["CUDA_VISIBLE_DEVICES"] = ",".join(taken)
         ranks = devices(cfg)
         many = max(1, self.places // ranks) if self.most == "auto" else self.most
-        many = min(many, self.asked or many)
-        here.setdefault("OMP_NUM_THREADS", str(max(1, hardware.cpu_count() // (many * ranks))))
+        threads = hardware.cpu_count() // (min(many, self.asked) * ranks)
+        here.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
         return here
 
     def _result(self, each: _Process) -> Result:
@@ -297,7 +298,7 @@ class _Pool:
         values = ", ".join(key for key in keys if not key.startswith(files.OWN))
         if each not in self.running:
             seconds = time.monotonic() - each.begun
-            text += f" [{self.ended} of {self.asked or '?'}, {seconds:.0f} s]"
+            text += f" [{self.ended} of {self.asked}, {seconds:.0f} s]"
         print(masked(f"trial {each.trial.number} ({values}): {text}"), file=sys.stderr)
 
     @contextmanager
@@ -328,11 +329,15 @@ def _is_finished(run_dir: Path, cfg: DictConfig) -> bool:
     if cfg.resume == "never" or run_state.read_summary(run_dir).get("stop_reason") != "finished":
         return False
     recorded = config.load(run_dir / "config.yaml")
-    limits = ("max_steps", "max_epochs", "max_time")
     here, there = config.without_secrets(cfg), config.without_secrets(recorded)
-    return not any(recorded.trainer[key] != cfg.trainer[key] for key in limits) and not (
-        resume.differences(here, there, resume.RESULT_GROUPS)
-    )
+    found = resume.differences(here, there, resume.RESULT_GROUPS)
+    found |= {
+        key: (cfg.trainer[key], recorded.trainer[key])
+        for key in ("max_steps", "max_epochs", "max_time")
+        # null: another limit was typed instead
+        if recorded.trainer[key] not in (None, cfg.trainer[key])
+    }
+    return all(now == "auto" for now, _ in found.values())
 
 
 def accelerator(cfg: DictConfig) -> str:

@@ -72,7 +72,8 @@ def run(cfg: DictConfig, settings: Mapping[str, Any], typed: list[str], *, launc
     def typed_for(number: int, values: Mapping[str, Any]) -> list[str]:
         return [*fixed, *(f"{each.key}={values[each.key]}" for each in parameters), *pruner]
 
-    for result in launcher.results(_trials(study, folder, parameters, settings, typed_for)):
+    trials = _trials(study, folder, parameters, settings, typed_for)
+    for result in launcher.results(trials, asked=settings["trials"]):
         _tell(study, folder, result, monitor=cfg.checkpoint.monitor)
         if result.is_refused and _is_in_vain(study, least=min(HOPELESS, settings["trials"])):
             sys.exit(EXIT_CONFIG)  # no values work

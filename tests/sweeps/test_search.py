@@ -31,7 +31,7 @@ class TrialLauncher:
     def __init__(self, *results, cfg):
         self.outcomes, self.begun, self.config = [*results], [], cfg
 
-    def results(self, trials):
+    def results(self, trials, *, asked):
         for trial in trials:
             self.begun.append((trial.number, trial.overrides))
             outcome = self.outcomes.pop(0) if self.outcomes else 0.5
