@@ -51,7 +51,8 @@ def results(tmp_path, monkeypatch):
 
         def claimed():
             for number in range(count):
-                assert (claim := pool.claim(folder, number)) is not None
+                claim = pool.claim(folder, number)
+                assert claim is not None
                 assert pool.claim(folder, number) is None
                 yield pool.Trial(number, [f"seed={number}"], claim)
 

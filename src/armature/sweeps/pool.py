@@ -280,7 +280,9 @@ class _Pool:
         else:
             written = log.read_bytes()[each.log_begin :].decode("utf-8", "replace").strip()
             lines = written.splitlines() or ["failed"]
-            text = written if code == EXIT_CONFIG else f"{lines[-1].strip()} ({log})"
+            text = f"{lines[-1].strip()} ({log})"
+            if code == EXIT_CONFIG:
+                text = f"refused: {written.partition(' was refused: ')[2] or written}"
         result.error = RunFailed(text, code)
         self._say(each, text)
         return result
