@@ -71,7 +71,7 @@ def curves(runs: dict[str, Path], metric: str, *, nested: bool = False) -> None:
     for name, path in runs.items():
         run = history.read(path)
         found.append(replace(run, config={**run.config, "run.name": name}))
-    starts = [(float(start["step"]), "restart") for start in found[0].starts if start.get("step")]
+    starts = [start["step"] for start in found[0].starts if start["step"]]
     drawn = metric_of(found, metric, raw=nested, marks=starts if len(found) == 1 else [])
     if nested:
         widths = [2.2 * (len(found) - i) for i in range(len(found))]

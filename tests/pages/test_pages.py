@@ -100,7 +100,7 @@ def test_the_page_of_a_run_has_all_parts(tmp_path):
     for text in (
         "120 of 120",
         "33,826",
-        "restart",
+        "dashed: restarts",
         "abc123",
         "2.13.0",
         "7, not 1",

@@ -239,29 +239,10 @@ def test_a_trial_that_was_stopped_after_it_was_pruned_is_pruned_when_it_is_resum
     assert states(folder) == ["PRUNED"]
 
 
-CELLS = {"optimizer.name": ["a", "b"], "model.layers": [1, 2, 3]}
-
-
-@pytest.mark.parametrize(
-    "sampler",
-    [
-        {"name": "GridSampler", "seed": 0, "search_space": CELLS},
-        {"name": "GridSampler", "search_space": CELLS},
-        {"name": "BruteForceSampler", "seed": 0},
-    ],
-)
-def test_a_sampler_that_has_tried_each_combination_ends_the_search(sampler, folder):
-    settings = {
-        "sampler": sampler,
-        "params": {"optimizer.name": "a,b", "model.layers": "range(1,4)"},
-        "trials": 9,
-    }
-    begin(**settings)
-    assert states(folder) == ["COMPLETE"] * 6
-    assert len({tuple(trial.params.items()) for trial in opened(folder).trials}) == 6
-    assert begin(**settings).begun == []
-    other = begin(**{**settings, "sampler": {"name": "RandomSampler", "seed": 0}, "trials": 7})
-    assert [number for number, _ in other.begun] == [6]
+@pytest.mark.parametrize("name", ["GridSampler", "BruteForceSampler"])
+def test_a_sampler_of_grids_is_refused(name, folder):
+    with pytest.raises(ConfigError, match=f"{name}: a plain sweep tries all values. Leave out"):
+        begin(sampler={"name": name, "search_space": {"optimizer.lr": [1]}})
 
 
 def test_trials_of_a_low_discrepancy_sequence_follow_each_other(folder):

@@ -59,24 +59,24 @@ def ranks(folder: Path) -> list[dict[str, str]]:
 
 # ---------------------------------------------------------------- the search space
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("text", "kind", "expected"),
     [
-        ("optimizer.lr=interval(0.1,0.5)", {"low": 0.1, "high": 0.5, "log": False, "whole": False}),
-        ("optimizer.lr=tag(log,interval(1e-4,1e-1))", {"low": 1e-4, "high": 0.1, "log": True}),
-        ("model.layers=int(interval(1,5))", {"low": 1.0, "high": 5.0, "whole": True, "step": None}),
-        ("model.layers=range(2,9,3)", {"low": 2.0, "high": 8.0, "whole": True, "step": 3.0}),
-        (
-            "data.noise=range(0.1,0.35,0.1)",
-            {"low": 0.1, "high": pytest.approx(0.3), "whole": False, "step": 0.1},
-        ),
-        ("optimizer=adamw,sgd", {"choices": ("adamw", "sgd")}),
-        ("run.notes=choice('a b',c)", {"choices": ("a\\ b", "c")}),
+        ("optimizer.lr=interval(0.1,0.5)", "Float", {"low": 0.1, "high": 0.5, "log": False}),
+        ("optimizer.lr=tag(log,interval(1e-4,1e-1))", "Float", {"low": 1e-4, "log": True}),
+        ("model.layers=int(interval(1,5))", "Int", {"low": 1, "high": 5, "step": 1}),
+        ("model.layers=range(2,9,3)", "Int", {"low": 2, "high": 8, "step": 3}),
+        ("data.noise=range(0.1,0.35,0.1)", "Float", {"low": 0.1, "high": pytest.approx(0.3)}),
+        ("optimizer=adamw,sgd", "Categorical", {"choices": ("adamw", "sgd")}),
+        ("run.notes=choice('a b',c)", "Categorical", {"choices": ("a\\ b", "c")}),
     ],
 )
-def test_values_are_read_in_hydras_words(text, expected):
+def test_values_are_read_in_hydras_words(text, kind, expected):
+    pytest.importorskip("optuna")
     (parameter,), fixed = space.read({}, [text, "seed=3"])
     assert fixed == ["seed=3"]
-    assert {name: getattr(parameter, name) for name in expected} == expected
+    found = parameter.distribution
+    assert type(found).__name__ == f"{kind}Distribution"
+    assert {name: getattr(found, name) for name in expected} == expected
 
 
 def test_typed_values_replace_those_of_the_file():

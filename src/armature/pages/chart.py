@@ -40,7 +40,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Curves over one horizontal axis. `marks` are dashed vertical lines with a text.
+    """Curves over one horizontal axis. `marks` are dashed vertical lines.
 
     `x_ticks` replace round numbers where they do not overlap.
     """
@@ -49,7 +49,7 @@ class Chart:
     lines: Sequence[Line]
     x_label: str = "step"
     log: bool = False
-    marks: Sequence[tuple[float, str]] = ()
+    marks: Sequence[float] = ()
     note: str = ""
     from_zero: bool = False
     x_ticks: Sequence[tuple[float, str]] = ()
@@ -117,14 +117,9 @@ def render(chart: Chart) -> str:
         if at(x) - half >= free:
             parts.append(label(at(x), bottom + 17, text, anchor="middle"))
             free = at(x) + half + 6
-    last = -math.inf
-    for x, text in sorted(chart.marks):
+    for x in chart.marks:
         if x_low <= x <= x_high:
             parts.append(_rule((at(x), TOP), (at(x), bottom), "mark", 'stroke-dasharray="4 3"'))
-            if at(x) - last > LETTER * len(text) + 8:
-                side = "start" if at(x) + LETTER * len(text) < WIDTH - RIGHT else "end"
-                parts.append(label(at(x), TOP + 11, text, anchor=side, color="mark"))
-                last = at(x)
     for line, points in drawn:
         parts += _curve(line, [(at(x), level(y)) for x, y in points])
     if not every:

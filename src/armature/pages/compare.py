@@ -19,11 +19,13 @@ from armature.pages.page import charts, code, number, page, shown, table
 
 MISSING = "–"
 # words of a metric's name; LOWER's count where both occur
-LOWER = (
-    "loss", "perplexity", "ppl", "bits_per_byte", "error", "err", "seconds", "memory", "mse",
-    "rmse", "mae", "nll", "brier", "fid", "wer", "cer",
-)  # fmt: skip
-HIGHER = ("accuracy", "acc", "per_second", "mfu", "auroc", "auc", "f1", "precision", "recall", "r2")
+LOWER = re.compile(
+    r"(?<![a-z])(loss|perplexity|ppl|bits_per_byte|error|err|seconds|memory|mse|rmse|mae|nll|brier|"
+    r"fid|wer|cer)(?![a-z])"
+)
+HIGHER = re.compile(
+    r"(?<![a-z])(accuracy|acc|per_second|mfu|auroc|auc|f1|precision|recall|r2)(?![a-z])"
+)
 IGNORED = ("run.name", "run.notes", "run.tags", "run.group", "resume")
 
 
@@ -127,12 +129,10 @@ def goal(name: str, runs: Sequence[History]) -> str | None:
     for run in runs:
         if run.config.get("checkpoint.monitor") == name:
             return str(run.config.get("checkpoint.mode"))
-    words = re.split(r"[^a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
-    # f1, and error of error2
-    both = f"_{'_'.join(words)}_{'_'.join(word.rstrip('0123456789') for word in words)}_"
-    if any(f"_{each}_" in both for each in LOWER):
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().replace(" ", "_")
+    if LOWER.search(words):
         return "min"
-    return "max" if any(f"_{each}_" in both for each in HIGHER) else None
+    return "max" if HIGHER.search(words) else None
 
 
 def best(name: str, values: Sequence[float | None], runs: Sequence[History]) -> set[int]:

@@ -61,16 +61,17 @@ def learning(run: History) -> list[Chart]:
     first = ["train/loss", *filter(run.is_of_validation, names), "train/grad_norm"]
     others, left = some(n for n in names if n not in first and not n.startswith("test"))
     ordered = [*(n for n in dict.fromkeys(first) if n in names), *others]
-    marks = [(float(start["step"]), "restart") for start in run.starts if start.get("step")]
-    drawn = {name: metric([run], name, marks=marks) for name in ordered}
+    options: dict[str, Any] = {"marks": [start["step"] for start in run.starts if start["step"]]}
+    options["note"] = "dashed: restarts" if options["marks"] else ""
+    drawn = {name: metric([run], name, **options) for name in ordered}
     validated = next((name for name in ("val/loss", "val_loss") if name in drawn), None)
     if validated is not None and "train/loss" in drawn:
         columns = {"train/loss": "train/loss", validated: validated}
         (both,) = together(run, columns, "loss")
-        drawn["train/loss"] = replace(both, marks=marks, from_zero=False)
+        drawn["train/loss"] = replace(both, **options, from_zero=False)
         del drawn[validated]
     charts = [*drawn.values()]
-    return [*charts[:-1], replace(charts[-1], note=left)] if charts else []
+    return [*charts[:-1], replace(charts[-1], note=left)] if left else charts
 
 
 def some(names: Iterable[str]) -> tuple[list[str], str]:

@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 MOST_TRIALS = 1_000_000  # each has a directory
 HOPELESS = 5  # so many trials, all of them failed, end the search
+OF_GRIDS = ("GridSampler", "BruteForceSampler")
 PRUNED = "pruned"  # attribute of a trial that its callback ended
-EXHAUSTED = "exhausted"  # attribute of a study: the sampler that has tried all its values
 SAME_RESULT = (
     "run.",
     "launch.",
@@ -62,9 +62,6 @@ def run(cfg: DictConfig, settings: Mapping[str, Any], typed: list[str], *, launc
         )
         _check_same(study, folder, cfg, parameters, fixed)
         study.set_user_attr("pruner", settings["pruner"])
-    # GridSampler and BruteForceSampler call it at their last values; Optuna's own works inside
-    # study.optimize only
-    study.stop = lambda: study.set_user_attr(EXHAUSTED, settings["sampler"])
     unresolved: Any = OmegaConf.to_container(cfg.hydra.sweeper, resolve=False)
     pruner = [_prune_override(unresolved["storage"], folder)] if settings["pruner"] else []
     failed = None
@@ -136,21 +133,15 @@ def _trials(
     """Yield the interrupted trials and then new ones, each claimed, and none twice."""
     TrialState = load_optuna().trial.TrialState
     study_lock = FileLock(folder / pool.CLAIMS / "study")
-    distributions = {each.key: each.distribution() for each in parameters}
+    distributions = {each.key: each.distribution for each in parameters}
     mine: set[int] = set()
     while True:
         with study_lock:  # no other process is between asking for a trial and giving it values
             found = _interrupted(study, folder, [*distributions], mine)
             trials = study.get_trials(deepcopy=False)
             begun = [trial for trial in trials if distributions.keys() <= trial.params.keys()]
-            exhausted = study.user_attrs.get(EXHAUSTED) == settings["sampler"]
-            # else these samplers would repeat a combination that another process still runs
-            all_begun = exhausted or space.all_tried(
-                parameters, settings["sampler"], [each.params for each in begun]
-            )
-            # it also ends a resumed trial
             study.sampler = _sampler(settings["sampler"], number=len(trials))
-            if found is None and len(begun) < settings["trials"] and not all_begun:
+            if found is None and len(begun) < settings["trials"]:
                 trial = study.ask(distributions)
                 claim = pool.claim(folder, trial.number)
                 assert claim is not None  # nobody else knows this trial yet
@@ -160,9 +151,6 @@ def _trials(
             if others:
                 numbers = ", ".join(map(str, sorted(others)))
                 log.info("Other processes still run trial %s of %s.", numbers, folder)
-            if exhausted and len(begun) < settings["trials"]:
-                name = settings["sampler"]["name"]
-                log.info("%s has tried all values, in %s trials.", name, len(begun))
             return
         trial, claim = found
         mine.add(trial.number)
@@ -196,7 +184,7 @@ def _sampler(node: Mapping[str, Any], *, number: int) -> Any:
     same values.
     """
     seed, name = node.get("seed"), node.get("name")
-    if seed is None or name == "GridSampler":
+    if seed is None:
         return plugin_of("sampler", node)
     # another sampler draws what is not in its sequence yet: values of the first trials
     if name == "QMCSampler":
@@ -237,6 +225,11 @@ def _check(settings: Mapping[str, Any], launcher: Any) -> None:
             f"sweep=optuna was started as {ranks} ranks, and each of them would search for itself. "
             "Start it as one task: strategy= and trainer.devices= start each trial's ranks. Type "
             "sweep.parallel=auto for one task per machine that share the search."
+        )
+    if (name := settings["sampler"]["name"]) in OF_GRIDS:
+        problems.append(
+            f"hydra.sweeper.sampler.name={name}: a plain sweep tries all values. Leave out "
+            "sweep=optuna, and type KEY=A,B or KEY=range(FIRST,END) for each key."
         )
     for kind in ("sampler", "pruner"):
         if settings[kind]:
