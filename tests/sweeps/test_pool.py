@@ -96,7 +96,7 @@ def test_trials_on_a_cpu_share_its_cores(results):
 def test_killed_trials_and_a_killed_sweep_are_resumed_and_finished_ones_are_skipped(tmp_path):
     folder = tmp_path / "outputs" / "grid"
     words = [
-        "seed=0,1,2", "run.name=grid", "sweep.parallel=2",
+        "seed=0,1", "run.name=grid", "sweep.parallel=2",
         "+callbacks.stop_at.signals={SIGKILL:4}",
         "+callbacks.stop_at._target_=armature.callbacks.stop_at.StopAt",
     ]  # fmt: skip
@@ -112,18 +112,14 @@ def test_killed_trials_and_a_killed_sweep_are_resumed_and_finished_ones_are_skip
     assert not any(child.is_running() for child in children)
     killed = sweep(*words, cwd=tmp_path, check=False)  # each kills itself once
     assert killed.returncode == 1
-    assert "trial 2: killed by SIGKILL; the same command resumes it" in killed.stderr
+    assert "trial 1: killed by SIGKILL; the same command resumes it" in killed.stderr
     ended = sweep(*words, cwd=tmp_path)
-    assert "3 of 3 trials finished" in ended.stderr
+    assert "2 of 2 trials finished" in ended.stderr
     assert "mean ± standard deviation over seeds and folds:" in ended.stderr
-    starts = [(folder / f"{i}" / "overrides.txt").read_text().count("\n\n") + 1 for i in range(3)]
-    assert starts[2] == 2
+    assert (folder / "1" / "overrides.txt").read_text().count("\n\n") == 1  # two starts
     again = sweep(*words, cwd=tmp_path)
-    assert again.stderr.count("of 3, 0 s]") == 3
+    assert again.stderr.count("of 2, 0 s]") == 2
     assert "started" not in again.stderr
-    other = sweep(*words, "data.noise=0.3", cwd=tmp_path, check=False)
-    assert other.returncode == 2
-    assert "was trained with other settings: data.noise=0.15 there, 0.3 here" in other.stderr
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from armature.errors import EXIT_CONFIG, ConfigError, RunFailed, masked
 from armature.launcher import environment, lock, rank, run_state
 from armature.launcher.supervise import EXIT_CODES, SIGNALS
 from armature.sweeps import trials as files
+from armature.validation import checks
 
 CLAIMS = ".claims"
 POLL_SECONDS = 0.1
@@ -157,7 +158,7 @@ class _Pool:
         self.launcher, self.asked, cfg = launcher, asked, launcher.config
         self.folder = Path(str(cfg.hydra.sweep.dir))
         self.script = os.path.abspath(sys.modules["__main__"].__file__ or "")
-        self.on_gpus = accelerator(cfg) == "gpu"
+        self.on_gpus = checks.for_this_machine(cfg).trainer.accelerator == "gpu"
         self.free = gpus() if self.on_gpus else [str(i) for i in range(hardware.cpu_count())]
         self.places, self.most = len(self.free), cfg.sweep.parallel
         self.running: list[_Process] = []
@@ -197,7 +198,8 @@ class _Pool:
                     yield self._finished(each)
                     each.trial.claim.release()
                     continue
-                if not self._fits(waiting[1]):
+                # a trial of more devices than there are is refused by its own check
+                if len(self.free) < self._needed(waiting[1]) and self.running:
                     break
                 self._start(*waiting)
                 waiting = None
@@ -219,11 +221,7 @@ class _Pool:
         return cfg
 
     def _needed(self, cfg: DictConfig) -> int:
-        return devices(cfg) if self.on_gpus or self.most == "auto" else 0
-
-    def _fits(self, cfg: DictConfig) -> bool:
-        # a trial of more devices than there are is refused by its own check
-        return len(self.free) >= self._needed(cfg) or not self.running
+        return _devices(cfg) if self.on_gpus or self.most == "auto" else 0
 
     def _start(self, trial: Trial, cfg: DictConfig) -> None:
         needed = self._needed(cfg)
@@ -258,7 +256,7 @@ class _Pool:
             here.pop("HYDRA_FULL_ERROR", None)
         if self.on_gpus:
             here["CUDA_VISIBLE_DEVICES"] = ",".join(taken)
-        ranks = devices(cfg)
+        ranks = _devices(cfg)
         many = max(1, self.places // ranks) if self.most == "auto" else self.most
         threads = hardware.cpu_count() // (min(many, self.asked) * ranks)
         here.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
@@ -295,8 +293,8 @@ class _Pool:
         return Result(each.trial, metric)
 
     def _say(self, each: _Process, text: str) -> None:
-        fixed = self.launcher.config.hydra.overrides.task
-        keys = [key.lstrip("+") for key in each.trial.overrides if key not in fixed]
+        fixed = [key.lower() for key in self.launcher.config.hydra.overrides.task]
+        keys = [key.lstrip("+") for key in each.trial.overrides if key.lower() not in fixed]
         values = ", ".join(key for key in keys if not key.startswith(files.OWN))
         if each not in self.running:
             seconds = time.monotonic() - each.begun
@@ -342,16 +340,8 @@ def _is_finished(run_dir: Path, cfg: DictConfig) -> bool:
     return all(now == "auto" for now, _ in found.values())
 
 
-def accelerator(cfg: DictConfig) -> str:
-    chosen = cfg.trainer.accelerator
-    return hardware.default_accelerator() if chosen == "auto" else chosen
-
-
-def devices(cfg: DictConfig) -> int:
-    """Return how many devices a trial takes."""
-    if cfg.trainer.devices != "auto":
-        return int(cfg.trainer.devices)
-    return hardware.gpu_count() if accelerator(cfg) == "gpu" else 1
+def _devices(cfg: DictConfig) -> int:
+    return checks.for_this_machine(cfg).trainer.devices
 
 
 def gpus() -> list[str]:
