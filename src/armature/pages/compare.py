@@ -5,7 +5,6 @@ configurations differ.
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -19,13 +18,8 @@ from armature.pages.page import charts, code, number, page, shown, table
 
 MISSING = "–"
 # words of a metric's name; LOWER's count where both occur
-LOWER = re.compile(
-    r"(?<![a-z])(loss|perplexity|ppl|bits_per_byte|error|err|seconds|memory|mse|rmse|mae|nll|brier|"
-    r"fid|wer|cer)(?![a-z])"
-)
-HIGHER = re.compile(
-    r"(?<![a-z])(accuracy|acc|per_second|mfu|auroc|auc|f1|precision|recall|r2)(?![a-z])"
-)
+LOWER = ("loss", "error", "perplexity", "seconds of", "memory")
+HIGHER = ("accuracy", "per second", "f1", "auroc")
 IGNORED = ("run.name", "run.notes", "run.tags", "run.group", "resume")
 
 
@@ -129,10 +123,10 @@ def goal(name: str, runs: Sequence[History]) -> str | None:
     for run in runs:
         if run.config.get("checkpoint.monitor") == name:
             return str(run.config.get("checkpoint.mode"))
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().replace(" ", "_")
-    if LOWER.search(words):
+    words = name.lower().replace("_", " ")
+    if any(word in words for word in LOWER):
         return "min"
-    return "max" if HIGHER.search(words) else None
+    return "max" if any(word in words for word in HIGHER) else None
 
 
 def best(name: str, values: Sequence[float | None], runs: Sequence[History]) -> set[int]:

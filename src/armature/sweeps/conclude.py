@@ -19,19 +19,18 @@ from omegaconf import DictConfig
 from armature import files
 from armature.errors import error_line, masked
 from armature.pages import columns
-from armature.validation import compose
 
 log = logging.getLogger(__name__)
 MOST_ROWS = 20  # of the printed table
-# of the sweeps of this process: directory, and the trials asked for
-_begun: list[tuple[Path, int | None]] = []
+# the directories of this process's sweeps, and how many trials they are to have, if it is known
+asked: dict[Path, int | None] = {}
 
 
 class Announce(Callback):
     """Hydra calls it (hydra.callbacks in train.yaml): remember the sweep's directory."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        _begun.append((Path(str(config.hydra.sweep.dir)), compose.count_trials(config.hydra)))
+        asked[Path(str(config.hydra.sweep.dir))] = None
 
 
 @contextmanager
@@ -40,10 +39,10 @@ def concluding() -> Iterator[None]:
     try:
         yield
     finally:
-        while _begun:
-            folder, asked = _begun.pop()
+        while asked:
+            folder, trials = asked.popitem()
             try:
-                conclude(folder, asked=asked)
+                conclude(folder, asked=trials)
             except Exception as error:  # nothing that concerns the trials
                 log.warning("The table of %s could not be made: %s", folder, error_line(error))
 

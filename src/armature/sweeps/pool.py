@@ -28,6 +28,7 @@ from armature.checkpoint import resume
 from armature.errors import EXIT_CONFIG, ConfigError, RunFailed, masked
 from armature.launcher import environment, lock, rank, run_state
 from armature.launcher.supervise import EXIT_CODES, SIGNALS
+from armature.sweeps import conclude
 from armature.sweeps import trials as files
 from armature.validation import checks
 
@@ -95,7 +96,7 @@ def run_grid(launcher: Any, overrides: Sequence[Sequence[str]], *, first: int) -
 
     failed: list[Result] = []
     begun = {number for number in range(first + len(overrides)) if _is_begun(folder, number)}
-    for result in launcher.results(claimed(), asked=len(overrides)):
+    for result in launcher.results(claimed(), asked=first + len(overrides)):
         if result.is_refused and result.trial.number in begun:
             sys.exit(EXIT_CONFIG)  # its message names both values
         if result.error is not None:
@@ -129,6 +130,7 @@ def results(launcher: Any, trials: Iterator[Trial], *, asked: int) -> Iterator[R
         SystemExit: a signal has ended the sweep.
     """
     cfg = launcher.config
+    conclude.asked[Path(str(cfg.hydra.sweep.dir))] = asked
     if cfg.sweep.parallel != 1:
         yield from _Pool(launcher, asked).results(trials)
         return

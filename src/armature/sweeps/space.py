@@ -109,7 +109,8 @@ def _parameter(override: Override) -> Parameter | str:
         count = math.ceil((value.stop - low) / step - 1e-9)
         if count < 1:
             return f"{text}: holds no value."
-        high = low + (count - 1) * step
+        # Optuna wants a last number that the steps reach to the last digit
+        high = round(low + (count - 1) * step, 12)
     else:
         choices = tuple(dict.fromkeys(override.sweep_string_iterator()))
         return Parameter(key, text, known.CategoricalDistribution(choices))

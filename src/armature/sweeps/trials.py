@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -180,39 +177,13 @@ def as_number(value: str) -> float | None:
 
 
 def importance(sweep: Sweep) -> dict[str, float]:
-    """Return the share of each key in the differences of the metric, the largest first; {} if too
-    few trials tell.
-
-    Of a search it is Optuna's PED-ANOVA. Of a grid it is the variance between the means of a key's
-    values as a share of all variance, for which each value must occur in two trials.
+    """Return the share of each key of a search in the differences of the metric, the largest first,
+    by Optuna's PED-ANOVA; {} if too few trials tell.
     """
-    ranked = sweep.ranked
-    if len(ranked) < 4 or len(sweep.keys) < 2:
-        return {}
-    shares = _of_search(sweep) or {
-        key: share for key in sweep.keys if (share := _explained(ranked, key)) is not None
-    }
-    return dict(sorted(shares.items(), key=lambda item: -item[1]))
-
-
-def _explained(trials: Sequence[Trial], key: str) -> float | None:
-    groups: dict[str | None, list[float]] = defaultdict(list)
-    for trial in trials:
-        if trial.metric is not None:
-            groups[trial.values.get(key)].append(trial.metric)
-    values = [value for group in groups.values() for value in group]
-    mean = fmean(values)
-    whole = sum((value - mean) ** 2 for value in values)
-    if whole == 0 or any(len(group) < 2 for group in groups.values()):
-        return None
-    return sum(len(group) * (fmean(group) - mean) ** 2 for group in groups.values()) / whole
-
-
-def _of_search(sweep: Sweep) -> dict[str, float]:
     from armature.sweeps import study
 
     where = study.where(sweep.path)
-    if where is None:
+    if where is None or len(sweep.ranked) < 4 or len(sweep.keys) < 2:
         return {}
     optuna = study.load_optuna()
     opened = study.open_study(where, name=sweep.path.name, create=False)
