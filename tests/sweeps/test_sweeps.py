@@ -222,7 +222,8 @@ def make(folder: Path, number: int, metric: float | None, **values: object) -> N
     trial.mkdir(parents=True)
     cfg = cli.compose(["experiment=example"])
     policy = {"monitor": "val/accuracy", "mode": cfg.checkpoint.mode}
-    (trial / "config.yaml").write_text(yaml.safe_dump({"checkpoint": policy}))
+    kept = {"checkpoint": policy, "seed": values.get("seed", 9)}
+    (trial / "config.yaml").write_text(yaml.safe_dump(kept))
     (trial / "overrides.txt").write_text(
         "seed=9\n\n" + "".join(f"{key}={value}\n" for key, value in values.items())
     )
