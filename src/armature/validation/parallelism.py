@@ -63,10 +63,6 @@ REFUSED: dict[tuple[str, str], str] = {
     ("compile=model", "pipeline"): "a stage holds only some blocks. Type strategy.compile=block",
     ("compile=model", "deepspeed"): "its hooks run between the blocks. Type strategy.compile=block",
     (
-        "compile=block",
-        "tensor",
-    ): "compiled blocks lose the layout of gradients there. Type strategy.compile=none",
-    (
         "clip=value",
         "deepspeed",
     ): "its engine clips by norm only. Type trainer.gradient_clip_algorithm=norm",
@@ -74,10 +70,6 @@ REFUSED: dict[tuple[str, str], str] = {
         "on_nan=skip",
         "deepspeed",
     ): "its engine makes the step. Type trainer.on_nan=stop, or strategy=fsdp",
-    (
-        "float8",
-        "tensor",
-    ): "torchao does not support this sharding of matrices. Type strategy.float8=false",
 }
 
 
