@@ -70,6 +70,7 @@ class Options:
     compile_mode: str = "default"
     float8: bool | str = False
     expert: int = 1
+    async_tensor: bool | str = False
 
 
 @dataclass
@@ -174,6 +175,8 @@ def parallelize(
             weights.around(block)
     blocks.checkpoint_activations(repeated, mode=options.activation_checkpointing)
     if compiles:
+        if tensor_axis is not None and tensor.overlaps(options.async_tensor, tensor_axis):
+            blocks.overlap_collectives()
         blocks.compile_forward(repeated, mode=options.compile_mode)
         for block, weights in local.items():
             weights.around(block)

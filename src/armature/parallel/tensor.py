@@ -315,6 +315,20 @@ def _vocabulary(mesh: DeviceMesh, weight: Weight) -> VocabularyShard:
     )
 
 
+def overlaps(asked: bool | str, mesh: DeviceMesh) -> bool:
+    """Return whether collectives are overlapped with matrix products; auto: if all ranks are GPUs
+    of this machine that read each other's memory.
+    """
+    if asked != "auto":
+        return bool(asked)
+    ranks, local = mesh.mesh.flatten().tolist(), torch.cuda.device_count()
+    if mesh.device_type != "cuda" or len({rank // local for rank in ranks}) > 1:
+        return False
+    here = torch.cuda.current_device()
+    others = {rank % local for rank in ranks} - {here}
+    return all(torch.cuda.can_device_access_peer(here, other) for other in others)
+
+
 def draw_apart(model: nn.Module, place: int) -> None:
     """Let ranks that hold different positions drop different ones while the model trains."""
     running: list[ExitStack] = []

@@ -295,6 +295,14 @@ def _tensor(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
                 f"or model.{name}={-(-value // tensor) * tensor}."
             )
     shards = experts.shards_sequence(cfg, layout)
+    if layout.options["async_tensor"] is True and (
+        cfg["trainer"]["accelerator"] != "gpu" or layout.options["compile"] != "block" or not shards
+    ):
+        problems.append(
+            "strategy.async_tensor=true works in compiled blocks on GPUs, with sharded positions. "
+            "Type strategy.async_tensor=auto, or with it trainer.accelerator=gpu "
+            "strategy.compile=block strategy.sequence_parallel=true."
+        )
     for key, length in _lengths(cfg, plan, "context").items():
         if shards and length % tensor:
             problems.append(
