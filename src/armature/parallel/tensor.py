@@ -223,7 +223,7 @@ class Exchange:
         ids = ids - rows * self.ranks.rank
         elsewhere = (ids < 0) | (ids >= rows)
         found = forward(ids.masked_fill(elsewhere, 0))
-        return self.to_between_blocks(found.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+        return self.to_between_blocks(found.masked_fill_(elsewhere.unsqueeze(-1), 0.0))
 
 
 def _before(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
