@@ -39,7 +39,7 @@ from armature.parallel import mesh as meshes
 from armature.parallel.context import Positions
 from armature.parallel.gathered import Gathered
 from armature.parallel.gradients import local_part
-from armature.parallel.split import bubble_share
+from armature.parallel.split import Schedule, bubble_share
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Options:
     """
 
     seed: int
-    schedule: str
+    schedule: Schedule
     microbatches: int
     stages: list[int] | None
     sequence_parallel: bool

@@ -144,6 +144,7 @@ class OfStrategy:
     schedule: Literal[tuple(SCHEDULES)]  # pyright: ignore[reportInvalidTypeForm]
     seed: Seed
     activation_checkpointing: Literal["none", "every", "selective"] | Count
+    virtual_stages: Annotated[int, Field(ge=2)]
     prefetch: Count0
     min_num_params: Count0
     microbatches: Count
