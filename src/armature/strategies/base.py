@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -308,12 +308,6 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
     def replicated_weights(self) -> dict[str, nn.Parameter]:
         """Return the weights by name of which every rank has the whole."""
         return dict(self.module.named_parameters())
-
-    def names_of_all_ranks(self, names: Iterable[str]) -> list[str]:
-        """Return the names that any rank has, each once, sorted. Called by all ranks."""
-        return sorted(
-            {name for of_rank in process_group.all_gather_object([*names]) for name in of_rank}
-        )
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -201,11 +201,6 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
 
     @property
     @override
-    def can_read_gradients(self) -> bool:
-        return False  # the engine keeps them in its own buffers
-
-    @property
-    @override
     def can_read_weights(self) -> bool:
         return not self.zero_stage_3
 

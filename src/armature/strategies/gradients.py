@@ -412,54 +412,14 @@ class GradientMixin(LayoutMixin):
             add_up=self.target_weights.add_up,
         )  # fmt: skip
 
-    # ------------------------------------------------------------ norms, for callbacks
-    @property
-    def can_read_gradients(self) -> bool:
-        """True if parameters hold their unscaled gradients between backward and the optimizer
-        step.
+    def norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the 2-norm of weights, or of tensors that are sharded like them, as if unsharded:
+        0-dim, fp32. Called by all ranks.
         """
-        return getattr(self.precision_plugin, "scaler", None) is None
-
-    def norms(self, tensors: Sequence[Tensor], groups: Sequence[int], *, count: int) -> Tensor:
-        """Return the 2-norms of groups of tensors, and last of all tensors, as if unsharded: (count
-        + 1,) in fp32.
-
-        Called by all ranks, and the same on each.
-
-        Args:
-            tensors: weights, or tensors that are sharded like them.
-            groups: each tensor's group, from 0 to count - 1; the same groups mean the same tensors
-                on every rank.
-        """
-        return self._norms(gradients.local_parts(tensors), groups, count=count)
-
-    def gradient_norms(
-        self, params: Sequence[Tensor], groups: Sequence[int], *, count: int
-    ) -> Tensor:
-        """Return `norms` of the gradients of the parameters that have one, multiplied by
-        `gradient_scale`.
-        """
-        graded = [
-            (param, group)
-            for param, group in zip(params, groups, strict=True)
-            if param.grad is not None
-        ]
-        parts = gradients.local_gradients([param for param, _ in graded])
-        found = self._norms(parts, [group for _, group in graded], count=count)
-        scale = None if self.gradients_are_scaled else self.gradient_scale()
-        return found if scale is None else found * scale
-
-    def _norms(
-        self, parts: list[tuple[Tensor, int]], groups: Sequence[int], *, count: int
-    ) -> Tensor:
-        return gradients.norms(
-            parts,
-            list(groups),
-            count=count,
-            ranks=self.ranks_per_stage,
-            sharded=self.sharded,
-            device=self.root_device,
-        )
+        return gradients.total_norm(
+            gradients.local_parts(tensors), ranks=self.ranks_per_stage, sharded=self.sharded,
+            device=self.root_device, add_up=process_group.all_sum,
+        )  # fmt: skip
 
 
 def needs_scaled_gradients(callback: L.Callback) -> bool:
