@@ -317,12 +317,12 @@ def fit_and_test(run: Run) -> None:
     try:
         trainer.fit(run.task, datamodule=run.data, ckpt_path=run.checkpoint)
         row = trainer.step_metrics.step_values
+        # the last step's loss is the mean over all ranks; a module logs its own rank's
         metrics = {
             name: float(value)
             for name, value in trainer.callback_metrics.items()
-            if name not in row
-        }
-        metrics = {**_last_row(step_log), **metrics}
+            if name not in row and not name.endswith("_step")
+        } | _last_row(step_log)
         # at the last step, or earlier by a callback such as EarlyStopping
         reason = run.stop.received or "finished"
         if reason == "finished" and cfg.trainer.test_at_end and _can_test(run):
