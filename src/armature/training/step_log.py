@@ -29,7 +29,6 @@ from armature.training.run_hooks import RunHooks
 from armature.training.timings import (
     OWN_SECONDS,
     DataWait,
-    DataWaitWarning,
     OwnWork,
     TimingsCSV,
     Totals,
@@ -129,7 +128,7 @@ class StepLog(RunHooks, Callback):
         self.expert_load: ExpertLoad | None = None
         self.wait: DataWait | None = None
         self.work: OwnWork | None = None
-        self._totals, self._watch = Totals(), DataWaitWarning()
+        self._totals, self._advised = Totals(), False  # about a long wait for data
         self._pending: list[dict[str, Any]] = []
         self._loss: Tensor | None = None
         self._bad_ranks: dict[int, list[int]] = {}  # of the newest rows
@@ -313,10 +312,10 @@ class StepLog(RunHooks, Callback):
         self._totals.add(timing, window=window)
         if self.work is not None:
             timing["slowest_rank"] = ranks[1].index(max(ranks[1]))
-        if trainer.is_global_zero and (
-            problem := self._watch.problem(trainer, window, waits=ranks[0])
-        ):
-            log.warning("%s", problem)
+        if advice := self._totals.waiting(batches=trainer.accumulate_grad_batches):
+            if trainer.is_global_zero and not self._advised:
+                log.warning("%s", advice)
+            self._advised = True
         self._write(trainer, rows, timing)
         if self.rows_read is not None:
             self.rows_read(trainer, rows, self._bad_ranks)  # pyright: ignore[reportArgumentType]
