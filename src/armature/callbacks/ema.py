@@ -97,10 +97,6 @@ class EMA(L.Callback):
         local = self._strategy.local
         weights = [local(self._weights[name]).float() for name in self.average]
         averages = [local(average) for average in self.average.values()]
-        if (flag := self._strategy.left_out_flag) is not None:
-            weights = [
-                torch.where(flag > 0, old, new) for old, new in zip(averages, weights, strict=True)
-            ]
         torch._foreach_lerp_(averages, weights, 1 - decay)
 
     @override

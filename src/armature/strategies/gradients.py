@@ -178,15 +178,8 @@ class GradientMixin(LayoutMixin):
 
     @property
     def left_out(self) -> bool:
-        """Whether the newest update was left out for a gradient that was not finite, as far as the
-        host knows.
-        """
+        """Whether the newest update was left out for a gradient that was not finite."""
         return self.update_mask is not None and self.update_mask.left_out
-
-    @property
-    def left_out_flag(self) -> Tensor | None:
-        """What `left_out` is where only the device knows: 1 or 0, 0-dim."""
-        return self.update_mask.found if self.update_mask is not None else None
 
     # ------------------------------------------------------------ weights of micro-batches
     @property
@@ -364,7 +357,7 @@ class GradientMixin(LayoutMixin):
             norm = self.grad_norm
             if norm is None:  # the module clips itself
                 norm = self._norm_of(gradients.local_gradients(parameters_of(optimizer)))
-            self.update_mask.apply(optimizer, norm)
+            self.update_mask.apply(norm)
 
     def scale_gradients(self, optimizer: Optimizer) -> None:
         scale, self.gradients_are_scaled = self.gradient_scale(), True
