@@ -42,14 +42,12 @@ from armature.loading import build_task, constructors
 from armature.parallel import process_group, scaler
 from armature.strategies.base import StrategyMixin
 from armature.training import (
-    hook_check,
     process,
     report,
 )
-from armature.training.averages import BeginAverages
 from armature.training.checkpointing import Checkpointing
 from armature.training.display import Bar, Display
-from armature.training.errors import RecordError, record, refusal_of
+from armature.training.errors import RecordError, record
 from armature.training.limits import Limits
 from armature.training.metrics_csv import MetricsCSV
 from armature.training.micro_batch import agree
@@ -61,6 +59,7 @@ from armature.training.samples import Samples, can_sample, preview_of
 from armature.training.step_log import StepLog
 from armature.training.stop import StopOnSignal, StoppedBySignal, seconds_of
 from armature.training.trainer import Trainer
+from armature.training.users_callbacks import BeginAverages, CheckCallbacks
 from armature.training.watchdog import Watchdog
 from armature.validation import manual, micro_batch, parallelism, relations, resize
 
@@ -163,7 +162,7 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     unchanged = partial(manual.check_unchanged, task.automatic_optimization, batches.accumulate)
     callbacks = [
         errors,  # first: it records what any other raises
-        hook_check.CheckCallbacks(cfg, unchanged),
+        CheckCallbacks(cfg, unchanged),
         watchdog,
         SaveAssets(data, directory),
         RestoreProgress(),  # before those whose counters it restores
@@ -204,9 +203,6 @@ def _build_data(
     """Return the prepared data, how steps divide them, and the checkpoint to resume from."""
     directory = Path(cfg.run.dir)
     data = adapter.build(micro_batch.decided(cfg))
-    hook_check.check(
-        data.module if isinstance(data, adapter.PlainData) else data, base=L.LightningDataModule
-    )
     checkpoint = _checkpoint_to_resume(cfg, directory)
     with memory.reporting(f"the data of {type(data).__name__}", data):
         _prepare(data)
@@ -224,7 +220,6 @@ def _build_task(
 ) -> tuple[L.LightningModule, Any, Path | None]:
     """Return the task, the strategy, and the checkpoint, unless that holds initial weights only."""
     task, strategy = build_task(cfg), instantiate(cfg.strategy)
-    hook_check.check(task, base=L.LightningModule)
     strategy.held = holds(checkpoint)
     # a file of Lightning's may lack weights
     strategy.draws_all = checkpoint is None or checkpoint_directory.is_file(checkpoint)
@@ -331,10 +326,6 @@ def fit_and_test(run: Run) -> None:
                 metrics.update({name: float(value) for name, value in tested.items()})
     except StoppedBySignal:
         reason, metrics = str(run.stop.received), _last_row(step_log)
-    except Exception as error:
-        if (refused := refusal_of(error, run.task)) is None:
-            raise
-        raise refused from error
     step_log.csv.flush()
     preview = preview_of(run.task) if reason == "finished" and can_sample(trainer) else None
     if preview is not None and (strategy := StrategyMixin.find(trainer)) is not None:

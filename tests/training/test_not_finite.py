@@ -136,17 +136,6 @@ def test_ignore_trains_on(train, caplog):
     assert "train/loss is nan at step 7" in caplog.text
 
 
-@pytest.mark.slow
-def test_weights_that_an_optimizer_only_tries_end_no_run(train):
-    searches = ["optimizer=sgd", "optimizer._target_=tests.nan_parts.Searching"]
-    folder, error = train(*bad("stop"), *searches, "trainer.max_steps=4", name="tried")
-    assert error is None
-    rows = running.rows(folder)
-    assert not any(np.isfinite(float(row["train/grad_norm"])) for row in rows)
-    _, error = train(*bad("stop", BAD), *searches, name="bad")
-    assert "at step 7" in str(error)
-
-
 # ---------------------------------------------------------------- skip
 EMA_ON = "+callbacks.ema={_target_:armature.callbacks.ema.EMA,decay:0.9}"
 

@@ -220,10 +220,6 @@ class GradientMixin(LayoutMixin):
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # the first of args is the optimizer
-        gives_gradient = len(args) > 1 or kwargs.get("gradient") is not None
-        if not closure_loss.requires_grad or (closure_loss.numel() != 1 and not gives_gradient):
-            self._refuse_loss(closure_loss)
         if changed := [p for p, reduced in self._reduced if p.requires_grad and not reduced]:
             raise ConfigError(
                 self._problem_of(
@@ -232,18 +228,6 @@ class GradientMixin(LayoutMixin):
             )
         with self._step_context():  # activation checkpointing computes forwards again
             return self._backward(closure_loss, *args, **kwargs)
-
-    def _refuse_loss(self, loss: Tensor) -> None:
-        """Raise ConfigError for a loss that backward cannot begin at, unless the module has a
-        backward of its own.
-        """
-        from armature.training.errors import loss_problem  # which imports strategies
-
-        if (
-            not is_overridden("backward", self.module)
-            and (problem := loss_problem(loss, self.module)) is not None
-        ):
-            raise ConfigError(problem)
 
     def _step_context(self) -> AbstractContextManager[None]:
         """Return the context of what users' code computes in a step.
