@@ -289,10 +289,10 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
         "torch.nn.parallel:DistributedDataParallel",
         "_build_params_for_reducer",
         ("self",),
-        "strategies/buckets.py",
+        "strategies/ddp.py",
     ),
-    ("torch.distributed:Reducer", "_push_all_rebuilt_params", None, "strategies/buckets.py"),
-    ("torch.distributed:Reducer", "_rebuild_buckets", None, "strategies/buckets.py"),
+    ("torch.distributed:Reducer", "_push_all_rebuilt_params", None, "strategies/ddp.py"),
+    ("torch.distributed:Reducer", "_rebuild_buckets", None, "strategies/ddp.py"),
     (
         "lightning.pytorch.strategies:DDPStrategy",
         "_setup_model",

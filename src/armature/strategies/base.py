@@ -34,7 +34,6 @@ from armature.parallel.distributed_matrices import DistributedMatrices
 from armature.parallel.gathered import Gathered
 from armature.parallel.targets import TargetWeights
 from armature.strategies import metric_objects
-from armature.strategies.buckets import BucketOrder
 from armature.strategies.checkpoints import CheckpointMixin
 from armature.strategies.gradients import GradientMixin
 
@@ -99,11 +98,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         self.imported: dict[str, set[str]] = {}
         self.cluster_environment = process_group.RankEnvironment()
         self.grad_norm, self.target_weights, self.steps_made = None, TargetWeights(), Counter()
-        self.random_state, self.bucket_order, self._extra_state = (
-            randomness.RankRandomState(),
-            BucketOrder(),
-            {},
-        )
+        self.random_state, self._extra_state = randomness.RankRandomState(), {}
         self.first_flags, self.first_sizes = {}, {}
 
     @classmethod

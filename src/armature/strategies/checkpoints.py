@@ -31,7 +31,6 @@ from armature.finetune import base
 from armature.models.adapters import is_adapter
 from armature.parallel import dtensors, process_group
 from armature.parallel.randomness import RankRandomState
-from armature.strategies.buckets import BucketOrder
 from armature.strategies.layout import LayoutMixin
 from armature.training import epoch_start
 from armature.training.progress import completed_batches
@@ -63,8 +62,6 @@ class CheckpointMixin(LayoutMixin):
     Attributes:
         random_state: this rank's random state of the loaded checkpoint, which training restores
             before its first draw.
-        bucket_order: of the gradients that DDP reduces; other strategies keep that of the
-            checkpoint.
         first_flags: `state.flags` of the module when it was set up.
         first_sizes: sizes of the module's buffers when it was built.
         built_groups: the settings of each optimizer's groups when it was set up.
@@ -83,7 +80,6 @@ class CheckpointMixin(LayoutMixin):
 
     seed: int
     random_state: RankRandomState
-    bucket_order: BucketOrder
     first_flags: dict[str, bool]
     first_sizes: state.Sizes
     built_groups: Sequence[list[dict[str, Any]]] = ()
@@ -238,7 +234,6 @@ class CheckpointMixin(LayoutMixin):
             optimizers.CLASSES: [*map(optimizers.class_of, self.inner_optimizers())],
             state.RANDOM: {"layout": self.layout, "ranks": [each["random"] for each in everyones]},
             state.FLAGS: {k: v for facts in everyones for k, v in facts["flags"].items()},
-            state.BUCKETS: [*self.bucket_order.names],
             state.RESIZED: sorted({name for facts in everyones for name in facts["resized"]}),
             **({of_ranks.KEY: {"layout": self.layout, "ranks": others}} if any(others) else {}),
             **plain.plain_checkpoint(whole),
@@ -301,7 +296,6 @@ class CheckpointMixin(LayoutMixin):
             meta.get(f"{optimizers.WHOLE}.{index}", SavedOptimizer(param_groups=groups))
             for index, groups in enumerate(meta.get(state.GROUPS, ()))
         ]
-        self.bucket_order.names = meta.pop(state.BUCKETS, ())
         # since an older checkpoint was saved
         grown = state.resized_buffers(self.module, self.first_sizes)
         state.resize_buffers(path, self.module, {*meta.pop(state.RESIZED, ()), *grown})
