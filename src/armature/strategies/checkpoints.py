@@ -17,7 +17,6 @@ from typing_extensions import override
 from armature.checkpoint import (
     directory,
     lightning_file,
-    of_ranks,
     optimizers,
     plain,
     resume,
@@ -178,7 +177,7 @@ class CheckpointMixin(LayoutMixin):
         left_out = self.unchanged_base()
         tensors = {name: value for name, value in tensors.items() if name not in left_out}
         tensors |= self.extra_tensors() | self._optimizer_tensors(checkpoint)
-        meta |= self._entries(checkpoint, meta)
+        meta |= self._entries(checkpoint)
         entries = {"step": completed_batches(self.module.trainer), "strategy": self.layout}
         entries |= {base.KEY: dict(self.base)} if self.base and self.frozen_base else {}
         (storage_options or CheckpointWriter()).save(path, tensors, meta, entries=entries)
@@ -203,21 +202,17 @@ class CheckpointMixin(LayoutMixin):
             found |= saved.get("tensors", {})
         return found
 
-    def _entries(self, checkpoint: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
+    def _entries(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return our entries of meta.pt on rank 0, which writes it, and nothing elsewhere: what all
-        ranks know of the modules that they have, and what their hooks save otherwise than rank 0's.
+        ranks know of the modules that they have.
         """
         saved, flags = checkpoint.get(state.OPTIMIZER, ()), state.flags(self.module)
-        callbacks = self.module.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        own = of_ranks.entries(meta, callbacks) if self.world_size > 1 else {}
-        first = process_group.broadcast_object(of_ranks.digests(own))
         everyones = process_group.gather_object(
             {
                 "flags": {k: v for k, v in flags.items() if self.first_flags.get(k, v) != v},
                 "resized": state.resized_buffers(self.module, self.first_sizes),
                 "groups": [each.get("groups", []) for each in saved],
                 "random": self.random_state.current(),
-                "other": of_ranks.differing(own, first),
             }
         )
         if not everyones:
@@ -228,14 +223,12 @@ class CheckpointMixin(LayoutMixin):
             if "whole" in each
         }
         groups = zip(*(facts["groups"] for facts in everyones), strict=True)
-        others = [facts["other"] for facts in everyones]
         return {
             state.GROUPS: [optimizers.merge_groups([*each]) for each in groups],
             optimizers.CLASSES: [*map(optimizers.class_of, self.inner_optimizers())],
             state.RANDOM: {"layout": self.layout, "ranks": [each["random"] for each in everyones]},
             state.FLAGS: {k: v for facts in everyones for k, v in facts["flags"].items()},
             state.RESIZED: sorted({name for facts in everyones for name in facts["resized"]}),
-            **({of_ranks.KEY: {"layout": self.layout, "ranks": others}} if any(others) else {}),
             **plain.plain_checkpoint(whole),
         }
 
@@ -290,8 +283,6 @@ class CheckpointMixin(LayoutMixin):
             return lightning_file.read(path)
         storage.keep_metadata(path)
         meta = self.load_random_state(plain.restored(storage.read_meta(path)))
-        fits = self.module.trainer.state.fn == TrainerFn.FITTING
-        of_ranks.restore(meta, layout=self.layout, fits=fits)
         meta[state.OPTIMIZER] = [
             meta.get(f"{optimizers.WHOLE}.{index}", SavedOptimizer(param_groups=groups))
             for index, groups in enumerate(meta.get(state.GROUPS, ()))

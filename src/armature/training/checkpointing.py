@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from armature.checkpoint import directory, plain
+from armature.checkpoint import directory
 from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import NotFinite, NotSaved
 from armature.parallel import process_group
@@ -157,11 +157,7 @@ class Checkpointing(RunHooks, Checkpoint):
     def training_begins(self, trainer: OurTrainer) -> None:
         """Remove leftovers, and let the validation that the loaded checkpoint owes
         run first.
-
-        Raises:
-            ConfigError: hyperparameters or a callback's state hold what no checkpoint can.
         """
-        plain.check_before_training(trainer)
         if trainer.is_global_zero:
             directory.clear_leftovers(self.folder)
         self._saved_at = time.monotonic()
