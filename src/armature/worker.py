@@ -320,7 +320,10 @@ def fit_and_test(run: Run) -> None:
         } | _last_row(step_log)
         # at the last step, or earlier by a callback such as EarlyStopping
         reason = run.stop.received or "finished"
-        if reason == "finished" and cfg.trainer.test_at_end and _can_test(run):
+        has_test = is_overridden("test_step", run.task) and is_overridden(
+            "test_dataloader", run.data, L.LightningDataModule
+        )
+        if reason == "finished" and cfg.trainer.test_at_end and has_test:
             # one for each loader
             for tested in trainer.test(run.task, datamodule=run.data, verbose=False):
                 metrics.update({name: float(value) for name, value in tested.items()})
@@ -330,34 +333,8 @@ def fit_and_test(run: Run) -> None:
     preview = preview_of(run.task) if reason == "finished" and can_sample(trainer) else None
     if preview is not None and (strategy := StrategyMixin.find(trainer)) is not None:
         strategy.return_to_device()
-    baselines = getattr(type(run.data), "baselines", None)  # not a user's attribute of that name
-    outcome = report.Outcome(
-        cfg=cfg,
-        trainer=trainer,
-        step_log=step_log,
-        guard=run.guard,
-        limits=run.limits,
-        reason=reason,
-        metrics=metrics,
-        best=run.checkpointing.best,
-        best_score=run.checkpointing.best_score,
-        seconds=time.monotonic() - started,
-        preview=preview and preview(),
-        baselines=baselines(run.data) if baselines else [],
-    )
-    report.finish(outcome, run.display, run.samples)
-
-
-def _can_test(run: Run) -> bool:
-    """Return whether the task and the data have a test; if only one has, say what is missing."""
-    steps = is_overridden("test_step", run.task)
-    data = is_overridden("test_dataloader", run.data, L.LightningDataModule)
-    if steps != data and process_group.rank() == 0:
-        missing, name = (run.data, "test_dataloader") if steps else (run.task, "test_step")
-        log.info(
-            "There is no test at the end of the run: %s has no %s.", type(missing).__name__, name
-        )
-    return steps and data
+    seconds, shown = time.monotonic() - started, preview and preview()
+    report.finish(run, reason=reason, metrics=metrics, seconds=seconds, preview=shown)
 
 
 def _trainer_arguments(

@@ -133,7 +133,6 @@ class StepLog(RunHooks, Callback):
         self._loss: Tensor | None = None
         self._bad_ranks: dict[int, list[int]] = {}  # of the newest rows
         self._lr: float | Tensor | None = 0.0
-        self.not_finite_since: int | None = None  # the first step whose loss was infinite or NaN
         self._since = 0.0
 
     @classmethod
@@ -143,17 +142,12 @@ class StepLog(RunHooks, Callback):
         return next(callback for callback in callbacks if isinstance(callback, cls))
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "row": dict(self.csv.held),
-            "lr": self._lr,
-            "not_finite_since": self.not_finite_since,
-        }
+        return {"row": dict(self.csv.held), "lr": self._lr}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.csv.held = dict(state_dict["row"])
         # of the next row too, if its batch makes no optimizer step
         self._lr = state_dict.get("lr", 0.0)
-        self.not_finite_since = state_dict.get("not_finite_since")
 
     def training_begins(self, trainer: Trainer) -> None:
         """Drop the rows after the restored checkpoint."""
@@ -298,8 +292,6 @@ class StepLog(RunHooks, Callback):
             own |= monitor.measured(trainer, window)
         self.wait.marks.reset()
         ranks = self._read(trainer, rows, [*own.values()])
-        if self.not_finite_since is None:
-            self.not_finite_since = min(self._bad_ranks, default=None)
         over_all_ranks = {
             name: over_ranks(name, values) for name, values in zip(own, ranks, strict=True)
         }
