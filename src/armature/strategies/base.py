@@ -178,16 +178,6 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
     def build_once(self) -> None:
         if getattr(self.module, "_armature_built", False):
             return
-        if lazy := [
-            name for name, param in self.module.named_parameters() if nn.parameter.is_lazy(param)
-        ]:
-            raise ConfigError(
-                f"{type(self.module).__name__}: {', '.join(lazy[:3])} take their shape from the "
-                "first batch "
-                "(LazyLinear and its like), but optimizers and checkpoints need it before. Pass "
-                "one batch through the "
-                "model at the end of __init__ or configure_model."
-            )
         models = models_of(self.module)
         self.imported = {name: self._names_to_import(name, model) for name, model in models}
         params = dict(self.module.named_parameters(remove_duplicate=False))

@@ -43,14 +43,6 @@ class SavedOptimizer(dict[str, Any]):
     parameter groups.
     """
 
-    def __missing__(self, key: str) -> Any:
-        raise KeyError(
-            f"{key}: an optimizer's state is loaded by parameter names after on_load_checkpoint, "
-            "part by part. Remove "
-            "entries of checkpoint['optimizer_states'] to begin with a new state, or put a "
-            "state_dict() in their place."
-        )
-
 
 class CheckpointMixin(LayoutMixin):
     """Checkpoints that every layout can read.

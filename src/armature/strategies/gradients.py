@@ -265,24 +265,16 @@ class GradientMixin(LayoutMixin):
         raise ConfigError(self._problem_of(changed, "during training", "type strategy=ddp"))
 
     def _problem_of(self, changed: Sequence[Tensor], when: str, remedy: str) -> str:
-        trained = changed[0].requires_grad
-        alike = [param for param in changed if param.requires_grad == trained]
         names = [
-            name for name, param in self.module.named_parameters() if any(param is p for p in alike)
+            name
+            for name, param in self.module.named_parameters()
+            if any(param is p for p in changed)
         ]
-        happened = f"was frozen when training began and is unfrozen {when}"
-        result = "its gradients would not be reduced over the ranks"
-        if not trained:
-            happened, result = (
-                f"was trained when training began and is frozen {when}",
-                "it would still change",
-            )
         return (
             f"{type(self.module).__name__}: {', '.join(names[:3])}{' …' if len(names) > 3 else ''} "
-            f"{happened}. With "
-            f"{self.layout} {result}: {remedy}, or train it from the first step on in a group "
-            "whose learning rate is 0 "
-            "while it is to stay as it is."
+            f"is frozen or unfrozen {when}, which {self.layout} cannot follow: {remedy}, or train "
+            "it from the first step on in a group whose learning rate is 0 while it is to stay as "
+            "it is."
         )
 
     def gradient_scale(self) -> Tensor | None:
