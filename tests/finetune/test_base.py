@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from armature import config
-from armature.callbacks.ema import EMA
 from armature.checkpoint import directory, storage
 from armature.errors import ConfigError
 from armature.finetune import architecture, base, check, folder
@@ -208,9 +207,6 @@ def test_averages_are_of_what_is_trained():
     strategy = SingleDevice()
     strategy._lightning_module = module
     assert [*strategy.trained_weights()] == ["trained"]
-    ema = EMA()
-    ema._strategy = strategy
-    assert [*ema._averaged_tensors(module)] == ["trained"]
     del module.adapter  # a model that is frozen otherwise may be unfrozen later
     assert [*strategy.trained_weights()] == ["trained", "frozen", "unfrozen"]
 
