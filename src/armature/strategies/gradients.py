@@ -110,7 +110,8 @@ class GradientMixin(LayoutMixin):
             is_overridden(hook, self.module) for hook in (HOOK, "configure_gradient_clipping")
         )
         self._hooks_read_gradients = own_hooks or any(
-            map(needs_scaled_gradients, trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
+            is_overridden(HOOK, each)
+            for each in trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         )
         clips = is_overridden("clip_gradients", self.module)
         self._norm_sums_targets = self.sharded and not self._hooks_read_gradients and not clips
@@ -389,19 +390,6 @@ class GradientMixin(LayoutMixin):
             gradients.local_parts(tensors), ranks=self.ranks_per_stage, sharded=self.sharded,
             device=self.root_device, add_up=process_group.all_sum,
         )  # fmt: skip
-
-
-def needs_scaled_gradients(callback: L.Callback) -> bool:
-    """Return whether a callback has a hook that may read gradients before clipping.
-
-    A class whose hook does not read them, or that multiplies by `gradient_scale` itself, states
-    `reads_unscaled_gradients = True`. The statement is not inherited by subclasses with a hook of
-    their own.
-    """
-    if not is_overridden(HOOK, callback):
-        return False
-    owner = next((cls for cls in type(callback).__mro__ if HOOK in vars(cls)), type(callback))
-    return not vars(owner).get("reads_unscaled_gradients", False)
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -253,7 +253,7 @@ class RestoreProgress(RunHooks, Callback):
             if closing:
                 self._restore_left(trainer)
             elif own:
-                epoch_metrics.resume(results, own)
+                results.left = own
 
         self._restore_last = restore_last
 

@@ -102,7 +102,6 @@ class StepLog(RunHooks, Callback):
             "train/skipped",
         }
     )
-    reads_unscaled_gradients = True  # its on_before_optimizer_step reads none
 
     def __init__(
         self,
@@ -132,7 +131,7 @@ class StepLog(RunHooks, Callback):
         self._pending: list[dict[str, Any]] = []
         self._loss: Tensor | None = None
         self._bad_ranks: dict[int, list[int]] = {}  # of the newest rows
-        self._lr: float | Tensor | None = 0.0
+        self._lr: float | Tensor | None = None
         self._since = 0.0
 
     @classmethod
@@ -192,15 +191,13 @@ class StepLog(RunHooks, Callback):
         if self.work is not None:
             self.work.batch_began()
 
-    def on_before_backward(self, *args: Any, **kwargs: Any) -> None:
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
         if self.work is not None:
             self.work.backward_begins()
-
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
         if pl_module.automatic_optimization:
-            self._lr = _first_rate([optimizer])  # before the scheduler changes it
+            self._lr = _first_rate(trainer.optimizers)  # before the scheduler changes it
 
     def on_train_batch_end(
         self,
