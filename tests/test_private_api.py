@@ -204,7 +204,6 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     (f"{CONNECTORS}.result:_ResultMetric", "_computed", None, "training/trainer.py"),
     (f"{LOOPS}.evaluation_loop:_EvaluationLoop", "_evaluation_step", STEP, "data/users_view.py"),
     (f"{LOOPS}.prediction_loop:_PredictionLoop", "_predict_step", STEP, "data/users_view.py"),
-    (MODULE, "_trainer", None, "loggers/__init__.py"),
     ("torchmetrics:Metric", "_reductions", None, "training/epoch_metrics.py"),
     (
         RESULTS,
