@@ -29,7 +29,7 @@ from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import ConfigError
 from armature.finetune import base
 from armature.models.adapters import is_adapter
-from armature.parallel import dtensors, process_group
+from armature.parallel import process_group
 from armature.parallel.randomness import RankRandomState
 from armature.strategies.buckets import BucketOrder
 from armature.strategies.layout import LayoutMixin
@@ -171,7 +171,6 @@ class CheckpointMixin(LayoutMixin):
             raise TypeError(
                 f"storage_options must be a CheckpointWriter or None. Got {storage_options!r}"
             )
-        dtensors.check_parts()  # the change of a row in the last hook before a save
         if storage_options is None:
             # ModelCheckpoint's holds a metric of this rank
             filepath = process_group.broadcast_object(filepath)
