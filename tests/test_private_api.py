@@ -286,12 +286,6 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("torch.nn.modules.batchnorm", "_BatchNorm", None, "parallel/batchnorm.py"),
     ("torch.nn.modules.batchnorm", "_NormBase", None, "training/same_everywhere.py"),
     ("torch.nn.modules._functions", "SyncBatchNorm", None, "parallel/batchnorm.py"),
-    (
-        "torch.nn.modules.batchnorm:_BatchNorm",
-        "_check_input_dim",
-        ("self", "input"),
-        "parallel/batchnorm.py",
-    ),
     ("torch.nn:Module", "_modules", None, "parallel/pipeline.py"),
     ("torch.nn:Module", "_parameters", None, "parallel/split.py"),
     ("torch.nn:Module", "_buffers", None, "strategies/base.py"),
