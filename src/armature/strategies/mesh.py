@@ -56,9 +56,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             and fp32 with bf16 precision, fp16 and fp32 with 16-mixed, otherwise the weights' own.
         cpu_offload: keep sharded weights, gradients and optimizer state in the CPU's memory.
         prefetch: the number of units that are gathered ahead of the one that computes.
-        min_num_params: consecutive blocks form one unit until they have this many parameters
-            (counted on one rank of the tensor axis), because small messages are hardly faster than
-            larger ones. A smaller model is one unit, which stays gathered until backward.
+        min_num_params: of a unit (`parallel.units`), counted on one rank of the tensor axis. What
+            is smaller stays whole on every rank: small messages are hardly faster than larger ones.
         sequence_parallel: shard norms, and activations between blocks, over the tensor axis too, if
             the plan can; "auto": except on CPUs.
         schedule, microbatches, stages: of the pipeline; `stages` lists the number of blocks per
