@@ -319,6 +319,8 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("torch.nn:Module", "_backward_pre_hooks", None, "models/decoder/loss.py"),
     ("torch._inductor.runtime.cache_dir_utils", "default_cache_dir", (), "parallel/blocks.py"),
     ("torch._inductor", "config", None, "models/decoder/documents.py"),
+    ("torch._inductor.config", "_micro_pipeline_tp", None, "parallel/blocks.py"),
+    ("torch.ops", "_c10d_functional", None, "parallel/functional.py"),
     ("torch.utils._triton", "has_triton", (), "models/decoder/documents.py"),
     ("torch.utils._pytree", "tree_leaves", ("tree", "is_leaf"), "data/prefetch.py"),
     ("torch.utils._pytree", "tree_map", None, "checkpoint/optimizers.py"),

@@ -15,6 +15,7 @@ from armature.errors import ConfigError
 from armature.launcher import lock
 from armature.sweeps import search, study
 from hydra_plugins.armature_optuna import OptunaSweeper
+from tests.sampled import sampled
 
 optuna = pytest.importorskip("optuna")
 SETTINGS = {
@@ -225,11 +226,14 @@ CELLS = {"optimizer.name": ["a", "b"], "model.layers": [1, 2, 3]}
 
 @pytest.mark.parametrize(
     "sampler",
-    [
-        {"name": "GridSampler", "seed": 0, "search_space": CELLS},
-        {"name": "GridSampler", "search_space": CELLS},
-        {"name": "BruteForceSampler", "seed": 0},
-    ],
+    sampled(
+        [
+            {"name": "GridSampler", "seed": 0, "search_space": CELLS},
+            {"name": "GridSampler", "search_space": CELLS},
+            {"name": "BruteForceSampler", "seed": 0},
+        ],
+        1,
+    ),
 )
 def test_a_sampler_that_has_tried_each_combination_ends_the_search(sampler, folder):
     settings = {

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 # this rank's part of a tensor, and the number of different parts of that tensor
@@ -50,50 +50,10 @@ def local_gradients(parameters: Iterable[Tensor]) -> list[Part]:
     Sparse ones are coalesced for it.
     """
     graded = [param for param in parameters if param.grad is not None]
-    _reduce_partial(graded)
     for param in graded:
         if param.grad.is_sparse:  # pyright: ignore[reportOptionalMemberAccess]
             param.grad = param.grad.coalesce()  # pyright: ignore[reportOptionalMemberAccess]
     return local_parts(param.grad for param in graded)  # pyright: ignore[reportArgumentType]
-
-
-def _reduce_partial(params: Iterable[Tensor]) -> None:
-    """Add up the gradients that are sums over ranks, together: sequence parallelism leaves those of
-    norms so.
-    """
-    alike: dict[Any, list[Tensor]] = {}
-    for param in params:
-        grad = param.grad
-        if isinstance(grad, DTensor) and any(
-            placement.is_partial() for placement in grad.placements
-        ):
-            sums = tuple(
-                placement if placement.is_partial() else Replicate()
-                for placement in grad.placements
-            )
-            alike.setdefault((grad.device_mesh, sums, grad.dtype, grad.device), []).append(param)
-    for (mesh, sums, _, _), held in alike.items():
-        parts = [local_part(param.grad) for param in held]  # pyright: ignore[reportArgumentType]
-        flat = DTensor.from_local(
-            torch.cat([part.reshape(-1) for part in parts]), mesh, sums, run_check=False
-        )
-        flat = flat.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
-        for param, part, added in zip(
-            held, parts, flat.split([part.numel() for part in parts]), strict=True
-        ):
-            grad: Any = param.grad
-            reduced = [
-                Replicate() if placement.is_partial() else placement
-                for placement in grad.placements
-            ]
-            param.grad = DTensor.from_local(
-                added.view(part.shape),
-                mesh,
-                reduced,
-                run_check=False,
-                shape=grad.shape,
-                stride=grad.stride(),
-            )
 
 
 def _part_count(tensor: Tensor) -> int:

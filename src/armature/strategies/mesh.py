@@ -60,6 +60,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             is smaller stays whole on every rank: small messages are hardly faster than larger ones.
         sequence_parallel: shard norms, and activations between blocks, over the tensor axis too, if
             the plan can; "auto": except on CPUs.
+        async_tensor: let compiled blocks overlap the collectives of sharded positions with matrix
+            products; "auto": if the tensor axis's GPUs read each other's memory.
         schedule, microbatches, stages: of the pipeline; `stages` lists the number of blocks per
             stage, None balances.
         sync_batchnorm, activation_checkpointing, compile, compile_mode, float8: as for every
@@ -88,6 +90,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         prefetch: int = 1,
         min_num_params: int = 8_000_000,
         sequence_parallel: bool | str = "auto",
+        async_tensor: bool | str = "auto",
         sync_batchnorm: bool = True,
         schedule: str = "1f1b",
         microbatches: int = 4,
@@ -112,6 +115,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             "microbatches": microbatches,
             "stages": list(stages) if stages is not None else None,
             "sequence_parallel": sequence_parallel,
+            "async_tensor": async_tensor,
             "reshard_after_forward": reshard_after_forward,
             "param_dtype": param_dtype,
             "reduce_dtype": reduce_dtype,

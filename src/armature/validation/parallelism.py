@@ -63,10 +63,6 @@ REFUSED: dict[tuple[str, str], str] = {
     ("compile=model", "pipeline"): "a stage holds only some blocks. Type strategy.compile=block",
     ("compile=model", "deepspeed"): "its hooks run between the blocks. Type strategy.compile=block",
     (
-        "compile=block",
-        "tensor",
-    ): "compiled blocks lose the layout of gradients there. Type strategy.compile=none",
-    (
         "clip=value",
         "deepspeed",
     ): "its engine clips by norm only. Type trainer.gradient_clip_algorithm=norm",
@@ -74,10 +70,6 @@ REFUSED: dict[tuple[str, str], str] = {
         "on_nan=skip",
         "deepspeed",
     ): "its engine makes the step. Type trainer.on_nan=stop, or strategy=fsdp",
-    (
-        "float8",
-        "tensor",
-    ): "torchao does not support this sharding of matrices. Type strategy.float8=false",
 }
 
 
@@ -303,6 +295,14 @@ def _tensor(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
                 f"or model.{name}={-(-value // tensor) * tensor}."
             )
     shards = experts.shards_sequence(cfg, layout)
+    if layout.options["async_tensor"] is True and (
+        cfg["trainer"]["accelerator"] != "gpu" or layout.options["compile"] != "block" or not shards
+    ):
+        problems.append(
+            "strategy.async_tensor=true works in compiled blocks on GPUs, with sharded positions. "
+            "Type strategy.async_tensor=auto, or with it trainer.accelerator=gpu "
+            "strategy.compile=block strategy.sequence_parallel=true."
+        )
     for key, length in _lengths(cfg, plan, "context").items():
         if shards and length % tensor:
             problems.append(

@@ -138,6 +138,7 @@ class OfStrategy:
     reduce_dtype: Dtype | None
     stage: Annotated[int, Field(ge=1, le=3)]
     sequence_parallel: Literal["auto"] | bool
+    async_tensor: Literal["auto"] | bool
     schedule: Literal[tuple(SCHEDULES)]  # pyright: ignore[reportInvalidTypeForm]
     seed: Seed
     activation_checkpointing: Literal["none", "every", "selective"] | Count
