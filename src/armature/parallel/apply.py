@@ -36,7 +36,7 @@ from armature.parallel import (
 )
 from armature.parallel import mesh as meshes
 from armature.parallel.context import Positions
-from armature.parallel.split import bubble_share
+from armature.parallel.split import Schedule, bubble_share
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Options:
     """
 
     seed: int
-    schedule: str
+    schedule: Schedule
     microbatches: int
     stages: list[int] | None
     sequence_parallel: bool

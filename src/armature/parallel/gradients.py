@@ -87,36 +87,6 @@ def total_norm(
     return (add_up(total) if sharded else total).sqrt()
 
 
-@torch.no_grad()
-def norms(
-    parts: Sequence[Part],
-    groups: Sequence[int],
-    *,
-    count: int,
-    ranks: int,
-    sharded: bool,
-    device: torch.device,
-) -> Tensor:
-    """Return the 2-norm of each group (0 to count - 1) of unsharded tensors and of all, the same on
-    every rank.
-
-    Returns:
-        (count + 1,) in fp32; the last one is the norm of all groups together.
-    """
-    pieces = [
-        (piece, group)
-        for part, group in zip(parts, groups, strict=True)
-        for piece in _pieces(*part)
-    ]
-    squares = torch.zeros(count, dtype=torch.float32, device=device)
-    index = _copy_of([group for _, group in pieces], dtype=torch.long, device=device)
-    added = _squares([piece for piece, _ in pieces], ranks=ranks, sharded=sharded, device=device)
-    squares.index_add_(0, index, added)
-    if sharded:
-        dist.all_reduce(squares)
-    return torch.cat([squares, squares.sum()[None]]).sqrt()
-
-
 def _squares(pieces: Sequence[Part], *, ranks: int, sharded: bool, device: torch.device) -> Tensor:
     """Return the square of each piece's 2-norm, (len(pieces),) in fp32, so that a sum over all
     ranks counts it once.

@@ -31,6 +31,7 @@ from armature.parallel import (
     whole_weights,
 )
 from armature.parallel.context import Positions
+from armature.parallel.split import Schedule
 from armature.strategies.base import StrategyMixin, models_of, move_others
 from armature.strategies.mesh_remedies import REMEDIES
 
@@ -64,6 +65,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             products; "auto": if the tensor axis's GPUs read each other's memory.
         schedule, microbatches, stages: of the pipeline; `stages` lists the number of blocks per
             stage, None balances.
+        virtual_stages: stages of each rank, with the schedule interleaved_1f1b.
         sync_batchnorm, activation_checkpointing, compile, compile_mode, float8: as for every
             strategy.
     """
@@ -93,6 +95,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         async_tensor: bool | str = "auto",
         sync_batchnorm: bool = True,
         schedule: str = "1f1b",
+        virtual_stages: int = 2,
         microbatches: int = 4,
         stages: Sequence[int] | None = None,
         activation_checkpointing: str | int = "none",
@@ -112,6 +115,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         self.options: dict[str, Any] = {
             "seed": seed,
             "schedule": schedule,
+            "virtual_stages": virtual_stages,
             "microbatches": microbatches,
             "stages": list(stages) if stages is not None else None,
             "sequence_parallel": sequence_parallel,
@@ -312,6 +316,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             for name in ("activation_checkpointing", "compile", "compile_mode", "float8")
         }
         options["keep_last_gathered"] = not several
+        options["schedule"] = Schedule.of(options)
+        del options["virtual_stages"]
         gathered = mesh.GATHERED_IN.get(str(self.precision_plugin.precision))
         for key, default in (("param_dtype", gathered), ("reduce_dtype", gathered and "float32")):
             name = default if options[key] is None else options[key]
