@@ -10,6 +10,7 @@ import ast
 import functools
 import importlib
 import inspect
+import operator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -60,13 +61,29 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
         ("tensor",),
         "parallel/experts.py",
     ),
-    ("torch.distributed.fsdp:FSDPModule", "_get_fsdp_state", ("self",), "parallel/dtensors.py"),
-    (f"{FSDP}._fsdp_state:FSDPState", "_fsdp_param_group", None, "parallel/dtensors.py"),
+    ("torch.distributed.fsdp:FSDPModule", "_get_fsdp_state", ("self",), "parallel/apply.py"),
+    (f"{FSDP}._fsdp_state:FSDPState", "_lazy_init", ("self",), "parallel/apply.py"),
+    ("torch.distributed.tensor:DTensor", "_op_dispatcher", None, "parallel/sharded.py"),
+    (
+        "torch.distributed.tensor:DTensor._op_dispatcher",
+        "_custom_op_handlers",
+        None,
+        "parallel/sharded.py",
+    ),
+    ("torch.ops:aten", "_local_scalar_dense", None, "parallel/sharded.py"),
+    (f"{FSDP}._fsdp_state:FSDPState", "_fsdp_param_group", None, "parallel/apply.py"),
+    (
+        "torch.distributed.tensor._dispatch:OpDispatcher",
+        "_try_replicate_spec_for_scalar_tensor",
+        ("self", "op_call", "tensor_arg", "compute_mesh"),
+        "parallel/sharded.py",
+    ),
+    ("torch.autograd:Variable", "_execution_engine", None, "parallel/gradients.py"),
     (
         f"{FSDP}._fsdp_param_group:FSDPParamGroup",
         "_init_mp_dtypes",
         ("self",),
-        "parallel/dtensors.py",
+        "parallel/apply.py",
     ),
     ("torch.utils.checkpoint", "SAC_IGNORED_OPS", None, "parallel/blocks.py"),
     ("torch.ops:profiler", "_record_function_enter_new", None, "parallel/blocks.py"),
@@ -263,12 +280,6 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("torch.nn.modules.batchnorm", "_BatchNorm", None, "parallel/batchnorm.py"),
     ("torch.nn.modules.batchnorm", "_NormBase", None, "training/same_everywhere.py"),
     ("torch.nn.modules._functions", "SyncBatchNorm", None, "parallel/batchnorm.py"),
-    (
-        "torch.nn.modules.batchnorm:_BatchNorm",
-        "_check_input_dim",
-        ("self", "input"),
-        "parallel/batchnorm.py",
-    ),
     ("torch.nn:Module", "_modules", None, "parallel/pipeline.py"),
     ("torch.nn:Module", "_parameters", None, "parallel/split.py"),
     ("torch.nn:Module", "_buffers", None, "strategies/base.py"),
@@ -277,8 +288,8 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("torch.nn:Module", "_forward_hooks", None, "models/decoder/loss.py"),
     ("torch.nn:Module", "_forward_pre_hooks", None, "models/decoder/loss.py"),
     ("torch.nn:Module", "_backward_hooks", None, "models/decoder/loss.py"),
-    ("torch:Tensor", "_backward_hooks", None, "parallel/dtensors.py"),
-    ("torch:Tensor", "_post_accumulate_grad_hooks", None, "parallel/dtensors.py"),
+    ("torch:Tensor", "_backward_hooks", None, "parallel/units.py"),
+    ("torch:Tensor", "_post_accumulate_grad_hooks", None, "parallel/units.py"),
     (
         "torch.nn.parallel:DistributedDataParallel",
         "_build_params_for_reducer",
@@ -356,15 +367,12 @@ TABLE += [  # ---------------------------------------------------------------- t
     ("torch", "_subclasses", None, "planning/simulation/meter.py"),
     ("torch", "_grouped_mm", None, "planning/simulation/meter.py"),
     ("torch._subclasses.fake_tensor", "FakeTensorMode", None, "planning/simulation/job.py"),
-    ("torch._C", "_disabled_torch_function_impl", None, "parallel/dtensors.py"),
     (
         "lightning.pytorch.overrides.distributed",
         "_IndexBatchSamplerWrapper",
         ("batch_sampler",),
         "data/prefetch.py",
     ),
-    ("torch.utils", "_pytree", None, "parallel/dtensors.py"),
-    ("torch:Tensor", "_version", None, "parallel/dtensors.py"),
     (
         "torch.testing._internal.distributed.fake_pg",
         "FakeStore",
@@ -577,7 +585,7 @@ def check(owner: str, name: str, parameters: tuple[str, ...] | None, file: str) 
     changed = f"{library}{release} changed {owner}.{name}: see {file}"
     try:
         holder = importlib.import_module(module)
-        holder = getattr(holder, cls) if cls else holder
+        holder = operator.attrgetter(cls)(holder) if cls else holder
     except (ImportError, AttributeError) as error:
         pytest.fail(f"{changed} ({error})")
     found = getattr(holder, name, None)

@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     import lightning.pytorch as L
@@ -41,6 +42,18 @@ def load(path: str | Path, **options: Any) -> L.LightningModule:
     from armature import loading
 
     return loading.load(path, **options)
+
+
+def whole_weights(module: torch.nn.Module) -> AbstractContextManager[None]:
+    """Within `with armature.whole_weights(self.net):` the weights are ordinary, whole tensors.
+
+    What is changed is written back; all ranks must make the same change. All ranks must enter it;
+    rank 0 alone may write files inside. No module inside may be called there: its forward would
+    gather the weights as they were. Under a pipeline, a rank has the weights of its stages.
+    """
+    from armature.parallel import whole_weights
+
+    return whole_weights.gathered(module)
 
 
 def full_state_dict(module: L.LightningModule, *, prefix: str = "") -> dict[str, torch.Tensor]:

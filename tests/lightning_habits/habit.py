@@ -9,6 +9,7 @@ from tests.lightning_habits.regression import Regressor
 INSIDE, SAVED, OWED, OWED_AT_END = RESUMES = ("inside", "saved", "owed", "owed_at_end")
 NO_CLIP = "trainer.gradient_clip_val=null"
 MICRO = "data.micro_batch_size=2"
+WHOLE = ("strategy.min_num_params=8_000_000",)  # the default: small networks stay whole
 FIND_UNUSED = ("strategy.find_unused_parameters=true",)
 
 

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tests.lightning_habits.habit import FIND_UNUSED, ddp, fsdp
+import armature
+from tests.lightning_habits.habit import FIND_UNUSED, WHOLE, ddp, fsdp
 from tests.lightning_habits.loaders import Vectors
 from tests.lightning_habits.regression import Regressor
 
@@ -284,6 +285,12 @@ class SetsRows(Regressor):
         self.net[0].weight.data[14] = torch.linspace(0, 1, 8)
 
 
+class SetsShardedRows(SetsRows):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        with armature.whole_weights(self.net):
+            super().on_train_batch_end(outputs, batch, batch_idx)
+
+
 class StaysInTraining(Regressor):
     """Validates in training mode: BatchNorm uses, and moves, what it measures."""
 
@@ -346,14 +353,15 @@ HABITS = [
     fsdp(OddParameters),
     ddp(Materialized),
     fsdp(RecomputesSelectively),
-    fsdp(WeightOutside, sample=True),
+    fsdp(WeightOutside, also=WHOLE, sample=True),
     ddp(SometimesUsed, also=FIND_UNUSED),
     fsdp(ParameterLists),
     ddp(Tied),
     fsdp(FrozenBackbone),
-    fsdp(Orthogonal),
+    fsdp(Orthogonal, also=WHOLE),
     fsdp(InjectsAdapters),
-    fsdp(SetsRows),
+    fsdp(SetsRows, also=WHOLE),
+    fsdp(SetsShardedRows),
     ddp(StaysInTraining, data=Vectors),
     ddp(EvalInTraining, sample=True),
     ddp(Freezes),

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from armature.callbacks.ema import EMA
-from tests.lightning_habits.habit import INSIDE, OWED, callback, ddp, fsdp, stock
+from tests.lightning_habits.habit import INSIDE, OWED, WHOLE, callback, ddp, fsdp, stock
 from tests.lightning_habits.regression import Regressor
 
 
@@ -251,7 +251,7 @@ HABITS = [
     fsdp(MoCo, data="views", sample=True),
     fsdp(SimCLR, data="views"),
     ddp(BYOL, data="views"),
-    fsdp(LateTeacher, data="views", twice=True),
+    fsdp(LateTeacher, data="views", also=WHOLE, twice=True),
     fsdp(Averaged),
     fsdp(SwapsAverage, sample=True, resume=OWED),
     fsdp(TeacherAtStart, resume=INSIDE),

@@ -1,15 +1,17 @@
-"""Which blocks are gathered together under sharding, and for how long."""
+"""What is sharded, which of it is gathered together, and for how long."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from armature.models.plan import Plan
-from armature.parallel import apply, initialization
+from armature.parallel import apply, initialization, units
 from benchmarks.parity.harness import DECODER, on_ranks
-from tests.parallel.building import decoder_on_meta, parallelize
+from tests.parallel.building import decoder_on_meta, options, parallelize
 
 
 class Stack(nn.Module):
@@ -24,7 +26,6 @@ class Stack(nn.Module):
 @pytest.mark.parametrize(
     ("blocks", "at_least", "sizes"),
     [
-        (4, 0, [1, 1, 1, 1]),
         (4, 100, [1, 1, 1, 1]),
         (4, 101, [2, 2]),
         (5, 200, [2, 3]),
@@ -32,21 +33,64 @@ class Stack(nn.Module):
         (2, 150, [2]),
         (11, 200, [2, 2, 2, 2, 3]),
         (11, 300, [3, 3, 5]),
-        (7, 709, [7]),
-        (7, 710, []),
+        (7, 700, [7]),
+        (7, 701, []),
         (1, 100, [1]),
     ],
 )
 def test_consecutive_blocks_share_a_unit(blocks: int, at_least: int, sizes: list[int]) -> None:
     model = Stack(blocks)
-    units = apply.sharding_units(model, Plan(), min_num_params=at_least)
-    assert [len(unit) for unit in units] == sizes
+    found = units.find(model, Plan(), min_num_params=at_least).modules
+    assert [len(unit) for unit in found] == sizes
     if sizes:
-        assert [block for unit in units for block in unit] == list(model.blocks.children())
+        assert [block for unit in found for block in unit] == list(model.blocks.children())
+
+
+class Net(nn.Module):
+    """Without a plan: a list of blocks, a sequence, tied leaves, and layers by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(10, 10), nn.Linear(10, 10)
+        self.head.weight = self.embed.weight
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(10, 10)) for _ in range(2))
+        self.stages = nn.Sequential(nn.Conv1d(10, 10, 1), nn.ReLU(), nn.Conv1d(10, 2, 1))
+        self.conv, self.large = nn.Conv1d(10, 10, 1), nn.Linear(10, 20)
+        self.shared = nn.Linear(10, 10)
+        self.layers[1][0].bias = self.shared.bias
+        self.hooked = nn.Linear(10, 10, bias=False)
+        self.hooked.weight.register_hook(lambda grad: grad)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_blocks_and_large_leaves_are_units_without_a_plan() -> None:
+    model = Net()
+    found = units.find(model, None, min_num_params=50)
+    names = {module: name for name, module in model.named_modules()}
+    paths = {param: name for name, param in model.named_parameters()}
+    assert [[names[module] for module in unit] for unit in found.modules] == [
+        ["layers.0"], ["layers.1"], ["stages.0"], ["large"], ["shared"],
+    ]  # fmt: skip
+    assert {paths[param] for param in found.of_model} == {"embed.weight"}
+    assert {paths[param] for param in found.whole} == {
+        "head.bias", "layers.1.0.bias", "stages.2.weight", "stages.2.bias", "conv.weight",
+        "conv.bias", "hooked.weight",
+    }  # fmt: skip
+    assert units.find(model, None, min_num_params=10**6).modules == []
+    assert units.find(model.shared, None, min_num_params=50, listed=True).modules
+
+
+def test_weights_that_share_their_memory_stay_whole() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight.data = model[0].weight.data
+    found = units.find(model, None, min_num_params=0)
+    assert {model[0].weight, model[1].weight} == found.whole
 
 
 def evaluated_twice(min_num_params: int, tied: bool) -> tuple[bool, bool, list[float]]:
-    """Return whether all weights are resharded after training and after evaluation, and the losses
+    """Return whether all units are resharded after training and after evaluation, and the losses
     of two evaluations.
 
     The weights are halved after each evaluation.
@@ -57,10 +101,12 @@ def evaluated_twice(min_num_params: int, tied: bool) -> tuple[bool, bool, list[f
     parallelize(
         model, axes={"shard": torch.distributed.get_world_size()}, min_num_params=min_num_params
     )
+    sharded = {name for name, p in model.named_parameters() if isinstance(p, DTensor)}
     tokens = torch.arange(16)[None] % DECODER["vocab_size"]
 
     def all_shards() -> bool:
-        return all(isinstance(param, DTensor) for param in model.parameters())
+        named = model.named_parameters()
+        return sharded == {name for name, param in named if isinstance(param, DTensor)}
 
     model(tokens, tokens).backward()
     after_training = all_shards()
@@ -69,33 +115,49 @@ def evaluated_twice(min_num_params: int, tied: bool) -> tuple[bool, bool, list[f
         with torch.no_grad():
             losses.append(float(model(tokens, tokens)))
             for param in model.parameters():
-                if isinstance(param, DTensor):
-                    param.to_local().mul_(0.5)
+                (param.to_local() if isinstance(param, DTensor) else param).mul_(0.5)
     return after_training, all_shards(), losses
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("min_num_params", [10_000, 8_000_000])
-def test_weights_that_change_after_an_evaluation_are_gathered_again(
-    min_num_params: int, tied: bool
-) -> None:
-    first, second = (on_ranks(evaluated_twice, size, tied, ranks=2) for size in (0, min_num_params))
-    for after_training, after_evaluation, losses in second:
+def test_weights_that_change_after_an_evaluation_are_gathered_again(tied: bool) -> None:
+    sizes = (10**9, 0, 10_000)
+    (_, _, whole), *found = (on_ranks(evaluated_twice, size, tied, ranks=2)[0] for size in sizes)
+    for after_training, after_evaluation, losses in found:
         assert after_training
         assert after_evaluation
         assert losses[0] != losses[1]
-        assert losses == pytest.approx(first[0][2], rel=1e-6)
+        assert losses == pytest.approx(whole, rel=1e-6)
 
 
-@pytest.mark.parametrize("built_on", ["cpu", "meta"])
-def test_buffers_of_offloaded_weights_are_on_the_device_that_computes(built_on: str) -> None:
-    with torch.device(built_on):
-        module = nn.Sequential(nn.Linear(2, 2), nn.Module())
-    module[1].register_buffer("count", torch.zeros(2, device="cpu"))
-    # "meta" in place of a GPU
-    initialization.materialize(
-        module, device=torch.device("cpu"), buffers_device=torch.device("meta")
-    )
-    assert {param.device.type for param in module.parameters()} == {"cpu"}
-    assert {buffer.device.type for buffer in module.buffers()} == {"meta"}
+def built(kept: list[Any]) -> None:
+    model = nn.ModuleList([nn.Sequential(nn.Linear(4, 4))])
+    kept.append(lambda weight=model[0][0].weight: weight)
+    from armature.parallel import mesh
+
+    sizes = dict.fromkeys(mesh.AXES, 1) | {"shard": 2}
+    apply.parallelize(
+        model[0], None, mesh.build(sizes, device_type="cpu"), options(),
+        device=torch.device("cpu"), prefix="net.", listed=True,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_weight_that_something_keeps_beside_the_module_is_named() -> None:
+    with pytest.raises(RuntimeError, match=r"net\.0\.weight: an attribute, closure or callback"):
+        on_ranks(built, [], ranks=2)
+
+
+def test_a_hook_of_a_weight_on_meta_is_called_once_it_is_built() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(3, 3, bias=False)
+    handle = model.weight.register_hook(lambda grad: grad * 0.5)
+    initialization.materialize(model, device=torch.device("cpu"))
+    model(torch.ones(1, 3)).sum().backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad[0, 0] == 0.5
+    handle.remove()
+    model.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    assert model.weight.grad[0, 0] == 1.0

@@ -17,7 +17,7 @@ import armature
 from armature.checkpoint import resume
 from armature.checkpoint.state import load_full_state_dict
 from armature.errors import ConfigError
-from armature.parallel import copies
+from armature.parallel import sharded
 from tests.running import train, write_corpus
 
 
@@ -40,7 +40,7 @@ class SavesWhole(L.Callback):
 
 def test_a_state_dict_of_one_rank_is_not_pickled_and_works_otherwise() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    copies.refuse_pickled_states(module)
+    sharded.refuse_pickled_states(module)
     torch.save(module[1].state_dict(), io.BytesIO())  # no weights
     saved = copy.deepcopy(module.state_dict())
     for state_dict in (module.state_dict(), module[0].state_dict(), {"net": saved}):
@@ -48,7 +48,7 @@ def test_a_state_dict_of_one_rank_is_not_pickled_and_works_otherwise() -> None:
             torch.save(state_dict, io.BytesIO())
     module.load_state_dict(saved)
     zero3: nn.Module = nn.Linear(2, 2)
-    copies.refuse_pickled_states(zero3, gathers=True)
+    sharded.refuse_pickled_states(zero3, gathers=True)
     torch.save(zero3.state_dict(), io.BytesIO())
     zero3.weight.ds_numel = 8  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(ConfigError, match="this state dict is sharded over ranks"):

@@ -5,10 +5,12 @@ All kinds of parallelism meet here, in one fixed order.
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Collection
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,24 +23,19 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
 
 from armature.errors import ConfigError
 from armature.models.plan import Plan, plan_beside
 from armature.parallel import (
     blocks,
-    copies,
-    dtensors,
     experts,
     initialization,
     pipeline,
     tensor,
-    ties,
+    units,
 )
 from armature.parallel import mesh as meshes
 from armature.parallel.context import Positions
-from armature.parallel.gathered import Gathered
-from armature.parallel.gradients import local_part
 from armature.parallel.split import Schedule, bubble_share
 
 log = logging.getLogger(__name__)
@@ -94,7 +91,7 @@ def parallelize(
     imported: Collection[str] = (),
     positions: Positions | None = None,
     expert_ranks: DeviceMesh | None = None,
-    gathered: Gathered | None = None,
+    listed: bool = False,
 ) -> ParallelizedModel:
     """Parallelize a model that is on the meta device, and initialize the weights that this rank
     holds.
@@ -105,7 +102,7 @@ def parallelize(
             weights ("model.").
         positions: this rank's on the context axis, or None without one.
         expert_ranks: `mesh.expert_mesh`, if there is an expert axis.
-        gathered: watches the units that are sharded.
+        listed: the model is in a ModuleList or ModuleDict.
         imported: parameters that get their values from files afterwards, by the model's own names.
     """
     styles, hooks = tensor.match_styles(model, plan) if plan is not None else {}, _head_hooks(model)
@@ -180,33 +177,37 @@ def parallelize(
         blocks.compile_forward(repeated, mode=options.compile_mode)
         for block, weights in local.items():
             weights.around(block)
-    # 7. shard: units of blocks, and one unit for each end
+    # 7. shard: units. A stage is one with what is in none: torch's schedules steer it as a whole
     # FSDP2 moves offloaded weights to the GPU, of one rank as well
+    found = None
     if data_mesh.size() > 1 or options.cpu_offload:
-        if plan is None and data_mesh.size() > 1:
-            _warn_of_no_plan(type(model).__name__)
-        _refuse_scripted(model, prefix)
         for part in parts:
-            shard_parameters(part, plan, mesh=data_mesh, options=options)
+            found = units.find(part, plan, min_num_params=options.min_num_params, listed=listed)
+            if stages is not None:
+                found = units.Units(found.modules, found.of_model | found.whole, set())
+            elif plan is None:
+                _warn_if_whole(model, found, min_num_params=options.min_num_params)
+            if found.modules or found.of_model or spread is not None:
+                replaced = _replaced(part, found)
+                shard_units(part, found, mesh=data_mesh, options=options)
+                if stages is None:
+                    _check_left_behind(part, replaced, prefix)
     elif spread is not None and stages is not None:
         # torch's schedules keep experts gathered until the end of a step's backward, if the stage
         # is an FSDP module
         for part in parts:
             fully_shard(part, mesh=spread["rest"], ignored_params=set(part.parameters()))
-    if gathered is not None:
-        for part in parts:
-            gathered.watch(prefix.rstrip("."), part, staged=stages is not None)
     for head, ids in _head_hooks(model).items():
         head.layout_hooks = frozenset(ids) - frozenset(hooks[head])  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
     # 8. materialize: memory is allocated only now, and only for this rank's weights
-    weights_device = torch.device("cpu") if options.cpu_offload else device
-    meta_names = initialization.materialize(model, device=weights_device, buffers_device=device)
+    meta_names = initialization.materialize(model, device=device, offloads=options.cpu_offload)
     # 9. initialize by name
     initialization.initialize_by_name(
         model, seed=options.seed, names=meta_names.difference(imported), prefix=prefix
     )
     # 10. pipeline schedule
     if stages is None or pipe is None:
+        begin(model)
         if unshard is not None:
             tensor.gather_outputs(model, unshard)
         return ParallelizedModel(parts=parts)
@@ -240,65 +241,75 @@ def repeated_blocks(model: nn.Module, plan: Plan | None) -> list[nn.Module]:
     return [model] if plan is None else list(model.get_submodule(plan.blocks).children())
 
 
-def shard_parameters(
-    model: nn.Module, plan: Plan | None, *, mesh: DeviceMesh, options: Options
+def shard_units(
+    model: nn.Module, found: units.Units, *, mesh: DeviceMesh, options: Options
 ) -> None:
-    """Apply fully_shard (FSDP2) to units of blocks, to each end, and to all remaining parameters.
+    """Apply fully_shard (FSDP2) to each unit, and to the model, which gathers units ahead.
 
-    The unit that backward starts with, the last end or the remaining parameters, stays gathered
-    after forward. It does not if a module has several models (a GAN, a teacher and a student): code
-    between their forwards and backwards changes weights and `requires_grad`, and must find all of
-    them sharded. Without gradients everything is resharded
-    after forward: no backward follows, and the next forward would otherwise use the weights of this
-    one.
+    The unit that backward starts with stays gathered after forward. It does not if a module has
+    several models (a GAN, a teacher and a student): code between their forwards and backwards
+    changes weights and `requires_grad`, and must find all of them sharded.
     """
-    arguments = {"mesh": mesh, **sharding_arguments(options)}
+    arguments: dict[str, Any] = {
+        "mesh": mesh,
+        "ignored_params": found.whole | found.of_model,
+        **sharding_arguments(options),
+    }
     stay_gathered = {**arguments, "reshard_after_forward": not options.keep_last_gathered}
-    # by a tensor axis
-    sharded, is_split = ([model], any(isinstance(param, DTensor) for param in model.parameters()))
-    dtensors.watch_weights(model)
-    dtensors.carry_hooks(model)
     # weights that must not be rounded to `param_dtype`: in one process they are not
-    rounds = options.param_dtype is not None
     exact = [
-        module for module in model.modules() if rounds and getattr(module, "full_precision", False)
+        part
+        for unit in found.modules
+        for module in unit
+        for part in module.modules()
+        if options.param_dtype is not None and getattr(part, "full_precision", False)
     ]
-    for module in exact:
+    for part in exact:
         own = {**arguments, "mp_policy": MixedPrecisionPolicy(reduce_dtype=options.reduce_dtype)}
-        fully_shard(module, **own)
-        sharded.append(module)
-    if plan is not None:
-        units = sharding_units(model, plan, min_num_params=options.min_num_params)
-        for unit in units:
-            fully_shard(unit, **arguments)
-        heads = [unit[0] for unit in units]
-        sharded += heads
-        for i, head in enumerate(heads):  # FSDP2 itself gathers one unit ahead
-            following = heads[i + 1 : i + 1 + options.prefetch]
-            if options.prefetch > 1 and following and isinstance(head, FSDPModule):
-                head.set_modules_to_forward_prefetch(following)  # pyright: ignore[reportArgumentType]
-        if units and not ties.find(model):
-            for ends, kwargs in ((plan.first, arguments), (plan.last, stay_gathered)):
-                modules = [module for end in ends if (module := getattr(model, end)) is not None]
-                if modules:
-                    fully_shard(modules, **kwargs)
-                    sharded.append(modules[0])
-    fully_shard(model, **stay_gathered)
+        fully_shard(part, **own)
+    for unit in found.modules:
+        last = unit is found.modules[-1] and not found.of_model
+        fully_shard(unit, **(stay_gathered if last else arguments))
+    heads = [unit[0] for unit in found.modules]
+    for i, head in enumerate(heads):  # FSDP2 itself gathers one unit ahead
+        following = heads[i + 1 : i + 1 + options.prefetch]
+        if options.prefetch > 1 and following and isinstance(head, FSDPModule):
+            head.set_modules_to_forward_prefetch(following)  # pyright: ignore[reportArgumentType]
+    if not isinstance(model, FSDPModule):
+        fully_shard(model, **{**stay_gathered, "ignored_params": found.whole})
+    for module in [*exact, *(unit[-1] for unit in found.modules), model]:
+        module.register_forward_hook(_reshard_without_grad)
+    found.of_model.clear()  # others took their places
 
-    def reshard_without_grad(*_: Any) -> None:
-        if not torch.is_grad_enabled():
-            for module in sharded:
-                module.reshard()  # pyright: ignore[reportCallIssue]
 
-    model.register_forward_hook(reshard_without_grad)
-    # a copy would call the first one's
-    compiled = any("forward" in vars(module) for module in model.modules())
-    if len(sharded) == 1 + len(exact) and not is_split and not compiled:
-        for module in exact:
-            copies.allow(module, lambda copied: None)  # the whole copy is sharded below
-        # with it, the LightningModule has several models
-        copied = replace(options, keep_last_gathered=False)
-        copies.allow(model, partial(shard_parameters, plan=plan, mesh=mesh, options=copied))
+def _reshard_without_grad(module: Any, *_: Any) -> None:
+    # no backward follows, and the next forward would use the weights of this one
+    if not torch.is_grad_enabled():
+        module.reshard()
+
+
+def begin(model: nn.Module) -> None:
+    """Let the model be the root of its units, also if a unit is called before the model."""
+    if isinstance(model, FSDPModule):
+        model._get_fsdp_state()._lazy_init()
+
+
+def reshard(model: nn.Module) -> None:
+    """Let the next forward of each unit gather weights as they are now."""
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def learn_gradient_types(model: nn.Module) -> None:
+    """Let FSDP look again at which weights are trained: a unit that was all frozen has no type for
+    its gradients.
+    """
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            group = part._get_fsdp_state()._fsdp_param_group
+            if group is not None:
+                group._init_mp_dtypes()
 
 
 def sharding_arguments(options: Options) -> dict[str, Any]:
@@ -312,51 +323,46 @@ def sharding_arguments(options: Options) -> dict[str, Any]:
     }
 
 
-def sharding_units(model: nn.Module, plan: Plan, *, min_num_params: int) -> list[list[nn.Module]]:
-    """Return lists of consecutive blocks that are gathered together, or [] if the model has at most
-    one unit's size.
-    """
-
-    def size(*modules: nn.Module) -> int:  # in parameters on one rank of the tensor axis
-        return sum(local_part(param).numel() for module in modules for param in module.parameters())
-
-    if size(model) <= min_num_params:
-        return []
-    units: list[list[nn.Module]] = []
-    for block in repeated_blocks(model, plan):
-        if units and size(*units[-1]) < min_num_params:
-            units[-1].append(block)
-        else:
-            units.append([block])
-    if len(units) > 1 and size(*units[-1]) < min_num_params:
-        units[-2:] = [units[-2] + units[-1]]
-    return units
-
-
 def plan_of(model: nn.Module) -> Plan | None:
     """Return the plan beside a model's class, or the one that the model makes itself."""
     plan = plan_beside(type(model).__module__)
     return model.plan if plan is not None and plan.from_instance else plan  # pyright: ignore[reportReturnType]
 
 
-def _refuse_scripted(model: nn.Module, prefix: str) -> None:
-    """Raise ConfigError if a part that TorchScript made has weights: nothing can replace them by
-    their shards.
-    """
-    for name, part in model.named_modules():
-        if isinstance(part, torch.jit.ScriptModule) and next(part.parameters(), None) is not None:
-            raise ConfigError(
-                f"{prefix}{name}".rstrip(".")
-                + ": torch.jit made this module and it has weights, which cannot be "
-                "sharded. Train the module itself and script it afterwards, or type strategy=ddp."
-            )
+def _replaced(model: nn.Module, found: units.Units) -> dict[str, weakref.ref[nn.Parameter]]:
+    """Return the weights that are about to be sharded, by name."""
+    return {n: weakref.ref(p) for n, p in model.named_parameters() if p not in found.whole}
+
+
+def _check_left_behind(
+    model: nn.Module, replaced: dict[str, weakref.ref[nn.Parameter]], prefix: str
+) -> None:
+    """Raise ConfigError if something keeps weights that sharded ones have replaced."""
+    own = {None, *model.parameters()}  # experts had been sharded before
+    if not all(held() in own for held in replaced.values()):
+        gc.collect()
+    if kept := [name for name, held in replaced.items() if held() not in own]:
+        raise ConfigError(
+            f"{prefix}{kept[0]}: an attribute, closure or callback keeps this weight as it was "
+            "before it was sharded. What is read there stays as it is, and what is written is "
+            "lost. Take weights from self.parameters() in configure_optimizers, on_fit_start or "
+            "later; or type a larger strategy.min_num_params, below which weights stay whole, or "
+            "strategy=ddp."
+        )
+
+
+def _warn_if_whole(model: nn.Module, found: units.Units, *, min_num_params: int) -> None:
+    whole = sum(param.numel() for param in found.whole)
+    if whole >= max(min_num_params, units.size(model) / 2):
+        _warn_of_no_plan(type(model).__name__, whole)
 
 
 @cache
-def _warn_of_no_plan(kind: str) -> None:
+def _warn_of_no_plan(kind: str, whole: int) -> None:
     log.warning(
-        "%s has no plan: it is sharded as one unit, so each rank gathers all of its weights at "
-        "once. Write a plan.py beside it that names its blocks, and each rank gathers the weights "
-        "of one block at a time.",
+        "%s: %.3g million parameters are in no ModuleList, ModuleDict, Sequential, large Linear or "
+        "Embedding, so every rank holds all of them, as under ddp. Write a plan.py beside it that "
+        "names its blocks.",
         kind,
+        whole / 1e6,
     )

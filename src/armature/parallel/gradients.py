@@ -10,14 +10,17 @@ small tensor adds the squares up, whatever the layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import reduce
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 # this rank's part of a tensor, and the number of different parts of that tensor
 Part = tuple[Tensor, int]
@@ -126,21 +129,71 @@ def _pieces(part: Tensor, parts: int) -> list[Part]:
     return [(piece, parts) for piece in part.view(-1).split(_PIECE_ELEMENTS)]
 
 
-def average(parameters: Iterable[Tensor], *, group: dist.ProcessGroup) -> None:
-    """Let each backward replace the gradients of parameters that every rank of `group` holds by
-    their mean.
+@contextmanager
+def split_groups(optimizer: Optimizer) -> Iterator[None]:
+    """Within this context no parameter group has both sharded and whole weights, which `foreach`
+    and `fused` refuse. What a step puts into a group is kept.
+    """
+    groups, parts = optimizer.param_groups, []
+    for group in groups:
+        kinds = [
+            [param for param in group["params"] if isinstance(param, DTensor) == kind]
+            for kind in (True, False)
+        ]
+        parts.append([{**group, "params": kind} for kind in kinds] if all(kinds) else [group])
+    optimizer.param_groups = [part for of_group in parts for part in of_group]
+    try:
+        yield
+    finally:
+        for group, (first, *_) in zip(groups, parts, strict=True):
+            group.update({key: value for key, value in first.items() if key != "params"})
+        optimizer.param_groups = groups
 
-    Every backward must reach the same ones on all ranks. What earlier micro-batches have added is
-    equal on all ranks, so averaging it again does not change it.
+
+class AveragedGradients:
+    """Averages the gradients of weights that every rank of a group has the whole of, at the end of
+    each backward, as ddp does.
+
+    Every backward must reach the same ones on all ranks. What earlier ones have added is equal on
+    all ranks, so averaging it again does not change it.
+
+    Attributes:
+        enabled: False: the next backward that is enabled averages also what this one adds.
     """
 
-    def replace(param: Tensor) -> None:
-        assert param.grad is not None
-        dist.all_reduce(param.grad.div_(group.size()), group=group)
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.enabled = group, True
+        self._known: dict[Tensor, int] = {}
+        self._waiting: set[Tensor] = set()
 
-    for param in parameters:
-        if param.requires_grad:
-            param.register_post_accumulate_grad_hook(replace)
+    def add(self, params: Iterable[Tensor]) -> None:
+        """Average the gradients of those that are trained."""
+        for param in params:
+            if param.requires_grad and param not in self._known:
+                self._known[param] = len(self._known)
+                param.register_post_accumulate_grad_hook(self._note)
+
+    def _note(self, param: Tensor) -> None:
+        self._waiting.add(param)
+        if self.enabled:
+            torch.autograd.Variable._execution_engine.queue_callback(self._average)
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        waiting = sorted(self._waiting, key=self._known.__getitem__)
+        self._waiting.clear()
+        alike: dict[Any, list[Tensor]] = {}
+        for grad in (local_part(param.grad) for param in waiting if param.grad is not None):
+            if grad.is_sparse:
+                dist.all_reduce(grad.div_(self.group.size()), group=self.group)
+            else:
+                alike.setdefault((grad.dtype, grad.device), []).append(grad)
+        for grads in alike.values():
+            flat = torch.cat([grad.reshape(-1) for grad in grads]).div_(self.group.size())
+            dist.all_reduce(flat, group=self.group)
+            means = flat.split([grad.numel() for grad in grads])
+            for grad, mean in zip(grads, means, strict=True):
+                grad.copy_(mean.view(grad.shape))
 
 
 def multiply(parts: Sequence[Part], *, by: Tensor) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from armature.errors import ConfigError
 from armature.finetune import nf4
+from armature.parallel import units
 
 
 def generator_for(seed: int, name: str) -> torch.Generator:
@@ -20,15 +21,13 @@ def generator_for(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
-def materialize(
-    module: nn.Module, *, device: torch.device, buffers_device: torch.device | None = None
-) -> set[str]:
+def materialize(module: nn.Module, *, device: torch.device, offloads: bool = False) -> set[str]:
     """Allocate meta parameters on `device`, and move the others there.
 
     Return the names of those that were meta.
 
-    `buffers_device`: where buffers go, if not there. FSDP brings offloaded parameters to the GPU,
-    and no buffers.
+    `offloads`: those that are sharded over data ranks stay on the CPU, from which FSDP brings them
+    to the device.
     """
     meta_names = {
         name for name, param in module.named_parameters(remove_duplicate=False) if param.is_meta
@@ -38,31 +37,27 @@ def materialize(
             f"Buffers {', '.join(buffers)} are on the meta device: make their values in forward "
             "instead."
         )
+
+    def placed(tensor: Tensor) -> Tensor:
+        # zeros: those that a checkpoint fills later are not drawn, and hooks may read them before
+        place = torch.device("cpu") if offloads and units.is_sharded(tensor) else device
+        return torch.zeros_like(tensor, device=place) if tensor.is_meta else tensor.to(place)
+
     if not meta_names:
-        module.to(device)
-        _move_buffers(module, device=buffers_device)
+        module._apply(placed)
         return meta_names
     swap = torch.__future__.get_swap_module_params_on_conversion()
     # keeps parameters the same objects, and so tied
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        # zeros: those that a checkpoint fills later are not drawn, and hooks may read them before
-        module._apply(lambda t: torch.zeros_like(t, device=device) if t.is_meta else t.to(device))
+        module._apply(placed)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swap)
     for param in module.parameters():
         if param._backward_hooks:
             # registers them anew: torch's own record stayed behind
             param._backward_hooks = param._backward_hooks
-    _move_buffers(module, device=buffers_device)
     return meta_names
-
-
-def _move_buffers(module: nn.Module, *, device: torch.device | None) -> None:
-    if device is not None:
-        for part in module.modules():
-            for name, buffer in part._buffers.items():
-                part._buffers[name] = None if buffer is None else buffer.to(device)
 
 
 def initialize_by_name(

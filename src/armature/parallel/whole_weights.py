@@ -1,12 +1,43 @@
-"""Whole weights, as a file of pretrained ones holds them, for modules that are sharded."""
+"""Whole weights of sharded modules: for users' code, and as files of pretrained ones hold them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+@contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """Within this context all weights inside are ordinary tensors; see `armature.whole_weights`."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()  # else a forward's copy would be changed
+    held = [
+        (part, name, param)
+        for part in module.modules()
+        for name, param in part._parameters.items()
+        if isinstance(param, DTensor)
+    ]
+    whole: dict[DTensor, nn.Parameter] = {}  # tied ones stay tied
+    for part, name, param in held:
+        if param not in whole:
+            full = param.detach().full_tensor().clone()  # pyright: ignore[reportAttributeAccessIssue]
+            whole[param] = nn.Parameter(full, requires_grad=param.requires_grad)
+        part._parameters[name] = whole[param]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for part, name, param in held:
+                part._parameters[name] = param  # pyright: ignore[reportArgumentType]
+            for param, full in whole.items():
+                param.copy_(sharded_like(param, full.detach()))
 
 
 def sharded_like(target: Any, value: Any) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -31,7 +31,6 @@ from armature.models.adapters import is_adapter
 from armature.optim.muon import Muon
 from armature.parallel import apply, blocks, gradients, initialization, process_group, randomness
 from armature.parallel.distributed_matrices import DistributedMatrices
-from armature.parallel.gathered import Gathered
 from armature.parallel.targets import TargetWeights
 from armature.strategies import metric_objects
 from armature.strategies.checkpoints import CheckpointMixin
@@ -61,12 +60,10 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
             they are used.
         bubble_share: share of a step in which the pipeline's schedule leaves a rank idle; 0 without
             a pipeline.
-        gathered: what this rank has gathered of sharded weights; nothing under other strategies.
     """
 
     bubble_share: float = 0.0
     replicates_weights: bool = False
-    gathered: Gathered = Gathered()
     fetches_weights: bool = False
     held: Callable[[str], bool] = staticmethod(lambda name: False)
     draws_all: bool = True
@@ -169,8 +166,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
             if getattr(trainer, "begins_random_streams", False):
                 self.random_state.begin(seed=self.seed, stream=self.rng_stream)
                 # weights that `on_fit_start` or `on_train_start` draws are alike on every rank
-                if not self.sharded:
-                    randomness.begin(seed=self.seed, stream=randomness.OF_ALL_RANKS)
+                randomness.begin(seed=self.seed, stream=randomness.OF_ALL_RANKS)
             else:
                 randomness.begin(seed=self.seed, stream=self.rng_stream)
 
@@ -180,6 +176,21 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
             return
         models = models_of(self.module)
         self.imported = {name: self._names_to_import(name, model) for name, model in models}
+        self._name_imported(models)
+        self._count()
+        self.build(self.module)
+        # else Lightning converts the module after a checkpoint is loaded, whose weights of 64-true
+        # fp32 would round
+        self.precision_plugin.convert_module(self.module)
+        for name, model in models:
+            if self.imported[name]:
+                huggingface.read(model, self.imported[name])
+        self.first_sizes = state.buffer_sizes(self.module)
+        if self.initial_weights is not None:
+            self.load_initial_weights(self.initial_weights)
+        self.module.__dict__["_armature_built"] = True
+
+    def _name_imported(self, models: Sequence[tuple[str, nn.Module]]) -> None:
         params = dict(self.module.named_parameters(remove_duplicate=False))
         names = {f"{name}.{own}" for name, names in self.imported.items() for own in names}
         filled = {params[name] for name in names if name in params}
@@ -194,18 +205,6 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
             name for name, param in params.items()
             if param in filled and not param.requires_grad and name.startswith(adapted)
         }  # fmt: skip
-        self._count()
-        self.build(self.module)
-        # else Lightning converts the module after a checkpoint is loaded, whose weights of 64-true
-        # fp32 would round
-        self.precision_plugin.convert_module(self.module)
-        for name, model in models:
-            if self.imported[name]:
-                huggingface.read(model, self.imported[name])
-        self.first_sizes = state.buffer_sizes(self.module)
-        if self.initial_weights is not None:
-            self.load_initial_weights(self.initial_weights)
-        self.module.__dict__["_armature_built"] = True
 
     def _count(self) -> None:
         left_out = self.frozen_base if self.base is not None else ()

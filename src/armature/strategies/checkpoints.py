@@ -28,7 +28,7 @@ from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import ConfigError
 from armature.finetune import base
 from armature.models.adapters import is_adapter
-from armature.parallel import dtensors, process_group
+from armature.parallel import process_group
 from armature.parallel.randomness import RankRandomState
 from armature.strategies.layout import LayoutMixin
 from armature.training import epoch_start
@@ -158,7 +158,6 @@ class CheckpointMixin(LayoutMixin):
             raise TypeError(
                 f"storage_options must be a CheckpointWriter or None. Got {storage_options!r}"
             )
-        dtensors.check_parts()  # the change of a row in the last hook before a save
         if storage_options is None:
             # ModelCheckpoint's holds a metric of this rank
             filepath = process_group.broadcast_object(filepath)

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from armature.checkpoint import optimizers, plain, state, storage
-from armature.parallel import copies, ties
+from armature.parallel import sharded, ties
 from armature.strategies.base import StrategyMixin
 from armature.strategies.gradients import StepPrecision
 
@@ -141,7 +141,7 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         if built:
             self.return_to_device()  # the weights that stage 3 keeps whole
         elif self.zero_stage_3:
-            copies.refuse_pickled_states(self.module, gathers=True)
+            sharded.refuse_pickled_states(self.module, gathers=True)
 
     @property
     @override

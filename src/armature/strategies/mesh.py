@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import lightning as L
@@ -24,16 +24,13 @@ from armature.errors import ConfigError
 from armature.parallel import (
     apply,
     batchnorm,
-    copies,
-    dtensors,
     gradients,
-    left_behind,
     mesh,
-    ties,
+    sharded,
+    units,
     whole_weights,
 )
 from armature.parallel.context import Positions
-from armature.parallel.gathered import Gathered
 from armature.parallel.split import Schedule
 from armature.strategies.base import StrategyMixin, models_of, move_others
 from armature.strategies.mesh_remedies import REMEDIES
@@ -60,9 +57,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             and fp32 with bf16 precision, fp16 and fp32 with 16-mixed, otherwise the weights' own.
         cpu_offload: keep sharded weights, gradients and optimizer state in the CPU's memory.
         prefetch: the number of units that are gathered ahead of the one that computes.
-        min_num_params: consecutive blocks form one unit until they have this many parameters
-            (counted on one rank of the tensor axis), because small messages are hardly faster than
-            larger ones. A smaller model is one unit, which stays gathered until backward.
+        min_num_params: of a unit (`parallel.units`), counted on one rank of the tensor axis. What
+            is smaller stays whole on every rank: small messages are hardly faster than larger ones.
         sequence_parallel: shard norms, and activations between blocks, over the tensor axis too, if
             the plan can; "auto": except on CPUs.
         async_tensor: let compiled blocks overlap the collectives of sharded positions with matrix
@@ -134,11 +130,11 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         }
         self.fetches_weights = cpu_offload
         self.applied: list[apply.ParallelizedModel] = []
-        self.gathered = Gathered()
+        self.averaged: gradients.AveragedGradients | None = None
         self.positions: Positions | None = None
         self.expert_ranks: DeviceMesh | None = None
         self._models: Sequence[tuple[str, nn.Module]] = ()
-        self._run_contexts, self._knows_hooks = ExitStack(), False
+        self._run_contexts = ExitStack()
         self.configure_mixin(seed, activation_checkpointing, compile, compile_mode, float8)
 
     @override
@@ -220,15 +216,10 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
     def build(self, module: L.LightningModule) -> None:
         # bf16-true: weights that are created from here on have this type
         self.precision_plugin.convert_module(module)
-        others = ("pipe", "context", "tensor")  # whose activations may be DTensors
-        weights_only = all(self.sizes[axis] == 1 for axis in others) and self.options["expert"] == 1
-        dtensors.support_user_code(watch_parts=weights_only)
-        copies.refuse_pickles()
-        self._check_hooks(sharded=False)
+        sharded.guard()
+        self._check_hooks()
         self._models = models = models_of(module)
         options = self._resolved(several=len(models) > 1)
-        if self.world_size > 1:
-            self._check_ties([name for name, _ in models])
         plans = {name: apply.plan_of(model) for name, model in models}
         if options.expert > 1 and not any(
             plan is not None and plan.experts for plan in plans.values()
@@ -240,7 +231,9 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             )
         if self.sync_batchnorm and self.data_size > 1:
             batchnorm.synchronize(module, group=mesh.data_group(self.device_mesh))
-        before = list(module.named_parameters())
+        attributes = {
+            name: {**vars(param)} for name, param in module.named_parameters(remove_duplicate=False)
+        }
         for name, model in models:
             applied = apply.parallelize(
                 model,
@@ -252,7 +245,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
                 imported=self.imported[name] | self._names_to_load(name, model),
                 positions=self.positions,
                 expert_ranks=self.expert_ranks,
-                gathered=self.gathered,
+                listed=isinstance(module.get_submodule(name.rpartition(".")[0]), units.LISTS),
             )
             if applied.runner is not None:
                 applied.runner.target_weights, applied.runner.loss_scale = (
@@ -261,12 +254,10 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
                 )
             self.applied.append(applied)
             whole_weights.accept(model)
-        dtensors.carry_attributes(before, module)
+        self._carry_attributes(attributes)
         if self.sizes["pipe"] > 1:
             for _, model in models:
-                copies.refuse_pickled_states(model)
-        elif options.expert == 1:  # else some are another rank's
-            self._check_left_behind(before)
+                sharded.refuse_pickled_states(model)
         self._replicate_others(
             module, {param for _, model in models for param in model.parameters()}
         )
@@ -279,60 +270,22 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
 
     @override
     def replicated_weights(self) -> dict[str, nn.Parameter]:
-        models = tuple(f"{name}." for name, _ in self._models)
-        return {
-            name: param
-            for name, param in self.module.named_parameters()
-            if not name.startswith(models)
-        }
+        if self.sizes["pipe"] > 1:
+            return {}
+        named = self.module.named_parameters()
+        return {name: param for name, param in named if not isinstance(param, DTensor)}
 
-    def _check_ties(self, models: Sequence[str]) -> None:
-        """Raise ConfigError if models share a weight: each is sharded by itself, so each would
-        train its own copy.
+    def _carry_attributes(self, attributes: dict[str, dict[str, Any]]) -> None:
+        """Give sharded weights the attributes of those whose place they took, such as
+        `_no_weight_decay` (S4, Mamba).
         """
-        for names in ties.find(self.module):
-            holders = {self.module.get_submodule(name.rpartition(".")[0]) for name in names}
-            if (
-                len(holders) > 1
-                and len(
-                    {
-                        next((model for model in models if name.startswith(f"{model}.")), "")
-                        for name in names
-                    }
-                )
-                > 1
-            ):
-                raise ConfigError(
-                    f"{type(self.module).__name__}: {names[0]} and {names[1]} are one weight in "
-                    "two models, which "
-                    f"{self.layout} shards separately: it would become two. Put both into one "
-                    "module that calls them "
-                    "in its forward, or type strategy=ddp."
-                )
-
-        ties.require_one_parameter(self.module, layout=self.layout)
-
-    def _check_left_behind(self, before: list[tuple[str, nn.Parameter]]) -> None:
-        """Raise ConfigError if the module or a callback keeps weights that the sharded ones have
-        replaced.
-        """
-        callbacks = {type(each).__name__: each for each in self.module.trainer.callbacks}  # pyright: ignore[reportAttributeAccessIssue]
-        replaced = left_behind.names_of(self.module, before)
-        for place, name in left_behind.find({"self": self.module, **callbacks}, replaced).items():
-            raise ConfigError(
-                f"{type(self.module).__name__}: {place} is {name} as it was before {self.layout} "
-                "sharded it. What is "
-                "read there stays as it is, and what is written is lost. Take weights from "
-                "self.parameters() in "
-                "configure_optimizers, on_fit_start or later, or type strategy=ddp."
-            )
+        for name, param in self.module.named_parameters(remove_duplicate=False):
+            vars(param).update({**attributes.get(name, {}), **vars(param)})
 
     def _replicate_others(
         self, module: L.LightningModule, sharded: set[torch.nn.Parameter]
     ) -> None:
-        """Average the gradients of parameters that no model holds; each rank has the whole of
-        them.
-        """
+        """Average the gradients of weights that every rank has the whole of."""
         move_others(
             module,
             {part for _, model in models_of(module) for part in model.modules()},
@@ -346,8 +299,10 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
                 f"no stage of the pipeline owns them: {', '.join(others)}. Move them into the "
                 "model."
             )
-        if self.data_size > 1:
-            gradients.average(others.values(), group=mesh.data_group(self.device_mesh))
+        if mesh.data_mesh(self.device_mesh).size() > 1:
+            self.averaged = gradients.AveragedGradients(mesh.data_group(self.device_mesh))
+            whole = [param for param in module.parameters() if not units.is_sharded(param)]
+            self.averaged.add(whole if self.sizes["pipe"] == 1 else ())
 
     def _resolved(self, *, several: bool) -> apply.Options:
         """Return the options, with values in place of None.
@@ -384,7 +339,6 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         if self.sizes["tensor"] > 1:
             self._run_contexts.enter_context(loss_parallel())  # backward needs it too
         super().setup(trainer)
-        self._run_contexts.enter_context(self._gathers())  # for hooks
 
     @override
     def model_to_device(self) -> None:
@@ -410,132 +364,83 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         if not unfrozen:
             return  # FSDP may still reduce them later
         for part in (part for applied in self.applied for part in applied.parts):
-            dtensors.learn_gradient_types(part)
-        if self.data_size > 1:
-            others = [param for param in unfrozen if not isinstance(param, DTensor)]
-            gradients.average(others, group=mesh.data_group(self.device_mesh))
+            apply.learn_gradient_types(part)
+        if self.averaged is not None:
+            self.averaged.add(param for param in unfrozen if not units.is_sharded(param))
         self._reduced = [
             (param, reduced or param.requires_grad) for param, reduced in self._reduced
         ]
 
-    def _gathers(self, *, evaluates: bool = False) -> AbstractContextManager[None]:
-        """Let user code use weights outside of their model's forward, if they are sharded over data
-        ranks alone; else it is an error.
-        """
-        if self.data_size * self.sizes["context"] == 1:
-            return nullcontext()
-        alone = self.sizes["pipe"] == self.sizes["tensor"] == 1 and self.compile == "none"
-        possible = alone and not self.options["cpu_offload"]
-        return dtensors.gathers(evaluates=evaluates, possible=possible)
-
     @contextmanager
     @override
-    def _step_context(self, *, evaluates: bool = False) -> Iterator[None]:
-        with self._gathers(evaluates=evaluates):
-            try:
-                yield
-            except Exception as error:
-                if (remedy := self.remedy(error)) is None:
-                    raise
-                raise ConfigError(
-                    f"{type(self.module).__name__}, {self.layout}: {remedy}"
-                ) from error
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._knows_hooks:
-            self._check_hooks(sharded=True)
-            self._check_sparse()
-            for part in (
-                part for applied in self.applied for part in applied.parts if self.compile == "none"
-            ):
-                dtensors.refuse_functional_calls(part)
-            self._knows_hooks = True
-        dtensors.check_parts()
-        self.gathered.forget()
-        output = dtensors.with_whole_loss(super().training_step(*args, **kwargs))
-        self.gathered.require_unchanged(self.module, layout=self.layout)
-        return output
-
-    @override
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        self.gathered.require_unchanged(self.module, layout=self.layout)
-        super().pre_backward(closure_loss)
+    def _step_context(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if (remedy := self.remedy(error)) is None:
+                raise
+            raise ConfigError(f"{type(self.module).__name__}, {self.layout}: {remedy}") from error
 
     @override
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], *args: Any,
         **kwargs: Any,
     ) -> Any:  # fmt: skip
-        def step_and_hooks() -> Any:
-            with self._gathers():
-                return closure()
+        with ExitStack() as stack:
 
-        with dtensors.as_torch():
-            result = super().optimizer_step(optimizer, step_and_hooks, *args, **kwargs)
-        self.gathered.require_reduced(self.module, optimizer, layout=self.layout)
+            def compute_and_split() -> Any:
+                result = closure()
+                stack.enter_context(gradients.split_groups(optimizer))
+                return result
+
+            result = super().optimizer_step(optimizer, compute_and_split, *args, **kwargs)
+        for applied in self.applied if self.sizes["pipe"] == 1 else ():
+            apply.reshard(applied.parts[0])
         return result
 
-    def _check_sparse(self) -> None:
-        """Raise ConfigError if a sharded weight would have sparse gradients, which no DTensor can
-        hold.
+    def _check_hooks(self) -> None:
+        """Raise ConfigError if hooks of weights would never be called: these axes replace the
+        weights.
         """
-        for name, part in self.module.named_modules():
-            if getattr(part, "sparse", False) is True and isinstance(
-                getattr(part, "weight", None), DTensor
-            ):
-                raise ConfigError(
-                    f"{name}: {type(part).__name__}(sparse=True) has gradients that cannot be "
-                    "sharded, under "
-                    f"{self.layout}. Type strategy=ddp, or build it with sparse=False and an "
-                    "optimizer such as AdamW."
-                )
-
-    def _check_hooks(self, *, sharded: bool) -> None:
-        """Raise ConfigError if hooks of weights would never be called."""
-        carried = self.sizes["tensor"] == self.options["expert"] == 1
-        divided = self.data_size * self.sizes["context"] > 1
-        if not divided and (carried or sharded):  # DTensors of the tensor axis alone call them
+        if self.sizes["pipe"] == self.sizes["tensor"] == self.options["expert"] == 1:
             return
-        if names := dtensors.names_with_lost_hooks(self.module, sharded=sharded, carried=carried):
-            remedy = "Change the gradient in on_after_backward, or type strategy=ddp."
-            if carried:
-                remedy += (
-                    " Or call register_hook in __init__ or configure_model; not "
-                    "register_post_accumulate_grad_hook."
+        for name, param in self.module.named_parameters():
+            if param._backward_hooks or param._post_accumulate_grad_hooks:
+                raise ConfigError(
+                    f"{type(self.module).__name__}: {name} has a hook that {self.layout} would "
+                    "never call. Change the gradient in on_after_backward, or type strategy=fsdp."
                 )
-            raise ConfigError(
-                f"{type(self.module).__name__}: {', '.join(names[:3])} has a hook that "
-                f"{self.layout} would never call. "
-                f"{remedy}"
-            )
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step_context(evaluates=True):
+        with self._step_context():
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step_context(evaluates=True):
+        with self._step_context():
             return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step_context(evaluates=True):
+        with self._step_context():
             return super().predict_step(*args, **kwargs)
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
         parts = [] if self.reduce_every_microbatch or self.sizes["pipe"] > 1 else self.applied
-        units = [
+        switched = [
             part for applied in parts for part in applied.parts if isinstance(part, FSDPModule)
         ]
-        for unit in units:
-            unit.set_requires_gradient_sync(False)
+        for part in switched:
+            part.set_requires_gradient_sync(False)
+        if self.averaged is not None:
+            self.averaged.enabled = False
         try:
             yield
         finally:
-            for unit in units:
-                unit.set_requires_gradient_sync(True)
+            for part in switched:
+                part.set_requires_gradient_sync(True)
+            if self.averaged is not None:
+                self.averaged.enabled = True

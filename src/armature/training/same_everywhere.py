@@ -168,7 +168,6 @@ def _close(one: float, other: float) -> bool:
 
 def _facts(trainer: L.Trainer, strategy: StrategyMixin) -> dict[str, Any]:
     facts: dict[str, Any] = {"the global step": completed_batches(trainer)}
-    facts["the order of modules that gather sharded weights"] = strategy.gathered.order
     for number, optimizer in enumerate(trainer.optimizers):
         name = f"{type(optimizer).__name__} {number}"
         facts[f"the number of steps of {name}"] = strategy.steps_made[optimizer]

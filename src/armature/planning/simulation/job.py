@@ -26,7 +26,6 @@ from armature import worker
 from armature.errors import ConfigError
 from armature.finetune import check as pretrained
 from armature.layout import Layout
-from armature.parallel import dtensors
 from armature.planning import memory
 from armature.planning.devices import Device
 from armature.planning.simulation import hooks, operators, order, settings, substitutes
@@ -124,7 +123,6 @@ def _simulate(
         return data
 
     worker.adapter.build = build_data
-    dtensors.WATCHED_FORWARDS = 0  # whose sums are of the first steps alone
     stop = StopOnSignal(max_seconds=None, deadline=None)
     with ExitStack() as modes:
         mode = modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))

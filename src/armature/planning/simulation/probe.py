@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from armature.checkpoint import optimizers
-from armature.parallel import dtensors
 from armature.planning.simulation.meter import Meter
 from armature.planning.simulation.order import Recorder
 from armature.training.run_hooks import RunHooks
@@ -28,8 +27,7 @@ def _create_state(optimizer: Optimizer) -> None:
         group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
         for param in group["params"]:
             param.grad = torch.zeros_like(param) if param.requires_grad else None
-    with dtensors.as_torch():  # hooks, in which this runs, have rules of their own
-        optimizer.step()
+    optimizer.step()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     optimizer.zero_grad()

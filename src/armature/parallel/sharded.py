@@ -1,0 +1,138 @@
+"""What torch does to sharded weights wrongly and in silence: here it is right, or an error that
+names `armature.whole_weights`.
+
+These are the only changes of DTensor for the whole process.
+"""
+
+# pyright: reportPrivateImportUsage=false
+from __future__ import annotations
+
+import copyreg
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from armature.errors import ConfigError, place_of_call
+from armature.parallel import units
+from armature.parallel.gradients import local_part
+
+MIXED = "mixed torch.Tensor and DTensor"  # in torch's error for an operation of both
+
+
+def guard() -> None:
+    """Change what DTensor does in silence.
+
+    `p.data = x` would change nothing. `float(p.norm())` would read this rank's part. A plain tensor
+    of one element beside a sharded one would count as the same on all ranks. `torch.save` would
+    write this rank's part. `clip_grad_norm_` would refuse a list of sharded and whole weights.
+    """
+    DTensor.data = property(Tensor.data.__get__, _assign)  # pyright: ignore[reportAttributeAccessIssue]
+    DTensor.norm = _norm
+    copyreg.pickle(DTensor, _refuse)
+    dispatcher = DTensor._op_dispatcher
+    handlers, aten = dispatcher._custom_op_handlers, torch.ops.aten
+    handlers[aten._local_scalar_dense.default] = _read
+    handlers[aten._foreach_norm.Scalar] = _norms
+    handlers[aten._foreach_mul_.Tensor] = _multiply
+    dispatcher._try_replicate_spec_for_scalar_tensor = _replicate  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@torch.no_grad()
+def _assign(target: DTensor, value: Tensor) -> None:
+    same = (
+        isinstance(value, DTensor) and value.shape == target.shape and value.dtype == target.dtype
+    )
+    if not same:
+        raise ConfigError(
+            f"param.data = …: the weight of {tuple(target.shape)}, {target.dtype}, is sharded over "
+            f"ranks, and the value is a {type(value).__name__} of {tuple(value.shape)}, "
+            f"{value.dtype}. Assign it within `with armature.whole_weights(self):`."
+        )
+    target.copy_(value)  # in place: FSDP's own flat shard shares this memory
+
+
+def _read(op: Any, args: tuple[DTensor], kwargs: Any) -> Any:
+    return args[0].full_tensor().item()
+
+
+def _norm(self: DTensor, *args: Any, **kwargs: Any) -> Tensor:
+    # an ordinary number, as Lightning's grad_norm needs it for torch.tensor([…])
+    norm = Tensor.norm(self, *args, **kwargs)
+    return norm.full_tensor() if isinstance(norm, DTensor) and norm.ndim == 0 else norm
+
+
+def _norms(op: Any, args: tuple[Any, ...], kwargs: Any) -> list[Tensor]:
+    each = [torch.linalg.vector_norm(tensor, *args[1:], **kwargs) for tensor in args[0]]
+    return [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in each]
+
+
+def _multiply(op: Any, args: tuple[list[Tensor], Tensor], kwargs: Any) -> None:
+    factor = args[1].full_tensor() if isinstance(args[1], DTensor) else args[1]
+    torch._foreach_mul_([local_part(tensor) for tensor in args[0]], factor)
+
+
+_torchs = DTensor._op_dispatcher._try_replicate_spec_for_scalar_tensor
+
+
+def _replicate(op: Any, tensor: Tensor, mesh: DeviceMesh) -> Any:
+    """Let a plain number stand beside sharded weights where no gradient is computed, as in an
+    average: there it is the same on all ranks.
+    """
+    over_data = units.crosses_data(mesh)
+    if over_data and (tensor.ndim or torch.is_grad_enabled()):
+        raise RuntimeError(f"{op}: got {MIXED}.")
+    return _torchs(op, tensor, mesh)
+
+
+def refuse_pickled_states(module: nn.Module, *, gathers: bool = False) -> None:
+    """Let torch.save and pickle refuse state dicts of a module and its parts, of which each rank
+    has plain tensors.
+
+    A stage of a pipeline has the weights of its blocks, and ZeRO-3 leaves weights empty between
+    steps. A part without weights, such as a metric, is whole.
+
+    Args:
+        gathers: weights are whole at times, as within ZeRO-3's GatheredParameters; then nothing is
+            refused.
+    """
+    for part in module.modules():
+        if next(part.parameters(), None) is not None:
+            part.register_state_dict_post_hook(_mark_unless_whole if gathers else _mark)
+
+
+def _mark_unless_whole(
+    module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]
+) -> None:
+    if any(
+        param.numel() != getattr(param, "ds_numel", param.numel()) for param in module.parameters()
+    ):
+        _mark(module, state_dict, prefix, local_metadata)
+
+
+def _mark(module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]) -> None:
+    local_metadata["of_one_rank"] = _OfOneRank()  # torch keeps it as an attribute of the state dict
+
+
+class _OfOneRank:
+    def __deepcopy__(self, memo: Any) -> _OfOneRank:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse(self, protocol)
+
+
+def _refuse(part: DTensor | _OfOneRank, protocol: Any = None) -> NoReturn:
+    what = (
+        f"a tensor of size {tuple(part.shape)}" if isinstance(part, DTensor) else "this state dict"
+    )
+    raise ConfigError(
+        f"{place_of_call() or 'torch.save'}: {what} is sharded over ranks, and a file or pickle "
+        "would hold this rank's part of it. On all ranks, type weights = "
+        'armature.full_state_dict(self), with prefix="net." for the weights of self.net, and save '
+        "these on rank 0; or write the file on rank 0 within `with armature.whole_weights(self):`; "
+        'or trainer.save_checkpoint("x.ckpt"). The run\'s own checkpoints hold everything: '
+        "armature.load and scripts/convert.py read them."
+    )
