@@ -281,9 +281,9 @@ def example_input(args: argparse.Namespace, cfg: Any, module: Any) -> Any:
         return batch
     if module.example_input_array is not None:
         return module.example_input_array
-    from armature.data import adapter
+    from armature.data import users_feed
 
-    batch = first_batch(adapter.build(cfg))
+    batch = first_batch(users_feed.build(cfg))
     inputs = (
         batch.get("inputs")
         if isinstance(batch, dict)
@@ -323,13 +323,14 @@ def refuse_unfit(typed: str, module: Any, batch: Any) -> None:
         ) from error
 
 
-def first_batch(data: Any) -> Any:
+def first_batch(feed: Any) -> Any:
     """Return the first batch of validation, or of training if there is none."""
     from lightning.pytorch import LightningDataModule
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
-    data.prepare_data()
-    data.setup("fit")
+    data = feed.data
+    feed.prepare_data()
+    feed.set_up("fit")
     found = (
         data.val_dataloader() if is_overridden("val_dataloader", data, LightningDataModule) else []
     )

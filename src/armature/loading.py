@@ -30,13 +30,13 @@ from armature.checkpoint import (
     state,
     storage,
 )
-from armature.data import adapter
-from armature.data.base import DataModule
+from armature.data import users_feed
 from armature.data.memory import is_missing
 from armature.errors import ConfigError, by_user, error_line, place_of
 from armature.finetune import base
 from armature.finetune import check as pretrained
 from armature.parallel import initialization
+from armature.training.progress import feed_of
 from armature.validation import targets, values
 from armature.validation.overrides import apply as apply_overrides
 from armature.validation.signatures import accepted
@@ -217,11 +217,9 @@ def build_task(cfg: DictConfig, **arguments: Any) -> L.LightningModule:
     return task
 
 
-def load_data(cfg: DictConfig) -> DataModule:
-    """Return the data module of a run's configuration, with what the run saved for it, such as its
-    classes.
-    """
-    data = adapter.build(cfg)
+def load_data(cfg: DictConfig) -> Any:
+    """Return the feed of a run's configuration, with what the run saved for it: its classes."""
+    data = users_feed.build(cfg)
     data.load_assets(Path(cfg.run.dir))
     return data
 
@@ -314,6 +312,10 @@ class WithWeights(SingleDeviceStrategy):
     def __init__(self, device: torch.device, read: Callable[[], dict[str, Any]]) -> None:
         super().__init__(device)
         self._read_weights = read
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        return feed_of(self.lightning_module.trainer).replace(dataloader)  # pyright: ignore[reportOptionalMemberAccess]
 
     @override
     def setup(self, trainer: L.Trainer) -> None:

@@ -30,8 +30,7 @@ from armature import config, loggers, run_dir
 from armature.checkpoint import directory as checkpoint_directory
 from armature.checkpoint import resume, storage
 from armature.checkpoint.state import holds, is_weights_only
-from armature.data import adapter, batching, memory
-from armature.data.base import DataModule
+from armature.data import batching, memory, users_feed
 from armature.data.labels import LabeledData
 from armature.errors import EXIT_CONFIG, ConfigError, EndedByCode
 from armature.finetune import check as pretrained
@@ -74,7 +73,8 @@ class Run:
     """The objects that a run is made of."""
 
     cfg: DictConfig
-    data: Any
+    data: L.LightningDataModule
+    feed: Any  # of the data (data/feed.py)
     task: L.LightningModule
     trainer: Trainer
     checkpoint: Path | None  # to resume from
@@ -117,14 +117,12 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     """Build the objects that a configuration names."""
     directory = Path(cfg.run.dir)
     layout = Layout.of(cfg)
-    data = adapter.build(micro_batch.decided(cfg))
-    hook_check.check(
-        data.module if isinstance(data, adapter.PlainData) else data, base=L.LightningDataModule
-    )
+    data = users_feed.build(micro_batch.decided(cfg))
+    hook_check.check(data.data, base=L.LightningDataModule)
     checkpoint = _checkpoint_to_resume(cfg, directory)
-    with memory.reporting(f"the data of {type(data).__name__}", data):
+    with memory.reporting(f"the data of {type(data.data).__name__}", data.data):
         _prepare(data)
-        data.setup("fit")
+        data.set_up("fit")
         _number_classes(cfg, data, checkpoint, directory)
     log_file = directory / "logs" / f"rank_{environment.rank():04d}.log"
     watchdog = Watchdog(cfg.launch.hang_timeout, log=log_file)  # preparing data may take any time
@@ -198,6 +196,7 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
         step_log,
         same,
         BeginAverages(),
+        *([data] if isinstance(data, L.Callback) else []),
     ]
     trainer = Trainer(
         strategy=strategy,
@@ -224,7 +223,8 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     )
     return Run(
         cfg=cfg,
-        data=data,
+        data=data.data,
+        feed=data,
         task=task,
         trainer=trainer,
         checkpoint=checkpoint,
@@ -239,7 +239,7 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     )
 
 
-def _plan_batches(data: DataModule, data_ranks: int) -> batching.Batches:
+def _plan_batches(data: Any, data_ranks: int) -> batching.Batches:
     """Plan the batches. A step takes at most one epoch, so that each epoch has its own end."""
     typed, size, micro = data.global_batch_size, data.train_size, data.micro_batch_size
     if size < typed:
@@ -258,7 +258,7 @@ def _plan_batches(data: DataModule, data_ranks: int) -> batching.Batches:
     return batching.plan_batches(data.global_batch_size, micro, data_ranks)
 
 
-def _prepare(data: DataModule) -> None:
+def _prepare(data: Any) -> None:
     """Prepare the data: on all ranks at once if they lock what they write, else on one, as
     Lightning does.
     """
@@ -272,9 +272,7 @@ def _prepare(data: DataModule) -> None:
         process_group.on_all_ranks(data.prepare_data if chosen else lambda: None, group=group)
 
 
-def _number_classes(
-    cfg: DictConfig, data: DataModule, checkpoint: Path | None, directory: Path
-) -> None:
+def _number_classes(cfg: DictConfig, data: Any, checkpoint: Path | None, directory: Path) -> None:
     """Let classes have the numbers that the weights know them by. Raises ConfigError."""
     if checkpoint is None:
         if found := pretrained.number_classes(cfg, data):
@@ -283,7 +281,7 @@ def _number_classes(
         data.keep_numbers(directory)
 
 
-def _save_assets(data: DataModule, directory: Path, trainer: L.Trainer) -> None:
+def _save_assets(data: Any, directory: Path, trainer: L.Trainer) -> None:
     """Save what using the model needs: once a checkpoint that does not fit the data has been
     refused.
     """
@@ -328,7 +326,7 @@ def fit_and_test(run: Run) -> None:
     preview = preview_of(run.task) if reason == "finished" and can_sample(trainer) else None
     if preview is not None and (strategy := StrategyMixin.find(trainer)) is not None:
         strategy.return_to_device()
-    baselines = getattr(type(run.data), "baselines", None)  # not a user's attribute of that name
+    baselines = getattr(type(run.feed), "baselines", None)  # not a user's attribute of that name
     outcome = report.Outcome(
         cfg=cfg,
         trainer=trainer,
@@ -341,7 +339,7 @@ def fit_and_test(run: Run) -> None:
         best_score=run.checkpointing.best_score,
         seconds=time.monotonic() - started,
         preview=preview and preview(),
-        baselines=baselines(run.data) if baselines else [],
+        baselines=baselines(run.feed) if baselines else [],
     )
     report.finish(outcome, run.display, run.samples)
 

@@ -25,8 +25,7 @@ def reads_ahead(data: Any, *, workers: bool) -> bool:
     A dataset of users, such as a replay buffer, may change with each step. Worker processes read
     ahead anyway.
     """
-    users = getattr(data, "module", data)  # a PlainData's
-    return workers or type(users).__module__.startswith("armature.")
+    return workers or type(data).__module__.startswith("armature.")
 
 
 def sees_batches_off_device(owner: Any) -> bool:

@@ -207,7 +207,7 @@ def _simulate(
     substitutes.experts_load(meter, load=expert_load)
     process.quiet()
     torch.set_float32_matmul_precision(cfg.trainer.matmul_precision)
-    adapter_build = worker.adapter.build
+    adapter_build = worker.users_feed.build
 
     def build_data(cfg: DictConfig) -> Any:
         data = hooks.with_values(adapter_build)(cfg)
@@ -215,7 +215,7 @@ def _simulate(
         data.global_batch_size = _few_micro_batches(data, layout)
         return data
 
-    worker.adapter.build = build_data
+    worker.users_feed.build = build_data
     dtensors.WATCHED_FORWARDS = 0  # whose sums are of the first steps alone
     stop = StopOnSignal(max_seconds=None, deadline=None)
     with ExitStack() as modes:
@@ -309,7 +309,7 @@ def _report(
     notes: list[str],
 ) -> Report:
     strategy: Any = StrategyMixin.find(run.trainer) or run.trainer.strategy
-    data, world_size = run.data, layout.world_size
+    data, world_size = run.feed, layout.world_size
     repeats = (data.simulated_of - data.global_batch_size) // max(
         1, _micro(data, layout) * layout.data_ranks
     )
@@ -392,4 +392,4 @@ def _model_flops(run: worker.Run, probe: Probe) -> float | None:
         key: torch.empty(batch[key].shape, dtype=batch[key].dtype, device="meta") for key in batch
     }
     found = flops.flops_per_sample(make, shapes["inputs"], shapes.get("targets"))
-    return None if found is None else found * run.data.simulated_of
+    return None if found is None else found * run.feed.simulated_of

@@ -35,6 +35,7 @@ from armature.strategies import metric_objects
 from armature.strategies.buckets import BucketOrder
 from armature.strategies.checkpoints import CheckpointMixin
 from armature.strategies.gradients import GradientMixin
+from armature.training.progress import feed_of
 
 
 class StrategyMixin(GradientMixin, CheckpointMixin):
@@ -132,6 +133,11 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         """
         backend = getattr(self, "process_group_backend", None) or "auto"
         process_group.init(backend, self.root_device.type, alone=True)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        feed = feed_of(self.lightning_module.trainer)  # pyright: ignore[reportOptionalMemberAccess]
+        return feed.replace(dataloader) if hasattr(type(feed), "replace") else dataloader
 
     @override
     def setup_environment(self) -> None:

@@ -16,10 +16,10 @@ def completed_batches(trainer: Trainer) -> int:
     return trainer.global_step if completed is None else completed
 
 
-def data_of(trainer: Trainer) -> Any:
-    """Return the data module that trains, or None.
-
-    `trainer.datamodule` is the user's if that is a plain one.
+def feed_of(trainer: Trainer) -> Any:
+    """Return what holds the position in the training data: a callback for a plain data module, else
+    the data module itself.
     """
-    own = getattr(trainer, "run_data", None)
-    return getattr(trainer, "datamodule", None) if own is None else own
+    callbacks: Any = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    feeds = (each for each in callbacks if hasattr(type(each), "samples_seen"))
+    return next(feeds, getattr(trainer, "datamodule", None))

@@ -22,7 +22,7 @@ from armature.training.display import Display
 from armature.training.errors import peak_bytes
 from armature.training.limits import Limits
 from armature.training.not_finite import FILE, NotFiniteGuard
-from armature.training.progress import completed_batches, data_of
+from armature.training.progress import completed_batches, feed_of
 from armature.training.samples import Samples
 from armature.training.step_log import StepLog
 from armature.training.trainer import Trainer
@@ -51,7 +51,7 @@ def start_line(
         f"{_parameters(trainer, strategy)} · {cfg.run.dir}"
     )
     divided = batches.micro_batch_size < batches.global_batch_size
-    if divided and (sampler := getattr(data_of(trainer), "drawn_together", None)):
+    if divided and (sampler := getattr(feed_of(trainer), "drawn_together", None)):
         held_out = ", in validation as well" if batches.data_ranks > 1 else ""
         line += (
             f"\neach batch of {sampler} is divided: collate_fn and the step get "
@@ -79,7 +79,7 @@ def _parameters(trainer: Trainer, strategy: StrategyMixin | None) -> str:
 
 
 def _batch_note(trainer: Trainer) -> str:
-    return getattr(data_of(trainer), "batch_note", "")
+    return getattr(feed_of(trainer), "batch_note", "")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from armature.checkpoint import changes, plain, schedules
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
 from armature.training import epoch_metrics, epoch_start, schedule_ends, user_state
-from armature.training.progress import completed_batches, data_of
+from armature.training.progress import completed_batches, feed_of
 from armature.training.trainer import Trainer as OurTrainer
 
 # what ModelCheckpoint itself does not save: whether it saves after the next validation, and when it
@@ -195,7 +195,7 @@ class RestoreProgress(Callback):
         schedule_ends.check(trainer, self._schedules)
         for each in _model_checkpoints(trainer):
             vars(each).update(self._model_checkpoints.get(each.state_key, {}))
-        data = data_of(trainer)
+        data = feed_of(trainer)
         epoch, position = divmod(data.samples_seen, data.train_size)
         batches = position // data.global_batch_size * trainer.accumulate_grad_batches
         closing = not batches and self._epoch < epoch

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from armature import hardware
 from armature.training.metrics_csv import MetricsCSV
-from armature.training.progress import data_of
+from armature.training.progress import feed_of
 
 MAX_DATA_WAIT = 0.05  # share of the time; a longer wait for data is reported
 UNAVOIDABLE_SECONDS = 1e-3  # per batch: receiving one from another process takes as long
@@ -202,7 +202,7 @@ class DataWaitWarning:
 def remedy(trainer: Trainer) -> str:
     """Return what to type against waiting for data."""
     cpus = hardware.cpu_count() // max(1, trainer.num_devices)
-    datamodule = data_of(trainer)
+    datamodule = feed_of(trainer)
     loader: Any = datamodule if hasattr(datamodule, "num_workers") else trainer.train_dataloader
     key = "data.num_workers" if loader is datamodule else "your DataLoader's num_workers"
     workers = getattr(loader, "num_workers", 0)

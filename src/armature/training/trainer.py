@@ -16,10 +16,10 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 from lightning.pytorch.trainer.states import RunningStage
 from typing_extensions import override
 
-from armature.data.users_view import UsersTrainer
 from armature.strategies.base import StrategyMixin
 from armature.training import epoch_metrics
 from armature.training.fit_loop import FitLoop
+from armature.training.guarded_steps import guard_trainer
 from armature.training.loops import EpochLoop
 
 log = logging.getLogger(__name__)
@@ -187,7 +187,7 @@ class LoggerConnector(_LoggerConnector):
             results.batch = results.batch_size = None
 
 
-class Trainer(UsersTrainer):
+class Trainer(L.Trainer):
     """Train as Lightning's Trainer does, with these differences:
 
     - training/stop.py handles signals, instead of handlers that enter collectives and may hang;
@@ -224,6 +224,7 @@ class Trainer(UsersTrainer):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        guard_trainer(self)
         self.failed = False
         limits = self.fit_loop  # fast_dev_run may have changed them
         self.fit_loop: FitLoop = FitLoop(
