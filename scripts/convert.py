@@ -250,9 +250,9 @@ def example_input(args: argparse.Namespace, cfg: Any, module: Any) -> Any:
         return batch
     if module.example_input_array is not None:
         return module.example_input_array
-    from armature.data import adapter
+    from armature.data import feed
 
-    batch = first_batch(adapter.build(cfg))
+    batch = first_batch(feed.build(cfg))
     inputs = (
         batch.get("inputs")
         if isinstance(batch, dict)
@@ -292,13 +292,14 @@ def refuse_unfit(typed: str, module: Any, batch: Any) -> None:
         ) from error
 
 
-def first_batch(data: Any) -> Any:
+def first_batch(feed: Any) -> Any:
     """Return the first batch of validation, or of training if there is none."""
     from lightning.pytorch import LightningDataModule
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
+    data = feed.data
     data.prepare_data()
-    data.setup("fit")
+    feed.set_up()
     found = (
         data.val_dataloader() if is_overridden("val_dataloader", data, LightningDataModule) else []
     )

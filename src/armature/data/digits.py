@@ -32,14 +32,13 @@ class DigitsData(DataModule):
     Args:
         shift: move training images by up to this many pixels in each direction; 0: do not move
             them.
-        loader: batch sizes and the other arguments of DataModule.
     """
 
     # read before launch
     model_sizes: ClassVar[dict[str, int]] = {"image_size": 8, "channels": 1, "classes": 10}
 
-    def __init__(self, *, shift: int = 1, **loader: Any) -> None:
-        super().__init__(**loader)
+    def __init__(self, *, shift: int = 1) -> None:
+        super().__init__()
         self.shift = shift
 
     @override

@@ -115,7 +115,6 @@ class ImageFolderData(LabeledData):
         margin: a training image is cropped at random from one this share larger; 0: no random crop.
         val_fraction, test_fraction: shares of the images, where there are no folders of these
             names.
-        loader: batch sizes and the other arguments of DataModule.
     """
 
     # read before launch
@@ -134,9 +133,8 @@ class ImageFolderData(LabeledData):
         margin: float = 0.125,
         val_fraction: float = 0.1,
         test_fraction: float = 0.1,
-        **loader: Any,
     ) -> None:
-        super().__init__(**loader)
+        super().__init__()
         self.path, self.size, self.flip, self.margin = Path(path).expanduser(), size, flip, margin
         self.mean, self.std = (
             list(mean or (0.485, 0.456, 0.406)),

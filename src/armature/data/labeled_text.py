@@ -82,7 +82,6 @@ class LabeledTextData(LabeledData):
         context: the most tokens of a text.
         multiple: T is the length of the batch's longest text, rounded up to a multiple of this.
         val_fraction, test_fraction: shares of the rows, drawn at random, always the same.
-        loader: batch sizes and the other arguments of DataModule.
     """
 
     model_sizes: ClassVar[dict[str, str]] = {"context": "context"}  # read before launch
@@ -99,9 +98,8 @@ class LabeledTextData(LabeledData):
         multiple: int = 8,
         val_fraction: float = 0.1,
         test_fraction: float = 0.1,
-        **loader: Any,
     ) -> None:
-        super().__init__(**loader)
+        super().__init__()
         if found := [
             f"data.{key}={value}: must be a whole number of at least 1."
             for key, value in (("context", context), ("multiple", multiple))

@@ -55,7 +55,6 @@ class TableData(LabeledData):
         classes: the target is a class: its values are numbered from 0 (`labels.ordered`). False:
             it is a number.
         val_fraction, test_fraction: shares of the rows, drawn at random, always the same.
-        loader: batch sizes and the other arguments of DataModule.
     """
 
     predict_split = "predict"  # all rows
@@ -69,9 +68,8 @@ class TableData(LabeledData):
         classes: bool = True,
         val_fraction: float = 0.1,
         test_fraction: float = 0.1,
-        **loader: Any,
     ) -> None:
-        super().__init__(**loader)
+        super().__init__()
         self.path = path if isinstance(path, str) else list(path)
         self.target, self.features = target, None if features is None else list(features)
         self.classes_are_targets = classes

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from armature.data.base import DataModule
+from armature.data.feed import Feed
 from armature.data.sampler import DrawnSampler
 from armature.doctor.finding import Finding, failure, ok
 
@@ -15,7 +15,7 @@ GROUP = "data"
 MOST_SAMPLES = 1_000_000  # of an epoch that is drawn whole
 
 
-def check(data: DataModule, *, ranks: int) -> Iterator[Finding]:
+def check(data: Feed, *, ranks: int) -> Iterator[Finding]:
     """Draw the first epoch of each of the data ranks, and compare."""
     if data.train_size > MOST_SAMPLES:
         yield ok(GROUP, f"{data.train_size:,} samples per epoch: too many to draw them all here.")
@@ -52,15 +52,15 @@ def coverage(drawn: list[NDArray[np.int64]], *, size: int) -> Iterator[Finding]:
         yield ok(GROUP, f"{ranks} the {size:,} samples of an epoch: each once.")
 
 
-def _first_epoch(data: DataModule, rank: int, ranks: int) -> NDArray[np.int64]:
+def _first_epoch(data: Feed, rank: int, ranks: int) -> NDArray[np.int64]:
     """Return the keys of the first epoch's samples that a data rank draws; the last step may reach
     into the next.
     """
-    data.__dict__["_rank_and_ranks"] = lambda: (rank, ranks)
+    data.__dict__["rank_and_ranks"] = lambda: (rank, ranks)
     try:
-        sampler = data._train_sampler()
+        sampler = data.train_sampler()
         keys = np.array([key for keys in sampler for key in keys], dtype=np.int64)
     finally:
-        del data.__dict__["_rank_and_ranks"]
+        del data.__dict__["rank_and_ranks"]
     places = sampler.size if isinstance(sampler, DrawnSampler) else 1
     return keys[keys < places * sampler.population]

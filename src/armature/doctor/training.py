@@ -51,7 +51,7 @@ def check(cfg: DictConfig, session: Session) -> None:
             "reading the order of the samples", seconds=session.deadlines.building, group="data"
         ):
             if session.rank == 0:
-                session.add(*order.check(run.data, ranks=Layout.of(cfg).data_ranks))
+                session.add(*order.check(run.feed, ranks=Layout.of(cfg).data_ranks))
         watch = Watch(session)
         callbacks: list[Any] = run.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         callbacks.remove(run.display)
@@ -61,7 +61,7 @@ def check(cfg: DictConfig, session: Session) -> None:
         with session.limit(
             "the first steps of training", seconds=session.deadlines.steps, group=GROUP
         ):
-            run.trainer.fit(run.task, datamodule=run.data)
+            run.trainer.fit(run.task, datamodule=run.feed.data)
             session.add(*watch.findings(run))
         if session.rank == 0:
             free = run_directory.free_bytes(cfg)

@@ -24,7 +24,7 @@ from armature.errors import NotFinite
 from armature.parallel import process_group
 from armature.parallel.gradients import local_part
 from armature.strategies.base import StrategyMixin
-from armature.training.progress import data_of
+from armature.training.progress import feed_of
 from armature.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class NotFiniteGuard(L.Callback):
         values: Mapping[str, float],
         ranks: Sequence[int],
     ) -> None:
-        step, data = row["step"], data_of(trainer)
+        step, data = row["step"], feed_of(trainer)
         # the position of the step's first sample
         samples = _samples(trainer, position=row["samples"] - data.global_batch_size)
         own = sorted({sample for rank in ranks for sample in samples[rank]})
@@ -128,7 +128,7 @@ def _only_tried(trainer: Trainer, strategy: StrategyMixin | None) -> bool:
 
 def _samples(trainer: Trainer, *, position: int) -> list[list[int]]:
     """Return the indices of the samples of the step at a position, by rank."""
-    own = data_of(trainer).indices_of_step(position)
+    own = feed_of(trainer).indices_of_step(position)
     return process_group.all_gather_object([index for indices in own for index in indices])
 
 

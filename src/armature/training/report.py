@@ -22,7 +22,7 @@ from armature.training.display import Display
 from armature.training.errors import peak_bytes
 from armature.training.limits import Limits
 from armature.training.not_finite import FILE, NotFiniteGuard
-from armature.training.progress import completed_batches, data_of
+from armature.training.progress import completed_batches, feed_of
 from armature.training.samples import Samples
 from armature.training.step_log import StepLog
 from armature.training.trainer import Trainer
@@ -69,7 +69,7 @@ def _parameters(trainer: Trainer, strategy: StrategyMixin | None) -> str:
 
 
 def _batch_note(trainer: Trainer) -> str:
-    return getattr(data_of(trainer), "batch_note", "")
+    return "" if (feed := feed_of(trainer)) is None else feed.batch_note
 
 
 @dataclass(frozen=True, kw_only=True)
