@@ -19,7 +19,6 @@ python scripts/convert.py lightning.ckpt outputs/converted/checkpoints/step=0000
 
 import argparse
 import difflib
-import itertools
 import math
 import sys
 from pathlib import Path
@@ -294,25 +293,11 @@ def refuse_unfit(typed: str, module: Any, batch: Any) -> None:
 
 def first_batch(feed: Any) -> Any:
     """Return the first batch of validation, or of training if there is none."""
-    from lightning.pytorch import LightningDataModule
-    from lightning.pytorch.utilities.model_helpers import is_overridden
-
-    data = feed.data
-    data.prepare_data()
+    feed.data.prepare_data()
     feed.set_up()
-    found = (
-        data.val_dataloader() if is_overridden("val_dataloader", data, LightningDataModule) else []
-    )
-    loaders = (
-        [*found.values()]
-        if isinstance(found, dict)
-        else found
-        if isinstance(found, list | tuple)
-        else [found]
-    )
-    for batch in itertools.chain.from_iterable(loaders):
-        return batch
-    return next(iter(data.train_dataloader()))
+    for loader in [*feed.loaders("val"), *feed.loaders("train")]:
+        for batch in loader:
+            return batch
 
 
 if __name__ == "__main__":

@@ -315,7 +315,8 @@ class WithWeights(SingleDeviceStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        return feed_of(self.lightning_module.trainer).replace(dataloader)  # pyright: ignore[reportOptionalMemberAccess]
+        found = feed_of(self.lightning_module.trainer)  # pyright: ignore[reportOptionalMemberAccess]
+        return dataloader if found is None else found.replace(dataloader)
 
     @override
     def setup(self, trainer: L.Trainer) -> None:

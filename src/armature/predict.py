@@ -176,8 +176,8 @@ class RowWriter(L.Callback):
         loaders = [*loaders.values()] if isinstance(loaders, dict) else loaders
         loaders = loaders if isinstance(loaders, (list, tuple)) else [loaders]
         if dataloader_idx not in self._samples:
-            reader = loaders[dataloader_idx].reader
-            self._samples[dataloader_idx] = [*reader.batch_sampler], reader.dataset.describe
+            loader = loaders[dataloader_idx]
+            self._samples[dataloader_idx] = [*loader.fed_by], loader.reader.dataset.describe
         batches, describe = self._samples[dataloader_idx]
         indices, names = batches[batch_idx], feed_of(trainer).assets.class_names
         found = rows(outputs, len(indices), owner=type(pl_module).__name__)

@@ -16,6 +16,7 @@ from typing import Any
 
 import lightning.pytorch as L
 from hydra.utils import get_object, instantiate
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
@@ -237,6 +238,7 @@ class Feed(L.Callback):
     @property
     def batches(self) -> Batches:
         """The batch arithmetic of this run. Raises ConfigError if the sizes do not divide."""
+        _ = self._train  # which may say the batch size
         return plan_batches(self.global_batch_size, self.micro_batch_size, self.rank_and_ranks()[1])
 
     @property
@@ -388,7 +390,7 @@ class Feed(L.Callback):
             ConfigError: no DataLoader, or one that cannot be fed.
         """
         split = self.trainer.state.stage.dataloader_prefix
-        whole = isinstance(getattr(loader, "batch_sampler", None), EpochSampler)
+        whole = isinstance(getattr(loader, "fed_by", None), EpochSampler)
         if (split == "train") != whole:
             if split != "train" or isinstance(loader, FedLoader):
                 return loader
@@ -398,12 +400,18 @@ class Feed(L.Callback):
             )
         if split == "train":
             loader = self._train.loader
-        elif isinstance(loader, Unchanged):
-            loader = loader.loader
         if id(loader) not in self._fed:
             made = self.train_loader() if split == "train" else self._evaluated(loader, split)
             self._fed[id(loader)] = loader, made
         return self._fed[id(loader)][1]
+
+    def loaders(self, split: str) -> list[FedLoader]:
+        """Return what replaces the loaders of a split, without a Trainer."""
+        if split == "train":
+            return [self.train_loader()]
+        name = f"{split}_dataloader"
+        found = getattr(self.data, name)() if is_overridden(name, self.data) else []
+        return [self._evaluated(e, split) for e in CombinedLoader(found, "sequential").flattened]
 
     def train_loader(self) -> FedLoader:
         """Return the loader of the training loop: this rank's batches from the position on."""
@@ -417,7 +425,7 @@ class Feed(L.Callback):
             )
         self._compare_ranks(self._train, "train")
         sampler = self.train_sampler(in_loop=True)
-        return self._loader(self._train, sampler, persistent=self._ours or None)
+        return self._loader(self._train, sampler, persistent=self._ours or None, in_loop=True)
 
     def share(self) -> FedLoader:
         """Return what hooks get as `trainer.train_dataloader`: this rank's batches of the whole
@@ -433,6 +441,7 @@ class Feed(L.Callback):
         return self._loader(self._train, EpochSampler(self.train_sampler), persistent=False)
 
     def _evaluated(self, loader: Any, split: str) -> FedLoader:
+        loader = loader.loader if isinstance(loader, Unchanged) else loader
         read, (rank, ranks) = self._read_loader(loader, split), self.rank_and_ranks()
         predicting = split == "predict"
         if not predicting:
@@ -454,7 +463,7 @@ class Feed(L.Callback):
 
     def _loader(
         self, read: ReadLoader, sampler: Any, *, persistent: bool | None = None,
-        predicting: bool = False,
+        predicting: bool = False, in_loop: bool = False,
     ) -> FedLoader:  # fmt: skip
         samples = Samples(
             read.dataset,
@@ -477,6 +486,7 @@ class Feed(L.Callback):
             device=device,
             ahead=copies_ahead(owners, ours=ours, workers=workers > 0),
             predicting=predicting,
+            in_loop=in_loop,
         )
 
     def predicts(self) -> None:
@@ -507,7 +517,7 @@ class Feed(L.Callback):
         """Raise ConfigError if a rank would have no sample in a batch of an evaluation, and none
         can stand in for it.
         """
-        sampler: Any = loader.reader.batch_sampler
+        sampler = loader.fed_by
         limit = getattr(self.trainer, f"limit_{split}_batches", 1.0)
         reaches_last = limit >= (len(sampler) if isinstance(limit, int) else 1.0)
         if not (sampler.has_padding and reaches_last):

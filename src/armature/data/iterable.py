@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,9 +17,11 @@ from typing_extensions import override
 
 from armature.data.samples import preserved_generators, seed_generators, seed_of
 from armature.data.stream import Stream
+from armature.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+COUNT_SECONDS = 120.0  # how long samples are counted
 ENDLESS = 1 << 40  # samples that no run reaches
 
 
@@ -50,11 +53,23 @@ class IterableStream(Stream):
                     type(dataset).__name__,
                 )
                 with preserved_generators():
-                    self._size = sum(1 for _ in self._records(0))
+                    self._size = self._count()
 
     @override
     def __len__(self) -> int:
         return self._size
+
+    def _count(self) -> int:
+        began, count = time.monotonic(), 0
+        for count, _ in enumerate(self._records(0), 1):
+            if count % 256 == 0 and time.monotonic() - began > COUNT_SECONDS:
+                raise ConfigError(
+                    f"{type(self.dataset).__name__} has no __len__ and did not end within "
+                    f"{COUNT_SECONDS:.0f} s ({count:,} samples). A resume needs the samples per "
+                    "epoch: give it a method __len__, type data.train_limit=…, or return an "
+                    "armature.data.stream.Stream, which can skip to a place (docs/data.md)."
+                )
+        return count
 
     @override
     def records(self, epoch: int, start: int) -> Iterator[Any]:

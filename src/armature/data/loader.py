@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from armature.data.samples import BeginWorker, Samples, collated
+from armature.errors import ConfigError
 
 # hooks that see a batch off the device
 BEFORE_DEVICE = ("on_before_batch_transfer", "transfer_batch_to_device")
@@ -28,15 +29,17 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class FedLoader(DataLoader[Any]):
-    """Added to the class of a loader that is fed: `dataset` and `sampler` stay the user's, for
-    hooks that read or set their attributes.
+    """Added to the class of a loader that is fed: `dataset`, `sampler` and `batch_sampler` stay the
+    user's, for hooks that read or set their attributes.
 
     Attributes:
-        reader: a loader of the user's class, over `Samples`.
+        reader: a loader of the user's class, over `Samples` and our batch sampler.
+        fed_by: that sampler.
         device: where batches are copied one ahead, or None.
     """
 
     reader: DataLoader[Any]
+    fed_by: Any
     device: torch.device | None
     reading = False  # somebody has begun and not ended
 
@@ -49,13 +52,31 @@ class FedLoader(DataLoader[Any]):
             vars(reader).update(_iterator=None, persistent_workers=False)
         vars(self)["reading"] = True
         try:
-            yield from reader if self.device is None else _ahead(iter(reader), self.device)
+            batches = self._checked(reader)
+            yield from batches if self.device is None else _ahead(batches, self.device)
         finally:
             vars(self)["reading"] = busy
 
+    def _checked(self, reader: DataLoader[Any]) -> Iterator[Any]:
+        """Yield the batches. A class of users may change them, if each stays one of the sampler."""
+        asked: Any = reader.batch_sampler
+        drawn, number = [0], 0
+        for number, batch in enumerate(reader, 1):
+            drawn = asked.drawn if number == 1 else drawn  # another reader may have begun since
+            if number > drawn[0]:
+                break
+            yield batch
+        if number != drawn[0]:
+            raise ConfigError(
+                f"data: the loader {type(self).__name__} makes {number} batches where its "
+                f"batch_sampler names {drawn[0]}, so no resume could repeat them. Let its __iter__ "
+                "yield one for each of super().__iter__(), or return a torch DataLoader: what "
+                "changes a batch can be its collate_fn."
+            )
+
     @override
     def __len__(self) -> int:
-        return len(self.batch_sampler)  # pyright: ignore[reportArgumentType]
+        return len(self.fed_by)
 
     # the position is the feed's, also of loaders that keep one themselves
     def state_dict(self) -> dict[str, Any]:
@@ -63,6 +84,25 @@ class FedLoader(DataLoader[Any]):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Do nothing."""
+
+
+class _Asked:
+    """Counts the batches that a loader has asked a sampler for.
+
+    Attributes:
+        drawn: the count of the newest iterator.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler, self.drawn = sampler, [0]
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.drawn = drawn = [0]
+        for drawn[0], keys in enumerate(self._sampler, 1):
+            yield keys
 
 
 def fed(
@@ -75,6 +115,7 @@ def fed(
     device: torch.device | None,
     ahead: bool,
     predicting: bool,
+    in_loop: bool,
 ) -> FedLoader:
     """Return a loader of the same class, with all its options, that takes samples in our order.
 
@@ -82,6 +123,7 @@ def fed(
         sampler: a batch sampler of keys.
         ahead: whether a batch may be copied to the device before the step before it has ended.
         predicting: let Lightning's BasePredictionWriter find the samples of each batch.
+        in_loop: Lightning must not find the user's sampler, whose epoch it would set.
     """
     pin = device is not None and device.type == "cuda"
     if pin and num_workers:
@@ -91,7 +133,7 @@ def fed(
     # torch lets none of these be set by name once a loader is made
     vars(reader).update(
         dataset=samples,
-        batch_sampler=sampler,
+        batch_sampler=_Asked(sampler),
         batch_size=sampler.batch_size,
         collate_fn=collated,
         num_workers=num_workers,
@@ -106,15 +148,17 @@ def fed(
         _iterator=None,
         _dataset_kind=0,  # map-style, also of an IterableDataset
     )
-    shown = sampler
+    made.__class__ = type(type(loader).__name__, (FedLoader, type(loader)), {})
+    vars(made).update(
+        reader=reader, fed_by=sampler, device=device if pin and ahead else None,
+        batch_size=sampler.batch_size, num_workers=num_workers, _iterator=None,
+    )  # fmt: skip
     if predicting:
         shown = _IndexBatchSamplerWrapper(sampler)
         shown.seen_batch_indices = [*sampler]
-    made.__class__ = type(type(loader).__name__, (FedLoader, type(loader)), {})
-    vars(made).update(
-        reader=reader, device=device if pin and ahead else None, batch_sampler=shown,
-        batch_size=sampler.batch_size, num_workers=num_workers, _iterator=None,
-    )  # fmt: skip
+        vars(made)["batch_sampler"] = shown
+    elif in_loop:
+        vars(made).update(batch_sampler=sampler, sampler=None)
     return made  # pyright: ignore[reportReturnType]
 
 
