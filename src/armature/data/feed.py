@@ -423,7 +423,8 @@ class Feed(L.Callback):
                 f"{batches.accumulate} accumulation × {batches.data_ranks} data ranks. Pass "
                 f"accumulate_grad_batches={batches.accumulate}."
             )
-        self._compare_ranks(self._train, "train")
+        if not self._ours:
+            self._compare_ranks(self._train, "train")
         sampler = self.train_sampler(in_loop=True)
         return self._loader(self._train, sampler, persistent=self._ours or None, in_loop=True)
 
@@ -444,9 +445,8 @@ class Feed(L.Callback):
         loader = loader.loader if isinstance(loader, Unchanged) else loader
         read, (rank, ranks) = self._read_loader(loader, split), self.rank_and_ranks()
         predicting = split == "predict"
-        if not predicting:
+        if not predicting and not self._ours:
             self._compare_ranks(read, split)
-        if not self._ours:
             self.assets.check(read.dataset, split)
         if not len(read.dataset) and not hasattr(self.data, "fractions") and rank == 0:
             log.warning(
@@ -502,7 +502,7 @@ class Feed(L.Callback):
 
     # ------------------------------------------------------------ checks
     def _compare_ranks(self, read: ReadLoader, split: str) -> None:
-        if self.rank_and_ranks()[1] > 1 and not self._ours:
+        if self.rank_and_ranks()[1] > 1:
             same_data.check(
                 read,
                 self.trainer.strategy,

@@ -174,6 +174,8 @@ class Unchanged:
     @classmethod
     def each(cls, loaders: Any) -> Any:
         """Return one for a loader, or for each in a dict or list."""
+        if isinstance(loaders, cls):
+            return loaders
         if isinstance(loaders, CombinedLoader):
             loaders = loaders.iterables
         if isinstance(loaders, Mapping):
