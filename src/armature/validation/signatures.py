@@ -281,7 +281,7 @@ def argument_problems(path: str, node: dict[str, Any], definition: Definition) -
     target, signature = node["_target_"], signature_of(*definition)
     if path == "data" and (feed := find_definition(FEED)) is not None:
         of_feed = signature_of(*feed)
-        for key in {*LOADER_KEYS} - signature.parameters.keys():
+        for key in (each for each in LOADER_KEYS if each not in signature.parameters):
             signature.parameters[key], signature.shown[key] = (
                 of_feed.parameters[key],
                 of_feed.shown[key],

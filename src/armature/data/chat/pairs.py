@@ -97,8 +97,10 @@ class PreferenceData(ChatData):
     gives = "pairs"  # read from the source before launch
     source: Preferences  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, source: Preferences, *, context: int, multiple: int | None = 64) -> None:
-        super().__init__(source, context=context)
+    def __init__(
+        self, source: Preferences, *, context: int, path: Any = None, multiple: int | None = 64
+    ) -> None:
+        super().__init__(source, context=context, path=path)
         self.multiple = multiple
         self.tokens_per_sample = None  # it differs from pair to pair
         self.reference: dict[str, Tensor] | None = None
