@@ -16,6 +16,7 @@ from armature.validation import compose as compose_module
 from armature.validation.compose import explain
 from scripts import reference
 from tests.finetune.folders import write_model
+from tests.sampled import sampled
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 ALL = reference.files()
@@ -152,7 +153,7 @@ def compose_once(name: str) -> DictConfig:
     return compose("train", overrides=["trainer.accelerator=cpu", override, *extra])
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", sampled(FILES, 20))
 def test_every_file_composes_and_passes_the_checks(name, monkeypatch):
     monkeypatch.setenv("USER", "someone")
     cfg = composed(name)
@@ -164,11 +165,14 @@ def test_every_file_composes_and_passes_the_checks(name, monkeypatch):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        n
-        for n in FILES
-        if n.split("/")[0] in ("model", "optimizer", "scheduler", "task", "data", "logger")
-    ],
+    sampled(
+        [
+            n
+            for n in FILES
+            if n.split("/")[0] in ("model", "optimizer", "scheduler", "task", "data", "logger")
+        ],
+        10,
+    ),
 )
 def test_every_target_is_built(name, tmp_path):
     cfg = composed(name)

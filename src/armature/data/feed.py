@@ -21,9 +21,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
-from armature.data import draw, labels, memory, namesakes, same_data
+from armature.data import draw, folds, labels, memory, namesakes, same_data
 from armature.data.base import DataModule
-from armature.data.batching import LOADER_KEYS, Batches, plan_batches
+from armature.data.batching import FOLD_KEYS, LOADER_KEYS, Batches, plan_batches
 from armature.data.draw import ReadLoader
 from armature.data.loader import FedLoader, Unchanged, copies_ahead, fed
 from armature.data.sampler import DrawnSampler, EpochSampler, EvalSampler, TrainSampler
@@ -553,7 +553,12 @@ def build(cfg: DictConfig) -> Feed:
         for key in LOADER_KEYS
         if key in settings and (key not in parameters or key in shared)
     }
-    given = {key: value for key, value in settings.items() if key not in own or key in parameters}
+    fold = {key: settings[key] for key in FOLD_KEYS if key in settings and key not in parameters}
+    given = {
+        key: value
+        for key, value in settings.items()
+        if key in parameters or not (key in own or key in fold)
+    }
     with memory.reporting(f"what {cfg.data._target_} makes", settings):
         data = instantiate(given)
     if not isinstance(data, L.LightningDataModule):
@@ -567,4 +572,5 @@ def build(cfg: DictConfig) -> Feed:
             f"data: {type(data).__name__}.__init__ must call super().__init__() first. Add that "
             "line."
         )
+    folds.hold_out(data, fold)
     return Feed(data, **{"seed": cfg.seed, **own})

@@ -120,8 +120,6 @@ def rehearsal(cfg: DictConfig, folder: Path) -> DictConfig:
 class Watch(L.Callback):
     """Compare the ranks in the first optimizer step, and time the following ones."""
 
-    reads_unscaled_gradients = True  # a common factor does not matter here
-
     def __init__(self, session: Session) -> None:
         self.session = session
         self.found: list[Finding] = []
