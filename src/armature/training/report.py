@@ -127,9 +127,8 @@ def finish(
     run.display.show_metrics(metrics)
     checkpoint = last_checkpoint(run.cfg)
     saved = "no checkpoint was saved" if checkpoint is None else f"checkpoint {checkpoint}"
-    baselines = getattr(
-        type(run.feed.assets), "baselines", None
-    )  # not a user's attribute of that name
+    # not a user's attribute of that name
+    baselines = getattr(type(run.feed.assets), "baselines", None)
     lines = baselines(run.feed.assets) if baselines else []
     lines.append(f"{reason} at step {summary['global_step']} after {seconds:.0f} s; {saved}")
     if run.guard.skipped:
