@@ -19,7 +19,6 @@ python scripts/convert.py lightning.ckpt outputs/converted/checkpoints/step=0000
 
 import argparse
 import difflib
-import itertools
 import math
 import sys
 from pathlib import Path
@@ -250,9 +249,9 @@ def example_input(args: argparse.Namespace, cfg: Any, module: Any) -> Any:
         return batch
     if module.example_input_array is not None:
         return module.example_input_array
-    from armature.data import adapter
+    from armature.data import feed
 
-    batch = first_batch(adapter.build(cfg))
+    batch = first_batch(feed.build(cfg))
     inputs = (
         batch.get("inputs")
         if isinstance(batch, dict)
@@ -292,26 +291,13 @@ def refuse_unfit(typed: str, module: Any, batch: Any) -> None:
         ) from error
 
 
-def first_batch(data: Any) -> Any:
+def first_batch(feed: Any) -> Any:
     """Return the first batch of validation, or of training if there is none."""
-    from lightning.pytorch import LightningDataModule
-    from lightning.pytorch.utilities.model_helpers import is_overridden
-
-    data.prepare_data()
-    data.setup("fit")
-    found = (
-        data.val_dataloader() if is_overridden("val_dataloader", data, LightningDataModule) else []
-    )
-    loaders = (
-        [*found.values()]
-        if isinstance(found, dict)
-        else found
-        if isinstance(found, list | tuple)
-        else [found]
-    )
-    for batch in itertools.chain.from_iterable(loaders):
-        return batch
-    return next(iter(data.train_dataloader()))
+    feed.data.prepare_data()
+    feed.set_up()
+    for loader in [*feed.loaders("val"), *feed.loaders("train")]:
+        for batch in loader:
+            return batch
 
 
 if __name__ == "__main__":

@@ -43,9 +43,9 @@ def evaluate(args: argparse.Namespace) -> None:
     )
 
     import torch
+    from lightning.pytorch import Trainer
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
-    from armature.data.users_view import UsersTrainer
     from armature.loading import (
         WithWeights,
         build_callbacks,
@@ -55,26 +55,28 @@ def evaluate(args: argparse.Namespace) -> None:
     )
     from armature.loggers import NoLogger
     from armature.training import process
+    from armature.training.guarded_steps import guard_trainer
 
     process.quiet()
-    data = load_data(cfg)
+    feed = load_data(cfg)
     run_dir = Path(cfg.run.dir)
     of_test = args.split == "test"
     step, other = ("test_step", "val") if of_test else ("validation_step", "test")
     accelerator = cli.accelerator(args.accelerator)
     task, read = task_and_weights(cfg, checkpoint)
-    trainer = UsersTrainer(
+    trainer = Trainer(
         accelerator=accelerator,
         devices=1,
         strategy=WithWeights(torch.device({"gpu": "cuda:0"}.get(accelerator, accelerator)), read),
         logger=NoLogger(run_dir),
         default_root_dir=run_dir,
         precision=cfg.trainer.precision,
-        callbacks=build_callbacks(cfg),
+        callbacks=[*build_callbacks(cfg), feed],
         enable_checkpointing=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
+    guard_trainer(trainer)
     if not is_overridden(step, task):
         raise ConfigError(
             f"{args.path}: {type(task).__name__} has no {step}. Add it, or type --split {other}."
@@ -82,7 +84,7 @@ def evaluate(args: argparse.Namespace) -> None:
     run = trainer.validate if args.split == "val" else trainer.test
     metrics = {
         name: value
-        for loader in run(task, datamodule=data, verbose=False)
+        for loader in run(task, datamodule=feed.data, verbose=False)
         for name, value in loader.items()
     }
     if not metrics:

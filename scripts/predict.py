@@ -101,21 +101,21 @@ def run(args: argparse.Namespace, *, out: Path | None) -> None:
     ranks = count_ranks(cfg.trainer.devices, accelerator) if "trainer.devices" in keys else 1
     process.quiet()
 
-    def write_share(folder: Path, rank: int, data: Any) -> None:
+    def write_share(folder: Path, rank: int, feed: Any) -> None:
         task, read = task_and_weights(cfg, checkpoint)
         trainer = predict.make_trainer(
             folder / f"{rank}.jsonl", run_dir=Path(cfg.run.dir), rank=rank, ranks=ranks,
             accelerator=accelerator, precision=cfg.trainer.precision,
             callbacks=build_callbacks(cfg), read=read,
         )  # fmt: skip
-        predict.predict(task, data, trainer)
+        predict.predict(task, feed, trainer)
         if rank == 0 and (note := weights_note(task)):
             print(f"{checkpoint}{note}")
 
     if share[0]:
-        data = load_data(cfg)
-        data.prepare_data = lambda: None  # the parent has
-        write_share(Path(share[2]), int(share[0]), data)
+        feed = load_data(cfg)
+        feed.data.prepare_data = lambda: None  # the parent has
+        write_share(Path(share[2]), int(share[0]), feed)
         return
     files.clear_parts(out.absolute().parent)
     with files.folder_beside(out.absolute()) as folder:

@@ -69,13 +69,14 @@ def composed(typed: list[str]) -> DictConfig:
 
 
 def show(cfg: DictConfig, *, step: int, rows: int, console: Console) -> None:
-    from armature.data import adapter
+    from armature.data.feed import build
 
-    data: Any = adapter.build(cfg)
+    feed = build(cfg)
+    data: Any = feed.data
     data.prepare_data()
-    data.setup("fit")
-    data.samples_seen = step * data.global_batch_size
-    batch = next(iter(data.train_dataloader()))
+    feed.set_up()
+    feed.samples_seen = step * feed.global_batch_size
+    batch = next(iter(feed.train_loader()))
     console.print(
         f"{type(data).__name__}, step {step}, a micro-batch of " + described(batch), markup=False
     )

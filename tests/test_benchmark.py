@@ -90,9 +90,9 @@ def test_the_bare_loop_does_what_training_does(tmp_path):
     smaller pieces.
     """
     import torch
-    from hydra.utils import instantiate
 
     from armature import run_dir
+    from armature.data import feed
     from benchmarks import bare
 
     source = running.write_corpus(tmp_path / "corpus")
@@ -104,9 +104,9 @@ def test_the_bare_loop_does_what_training_does(tmp_path):
     running.train(
         *unpinned, "run.name=ours", "trainer.log_every_n_steps=1", cwd=tmp_path, corpus=source
     )
-    data = instantiate(run_dir.read(tmp_path / "outputs" / "ours").data)
-    data.prepare_data()
-    batches = [(batch["inputs"], batch["targets"]) for batch in data.train_dataloader()][:6]
+    fed = feed.build(run_dir.read(tmp_path / "outputs" / "ours"))
+    fed.data.prepare_data()
+    batches = [(batch["inputs"], batch["targets"]) for batch in fed.train_loader()][:6]
     job = replace(compose([*running.TINY, *unpinned, f"data.path={source}"]).job, total_steps=6)
     losses: list[float] = []
     whole = bare.train(

@@ -10,6 +10,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from armature import config
+from armature.data import feed
 from armature.validation import checks, data_sources
 from armature.validation import compose as compose_module
 from armature.validation.compose import explain
@@ -182,8 +183,10 @@ def test_every_target_is_built(name, tmp_path):
         assert instantiate(cfg.task, **parts).model is None  # built in configure_model
     elif group == "logger":
         assert all(instantiate(node) is not None for node in cfg.logger.values())
+    elif group == "data":
+        assert feed.build(cfg).global_batch_size
     else:
-        assert callable(instantiate(cfg[group])) or group == "data"
+        assert callable(instantiate(cfg[group]))
 
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 import armature
 from armature.checkpoint import convert
-from armature.data.adapter import PlainData
 from armature.data.base import DataModule
+from armature.data.feed import Feed
 from armature.errors import ConfigError
 from armature.loading import weights_note
 from armature.tasks.base import Task
@@ -130,15 +130,11 @@ class OursWithoutValidation(DataModule):
 
 @pytest.mark.parametrize(
     "data",
-    [TrainOnly, EmptyValidation, lambda: OursWithoutValidation(global_batch_size=4)],
+    [TrainOnly, EmptyValidation, OursWithoutValidation],
     ids=["none", "empty", "ours"],
 )
 def test_a_program_can_be_made_without_validation_data(data):
-    made = data()
-    assert script.first_batch(made if isinstance(made, DataModule) else PlainData(made)).shape == (
-        4,
-        1,
-    )
+    assert script.first_batch(Feed(data(), global_batch_size=4)).shape == (4, 1)
 
 
 def test_a_model_that_cannot_be_exported_is_named(tmp_path):

@@ -92,7 +92,7 @@ def test_a_clone_with_a_model_and_a_name_of_its_own_passes_its_checks(tmp_path):
     data = (
         tmp_path / "src" / "moons" / "data.py"
     )  # reads a file of the clone by a relative path, as a user's data do
-    line = "super().__init__(**loader)\n"
+    line = "super().__init__()\n"
     data.write_text(data.read_text().replace(line, f'{line}        open("README.md").close()\n'))
     assert "README.md" in data.read_text()
     call("-m", "pytest", "-p", "no:cacheprovider", "tests/test_moons.py", cwd=tmp_path)

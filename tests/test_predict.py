@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from armature import hardware, predict
-from armature.data.adapter import PlainData
 from armature.data.base import DataModule
+from armature.data.feed import Feed
 from armature.errors import ConfigError
 from tests import running
 
@@ -34,7 +34,7 @@ class Predictor(L.LightningModule):
         return {"scores": {"x": batch["inputs"].bfloat16()}, "pair": (batch["targets"], names)}
 
 
-def parts(folder, ranks, task=None, make=lambda: Ten(global_batch_size=4, eval_batch_size=2)):
+def parts(folder, ranks, task=None, make=lambda: Feed(Ten(), eval_batch_size=2)):
     found = [folder / f"{rank}of{ranks}.jsonl" for rank in range(ranks)]
     for rank, part in enumerate(found):
         trainer = predict.make_trainer(
@@ -115,7 +115,7 @@ def test_loaders_of_a_plain_data_module_and_rows_of_several_forms(sizes, suffix,
         pyarrow = pytest.importorskip("pyarrow.parquet", reason="make setup EXTRAS=data")
     found = []
     for ranks in (1, 4):
-        written = parts(tmp_path, ranks, task=Halves(), make=lambda: PlainData(Plain(sizes)))
+        written = parts(tmp_path, ranks, task=Halves(), make=lambda: Feed(Plain(sizes)))
         file = tmp_path / f"{ranks}.{suffix}"
         assert predict.merge(written, file) == sum(sizes)
         found.append(

@@ -11,8 +11,6 @@ import torch
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader
 
-from armature.data.adapter import PlainData
-from armature.data.users_view import UsersTrainer
 from armature.errors import ConfigError
 from armature.loading import WithWeights, build_callbacks, load_task, task_and_weights
 from armature.strategies.single import SingleDevice
@@ -45,7 +43,7 @@ class MakesLayers(L.LightningModule):
 
 
 def trainer(**options) -> L.Trainer:
-    return UsersTrainer(
+    return L.Trainer(
         accelerator="cpu",
         logger=False,
         enable_progress_bar=False,
@@ -63,7 +61,7 @@ def test_their_weights_are_loaded_once_setup_was_called(tmp_path: Path):
     fit.fit(trained, datamodule=Rows())
     fit.save_checkpoint(checkpoint)
     cfg = OmegaConf.create({"task": {"_target_": f"{__name__}.MakesLayers"}, "callbacks": None})
-    data = PlainData(Rows())
+    data = Rows()
     loaded, read = task_and_weights(cfg, checkpoint)
     test = trainer(strategy=WithWeights(torch.device("cpu"), read))
     (measured,) = test.test(loaded, datamodule=data, verbose=False)
@@ -94,7 +92,7 @@ def test_layers_that_a_callback_makes_are_loaded_once_its_setup_was_called(tmp_p
     fit = trainer(strategy=SingleDevice(), callbacks=[AddsLayers()])
     fit.fit(trained, datamodule=Rows())
     fit.save_checkpoint(checkpoint)
-    cfg, data = callbacks(adds=AddsLayers), PlainData(Rows())
+    cfg, data = callbacks(adds=AddsLayers), Rows()
     loaded, read = task_and_weights(cfg, checkpoint)
     strategy = WithWeights(torch.device("cpu"), read)
     test = trainer(strategy=strategy, callbacks=build_callbacks(cfg))

@@ -29,13 +29,13 @@ from armature.checkpoint import (
     state,
     storage,
 )
-from armature.data import adapter
-from armature.data.base import DataModule
+from armature.data import feed
 from armature.data.memory import is_missing
 from armature.errors import ConfigError, by_user, error_line, place_of
 from armature.finetune import base
 from armature.finetune import check as pretrained
 from armature.parallel import initialization
+from armature.training.progress import feed_of
 from armature.validation import targets, values
 from armature.validation.overrides import apply as apply_overrides
 from armature.validation.signatures import accepted, allow
@@ -217,13 +217,11 @@ def build_task(cfg: DictConfig, **arguments: Any) -> L.LightningModule:
     return task
 
 
-def load_data(cfg: DictConfig) -> DataModule:
-    """Return the data module of a run's configuration, with what the run saved for it, such as its
-    classes.
-    """
-    data = adapter.build(cfg)
-    data.load_assets(Path(cfg.run.dir))
-    return data
+def load_data(cfg: DictConfig) -> feed.Feed:
+    """Return the feed of a run's configuration, with what the run saved for it: its classes."""
+    found = feed.build(cfg)
+    found.assets.load_assets(Path(cfg.run.dir))
+    return found
 
 
 def build_callbacks(cfg: DictConfig) -> list[L.Callback]:
@@ -316,11 +314,18 @@ class WithWeights(SingleDeviceStrategy):
         self._read_weights = read
 
     @override
+    def process_dataloader(self, dataloader: object) -> object:
+        found = feed_of(self.lightning_module.trainer)  # pyright: ignore[reportOptionalMemberAccess]
+        return dataloader if found is None else found.replace(dataloader)
+
+    @override
     def setup(self, trainer: L.Trainer) -> None:
         saved = self._read_weights()
         states = saved.get("callbacks") or {}
         for callback in trainer.callbacks if saved else ():  # pyright: ignore[reportAttributeAccessIssue]
             callback.on_load_checkpoint(trainer, trainer.lightning_module, saved)
+            if isinstance(callback, feed.Feed):  # the position in the training data
+                continue
             if (found := states.get(callback.state_key)) is not None:
                 callback.load_state_dict(found)
         super().setup(trainer)

@@ -26,12 +26,12 @@ from typing_extensions import override
 
 from armature import files
 from armature.data import extras
-from armature.data.base import DataModule
-from armature.data.users_view import UsersTrainer
+from armature.data.feed import Feed
 from armature.errors import ConfigError
 from armature.loading import WithWeights
 from armature.loggers import NoLogger
-from armature.training.progress import data_of
+from armature.training.guarded_steps import guard_trainer
+from armature.training.progress import feed_of
 
 SUFFIXES = (".parquet", ".csv", ".jsonl")
 
@@ -69,7 +69,7 @@ def make_trainer(
     precision: str,
     callbacks: Sequence[L.Callback] = (),
     read: Callable[[], dict[str, Any]] = dict,
-) -> UsersTrainer:
+) -> L.Trainer:
     """Return the Trainer of one rank, which writes its rows to a part file.
 
     Args:
@@ -79,7 +79,7 @@ def make_trainer(
     """
     device = torch.device({"gpu": f"cuda:{rank}"}.get(accelerator, accelerator))
     shown = [each for each in callbacks if rank == 0 or not isinstance(each, ProgressBar)]
-    return UsersTrainer(
+    trainer = L.Trainer(
         accelerator=accelerator,
         devices=[rank] if accelerator == "gpu" else 1,
         strategy=OneOf(device, rank, ranks, read),
@@ -92,9 +92,11 @@ def make_trainer(
         enable_progress_bar=rank == 0,
         callbacks=[*shown, RowWriter(part)],
     )
+    guard_trainer(trainer)
+    return trainer
 
 
-def predict(task: L.LightningModule, data: DataModule, trainer: UsersTrainer) -> None:
+def predict(task: L.LightningModule, feed: Feed, trainer: L.Trainer) -> None:
     """Predict one rank's share."""
     if not is_overridden("predict_step", task) and not is_overridden("forward", task):
         raise ConfigError(
@@ -102,10 +104,12 @@ def predict(task: L.LightningModule, data: DataModule, trainer: UsersTrainer) ->
             "predict_step(self, batch, batch_idx) that returns a tensor, or a dict of tensors, "
             "with a row per sample."
         )
+    trainer.callbacks.append(feed)  # pyright: ignore[reportAttributeAccessIssue]
+    feed.predicts()
     # a rank may have no samples
     warnings.filterwarnings("ignore", message="Total length of .* across ranks is zero")
     try:
-        trainer.predict(task, datamodule=data, return_predictions=False)
+        trainer.predict(task, datamodule=feed.data, return_predictions=False)
     except RuntimeError as error:
         if "no `dataloader_idx` argument" in str(error):
             raise ConfigError(str(error)) from None
@@ -171,11 +175,9 @@ class RowWriter(L.Callback):
         loaders = loaders if isinstance(loaders, (list, tuple)) else [loaders]
         if dataloader_idx not in self._samples:
             loader = loaders[dataloader_idx]
-            while hasattr(loader, "loader"):  # UnchangedLoader, PrefetchLoader
-                loader = loader.loader
-            self._samples[dataloader_idx] = [*loader.batch_sampler], loader.dataset.describe
+            self._samples[dataloader_idx] = [*loader.fed_by], loader.reader.dataset.describe
         batches, describe = self._samples[dataloader_idx]
-        indices, names = batches[batch_idx], data_of(trainer).class_names
+        indices, names = batches[batch_idx], feed_of(trainer).assets.class_names
         found = rows(outputs, len(indices), owner=type(pl_module).__name__)
         for index, row in zip(indices, found, strict=True):
             own = {"loader": dataloader_idx} if len(loaders) > 1 else {}

@@ -30,8 +30,7 @@ from armature import config, loggers, run_dir
 from armature.checkpoint import directory as checkpoint_directory
 from armature.checkpoint import resume, storage
 from armature.checkpoint.state import holds, is_weights_only
-from armature.data import adapter, batching, memory
-from armature.data.base import DataModule
+from armature.data import batching, feed, memory
 from armature.data.labels import LabeledData
 from armature.errors import EXIT_CONFIG, ConfigError, EndedByCode
 from armature.finetune import check as pretrained
@@ -74,7 +73,7 @@ class Run:
     """The objects that a run is made of."""
 
     cfg: DictConfig
-    data: Any
+    feed: feed.Feed
     task: L.LightningModule
     trainer: Trainer
     checkpoint: Path | None  # to resume from
@@ -117,11 +116,11 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     """Build the objects that a configuration names."""
     directory = Path(cfg.run.dir)
     layout = Layout.of(cfg)
-    data, batches, checkpoint = _build_data(cfg, layout)
+    fed, batches, checkpoint = _build_feed(cfg, layout)
     log_file = directory / "logs" / f"rank_{environment.rank():04d}.log"
     watchdog = Watchdog(cfg.launch.hang_timeout, log=log_file)  # preparing data may take any time
     sizes = {
-        "samples_per_epoch": data.train_size, "global_batch_size": data.global_batch_size
+        "samples_per_epoch": fed.train_size, "global_batch_size": fed.global_batch_size
     }  # fmt: skip
     limits = Limits.of(cfg, **sizes)
     task, strategy, checkpoint = _build_task(cfg, checkpoint)
@@ -137,9 +136,9 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     step_log = StepLog(
         csv,
         every_n_steps=cfg.trainer.log_every_n_steps,
-        global_batch_size=data.global_batch_size,
-        train_size=data.train_size,
-        tokens_per_sample=data.tokens_per_sample,
+        global_batch_size=fed.global_batch_size,
+        train_size=fed.train_size,
+        tokens_per_sample=fed.assets.tokens_per_sample,
         rows_read=guard.rows_read if guard.policy != "ignore" else None,
     )
     left_out = ("root", "trust", "include_base")
@@ -164,7 +163,8 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
         errors,  # first: it records what any other raises
         CheckCallbacks(cfg, unchanged),
         watchdog,
-        SaveAssets(data, directory),
+        fed,
+        SaveAssets(fed.assets, directory),
         RestoreProgress(),  # before those whose counters it restores
         guard,
         step_log,  # before monitors, which add columns to it
@@ -191,28 +191,26 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
         **_trainer_arguments(cfg, layout, batches, task),
     )
     return Run(
-        cfg=cfg, data=data, task=task, trainer=trainer, checkpoint=checkpoint, step_log=step_log,
+        cfg=cfg, feed=fed, task=task, trainer=trainer, checkpoint=checkpoint, step_log=step_log,
         guard=guard, checkpointing=checkpointing, stop=stop, display=display, limits=limits,
         errors=errors, samples=samples,
     )  # fmt: skip
 
 
-def _build_data(
-    cfg: DictConfig, layout: Layout
-) -> tuple[DataModule, batching.Batches, Path | None]:
+def _build_feed(cfg: DictConfig, layout: Layout) -> tuple[feed.Feed, batching.Batches, Path | None]:
     """Return the prepared data, how steps divide them, and the checkpoint to resume from."""
     directory = Path(cfg.run.dir)
-    data = adapter.build(micro_batch.decided(cfg))
+    fed = feed.build(micro_batch.decided(cfg))
     checkpoint = _checkpoint_to_resume(cfg, directory)
-    with memory.reporting(f"the data of {type(data).__name__}", data):
-        _prepare(data)
-        data.setup("fit")
-        _number_classes(cfg, data, checkpoint, directory)
-    relations.check_found_sizes(cfg.model, data.found_sizes)
-    data.limit_train_batches = cfg.trainer.limit_train_batches
-    batches = _plan_batches(data, layout.data_ranks)
+    with memory.reporting(f"the data of {type(fed.data).__name__}", fed.data):
+        _prepare(fed)
+        fed.set_up()
+        _number_classes(cfg, fed, checkpoint, directory)
+    relations.check_found_sizes(cfg.model, fed.assets.found_sizes)
+    fed.limit_train_batches = cfg.trainer.limit_train_batches
+    batches = _plan_batches(fed, layout.data_ranks)
     parallelism.check_graphs(layout.options["compile_mode"], batches.accumulate)
-    return data, batches, checkpoint
+    return fed, batches, checkpoint
 
 
 def _build_task(
@@ -236,9 +234,9 @@ def _build_task(
     return task, strategy, checkpoint
 
 
-def _plan_batches(data: DataModule, data_ranks: int) -> batching.Batches:
+def _plan_batches(fed: feed.Feed, data_ranks: int) -> batching.Batches:
     """Plan the batches. A step takes at most one epoch, so that each epoch has its own end."""
-    typed, size, micro = data.global_batch_size, data.train_size, data.micro_batch_size
+    typed, size, micro = fed.global_batch_size, fed.train_size, fed.micro_batch_size
     if size < typed:
         unit = data_ranks * (micro if isinstance(micro, int) else 1)
         note = f"data.global_batch_size={typed}, but an epoch has {size} samples"
@@ -251,15 +249,16 @@ def _plan_batches(data: DataModule, data_ranks: int) -> batching.Batches:
             )
         if process_group.rank() == 0:
             log.info("%s: each step takes them all.", note)
-        data.global_batch_size = size
-    return batching.plan_batches(data.global_batch_size, micro, data_ranks)
+        fed.global_batch_size = size
+    return batching.plan_batches(fed.global_batch_size, micro, data_ranks)
 
 
-def _prepare(data: DataModule) -> None:
+def _prepare(fed: feed.Feed) -> None:
     """Prepare the data: on all ranks at once if they lock what they write, else on one, as
     Lightning does.
     """
-    if data.prepares_on_every_rank:
+    data = fed.data
+    if fed.assets.prepares_on_every_rank:
         data.prepare_data()
         return
     local = environment.local_rank() == 0
@@ -276,25 +275,25 @@ def _prepare(data: DataModule) -> None:
 
 
 def _number_classes(
-    cfg: DictConfig, data: DataModule, checkpoint: Path | None, directory: Path
+    cfg: DictConfig, fed: feed.Feed, checkpoint: Path | None, directory: Path
 ) -> None:
     """Let classes have the numbers that the weights know them by. Raises ConfigError."""
     if checkpoint is None:
-        if found := pretrained.number_classes(cfg, data):
+        if found := pretrained.number_classes(cfg, fed.assets):
             raise ConfigError(found)
-    elif isinstance(data, LabeledData):
-        data.keep_numbers(directory)
+    elif isinstance(fed.data, LabeledData):
+        fed.data.keep_numbers(directory)
 
 
 class SaveAssets(RunHooks, L.Callback):
     """Save what using the model needs: once a checkpoint that does not fit the data is refused."""
 
-    def __init__(self, data: DataModule, directory: Path) -> None:
-        self._data, self._directory = data, directory
+    def __init__(self, assets: Any, directory: Path) -> None:
+        self._assets, self._directory = assets, directory
 
     def training_begins(self, trainer: L.Trainer) -> None:
         if trainer.is_global_zero:
-            self._data.save_assets(self._directory)
+            self._assets.save_assets(self._directory)
 
 
 def fit_and_test(run: Run) -> None:
@@ -310,7 +309,7 @@ def fit_and_test(run: Run) -> None:
     started = time.monotonic()
     _collect_garbage_again()
     try:
-        trainer.fit(run.task, datamodule=run.data, ckpt_path=run.checkpoint)
+        trainer.fit(run.task, datamodule=run.feed.data, ckpt_path=run.checkpoint)
         row = trainer.step_metrics.step_values
         # the last step's loss is the mean over all ranks; a module logs its own rank's
         metrics = {
@@ -321,11 +320,11 @@ def fit_and_test(run: Run) -> None:
         # at the last step, or earlier by a callback such as EarlyStopping
         reason = run.stop.received or "finished"
         has_test = is_overridden("test_step", run.task) and is_overridden(
-            "test_dataloader", run.data, L.LightningDataModule
+            "test_dataloader", run.feed.data, L.LightningDataModule
         )
         if reason == "finished" and cfg.trainer.test_at_end and has_test:
             # one for each loader
-            for tested in trainer.test(run.task, datamodule=run.data, verbose=False):
+            for tested in trainer.test(run.task, datamodule=run.feed.data, verbose=False):
                 metrics.update({name: float(value) for name, value in tested.items()})
     except StoppedBySignal:
         reason, metrics = str(run.stop.received), _last_row(step_log)

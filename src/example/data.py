@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -54,8 +54,8 @@ class MoonsData(DataModule):
         "classes": 2,
     }  # what a model needs, checked before launch
 
-    def __init__(self, *, samples: int, held_out: int, noise: float, **loader: Any) -> None:
-        super().__init__(**loader)
+    def __init__(self, *, samples: int, held_out: int, noise: float) -> None:
+        super().__init__()
         self.samples, self.held_out, self.noise = samples, held_out, noise
 
     @override

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from armature.callbacks.monitors import Monitors
 from armature.data.base import DataModule
+from armature.data.feed import Feed
 from armature.models.decoder.model import Decoder
 from armature.models.vit.model import VisionTransformer
 from armature.strategies.single import SingleDevice
@@ -93,8 +94,9 @@ def fit(
 ):
     """Trains; returns the step log, the task and the Trainer."""
     folder.mkdir(exist_ok=True)
-    data = rows(global_batch_size=micro * accumulate, micro_batch_size=micro)
+    data = rows()
     data.pause = data_pause
+    feed = Feed(data, global_batch_size=micro * accumulate, micro_batch_size=micro)
     log = StepLog(
         MetricsCSV(folder),
         every_n_steps=every,
@@ -110,7 +112,7 @@ def fit(
         max_epochs=-1,
         max_steps=steps,
         accumulate_grad_batches=accumulate,
-        callbacks=[log, *callbacks],
+        callbacks=[feed, log, *callbacks],
         logger=[log.csv],
         enable_model_summary=False,
         enable_progress_bar=False,

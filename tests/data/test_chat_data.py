@@ -48,8 +48,8 @@ def source(source_of):
     return partial(source_of, Conversations, "chats.jsonl")
 
 
-def data(source: Conversations, **loader) -> ChatData:
-    return ChatData(source, context=source.context, **{"global_batch_size": 2, **loader})
+def data(source: Conversations) -> ChatData:
+    return ChatData(source, context=source.context)
 
 
 @given(st.lists(st.integers(1, 50), max_size=60))

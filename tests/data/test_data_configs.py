@@ -1,7 +1,9 @@
+from typing import Any
+
 import pytest
-from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
+from armature.data import feed
 from scripts import reference
 
 # built in test_chat_data, test_labeled_text, test_people_data and test_preference_data
@@ -27,12 +29,12 @@ def test_every_config_builds_a_data_module(path, tmp_path, monkeypatch):
     cfg.data.micro_batch_size = "auto"
     if OmegaConf.is_missing(cfg.data, "path"):
         cfg.data.path = str(tmp_path / "book.txt")
-    data = instantiate(cfg.data)
-    assert data.seed == 3
+    fed = feed.build(cfg)
+    assert fed.seed == 3
     if path.stem != "stdlib":  # prepared in test_text.py
-        data.prepare_data()
-        data.setup("fit")
-        batch = next(iter(data.train_dataloader()))
+        fed.data.prepare_data()
+        fed.set_up()
+        batch = next(iter(fed.train_loader()))
         assert len(batch["inputs"]) == cfg.data.global_batch_size
 
 
@@ -42,6 +44,6 @@ def test_several_paths_may_be_given(tmp_path, monkeypatch):
         (tmp_path / f"{name}.txt").write_text("".join(f"{name} line {i}\n" for i in range(2000)))
     cfg = OmegaConf.create({"seed": 0, "data": OmegaConf.load(CONFIGS[0].with_name("text.yaml"))})
     cfg.data.path = [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]
-    data = instantiate(cfg.data)
+    data: Any = feed.build(cfg).data
     data.prepare_data()
     assert data.source.header["source_files"] == 2

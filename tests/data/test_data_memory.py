@@ -2,8 +2,6 @@
 built.
 """
 
-from typing import Any
-
 import lightning.pytorch as L
 import numpy as np
 import pytest
@@ -11,18 +9,18 @@ import torch
 from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, TensorDataset
 
-from armature.data import adapter
-from armature.data.adapter import PlainData
 from armature.data.base import DataModule
+from armature.data.feed import build
 from armature.errors import ConfigError
+from tests.data.feeding import feed
 
 HUGE = 10**14
 FITS = "this machine's memory cannot hold"
 
 
 class InDataset(DataModule):
-    def __init__(self, *, samples: int, width: int = 2, **loader: Any) -> None:
-        super().__init__(**loader)
+    def __init__(self, *, samples: int, width: int = 2) -> None:
+        super().__init__()
         self.samples, self.width = samples, width
 
     def dataset(self, split):
@@ -48,21 +46,20 @@ class InConstructor(L.LightningDataModule):
 
 
 def test_a_split_is_named_with_the_key_of_its_size():
-    data = InDataset(samples=HUGE, global_batch_size=2000)
-    assert data.train_size == 4
+    fed = feed(InDataset(samples=HUGE), global_batch_size=2000)
+    assert fed.train_size == 4
     with pytest.raises(
-        ConfigError, match=rf"{FITS} the val split of InDataset \(.*test_data_memory.py:\d+\)"
+        ConfigError, match=rf"{FITS} the data of InDataset \(.*test_data_memory.py:\d+\)"
     ) as caught:
-        data.val_dataloader()
+        fed.loaders("val")
     assert f"Type a smaller number (data.samples={HUGE}), or" in str(caught.value)
 
 
 def test_a_plain_data_module_is_answered_once():
-    data = PlainData(InSetup(samples=HUGE), seed=0)
     with pytest.raises(
         ConfigError, match=rf"{FITS} the data of InSetup \(.*data.samples={HUGE}\)"
     ) as caught:
-        data.setup("fit")
+        feed(InSetup(samples=HUGE))
     assert str(caught.value).count(FITS) == 1
 
 
@@ -71,9 +68,9 @@ def test_data_that_their_constructor_makes_are_named_by_their_class():
     with pytest.raises(
         ConfigError, match=rf"{FITS} what \S*InConstructor makes \(MemoryError.*data.samples={HUGE}"
     ):
-        adapter.build(OmegaConf.create({"seed": 0, "data": node}))
+        build(OmegaConf.create({"seed": 0, "data": node}))
 
 
 def test_another_error_of_a_data_set_stays_what_it_is():
     with pytest.raises(RuntimeError, match="negative"):
-        InDataset(samples=-1, global_batch_size=1).val_dataloader()
+        feed(InDataset(samples=-1), global_batch_size=1).loaders("val")

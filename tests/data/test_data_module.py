@@ -3,18 +3,17 @@ resume.
 """
 
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import Dataset
 
 from armature.data.base import DataModule
 from armature.errors import ConfigError
 from armature.models.loss import IGNORED
+from tests.data import feeding
 
 
 class Numbers(Dataset):
@@ -36,8 +35,8 @@ class Numbers(Dataset):
 
 
 class NumbersData(DataModule):
-    def __init__(self, size: int = 21, *, random: bool = False, **settings) -> None:
-        super().__init__(**{"global_batch_size": 4, "eval_batch_size": 3, "seed": 5, **settings})
+    def __init__(self, size: int = 21, *, random: bool = False) -> None:
+        super().__init__()
         self.size, self.random = size, random
 
     def dataset(self, split):
@@ -74,79 +73,11 @@ class Recorder(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Ranks(SingleDeviceStrategy):
-    """Pretends that this process is one of several on the data axis."""
-
-    def __init__(self, rank: int, ranks: int) -> None:
-        super().__init__("cpu")
-        self.distributed_sampler_kwargs = {"rank": rank, "num_replicas": ranks}
-
-
-class SaveEveryStep(L.Callback):
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
-            trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
-
-    def on_train_epoch_end(self, trainer, pl_module):
-        trainer.save_checkpoint(self.folder / f"{trainer.global_step}-end.ckpt")
-
-
-class RestoreProgress(L.Callback):
-    """Set Lightning's count of micro-batches, which a resume under another micro-batch size must
-    correct.
-    """
-
-    def on_train_start(self, trainer, pl_module):
-        progress = trainer.fit_loop.epoch_loop.batch_progress.current
-        # 1 if the checkpoint was saved in on_train_batch_end: Lightning counts that batch itself
-        under_way = progress.processed - progress.completed
-        data = trainer.datamodule
-        epoch, place = data.epoch_position()
-        if (
-            place < data.global_batch_size and trainer.current_epoch == epoch - 1
-        ):  # Lightning has not closed that epoch
-            place += data.train_size
-        seen = place // data.global_batch_size * data.batches.accumulate
-        progress.ready = progress.started = progress.processed = seen
-        progress.completed = seen - under_way
-
-
-def fit(
-    data: DataModule,
-    tmp_path: Path,
-    *,
-    steps: int,
-    checkpoint: Path | None = None,
-    rank=0,
-    ranks=1,
-    **settings,
-):
-    module = Recorder()
-    trainer = L.Trainer(
-        strategy=Ranks(rank, ranks),
-        accelerator="cpu",
-        max_steps=steps,
-        max_epochs=-1,
-        accumulate_grad_batches=data.global_batch_size
-        // ranks
-        // (settings.pop("micro", None) or data.global_batch_size),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        reload_dataloaders_every_n_epochs=1,
-        use_distributed_sampler=False,
-        default_root_dir=tmp_path,
-        callbacks=[SaveEveryStep(tmp_path)]
-        if checkpoint is None and ranks == 1
-        else [RestoreProgress()],
-    )
-    trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
-    return module, trainer
+def fit(tmp_path, *, data=None, steps, **settings):
+    return feeding.fit(
+        data or NumbersData(), Recorder(), tmp_path, steps=steps,
+        **{"global_batch_size": 4, "eval_batch_size": 3, **settings},
+    )  # fmt: skip
 
 
 # Lightning takes any loader without a state dict for one that cannot resume; ours resumes by its
@@ -159,118 +90,74 @@ pytestmark = [
 ]
 
 
+def fed(data=None, **settings):
+    return feeding.feed(
+        data or NumbersData(), **{"global_batch_size": 4, "eval_batch_size": 3, **settings}
+    )
+
+
 def test_epochs_under_a_trainer_lose_no_sample(tmp_path):
-    data = NumbersData()
-    module, trainer = fit(
-        data, tmp_path, steps=21
-    )  # 84 samples: four epochs, of 6, 5, 5 and 5 steps
+    # 84 samples: four epochs, of 6, 5, 5 and 5 steps
+    module, feed, trainer = fit(tmp_path, steps=21)
     seen = [target for step in module.steps for target in step]
     assert sorted(seen) == sorted(list(range(21)) * 4)
     assert module.lengths == [6, 5, 5, 5]
     assert trainer.current_epoch == 4
-    assert data.samples_seen == 84
+    assert feed.samples_seen == 84
     assert sorted(module.validated) == sorted(list(range(8)) * 4)
 
 
-@pytest.mark.parametrize("micro", [4, 2])
-@pytest.mark.parametrize("saved", ["", "-end"])
-def test_resume_at_any_step_makes_the_same_steps_as_an_uninterrupted_run(tmp_path, micro, saved):
-    def make():
-        return NumbersData(micro_batch_size=micro)
-
-    whole, straight = fit(make(), tmp_path, steps=18, micro=micro)
-    for checkpoint in sorted(tmp_path.glob(f"*[0-9]{saved}.ckpt")):
+@pytest.mark.guarantee
+@pytest.mark.parametrize(("before", "after"), [(4, 4), (2, 2), (4, 1), (1, 4)])
+def test_a_resume_at_any_step_makes_the_same_steps_under_any_accumulation(tmp_path, before, after):
+    whole, _, straight = fit(tmp_path, steps=18, micro_batch_size=before)
+    for checkpoint in sorted(tmp_path.glob("*.ckpt")):
         step = int(checkpoint.stem.removesuffix("-end"))
         if step == 18:
             continue
-        data = make()
-        resumed, trainer = fit(data, tmp_path, steps=18, micro=micro, checkpoint=checkpoint)
+        resumed, feed, trainer = fit(
+            tmp_path, steps=18, micro_batch_size=after, checkpoint=checkpoint
+        )
         assert resumed.steps == whole.steps[step:], checkpoint
-        assert data.samples_seen == 72
+        assert feed.samples_seen == 72
         assert trainer.current_epoch == straight.current_epoch
-        assert resumed.lengths == whole.lengths[len(whole.lengths) - len(resumed.lengths) :]
-        torch.testing.assert_close(resumed.weight, whole.weight)
-
-
-@pytest.mark.guarantee
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (4, 1),
-        (1, 4),
-    ],
-)
-def test_resume_under_another_accumulation_makes_the_same_steps(tmp_path, before, after):
-    whole, straight = fit(NumbersData(micro_batch_size=before), tmp_path, steps=18, micro=before)
-    for checkpoint in sorted(tmp_path.glob("*.ckpt")):
-        step = int(checkpoint.stem.removesuffix("-end"))
-        if step < 18:
-            data = NumbersData(micro_batch_size=after)
-            resumed, trainer = fit(data, tmp_path, steps=18, micro=after, checkpoint=checkpoint)
-            assert resumed.steps == whole.steps[step:], checkpoint
-            assert trainer.current_epoch == straight.current_epoch, checkpoint
-            assert [n * after for n in resumed.lengths] == [
-                n * before for n in whole.lengths[len(whole.lengths) - len(resumed.lengths) :]
-            ]
+        assert [n * after for n in resumed.lengths] == [
+            n * before for n in whole.lengths[len(whole.lengths) - len(resumed.lengths) :]
+        ]
 
 
 def test_ranks_and_accumulation_see_the_same_samples_in_each_step(tmp_path):
-    alone, _ = fit(NumbersData(), tmp_path, steps=12)
-    parts = []
-    for rank in range(2):
-        module, _ = fit(
-            NumbersData(micro_batch_size=1), tmp_path, steps=12, rank=rank, ranks=2, micro=1
-        )
-        parts.append(module.steps)
+    alone, *_ = fit(tmp_path, steps=12)
+    parts = [
+        fit(tmp_path, steps=12, rank=rank, ranks=2, micro_batch_size=1)[0].steps
+        for rank in range(2)
+    ]
     assert [sorted(a + b) for a, b in zip(*parts, strict=True)] == alone.steps
 
 
 def test_resume_with_another_global_batch_continues_at_the_position(tmp_path):
-    whole, _ = fit(NumbersData(), tmp_path, steps=20)
-    end_of_first_epoch = tmp_path / "6.ckpt"
-    resumed, _ = fit(
-        NumbersData(global_batch_size=8), tmp_path, steps=9, checkpoint=end_of_first_epoch
-    )
+    whole, *_ = fit(tmp_path, steps=20)
+    resumed, *_ = fit(tmp_path, steps=9, global_batch_size=8, checkpoint=tmp_path / "6.ckpt")
     assert [sorted(chain(*whole.steps[i : i + 2])) for i in (6, 8, 10)] == resumed.steps
 
 
-def test_epoch_position_counts_from_the_epochs_first_sample():
-    data = NumbersData(micro_batch_size=2)
-    for position, expected in (
-        (0, 0),
-        (20, 10),
-        (24, 0),
-        (28, 2),
-    ):  # the second epoch's first step starts at 24
-        data.samples_seen = position
-        epoch, place = data.epoch_position()
-        assert epoch * data.train_size + place == position
-        assert place // data.global_batch_size * data.batches.accumulate == expected
-
-
 def test_a_global_batch_larger_than_the_data_trains_on(tmp_path):
-    module, _ = fit(NumbersData(size=3, global_batch_size=8), tmp_path, steps=9)
+    module, *_ = fit(tmp_path, data=NumbersData(size=3), global_batch_size=8, steps=9)
     assert len(module.steps) == 9
     assert sorted(chain(*module.steps)) == sorted(list(range(3)) * 24)
 
 
 @pytest.mark.parametrize("limit", [4, "batch"])
 def test_train_limit_keeps_to_the_first_samples(limit, tmp_path):
-    data = NumbersData(train_limit=limit, global_batch_size=4)
-    assert data.train_size == 4
-    module, _ = fit(data, tmp_path, steps=5)
+    module, feed, _ = fit(tmp_path, steps=5, train_limit=limit)
+    assert feed.train_size == 4
     assert module.steps == [[0, 1, 2, 3]] * 5
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_augmentation_depends_on_seed_epoch_and_sample_only(tmp_path, workers):
     def inputs(**settings):
-        module, _ = fit(
-            NumbersData(size=8, random=True, **settings),
-            tmp_path,
-            steps=4,
-            micro=settings.get("micro_batch_size"),
-        )
+        module, *_ = fit(tmp_path, data=NumbersData(size=8, random=True), steps=4, **settings)
         return torch.cat(module.inputs)
 
     first = inputs()
@@ -279,87 +166,67 @@ def test_augmentation_depends_on_seed_epoch_and_sample_only(tmp_path, workers):
     assert not torch.equal(inputs(seed=6), first)
 
 
-def test_held_out_samples_are_not_augmented():
-    data = NumbersData(random=True)
-    batch = next(iter(data.val_dataloader()))
-    assert batch["inputs"].flatten().tolist() == [0.0, 1.0, 2.0]
-
-
-def test_the_last_batch_is_a_smaller_one():
-    batches = list(NumbersData().val_dataloader())
-    assert [batch["targets"].tolist() for batch in batches] == [[0, 1, 2], [3, 4, 5], [6, 7]]
+def test_held_out_samples_are_not_augmented_and_the_last_batch_is_a_smaller_one():
+    for random in (False, True):
+        (loader,) = fed(NumbersData(random=random)).loaders("val")
+        found = [batch["inputs"].flatten().tolist() for batch in loader]
+        assert found == [[0, 1, 2], [3, 4, 5], [6, 7]]
 
 
 def test_a_rank_without_a_sample_gets_one_that_does_not_count():
-    data = NumbersData(eval_batch_size=8)
-    data._rank_and_ranks = lambda: (0, 9)
-    (empty,) = data.val_dataloader()
-    data._rank_and_ranks = lambda: (8, 9)
-    (last,) = data.val_dataloader()
-    assert [batch["targets"].tolist() for batch in (empty, last)] == [[IGNORED], [7]]
+    found = []
+    for rank in (0, 8):
+        feed = fed(eval_batch_size=8)
+        feed.rank_and_ranks = lambda rank=rank: (rank, 9)
+        found += [batch["targets"].tolist() for batch in feed.loaders("val")[0]]
+    assert found == [[IGNORED], [7]]
 
 
-def test_an_empty_split_is_not_warned_of(tmp_path):
-    data = NumbersData()
-    data.dataset = lambda split: Numbers(21 if split == "train" else 0)
-    module, _ = fit(data, tmp_path, steps=2)
-    assert len(module.steps) == 2
-    assert module.validated == []
+@pytest.mark.filterwarnings("ignore:Total length of .* across ranks is zero")
+def test_an_empty_or_absent_split_is_said_once(tmp_path, caplog):
+    for nothing in (Numbers(0), None):
+        caplog.clear()
+        data = NumbersData()
+        data.dataset = lambda split, nothing=nothing: Numbers(21) if split == "train" else nothing
+        module, *_ = fit(tmp_path, data=data, steps=13)
+        assert (len(module.steps), module.validated) == (13, [])
+        assert caplog.text.count("has no samples for val") == 1
 
 
-def test_a_split_may_be_absent():
-    data = NumbersData()
-    data.dataset = lambda split: None
-    assert list(data.val_dataloader()) == []
-
-
-def test_the_same_loader_serves_every_epoch():
-    data = NumbersData(num_workers=1)
-    assert data.train_dataloader() is data.train_dataloader()
-
-
-def test_accumulation_that_contradicts_the_batch_sizes_is_refused(tmp_path):
+def test_accumulation_that_contradicts_the_batch_sizes_is_refused():
+    feed = fed(micro_batch_size=2)
+    feed.data.trainer = L.Trainer(logger=False, enable_checkpointing=False)
     with pytest.raises(
         ConfigError, match=r"accumulate_grad_batches=1\), but .* Pass accumulate_grad_batches=2"
     ):
-        fit(NumbersData(micro_batch_size=2), tmp_path, steps=1, micro=4)
+        feed.train_loader()
 
 
 def test_data_that_grow_while_training_are_refused():
-    data = NumbersData(size=24)
-    loader = data.train_dataloader()
+    feed = fed(NumbersData(size=24))
+    loader = feed.train_loader()
     assert len(list(loader)) == 6
-    data._dataset("train").size += 8  # pyright: ignore[reportAttributeAccessIssue]
+    loader.dataset.size += 8  # pyright: ignore[reportAttributeAccessIssue]
+    feed.samples_seen = 4
     with pytest.raises(
         ConfigError,
         match=r"24 training samples when the run began, and there are 32 now\. .* known\[",
     ):
-        list(loader)
+        feed.train_loader()
 
 
-def test_another_number_of_samples_on_resume_is_reported(caplog):
-    data = NumbersData(size=30)
-    with caplog.at_level("WARNING"):
-        data.load_state_dict({"samples_seen": 8, "step": 2, "train_size": 21})
+def test_another_number_of_samples_or_seed_on_resume_is_reported(caplog):
+    saved = fed().state_dict()
+    feed = fed(NumbersData(size=30), seed=6)
+    feed.load_state_dict(saved | {"samples_seen": 8, "step": 2})
     assert "8 of 21 training samples" in caplog.text
-    assert data.samples_seen == 8
-
-
-def test_another_seed_on_resume_is_reported(caplog):
-    state = NumbersData().state_dict()
-    with caplog.at_level("WARNING"):
-        NumbersData(seed=6).load_state_dict(state)
     assert "in the order of data.seed=5, and continue in that of data.seed=6" in caplog.text
-
-
-def test_state_is_plain_numbers():
-    saved = NumbersData().state_dict()
-    assert saved == {"samples_seen": 0, "step": 0, "train_size": 21, "seed": 5, "skipped": []}
+    assert feed.samples_seen == 8
 
 
 class OneDataset(DataModule):
-    def __init__(self, *, returned: Any, **loader: Any) -> None:
-        super().__init__(**loader)
+    def __init__(self, returned: Any) -> None:
+        super().__init__()
         self.returned = returned
 
     def dataset(self, split: Any) -> Any:
@@ -368,10 +235,11 @@ class OneDataset(DataModule):
 
 @pytest.mark.parametrize(
     ("returned", "says"),
-    [(None, "has no training samples"), ([], "has no training samples"), (5, "returns a int")],
-)
+    [(None, "OneDataset has no training samples"), ([], "OneDataset has no training samples"),
+     (5, "OneDataset.train_dataloader: int has no length")],
+)  # fmt: skip
 def test_a_data_module_without_training_samples_is_refused_by_name(returned, says):
-    with pytest.raises(ConfigError, match=f"data: OneDataset.*{says}"):
-        _ = OneDataset(returned=returned, global_batch_size=4).train_size
+    with pytest.raises(ConfigError, match=f"data: {says}|{says}"):
+        _ = fed(OneDataset(returned)).train_size
     with pytest.raises(ConfigError, match=r"data: DataModule needs a method dataset\(split\)"):
-        _ = DataModule(global_batch_size=4).train_size
+        fed(DataModule())

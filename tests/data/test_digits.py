@@ -4,11 +4,12 @@ import torch
 
 from armature.data.digits import DigitsData, Images, load_digits, split_indices
 from armature.models.loss import IGNORED
+from tests.data.feeding import feed, served
 
 
 @pytest.fixture
 def data():
-    return DigitsData(global_batch_size=64, eval_batch_size=50)
+    return DigitsData()
 
 
 def test_splits_share_no_image_and_have_the_same_mix(data):
@@ -36,7 +37,7 @@ def test_split_never_changes(data):
 
 
 def test_batches_have_images_and_classes(data):
-    batch = next(iter(data.train_dataloader()))
+    batch = served(data, global_batch_size=64)[0]
     assert batch["inputs"].shape == (64, 1, 8, 8)
     assert batch["inputs"].dtype == torch.float32
     assert 0.0 <= float(batch["inputs"].min()) <= float(batch["inputs"].max()) == 1.0
@@ -45,7 +46,7 @@ def test_batches_have_images_and_classes(data):
 
 
 def test_evaluation_serves_each_image_once(data):
-    targets = torch.cat([batch["targets"] for batch in data.test_dataloader()])
+    targets = torch.cat([batch["targets"] for batch in served(data, "test", eval_batch_size=50)])
     assert len(targets) == 176
     assert (targets != IGNORED).all()
 
@@ -65,18 +66,17 @@ def test_augmentation_moves_the_image_and_keeps_its_size():
 
 
 def test_without_a_shift_images_stay_as_they_are():
-    data = DigitsData(global_batch_size=1445, shift=0)
-    batch = next(iter(data.train_dataloader()))
+    data = DigitsData(shift=0)
+    (batch,) = served(data, global_batch_size=1445)
     images = data.dataset("train")
     torch.testing.assert_close(batch["inputs"].sum(), images.inputs.sum())
 
 
 def test_epochs_are_augmented_differently(data):
-    loader = DigitsData(global_batch_size=1445).train_dataloader()
-    first = next(iter(loader))
-    data = DigitsData(global_batch_size=1445)
-    torch.testing.assert_close(next(iter(data.train_dataloader())), first)
-    data.samples_seen = 1445
-    second = next(iter(data.train_dataloader()))
+    (first,) = served(data, global_batch_size=1445)
+    again = feed(DigitsData(), global_batch_size=1445)
+    torch.testing.assert_close(next(iter(again.train_loader())), first)
+    again.samples_seen = 1445
+    (second,) = again.train_loader()
     by_pixels = [batch["inputs"].flatten(1).sort(dim=0).values for batch in (first, second)]
     assert not torch.equal(*by_pixels)

@@ -55,7 +55,7 @@ def test_folds_are_disjoint_and_hold_all_but_the_test_samples(indices, size):
 
 
 def test_a_fold_of_the_training_samples_replaces_the_validation_samples():
-    data = MoonsData(samples=30, held_out=6, noise=0.1, global_batch_size=5)
+    data = MoonsData(samples=30, held_out=6, noise=0.1)
     whole, test = data.dataset("train").inputs, data.dataset("test").inputs
     folds.hold_out(data, KEYS)
     train, val = data.dataset("train"), data.dataset("val")

@@ -11,11 +11,12 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from armature import predict
-from armature.data.adapter import PlainData
+from armature.data.feed import Feed
 from armature.data.labels import CLASSES_FILE
 from armature.errors import ConfigError
 from armature.validation import relations
 from tests.data import chat_parts
+from tests.data.feeding import feed
 from tests.data.test_people_data import build, write_images
 
 ROWS = "".join(f"{i},{i / 2},{kind}\n" for i, kind in enumerate(["ant", "bee", "cow"] * 10))
@@ -149,7 +150,7 @@ def test_a_class_and_columns_that_the_model_does_not_know_are_named(tmp_path, ru
 
 def test_predictions_of_a_table_need_no_target(tmp_path, run, trained_table):
     data = used_by(run, table(tmp_path / "o.csv", "height,width\n1,2\n3,4\n"))
-    (batch,) = data.predict_dataloader()
+    (batch,) = data.predict_dataloader().loader
     assert list(batch) == ["inputs"]
     assert batch["inputs"].tolist() == [[2.0, 1.0], [4.0, 3.0]]
     with pytest.raises(
@@ -250,7 +251,7 @@ def predicted(data, file):
         accelerator="cpu",
         precision="32-true",
     )
-    predict.predict(Zeros(), data, trainer)
+    predict.predict(Zeros(), data if isinstance(data, Feed) else Feed(data), trainer)
     return [json.loads(line)[1] for line in file.read_text().splitlines()]
 
 
@@ -265,7 +266,7 @@ def test_images_keep_their_classes_and_predictions_name_them(tmp_path, run):
     flat = used_by(
         run, build("image_folder", path=str(tmp_path / "other" / "test" / "dog"), **options)
     )
-    assert list(next(iter(flat.predict_dataloader()))) == ["inputs"]
+    assert list(next(iter(flat.predict_dataloader().loader))) == ["inputs"]
     rows = predicted(flat, tmp_path / "p.jsonl")
     assert [row["index"] for row in rows] == [0, 1, 2, 3]
     assert rows[0]["file"] == str(tmp_path / "other" / "test" / "dog" / "0.png")
@@ -341,25 +342,23 @@ class Folders(LightningDataModule):
 
 
 def test_classes_of_a_plain_data_module_keep_their_numbers(tmp_path, run):
-    data = PlainData(Folders("cat", "dog"))
-    data.setup("fit")
-    data.save_assets(run)
-    other = used_by(run, PlainData(Folders("ant", "cat", "dog")))
-    for loader in (other.test_dataloader, other.val_dataloader):
+    data = feed(Folders("cat", "dog"))
+    data.assets.save_assets(run)
+    other = feed(Folders("ant", "cat", "dog"))
+    other.assets.load_assets(run)
+    for split in ("test", "val"):
         with pytest.raises(
-            ConfigError, match=r"the (test|val) data number other classes .*ant is new. Each class"
+            ConfigError, match=rf"the {split} data number other classes .*ant is new. Each class"
         ):
-            loader()
+            other.loaders(split)
     assert [row["class"] for row in predicted(other, tmp_path / "p.jsonl")] == [
         "dog"
     ] * 4  # as in training
-    other.setup("fit")
     with pytest.raises(
         ConfigError,
         match=r"no longer those that the checkpoint was trained with: ant is new. Restore",
     ):
         other.load_state_dict(data.state_dict())
-    same = used_by(run, PlainData(Folders("cat", "dog")))
-    same.setup("fit")
+    same = feed(Folders("cat", "dog"))
     same.load_state_dict(data.state_dict())
-    assert len(same.test_dataloader()) == 2
+    assert len(same.loaders("test")[0]) == 2

@@ -1,14 +1,16 @@
 """Data modules for data that people have: built from their config files, on small files."""
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from PIL import Image
 
+from armature.data import feed
 from armature.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "data"
@@ -18,7 +20,7 @@ def build(name, **changes):
     cfg = OmegaConf.create({"seed": 3, "data": OmegaConf.load(CONFIGS / f"{name}.yaml")})
     for key, value in changes.items():
         OmegaConf.update(cfg.data, key.replace("__", "."), value)
-    data = instantiate(cfg.data)
+    data: Any = feed.build(cfg).data
     data.prepare_data()
     return data
 
@@ -289,24 +291,17 @@ def test_a_blend_takes_each_corpus_by_its_weight(tmp_path, monkeypatch):
         )
     paths = {name: str(tmp_path / f"{name}.txt") for name in "ab"}
     data = build("blend", paths=paths, weights={"a": 1, "b": 3}, context=16, source__vocab_size=300)
-    first, second = data._draw(0), data._draw(1)
+    order = partial(data.order, size=len(data._dataset("train")), seed=3, limited=False)
+    first, second = order(0), order(1)
     border = len(data._dataset("train").datasets[0])
     assert np.isclose((first >= border).mean(), 0.75, atol=0.01)
     own = [draw[draw < border] for draw in (first, second)]
     assert len(set(own[0])) == len(own[0])  # no window of a comes twice before all have come
     assert not set(own[0]) & set(own[1]) or len(own[0]) * 2 > border
-    assert np.array_equal(data._draw(1), second)
+    assert np.array_equal(order(1), second)
     batch = next(iter(data.train_dataloader()))
     assert batch["inputs"].shape == (32, 16)
-    limited = build(
-        "blend",
-        paths=paths,
-        weights={"a": 1, "b": 3},
-        context=16,
-        source__vocab_size=300,
-        train_limit=8,
-    )
-    draws = [limited._draw(epoch) for epoch in range(3)]
+    draws = [data.order(epoch, size=8, seed=3, limited=True) for epoch in range(3)]
     assert [sorted(draw) for draw in draws] == [sorted(draws[0])] * 3
     assert not np.array_equal(draws[0], draws[1])
     with pytest.raises(ConfigError, match=r"data.weights names a, and data.paths a, b"):
@@ -327,7 +322,6 @@ def test_hugging_face_datasets(tmp_path, monkeypatch):
     orders = []
     for streaming in (False, True):
         data = build("hf", streaming=streaming, **changes)
-        assert data.train_size == 40
         orders.append([i for batch in data.train_dataloader() for i in batch["inputs"].tolist()])
     assert sorted(orders[0]) == orders[1] == list(range(40))
     with pytest.raises(ConfigError, match=r"has no column gone. Its columns: width, height, kind"):

@@ -13,6 +13,7 @@ from armature.data.chat.preferences import Preferences, parse
 from armature.errors import ConfigError
 from armature.models.loss import IGNORED
 from tests.data.chat_parts import small_tokenizer, write
+from tests.data.feeding import feed
 
 USER, GOOD, BAD = (
     {"role": role, "content": content}
@@ -34,10 +35,8 @@ def source(source_of):
     return partial(source_of, Preferences, "pairs.jsonl")
 
 
-def data(source: Preferences, **loader) -> PreferenceData:
-    return PreferenceData(
-        source, context=source.context, **{"global_batch_size": 2, "multiple": 8, **loader}
-    )
+def data(source: Preferences, **settings) -> PreferenceData:
+    return PreferenceData(source, context=source.context, **{"multiple": 8, **settings})
 
 
 def texts(ids: torch.Tensor) -> list[str]:
@@ -210,15 +209,15 @@ def test_tokenizer_and_model_that_disagree_are_refused(source):
 
 def test_the_steps_of_all_ranks_hold_each_pair_once(source, monkeypatch):
     made = source([record(i) for i in range(24)])
-    whole = data(made, global_batch_size=8, seed=3)
+    whole = feed(data(made), global_batch_size=8, seed=3)
     expected = [
         i for step in range(3) for i in np.concatenate(whole.indices_of_step(8 * step)).tolist()
     ]
     assert sorted(expected) == list(range(24))
     taken: list[list[int]] = []
     for rank in range(2):
-        one = data(made, global_batch_size=8, micro_batch_size=2, seed=3)
-        monkeypatch.setattr(one, "_rank_and_ranks", lambda rank=rank: (rank, 2))
+        one = feed(data(made), global_batch_size=8, micro_batch_size=2, seed=3)
+        monkeypatch.setattr(one, "rank_and_ranks", lambda rank=rank: (rank, 2))
         taken.append(
             [i for step in range(3) for micro in one.indices_of_step(8 * step) for i in micro]
         )
@@ -227,17 +226,12 @@ def test_the_steps_of_all_ranks_hold_each_pair_once(source, monkeypatch):
 
 
 @pytest.mark.parametrize(("size", "micro"), [(7, 2), (8, 2), (3, 4), (1, 1)])
-def test_the_ranks_shares_are_equally_many_batches_and_cover_all_pairs(
-    source, monkeypatch, size, micro
-):
+def test_the_ranks_shares_are_equally_many_batches_and_cover_all_pairs(source, size, micro):
     made = source([record(i) for i in range(size)])
     shares = []
     for rank in range(2):
-        one = data(made, global_batch_size=2 * micro, micro_batch_size=micro)
-        monkeypatch.setattr(one, "_rank_and_ranks", lambda rank=rank: (rank, 2))
-        shares.append(
-            [indices for indices, batch in one.share("train") if len(batch["inputs"]) == micro]
-        )
+        share = data(made).share("train", size=micro, rank=rank, ranks=2)
+        shares.append([indices for indices, batch in share if len(batch["inputs"]) == micro])
     assert len(shares[0]) == len(shares[1])
     assert {i for share in shares for indices in share for i in indices} == set(range(size))
 

@@ -4,6 +4,7 @@ batch sizes.
 
 import random
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.data import Dataset
 
 from armature.data.base import DataModule
 from armature.data.stream import Stream
+from tests.data.feeding import feed, loader
 
 
 class Counted(Stream):
@@ -34,47 +36,47 @@ class Counted(Stream):
 
 
 class CountedData(DataModule):
-    def __init__(self, size=21, *, block=1, ends_at=None, rank=0, ranks=1, **settings):
-        super().__init__(**{"global_batch_size": 4, "eval_batch_size": 4, "seed": 5, **settings})
+    def __init__(self, size=21, *, block=1, ends_at=None):
+        super().__init__()
         self.stream = Counted(size, block=block, ends_at=ends_at)
-        self.layout = rank, ranks
 
     def dataset(self, split):
         return self.stream
 
-    def _rank_and_ranks(self):
-        return self.layout
+
+def counted(size=21, *, block=1, ends_at=None, rank=0, ranks=1, **settings) -> Any:
+    sizes = {"global_batch_size": 4, "eval_batch_size": 4}
+    made: Any = feed(CountedData(size, block=block, ends_at=ends_at), **{**sizes, **settings})
+    made.rank_and_ranks = lambda: (rank, ranks)
+    return made
 
 
-def steps(data: DataModule, *, epochs: int = 3, start: int = 0) -> list[list[int]]:
+def steps(feed, *, epochs: int = 3, start: int = 0) -> list[list[int]]:
     """Return the targets of each micro-batch, in order, advancing the position as training does."""
-    position, found = start, []
-    accumulate = data.batches.accumulate
-    while position < epochs * data.train_size:
-        data.samples_seen = position
-        batches = [batch["targets"].tolist() for batch in data.train_dataloader()]
+    position, found, loader = start, [], feed.train_loader()
+    accumulate = feed.batches.accumulate
+    while position < epochs * feed.train_size:
+        feed.samples_seen = position
+        batches = [batch["targets"].tolist() for batch in loader]
         found += batches
-        position += len(batches) // accumulate * data.global_batch_size
-    close(data)
+        position += len(batches) // accumulate * feed.global_batch_size
+    close(loader)
     return found
 
 
-def close(data: DataModule) -> None:
-    """End the loaders' processes, as the Trainer does; the garbage collector would wait for
-    them.
-    """
-    for loader in data._loaders.values():
-        if loader.num_workers:
-            loader._iterator._shutdown_workers()
+def close(loader: Any) -> None:
+    """End the loader's processes; the garbage collector would wait for them."""
+    if loader.num_workers and loader.reader._iterator is not None:
+        loader.reader._iterator._shutdown_workers()
 
 
 def test_a_stream_comes_in_its_own_order():
-    assert [*chain(*steps(CountedData(), epochs=1))] == [*range(21), 1000, 1001, 1002]
+    assert [*chain(*steps(counted(), epochs=1))] == [*range(21), 1000, 1001, 1002]
 
 
 @pytest.mark.parametrize("block", [1, 2, 5, 100])
 def test_every_sample_comes_once_an_epoch(block):
-    seen = [*chain(*steps(CountedData(block=block), epochs=4))]
+    seen = [*chain(*steps(counted(block=block), epochs=4))]
     assert sorted(seen) == [epoch * 1000 + i for epoch in range(4) for i in range(21)]
     if block > 1:
         assert seen != sorted(seen)
@@ -85,7 +87,7 @@ def test_every_sample_comes_once_an_epoch(block):
 
 
 def test_blocks_are_shuffled_anew_each_epoch():
-    seen = [*chain(*steps(CountedData(block=100), epochs=4))]
+    seen = [*chain(*steps(counted(block=100), epochs=4))]
     orders = {tuple(i % 1000 for i in seen[at : at + 21]) for at in range(0, 84, 21)}
     assert len(orders) == 4
 
@@ -93,17 +95,15 @@ def test_blocks_are_shuffled_anew_each_epoch():
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("block", [1, 5])
 def test_resume_at_any_step_equals_an_uninterrupted_run(workers, block):
-    straight = steps(CountedData(block=block), epochs=2)
+    straight = steps(counted(block=block), epochs=2)
     for step in range(len(straight)) if workers == 0 else (0, 3, 6):
-        resumed = CountedData(block=block, num_workers=workers)
+        resumed = counted(block=block, num_workers=workers)
         assert steps(resumed, epochs=2, start=4 * step) == straight[step:], step
 
 
 def test_ranks_and_micro_batches_share_the_same_stream():
-    alone = steps(CountedData(block=3))
-    parts = [
-        steps(CountedData(block=3, rank=rank, ranks=2, micro_batch_size=1)) for rank in range(2)
-    ]
+    alone = steps(counted(block=3))
+    parts = [steps(counted(block=3, rank=rank, ranks=2, micro_batch_size=1)) for rank in range(2)]
     together = [
         [*chain(*(part[i + j] for j in range(2) for part in parts))]
         for i in range(0, len(parts[0]), 2)
@@ -112,9 +112,9 @@ def test_ranks_and_micro_batches_share_the_same_stream():
 
 
 def test_reading_goes_forward_only():
-    data = CountedData(block=4)
-    steps(data, epochs=2)
-    assert data.stream.opened == [
+    fed = counted(block=4)
+    steps(fed, epochs=2)
+    assert fed.data.stream.opened == [
         (0, 0),
         (1, 0),
         (2, 0),
@@ -123,9 +123,9 @@ def test_reading_goes_forward_only():
 
 def test_random_numbers_of_a_sample_depend_on_seed_epoch_and_sample_alone():
     def noise(**settings):
-        data = CountedData(**settings)
-        drawn = torch.cat([batch["inputs"] for batch in data.train_dataloader()])
-        close(data)
+        loader = counted(**settings).train_loader()
+        drawn = torch.cat([batch["inputs"] for batch in loader])
+        close(loader)
         return drawn
 
     assert torch.equal(noise(), noise(num_workers=2, micro_batch_size=1))
@@ -136,25 +136,24 @@ def test_fewer_samples_than_len_are_reported():
     with pytest.raises(
         ValueError, match=r"Counted ended at record 9 of epoch 0, but its len\(\) is 21"
     ):
-        steps(CountedData(ends_at=9), epochs=1)
+        steps(counted(ends_at=9), epochs=1)
 
 
 def test_train_limit_gives_the_same_samples_each_epoch():
-    seen = steps(CountedData(train_limit=4, block=3), epochs=3)
+    seen = steps(counted(train_limit=4, block=3), epochs=3)
     assert [sorted(batch) for batch in seen] == [[0, 1, 2, 3]] * 3
 
 
 def test_held_out_samples_come_in_order():
-    (a, b, c) = (
-        batch["targets"].tolist() for batch in CountedData(size=10, block=5).val_dataloader()
-    )
+    (loader,) = counted(size=10, block=5).loaders("val")
+    (a, b, c) = (batch["targets"].tolist() for batch in loader)
     assert (a, b, c) == ([0, 1, 2, 3], [4, 5, 6, 7], [8, 9])
 
 
 def test_a_stream_without_end_trains():
-    data = CountedData(size=2**40)
-    data.samples_seen = 400
-    first = next(iter(data.train_dataloader()))
+    fed = counted(size=2**40)
+    fed.samples_seen = 400
+    first = next(iter(fed.train_loader()))
     assert first["targets"].tolist() == [400, 401, 402, 403]
 
 
@@ -179,9 +178,10 @@ class NoisyData(DataModule):
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_global_generators_are_a_samples_own(split):
     def inputs(workers):
-        data = NoisyData(global_batch_size=4, eval_batch_size=4, num_workers=workers)
-        drawn = torch.cat([batch["inputs"] for batch in getattr(data, f"{split}_dataloader")()])
-        close(data)
+        sizes = {"global_batch_size": 4, "eval_batch_size": 4}
+        made = loader(NoisyData(), split, **sizes, num_workers=workers)
+        drawn = torch.cat([batch["inputs"] for batch in made])
+        close(made)
         return drawn
 
     first = inputs(0)
@@ -201,8 +201,8 @@ def test_loading_does_not_change_the_models_generators(workers):
         return first, drawn()
 
     def load():
-        data = NoisyData(global_batch_size=4, num_workers=workers)
-        list(data.train_dataloader())
-        close(data)
+        made = loader(NoisyData(), global_batch_size=4, num_workers=workers)
+        list(made)
+        close(made)
 
     assert seeded(load) == seeded(lambda: None)

@@ -10,6 +10,7 @@ from armature.data.corpus import Corpus
 from armature.data.text import TextData, Windows
 from armature.errors import ConfigError
 from armature.models.loss import IGNORED
+from tests.data.feeding import feed, served
 
 
 @pytest.fixture(scope="module")
@@ -22,10 +23,8 @@ def corpus(tmp_path_factory):
     return made
 
 
-def text_data(corpus, **settings) -> TextData:
-    return TextData(
-        corpus, **{"context": 32, "global_batch_size": 4, "eval_batch_size": 5, **settings}
-    )
+def text_data(corpus) -> TextData:
+    return TextData(corpus, context=32)
 
 
 @given(st.integers(2, 200), st.integers(1, 50), st.sampled_from(["<u2", "<u4"]))
@@ -52,13 +51,14 @@ def test_training_windows_are_complete(size, context):
 
 def test_an_epoch_holds_every_training_window_once(corpus):
     data = text_data(corpus)
+    fed = feed(data, global_batch_size=4)
     stream = np.array(corpus.tokens("train"))
     expected = sorted(
         tuple(stream[i * 32 : i * 32 + 32].tolist()) for i in range((len(stream) - 1) // 32)
     )
-    served = [tuple(row) for batch in data.train_dataloader() for row in batch["inputs"].tolist()]
-    assert sorted(served[: data.train_size]) == expected
-    assert data.train_size == len(expected)
+    found = [tuple(row) for batch in fed.train_loader() for row in batch["inputs"].tolist()]
+    assert sorted(found[: fed.train_size]) == expected
+    assert fed.train_size == len(expected)
     assert data.tokens_per_sample == 32
 
 
@@ -66,8 +66,8 @@ def test_an_epoch_holds_every_training_window_once(corpus):
 def test_bits_per_byte_are_exact(corpus, split):
     """A uniform model needs log2(V) bits for every target, in any windows and batches."""
     data = text_data(corpus)
-    loader = data.val_dataloader() if split == "val" else data.test_dataloader()
-    targets = sum(int((batch["targets"] != IGNORED).sum()) for batch in loader)
+    batches = served(data, split, global_batch_size=4, eval_batch_size=5)
+    targets = sum(int((batch["targets"] != IGNORED).sum()) for batch in batches)
     figures = corpus.header["splits"][split]
     assert targets == figures["tokens"] - 1
     bits = targets * math.log2(data.vocab_size)
@@ -78,7 +78,7 @@ def test_bits_per_byte_are_exact(corpus, split):
 
 
 def test_batches_are_contiguous_and_all_but_the_last_of_one_shape(corpus):
-    batches = list(text_data(corpus).val_dataloader())
+    batches = served(text_data(corpus), "val", global_batch_size=4, eval_batch_size=5)
     assert {tuple(batch["inputs"].shape) for batch in batches[:-1]} == {(5, 32)}
     assert all(
         batch["inputs"].is_contiguous() and batch["targets"].is_contiguous() for batch in batches

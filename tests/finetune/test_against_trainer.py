@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from armature import loading, run_dir
-from armature.data import adapter as data_adapter
+from armature.data import feed
 from armature.models.adapters import is_adapter
 from armature.models.decoder.names import theirs
 from armature.parallel import initialization
@@ -115,12 +115,10 @@ def write_job(run: Path, *, packed: bool) -> Path:
     reference.
     """
     cfg = run_dir.read(run)
-    data = data_adapter.build(cfg)
-    data.prepare_data()
-    data.setup("fit")
+    fed = feed.build(cfg)
+    fed.data.prepare_data()
     batches = [
-        batch
-        for _, batch in zip(range(STEPS * ROWS // MICRO), data.train_dataloader(), strict=False)
+        batch for _, batch in zip(range(STEPS * ROWS // MICRO), fed.train_loader(), strict=False)
     ]
     joined = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
     assert ("documents" in joined) == packed

@@ -364,7 +364,7 @@ def test_state_space_models_name_what_they_read_past_their_linears(kind, names):
 
 class Named(LabeledData):
     def __init__(self, classes):
-        super().__init__(global_batch_size=2)
+        super().__init__()
         self.own, self.path = classes, "x.csv"
 
     def names(self):

@@ -20,6 +20,7 @@ def trained(strategy: str, options: dict[str, Any]) -> dict[str, float]:
     from torch.utils.data import Dataset
 
     from armature.data.base import DataModule
+    from armature.data.feed import Feed
     from armature.parallel import process_group
 
     warnings.filterwarnings("ignore")
@@ -69,7 +70,9 @@ def trained(strategy: str, options: dict[str, Any]) -> dict[str, float]:
         enable_model_summary=False,
         enable_checkpointing=False,
     )
-    trainer.fit(Plain(), datamodule=Data(global_batch_size=16, eval_batch_size=8))
+    feed = Feed(Data(), global_batch_size=16, eval_batch_size=8)
+    trainer.callbacks.append(feed)  # pyright: ignore[reportAttributeAccessIssue]
+    trainer.fit(Plain(), datamodule=feed.data)
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 

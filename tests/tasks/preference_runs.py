@@ -66,16 +66,15 @@ def source_of(folder: str | Path, **settings: Any) -> Any:
 
 
 def data_of(folder: str | Path, *, micro: int | str = 2, **changes: Any) -> Any:
+    """Return a feed of the pairs."""
     from armature.data.chat.pairs import PreferenceData
+    from armature.data.feed import Feed
 
-    loader = {
-        "global_batch_size": 8,
-        "micro_batch_size": micro,
-        "eval_batch_size": 4,
-        "seed": 1,
-        "multiple": 8,
-    }
-    return PreferenceData(source_of(folder), context=MODEL["context"], **{**loader, **changes})
+    data = PreferenceData(
+        source_of(folder), context=MODEL["context"], multiple=changes.pop("multiple", 8)
+    )
+    loader = {"global_batch_size": 8, "micro_batch_size": micro, "eval_batch_size": 4, "seed": 1}
+    return Feed(data, **{**loader, **changes})
 
 
 def task_of(*, adapter: dict[str, Any] | None = None, lr: float = 1e-2, **settings: Any) -> Any:
@@ -129,13 +128,13 @@ def _fit(job: Job) -> Run:
                 self.columns.append(mean)
                 self.norms.append(float(trainer.strategy.grad_norm))
 
-    layout, data = LAYOUTS[job.layout], data_of(job.folder, micro=job.micro, **job.data)
+    layout, feed = LAYOUTS[job.layout], data_of(job.folder, micro=job.micro, **job.data)
     strategy = import_object(STRATEGIES[layout.strategy])(
         seed=3, **{**layout.options, **job.options}
     )
     task, record = task_of(adapter=job.adapter, lr=job.lr, **job.task), Record()
     data_ranks = layout.ranks // layout.options.get("tensor", 1)
-    accumulate = 1 if job.micro == "auto" else data.global_batch_size // job.micro // data_ranks
+    accumulate = 1 if job.micro == "auto" else feed.global_batch_size // job.micro // data_ranks
     trainer = L.Trainer(
         accelerator="cpu",
         devices=layout.ranks,
@@ -144,7 +143,7 @@ def _fit(job: Job) -> Run:
         precision="32-true",
         accumulate_grad_batches=accumulate,
         gradient_clip_val=1.0,
-        callbacks=[record],
+        callbacks=[feed, record],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -155,7 +154,7 @@ def _fit(job: Job) -> Run:
         default_root_dir=job.folder,
         check_val_every_n_epoch=None,
     )
-    trainer.fit(task, datamodule=data)
+    trainer.fit(task, datamodule=feed.data)
     losses = torch.tensor(record.losses).view(job.steps, accumulate).mean(dim=1) * accumulate
     facts = {name: float(value) for name, value in trainer.callback_metrics.items()}
     facts |= {

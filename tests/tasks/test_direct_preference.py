@@ -54,7 +54,7 @@ def moved(task):
 
 
 def batch_of(pairs: str) -> dict[str, torch.Tensor]:
-    return data_of(pairs)._dataset("train").batch([0, 3, 5])
+    return data_of(pairs).data._dataset("train").batch([0, 3, 5])
 
 
 def naive(model, batch) -> torch.Tensor:
@@ -173,7 +173,7 @@ def test_micro_batches_and_padding_do_not_change_the_gradient(pairs):
     moved(task)
     gradients = []
     for micro, multiple in ((6, 8), (2, 8), (3, None)):
-        rows = data_of(pairs, multiple=multiple)._dataset("train")
+        rows = data_of(pairs, multiple=multiple).data._dataset("train")
         task.model.zero_grad()
         for first in range(0, 6, micro):
             (
@@ -216,9 +216,9 @@ def test_a_run_that_begins_with_trained_adapters_and_one_without_its_reference_a
     task.trainer = trainer
     with pytest.raises(ConfigError, match=r"Type task\.reference=cached"):
         task.on_train_start()
-    task, trainer.datamodule = ready(), data_of(pairs)
-    task.trainer = trainer
-    trainer.datamodule.samples_seen = 8
+    task, feed = ready(), data_of(pairs)
+    feed.samples_seen = 8
+    task.trainer, trainer.datamodule, trainer.callbacks = trainer, feed.data, [feed]
     with pytest.raises(
         ConfigError, match="the checkpoint has no log-probabilities of the reference"
     ):

@@ -14,14 +14,15 @@ import armature
 from armature import run_dir, worker
 from armature.checkpoint import storage
 from armature.checkpoint.state import load_tensors
-from armature.data.base import DataModule
 from armature.data.batching import Batches
+from armature.data.feed import Feed
 from armature.data.sampler import TrainSampler
 from armature.errors import ConfigError, NotFinite
 from armature.strategies.single import SingleDevice
 from armature.strategies.update_mask import UpdateMask
 from armature.training import not_finite
 from tests import running
+from tests.data.feeding import feed
 from tests.nan_parts import NumberedData
 from tests.test_resume import BASE, CONFIGS
 
@@ -248,14 +249,14 @@ def test_a_step_that_fp16s_scaler_skips_leaves_the_buffers_alone(skipped, monkey
 
 
 # ---------------------------------------------------------------- data.skip_steps
-def batches_of(data: DataModule, first: int, last: int) -> list[list[int]]:
+def batches_of(data: Feed, first: int, last: int) -> list[list[int]]:
     return [data.indices_of_step(8 * (step - 1))[0] for step in range(first, last + 1)]
 
 
-def numbered(*skip_steps: int, made: int = 0, skipped: Any = ()) -> DataModule:
-    data = NumberedData(samples=60, broken=[], global_batch_size=8, skip_steps=skip_steps)
-    state = {"samples_seen": 8 * made, "step": made, "train_size": 60, "skipped": skipped}
-    data.load_state_dict(state)
+def numbered(*skip_steps: int, made: int = 0, skipped: Any = ()) -> Feed:
+    data = feed(NumberedData(samples=60, broken=[]), global_batch_size=8, skip_steps=skip_steps)
+    state = {"samples_seen": 8 * made, "step": made, "skipped": skipped}
+    data.load_state_dict(data.state_dict() | state)
     return data
 
 

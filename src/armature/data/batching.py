@@ -6,8 +6,7 @@ from typing import Any
 
 from armature.errors import ConfigError
 
-# Arguments of our DataModule. data/adapter.py takes them for a plain LightningDataModule, which has
-# no such arguments
+# of `data`, which the feed takes (data/feed.py)
 LOADER_KEYS = (
     "global_batch_size",
     "micro_batch_size",

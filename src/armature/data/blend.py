@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from armature.data.base import Batch, Split
 from armature.data.corpus import Corpus
-from armature.data.sampler import DrawnSampler, TrainSampler, permuted
+from armature.data.sampler import permuted
 from armature.data.text import TokenData, Windows
 from armature.data.tokenizer import TOKENIZER_FILE
 from armature.errors import ConfigError
@@ -139,32 +139,25 @@ class BlendData(TokenData):
         ])  # fmt: skip
 
     @override
-    def _train_sampler(self, *, for_loop: bool = False, **arguments: Any) -> TrainSampler:
-        every = self._dataset("train")
-        assert isinstance(every, Joined)
-        given = self._order_arguments() | {"population": len(every)} | arguments
-        return DrawnSampler(self.train_size, draw=self._draw, **given)
-
-    def _draw(self, epoch: int) -> NDArray[np.int64]:
+    def order(self, epoch: int, *, size: int, seed: int, limited: bool) -> NDArray[np.int64]:
         """Return the windows of an epoch: of corpus k, the next weight_k × N of its own order."""
         every = self._dataset("train")
         assert isinstance(every, Joined)
-        sizes, total = [len(part) for part in every.datasets], self.train_size  # pyright: ignore[reportArgumentType]
+        sizes, total = [len(part) for part in every.datasets], size  # pyright: ignore[reportArgumentType]
         weights = np.array([self.source.weights[name] for name in self.source.corpora])
         ends = np.round(np.cumsum(weights) / weights.sum() * total).astype(np.int64)
-        # limited, every epoch has the same windows
-        continued = 0 if self.train_limit is not None else epoch
+        continued = 0 if limited else epoch
         chosen, start, offset = [], 0, 0
         for number, (size, end) in enumerate(zip(sizes, ends.tolist(), strict=True)):
             rounds, places = np.divmod(continued * (end - start) + np.arange(end - start), size)
             for each in np.unique(rounds).tolist():
                 own = permuted(
-                    places[rounds == each], size=size, seed=f"{self.seed}/{number}", epoch=each
+                    places[rounds == each], size=size, seed=f"{seed}/{number}", epoch=each
                 )
                 chosen.append(own + offset)
             start, offset = end, offset + size
         drawn = np.concatenate(chosen)
-        return drawn[permuted(np.arange(total), size=total, seed=f"{self.seed}/blend", epoch=epoch)]
+        return drawn[permuted(np.arange(total), size=total, seed=f"{seed}/blend", epoch=epoch)]
 
 
 class Joined(ConcatDataset[Batch]):

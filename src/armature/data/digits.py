@@ -33,16 +33,15 @@ class DigitsData(DataModule):
         fold, folds: which of so many parts of all but the test images is held out for val.
         shift: move training images by up to this many pixels in each direction; 0: do not move
             them.
-        loader: batch sizes and the other arguments of DataModule.
     """
 
     # read before launch
     model_sizes: ClassVar[dict[str, int]] = {"image_size": 8, "channels": 1, "classes": 10}
 
     def __init__(
-        self, *, shift: int = 1, fold: int | None = None, folds: int | None = None, **loader: Any
+        self, *, shift: int = 1, fold: int | None = None, folds: int | None = None
     ) -> None:
-        super().__init__(**loader)
+        super().__init__()
         self.shift, self.fold, self.folds = shift, fold, folds
 
     @override

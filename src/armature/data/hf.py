@@ -43,7 +43,6 @@ class HFData(LabeledData):
         classes: whether texts as targets are names of classes; else they stay texts.
         image_mode: read images in this mode of Pillow's: L, RGB or RGBA. None: that of the first
             image; one that shows more is refused.
-        loader: batch sizes and the other arguments of DataModule.
     """
 
     predict_split = "predict"
@@ -61,9 +60,8 @@ class HFData(LabeledData):
         streaming: bool = False,
         classes: bool = True,
         image_mode: str | None = None,
-        **loader: Any,
     ) -> None:
-        super().__init__(**loader)
+        super().__init__()
         self.path, self.texts_are_classes, self.image_mode = path, classes, image_mode
         self.streaming, self.source = streaming, {"name": name, "data_dir": data_dir}
         self.source["data_files"] = _plain(data_files)

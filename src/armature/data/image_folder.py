@@ -116,7 +116,6 @@ class ImageFolderData(LabeledData):
         val_fraction, test_fraction: shares of the images, where there are no folders of these
             names.
         fold, folds: hold out this one of so many parts of the other samples, not val_fraction.
-        loader: batch sizes and the other arguments of DataModule.
     """
 
     # read before launch
@@ -137,9 +136,8 @@ class ImageFolderData(LabeledData):
         test_fraction: float = 0.1,
         fold: int | None = None,
         folds: int | None = None,
-        **loader: Any,
     ) -> None:
-        super().__init__(**loader)
+        super().__init__()
         self.path, self.size, self.flip, self.margin = Path(path).expanduser(), size, flip, margin
         self.mean, self.std = (
             list(mean or (0.485, 0.456, 0.406)),

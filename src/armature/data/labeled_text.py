@@ -83,7 +83,6 @@ class LabeledTextData(LabeledData):
         multiple: T is the length of the batch's longest text, rounded up to a multiple of this.
         val_fraction, test_fraction: shares of the rows, drawn at random, always the same.
         fold, folds: hold out this one of so many parts of the other samples, not val_fraction.
-        loader: batch sizes and the other arguments of DataModule.
     """
 
     model_sizes: ClassVar[dict[str, str]] = {"context": "context"}  # read before launch
@@ -102,9 +101,8 @@ class LabeledTextData(LabeledData):
         test_fraction: float = 0.1,
         fold: int | None = None,
         folds: int | None = None,
-        **loader: Any,
     ) -> None:
-        super().__init__(**loader)
+        super().__init__()
         if found := [
             f"data.{key}={value}: must be a whole number of at least 1."
             for key, value in (("context", context), ("multiple", multiple))

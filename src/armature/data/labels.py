@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as L
 import numpy as np
 from torch.utils.data import Subset
 from typing_extensions import override
@@ -170,16 +171,9 @@ class LabeledData(DataModule):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        now = self._present
-        then = state_dict["names"]
+        now, then = self._present, state_dict["names"]
         for key in sorted(then.keys() | now.keys()):
-            if (found := difference(then.get(key, []), now.get(key, []))) is not None:
-                raise ConfigError(
-                    f"data: the {key} are no longer those that the checkpoint was trained with: "
-                    f"{found}. Restore "
-                    "the data, or train on these from step 0: type another run.name, or "
-                    "resume=never."
-                )
+            check_same(then.get(key, []), now.get(key, []), what=key)
         super().load_state_dict(state_dict)
 
     def knows(self, found: Iterable[str]) -> bool:
@@ -201,6 +195,52 @@ class LabeledData(DataModule):
                 "samples of unknown classes, leave the classes out."
             )
         return [number[name] for name in found]
+
+
+class DatasetClasses:
+    """The classes that a dataset of users names, kept beside the run for other data."""
+
+    tokens_per_sample: int | None = None
+    prepares_on_every_rank = False
+
+    def __init__(self, data: L.LightningDataModule) -> None:
+        self._data, self._saved = data, None
+        self.found_sizes: dict[str, int] = {}
+
+    @property
+    def class_names(self) -> list[str] | None:
+        names = self._saved or getattr(self._data, "classes", None)
+        return names if isinstance(names, list) else None
+
+    def save_assets(self, run_dir: Path) -> None:
+        loader: Any = self._data.train_dataloader()
+        if (names := of_dataset(loader.dataset)) is not None:
+            files.replace(run_dir / CLASSES_FILE, json.dumps({"classes": names}, indent=2) + "\n")
+
+    def load_assets(self, run_dir: Path) -> None:
+        self._saved = (read(run_dir / CLASSES_FILE) or {}).get("classes")
+
+    def check(self, dataset: Any, name: str) -> None:
+        """Raise ConfigError for targets that mean other classes than in the training data."""
+        then, now = self._saved or [], of_dataset(dataset) or []
+        numbers = {each: i for i, each in enumerate(then)}
+        # new ones and lacking last ones do no harm
+        if any(numbers.get(each, i) != i for i, each in enumerate(now)):
+            raise ConfigError(
+                f"data: the {name} data number other classes than the training data: "
+                f"{difference(then, now)}. Each class must have the number that it had then "
+                f"({CLASSES_FILE} of the run)."
+            )
+
+
+def check_same(then: list[str] | None, now: list[str] | None, *, what: str = "classes") -> None:
+    """Raise ConfigError if both are known and differ."""
+    if then is not None and now is not None and (found := difference(then, now)) is not None:
+        raise ConfigError(
+            f"data: the {what} are no longer those that the checkpoint was trained with: {found}. "
+            "Restore the data, or train on these from step 0: type another run.name, or "
+            "resume=never."
+        )
 
 
 def of_dataset(dataset: Any) -> list[str] | None:

@@ -14,12 +14,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import BatchSampler
 from typing_extensions import override
 
 from armature.data.batching import Batches
-from armature.data.users_view import guarded
-from armature.errors import ConfigError
 
 PADDING = -1  # index of a sample that only fills an evaluation batch
 _ROUNDS = 8
@@ -43,13 +40,7 @@ class TrainSampler:
         population: samples that an epoch's order is made of; None: the N that it has.
         left_out: returns the parts (start, length) of the order that are left out: what comes after
             them moves up.
-
-    Attributes:
-        users: the batch sampler of the user's loader, which has the attributes that this one lacks,
-            and gets those that hooks set.
     """
-
-    users: Any = None
 
     def __init__(
         self,
@@ -76,29 +67,6 @@ class TrainSampler:
         self._position = position
         self._epoch = epoch or (lambda: position() // size)
         self._left_out = left_out
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if name == "set_epoch":  # each epoch's draw calls it
-            return lambda epoch: None
-        value = getattr(self.users, name)
-        return guarded(value) if name == "sampler" else value
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if self.users is None:
-            super().__setattr__(name, value)
-        elif type(self.users) is BatchSampler:
-            raise ConfigError(
-                f"trainer.train_dataloader.batch_sampler.{name} was set to {value!r:.80}, which "
-                "would have no effect: "
-                f"each batch has data.global_batch_size={self.batches.global_batch_size} samples "
-                "during the whole run. "
-                "Type that key instead. What a sampler of yours reads is set on "
-                "trainer.train_dataloader.sampler."
-            )
-        else:
-            setattr(self.users, name, value)
 
     def __len__(self) -> int:
         """Return the micro-batches of the *whole* epoch, also after a resume in its middle, where
@@ -128,11 +96,11 @@ class TrainSampler:
         )
         return starts[:, None] + np.arange(micro)
 
-    def epoch_keys(self, batch_size: int) -> Iterator[list[int]]:
-        """Yield the keys of all samples of the epoch, in batches."""
-        start = self._epoch() * self.size
-        for place in range(0, self.size, batch_size):
-            positions = start + np.arange(place, min(place + batch_size, self.size))
+    def epoch_keys(self) -> Iterator[list[int]]:
+        """Yield the keys of all samples of the epoch, in global batches."""
+        start, step = self._epoch() * self.size, self.batches.global_batch_size
+        for place in range(0, self.size, step):
+            positions = start + np.arange(place, min(place + step, self.size))
             yield self._keys(self.places_of(positions)).tolist()
 
     def first_position(self) -> int:
@@ -207,22 +175,32 @@ class DrawnSampler(TrainSampler):
 
 
 class EpochSampler:
-    """Yields the whole epoch of a TrainSampler for code outside of the training loop: all ranks'
-    samples, each once.
+    """Yields the whole epoch for code outside of the training loop: the samples of all ranks, each
+    once.
 
     In global batches, as the user's own loader: a schedule that is made from its length must not
     depend on the micro-batch.
+
+    Args:
+        sampler: returns the sampler of any rank.
     """
 
-    def __init__(self, sampler: TrainSampler) -> None:
-        self.sampler, self.population = sampler, sampler.population
-        self.batch_size = sampler.batches.global_batch_size
+    def __init__(self, sampler: Callable[[], TrainSampler]) -> None:
+        self._sampler = sampler
+
+    @property
+    def population(self) -> int:
+        return self._sampler().population
+
+    @property
+    def batch_size(self) -> int:
+        return self._sampler().batches.global_batch_size
 
     def __len__(self) -> int:
-        return -(-self.sampler.size // self.batch_size)
+        return -(-self._sampler().size // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        yield from self.sampler.epoch_keys(self.batch_size)
+        return self._sampler().epoch_keys()
 
 
 class EvalSampler:

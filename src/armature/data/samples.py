@@ -5,10 +5,7 @@ Runs in the loader's processes, or in the training process.
 
 from __future__ import annotations
 
-import copy
 import hashlib
-import logging
-import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,16 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, Subset, default_collate, get_worker_info
-from typing_extensions import override
 
-from armature.data.alike import alike
 from armature.data.sampler import PADDING
 from armature.data.stream import Reader, Stream
 from armature.data.worker_signals import heed_the_rank_alone
 from armature.errors import ConfigError, NoEndOfData
 from armature.models.loss import IGNORED
-
-log = logging.getLogger(__name__)
 
 Batch = dict[str, Tensor]
 _SPARE = np.random.MT19937(0)  # NumPy's global generator while the training process makes samples
@@ -52,7 +45,7 @@ class Samples(Dataset[Batch]):
         self, dataset: Any, *, size: int, seed: int, training: bool,
         collate_fn: Callable[[list[Any]], Any] | None = None, foreign: bool = False,
     ) -> None:  # fmt: skip
-        self._source, self._size, self._training, self._foreign = dataset, size, training, foreign
+        self.seed, self._source, self._size, self._foreign = seed, dataset, size, foreign
         self._has_lists_alone = _has_lists_alone(dataset)
         self._collate_fn = None if collate_fn is default_collate else collate_fn
         self._seed = f"{seed}" if training else f"{seed}/evaluation"
@@ -68,42 +61,20 @@ class Samples(Dataset[Batch]):
         self._reader = (
             Reader(dataset, size=size, seed=shuffle_seed) if isinstance(dataset, Stream) else None
         )
-        iterable = getattr(dataset, "dataset", None) if self._reader is not None else None
-        # whether samples are known to repeat; shared with the loader's processes, which may be new
-        # ones in each epoch
-        known = not training or os.environ.get("RANK", "0") != "0"  # rank 0 finds it out
-        self._repetition_known = torch.full((1,), known or self._reader is not None).share_memory_()
-        self._collation_known = torch.full((1,), known).share_memory_()
-        # the last: see `__setattr__`
-        self._own: Any = iterable if isinstance(iterable, IterableDataset) else dataset
 
-    # ------------------------------------------------------------ what `loader.dataset` is asked
-    # for
+    @property
+    def of_user(self) -> Any:
+        """The dataset as its author knows it."""
+        within = getattr(self._source, "dataset", None) if self._reader is not None else None
+        return within if isinstance(within, IterableDataset) else self._source
+
     def __len__(self) -> int:
         return self._size
 
-    @override
-    def __getitem__(self, index: int) -> Any:
-        """Return the dataset's own sample."""
-        return self._own[index]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_own" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self._own, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set what is not our own on the dataset, which reads it."""
-        if "_own" not in self.__dict__ or name in self.__dict__:
-            super().__setattr__(name, value)
-        else:
-            setattr(self._own, name, value)
-
-    # ------------------------------------------------------------ batches
     def __getitems__(self, keys: list[int]) -> Batch:
         last = max(0, *keys)  # fills padding: for another key, a stream would have to be read again
         filled = [last if key == PADDING else key for key in keys]
-        with NoEndOfData(f"{type(self._own).__name__} or its collate_fn"):
+        with NoEndOfData(f"{type(self.of_user).__name__} or its collate_fn"):
             if self._batch is not None:
                 if get_worker_info() is not None:
                     seed_generators(self._seed_of(filled[0]))
@@ -115,18 +86,15 @@ class Samples(Dataset[Batch]):
                         [self._sample(key, generator) for key in filled], key=filled[0]
                     )
         if PADDING in keys:
-            assert has_targets(batch), "check_padding has asked"
+            assert has_targets(batch), "the feed has asked"
             batch["targets"][torch.tensor(keys) == PADDING] = IGNORED
         return batch
 
     def _collate(self, samples: list[Any], *, key: int) -> Any:
         if self._collate_fn is not None:
             # mixup and the like, in a collate_fn, draw other numbers than samples
-            seed = self._seed_of(key) ^ 1
-            seed_generators(seed)
-            if self._collation_known or not is_first_process():
-                return self._collate_fn(samples)
-            return self._collate_twice(samples, seed=seed)
+            seed_generators(self._seed_of(key) ^ 1)
+            return self._collate_fn(samples)
         try:
             return default_collate(samples)
         except (RuntimeError, TypeError, ValueError) as error:
@@ -145,36 +113,6 @@ class Samples(Dataset[Batch]):
                 "batch, for example padded (docs/data.md)."
             ) from error
 
-    def _collate_twice(self, samples: list[Any], *, seed: int) -> Any:
-        """Collate samples, and again; warn if that is another batch. Return it as it was first."""
-        assert self._collate_fn is not None
-        self._collation_known[0] = True
-        again = _copy(samples)  # the function may change them
-        batch = self._collate_fn(samples)
-        kept = _copy(batch)  # the function may change what it keeps
-        if again is None or kept is None:
-            return batch
-        seed_generators(seed)
-        try:
-            same = alike(kept, self._collate_fn(again))
-        except Exception:
-            same = False
-        if not same:
-            log.warning(
-                "data: collate_fn (%s) makes another batch when it is called again with the same "
-                "samples, though the "
-                "generators of torch, NumPy and Python are seeded for each batch. No resume can "
-                "repeat it, and results "
-                "depend on the number of workers. If it draws from a generator of its own "
-                "(default_rng(), "
-                "random.Random(), torch.Generator()): draw from np.random, random or torch.rand, "
-                "or make the generator "
-                "there from np.random.randint(2**31). If it counts its calls or keeps samples: do "
-                "so in training_step.",
-                getattr(self._collate_fn, "__qualname__", type(self._collate_fn).__name__),
-            )  # fmt: skip
-        return kept
-
     def _sample(self, key: int, generator: torch.Generator) -> Any:
         seed = self._seed_of(key)
         source = (
@@ -184,34 +122,9 @@ class Samples(Dataset[Batch]):
         )
         seed_generators(seed)
         sample = self._fetch(source) if self._reader is None else self._source.sample(source)
-        if not self._repetition_known and is_first_process():
-            sample = self._checked(sample, source, seed=seed)
         return (
             sample if self._augment is None else self._augment(sample, generator.manual_seed(seed))
         )
-
-    def _checked(self, sample: Any, source: Any, *, seed: int) -> Any:
-        """Read a sample again, and warn if it is another one. Return it as it was read first."""
-        self._repetition_known[0] = True
-        kept = _copy(sample)  # the dataset may change what it keeps, which then is the same object
-        if kept is None:
-            return sample
-        seed_generators(seed)
-        if not alike(kept, self._fetch(source)):
-            log.warning(
-                "data: sample %d of %s is another one when it is read again, though the generators "
-                "of torch, NumPy and "
-                "Python are seeded for each sample. No resume can repeat it, and results depend on "
-                "the number of "
-                "workers. If __getitem__ draws from a generator of its own (default_rng(), "
-                "random.Random(), "
-                "torch.Generator(), albumentations): draw from np.random, random or torch.rand, or "
-                "make the generator "
-                "there from np.random.randint(2**31). If it changes what the dataset keeps: change "
-                "a copy.",
-                source, _name(self._source),
-            )  # fmt: skip
-        return kept
 
     def _fetch(self, index: int) -> Any:
         if not self._has_lists_alone:
@@ -245,8 +158,8 @@ class BeginWorker:
         info = get_worker_info()
         assert info is not None
         heed_the_rank_alone()
-        own = vars(info.dataset).get("_own", info.dataset)
-        object.__setattr__(info, "dataset", own)  # frozen, but each worker has its own
+        # frozen, but each worker has its own
+        object.__setattr__(info, "dataset", info.dataset.of_user)  # pyright: ignore[reportAttributeAccessIssue]
         if self.function is not None:
             self.function(worker)
 
@@ -267,22 +180,8 @@ def has_targets(batch: Any) -> bool:
     return isinstance(batch, dict) and isinstance(batch.get("targets"), Tensor)
 
 
-def is_first_process() -> bool:
-    """Return whether this process is the rank itself, or its first loader process."""
-    info = get_worker_info()
-    return info is None or info.id == 0
-
-
 def _name(dataset: Any) -> str:
     return type(getattr(dataset, "dataset", dataset)).__name__
-
-
-def _copy(value: Any) -> Any:
-    """Return a copy, or None if there is none."""
-    try:
-        return copy.deepcopy(value)
-    except Exception:
-        return None
 
 
 def _root(dataset: Any) -> Any:

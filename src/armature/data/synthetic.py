@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch.utils.data import Dataset
@@ -38,7 +37,6 @@ class SyntheticData(DataModule):
         image_size, channels, classes: of images (channels, image_size, image_size).
         samples: in the train split; val and test have a hundredth of it, and at least one batch of
             64.
-        loader: batch sizes and the other arguments of DataModule.
     """
 
     def __init__(
@@ -50,9 +48,10 @@ class SyntheticData(DataModule):
         channels: int | None = None,
         classes: int | None = None,
         samples: int = 1_000_000,
-        **loader: Any,
+        seed: int = 0,
     ) -> None:
-        super().__init__(**loader)
+        super().__init__()
+        self.seed = seed
         images = (image_size, channels, classes)
         if any(images) and not all(images):
             raise ConfigError(

@@ -56,7 +56,6 @@ class TableData(LabeledData):
             it is a number.
         val_fraction, test_fraction: shares of the rows, drawn at random, always the same.
         fold, folds: hold out this one of so many parts of the other samples, not val_fraction.
-        loader: batch sizes and the other arguments of DataModule.
     """
 
     predict_split = "predict"  # all rows
@@ -72,9 +71,8 @@ class TableData(LabeledData):
         test_fraction: float = 0.1,
         fold: int | None = None,
         folds: int | None = None,
-        **loader: Any,
     ) -> None:
-        super().__init__(**loader)
+        super().__init__()
         self.path = path if isinstance(path, str) else list(path)
         self.target, self.features = target, None if features is None else list(features)
         self.classes_are_targets = classes

@@ -30,13 +30,10 @@ class TokenData(DataModule):
     Args:
         source: a Corpus or TokenFiles with the same context.
         path: the path that `source` reads; an argument here so that it can be typed as data.path.
-        loader: batch sizes and the other arguments of DataModule.
     """
 
-    def __init__(
-        self, source: Any, *, context: int, path: str | list[str] | None = None, **loader: Any
-    ) -> None:
-        super().__init__(**loader)
+    def __init__(self, source: Any, *, context: int, path: str | list[str] | None = None) -> None:
+        super().__init__()
         self.source, self.context, self.tokens_per_sample, self.path = (
             source,
             context,

@@ -55,7 +55,7 @@ def check(cfg: DictConfig, session: Session) -> None:
         with session.limit(
             "the first steps of training", seconds=session.deadlines.steps, group=GROUP
         ):
-            run.trainer.fit(run.task, datamodule=run.data)
+            run.trainer.fit(run.task, datamodule=run.feed.data)
             session.add(*watch.findings(run))
         if session.rank == 0:
             free = run_directory.free_bytes(cfg)

@@ -35,6 +35,7 @@ from armature.parallel.targets import TargetWeights
 from armature.strategies import metric_objects
 from armature.strategies.checkpoints import CheckpointMixin
 from armature.strategies.gradients import GradientMixin
+from armature.training.progress import feed_of
 
 
 class StrategyMixin(GradientMixin, CheckpointMixin):
@@ -135,6 +136,11 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
         return process_group.broadcast_object(obj, source=src)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        feed = feed_of(self.lightning_module.trainer)  # pyright: ignore[reportOptionalMemberAccess]
+        return dataloader if feed is None else feed.replace(dataloader)
 
     @override
     def setup_environment(self) -> None:

@@ -26,6 +26,7 @@ from armature.models.loss import IGNORED, token_losses
 from armature.models.wrapped import WrappedModel
 from armature.tasks.base import Batch, inputs_and_targets, mean_metric
 from armature.tasks.language_modeling import LanguageModeling
+from armature.training.progress import feed_of
 from armature.training.step_log import StepLog
 from armature.training.stop import StopOnSignal
 from armature.training.timings import Window
@@ -278,7 +279,8 @@ class DirectPreference(LanguageModeling):
             )
         if data.reference is not None:
             return
-        if data.samples_seen:
+        feed = feed_of(self.trainer)
+        if feed.samples_seen:
             raise ConfigError(
                 "task.reference=cached, but the checkpoint has no log-probabilities of the "
                 "reference, and its weights "
@@ -286,6 +288,8 @@ class DirectPreference(LanguageModeling):
                 "resume=never."
             )
         sizes, started, found = data.splits(), time.monotonic(), {}
+        rank, ranks = feed.rank_and_ranks()
+        micro = feed.batches.micro_batch_size
         if self.trainer.is_global_zero:
             # trainer.limit_train_batches takes other pairs in each epoch
             log.info("Computing the reference of all %s pairs, once.", f"{sum(sizes.values()):,}")
@@ -294,7 +298,7 @@ class DirectPreference(LanguageModeling):
         for split, size in sizes.items():
             indices, values = [], []
             with evaluating(self.model):
-                for some, batch in data.share(split):
+                for some, batch in data.share(split, size=micro, rank=rank, ranks=ranks):
                     batch = self.trainer.strategy.batch_to_device(batch)
                     columns: Any = self.trainer.strategy.predict_step(batch, 0)
                     if [*columns] != ["chosen_logp", "rejected_logp"]:

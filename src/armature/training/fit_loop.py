@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as L
@@ -24,7 +22,6 @@ class FitLoop(_FitLoop):
     epoch_loop: EpochLoop  # unless a user has put another one of Lightning's in its place
     owes_epoch_end = False  # the run was stopped between its last step and the end of the epoch
     owes_schedules = False  # it was stopped behind a step whose schedules have not followed
-    asks_for_data = False  # else a hook or the user's code asks a data module for its training data
 
     def __init__(self, trainer: L.Trainer, limits: _FitLoop) -> None:
         super().__init__(trainer, min_epochs=limits.min_epochs, max_epochs=limits.max_epochs)
@@ -71,26 +68,6 @@ class FitLoop(_FitLoop):
     def _iteration_based_training(self) -> bool:
         # not `trainer.max_steps`, which also reports the limit of global batches
         return self.max_steps != -1
-
-    @override
-    def setup_data(self) -> None:
-        with self.asking_for_data():
-            super().setup_data()
-        owner: Any = self._data_source.instance
-        # a data module of ours; a user's `__getattr__` is not asked
-        if hasattr(type(owner), "check_train_loader"):
-            owner.check_train_loader(self.trainer.train_dataloader)
-
-    @contextmanager
-    def asking_for_data(self) -> Iterator[None]:
-        """Let data modules know that the loop itself asks for the training data, or begins to
-        iterate over them.
-        """
-        self.asks_for_data = True
-        try:
-            yield
-        finally:
-            self.asks_for_data = False
 
     @override
     def on_advance_start(self) -> None:

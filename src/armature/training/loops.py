@@ -6,7 +6,6 @@ is Lightning's own `advance` and our `on_advance_end`.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as L
@@ -17,11 +16,11 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
 from typing_extensions import override
 
-from armature.data.users_view import guard_steps
 from armature.errors import NoEndOfData, end_of_data
 from armature.strategies.base import StrategyMixin
 from armature.training import epoch_metrics, epoch_start, run_hooks, stopped_validation
-from armature.training.progress import data_of
+from armature.training.guarded_steps import guard_steps
+from armature.training.progress import feed_of
 from armature.training.stop import StoppedBySignal, agree
 from armature.training.timings import DataWait
 
@@ -81,10 +80,9 @@ class EpochLoop(_TrainingEpochLoop):
     def _leave_epoch(self) -> None:
         """Take the global batch for unseen in which `on_train_batch_start` has returned -1."""
         progress: Any = self.batch_progress
-        data = data_of(self.trainer)
-        if not hasattr(type(data), "skip_epoch"):
+        if (feed := feed_of(self.trainer)) is None:
             return
-        data.skip_epoch()  # ours, which knows the position in the data
+        feed.skip_epoch()
         # val_every_n_steps counts global batches that are trained, as after a resume
         before = (progress.current.ready - 1) % self.trainer.accumulate_grad_batches
         for name, done in (("ready", 1), ("started", 0), ("processed", 1), ("completed", 0)):
@@ -116,11 +114,6 @@ class EpochLoop(_TrainingEpochLoop):
         if not self._should_accumulate():
             self._batches_that_stepped += 1
         self._save_loggers_on_train_batch_end()
-
-    @override
-    def on_run_start(self, data_fetcher: _DataFetcher) -> None:
-        with getattr(self.trainer.fit_loop, "asking_for_data", nullcontext)():
-            super().on_run_start(data_fetcher)
 
     @override
     def _on_before_fetch(self) -> None:

@@ -18,7 +18,7 @@ from armature.data.memory import is_missing
 from armature.parallel import process_group
 from armature.training.errors import bytes_by_kind, peak_bytes, place
 from armature.training.loops import EpochLoop
-from armature.training.progress import completed_batches, data_of
+from armature.training.progress import completed_batches, feed_of
 from armature.validation import micro_batch
 from armature.validation.memory import overrides
 
@@ -41,7 +41,7 @@ def smaller(
         micro_batch.is_auto(cfg) and fits and is_missing(error) and module.automatic_optimization
     ):
         return None
-    batches = data_of(trainer).batches
+    batches = feed_of(trainer).batches
     size = micro_batch.smaller(cfg, batches)
     if size is None:
         return None

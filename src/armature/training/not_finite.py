@@ -20,7 +20,7 @@ from armature import files
 from armature.errors import NotFinite
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
-from armature.training.progress import data_of
+from armature.training.progress import feed_of
 from armature.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class NotFiniteGuard(L.Callback):
         values: Mapping[str, float],
         ranks: Sequence[int],
     ) -> None:
-        step, data = row["step"], data_of(trainer)
+        step, data = row["step"], feed_of(trainer)
         # the position of the step's first sample
         samples = _samples(trainer, position=row["samples"] - data.global_batch_size)
         own = sorted({sample for rank in ranks for sample in samples[rank]})
@@ -109,7 +109,7 @@ class NotFiniteGuard(L.Callback):
 
 def _samples(trainer: Trainer, *, position: int) -> list[list[int]]:
     """Return the indices of the samples of the step at a position, by rank."""
-    own = data_of(trainer).indices_of_step(position)
+    own = feed_of(trainer).indices_of_step(position)
     return process_group.all_gather_object([index for indices in own for index in indices])
 
 

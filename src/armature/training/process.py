@@ -58,6 +58,8 @@ def quiet() -> None:
     # ours is resumable: the sampler knows its position
     warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")
     warnings.filterwarnings("ignore", message=".*is smaller than the logging interval.*")
+    # the order of an evaluation is drawn once
+    warnings.filterwarnings("ignore", message=".*sampler has shuffling enabled.*")
 
 
 def keep_traceback(error: Exception, file: logging.FileHandler) -> None:

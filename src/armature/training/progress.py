@@ -1,6 +1,4 @@
-"""The progress of a run, for callbacks and data modules that also work under Lightning's own
-Trainer.
-"""
+"""The progress of a run, for callbacks that also work under Lightning's own Trainer."""
 
 from typing import Any
 
@@ -16,10 +14,7 @@ def completed_batches(trainer: Trainer) -> int:
     return trainer.global_step if completed is None else completed
 
 
-def data_of(trainer: Trainer) -> Any:
-    """Return the data module that trains, or None.
-
-    `trainer.datamodule` is the user's if that is a plain one.
-    """
-    own = getattr(trainer, "run_data", None)
-    return getattr(trainer, "datamodule", None) if own is None else own
+def feed_of(trainer: Trainer) -> Any:
+    """Return the `Feed` (data/feed.py), which holds the position in the training data, or None."""
+    callbacks: Any = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    return next((each for each in callbacks if hasattr(type(each), "samples_seen")), None)

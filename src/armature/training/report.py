@@ -21,7 +21,7 @@ from armature.finetune.folder import CHAT_TEMPLATE
 from armature.strategies.base import StrategyMixin
 from armature.training.errors import peak_bytes
 from armature.training.not_finite import FILE
-from armature.training.progress import completed_batches, data_of
+from armature.training.progress import completed_batches, feed_of
 from armature.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _parameters(trainer: Trainer, strategy: StrategyMixin | None) -> str:
 
 
 def _batch_note(trainer: Trainer) -> str:
-    return getattr(data_of(trainer), "batch_note", "")
+    return "" if (feed := feed_of(trainer)) is None else feed.batch_note
 
 
 def summarize(
@@ -127,8 +127,9 @@ def finish(
     run.display.show_metrics(metrics)
     checkpoint = last_checkpoint(run.cfg)
     saved = "no checkpoint was saved" if checkpoint is None else f"checkpoint {checkpoint}"
-    baselines = getattr(type(run.data), "baselines", None)  # not a user's attribute of that name
-    lines = baselines(run.data) if baselines else []
+    # not a user's attribute of that name
+    baselines = getattr(type(run.feed.assets), "baselines", None)
+    lines = baselines(run.feed.assets) if baselines else []
     lines.append(f"{reason} at step {summary['global_step']} after {seconds:.0f} s; {saved}")
     if run.guard.skipped:
         lines.append(f"{run.guard.skipped} steps skipped (trainer.on_nan=skip); see {FILE}")

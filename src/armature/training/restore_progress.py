@@ -18,7 +18,7 @@ from armature.checkpoint import changes, plain, schedules
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
 from armature.training import epoch_metrics, epoch_start, user_state
-from armature.training.progress import completed_batches, data_of
+from armature.training.progress import completed_batches, feed_of
 from armature.training.run_hooks import RunHooks
 from armature.training.trainer import Trainer as OurTrainer
 
@@ -203,9 +203,9 @@ class RestoreProgress(RunHooks, Callback):
             return
         for each in _model_checkpoints(trainer):
             vars(each).update(self._model_checkpoints.get(each.state_key, {}))
-        data = data_of(trainer)
-        epoch, position = divmod(data.samples_seen, data.train_size)
-        batches = position // data.global_batch_size * trainer.accumulate_grad_batches
+        feed = feed_of(trainer)
+        epoch, position = divmod(feed.samples_seen, feed.train_size)
+        batches = position // feed.global_batch_size * trainer.accumulate_grad_batches
         closing = not batches and self._epoch < epoch
         if closing:
             epoch, batches = epoch - 1, int(trainer.num_training_batches)

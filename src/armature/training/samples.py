@@ -34,7 +34,7 @@ from armature.pages import report
 from armature.pages.history import EVENTS
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
-from armature.training.progress import completed_batches, data_of
+from armature.training.progress import completed_batches, feed_of
 
 log = logging.getLogger(__name__)
 SHARE = 0.01  # of the run's time, for samples; the first ones are always made
@@ -124,7 +124,7 @@ class Samples(L.Callback):
         with torch.no_grad(), trainer.precision_plugin.val_step_context():
             predicted = _alone(lambda: module.predict_step(few, 0))
         if isinstance(predicted, dict) and "class" in predicted:
-            names = getattr(data_of(trainer), "class_names", None)
+            names = feed_of(trainer).assets.class_names
             shown = image_rows(few["inputs"], few.get("targets"), predicted["class"], names)
             self._write(trainer, "images", images=shown)
 

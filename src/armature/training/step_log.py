@@ -24,7 +24,7 @@ from armature.parallel.targets import weigh
 from armature.strategies.base import StrategyMixin
 from armature.training.expert_load import ExpertLoad
 from armature.training.metrics_csv import MetricsCSV
-from armature.training.progress import completed_batches, data_of
+from armature.training.progress import completed_batches, feed_of
 from armature.training.run_hooks import RunHooks
 from armature.training.timings import (
     OWN_SECONDS,
@@ -415,7 +415,7 @@ class StepLog(RunHooks, Callback):
 
 def _samples_seen(trainer: Trainer) -> int:
     """Position in the stream of training samples, which the data module owns."""
-    return data_of(trainer).samples_seen
+    return feed_of(trainer).samples_seen
 
 
 def _first_rate(optimizers: list[Optimizer]) -> float | Tensor | None:

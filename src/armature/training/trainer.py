@@ -14,10 +14,11 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from typing_extensions import override
 
-from armature.data.users_view import UsersTrainer
 from armature.strategies.base import StrategyMixin
 from armature.training.fit_loop import FitLoop
+from armature.training.guarded_steps import guard_trainer
 from armature.training.loops import EpochLoop
+from armature.training.progress import feed_of
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ class LoggerConnector(_LoggerConnector):
             self._callback_metrics[name] = torch.tensor(values[name])
 
 
-class Trainer(UsersTrainer):
+class Trainer(L.Trainer):
     """Train as Lightning's Trainer does, with these differences:
 
     - training/stop.py handles signals, instead of handlers that enter collectives and may hang;
@@ -163,6 +164,7 @@ class Trainer(UsersTrainer):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        guard_trainer(self)
         self.failed = False
         limits = self.fit_loop  # fast_dev_run may have changed them
         self.fit_loop: FitLoop = FitLoop(self, limits)
@@ -196,6 +198,13 @@ class Trainer(UsersTrainer):
         loop = self.fit_loop.epoch_loop
         limit = loop.max_global_batches if isinstance(loop, EpochLoop) else None
         return self.fit_loop.max_steps if limit is None or self.fit_loop.max_steps != -1 else limit
+
+    @property
+    @override
+    def train_dataloader(self) -> Any:
+        """For hooks: a loader of their own, so that the training loop's is never set back."""
+        loaders, feed = super().train_dataloader, feed_of(self)
+        return loaders if loaders is None or feed is None else feed.share()
 
     @property
     def begins_random_streams(self) -> bool:

@@ -37,7 +37,6 @@ from armature.checkpoint import plain
 from armature.data.base import DataModule
 from armature.parallel import process_group
 from armature.training import epoch_metrics
-from armature.training.progress import data_of
 
 log = logging.getLogger(__name__)
 
@@ -156,11 +155,10 @@ def _attributes(trainer: L.Trainer) -> dict[str, Any]:
 
 def _owners(trainer: L.Trainer) -> Iterator[_Owner]:
     """Yield the objects that users wrote or may set, with their attributes."""
-    module, data = trainer.lightning_module, data_of(trainer)
-    data = getattr(data, "module", data)  # a PlainData's
+    module, data = trainer.lightning_module, trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
     of_data = {*vars(L.LightningDataModule())}
     if isinstance(data, DataModule):
-        of_data |= vars(DataModule(global_batch_size=1)).keys()
+        of_data |= vars(DataModule()).keys()
     roots: list[tuple[str, Any, Any]] = [
         (f"module.{name}".removesuffix("."), part, vars(L.LightningModule()))
         for name, part in module.named_modules()

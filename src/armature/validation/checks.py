@@ -110,17 +110,10 @@ def decide(cfg: DictConfig) -> DictConfig:
     cfg = for_this_machine(cfg)
     if cfg.launch.max_restarts == "auto":
         cfg.launch.max_restarts = 3 if cfg.trainer.devices * cfg.trainer.num_nodes > 1 else 0
-    if not signatures.derives_from(
-        cfg.data._target_, signatures.OUR_DATA
-    ):  # a plain LightningDataModule (data/adapter.py)
-        with open_dict(cfg):
-            for key, value in (("global_batch_size", None), ("micro_batch_size", "auto")):
-                cfg.data.setdefault(key, value)
-    elif "micro_batch_size" not in cfg.data and (
-        default := signatures.defaults_of(cfg.data._target_).get("micro_batch_size")
-    ):
-        with open_dict(cfg):
-            cfg.data.micro_batch_size = default
+    micro = signatures.defaults_of(cfg.data._target_).get("micro_batch_size", "auto")
+    with open_dict(cfg):
+        for key, value in (("global_batch_size", None), ("micro_batch_size", micro)):
+            cfg.data.setdefault(key, value)
     return cfg
 
 

@@ -27,6 +27,7 @@ from armature.validation import foreign_keys
 
 LIBRARIES = ("torch", "lightning", "builtins", "abc", "typing")  # they declare nothing of ours
 OUR_DATA = "armature.data.base.DataModule"
+FEED = "armature.data.feed.Feed"  # takes the LOADER_KEYS of any data
 # groups that a task's constructor gets, if it takes them
 FACTORIES = ("model", "optimizer", "scheduler")
 Definition = tuple[str, Any]  # the defining module, and the class or function
@@ -278,11 +279,16 @@ def argument_problems(path: str, node: dict[str, Any], definition: Definition) -
     take.
     """
     target, signature = node["_target_"], signature_of(*definition)
-    # data/adapter.py takes its LOADER_KEYS
-    plain_data = path == "data" and not derives_from(target, OUR_DATA)
+    if path == "data" and (feed := find_definition(FEED)) is not None:
+        of_feed = signature_of(*feed)
+        for key in (each for each in LOADER_KEYS if each not in signature.parameters):
+            signature.parameters[key], signature.shown[key] = (
+                of_feed.parameters[key],
+                of_feed.shown[key],
+            )
     found = []
     for key, value in node.items():
-        if key in HYDRA_KEYS or (key in LOADER_KEYS and plain_data):
+        if key in HYDRA_KEYS:
             continue
         if key in FOLD_KEYS and path == "data" and key not in signature.parameters:
             continue  # data/folds.py

@@ -98,9 +98,9 @@ class PreferenceData(ChatData):
     source: Preferences  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(
-        self, source: Preferences, *, context: int, multiple: int | None = 64, **loader: Any
+        self, source: Preferences, *, context: int, path: Any = None, multiple: int | None = 64
     ) -> None:
-        super().__init__(source, context=context, **loader)
+        super().__init__(source, context=context, path=path)
         self.multiple = multiple
         self.tokens_per_sample = None  # it differs from pair to pair
         self.reference: dict[str, Tensor] | None = None
@@ -122,18 +122,15 @@ class PreferenceData(ChatData):
         }
         return {split: size for split, size in sizes.items() if size}
 
-    def share(self, split: Split) -> Iterator[tuple[list[int], Batch]]:
-        """Yield this data rank's part of a split, with the pairs' indices: as many micro-batches on
-        every rank.
+    def share(
+        self, split: Split, *, size: int, rank: int, ranks: int
+    ) -> Iterator[tuple[list[int], Batch]]:
+        """Yield a data rank's part of a split in batches of a size, with the pairs' indices: as
+        many on every rank.
 
         Each pair comes at least once over all ranks; some come twice.
         """
-        rank, ranks = self._rank_and_ranks()
-        size, pairs, last = (
-            self.batches.micro_batch_size,
-            self._dataset(split),
-            self.splits()[split] - 1,
-        )
+        pairs, last = self._dataset(split), self.splits()[split] - 1
         for first in range(0, last + 1, size * ranks):
             indices = [min(first + rank * size + i, last) for i in range(size)]
             yield indices, pairs.batch(indices)  # pyright: ignore[reportAttributeAccessIssue]

@@ -114,15 +114,20 @@ def _simulate(
     substitutes.experts_load(meter, load=request.expert_load)
     process.quiet()
     torch.set_float32_matmul_precision(cfg.trainer.matmul_precision)
-    adapter_build = worker.adapter.build
+    build_feed = worker.feed.build
 
-    def build_data(cfg: DictConfig) -> Any:
-        data = hooks.with_values(adapter_build)(cfg)
-        substitutes.data_module(data)
-        data.global_batch_size = _few_micro_batches(data, layout)
-        return data
+    def build_small(cfg: DictConfig) -> Any:
+        feed = hooks.with_values(build_feed)(cfg)
+        substitutes.feed(feed)
+        feed.global_batch_size = _few_micro_batches(feed, layout)
+        return feed
 
+<<<<<<< HEAD
     worker.adapter.build = build_data
+=======
+    worker.feed.build = build_small
+    dtensors.WATCHED_FORWARDS = 0  # whose sums are of the first steps alone
+>>>>>>> feed
     stop = StopOnSignal(max_seconds=None, deadline=None)
     with ExitStack() as modes:
         mode = modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -138,7 +143,7 @@ def _simulate(
         probe = Probe(meter, logits=_logits_sizes(cfg, layout), steps_before=int(pipeline))
         run.trainer.callbacks.insert(0, probe)  # pyright: ignore[reportAttributeAccessIssue]
         try:
-            run.trainer.fit(run.task, datamodule=run.data)
+            run.trainer.fit(run.task, datamodule=run.feed.data)
         except StepEnded:
             pass
         except Exception as error:
@@ -218,7 +223,7 @@ def _report(
     notes: list[str],
 ) -> Report:
     strategy: Any = StrategyMixin.find(run.trainer) or run.trainer.strategy
-    data, world_size = run.data, layout.world_size
+    data, world_size = run.feed, layout.world_size
     repeats = (data.simulated_of - data.global_batch_size) // max(
         1, _micro(data, layout) * layout.data_ranks
     )
@@ -246,7 +251,7 @@ def _report(
         compute_seconds=counted["seconds"],
         bubble_share=getattr(strategy, "bubble_share", 0.0),
         samples_per_step=data.simulated_of,
-        tokens_per_sample=data.tokens_per_sample,
+        tokens_per_sample=data.assets.tokens_per_sample,
         model_flops=_model_flops(run, probe),
         peak_flops=meter.roofline.peak(_compute_type(str(cfg.trainer.precision))),
         notes=(*notes, *_assumptions(meter)),
@@ -301,4 +306,4 @@ def _model_flops(run: worker.Run, probe: Probe) -> float | None:
         key: torch.empty(batch[key].shape, dtype=batch[key].dtype, device="meta") for key in batch
     }
     found = flops.flops_per_sample(make, shapes["inputs"], shapes.get("targets"))
-    return None if found is None else found * run.data.simulated_of
+    return None if found is None else found * run.feed.simulated_of

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
-import lightning.pytorch as L
 import lightning.pytorch.trainer.connectors.data_connector as data_connector
 import torch
 import torch.distributed as dist
@@ -38,15 +37,6 @@ from armature.planning.simulation.meter import Meter
 from armature.planning.simulation.processes import Boundary
 from armature.strategies.ddp import DDP
 from armature.training import same_everywhere
-
-DATA_METHODS = (
-    "prepare_data",
-    "setup",
-    "train_dataloader",
-    "val_dataloader",
-    "test_dataloader",
-    "save_assets",
-)
 
 
 def install(device: Device) -> None:
@@ -150,14 +140,11 @@ def _data() -> None:
     data_connector._InfiniteBarrier = MagicMock  # it makes a group of gloo
 
 
-def data_module(data: Any) -> None:
-    """Let the methods of a data module work with values."""
-    for kind in type(data).__mro__:
-        if kind in (L.LightningDataModule, object):
-            return
-        for name in DATA_METHODS:
-            if name in vars(kind) and not hasattr(vars(kind)[name], "__wrapped__"):
-                setattr(kind, name, with_values(vars(kind)[name]))
+def feed(feed: Any) -> None:
+    """Let a feed, and the hooks of its data module, work with values."""
+    hooks = [(feed.data, name) for name, own in vars(feed.data).items() if callable(own)]
+    for owner, name in [*hooks, (feed, "set_up"), (feed, "replace"), (feed.assets, "save_assets")]:
+        vars(owner)[name] = with_values(getattr(owner, name))
 
 
 def _ddp() -> None:

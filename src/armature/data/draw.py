@@ -4,10 +4,11 @@ collates.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -27,18 +29,10 @@ from torch.utils.data import (
 
 from armature.data import iterable
 from armature.data.samples import seed_of, seeded
-from armature.data.users_view import copied, guarded
 from armature.errors import ConfigError
 
 log = logging.getLogger(__name__)
-
-OF_WORKERS = ("prefetch_factor", "multiprocessing_context", "timeout", "persistent_workers")
-DECIDING = {  # methods of a DataLoader that ours would not call
-    "__iter__": "what a batch holds",
-    "_get_iterator": "what a batch holds",
-    "__len__": "how long an epoch is",
-}
-OPTIONS = ("num_workers", "worker_init_fn", *OF_WORKERS)
+SPLITS = ("train", "val", "test", "predict")
 
 
 class Draw:
@@ -140,22 +134,7 @@ class Draw:
             if len(drawn) == self.size and int(drawn.max()) < population
         }
         self._kept = {}
-        if fits and self._differs(min(fits), fits[min(fits)]):
-            log.info(
-                "%s: what %s would draw for epoch %d now is not what had been drawn before the "
-                "stop. The epoch continues with the latter; weights that have changed count from "
-                "the next epoch on.",
-                self.owner,
-                self.name,
-                min(fits),
-            )
         self._kept = {epoch: drawn.numpy().astype(np.int64) for epoch, drawn in fits.items()}
-
-    def _differs(self, epoch: int, saved: Tensor) -> bool:
-        try:
-            return not np.array_equal(self(epoch), saved.numpy())
-        except Exception:  # it may need what is restored later
-            return False
 
     def __call__(self, epoch: int) -> NDArray[np.int64]:
         if epoch in self._kept:
@@ -232,7 +211,7 @@ class Draw:
             ) from None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ReadLoader:
     """What a DataLoader loads.
 
@@ -241,118 +220,71 @@ class ReadLoader:
 
     dataset: Any  # map-style, or a Stream
     batch_size: int
-    collate_fn: Callable[[list[Any]], Any]
-    options: dict[str, Any]  # of the DataLoader that takes its place
     loader: DataLoader[Any]  # that was read
     draw: Draw | None = None
     shuffled: bool = False
 
-    @property
-    def users_sampler(self) -> Any:
-        """The sampler of the loader that was read, for hooks, which must not move it."""
-        return guarded(
-            self.loader.sampler, changes=self.draw is not None and self.draw.draws_from_copies
-        )
-
-    def describe(self) -> list[Any]:
-        """Return something whose repr is the same for the same data: which samples, and in which
-        order.
-        """
-        found: list[Any] = [None if self.draw is None else self.draw(0).tolist()]
-        dataset = self.dataset
-        while isinstance(dataset, Subset):
-            found.append(list(dataset.indices))
-            dataset = dataset.dataset
-        return found
-
 
 def read_loader(
-    loader: Any,
-    *,
-    owner: str,
-    seed: int,
-    training: bool = False,
-    limited: bool = False,
-    predicting: bool = False,
+    loader: Any, split: str, *, owner: str, seed: int, limited: bool = False
 ) -> ReadLoader:
     """Read a loader.
+
+    For predictions ("predict") all samples are read once, in the order of the dataset, with or
+    without shuffle and drop_last.
 
     Args:
         owner: the method that made it, for messages.
         seed: of the order.
         limited: data.train_limit is set.
-        predicting: read all samples once, in the order of the dataset, with or without shuffle and
-            drop_last.
     Raises:
         ConfigError: it is no DataLoader, or its order cannot be kept.
     """
     if not isinstance(loader, DataLoader):
         raise ConfigError(
             f"{owner} returns a {type(loader).__name__}: return one torch DataLoader. To train on "
-            "several datasets "
-            "together, return a Dataset whose samples hold one of each."
-        )
-    own = [
-        name for name in DECIDING if getattr(type(loader), name) is not getattr(DataLoader, name)
-    ]
-    if own:
-        raise ConfigError(
-            f"{owner} returns a {type(loader).__name__}, whose own {own[0]} decides "
-            f"{DECIDING[own[0]]}, which a resume "
-            "cannot repeat. Return a torch DataLoader (what changes a batch can be its collate_fn, "
-            "or the module's "
-            "on_after_batch_transfer), or derive the data from armature.data.base.DataModule."
+            "several datasets together, return a Dataset whose samples hold one of each."
         )
     if loader.batch_sampler is None:
         raise ConfigError(
             f"{owner}: DataLoader(batch_size=None) leaves batches to the dataset. Let the dataset "
-            "yield single samples,"
-            " and type the number of them as data.global_batch_size or pass "
+            "yield single samples, and type the number of them as data.global_batch_size or pass "
             "DataLoader(batch_size=…)."
         )
-    if not isinstance(loader.dataset, IterableDataset) and not hasattr(loader.dataset, "__len__"):
-        raise ConfigError(
-            f"{owner}: {type(loader.dataset).__name__} has no length. Give it a method __len__."
-        )
-    options = {name: getattr(loader, name) for name in OPTIONS}
-    common: dict[str, Any] = {"collate_fn": loader.collate_fn, "options": options, "loader": loader}
-    drops_last = (
-        not training and not predicting and getattr(loader.batch_sampler, "drop_last", False)
-    )
-    if isinstance(loader.dataset, IterableDataset):
-        stream = iterable.adapt(loader.dataset, seed=seed, limited=limited)
-        if training and not predicting:
-            stream.check_repeats()
+    dataset: Any = loader.dataset
+    training, predicting = split == "train", split == "predict"
+    evaluating = not training and not predicting
+    drops_last = evaluating and getattr(loader.batch_sampler, "drop_last", False)
+    if isinstance(dataset, IterableDataset):
+        stream = iterable.IterableStream(dataset, seed=seed, limited=limited)
         if drops_last:
             stream.drop_last(loader.batch_size or 1)
-        return ReadLoader(dataset=stream, batch_size=loader.batch_size or 1, **common)
-    dataset: Any = loader.dataset
+        return ReadLoader(dataset=stream, batch_size=loader.batch_size or 1, loader=loader)
+    if not hasattr(dataset, "__len__"):
+        raise ConfigError(
+            f"{owner}: {type(dataset).__name__} has no length. Give it a method __len__ (and "
+            "__getitem__), or derive it from IterableDataset."
+        )
     draw, shuffled = _order(loader, owner=owner, seed=seed)
-    size = (
-        draw.batch_size
-        if draw is not None and draw.whole_batches
+    size: int = (
+        draw.batch_size if draw is not None and draw.whole_batches
         else loader.batch_sampler.batch_size  # pyright: ignore[reportAttributeAccessIssue]
-    )
-    if predicting:
-        if draw is not None:
-            raise ConfigError(
-                f"{owner}: {draw.name} draws the samples, but predictions are a row for each "
-                "sample in the order of "
-                "the dataset. Return a DataLoader without a sampler from predict_dataloader: for "
-                "some of the samples, "
-                "of a torch.utils.data.Subset."
-            )
-        return ReadLoader(dataset=dataset, batch_size=size, **common)
-    if not training:
+    )  # fmt: skip
+    if draw is not None and predicting:
+        raise ConfigError(
+            f"{owner}: {draw.name} draws the samples, but predictions are a row for each sample in "
+            "the order of the dataset. Return a DataLoader without a sampler from "
+            "predict_dataloader: for some of the samples, of a torch.utils.data.Subset."
+        )
+    if evaluating and (draw is not None or shuffled):
         # which samples, and in which order: the same in each evaluation
-        if draw is not None or shuffled:
-            dataset = Subset(
-                dataset, draw(0).tolist() if draw is not None else _permutation(len(dataset), seed)
-            )
-        if drops_last:
-            dataset = Subset(dataset, range(len(dataset) // size * size))
-        return ReadLoader(dataset=dataset, batch_size=size, **common)
-    return ReadLoader(dataset=dataset, batch_size=size, draw=draw, shuffled=shuffled, **common)
+        drawn = draw(0).tolist() if draw is not None else _permutation(len(dataset), seed)
+        dataset, draw = Subset(dataset, drawn), None
+    if drops_last:
+        dataset = Subset(dataset, range(len(dataset) // size * size))
+    return ReadLoader(
+        dataset=dataset, batch_size=size, loader=loader, draw=draw, shuffled=shuffled and training
+    )
 
 
 def _order(loader: DataLoader[Any], *, owner: str, seed: int) -> tuple[Draw | None, bool]:
@@ -374,3 +306,18 @@ def _order(loader: DataLoader[Any], *, owner: str, seed: int) -> tuple[Draw | No
 def _permutation(size: int, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed_of(f"{seed}/evaluation"))
     return torch.randperm(size, generator=generator).tolist()
+
+
+def copied(sampler: Any) -> Any:
+    """Return a copy of a sampler that shares datasets and tensors, or None if it cannot be
+    copied.
+    """
+    try:
+        shared = {
+            id(value): value
+            for value in vars(sampler).values()
+            if isinstance(value, Dataset | Tensor)
+        }
+        return copy.deepcopy(sampler, shared)
+    except Exception:
+        return None

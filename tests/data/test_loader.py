@@ -3,7 +3,6 @@
 On a CPU the device's streams do nothing, so only the order is tested.
 """
 
-import copy
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -11,19 +10,16 @@ import lightning.pytorch as L
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import DataLoader
 
-from armature.data.adapter import PlainData
+from armature.data import loader
 from armature.data.base import DataModule
-from armature.data.prefetch import PrefetchLoader, reads_ahead
 
 
 def test_batches_come_in_order_each_once():
     batches = [{"inputs": torch.tensor([i]), "targets": torch.tensor([-i])} for i in range(4)]
-    served = PrefetchLoader(batches, torch.device("cpu"))
-    assert len(served) == 4
+    served = loader._ahead(iter(batches), torch.device("cpu"))
     assert [(int(b["inputs"]), int(b["targets"])) for b in served] == [(i, -i) for i in range(4)]
-    assert list(PrefetchLoader([], torch.device("cpu"))) == []
+    assert list(loader._ahead(iter(()), torch.device("cpu"))) == []
 
 
 def test_what_torch_cannot_record_for_a_stream_is_passed_on(monkeypatch):
@@ -33,15 +29,7 @@ def test_what_torch_cannot_record_for_a_stream_is_passed_on(monkeypatch):
         torch, "get_device_module", lambda device: SimpleNamespace(current_stream=lambda: None)
     )
     copied = SimpleNamespace(wait=lambda stream: None)
-    assert PrefetchLoader([], torch.device("cuda"))._synchronized(batch, copied) is batch
-
-
-def test_hooks_find_the_loaders_attributes():
-    loader = DataLoader([*range(6)], batch_size=2)  # pyright: ignore[reportArgumentType]
-    served = copy.copy(PrefetchLoader(loader, torch.device("cpu")))
-    assert (served.dataset, served.batch_size) == (loader.dataset, 2)
-    assert not hasattr(served, "another")
-    assert not hasattr(served, "_iterator")  # by which Lightning resets a loader's workers
+    assert loader._synchronized(batch, copied, torch.device("cuda")) is batch
 
 
 class Ours(DataModule):
@@ -76,50 +64,36 @@ class TakesIterator(L.LightningModule):
     ("data", "module", "expected"),
     [
         (
-            Ours(global_batch_size=1),
+            Ours(),
             TakesIterator(),
             False,
         ),  # it moves its batches, as under Lightning
-        (Ours(global_batch_size=1), L.LightningModule(), True),
-        (Ours(global_batch_size=1), ModuleAfter(), True),  # it sees batches on the device anyway
-        (Ours(global_batch_size=1), ModuleBefore(), False),
-        (MovesData(global_batch_size=1), L.LightningModule(), False),
-        (PlainData(PlainMoves()), L.LightningModule(), False),
-        (PlainData(L.LightningDataModule()), L.LightningModule(), True),
-        (Ours(global_batch_size=1), None, True),
+        (Ours(), L.LightningModule(), True),
+        (Ours(), ModuleAfter(), True),  # it sees batches on the device anyway
+        (Ours(), ModuleBefore(), False),
+        (MovesData(), L.LightningModule(), False),
+        (PlainMoves(), L.LightningModule(), False),
+        (L.LightningDataModule(), L.LightningModule(), True),
+        (Ours(), None, True),
     ],
 )
 def test_batches_are_not_moved_before_hooks_that_see_them_off_the_device(data, module, expected):
-    data.trainer = SimpleNamespace(lightning_module=module)
-    assert data._prefetches() is expected
-
-
-class Samples(Ours):
-    def dataset(self, split):
-        return [1, 2]
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_samples_of_users_that_may_change_with_a_step_are_not_read_ahead(workers):
-    data = Samples(global_batch_size=1, num_workers=workers)
-    on_gpu = SimpleNamespace(root_device=torch.device("cuda"))
-    data.trainer = SimpleNamespace(
-        strategy=on_gpu, accumulate_grad_batches=1, lightning_module=L.LightningModule()
-    )
-    assert isinstance(data.train_dataloader(), PrefetchLoader) is bool(workers)
-    assert not reads_ahead(PlainData(PlainMoves()), workers=False)
-    assert reads_ahead(DataModule(global_batch_size=1), workers=False)
+    owners = [data] if module is None else [data, module]
+    assert loader.copies_ahead(owners, ours=False, workers=True) is expected
+    # samples of users may change with a step, unless processes read ahead anyway
+    assert not loader.copies_ahead(owners, ours=False, workers=False)
+    assert loader.copies_ahead(owners, ours=True, workers=False) is expected
 
 
 def test_the_next_batch_is_asked_for_before_this_one_is_used():
     asked = []
 
-    def loader():
+    def batches():
         for i in range(3):
             asked.append(i)
             yield torch.tensor(i)
 
-    served = iter(PrefetchLoader(loader(), torch.device("cpu")))
+    served = loader._ahead(batches(), torch.device("cpu"))
     assert int(next(served)) == 0
     assert asked == [0, 1]
 
@@ -145,6 +119,6 @@ def test_a_copy_waits_for_the_steps_so_far_whose_batches_lay_in_its_memory(monke
         current_stream=lambda: "the steps' stream",
     )
     monkeypatch.setattr(torch, "get_device_module", lambda device: streams)
-    for batch in PrefetchLoader(iter(range(3)), torch.device("cpu")):
+    for batch in loader._ahead(iter(range(3)), torch.device("cpu")):
         order.append(f"step {batch}")
     assert order == ["wait", "copy", "wait", "copy", "step 0", "wait", "copy", "step 1", "step 2"]

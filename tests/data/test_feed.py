@@ -1,0 +1,862 @@
+"""Plain LightningDataModules, as people bring them: which samples a run sees, in which order, also
+after a resume, and what hooks get that look at the data.
+"""
+
+import itertools
+import random
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from omegaconf import OmegaConf
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+    random_split,
+)
+
+from armature.data import feed as feeds
+from armature.data import iterable, same_data
+from armature.data.base import DataModule
+from armature.data.draw import Draw
+from armature.errors import ConfigError
+from armature.training.trainer import Trainer
+from tests.data import feeding
+from tests.data.feeding import Rank, feed, served
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*dataloader is not resumable.*"),
+    pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader`"),
+    pytest.mark.filterwarnings("ignore:.*workers.*"),
+    pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),  # Lightning 2.6, torch 2.13
+]
+
+
+class Numbers(Dataset):
+    """Sample i is (i, a random number).
+
+    It has attributes that mean something else in our own datasets.
+    """
+
+    augment = True
+    offset = 0
+
+    def __init__(self, size: int = 20) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int):
+        if index >= self.size:
+            raise IndexError(index)
+        drawn = random.random() + np.random.rand() + torch.rand(()).item()
+        return index + self.offset, drawn
+
+    def batch(self, batch_size: int):
+        raise AssertionError("the dataset's own method, which has another meaning")
+
+
+class Plain(L.LightningDataModule):
+    """As in Lightning's documentation; `loader` makes the training loader."""
+
+    def __init__(self, loader=None, *, size: int = 20, batch_size: int = 4) -> None:
+        super().__init__()
+        self.save_hyperparameters(ignore=["loader"])
+        self.make = loader or (
+            lambda data: DataLoader(data, batch_size=self.per_device, shuffle=True)
+        )
+        self.calls: list[str] = []
+
+    def prepare_data(self):
+        self.calls.append("prepare_data")
+
+    def setup(self, stage):
+        self.calls.append(f"setup {getattr(stage, 'value', stage)}")
+        self.per_device = self.hparams["batch_size"]
+        if self.trainer is not None:  # as lightning-hydra-template does
+            assert self.per_device % self.trainer.world_size == 0
+            self.per_device //= self.trainer.world_size
+        if not hasattr(self, "train"):
+            self.train, self.val = random_split(
+                Numbers(self.hparams["size"] + 7), [self.hparams["size"], 7]
+            )
+
+    def train_dataloader(self):
+        return self.make(self.train)
+
+    def val_dataloader(self):
+        return [
+            DataLoader(self.val, batch_size=3),
+            DataLoader(Numbers(5), batch_size=2, shuffle=True),
+        ]
+
+    def test_dataloader(self):
+        return DataLoader(Numbers(9), batch_size=self.per_device)
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return [*batch, "hooked"]
+
+    def teardown(self, stage):
+        self.calls.append(f"teardown {getattr(stage, 'value', stage)}")
+
+    def state_dict(self):
+        return {"seen": len(self.calls)}
+
+    def load_state_dict(self, state_dict):
+        self.calls.append(f"loaded {state_dict['seen'] > 0}")
+
+
+class Recorder(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.steps: list[list[int]] = []
+        self.drawn: list[float] = []
+        self.validated: list[tuple[int, list[int]]] = []
+        self.tested: list[int] = []
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx % self.trainer.accumulate_grad_batches == 0:
+            self.steps.append([])
+        self.steps[-1] += batch[0].tolist()
+        self.drawn += batch[1].tolist()
+        assert type(self.trainer.datamodule) is Plain  # pyright: ignore[reportAttributeAccessIssue]
+        assert batch[2] == "hooked"
+        return self.weight.sum()
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.validated.append((dataloader_idx, batch[0].tolist()))
+
+    def test_step(self, batch, batch_idx):
+        self.tested += batch[0].tolist()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(module, folder, **settings):
+    return feeding.fit(module, Recorder(), folder, **settings)
+
+
+def test_each_sample_is_trained_once_per_epoch_and_hooks_are_called_once(tmp_path):
+    module = Plain()
+    task, fed, trainer = fit(module, tmp_path, steps=10)
+    assert fed.global_batch_size == 4
+    assert fed.batch_note == " (batch_size=4 of Plain is the global batch)"
+    first, second = (list(chain(*task.steps[k : k + 5])) for k in (0, 5))
+    own = sorted(module.train.indices)
+    assert sorted(first) == sorted(second) == own
+    assert first != own
+    assert first != second
+    assert module.calls == ["prepare_data", "setup fit", "teardown fit"]
+    trainer.test(task, datamodule=module, verbose=False)
+    assert task.tested == list(range(9))
+    assert module.calls[3:] == ["setup test", "teardown test"]
+    loaders = {
+        loader: [i for which, batch in task.validated if which == loader for i in batch]
+        for loader in (0, 1)
+    }
+    assert loaders[0] == list(module.val.indices) * 2
+    assert sorted(loaders[1][:5]) == list(range(5))
+
+
+class Pairs(Sampler):
+    """A batch sampler: neighbors share a batch."""
+
+    def __init__(self, size: int, *, same: bool = True) -> None:
+        self.size, self.same = size, same
+
+    def __len__(self):
+        return self.size // 4
+
+    def __iter__(self):
+        for first in torch.randperm(self.size // 4).tolist():
+            yield list(range(4 * first, 4 * first + (4 if self.same or first else 3)))
+
+
+class ByEpoch(Sampler):
+    """Orders by epoch, as set_epoch says."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 20
+
+    def __iter__(self):
+        return iter(np.roll(np.arange(20), self.epoch))
+
+
+class Shuffles(ByEpoch):
+    """Shuffles in place what it keeps, as pytorch-metric-learning's MPerClassSampler does."""
+
+    def __init__(self):
+        self.order, self.only = np.arange(20), None
+
+    def set_epoch(self, epoch):
+        np.random.shuffle(self.order)
+
+    def __iter__(self):
+        np.random.shuffle(self.order)
+        return iter(self.order.tolist() if self.only is None else [self.only] * 20)
+
+
+class Numbered(IterableDataset):
+    """Divides its samples among workers, as torch's documentation says, and draws random
+    numbers.
+    """
+
+    def __init__(self, size: int = 20) -> None:
+        self.size = size
+
+    def __iter__(self):
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        for i in range(first, self.size, step):
+            yield i, torch.rand(()).item() + random.random()
+
+
+class Keeping(DataLoader):
+    """As torchdata's StatefulDataLoader: iterates and keeps a position itself."""
+
+    began = 0
+
+    def __iter__(self):
+        self.began += 1
+        iterator = self._get_iterator()
+        for _ in range(self.began - 1):  # as one that repeats a position
+            next(iterator)
+        return iterator
+
+    def state_dict(self):
+        return {"began": self.began}
+
+    def load_state_dict(self, state_dict):
+        self.began = 2
+
+
+class Filtered(DataLoader):
+    """As PyTorch Geometric's NeighborLoader, which changes batches in the main process."""
+
+    def _get_iterator(self):
+        return map(list, super()._get_iterator())
+
+
+LOADERS = {
+    "shuffled": None,
+    "in order": lambda data: DataLoader(data, batch_size=4),
+    "workers": lambda data: DataLoader(data, batch_size=4, shuffle=True, num_workers=2),
+    "weighted": lambda data: DataLoader(
+        data, batch_size=4, sampler=WeightedRandomSampler([1.0] * 10 + [9.0] * 10, 20)
+    ),
+    "replacement": lambda data: DataLoader(
+        data, batch_size=4, sampler=RandomSampler(data, True, 14)
+    ),
+    "subset": lambda data: DataLoader(
+        data, batch_size=4, sampler=SubsetRandomSampler([1, 3, 5, 7, 9, 11])
+    ),
+    "own epochs": lambda data: DataLoader(data, batch_size=4, sampler=ByEpoch()),
+    "in place": lambda data: DataLoader(data, batch_size=4, sampler=Shuffles()),
+    "batches": lambda data: DataLoader(data, batch_sampler=Pairs(len(data))),
+    "iterable": lambda data: DataLoader(Numbered(), batch_size=4),
+    "iterable with workers": lambda data: DataLoader(Numbered(), batch_size=4, num_workers=2),
+    "own iteration": lambda data: Filtered(data, 4, shuffle=True),
+}
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize("loader", LOADERS.values(), ids=list(LOADERS))
+def test_a_resume_inside_an_epoch_and_more_ranks_see_the_same_samples_and_random_numbers(
+    loader, tmp_path
+):
+    whole, *_ = fit(Plain(loader), tmp_path, steps=13)
+    resumed, fed, _ = fit(Plain(loader), tmp_path, steps=13, checkpoint=tmp_path / "7.ckpt")
+    assert resumed.steps == whole.steps[7:]
+    assert resumed.drawn == whole.drawn[28:]
+    assert "loaded True" in fed.data.calls  # pyright: ignore[reportAttributeAccessIssue]
+    parts = [fit(Plain(loader), tmp_path, steps=6, rank=rank, ranks=2)[0] for rank in range(2)]
+    assert [a + b for a, b in zip(*(part.steps for part in parts), strict=True)] == whole.steps[:6]
+
+
+def places(loader, steps, folder):
+    """Return what is trained on, as places in the training data, and the feed."""
+    task, fed, _ = fit(Plain(loader), folder, steps=steps)
+    own = {index: place for place, index in enumerate(fed.data.train.indices)}  # pyright: ignore[reportAttributeAccessIssue]
+    return [[own[i] for i in step] for step in task.steps], fed
+
+
+def test_samplers_are_kept(tmp_path):
+    subset, fed = places(LOADERS["subset"], 3, tmp_path)
+    assert fed.train_size == 6
+    assert sorted(chain(*subset)) == sorted([1, 3, 5, 7, 9, 11] * 2)
+    pairs, fed = places(LOADERS["batches"], 10, tmp_path)
+    assert all(len({place // 4 for place in step}) == 1 for step in pairs)
+    assert fed.drawn_together == "Pairs"
+    rolled, _ = places(LOADERS["own epochs"], 10, tmp_path)
+    assert [step[0] for step in rolled[::5]] == [0, 19]
+    ordered, fed = places(LOADERS["in order"], 5, tmp_path)
+    assert fed.drawn_together is None
+    assert list(chain(*ordered)) == [*range(20)]
+
+
+def test_what_is_drawn_twice_has_its_own_random_numbers(tmp_path):
+    module = Plain(
+        lambda data: DataLoader(data, batch_size=4, sampler=RandomSampler(range(1), True, 8))
+    )
+    task, *_ = fit(module, tmp_path, steps=4)
+    assert len(set(chain(*task.steps))) == 1
+    assert len(set(task.drawn)) == 16
+
+
+def test_the_split_of_an_unseeded_random_split_depends_on_the_seed_alone():
+    splits = []
+    for seed, draws in ((5, 0), (5, 3), (6, 0)):
+        torch.rand(draws)
+        module = Plain()
+        before = torch.get_rng_state()
+        feed(module, seed=seed)
+        # the model's initialization does not depend on the data
+        assert torch.equal(torch.get_rng_state(), before)
+        splits.append(module.train.indices)
+    assert splits[0] == splits[1] != splits[2]
+
+
+def test_typed_sizes_win(tmp_path):
+    settings = {"global_batch_size": 8, "micro_batch_size": 2, "eval_batch_size": 7}
+    task, fed, _ = fit(Plain(), tmp_path, steps=3, **settings)
+    assert [len(step) for step in task.steps] == [8, 8, 8]
+    assert fed.batch_note == ""
+    assert len(task.validated[0][1]) == 7
+    task, *_ = fit(Plain(), tmp_path, steps=3, train_limit="batch")
+    assert sorted(task.steps[0]) == sorted(task.steps[1]) == sorted(task.steps[2])
+    with pytest.raises(
+        ConfigError,
+        match=r"data.global_batch_size=8, but the batch sampler of Plain yields batches of 4",
+    ):
+        feed(Plain(LOADERS["batches"]), global_batch_size=8)
+
+
+def test_a_distributed_sampler_of_torch_is_replaced_by_our_share():
+    module = Plain(
+        lambda data: DataLoader(data, 4, sampler=DistributedSampler(data, num_replicas=2, rank=1))
+    )
+    fed = feed(module)
+    assert fed.train_size == 20
+    assert fed.train_sampler().shuffled
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["keeps its state", "changes as it draws"])
+def test_weights_that_change_count_from_the_next_draw_on_and_a_resume_repeats_the_last(kept):
+    sampler: Any = WeightedRandomSampler([1.0] * 20, 20) if kept else Shuffles()
+
+    def change(only):
+        if isinstance(sampler, Shuffles):
+            sampler.only = only
+        else:
+            sampler.weights = torch.eye(20)[only]
+
+    draw = Draw(sampler, owner="mine", seed=0, whole_batches=False)
+    change(3)
+    assert set(draw.keep(0).tolist()) == {3}
+    change(4)
+    assert set(draw.keep(0).tolist()) == set(draw(0).tolist()) == {3}
+    saved = draw.state_dict(since=0)
+    assert set(draw.keep(1).tolist()) == {4}
+    assert {epoch: drawn.dtype for epoch, drawn in saved.items()} == {0: torch.int32}
+    assert draw.state_dict(since=1).keys() == {1}
+    resumed = Draw(Shuffles(), owner="mine", seed=0, whole_batches=False)
+    resumed.load_state_dict(saved, population=20)
+    assert set(resumed.keep(0).tolist()) == {3}
+    resumed.load_state_dict(saved, population=3)  # the data have changed
+    assert len(set(resumed.keep(0).tolist())) == 20
+
+
+class Stateful(ByEpoch):
+    def __init__(self):
+        self.rng = np.random.default_rng(0)
+
+    def __iter__(self):
+        return iter(self.rng.permutation(20))
+
+
+class Endless(ByEpoch):
+    __len__ = None
+
+    def __iter__(self):
+        return itertools.repeat(0)
+
+
+class Divided(ByEpoch):
+    num_replicas = 2
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (
+            lambda data: DataLoader(data, 4, sampler=Stateful()),
+            "Stateful draws other samples the second time",
+        ),
+        (lambda data: DataLoader(data, 4, sampler=Endless()), "Endless has no length"),
+        (
+            lambda data: DataLoader(data, 4, sampler=Divided()),
+            "Divided divides the samples among ranks itself",
+        ),
+        (
+            lambda data: DataLoader(data, batch_sampler=Pairs(20, same=False)),
+            "Pairs yields batches of 3 to 4 samples",
+        ),
+        (lambda data: DataLoader(data, batch_size=None), r"DataLoader\(batch_size=None\)"),
+        (
+            lambda data: {"a": DataLoader(data, 4)},
+            r"Plain.train_dataloader returns a dict: return one torch DataLoader",
+        ),
+        (lambda data: DataLoader(data, 4, sampler=SubsetRandomSampler([])), "yields no samples"),
+        (
+            lambda data: DataLoader(data, 4, sampler=["a", "b"]),
+            r"list yields 'a' for a sample.* their places in a list",
+        ),
+        (
+            lambda data: DataLoader(data, batch_sampler=[[(0, 32), (1, 32)]]),
+            r"list yields \(0, 32\) for a .*in collate_fn",
+        ),
+        (
+            lambda data: DataLoader(data, batch_sampler=[0, 1]),
+            r"list yields 0\. A batch sampler yields lists",
+        ),
+    ],
+)
+def test_what_cannot_be_repeated_is_refused_by_name(loader, message):
+    with pytest.raises(ConfigError, match=message):
+        feed(Plain(loader))
+
+
+class Repeated(DataLoader):
+    def __iter__(self):
+        return (batch for each in super().__iter__() for batch in (each, each))
+
+
+class Own(DataLoader):
+    def __iter__(self):
+        return iter([[1], [2]])
+
+
+class Dropped(DataLoader):
+    def __iter__(self):
+        return itertools.islice(super().__iter__(), 1, None, 2)
+
+
+@pytest.mark.parametrize("kind", [Repeated, Own, Dropped])
+def test_a_loader_that_makes_other_batches_than_it_is_told_is_refused(kind):
+    with pytest.raises(ConfigError, match=f"loader {kind.__name__} makes . batches where its"):
+        served(Plain(lambda data: kind(data, 4)))
+
+
+@pytest.mark.parametrize("kind", [Keeping, Filtered])
+def test_a_loader_keeps_its_class_but_not_its_position(kind, tmp_path):
+    whole, _, trainer = fit(Plain(lambda data: kind(data, 4)), tmp_path, steps=4)
+    loader: Any = trainer.train_dataloader
+    assert isinstance(loader, kind)
+    resumed, *_ = fit(
+        Plain(lambda data: kind(data, 4)), tmp_path, steps=4, checkpoint=tmp_path / "2.ckpt"
+    )
+    assert resumed.steps == whole.steps[2:]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **options: DataLoader(Numbers(7), 2, **options),
+        lambda **options: DataLoader(Numbered(7), 2, **options),
+        lambda **options: DataLoader(
+            Numbers(7), batch_sampler=BatchSampler(range(7), 2, **options)
+        ),
+        lambda **options: DataLoader(Numbers(7), 2, sampler=torch.tensor([*range(7)]), **options),
+    ],
+    ids=["map", "stream", "batch sampler", "tensor"],
+)
+def test_evaluation_obeys_drop_last(make, drop_last):
+    module: Any = Plain()
+    module.val_dataloader = lambda: make(drop_last=drop_last)
+    seen = [index for batch in served(module, "val") for index in batch[0].tolist()]
+    assert seen == [*range(6 if drop_last else 7)]
+
+
+class OfRank(Dataset):
+    """What it holds, or its noise, is another on each rank; reading may fail."""
+
+    def __init__(self, rank, kind) -> None:
+        self.kind, self.rng, self.reads = kind, np.random.default_rng(rank), 0
+        self.order = self.rng.permutation(20) if kind == "shuffled" else np.arange(20)
+        self.order = self.order[: 20 - rank] if kind == "shorter" else self.order
+
+    def __len__(self):
+        return len(self.order)
+
+    def __getitem__(self, index):
+        self.reads += 1
+        if self.kind == "broken":
+            raise OSError("no such file")
+        noise = self.rng.normal() if self.kind == "noisy" else torch.rand(()).item()
+        return torch.tensor(self.order[index] + noise)
+
+
+@pytest.mark.parametrize(
+    ("kind", "same"),
+    [("alike", True), ("noisy", True), ("broken", True), ("shuffled", False), ("shorter", False)],
+)
+def test_ranks_with_other_data_are_refused_on_all_ranks(kind, same):
+    said: list[Any] = []
+    for rank in range(2):
+        fed = feed(Plain(lambda _, rank=rank: DataLoader(OfRank(rank, kind), 4)))
+        strategy: Any = Rank(rank, 2)
+        strategy.broadcast = lambda own, rank=rank: said.pop(0) if rank else said.append(own) or own
+        strategy.reduce_boolean_decision = lambda own, rank=rank: own and (same or rank)
+        check = partial(same_data.check, fed._train, strategy, owner="Plain", split="train", seed=5)
+        if same:
+            check(samples=True)
+            continue
+        where = "rank 1" if rank else "another rank"
+        with pytest.raises(ConfigError, match=f"Plain has other train data on {where} than on"):
+            check(samples=True)
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "batch_size", "limit", "remedy"),
+    [
+        (
+            7,
+            2,
+            1,
+            1.0,
+            r"Leave 1 of them out \(torch.utils.data.Subset\(dataset, range\(6\)\)\), or type "
+            r"data.eval_ba",
+        ),
+        (2, 3, 8, 1.0, "Give it at least 3 samples, or evaluate on at most 2 ranks"),
+        (8, 2, 1, 1.0, None),
+        (7, 2, 2, 1.0, None),
+        (7, 2, 1, 3, None),
+    ],
+)
+def test_samples_that_leave_a_rank_without_one_are_refused_at_the_start(
+    size, ranks, batch_size, limit, remedy
+):
+    for rank in (0, 1):
+        module: Any = Plain()
+        module.val_dataloader = lambda: DataLoader(Numbers(size), batch_size)
+        fed: Any = feed(module)
+        module.trainer = L.Trainer(
+            strategy=Rank(rank, ranks), accelerator="cpu", logger=False,
+            enable_checkpointing=False, limit_val_batches=limit,
+        )  # fmt: skip
+        if remedy is None:
+            (loader,) = fed.loaders("val")
+            taken = itertools.islice(loader, limit if isinstance(limit, int) else None)
+            assert all(len(batch[0]) for batch in taken)
+            continue
+        with pytest.raises(
+            ConfigError, match=f"Plain has {size} samples for val, but {ranks} ranks .* {remedy}"
+        ):
+            fed.loaders("val")
+
+
+# ------------------------------------------------------------ hooks that look at the data
+class Looks(Recorder):
+    """Iterates in the middle of an epoch over the training data, and over the validation data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, Any] = {}
+
+    def training_step(self, batch, batch_idx):
+        self.steps.append(batch[0].tolist())
+        return self.weight.sum()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 1:
+            trainer: Any = self.trainer
+            module, loop = trainer.datamodule.train_dataloader(), trainer.train_dataloader
+            self.found = {
+                "module": [b[0].tolist() for b in module],
+                "loop": [b[0].tolist() for b in loop],
+                "lengths": (len(module), len(loop)),
+                "batch_sizes": (module.batch_size, loop.batch_size),
+            }
+
+    def validation_step(self, batch, batch_idx):
+        self.validated += batch[0].tolist()
+        if batch_idx == 1:
+            trainer: Any = self.trainer
+            self.found["val"] = next(iter(trainer.val_dataloaders))[0].tolist()
+
+
+class Simple(L.LightningDataModule):
+    def __init__(self, **options) -> None:
+        super().__init__()
+        self.options, self.scale, self.train = options, 1, Numbers(12)
+
+    def train_dataloader(self):
+        return DataLoader(self.train, batch_size=4, shuffle=True, **self.options)
+
+    def val_dataloader(self):
+        return DataLoader(self.train, batch_size=4, **self.options)
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return [batch[0] * self.scale, batch[1]]
+
+
+class Ours(DataModule):
+    def dataset(self, split):
+        return [*Numbers(12)]  # pyright: ignore[reportReturnType]
+
+
+def run(data, *callbacks, **settings):
+    """Train for two epochs with our Trainer."""
+    module, fed = Looks(), feed(data, **settings)
+    trainer = Trainer(
+        accelerator="cpu",
+        strategy=Rank(),
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        reload_dataloaders_every_n_epochs=1,
+        use_distributed_sampler=False,
+        accumulate_grad_batches=fed.batches.accumulate,
+        callbacks=[fed, *callbacks],
+    )
+    trainer.fit(module, datamodule=data)
+    return module, trainer
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", ["ours", "plain", "plain persistent"])
+def test_a_hook_that_iterates_over_the_data_gets_all_and_takes_nothing_from_the_loop(kind, workers):
+    options = {"persistent_workers": True} if kind == "plain persistent" and workers else {}
+    settings = {"global_batch_size": 4, "eval_batch_size": 4} if kind == "ours" else {}
+    data = Ours() if kind == "ours" else Simple(**options, num_workers=workers)
+    module, _ = run(data, num_workers=workers, micro_batch_size=2, **settings)
+    assert sorted(chain(*module.steps)) == sorted(2 * [*range(12)])
+    second_epoch = module.steps[6:]
+    assert module.found.pop("val") == [0, 1, 2, 3]
+    assert module.validated == 2 * [*range(12)]
+    assert module.found == {
+        "module": [second_epoch[i] + second_epoch[i + 1] for i in (0, 2, 4)],
+        "loop": second_epoch,
+        "lengths": (3, 6),
+        "batch_sizes": (4, 2),
+    }
+
+
+class Moves(L.Callback):
+    """Changes the data module and its dataset in each epoch, as curricula do."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module):
+        trainer.datamodule.scale = 10
+        trainer.datamodule.train.offset = 100 * (trainer.current_epoch + 1)
+        assert trainer.train_dataloader.dataset is trainer.datamodule.train
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_hooks_set_on_a_data_module_reaches_the_workers_of_the_epoch(workers):
+    module, trainer = run(Simple(num_workers=workers), Moves())
+    expected = [10 * (i + 100 * epoch) for epoch in (1, 2) for i in range(12)]
+    assert sorted(chain(*module.steps)) == expected
+    assert type(trainer.datamodule) is Simple  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def begin_worker(worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.offset = 1000  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_worker_init_fn_sees_the_users_dataset():
+    found = served(Simple(num_workers=1, worker_init_fn=begin_worker))
+    assert sorted(chain(*(batch[0].tolist() for batch in found))) == [*range(1000, 1012)]
+
+
+def test_persistent_workers_stay_for_the_next_reader():
+    (loader,) = feed(Simple(num_workers=1, persistent_workers=True)).loaders("val")
+    assert [len(batch[0]) for batch in loader] == [4] * 3
+    workers = loader.reader._iterator
+    last = iter(loader)
+    next(last)
+    first = next(iter(loader))[0].tolist()  # by workers of its own
+    assert (first, next(last)[0].tolist()) == ([0, 1, 2, 3], [4, 5, 6, 7])
+    del last
+    assert [b[0].tolist() for b in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert loader.reader._iterator is workers
+
+
+def test_hooks_reach_the_user_s_samplers_through_the_loader():
+    def seen(fed):
+        own = fed.data.train.indices
+        return {own.index(i) for batch in fed.train_loader() for i in batch[0].tolist()}
+
+    fed = feed(Plain(LOADERS["weighted"]), micro_batch_size=2)
+    shown: Any = fed.share()
+    assert isinstance(shown.sampler, WeightedRandomSampler)
+    shown.batch_sampler.sampler.weights = torch.eye(20)[3]
+    assert (seen(fed), shown.batch_size) == ({3}, 2)
+    same: Any = type("Same", (Sampler,), {
+        "only": 0, "__len__": lambda self: 5, "__iter__": lambda self: iter([[self.only] * 4] * 5),
+    })()  # fmt: skip
+    fed = feed(Plain(lambda data: DataLoader(data, batch_sampler=same)))
+    shown = fed.share()
+    shown.batch_sampler.only += 7
+    assert seen(fed) == {7}
+
+
+class Wraps(Ours):
+    def train_dataloader(self):
+        return [super().train_dataloader()]
+
+
+def test_something_else_is_refused():
+    cfg = OmegaConf.create({"seed": 0, "data": {"_target_": "torch.nn.Identity"}})
+    with pytest.raises(ConfigError, match=r"data._target_=torch.nn.Identity makes a Identity"):
+        feeds.build(cfg)
+    with pytest.raises(ConfigError, match=r"Wraps.train_dataloader returns a list"):
+        feed(Wraps())
+
+
+# ------------------------------------------------------------ samples
+class Ragged(DataModule):
+    def dataset(self, split):
+        return [torch.ones(i % 3 + 1) for i in range(8)]
+
+
+class Padded(Ragged):
+    def collate_fn(self, samples):
+        return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+
+def test_ragged_samples_need_a_collate_fn():
+    with pytest.raises(
+        ConfigError, match=r"samples of list cannot be stacked .* collate_fn\(self, samples\)"
+    ):
+        served(Ragged(), global_batch_size=8)
+    for split in ("train", "val"):
+        (batch,) = served(Padded(), split, global_batch_size=8, eval_batch_size=8)
+        assert batch.shape == (8, 3)
+
+
+class Streamed(DataModule):
+    stream: IterableDataset = Numbered(12)
+
+    def dataset(self, split):
+        return self.stream
+
+
+class Counted(IterableDataset):
+    def __iter__(self):
+        return iter(range(10)) if random.random() < 2 else iter(())
+
+
+class Shrinks(Counted):
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter(range(10 - self.epoch))
+
+
+class Never(IterableDataset):
+    def __iter__(self):
+        return itertools.repeat(1)
+
+
+def test_an_iterable_dataset_is_read_as_a_stream(monkeypatch):
+    found = [batch[0].tolist() for batch in served(Streamed(), global_batch_size=4)]
+    assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    random.seed(3)
+    assert len(iterable.IterableStream(Counted(), seed=5)) == 10
+    drawn = random.random()
+    random.seed(3)
+    assert random.random() == drawn  # counting leaves the global generators as they are
+    monkeypatch.setattr(Streamed, "stream", Shrinks())
+    fed = feed(Streamed(), global_batch_size=5)
+    fed.samples_seen = 10
+    with pytest.raises(ValueError, match=r"IterableStream ended at record 9 of epoch 1, but its"):
+        [*fed.train_loader()]
+
+
+def test_an_endless_iterable_dataset_is_refused_or_limited(monkeypatch):
+    monkeypatch.setattr("armature.data.iterable.COUNT_SECONDS", 0.05)
+    monkeypatch.setattr(Streamed, "stream", Never())
+    with pytest.raises(
+        ConfigError, match=r"Never has no __len__ and did not end .* armature.data.stream.Stream"
+    ):
+        feed(Streamed(), global_batch_size=4)
+    assert feed(Streamed(), global_batch_size=4, train_limit=8).train_size == 8
+
+
+# ------------------------------------------------------------ stages
+class ByStage(L.LightningDataModule):
+    """As Lightning's page on data modules has it: each stage makes the data of that stage alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages: list[str] = []
+
+    def setup(self, stage):
+        self.stages.append(stage)
+        if stage == "fit":
+            self.train, self.val = random_split(Numbers(), [12, 8])
+        if stage == "test":
+            self.test = Numbers(5)
+
+    def train_dataloader(self):
+        return DataLoader(self.train, batch_size=4)
+
+    def val_dataloader(self):
+        return DataLoader(self.val, batch_size=4)
+
+    def test_dataloader(self):
+        return DataLoader(self.test, batch_size=4)
+
+
+def test_data_that_another_stage_makes_are_set_up_when_they_are_asked_for():
+    trained, measured, predicting, broken = (feeds.Feed(ByStage(), seed=5) for _ in range(4))
+    trained.set_up()
+    measured.data.setup("validate")
+    assert len(measured.loaders("val")[0]) == 2
+    assert measured.data.val.indices == trained.data.val.indices  # pyright: ignore
+    assert measured.data.stages == ["validate", "fit"]  # pyright: ignore
+    predicting.data.setup("predict")
+    predicting.predicts()
+    assert sum(len(batch[0]) for batch in predicting.loaders("predict")[0]) == 5
+    assert predicting.data.stages == ["predict", "test"]  # pyright: ignore
+    broken.data.setup("validate")
+    with pytest.raises(AttributeError, match="test"):
+        broken.loaders("test")
+
+
+def test_loaders_that_the_module_lacks_are_not_claimed():
+    made = type("TrainOnly", (L.LightningDataModule,), {"train_dataloader": lambda self: None})()
+    feeds.Feed(made)
+    assert not is_overridden("test_dataloader", made)
+    assert is_overridden("val_dataloader", feeds.Feed(Plain()).data)
