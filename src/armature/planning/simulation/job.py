@@ -122,12 +122,7 @@ def _simulate(
         feed.global_batch_size = _few_micro_batches(feed, layout)
         return feed
 
-<<<<<<< HEAD
-    worker.adapter.build = build_data
-=======
     worker.feed.build = build_small
-    dtensors.WATCHED_FORWARDS = 0  # whose sums are of the first steps alone
->>>>>>> feed
     stop = StopOnSignal(max_seconds=None, deadline=None)
     with ExitStack() as modes:
         mode = modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
