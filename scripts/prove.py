@@ -23,13 +23,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from omegaconf import DictConfig, OmegaConf
 
 from armature import cli
 from armature.errors import EXIT_CONFIG, ConfigError
+from armature.launcher import environment
 from armature.layout import Layout
 from armature.proof import compare, locate
 from armature.proof.compare import BOUND, COLUMNS, METRICS, Cell
@@ -120,6 +120,7 @@ class Runs:
 
     def __init__(self, root: Path, base: Sequence[str]) -> None:
         self.root, self.base = root, list(base)
+        environment.share_sources()
 
     def train(self, name: str, *overrides: str, stopped: bool = False) -> str | None:
         """Train to the end, or to a stop. Return the message if the configuration is refused.
@@ -132,7 +133,7 @@ class Runs:
         words = [*base, *overrides, f"run.name={name}"]
         with (self.root / f"{name}.log").open("a+") as log:
             begin = log.tell()
-            command = [sys.executable, str(ROOT / "train.py"), *words]
+            command = [sys.executable, "-P", "-m", "armature.train", *words]
             code = subprocess.run(
                 command, stdout=log, stderr=subprocess.STDOUT, check=False
             ).returncode

@@ -483,7 +483,7 @@ def test_strategy_auto_takes_the_options_of_single_and_ddp():
 def test_an_error_after_composing_is_not_taken_for_a_mistake_in_the_command(monkeypatch):
     error = InstantiationException("Error in call to target 'mine.Model': RuntimeError('no table')")
     monkeypatch.setattr(cli, "_composed", SimpleNamespace(is_set=lambda: True))
-    assert cli._explained(error, ["model=of_a_config_dir"], CONFIGS, sweep=False) == [str(error)]
+    assert cli._explained(error, ["model=of_a_config_dir"], sweep=False) == [str(error)]
 
 
 def test_a_number_of_the_environment_is_one_in_the_recorded_configuration(monkeypatch):

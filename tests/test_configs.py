@@ -191,7 +191,7 @@ def test_every_experiment_opens_with_its_command(path):
 
 
 def test_a_key_of_other_options_names_them_all_also_those_that_inherit_it():
-    (problem,) = explain(Exception(), ["strategy=ddp", "strategy.tensor=2"], CONFIGS)
+    (problem,) = explain(Exception(), ["strategy=ddp", "strategy.tensor=2"])
     axes = [
         "3d",
         "context",
@@ -205,7 +205,7 @@ def test_a_key_of_other_options_names_them_all_also_those_that_inherit_it():
         "tensor",
     ]
     assert f"but {', '.join(f'strategy={name}' for name in axes)} have it." in problem
-    (problem,) = explain(Exception(), ["strategy.stage=1"], CONFIGS)
+    (problem,) = explain(Exception(), ["strategy.stage=1"])
     assert "but strategy=deepspeed, strategy=deepspeed_zero1, " in problem
 
 
@@ -231,6 +231,6 @@ def test_a_size_that_model_and_data_take_from_each_other_is_asked_for_once():
 
 
 def test_a_misspelt_key_is_looked_for_without_composing_all_options():
-    (problem,) = explain(Exception(), ["model.witdh=3"], CONFIGS)
+    (problem,) = explain(Exception(), ["model.witdh=3"])
     assert "Did you mean 'model.width'?" in problem
     assert compose_module._composed.cache_info().misses < 4

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 
-from armature import config, errors
+from armature import config, errors, project
 from armature.errors import ConfigError
 from armature.launcher import lock
 from armature.sweeps import search, study
@@ -50,7 +50,7 @@ def folder(tmp_path, monkeypatch):
 
 def begin(*results, typed=(), **settings) -> BasicLauncher:
     config.register()
-    with initialize_config_dir(version_base="1.3", config_dir=str(config.CONFIGS)):
+    with initialize_config_dir(version_base="1.3", config_dir=str(project.CONFIGS)):
         cfg = compose(
             "train", ["sweep=optuna", "run.name=search", *typed], return_hydra_config=True
         )
@@ -167,7 +167,7 @@ def test_a_storage_from_the_environment_stays_a_reference(folder, tmp_path, monk
     )
     ((_, overrides),) = launcher.begun
     assert not any(url in each for each in overrides)
-    with initialize_config_dir(version_base="1.3", config_dir=str(config.CONFIGS)):
+    with initialize_config_dir(version_base="1.3", config_dir=str(project.CONFIGS)):
         cfg = compose("train", overrides)
     assert cfg.callbacks.prune.storage == url
     assert (tmp_path / "study.db").is_file()

@@ -16,7 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from armature import cli, config
+from armature import cli, config, project
 from armature.errors import ConfigError, RunFailed
 from armature.sweeps import conclude, report, space, study, trials
 from armature.validation.compose import explain_sweep
@@ -132,7 +132,7 @@ def test_a_sweep_is_refused_before_its_first_trial(typed, expected):
         if cfg.optimizer.lr < 0:
             raise ConfigError(f"refused: {cfg.optimizer.lr}")
 
-    (problem,) = explain_sweep(["experiment=example", *typed], config.CONFIGS, check)
+    (problem,) = explain_sweep(["experiment=example", *typed], check)
     assert expected in problem
     GlobalHydra.instance().clear()
 
@@ -163,7 +163,7 @@ def test_a_sweep_that_would_have_no_effect_is_refused(words, expected, monkeypat
     monkeypatch.setattr(cli.gc, "disable", lambda: None)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # restored at the end
     with pytest.raises(cli.Refused):
-        cli.run(lambda: pytest.fail("it was started"), config_dir=config.CONFIGS)
+        cli.run(lambda: pytest.fail("it was started"))
     assert expected in capsys.readouterr().err
 
 
@@ -185,7 +185,7 @@ def test_what_ends_a_sweep_before_its_first_trial_keeps_its_text(
     monkeypatch.setattr(cli, "_composed", cli.threading.Event())
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # restored at the end
     with pytest.raises(cli.Refused):
-        cli.run(main, config_dir=config.CONFIGS)
+        cli.run(main)
     assert expected in capsys.readouterr().err
 
 
@@ -211,7 +211,7 @@ def test_both_ends_are_checked_before_the_first_trial():
         if cfg.model.width < 1:
             raise ConfigError(f"model.width={cfg.model.width}: too small")
 
-    assert explain_sweep(typed, config.CONFIGS, check) == ["model.width=-3: too small"]
+    assert explain_sweep(typed, check) == ["model.width=-3: too small"]
     GlobalHydra.instance().clear()
 
 
@@ -300,7 +300,7 @@ def trial(monkeypatch):
             "hydra.mode=MULTIRUN",
             *overrides,
         ]
-        with initialize_config_dir(version_base="1.3", config_dir=str(config.CONFIGS)):
+        with initialize_config_dir(version_base="1.3", config_dir=str(project.CONFIGS)):
             hydra = {
                 "hydra.runtime.output_dir": str(folder),
                 "hydra.job.num": 1,
@@ -334,7 +334,7 @@ def test_a_refused_trial_of_a_grid_does_not_stop_the_others_and_is_told_of_once(
 
     monkeypatch.setattr(sys, "argv", ["train.py", "-m", "seed=3,4"])
     with pytest.raises(SystemExit, match="1"):
-        cli.run(main, config_dir=config.CONFIGS)
+        cli.run(main)
     assert capsys.readouterr().err == "trial 1 was refused: its message is above.\n"
 
 

@@ -22,6 +22,7 @@ from omegaconf.resolvers import oc
 from pydantic import Field
 
 from armature.errors import ConfigError, error_line
+from armature.project import SHIPPED
 
 NEEDED = ("run", "task", "model", "data", "optimizer", "strategy")  # groups of every config.yaml
 OF_TRAIN = ("project", "run")  # groups whose keys are in train.yaml itself
@@ -30,7 +31,6 @@ OPENED = ("checkpoint", "data", "model", "task")
 LARGEST = 1_000_000  # bytes of a config.yaml
 EMA = "armature.callbacks.ema.EMA"
 _WHOLE = re.compile(r"\$\{oc\.env:\w+\}")
-CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 # ---------------------------------------------------------------- what a value may be
@@ -205,10 +205,10 @@ def load(file: Path) -> DictConfig:
         for name, kind in groups.items()
         for field in fields(kind)
     ):
-        train = OmegaConf.load(CONFIGS / "train.yaml")
+        train = OmegaConf.load(SHIPPED / "train.yaml")
         train = OmegaConf.masked_copy(train, [*OF_TRAIN, "seed", "resume"])  # pyright: ignore[reportArgumentType]
         defaults = {
-            name: OmegaConf.load(CONFIGS / name / "default.yaml")
+            name: OmegaConf.load(SHIPPED / name / "default.yaml")
             for name in groups
             if name not in OF_TRAIN
         }

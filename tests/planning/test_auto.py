@@ -8,7 +8,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
 from armature import config
-from armature.config import CONFIGS
+from armature.project import CONFIGS
 from armature.errors import ConfigError
 from armature.layout import Layout
 from armature.planning import auto, devices, memory, setup

@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 
-from armature.config import CONFIGS
+from armature.project import CONFIGS
 from armature.models.cost import Cost
 from armature.models.decoder.cost import cost as decoder_cost
 from armature.models.decoder.model import Decoder

@@ -7,7 +7,7 @@ from hydra.utils import instantiate
 from lightning.pytorch.plugins import DeepSpeedPrecision
 
 from armature import config
-from armature.config import CONFIGS
+from armature.project import CONFIGS
 from armature.layout import Layout
 from armature.validation import parallelism
 

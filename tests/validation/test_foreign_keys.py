@@ -32,7 +32,7 @@ def answer(*typed: str) -> list[str]:
     except ConfigError as error:
         return error.problems
     except CONFIG_ERRORS as error:
-        return explain(error, overrides, CONFIGS)
+        return explain(error, overrides)
     return []
 
 
@@ -160,7 +160,7 @@ def test_a_hint_never_names_the_opposite():
 def test_what_an_answer_says_to_type_is_a_key_here():
     from armature.validation import compose as module
 
-    with module._hydra(CONFIGS):
+    with module._hydra():
         groups = module._groups([CONFIGS])
         known = {*groups, *module._known([]), *module._known(["strategy=ddp"]), "data.path"}
         for key, sentence in (foreign_keys.FOREIGN | foreign_keys.INEFFECTIVE).items():

@@ -30,7 +30,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from armature import hardware, run_dir
+from armature import hardware, project, run_dir
 from armature.checkpoint import directory, resume
 from armature.errors import (
     ConfigError,
@@ -48,7 +48,6 @@ from armature.validation import memory, micro_batch, resize
 EXIT_CODES = {"SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 138, "time_limit": 138}
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 ATTEMPTS_WITHOUT_CHECKPOINT = 2
-SOURCES = str(Path(__file__).parents[2])
 SHOWN_RANKS = 8  # of a hang, in the error; hang.txt has all of this machine
 # never caused by the loss of another rank
 CRASHES = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
@@ -472,7 +471,9 @@ def process_variables(devices: int, folder: str | None) -> dict[str, str]:
 
     And one order of Python's sets, which the users' data may depend on, for all ranks and restarts.
     """
-    path = os.pathsep.join(filter(None, [SOURCES, folder, os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(
+        filter(None, [str(project.SOURCES), folder, os.environ.get("PYTHONPATH")])
+    )
     own = {"PYTHONPATH": path, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED") or "0"}
     threads = {"OMP_NUM_THREADS": str(max(1, hardware.cpu_count() // devices))}
     return {**own, **(threads if devices > 1 and "OMP_NUM_THREADS" not in os.environ else {})}
@@ -488,12 +489,13 @@ def loopback_variables() -> dict[str, str]:
     }
 
 
-def _script_folder() -> str | None:
+def _script_folder() -> str:
     """Return the folder of the script that was started, whose modules its ranks can import as it
     does.
     """
     file = getattr(sys.modules["__main__"], "__file__", None)
-    return str(Path(file).resolve().parent) if file else None
+    folder = Path(file).resolve().parent if file else project.PACKAGE
+    return str(project.ROOT if folder == project.PACKAGE else folder)
 
 
 def _oom_kills() -> int | None:
@@ -518,7 +520,7 @@ def _gpus_now() -> int:
         "-c",
         "from armature import hardware; print(hardware.gpu_count())",
     ]
-    environ = {**os.environ, "PYTHONPATH": SOURCES}
+    environ = {**os.environ, **process_variables(1, None)}
     return int(
         subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout
     )

@@ -19,9 +19,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from armature.config import CONFIGS, read_raw
+from armature.config import read_raw
 from armature.errors import ConfigError
 from armature.launcher.run_state import read_summary
+from armature.project import config_file
 
 EVENTS = "report.jsonl"  # a line per start of the run and per sample, beside metrics.csv
 WRITTEN = ("run.dir", "run.id", "run.git", "run.micro_batch_size")  # keys that no user sets
@@ -213,34 +214,34 @@ def flat(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 @functools.cache
-def defaults(folder: Path = CONFIGS) -> dict[str, Any]:
+def defaults() -> dict[str, Any]:
     """Return by dotted key what train.yaml selects if nothing is typed. {} if it cannot be read."""
     try:
-        return dict(flat(_composed(folder, "train", group="")))
+        return dict(flat(_composed("train", group="")))
     except Exception:  # a clone may have changed the files in any way
         return {}
 
 
-def _composed(folder: Path, name: str, *, group: str) -> dict[str, Any]:
+def _composed(name: str, *, group: str) -> dict[str, Any]:
     """Merge a file with those in its defaults list, as Hydra does, but for experiments, debug,
     sweeps and local.
 
     Reading these few files takes 0.1 s, composing with Hydra half a second.
     """
-    cfg: Any = OmegaConf.load(folder / group / f"{name}.yaml")
+    cfg: Any = OmegaConf.load(config_file(group, name) or name)
     listed: Any = OmegaConf.to_container(cfg.pop("defaults", OmegaConf.create([])))
     merged: Any = OmegaConf.create({})
     for entry in [*listed, *([] if "_self_" in listed else ["_self_"])]:
         if entry == "_self_":
             merged = OmegaConf.merge(merged, cfg)
         elif isinstance(entry, str) and group:  # a file beside this one
-            merged = OmegaConf.merge(merged, _composed(folder, entry, group=group))
+            merged = OmegaConf.merge(merged, _composed(entry, group=group))
         elif isinstance(entry, dict):
             ((key, options),) = entry.items()
             if options is None or " " in key:  # optional, override
                 continue
             for option in options if isinstance(options, list) else [options]:
-                merged = OmegaConf.merge(merged, {key: _composed(folder, option, group=key)})
+                merged = OmegaConf.merge(merged, {key: _composed(option, group=key)})
     return OmegaConf.to_container(merged, resolve=False)  # pyright: ignore[reportReturnType]
 
 
@@ -260,7 +261,7 @@ def decided(path: Path, usual: dict[str, Any]) -> set[str]:
     try:
         for group in ("experiment", "debug"):
             if name := typed.get(group):
-                typed |= dict(flat(_composed(CONFIGS, name, group=group)))
+                typed |= dict(flat(_composed(name, group=group)))
     except Exception:
         # a file that is not here any more, or of another folder: nothing is known of it
         return set()

@@ -29,6 +29,7 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from armature import config
 from armature.errors import ConfigError
+from armature.project import CONFIGS, FOLDERS
 from armature.sweeps import space
 from armature.validation import foreign_keys, values
 
@@ -51,14 +52,12 @@ _searched: list[str] = []  # such an override, in all that is composed here
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
-def explain(
-    error: Exception, overrides: list[str], config_dir: Path, *, sweep: bool = False
-) -> list[str]:
+def explain(error: Exception, overrides: list[str], *, sweep: bool = False) -> list[str]:
     """All problems of the overrides; of the configuration files, where the overrides are sound."""
-    with _hydra(config_dir, overrides):
+    with _hydra(overrides):
         if (problem := _try([])) is not None:
             return [f"The configuration files do not compose: {plain_text(problem)}"]
-        folders = _folders(config_dir)
+        folders = _folders()
         groups, overrides = _groups(folders), [each for each in overrides if each not in _searched]
         chooses = {
             each: each.split("=")[0].lstrip("+~").split("@")[0] in groups for each in overrides
@@ -88,9 +87,7 @@ def explain(
     return problems or [plain_text(error)]
 
 
-def explain_sweep(
-    overrides: list[str], config_dir: Path, check: Callable[[DictConfig], object]
-) -> list[str]:
+def explain_sweep(overrides: list[str], check: Callable[[DictConfig], object]) -> list[str]:
     """What is wrong with any value of a sweep, before its first trial: each is tried beside the
     others' first values.
 
@@ -100,8 +97,8 @@ def explain_sweep(
         check: raises ConfigError for a configuration that a run would refuse here; trials that
             another launcher sends elsewhere are only composed.
     """
-    with _hydra(config_dir, overrides):
-        folders = _folders(config_dir)
+    with _hydra(overrides):
+        folders = _folders()
         try:
             fixed, values, here = _sweep(overrides)
         except ConfigError as error:
@@ -134,11 +131,11 @@ def explain_sweep(
     return [problem for problem in dict.fromkeys(found) if "HydraConfig was not set" not in problem]
 
 
-def _hydra(config_dir: Path, overrides: Sequence[str] = ()) -> initialize_config_dir:
+def _hydra(overrides: Sequence[str] = ()) -> initialize_config_dir:
     _composed.cache_clear()
     _searched[:] = [each for each in overrides if each.startswith(SEARCHPATH)]
     GlobalHydra.instance().clear()
-    return initialize_config_dir(version_base="1.3", config_dir=str(config_dir))
+    return initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS))
 
 
 def _sweep(overrides: list[str]) -> tuple[list[str], list[list[str]], bool]:
@@ -251,11 +248,11 @@ def searching(folder: str | Path) -> str:
     return f"{SEARCHPATH}['file://{path}']"
 
 
-def _folders(config_dir: Path) -> list[Path]:
+def _folders() -> list[Path]:
     parsed: Any = OverridesParser.create().parse_overrides([*_searched])
     places = [str(place) for override in parsed for place in override.value()]
     return [
-        config_dir,
+        *FOLDERS,
         *(Path(place.removeprefix("file://")) for place in places if place.startswith("file://")),
     ]
 

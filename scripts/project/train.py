@@ -1,0 +1,9 @@
+"""Train: `python train.py` and `armature train` are the same."""
+
+import sys
+
+from armature.__main__ import main
+
+if __name__ == "__main__":
+    sys.argv.insert(1, "train")
+    main()
