@@ -43,6 +43,7 @@ DEFAULT_LAYOUTS = ("micro", "ddp:2", "fsdp:2", "tensor:2", "pipeline:2", "contex
 MICRO = "micro"  # one process, two micro-batches
 SINGLE = ("strategy=single", "trainer.devices=1", "trainer.num_nodes=1")
 DECIDED = ("run.name", "run.root", "logger", "resume")  # by this script, beside what `base` lists
+TRAIN = "from armature.train import command; command()"
 TRACE = "+callbacks.trace={{_target_:armature.callbacks.trace.Trace,steps:{steps}}}"
 STOP = "+callbacks.stop_at={{_target_:armature.callbacks.stop_at.StopAt,signals:{{{name}:{step}}}}}"
 DOUBLE = "trainer.precision=64-true"
@@ -133,7 +134,7 @@ class Runs:
         words = [*base, *overrides, f"run.name={name}"]
         with (self.root / f"{name}.log").open("a+") as log:
             begin = log.tell()
-            command = [sys.executable, "-P", "-m", "armature.train", *words]
+            command = [sys.executable, "-P", "-c", TRAIN, *words]
             code = subprocess.run(
                 command, stdout=log, stderr=subprocess.STDOUT, check=False
             ).returncode

@@ -12,9 +12,9 @@ import sys
 import pytest
 
 import armature
-from armature import cli
-from armature.project import CONFIGS
+from armature import cli, project
 from armature.errors import ConfigError
+from armature.project import CONFIGS
 from armature.validation import usage
 from tests import running
 

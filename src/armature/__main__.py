@@ -25,7 +25,7 @@ def main() -> None:
     names = ["train", "copy", *sorted({*scripts} - OF_A_CLONE)]
     name, *words = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
-        print(__doc__ + ", ".join(names[2:]))
+        print(f"{__doc__}{', '.join(names[2:])}")
     elif name not in names:
         cli.refuse([f"armature {name}: there is no such command. Type {', '.join(names)}."])
     elif name == "copy":

@@ -9,7 +9,6 @@ import re
 import sysconfig
 import traceback
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from traceback import FrameSummary
 from typing import Any
 

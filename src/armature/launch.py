@@ -225,8 +225,6 @@ def _limits_were_raised(cfg: DictConfig, summary: dict[str, Any]) -> bool:
     """Return whether the limits of steps and epochs now end a run later than those that it finished
     with.
     """
-    if "planned_steps" not in summary:  # of an older version
-        return cfg.trainer.max_steps is not None and cfg.trainer.max_steps > summary["global_step"]
     samples, batch = summary["samples_per_epoch"], summary["global_batch_size"]
     limits = Limits.of(cfg, samples_per_epoch=samples, global_batch_size=batch)
     return limits.global_batches > summary["planned_steps"]

@@ -26,7 +26,3 @@ def main(cfg: DictConfig) -> float | None:
 
 def command() -> None:
     cli.run(main, check=partial(check, prepare=False))
-
-
-if __name__ == "__main__":
-    command()

@@ -8,10 +8,10 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
 from armature import config
-from armature.project import CONFIGS
 from armature.errors import ConfigError
 from armature.layout import Layout
 from armature.planning import auto, devices, memory, setup
+from armature.project import CONFIGS
 from armature.validation import checks
 
 DATA = [

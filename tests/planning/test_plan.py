@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from armature import cli, config, hardware, project
+from armature import cli, hardware, project
 from armature.errors import ConfigError
 from armature.planning import ranking, refine
 from armature.planning.simulation import settings

@@ -7,8 +7,8 @@ from hydra.utils import instantiate
 from lightning.pytorch.plugins import DeepSpeedPrecision
 
 from armature import config
-from armature.project import CONFIGS
 from armature.layout import Layout
+from armature.project import CONFIGS
 from armature.validation import parallelism
 
 

@@ -3,7 +3,7 @@
 import pytest
 from omegaconf import OmegaConf
 
-from armature import project
+from armature import config, project
 from armature.errors import ConfigError
 from armature.validation import overrides, values
 

@@ -289,7 +289,7 @@ class _Attempts:
         one_machine = not self.cfg.launch.rdzv_endpoint
         devices, resized = self.cfg.trainer.devices, resize.difference(self.asked, self.cfg)
         return {
-            **process_variables(devices, _script_folder()),
+            **process_variables(devices),
             **heap.rank_variables(self.cfg.trainer.accelerator),
             # a restarted rank must not read addresses of the failed attempt in the agent's own
             # store
@@ -465,15 +465,14 @@ def _failed_at(rank: int, failure: Any, watcher: RankWatcher) -> float:
     return watcher.deaths[rank].unix_time if rank in watcher.deaths else float(failure.timestamp)
 
 
-def process_variables(devices: int, folder: str | None) -> dict[str, str]:
-    """Return what processes of this machine need: modules of this project and of a folder, and a
+def process_variables(devices: int) -> dict[str, str]:
+    """Return what processes of this machine need: modules of the project and of the script, and a
     share of the cores.
 
     And one order of Python's sets, which the users' data may depend on, for all ranks and restarts.
     """
-    path = os.pathsep.join(
-        filter(None, [str(project.SOURCES), folder, os.environ.get("PYTHONPATH")])
-    )
+    known = [*project.IMPORTED, _script_folder(), os.environ.get("PYTHONPATH")]
+    path = os.pathsep.join(filter(None, known))
     own = {"PYTHONPATH": path, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED") or "0"}
     threads = {"OMP_NUM_THREADS": str(max(1, hardware.cpu_count() // devices))}
     return {**own, **(threads if devices > 1 and "OMP_NUM_THREADS" not in os.environ else {})}
@@ -489,13 +488,12 @@ def loopback_variables() -> dict[str, str]:
     }
 
 
-def _script_folder() -> str:
+def _script_folder() -> str | None:
     """Return the folder of the script that was started, whose modules its ranks can import as it
     does.
     """
     file = getattr(sys.modules["__main__"], "__file__", None)
-    folder = Path(file).resolve().parent if file else project.PACKAGE
-    return str(project.ROOT if folder == project.PACKAGE else folder)
+    return str(Path(file).resolve().parent) if file else None
 
 
 def _oom_kills() -> int | None:
@@ -520,7 +518,7 @@ def _gpus_now() -> int:
         "-c",
         "from armature import hardware; print(hardware.gpu_count())",
     ]
-    environ = {**os.environ, **process_variables(1, None)}
+    environ = {**os.environ, **process_variables(1)}
     return int(
         subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout
     )
