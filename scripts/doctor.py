@@ -27,6 +27,7 @@ import hydra
 from omegaconf import DictConfig
 
 from armature import cli, project
+from armature.composing import MAIN
 from armature.doctor import finding
 from armature.doctor.examine import examine
 from armature.errors import ConfigError, error_line, masked
@@ -64,7 +65,7 @@ def show(found: list[finding.Finding], *, as_json: bool) -> None:
     print(finding.as_json(found) if as_json else finding.as_text(found), flush=True)
 
 
-@hydra.main(version_base="1.3", config_path=str(project.CONFIGS), config_name="train")
+@hydra.main(**MAIN)
 @cli.report_errors
 def main(cfg: DictConfig) -> None:
     shows, overrides = partial(show, as_json=bool(options["--json"])), cli.overrides()

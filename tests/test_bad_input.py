@@ -10,9 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 
 from armature import config
+from armature.composing import composing
 from armature.errors import ConfigError
 from armature.validation.checks import check
 from armature.validation.compose import CONFIG_ERRORS, explain, explain_sweep, searching
@@ -216,7 +217,7 @@ def test_a_mistake_is_found(name, folder, monkeypatch):
     overrides, words = CASES[name]
     config.register()
     try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
+        with composing():
             check(compose("train", overrides=overrides))
     except ConfigError as error:
         problems = error.problems

@@ -4,12 +4,13 @@ import functools
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from armature import config
+from armature.composing import composing
 from armature.validation import checks, data_sources
 from armature.validation import compose as compose_module
 from armature.validation.compose import explain
@@ -106,7 +107,7 @@ def _hydra(tmp_path, monkeypatch):
     monkeypatch.setattr(
         data_sources, "problems", lambda cfg, *, prepare: []
     )  # tests/data prepares for real
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
+    with composing():
         yield
     GlobalHydra.instance().clear()
 

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from armature import cli, config, project
+from armature import cli, config
+from armature.composing import composing
 from armature.errors import ConfigError, RunFailed
 from armature.sweeps import conclude, report, space, study, trials
 from armature.validation.compose import explain_sweep
@@ -300,7 +301,7 @@ def trial(monkeypatch):
             "hydra.mode=MULTIRUN",
             *overrides,
         ]
-        with initialize_config_dir(version_base="1.3", config_dir=str(project.CONFIGS)):
+        with composing():
             hydra = {
                 "hydra.runtime.output_dir": str(folder),
                 "hydra.job.num": 1,

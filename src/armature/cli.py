@@ -24,6 +24,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from armature import config, files, hardware, project, run_dir
+from armature.composing import composing
 from armature.errors import (
     EXIT_CONFIG,
     ConfigError,
@@ -207,7 +208,7 @@ def compose(typed: Sequence[str]) -> DictConfig:
         raise ConfigError(problems)
     config.register()
     try:
-        with hydra.initialize_config_dir(version_base="1.3", config_dir=str(project.CONFIGS)):
+        with composing():
             cfg = hydra.compose("train", overrides)
     except (*CONFIG_ERRORS, TypeError, ValueError) as error:
         # the last two for a group's option that is no word

@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 from pydantic import Field
 
+from armature.composing import register_resolver
 from armature.errors import ConfigError, error_line
 from armature.project import SHIPPED
 
@@ -179,16 +180,14 @@ def _model_size(name: str, otherwise: int | None, *, _root_: DictConfig) -> int 
 
 
 # every config.yaml is read by this module
-OmegaConf.register_new_resolver("model_size", _model_size, replace=True)
+register_resolver("model_size", _model_size, replace=True)
 
 
 def register() -> None:
     """Register the types with Hydra, under the name that `configs/train.yaml` starts from."""
     ConfigStore.instance().store(name="schema", node=Config)
     started = time.strftime("%Y%m%d-%H%M%S")
-    OmegaConf.register_new_resolver(
-        "sweep_name", lambda name: name or f"sweep-{started}", replace=True
-    )
+    register_resolver("sweep_name", lambda name: name or f"sweep-{started}", replace=True)
 
 
 def load(file: Path) -> DictConfig:
@@ -262,13 +261,13 @@ def is_of_a_run(file: Path) -> bool:
 @contextmanager
 def _environment_kept() -> Iterator[None]:
     """Resolve references to the environment to themselves."""
-    OmegaConf.register_new_resolver("oc.env", _env_reference, replace=True)
-    OmegaConf.register_new_resolver("oc.decode", _decode_reference, replace=True)
+    register_resolver("oc.env", _env_reference, replace=True)
+    register_resolver("oc.decode", _decode_reference, replace=True)
     try:
         yield
     finally:
-        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
-        OmegaConf.register_new_resolver("oc.decode", oc.decode, replace=True)
+        register_resolver("oc.env", oc.env, replace=True)
+        register_resolver("oc.decode", oc.decode, replace=True)
 
 
 def _env_reference(name: str, *default: Any) -> str:

@@ -122,8 +122,7 @@ def _check_built(cfg: DictConfig, layout: Layout) -> None:
     adapter: Any = pretrained.adapter_of(cfg)
     if plan is None and (adapter is None or not cfg.model.get("_partial_")):
         return
-    from hydra.utils import instantiate
-
+    from armature.composing import instantiate
     from armature.finetune.lora import Lora
     from armature.parallel import plan_check
 

@@ -7,7 +7,6 @@ folder, and the project is the nearest folder above that has a configs/train.yam
 import os
 from pathlib import Path
 
-VARIABLE = "ARMATURE_PROJECT"  # the command `armature` sets it, and its processes inherit it
 PACKAGE = Path(__file__).resolve().parent
 _CLONE = PACKAGE.parents[1]
 
@@ -24,8 +23,9 @@ def _is_project(folder: Path) -> bool:
 
 def _root() -> Path:
     """Return the project's folder: the current one if no folder above it is a project."""
-    start = _CLONE if _is_project(_CLONE) else Path.cwd()
-    start = Path(os.environ.get(VARIABLE) or start)
+    # the command `armature` sets the variable, and its processes inherit it
+    usual = _CLONE if _is_project(_CLONE) else Path.cwd()
+    start = Path(os.environ.get("ARMATURE_PROJECT") or usual)
     return next(filter(_is_project, (start, *start.parents)), start)
 
 
@@ -43,6 +43,7 @@ def config_file(group: str, name: str) -> Path | None:
     return next(filter(Path.is_file, files), None)
 
 
-def options(group: str) -> list[str]:
-    """Return the options of a group, sorted."""
-    return sorted({file.stem for folder in FOLDERS for file in (folder / group).glob("*.yaml")})
+def options(group: str) -> dict[str, Path]:
+    """Return the file of each option of a group, in the order of their names."""
+    found = {f.stem: f for folder in FOLDERS[::-1] for f in (folder / group).glob("*.yaml")}
+    return dict(sorted(found.items()))

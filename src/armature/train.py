@@ -5,13 +5,14 @@ from functools import partial
 import hydra
 from omegaconf import DictConfig
 
-from armature import cli, launch, project, run_dir
+from armature import cli, launch, run_dir
+from armature.composing import MAIN
 from armature.errors import ConfigError
 from armature.training.limits import prefer_typed
 from armature.validation.checks import check
 
 
-@hydra.main(version_base="1.3", config_path=str(project.CONFIGS), config_name="train")
+@hydra.main(**MAIN)
 @cli.report_errors
 def main(cfg: DictConfig) -> float | None:
     overrides = cli.overrides()

@@ -7,9 +7,10 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 
 from armature import config
+from armature.composing import composing
 from armature.errors import ConfigError
 from armature.validation import foreign_keys, quoting
 from armature.validation.checks import check
@@ -27,7 +28,7 @@ def answer(*typed: str) -> list[str]:
     if problems := foreign_keys.ineffective(overrides):
         return problems
     try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
+        with composing():
             check(compose("train", overrides=overrides), prepare=False)
     except ConfigError as error:
         return error.problems

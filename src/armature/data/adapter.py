@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
-from hydra.utils import get_object, instantiate
+from hydra.utils import get_object
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from armature import files
+from armature.composing import instantiate
 from armature.data import labels, memory, ranks_agree
 from armature.data.base import DataModule, Split
 from armature.data.batching import LOADER_KEYS

@@ -14,7 +14,7 @@ import yaml
 
 from armature import hardware
 from armature.errors import ConfigError, error_line
-from armature.project import CONFIGS, config_file, options
+from armature.project import CONFIGS, options
 
 FOLDER = CONFIGS / "hardware"  # of the project; the shipped files are known as well
 GIB = 2**30
@@ -171,17 +171,13 @@ def named(name: str) -> Device:
             f"hardware={name}: there is no such file in {FOLDER}. {hint}Known: "
             f"{', '.join(names())}."
         )
-    return _read(_file(name))
-
-
-def _file(name: str) -> Path:
-    return config_file("hardware", name) or FOLDER / f"{name}.yaml"
+    return _read(options("hardware")[name])
 
 
 def _read(file: Path) -> Device:
     values = _load(file)
     if problems := _problems(values):
-        example = _load(_file("h100_80gb"))
+        example = _load(options("hardware")["h100_80gb"])
         lines = ", ".join(f"{key}: {example[key]}" for key in problems if key in example)
         found = "; ".join(
             f"{key}: {values.get(key, 'missing')}, but must be {what}"
@@ -264,7 +260,7 @@ def this() -> Device:
 
 def _this_gpu(count: int) -> Device:
     name, memory = hardware.gpu_name() or "a GPU without a name", hardware.gpu_memory_bytes()
-    files = map(_file, options("hardware"))
+    files = options("hardware").values()
     found = [_read(file) for file in files if _describes(file, name)]
     if not found:
         raise ConfigError(

@@ -12,14 +12,14 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -28,8 +28,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from armature import config
+from armature.composing import composing
 from armature.errors import ConfigError
-from armature.project import CONFIGS, FOLDERS
+from armature.project import FOLDERS
 from armature.sweeps import space
 from armature.validation import foreign_keys, values
 
@@ -131,11 +132,11 @@ def explain_sweep(overrides: list[str], check: Callable[[DictConfig], object]) -
     return [problem for problem in dict.fromkeys(found) if "HydraConfig was not set" not in problem]
 
 
-def _hydra(overrides: Sequence[str] = ()) -> initialize_config_dir:
+def _hydra(overrides: Sequence[str] = ()) -> AbstractContextManager[None]:
     _composed.cache_clear()
     _searched[:] = [each for each in overrides if each.startswith(SEARCHPATH)]
     GlobalHydra.instance().clear()
-    return initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS))
+    return composing()
 
 
 def _sweep(overrides: list[str]) -> tuple[list[str], list[list[str]], bool]:

@@ -7,16 +7,17 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from armature import config
+from armature.composing import composing
 from armature.data.batching import LOADER_KEYS
 from armature.data.tokenizer import TOKENIZER_FILE
 from armature.errors import ConfigError
-from armature.project import CONFIGS, config_file
+from armature.project import config_file
 from armature.validation.compose import CONFIG_ERRORS
 
 _REFERENCE = re.compile(r"\$\{[^:{}]+\}")  # to another key, as in ${data.path}
@@ -117,7 +118,7 @@ def _option(group: str, name: str) -> Any:
     config.register()
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
+        with composing():
             return compose("train", overrides=[f"{group}='{name}'"])[group]
     except CONFIG_ERRORS as error:
         raise ConfigError(f"{group}={name}: {error}") from error

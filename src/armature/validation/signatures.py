@@ -44,6 +44,11 @@ def allow(packages: Iterable[str]) -> None:
     _allowed.update(map(str, packages))
 
 
+def allowed() -> set[str]:
+    """Return the packages that are allowed here."""
+    return {*filter(None, _allowed), *installed()}
+
+
 def installed() -> list[str]:
     """Return the packages that the configuration files of this installation allow, and the user's
     own in src/.
