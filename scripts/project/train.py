@@ -2,7 +2,7 @@
 
 import sys
 
-from armature.__main__ import main
+from armature.command.__main__ import main
 
 if __name__ == "__main__":
     sys.argv.insert(1, "train")

@@ -10,7 +10,7 @@ from armature.project import CONFIGS
 
 _IS_OLD = hydra.__version__ < "1.4"
 _BASE: Any = {"version_base": "1.3"} if _IS_OLD else {}
-register_resolver = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver
+register_resolver: Any = getattr(OmegaConf, f"register_{'new_' * _IS_OLD}resolver")
 # of `hydra.main`. The rest of what Hydra may call is for `instantiate` to say
 MAIN: Any = {
     **(_BASE if _IS_OLD else {"execution_whitelist": "armature.*"}),
