@@ -19,6 +19,7 @@ setup(
     package_dir={"": "src", "armature.configs": "configs", "armature.scripts": "scripts"},
     package_data={
         "": ["*.yaml", "*.css", "*.gz", "*.sbatch", "*.sh"],
+        "armature.configs": [".schema/*.json"],
         "armature.scripts.project": ["*", ".gitignore"],
     },
     exclude_package_data={"armature.configs.local": ["default.yaml"]},

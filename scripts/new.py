@@ -131,7 +131,8 @@ def texts(name: str, root: Path = ROOT) -> dict[Path, str]:
     if root != ROOT:
         own = filter(Path.is_file, Path(__file__).with_name("project").iterdir())
         copies |= {root / path.name: path for path in own}
-        copies[root / "configs" / "train.yaml"] = SHIPPED / "train.yaml"
+        of_all = [SHIPPED / "train.yaml", *(SHIPPED / ".schema").iterdir()]
+        copies |= {root / "configs" / path.relative_to(SHIPPED): path for path in of_all}
     found = {copy: path.read_text(encoding="utf-8") for copy, path in copies.items()}
     found[target / "__init__.py"] = '"""The parts of experiment=example."""\n'
     found[root / "tests" / f"test_{name}.py"] = TEST

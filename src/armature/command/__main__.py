@@ -3,6 +3,7 @@
 armature train strategy=fsdp trainer.devices=4     as train.py of a clone
 armature new my_project                            a folder with a model, data, task and test
 armature copy strategy/fsdp                        a shipped file into configs/, to change it
+armature schema                                    configs/.schema/ anew, which editors read
 armature evaluate outputs/<run.name>               as scripts/evaluate.py, and so are
 """
 
@@ -22,15 +23,19 @@ def main() -> None:
     environment.share_sources()
     sys.path[:0] = project.IMPORTED
     scripts = {file.stem: str(file) for file in project.shipped("scripts").glob("*.py")}
-    names = ["train", "copy", *sorted({*scripts} - OF_A_CLONE)]
+    names = ["train", "copy", "schema", *sorted({*scripts} - OF_A_CLONE)]
     name, *words = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
-        print(f"{__doc__}{', '.join(names[2:])}")
+        print(f"{__doc__}{', '.join(names[3:])}")
     elif name not in names:
         cli.refuse([f"armature {name}: there is no such command. Type {', '.join(names)}."])
     elif name == "copy":
         for option in words:
             copy(option)
+    elif name == "schema":
+        from armature.command import schema
+
+        schema.write()
     else:
         sys.argv = [f"armature {name}", *words]
         if name in scripts:
