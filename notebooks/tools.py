@@ -71,12 +71,15 @@ def curves(runs: dict[str, Path], metric: str, *, nested: bool = False) -> None:
     for name, path in runs.items():
         run = history.read(path)
         found.append(replace(run, config={**run.config, "run.name": name}))
-    drawn = metric_of(found, metric, window=1 if nested else None, marks=len(found) == 1)
-    lines = [
-        replace(line, width=2.2 * (len(found) - i), dots=False) if nested else line
-        for i, line in enumerate(drawn.lines)
-    ]
-    drawn = replace(drawn, lines=lines, width=760, height=340)
+    starts = [start["step"] for start in found[0].starts if start["step"]]
+    drawn = metric_of(found, metric, raw=nested, marks=starts if len(found) == 1 else [])
+    if nested:
+        widths = [2.2 * (len(found) - i) for i in range(len(found))]
+        lines = [
+            replace(line, width=width, dots=False)
+            for line, width in zip(drawn.lines, widths, strict=True)
+        ]
+        drawn = replace(drawn, lines=lines)
     display(SVG(chart.standalone(chart.render(drawn))))
 
 

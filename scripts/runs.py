@@ -9,6 +9,8 @@ python scripts/runs.py --json           for other programs
 python scripts/runs.py report outputs/mine                write report.html in the run directory
 python scripts/runs.py compare outputs/a outputs/b        print a table, and write compare.html
 python scripts/runs.py compare outputs/rates/* out=rates.html     the trials of a sweep
+python scripts/runs.py compare outputs/adamw outputs/muon         sweeps over equal seeds and folds:
+                                        mean ± standard deviation, and paired differences
 
 State: running; finished; stopped by a signal or a limit, and resumable by the same command; failed:
 ended without a summary, by an error or because it was killed.
@@ -34,6 +36,7 @@ from armature.checkpoint import directory
 from armature.launcher.run_state import read_summary, state
 from armature.launcher.streams import make_lasting
 from armature.pages import columns
+from armature.sweeps import trials
 
 DEPTH = 4  # folders below a typed one in which runs are looked for
 COLUMNS = ("run", "state", "step", "best", "age", "size")
@@ -116,6 +119,8 @@ def compare(words: list[str]) -> None:
     from armature import cli
     from armature.pages import compare, history
 
+    if any(trials.is_sweep(Path(word)) for word in words):
+        return compare_configurations(words)
     words, out = cli.out_file(words, None)
     out, named = out or Path("compare.html"), [Path(word) for word in words]
     folders = {path.parent for path in named if os.path.isdir(path)}
@@ -134,6 +139,26 @@ def compare(words: list[str]) -> None:
     print(compare.text(runs))
     cli.write_output("out=", out, compare.make(runs))
     print(out)
+
+
+def compare_configurations(words: list[str]) -> None:
+    """Print the statistics of the configurations of sweeps, each compared with the first."""
+    from armature import cli
+    from armature.sweeps import repeats
+
+    found, labels = [], []
+    for word in words:
+        sweep = trials.read(Path(word)) if trials.is_sweep(Path(word)) else None
+        if sweep is None:
+            cli.refuse([f"{word}: no sweep. Name directories of sweeps, or of runs alone."])
+        of_sweep = repeats.configurations(sweep.trials)
+        found += of_sweep
+        several = len(of_sweep) > 1
+        labels += [f"{word} {i}" if several else word for i, _ in enumerate(of_sweep, start=1)]
+    if len(found) < 2:
+        count = f"{len(found)} configuration has finished runs."
+        cli.refuse([f"{count} Name two sweeps, or one of several configurations."])
+    print("\n".join(repeats.compare(found, labels)))
 
 
 KEYS = {

@@ -94,25 +94,3 @@ class NumberedData(DataModule):
 
     def dataset(self, split):
         return Numbered(self.samples, self.broken if split == "train" else [])
-
-
-class Searching(torch.optim.SGD):
-    """Also looks at weights whose loss is not finite, and does not take them, as a line search
-    may.
-    """
-
-    @torch.no_grad()
-    def step(self, closure):  # pyright: ignore[reportIncompatibleMethodOverride]
-        with torch.enable_grad():
-            loss = closure()
-        params = [param for group in self.param_groups for param in group["params"]]
-        held = [(param, param.clone(), param.grad.clone()) for param in params]
-        for param in params:
-            param.fill_(torch.inf)
-        with torch.enable_grad():
-            closure()
-        for param, value, gradient in held:
-            param.copy_(value)
-            param.grad.copy_(gradient)
-        super().step()
-        return loss

@@ -18,6 +18,7 @@ from armature.errors import ConfigError
 from armature.validation.checks import check
 from armature.validation.compose import CONFIG_ERRORS, explain, explain_sweep, searching
 from tests import running
+from tests.sampled import sampled
 
 ROOT = Path(__file__).parents[1]
 
@@ -198,7 +199,7 @@ COMMANDS = (
 SWEEPS = [name for name, (words, _) in CASES.items() if "-m" in words and name not in COMMANDS]
 
 
-@pytest.mark.parametrize("name", SWEEPS)
+@pytest.mark.parametrize("name", sampled(SWEEPS, 2))
 def test_a_mistake_in_a_sweep_is_found(name):
     config.register()
     overrides, words = CASES[name]
@@ -207,8 +208,10 @@ def test_a_mistake_in_a_sweep_is_found(name):
     assert all(word in shown for word in words), problems
 
 
-@pytest.mark.guarantee
-@pytest.mark.parametrize("name", [n for n in CASES if n not in (*COMMANDS, *SWEEPS)])
+@pytest.mark.parametrize(
+    "name",
+    sampled([n for n in CASES if n not in (*COMMANDS, *SWEEPS)], 12, guarantee=True),
+)
 def test_a_mistake_is_found(name, folder, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HOME", str(folder))
@@ -315,7 +318,7 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("text", FILES)
+@pytest.mark.parametrize("text", sampled(FILES, 3))
 def test_a_mistake_in_an_option_s_file_is_told_as_what_it_is(tmp_path, text):
     config.register()
     (tmp_path / "own" / "experiment").mkdir(parents=True)

@@ -9,17 +9,17 @@ from types import SimpleNamespace
 import pytest
 from hydra import compose
 from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from armature import cli, config, run_dir
-from armature.composing import composing
+from armature.composing import composing, instantiate
 from armature.errors import ConfigError
 from armature.loading import build_task, constructors
 from armature.models.decoder import check as decoder
 from armature.models.sizes import nearest_divisor
 from armature.validation import numbers, quoting, signatures, targets, values
 from armature.validation.checks import check
+from tests.sampled import sampled
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -164,8 +164,7 @@ def assert_refused(problems: list[str], typed: str) -> None:
     ), problems
 
 
-@pytest.mark.guarantee
-@pytest.mark.parametrize("typed", OUT_OF_RANGE)
+@pytest.mark.parametrize("typed", sampled(OUT_OF_RANGE, 16, guarantee=True))
 def test_a_value_is_refused_by_its_key(typed, default, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     key, _, value = typed.partition("=")
@@ -179,7 +178,11 @@ def test_a_value_is_refused_by_its_key(typed, default, tmp_path, monkeypatch):
     assert_refused(caught.value.problems, typed)
 
 
-@pytest.mark.parametrize("typed", [*((each,) for each in OF_ANOTHER_FORM), *TOGETHER], ids=" ".join)
+@pytest.mark.parametrize(
+    "typed",
+    sampled(((each,) for each in [*((each,) for each in OF_ANOTHER_FORM), *TOGETHER]), 16),
+    ids=" ".join,
+)
 def test_an_override_is_refused_by_its_key(typed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert_refused(problems_of(*typed), typed[-1])
@@ -256,8 +259,7 @@ SECRETS = [
 ]
 
 
-@pytest.mark.guarantee
-@pytest.mark.parametrize("name", SECRETS)
+@pytest.mark.parametrize("name", sampled(SECRETS, 6, guarantee=True))
 def test_a_secret_is_refused_and_not_repeated(name):
     (problem,) = values.secrets(OmegaConf.create({"logger": {"x": [{name: "hunter22"}]}}))
     assert name in problem
@@ -329,7 +331,7 @@ def called(target: str, packages: list[str]) -> list[str]:
     return targets.problems({"logger": {}, "x": {"deep": [[node]]}}, packages)
 
 
-@pytest.mark.parametrize("target", ALLOWED)
+@pytest.mark.parametrize("target", sampled(ALLOWED, 5))
 def test_what_configurations_name_is_allowed(target):
     assert called(target, targets.installed()) == []
 
@@ -340,8 +342,7 @@ def test_what_pythons_library_has_in_c_and_in_python_is_allowed_where_it_is_trus
     assert called(target, targets.installed())
 
 
-@pytest.mark.guarantee
-@pytest.mark.parametrize("target", FORBIDDEN)
+@pytest.mark.parametrize("target", sampled(FORBIDDEN, 10, guarantee=True))
 def test_what_runs_other_code_is_refused_in_nested_lists_and_in_allowed_packages(target):
     for packages in (targets.installed(), WIDE):
         (problem,) = called(target, packages)
@@ -378,7 +379,7 @@ DAMAGED = {
 }
 
 
-@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
+@pytest.mark.parametrize("content", sampled(DAMAGED.values(), 3), ids=DAMAGED)
 def test_a_file_that_a_loss_of_power_damaged_is_named_or_passed_over(tmp_path, content, caplog):
     for name in ("summary.json", "config.yaml"):
         (tmp_path / name).write_bytes(content)

@@ -90,9 +90,9 @@ def test_the_bare_loop_does_what_training_does(tmp_path):
     smaller pieces.
     """
     import torch
-    from hydra.utils import instantiate
 
     from armature import run_dir
+    from armature.composing import instantiate
     from benchmarks import bare
 
     source = running.write_corpus(tmp_path / "corpus")

@@ -19,8 +19,8 @@ from armature.checkpoint import state, storage
 from armature.errors import ConfigError
 from armature.run_dir import FILES
 from tests import running
+from tests.sampled import sampled
 
-pytestmark = pytest.mark.guarantee
 NEWEST = "checkpoints/step=000004"
 WITHIN = 10  # seconds
 
@@ -193,7 +193,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("damage", READABLE.values(), ids=READABLE)
+@pytest.mark.parametrize("damage", sampled(READABLE.values(), 3, guarantee=True), ids=READABLE)
 def test_what_other_files_make_up_for_is_read(damage, run, tmp_path, capsys):
     damage(run)
     assert isinstance(armature.load(run), torch.nn.Module)
@@ -205,7 +205,9 @@ NO_ENTRIES = "it holds a list, not a checkpoint's entries"
 CHECKPOINT_IS_ENOUGH = ("no config.yaml", "is damaged .it holds no task, model")
 
 
-@pytest.mark.parametrize(("damage", "message"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(
+    ("damage", "message"), sampled(REFUSED.values(), 6, guarantee=True), ids=REFUSED
+)
 def test_what_nothing_makes_up_for_is_named(damage, message, run, tmp_path, capsys):
     damage(run)
     with pytest.raises(ConfigError, match=message):
@@ -225,7 +227,9 @@ def test_what_nothing_makes_up_for_is_named(damage, message, run, tmp_path, caps
             assert (code, str(run) in shown) == (2, True), f"{script}: {shown}"
 
 
-@pytest.mark.parametrize("content", [*JUNK.values(), b"{}"], ids=[*JUNK, "an object"])
+@pytest.mark.parametrize(
+    "content", sampled([*JUNK.values(), b"{}"], 2, guarantee=True), ids=[*JUNK, "an object"]
+)
 def test_a_damaged_tokenizer_is_named(content, run, capsys):
     write("tokenizer.json", content)(run)
     code, shown = command(capsys, "generate.py", run)
@@ -248,7 +252,9 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize(("damage", "message"), RESUMED.values(), ids=RESUMED)
+@pytest.mark.parametrize(
+    ("damage", "message"), sampled(RESUMED.values(), 3, guarantee=True), ids=RESUMED
+)
 def test_a_resume_goes_on_or_names_the_file(damage, message, run, trained, tmp_path):
     damage(run)
     done = running.train(

@@ -72,7 +72,6 @@ def test_one_process_fills_the_run_directory(single):
     assert (single / "logs" / "rank_0000.log").exists()
 
 
-@pytest.mark.guarantee
 def test_the_agent_trains_on_two_ranks_with_the_same_losses(single, corpus, tmp_path):
     running.train("strategy=ddp", "trainer.devices=2", "run.name=run", cwd=tmp_path, corpus=corpus)
     run_dir = tmp_path / "outputs" / "run"
@@ -314,7 +313,7 @@ def test_a_resume_that_cannot_work_leaves_the_run_as_it_is(single, corpus):
     ("devices", "number", "code"),
     [
         (1, signal.SIGTERM, 143),
-        pytest.param(2, signal.SIGTERM, 143, marks=pytest.mark.guarantee),
+        (2, signal.SIGTERM, 143),
         (1, signal.SIGINT, 130),
         (2, signal.SIGINT, 130),
         (1, signal.SIGHUP, 129),

@@ -127,9 +127,9 @@ def test_the_module_that_is_shown_has_the_same_losses_under_every_strategy(clone
         "task=mine data=digits trainer.max_epochs=5 strategy=fsdp trainer.devices=2",
     ]
     for i, words in enumerate(commands):
-        run(clone, *words, f"run.name=mine{i}")
+        run(clone, *words, "trainer.max_epochs=1", f"run.name=mine{i}")  # of five
     first, *others = (running.losses(clone / "outputs" / f"mine{i}") for i in range(3))
-    assert len(first) > 100
+    assert len(first) > 20
     for other in others:
         assert other == pytest.approx(first, rel=1e-5)
 

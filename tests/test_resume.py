@@ -176,7 +176,6 @@ def test_a_stop_at_every_step_leaves_no_trace(runs):
     assert_every_sample_once_an_epoch(resumed, size=21)
 
 
-@pytest.mark.guarantee
 def test_a_killed_run_repeats_the_steps_after_its_checkpoint(runs):
     saving = ["checkpoint.every_n_steps=2", "trainer.log_every_n_steps=1"]
     straight = runs.straight(*saving)

@@ -6,7 +6,7 @@ from tests import running
 from tests.forked import Forks
 from tests.plain_runs import LINE, PlainRuns, column, stop_at
 
-pytestmark = [pytest.mark.guarantee, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 TINY = (LINE, "+data.count=10", "+data.batch_size=16", "trainer.max_epochs=6")
 
 
@@ -16,7 +16,7 @@ def runs(tmp_path_factory):
         yield PlainRuns(forks)
 
 
-@pytest.mark.parametrize("layout", ["single", "ddp"])
+@pytest.mark.parametrize("layout", ["single", pytest.param("ddp", marks=pytest.mark.guarantee)])
 def test_an_epoch_shorter_than_a_step_has_its_own_end(layout, runs):
     run_dir, ended = runs.train(*TINY, layout=layout)
     assert "data.global_batch_size=16, but an epoch has 10 samples" in ended.output
@@ -28,6 +28,7 @@ def test_an_epoch_shorter_than_a_step_has_its_own_end(layout, runs):
     assert running.rows(stopped) == running.rows(run_dir)
 
 
+@pytest.mark.guarantee
 def test_samples_that_do_not_divide_among_ranks_are_refused(runs):
     _, ended = runs.train(*TINY, "data.batch_size=12", layout="ddp", ranks=3, expect=2)
     assert "data.global_batch_size=12, but an epoch has 10 samples, which do not" in ended.output

@@ -5,7 +5,8 @@ import pytest
 from tests.forked import Forks
 from tests.plain_runs import LINE, PlainRuns, column, stop_at
 
-pytestmark = [pytest.mark.guarantee, pytest.mark.slow]
+pytestmark = pytest.mark.slow
+BOTH = [pytest.param("single", marks=pytest.mark.guarantee), "fsdp"]
 USUAL = (LINE, "+task.gamma=0.9", "+task.weight_decay=0.1")
 
 
@@ -28,7 +29,7 @@ def resumed(runs, *typed, layout="single", usual=USUAL, expect=0):
     return run_dir, stopped, ended.output
 
 
-@pytest.mark.parametrize("layout", ["single", "fsdp"])
+@pytest.mark.parametrize("layout", BOTH)
 def test_a_rate_takes_effect_as_the_schedule_has_it_by_then(layout, runs):
     run_dir, stop, output = resumed(runs, "+task.lr=0.01", layout=layout)
     rates = [(0.1 if k < stop else 0.01) * 0.9**k for k in range(8)]
@@ -36,7 +37,7 @@ def test_a_rate_takes_effect_as_the_schedule_has_it_by_then(layout, runs):
     assert "task.lr=0.01" in output
 
 
-@pytest.mark.parametrize("layout", ["single", "fsdp"])
+@pytest.mark.parametrize("layout", BOTH)
 def test_a_weight_decay_takes_effect_in_the_groups_that_have_it(layout, runs):
     run_dir, stop, output = resumed(runs, "+task.weight_decay=5", layout=layout)
     assert "task.weight_decay=5 (was 0.1)" in output
@@ -57,6 +58,7 @@ def test_other_settings_of_optimizer_and_schedule_take_effect(typed, runs):
         assert column(run_dir, "lr") == pytest.approx(rates)
 
 
+@pytest.mark.guarantee
 def test_what_a_hook_has_set_stays_unless_it_is_typed(runs):
     changed = "+callbacks.set={_target_:tests.plain_parts.SetDecay,step:2,value:5}"
     usual, _ = runs.train(*USUAL, changed)
@@ -79,7 +81,11 @@ def test_a_callback_s_setting_takes_effect_and_its_count_stays(runs):
     [
         ("seed=1", "Samples come in another order, so this epoch may repeat and miss some"),
         ("+data.batch_size=4", "The run continues at the same sample"),
-        ("trainer.gradient_clip_val=1e-8", "trainer.gradient_clip_val=1e-08 (was auto)"),
+        pytest.param(
+            "trainer.gradient_clip_val=1e-8",
+            "trainer.gradient_clip_val=1e-08 (was auto)",
+            marks=pytest.mark.guarantee,
+        ),
     ],
 )
 def test_what_follows_from_a_setting_is_named(typed, named, runs):
@@ -88,6 +94,7 @@ def test_what_follows_from_a_setting_is_named(typed, named, runs):
     assert named in output
 
 
+@pytest.mark.guarantee
 def test_another_optimizer_is_refused(runs):
     *_, output = resumed(runs, "+task.kind=sgd", expect=2)
     assert "was saved with another optimizer: it holds the state of torch.optim" in output

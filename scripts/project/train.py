@@ -1,9 +1,10 @@
 """Train: `python train.py` and `armature train` are the same."""
 
-import sys
-
-from armature.command.__main__ import main
+from armature.command.__main__ import enter
 
 if __name__ == "__main__":
-    sys.argv.insert(1, "train")
-    main()
+    enter()
+
+    from armature.train import command
+
+    command()

@@ -21,7 +21,7 @@ from hydra._internal.hydra import Hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from armature import config, files, hardware, project, run_dir
 from armature.composing import composing
@@ -43,8 +43,6 @@ from armature.validation.compose import CONFIG_ERRORS, explain, explain_sweep, p
 from armature.validation.quoting import addable, quoted
 
 _composed = threading.Event()  # the configuration composed, and the command itself began
-# messages about trials of this process's sweep, which were printed in their turn
-_refused: list[str] = []
 ONE_OPTION = (
     "task",
     "model",
@@ -56,10 +54,11 @@ ONE_OPTION = (
     "checkpoint",
     "launch",
 )
-_full_error = bool(os.environ.get("HYDRA_FULL_ERROR"))  # `run` sets it for its own purpose
+full_error = bool(os.environ.get("HYDRA_FULL_ERROR"))  # `run` sets it for its own purpose
 # a line of Hydra's completion for bash, which ignores its result
 _SOUGHT = 'grep "@hydra.main" $file_path -q'
 _OF_TRAINING = ("run", "resume", "strategy", "trainer", "logger", "optimizer", "scheduler")
+TRIAL_OPTION = "--trial"  # of the command of a trial's process
 MOST_DEVICES = 10**5  # of a plan or a simulation, in one machine and as machines
 
 
@@ -83,6 +82,8 @@ def run(main: Callable[[], None], *, check: Callable[[DictConfig], object] | Non
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     _load_env(Path.cwd() / ".env")
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
+    if sys.argv[1:2] == [TRIAL_OPTION]:
+        return _run_trial(main)
     # Hydra then raises its exceptions instead of printing and exiting
     os.environ["HYDRA_FULL_ERROR"] = "1"
     config.register()
@@ -131,7 +132,7 @@ def run(main: Callable[[], None], *, check: Callable[[DictConfig], object] | Non
     except ConfigError as error:  # of a search, whose cause says less
         refuse(error.problems)
     except RunFailed as error:  # a trial of a sweep failed; the other trials have run
-        print(masked(_end_of_sweep(str(error))), file=sys.stderr)
+        print(masked(str(error)), file=sys.stderr)
         sys.exit(error.exit_code)
     except Exception as error:
         if _composed.is_set():  # training had begun: this is no mistake in the command
@@ -139,6 +140,24 @@ def run(main: Callable[[], None], *, check: Callable[[DictConfig], object] | Non
         refuse(explain(error, typed, sweep=arguments.multirun))
     if environment.is_joined():
         leave()
+
+
+def _run_trial(main: Callable[..., None]) -> None:
+    """Run the trial that the pool of a sweep sends (`sweeps.pool`)."""
+    from armature.sweeps import pool
+
+    config.register()
+    cfg = pool.receive()
+    HydraConfig.instance().set_config(cfg)
+    of_trial = cfg.copy()
+    with read_write(of_trial), open_dict(of_trial):
+        del of_trial["hydra"]
+    try:
+        main(of_trial)
+    except RunFailed as error:
+        if error.exit_code != EXIT_CONFIG:  # else its message was printed
+            print(masked(str(error)), file=sys.stderr)
+        sys.exit(error.exit_code)
 
 
 @contextmanager
@@ -150,13 +169,6 @@ def _completing_ours_only() -> Iterator[None]:
     with redirect_stdout(printed):
         yield
     print(printed.getvalue().replace(_SOUGHT, f"{_SOUGHT} || return"), end="")
-
-
-def _end_of_sweep(text: str) -> str:
-    """Return what is said at the end of a sweep of a trial that failed: once refused, its message
-    is not repeated.
-    """
-    return f"{text.partition(':')[0]}: its message is above." if text in _refused else text
 
 
 def _load_env(file: Path) -> None:
@@ -246,22 +258,21 @@ def _run_task(task: Callable[[DictConfig], float | None], cfg: DictConfig) -> fl
     try:
         return _ended_by_itself(task, cfg)
     except ConfigError as error:
-        if not sweep or not _is_of_a_grid(cfg):
+        if not sweep:
             refuse(error.problems)
         # of these values only: the other trials run
         text = f"trial {HydraConfig.get().job.num} was refused: {_text_of(error.problems)}"
         print(masked(text), file=sys.stderr)
-        _refused.append(text)
-        raise RunFailed(text) from error
+        raise RunFailed(text, EXIT_CONFIG) from error
     except RunFailed as error:
-        if error.exit_code == 1 and sweep:
+        if error.exit_code in (1, EXIT_CONFIG) and sweep:
             raise
         if sweep and error.run_name is not None:
             error.run_name = _sweep_name(cfg)  # run.name of the whole sweep
         print(masked(str(error)), file=sys.stderr)
         sys.exit(error.exit_code)
     except Exception:
-        text = None if _full_error else brief(traceback.format_exc())
+        text = None if full_error else brief(traceback.format_exc())
         if text is None:
             raise
         if sweep:
@@ -282,20 +293,6 @@ def _ended_by_itself(task: Callable[[DictConfig], float | None], cfg: DictConfig
         raise EndedByCode.by(error) from error
 
 
-def _is_of_a_grid(cfg: DictConfig) -> bool:
-    """Return False for a trial of a search, which records what is refused, and in a directory of
-    other values.
-    """
-    from armature.sweeps import trials
-
-    hydra = HydraConfig.get()
-    folder = Path(cfg.run.root) / _sweep_name(cfg) / str(hydra.job.num)
-    is_search = str(hydra.sweeper._target_).startswith("hydra_plugins.armature_")
-    return not is_search and (
-        not trials.has_begun(folder) or trials.newest_start(folder) == overrides()
-    )
-
-
 @contextmanager
 def checking() -> Iterator[None]:
     """Turn an unexpected error of a check into one line. Its traceback goes into a file."""
@@ -304,7 +301,7 @@ def checking() -> Iterator[None]:
     except (ConfigError, RunFailed, *CONFIG_ERRORS):
         raise
     except Exception as error:
-        if _full_error:
+        if full_error:
             raise
         with tempfile.NamedTemporaryFile(
             "w", prefix="armature-", suffix=".txt", delete=False
@@ -374,15 +371,20 @@ def _merged_problems(overrides: Sequence[str]) -> list[str]:
 
 
 def _sweep_problems(overrides: Sequence[str], *, multirun: bool) -> list[str]:
-    """Return what is wrong with sweep=NAME: several of them, or one where a single run is
-    started.
+    """Return what is wrong with sweep=NAME and sweep.parallel=: several values, or one where a
+    single run is started.
     """
-    names = {each: each.removeprefix("sweep=") for each in overrides if each.startswith("sweep=")}
-    chosen = {each: name for each, name in names.items() if name not in ("null", "[]")}
+    pairs = [(each, *each.partition("=")[::2]) for each in overrides]
+    chosen = {
+        each: value
+        for each, key, value in pairs
+        if key == "sweep.parallel" or (key == "sweep" and value not in ("null", "[]"))
+    }
     several = [
-        f"{each}: it takes one option. Type sweep=NAME, a file of configs/sweep/."
-        for each, name in chosen.items()
-        if name.startswith("[") or "," in name
+        f"{each}: it takes one value. Type sweep=NAME, a file of configs/sweep/, and "
+        "sweep.parallel=auto, or a number of trials."
+        for each, value in chosen.items()
+        if value.startswith("[") or "," in value or "(" in value
     ]
     alone = [
         f"{e}: here it has no effect. Leave it out; python train.py -m {e} starts the sweep."

@@ -6,6 +6,7 @@ have the keys of the class that they build and are `Any` here; `validation.signa
 against the constructor's signature.
 """
 
+import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from armature.errors import ConfigError, error_line
 from armature.project import SHIPPED
 
 NEEDED = ("run", "task", "model", "data", "optimizer", "strategy")  # groups of every config.yaml
-OF_TRAIN = ("project", "run")  # groups whose keys are in train.yaml itself
+OF_TRAIN = ("project", "run", "sweep")  # groups whose keys are in train.yaml itself
 # groups with paths that the scripts open which use a run
 OPENED = ("checkpoint", "data", "model", "task")
 LARGEST = 1_000_000  # bytes of a config.yaml
@@ -87,6 +88,11 @@ class Run:
     git: Any = None  # commit and dirty, of the code at the newest start; not set by users
     # what data.micro_batch_size=auto is, if not the whole share; not set by users
     micro_batch_size: int | None = None
+
+
+@dataclass
+class Sweep:
+    parallel: Annotated[Any, Count | Literal["auto"]] = MISSING
 
 
 @dataclass
@@ -153,6 +159,7 @@ class Launch:
 class Config:
     project: Project = MISSING
     run: Run = MISSING
+    sweep: Sweep = MISSING
     seed: Seed = MISSING
     resume: Annotated[
         Word, Field(description="auto, never, required, or the path of a run or a checkpoint")
@@ -186,7 +193,7 @@ register_resolver("model_size", _model_size, replace=True)
 def register() -> None:
     """Register the types with Hydra, under the name that `configs/train.yaml` starts from."""
     ConfigStore.instance().store(name="schema", node=Config)
-    started = time.strftime("%Y%m%d-%H%M%S")
+    started = os.environ.get("SLURM_JOB_ID") or time.strftime("%Y%m%d-%H%M%S")
     register_resolver("sweep_name", lambda name: name or f"sweep-{started}", replace=True)
 
 

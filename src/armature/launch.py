@@ -25,12 +25,11 @@ from armature.finetune import check as pretrained
 from armature.launcher import environment, lock, rank, slurm, supervise
 from armature.layout import Layout
 from armature.planning import auto
+from armature.sweeps import trials
 from armature.training.limits import Limits
 from armature.validation import checks, memory, micro_batch, resize
 
 log = logging.getLogger(__name__)
-
-RESULT_GROUPS = ("seed", "task", "model", "data", "optimizer", "scheduler")
 
 
 def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
@@ -69,7 +68,7 @@ def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
         )
     elif (finished := _finished_message(cfg)) is not None:
         print(finished, file=sys.stderr)
-        return _metric(cfg)
+        return trials.metric(Path(cfg.run.dir), cfg.checkpoint.monitor)
     else:
         _check_fewer(cfg)
     if joined and layout.world_size > 1:
@@ -88,7 +87,7 @@ def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
         and summary["stop_reason"] in supervise.EXIT_CODES
     ):
         raise supervise.stopped(cfg, summary["stop_reason"], step=summary["global_step"])
-    return _metric(cfg)
+    return trials.metric(Path(cfg.run.dir), cfg.checkpoint.monitor)
 
 
 def _run(cfg: DictConfig, overrides: list[str], *, alone: bool) -> None:
@@ -254,15 +253,6 @@ def _other_settings(cfg: DictConfig) -> list[str]:
     found = resume.differences(
         config.without_secrets(cfg),
         config.without_secrets(run_dir.read(Path(cfg.run.dir))),
-        RESULT_GROUPS,
+        resume.RESULT_GROUPS,
     )
     return [f"{key}={there} there, {here} here" for key, (here, there) in found.items()]
-
-
-def _metric(cfg: DictConfig) -> float | None:
-    summary = run_dir.read_summary(Path(cfg.run.dir))
-    if summary is None:
-        return None
-    # of the best checkpoint; none is kept with checkpoint.keep_best=0
-    best = summary.get("best_score")
-    return best if best is not None else summary["metrics"].get(cfg.checkpoint.monitor)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import heapq
-import itertools
 import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +34,6 @@ from armature.loggers import NoLogger
 from armature.training.progress import data_of
 
 SUFFIXES = (".parquet", ".csv", ".jsonl")
-_ROWS_PER_GROUP = 10_000  # of a Parquet file, in memory at once
 
 
 def check_output(file: Path) -> None:
@@ -249,8 +247,8 @@ def _plain(value: Any) -> Any:
 def merge(parts: list[Path], file: Path) -> int:
     """Write the rows of all parts to a file, in order; return their number.
 
-    The rows are read several times: the columns, and their types in Parquet, are those of all rows.
-    In CSV, lists and dicts become JSON within a cell, which is empty in a row without the column.
+    The rows are read several times: the columns are those of all rows. In CSV, lists and dicts
+    become JSON within a cell, which is empty in a row without the column.
     """
 
     def read() -> Iterator[dict[str, Any]]:
@@ -261,7 +259,7 @@ def merge(parts: list[Path], file: Path) -> int:
 
     with files.replacing(file) as temporary:
         if file.suffix == ".parquet":
-            _write_parquet(temporary, read)
+            _write_parquet(temporary, [*read()])  # in memory as a whole
         else:
             with temporary.open("w", encoding="utf-8", newline="") as stream:
                 if file.suffix == ".jsonl":
@@ -277,29 +275,17 @@ def _cell(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, (list, dict)) else value
 
 
-def _write_parquet(file: Path, read: Callable[[], Iterator[dict[str, Any]]]) -> None:
+def _write_parquet(file: Path, rows: list[dict[str, Any]]) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    def groups() -> Iterator[list[dict[str, Any]]]:
-        found = read()
-        while group := list(itertools.islice(found, _ROWS_PER_GROUP)):
-            yield group
-
-    schema = pyarrow.schema([])
-    for group in groups():
-        # pyarrow itself asks the first row alone
-        for name in dict.fromkeys(column for row in group for column in row):
-            try:
-                kind = pyarrow.array([row.get(name) for row in group]).type
-                found = pyarrow.schema([(name, kind)])
-                schema = pyarrow.unify_schemas([schema, found], promote_options="permissive")
-            except (pyarrow.ArrowException, OverflowError) as error:
-                raise ConfigError(
-                    f"out={file.name}: a column of Parquet holds values of one type, but "
-                    f"predict_step returned several in '{name}' ({error}). Return one type, or "
-                    "name a .jsonl file."
-                ) from error
-    with pyarrow.parquet.ParquetWriter(str(file), schema) as writer:
-        for group in groups():
-            writer.write_table(pyarrow.Table.from_pylist(group, schema=schema))
+    columns = {}
+    for name in dict.fromkeys(column for row in rows for column in row):
+        try:
+            columns[name] = pyarrow.array([row.get(name) for row in rows])
+        except (pyarrow.ArrowException, OverflowError) as error:
+            raise ConfigError(
+                f"out={file.name}: a column of Parquet holds values of one type, but predict_step "
+                f"returned several in '{name}' ({error}). Return one type, or name a .jsonl file."
+            ) from error
+    pyarrow.parquet.write_table(pyarrow.table(columns), str(file))

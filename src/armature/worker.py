@@ -42,14 +42,12 @@ from armature.loading import build_task, constructors
 from armature.parallel import process_group, scaler
 from armature.strategies.base import StrategyMixin
 from armature.training import (
-    hook_check,
     process,
     report,
 )
-from armature.training.averages import BeginAverages
 from armature.training.checkpointing import Checkpointing
 from armature.training.display import Bar, Display
-from armature.training.errors import RecordError, record, refusal_of
+from armature.training.errors import RecordError, record
 from armature.training.limits import Limits
 from armature.training.metrics_csv import MetricsCSV
 from armature.training.micro_batch import agree
@@ -61,6 +59,7 @@ from armature.training.samples import Samples, can_sample, preview_of
 from armature.training.step_log import StepLog
 from armature.training.stop import StopOnSignal, StoppedBySignal, seconds_of
 from armature.training.trainer import Trainer
+from armature.training.users_callbacks import BeginAverages, CheckCallbacks
 from armature.training.watchdog import Watchdog
 from armature.validation import manual, micro_batch, parallelism, relations, resize
 
@@ -163,7 +162,7 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     unchanged = partial(manual.check_unchanged, task.automatic_optimization, batches.accumulate)
     callbacks = [
         errors,  # first: it records what any other raises
-        hook_check.CheckCallbacks(cfg, unchanged),
+        CheckCallbacks(cfg, unchanged),
         watchdog,
         SaveAssets(data, directory),
         RestoreProgress(),  # before those whose counters it restores
@@ -204,9 +203,6 @@ def _build_data(
     """Return the prepared data, how steps divide them, and the checkpoint to resume from."""
     directory = Path(cfg.run.dir)
     data = adapter.build(micro_batch.decided(cfg))
-    hook_check.check(
-        data.module if isinstance(data, adapter.PlainData) else data, base=L.LightningDataModule
-    )
     checkpoint = _checkpoint_to_resume(cfg, directory)
     with memory.reporting(f"the data of {type(data).__name__}", data):
         _prepare(data)
@@ -224,7 +220,6 @@ def _build_task(
 ) -> tuple[L.LightningModule, Any, Path | None]:
     """Return the task, the strategy, and the checkpoint, unless that holds initial weights only."""
     task, strategy = build_task(cfg), instantiate(cfg.strategy)
-    hook_check.check(task, base=L.LightningModule)
     strategy.held = holds(checkpoint)
     # a file of Lightning's may lack weights
     strategy.draws_all = checkpoint is None or checkpoint_directory.is_file(checkpoint)
@@ -317,56 +312,29 @@ def fit_and_test(run: Run) -> None:
     try:
         trainer.fit(run.task, datamodule=run.data, ckpt_path=run.checkpoint)
         row = trainer.step_metrics.step_values
+        # the last step's loss is the mean over all ranks; a module logs its own rank's
         metrics = {
             name: float(value)
             for name, value in trainer.callback_metrics.items()
-            if name not in row
-        }
-        metrics = {**_last_row(step_log), **metrics}
+            if name not in row and not name.endswith("_step")
+        } | _last_row(step_log)
         # at the last step, or earlier by a callback such as EarlyStopping
         reason = run.stop.received or "finished"
-        if reason == "finished" and cfg.trainer.test_at_end and _can_test(run):
+        has_test = is_overridden("test_step", run.task) and is_overridden(
+            "test_dataloader", run.data, L.LightningDataModule
+        )
+        if reason == "finished" and cfg.trainer.test_at_end and has_test:
             # one for each loader
             for tested in trainer.test(run.task, datamodule=run.data, verbose=False):
                 metrics.update({name: float(value) for name, value in tested.items()})
     except StoppedBySignal:
         reason, metrics = str(run.stop.received), _last_row(step_log)
-    except Exception as error:
-        if (refused := refusal_of(error, run.task)) is None:
-            raise
-        raise refused from error
     step_log.csv.flush()
     preview = preview_of(run.task) if reason == "finished" and can_sample(trainer) else None
     if preview is not None and (strategy := StrategyMixin.find(trainer)) is not None:
         strategy.return_to_device()
-    baselines = getattr(type(run.data), "baselines", None)  # not a user's attribute of that name
-    outcome = report.Outcome(
-        cfg=cfg,
-        trainer=trainer,
-        step_log=step_log,
-        guard=run.guard,
-        limits=run.limits,
-        reason=reason,
-        metrics=metrics,
-        best=run.checkpointing.best,
-        best_score=run.checkpointing.best_score,
-        seconds=time.monotonic() - started,
-        preview=preview and preview(),
-        baselines=baselines(run.data) if baselines else [],
-    )
-    report.finish(outcome, run.display, run.samples)
-
-
-def _can_test(run: Run) -> bool:
-    """Return whether the task and the data have a test; if only one has, say what is missing."""
-    steps = is_overridden("test_step", run.task)
-    data = is_overridden("test_dataloader", run.data, L.LightningDataModule)
-    if steps != data and process_group.rank() == 0:
-        missing, name = (run.data, "test_dataloader") if steps else (run.task, "test_step")
-        log.info(
-            "There is no test at the end of the run: %s has no %s.", type(missing).__name__, name
-        )
-    return steps and data
+    seconds, shown = time.monotonic() - started, preview and preview()
+    report.finish(run, reason=reason, metrics=metrics, seconds=seconds, preview=shown)
 
 
 def _trainer_arguments(

@@ -220,22 +220,6 @@ def test_a_save_that_fails_at_a_stop_leaves_the_stop_as_it_is(tmp_path, monkeypa
         callback.on_exception(trainer, trainer, StoppedBySignal("SIGTERM"))
 
 
-def test_a_first_save_that_cannot_create_its_folder_is_reported(tmp_path, caplog):
-    trainer: Any = Trainer(set())
-
-    def refused(*_: Any, **__: Any) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    log: Any = Quiet()
-    trainer.global_step, trainer.save_checkpoint = 1, refused
-    callback = Checkpointing(tmp_path / "none", log, **POLICY, on_failure="continue")
-    callback._save(trainer, last=True)
-    assert (
-        "Read-only file system. Earlier ones are untouched (last: none yet). The run ends"
-        in caplog.text
-    )
-
-
 class StoreError(Exception):
     """Of an object store's client, whose classes are no OSError."""
 

@@ -1,4 +1,4 @@
-"""The moving average against torch's own, with and without averaged buffers, and after a resume."""
+"""The moving average against torch's own, and after a resume."""
 
 from __future__ import annotations
 
@@ -39,15 +39,12 @@ class Normalized(L.LightningModule):
 class Torchs(L.Callback):
     """Torch's average beside ours, and what the model holds while it is validated."""
 
-    def __init__(self, *, use_buffers: bool) -> None:
-        self.use_buffers = use_buffers
+    def __init__(self) -> None:
         self.validated, self.expected = list[dict[str, Tensor]](), list[dict[str, Tensor]]()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         average = get_ema_multi_avg_fn(DECAY)
-        self.average = AveragedModel(
-            pl_module.net, multi_avg_fn=average, use_buffers=self.use_buffers
-        )
+        self.average = AveragedModel(pl_module.net, multi_avg_fn=average)
         self.average.n_averaged += 1  # else the first step would be copied
 
     def on_train_batch_end(
@@ -66,15 +63,6 @@ class Torchs(L.Callback):
                     if "num" not in name
                 }
             )
-
-
-class Begun(Torchs):
-    """Keep the average of the running mean with which training starts."""
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
-        (ema,) = (callback for callback in trainer.callbacks if isinstance(callback, EMA))
-        self.mean = ema.average["net.1.running_mean"].clone()
 
 
 def fit(
@@ -99,35 +87,20 @@ def fit(
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("use_buffers", [False, True])
-def test_validation_sees_torchs_average_and_buffers(use_buffers: bool) -> None:
-    torchs = Torchs(use_buffers=use_buffers)
-    fit(epochs=2, ema=EMA(decay=DECAY, use_buffers=use_buffers), torchs=torchs)
+def test_validation_sees_torchs_average_and_the_models_buffers() -> None:
+    torchs = Torchs()
+    fit(epochs=2, ema=EMA(decay=DECAY), torchs=torchs)
     assert len(torchs.validated) == 8
     torch.testing.assert_close(torchs.validated, torchs.expected)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_averaged_buffers_survive_a_resume(tmp_path: Path) -> None:
-    straight, first, then = (EMA(decay=DECAY, use_buffers=True) for _ in range(3))
+def test_the_average_survives_a_resume(tmp_path: Path) -> None:
+    straight, first, then = (EMA(decay=DECAY) for _ in range(3))
     fit(epochs=3, ema=straight)
     fit(epochs=2, ema=first).save_checkpoint(tmp_path / "step=000008")
     fit(epochs=3, ema=then, resume=tmp_path / "step=000008")
-    assert "net.1.running_mean" in straight.average
     torch.testing.assert_close(then.average, straight.average, rtol=0, atol=0)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_buffers_that_no_checkpoint_averaged_begin_with_the_models(tmp_path: Path) -> None:
-    trainer = fit(epochs=2, ema=EMA(decay=DECAY))
-    trainer.save_checkpoint(tmp_path / "step=000008")
-    model, ema, torchs = (
-        trainer.lightning_module,
-        EMA(decay=DECAY, use_buffers=True),
-        Begun(use_buffers=True),
-    )
-    fit(epochs=3, ema=ema, torchs=torchs, resume=tmp_path / "step=000008")
-    torch.testing.assert_close(torchs.mean, model.net[1].running_mean)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -4,7 +4,7 @@ import json
 import logging
 import subprocess
 import sys
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from armature.data import cache, sources
 from armature.data.corpus import SPLITS, Corpus
 from armature.data.sources import Splitter
 from armature.errors import ConfigError
+from tests.sampled import sampled
 
 WORDS = [
     "def",
@@ -205,10 +206,18 @@ def test_a_changed_file_is_noticed(files, corpus, counted):
     assert len(counted) == 2
 
 
-@pytest.mark.guarantee
-@pytest.mark.parametrize("always_checked", [cache._ALWAYS_CHECKED_BYTES, 0])
-@pytest.mark.parametrize("name", ["train.bin", "val.bin", "tokenizer.json", "header.json"])
-@pytest.mark.parametrize("harm", ["flip", "cut", "empty", "remove"])
+@pytest.mark.parametrize(
+    ("harm", "name", "always_checked"),
+    sampled(
+        product(
+            ["flip", "cut", "empty", "remove"],
+            ["train.bin", "val.bin", "tokenizer.json", "header.json"],
+            [cache._ALWAYS_CHECKED_BYTES, 0],
+        ),
+        6,
+        guarantee=True,
+    ),
+)
 def test_damage_is_found_and_repaired(
     files, corpus, counted, caplog, monkeypatch, name, harm, always_checked
 ):

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from PIL import Image
 
+from armature.composing import instantiate
 from armature.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "data"

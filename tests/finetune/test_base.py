@@ -17,8 +17,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from armature import config
-from armature.callbacks.ema import EMA
-from armature.callbacks.monitors import Norms
 from armature.checkpoint import directory, storage
 from armature.errors import ConfigError
 from armature.finetune import architecture, base, check, folder
@@ -204,17 +202,11 @@ def test_an_optimizer_without_state_may_have_changed_all_that_it_has():
     assert strategy.unchanged_base() == {"frozen"}
 
 
-def test_norms_and_averages_are_of_what_is_trained():
+def test_averages_are_of_what_is_trained():
     module = Frozen()
     strategy = SingleDevice()
     strategy._lightning_module = module
     assert [*strategy.trained_weights()] == ["trained"]
-    norms = Norms(1, by_part=True, update_ratio=False)
-    norms.begin(strategy)
-    assert (norms._weights, norms.parts) == ([module.trained], ["trained"])
-    ema = EMA()
-    ema._strategy = strategy
-    assert [*ema._averaged_tensors(module)] == ["trained"]
     del module.adapter  # a model that is frozen otherwise may be unfrozen later
     assert [*strategy.trained_weights()] == ["trained", "frozen", "unfrozen"]
 

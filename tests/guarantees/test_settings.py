@@ -3,8 +3,9 @@
 import pytest
 
 from tests.guarantees.runs import of_example, of_user, rows, signal_at
+from tests.sampled import sampled
 
-pytestmark = [pytest.mark.guarantee, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 def column(run_dir, name):
@@ -31,13 +32,14 @@ def _differ(run, usual, name):
     return column(run, name) != column(usual, name)
 
 
-@pytest.mark.parametrize("typed", TAKES_EFFECT)
+@pytest.mark.parametrize("typed", sampled(TAKES_EFFECT, 6, guarantee=True))
 def test_a_typed_setting_takes_effect(typed, runs):
     usual, run_dir = runs.straight(of_example()), runs.new()
     runs.start(run_dir, of_example(), "single", typed)
     assert TAKES_EFFECT[typed](run_dir, usual)
 
 
+@pytest.mark.guarantee
 def test_a_setting_that_nothing_reads_is_named(runs):
     """This module builds its model, optimizer and schedule itself."""
     typed = ("optimizer.lr=0.5", "scheduler.warmup=3")
@@ -66,7 +68,7 @@ AT_A_RESUME = [
 ]
 
 
-@pytest.mark.parametrize("typed", AT_A_RESUME)
+@pytest.mark.parametrize("typed", sampled(AT_A_RESUME, 5, guarantee=True))
 def test_a_setting_typed_at_a_resume_takes_effect_or_is_named(typed, runs):
     run_dir, key = runs.new(), typed.partition("=")[0]
     runs.start(run_dir, of_example(), "single", signal_at([4]), expect=143)

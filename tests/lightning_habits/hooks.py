@@ -80,8 +80,7 @@ class Printer(Regressor):
         self.log("val_epoch", float(self.trainer.current_epoch), prog_bar=True)
 
     def on_train_epoch_end(self):
-        assert float(self.trainer.logged_metrics["val_epoch"]) == self.trainer.current_epoch
-        assert self.trainer.progress_bar_metrics["val_epoch"] == self.trainer.current_epoch
+        assert float(self.trainer.callback_metrics["val_epoch"]) == self.trainer.current_epoch
 
 
 class StopsItself(Regressor):

@@ -51,7 +51,18 @@ def pages(tmp_path_factory):
     keys = ("optimizer.lr", "model.layers", HOSTILE)
     values = [{keys[0]: f"{10**-i}", keys[1]: str(i), keys[2]: "a" * 120} for i in range(9)]
     trials = [
-        Trial(i, folder / str(i), "finished", 120, 3.0 + i / 7, value, "val/loss", "min")
+        Trial(
+            i,
+            folder / str(i),
+            "finished",
+            120,
+            3.0 + i / 7,
+            value,
+            "val/loss",
+            "min",
+            {},
+            (0, None),
+        )
         for i, value in enumerate(values)
     ]
     sweep = Sweep(folder / HOSTILE.replace("/", "_"), keys, tuple(trials), asked=9)

@@ -44,24 +44,16 @@ def test_any_values_make_a_valid_chart(ys, log):
 def test_texts_are_escaped():
     hostile = "<script>&\"'"
     lines = [chart.Line(xs=[0], ys=[1], label=hostile), chart.Line(xs=[0], ys=[2], label="b")]
-    drawn = chart.Chart(
-        title=hostile, lines=lines, marks=[(0, hostile)], note=hostile, x_label=hostile
-    )
+    drawn = chart.Chart(title=hostile, lines=lines, marks=[0], note=hostile, x_label=hostile)
     assert "<script" not in chart.render(drawn)
     texts = [text.text for text in parsed(drawn).iter(f"{NS}text")]
-    assert texts.count(hostile) == 5
+    assert texts.count(hostile) == 4
 
 
-def test_smoothing_keeps_the_mean_of_a_straight_line_and_ignores_gaps():
-    assert chart.smooth([1.0, 2.0, 3.0, 4.0, 5.0], 3) == [1.0, 2.0, 3.0, 4.0, 5.0]
-    assert chart.smooth([1.0, math.nan, 3.0], 3)[1] == 2.0
-
-
-@pytest.mark.parametrize("spike", [1e20, 3e38, -1.7e308])
-def test_smoothing_after_a_spike_is_exact(spike):
-    smoothed = chart.smooth([spike, *[0.5] * 8, 5e-324, 0.25], 3)
-    assert smoothed[2:8] == [0.5] * 6
-    assert smoothed[1] == pytest.approx(spike / 3)
+def test_smoothing_keeps_means_and_ignores_gaps():
+    xs, ys = chart.smooth(range(1200), [1e20, *[1.0] * 1198, math.nan])
+    assert len(xs) == chart.BUCKETS
+    assert ys[1:] == [1.0] * (chart.BUCKETS - 1)
 
 
 @pytest.mark.parametrize(
@@ -74,4 +66,7 @@ def test_numbers_are_short(value, text):
 
 @pytest.mark.parametrize(("low", "high"), [(1e-8, 1e3), (0.5, 4.0), (2.0, 2.1), (1e-300, 1e300)])
 def test_ticks_of_a_logarithmic_axis_are_few(low, high):
-    assert 2 <= len(chart.log_ticks(low, high)) <= 14
+    lines = [chart.Line(xs=[0, 1], ys=[low, high])]
+    drawn = parsed(chart.Chart(title="x", lines=lines, log=True))
+    levels = [text for text in drawn.iter(f"{NS}text") if text.attrib.get("text-anchor") == "end"]
+    assert 2 <= len(levels) - 2 <= 14  # without the note and the axis's title

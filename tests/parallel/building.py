@@ -12,6 +12,7 @@ from armature.models.decoder.plan import PLAN
 from armature.models.plan import Plan
 from armature.parallel import apply, mesh
 from armature.parallel.context import Positions
+from armature.parallel.split import SCHEDULES
 
 
 def decoder_on_meta(**arguments: Any) -> Decoder:
@@ -22,7 +23,7 @@ def decoder_on_meta(**arguments: Any) -> Decoder:
 def options(**changes: Any) -> apply.Options:
     defaults = {
         "seed": 0,
-        "schedule": "1f1b",
+        "schedule": SCHEDULES["1f1b"],
         "microbatches": 1,
         "stages": None,
         "sequence_parallel": True,

@@ -37,6 +37,8 @@ MESH = {
     "context": 1,
     "tensor": 1,
     "schedule": "1f1b",
+    "virtual_stages": 2,
+    "async_tensor": "auto",
     "microbatches": 4,
     "stages": None,
     "sequence_parallel": True,

@@ -14,6 +14,7 @@ from benchmarks.parity.harness import Job, difference, fit, mesh
 JOBS = {
     "ddp": Job("DDP", {"float8": "emulate"}, ranks=2),
     "fsdp, recomputed": mesh(2, shard=2, float8="emulate", activation_checkpointing="every"),
+    "tensor": mesh(2, tensor=2, float8="emulate"),
     "pipeline": mesh(2, pipe=2, float8="emulate"),
     "deepspeed 3": Job("DeepSpeed", {"stage": 3, "float8": "emulate"}, ranks=2),
 }

@@ -8,29 +8,32 @@ from armature.models.mixture.model import MixtureDecoder
 from armature.models.mixture.plan import PLAN
 from armature.parallel.mesh import AXES
 from armature.parallel.pipeline import blocks_of_stages
-from armature.parallel.split import SCHEDULES, bubble_share, stages_of_rank
+from armature.parallel.split import SCHEDULES, Schedule, bubble_share, stages_of_rank
 from armature.planning.setup import Setup
 
+DEEPER = SCHEDULES["interleaved_1f1b"]._replace(stages_per_rank=4)
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES.values(), DEEPER])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_each_stage_is_held_by_one_rank(schedule: str, ranks: int) -> None:
+def test_each_stage_is_held_by_one_rank(schedule: Schedule, ranks: int) -> None:
     held = [
         stage
         for rank in range(ranks)
         for stage in stages_of_rank(rank, ranks=ranks, schedule=schedule)
     ]
-    assert sorted(held) == list(range(ranks * SCHEDULES[schedule][0]))
+    assert sorted(held) == list(range(ranks * schedule.stages_per_rank))
 
 
 def test_bubble_shrinks_from_schedule_to_schedule_and_with_more_microbatches() -> None:
     shares = [
-        bubble_share(s, ranks=4, microbatches=8)
+        bubble_share(SCHEDULES[s], ranks=4, microbatches=8)
         for s in ("gpipe", "interleaved_1f1b", "zero_bubble")
     ]
     assert shares == pytest.approx([3 / 11, 1.5 / 9.5, 0.0])
-    assert bubble_share("1f1b", ranks=4, microbatches=32) < bubble_share(
-        "1f1b", ranks=4, microbatches=8
+    assert bubble_share(DEEPER, ranks=4, microbatches=8) == pytest.approx(0.75 / 8.75)
+    assert bubble_share(SCHEDULES["1f1b"], ranks=4, microbatches=32) < bubble_share(
+        SCHEDULES["1f1b"], ranks=4, microbatches=8
     )
 
 

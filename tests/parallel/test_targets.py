@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from armature.callbacks.monitors import Monitors
 from armature.parallel.targets import TargetWeights, weigh
 from armature.strategies.single import SingleDevice
 from armature.tasks.base import Task
@@ -189,50 +188,12 @@ class ReadsGradients(L.Callback):
         self.seen.append(pl_module.model.weight.grad.clone())
 
 
-class InOurNamespace(ReadsGradients):
-    __module__ = "armature.users"
-
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        super().on_before_optimizer_step(trainer, pl_module, optimizer)
-
-
-class MeasuresAndReads(Monitors):
-    """A subclass of ours with a hook of its own does not inherit what its base states."""
-
-    def __init__(self) -> None:
-        super().__init__(phases=False, mfu=False, memory=False)
-        self.seen: list[torch.Tensor] = []
-
-    def on_train_start(self, trainer, pl_module):
-        """There is no step log."""
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        """Nothing is measured."""
-
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        self.seen.append(pl_module.model.weight.grad.clone())
-
-
-@pytest.mark.parametrize("callback", [ReadsGradients, InOurNamespace, MeasuresAndReads])
-def test_callbacks_see_scaled_gradients_unless_their_hook_says_otherwise(callback):
-    parts, whole = callback(), callback()
+def test_callbacks_see_scaled_gradients():
+    parts, whole = ReadsGradients(), ReadsGradients()
     trained(Task, batches(), accumulate=4, callbacks=[parts])
     trained(Task, together(batches()), accumulate=1, callbacks=[whole])
     assert len(parts.seen) == 3
     torch.testing.assert_close(parts.seen, whole.seen)
-
-
-def test_a_hook_that_reads_unscaled_gradients_costs_no_pass_of_its_own():
-    class Unscaled(ReadsGradients):
-        reads_unscaled_gradients = True
-
-        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-            super().on_before_optimizer_step(trainer, pl_module, optimizer)
-
-    parts, whole = Unscaled(), Unscaled()
-    trained(Task, batches(), accumulate=4, callbacks=[parts])
-    trained(Task, together(batches()), accumulate=1, callbacks=[whole])
-    assert not torch.allclose(torch.stack(parts.seen), torch.stack(whole.seen))
 
 
 def test_a_loss_of_no_targets_weighs_nothing_and_is_not_nan() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from scripts import prove
 from tests import running
+from tests.sampled import sampled
 
 CONFIGS = Path(__file__).parent / "configs"
 BASE = [
@@ -134,14 +135,20 @@ def test_a_finished_run_is_compared_with_the_same_command_now(call, tmp_path):
 
 @pytest.mark.parametrize(
     ("words", "text"),
-    [
-        (["experiment=digit"], "Did you mean 'digits'?"),
-        (["--steps", "2", "experiment=example"], "--steps 2: type at least 4"),
-        (["--layouts", "fspd:2", "experiment=example"], "Did you mean 'fsdp'?"),
-        (["--layouts", "context:2", "experiment=example"], "--layouts context:2: strategy.context"),
-        (["--layouts", "ddp:many", "experiment=example"], "type a whole number of at least 1"),
-        (["--against", "outputs/none"], "--against outputs/none: there is no overrides.txt"),
-    ],
+    sampled(
+        [
+            (["experiment=digit"], "Did you mean 'digits'?"),
+            (["--steps", "2", "experiment=example"], "--steps 2: type at least 4"),
+            (["--layouts", "fspd:2", "experiment=example"], "Did you mean 'fsdp'?"),
+            (
+                ["--layouts", "context:2", "experiment=example"],
+                "--layouts context:2: strategy.context",
+            ),
+            (["--layouts", "ddp:many", "experiment=example"], "type a whole number of at least 1"),
+            (["--against", "outputs/none"], "--against outputs/none: there is no overrides.txt"),
+        ],
+        2,
+    ),
 )
 def test_a_mistake_gets_one_message_before_any_run(call, tmp_path, words, text):
     code, printed = call(*words)

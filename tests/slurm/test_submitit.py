@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests import running
-from tests.test_sweeps import SMALL
+from tests.sweeps.test_sweeps import SMALL
 
 
 @pytest.mark.slow

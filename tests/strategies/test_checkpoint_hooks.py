@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
-from lightning.pytorch.utilities.types import LRSchedulerConfig
 from omegaconf import OmegaConf
 from torch import nn
 from torch.utils.data import DataLoader
@@ -310,40 +309,6 @@ def test_what_cannot_be_plain_is_refused_by_name_when_it_is_saved(tmp_path, valu
     ):
         saved_by(tmp_path, Puts({"deep": [0, value]}))
     assert [path.name for path in tmp_path.iterdir()] == []
-
-
-class Keeps(L.Callback):
-    def state_dict(self):
-        return {"function": len}
-
-
-def test_a_callbacks_state_is_refused_before_training(tmp_path):
-    trainer = trainer_for(tmp_path, Keeps())
-    trainer.strategy.connect(Module())
-    with pytest.raises(
-        ConfigError,
-        match=r"checkpoint\['callbacks'\]\['Keeps'\]\['function'\] is a builtin_function",
-    ):
-        plain.check_before_training(trainer)
-
-
-class HoldsFunction(torch.optim.lr_scheduler.StepLR):
-    def __init__(self, optimizer, function):
-        self.function = function
-        super().__init__(optimizer, 1)
-
-
-def test_a_schedules_state_is_refused_before_training(tmp_path):
-    trainer, optimizer = (
-        trainer_for(tmp_path),
-        torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1),
-    )
-    trainer.strategy.connect(Module())
-    trainer.strategy.lr_scheduler_configs = [LRSchedulerConfig(HoldsFunction(optimizer, len))]
-    with pytest.raises(
-        ConfigError, match=r"checkpoint\['lr_schedulers'\]\[0\]\['function'\] is a builtin_function"
-    ):
-        plain.check_before_training(trainer)
 
 
 # ---------------------------------------------------------------- what is changed on loading

@@ -3,11 +3,10 @@
 import pytest
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
-from hydra.utils import instantiate
 from lightning.pytorch.plugins import DeepSpeedPrecision
 
 from armature import config
-from armature.composing import composing
+from armature.composing import composing, instantiate
 from armature.layout import Layout
 from armature.validation import parallelism
 

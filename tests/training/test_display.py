@@ -2,14 +2,12 @@
 replaces ours.
 """
 
-import io
 from types import SimpleNamespace
 
 import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import RichProgressBar
-from rich.console import Console
 from torch.utils.data import DataLoader
 
 from armature.training.display import Bar, Display
@@ -43,8 +41,7 @@ class Module(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(display: Display, *callbacks: L.Callback) -> str:
-    display.console = Console(file=io.StringIO(), width=200)
+def fit(display: Display, *callbacks: L.Callback) -> None:
     last = {"train/loss": 2.0, "lr": 0.1}
     display.step_log = SimpleNamespace(last=last, tokens_per_sample=None, rate=10.0, data_wait=0.0)  # pyright: ignore
     trainer = Trainer(
@@ -53,6 +50,7 @@ def fit(display: Display, *callbacks: L.Callback) -> str:
         enable_checkpointing=False,
         enable_model_summary=False,
         max_epochs=1,
+        num_sanity_val_steps=0,
         callbacks=[display, *callbacks],
     )
     data = torch.ones(8, 4)
@@ -61,13 +59,15 @@ def fit(display: Display, *callbacks: L.Callback) -> str:
     trainer.test(
         module, [DataLoader(data, batch_size=4), DataLoader(data, batch_size=8)], verbose=False
     )
-    return display.console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_values_logged_for_the_bar_are_shown():
-    lines = fit(
-        Bar(lambda trainer: "start", step_log=None, total_steps=2, plain_every=0.0)
-    ).splitlines()  # pyright: ignore
+def lines_of(capsys, *, every: float) -> list[str]:
+    fit(Bar(lambda trainer: "start", step_log=None, total_steps=2, plain_every=every))  # pyright: ignore
+    return capsys.readouterr().err.splitlines()
+
+
+def test_values_logged_for_the_bar_are_shown(capsys):
+    lines = lines_of(capsys, every=0.0)
     assert lines[0] == "start"
     steps = [line for line in lines if "samples/s" in line]
     assert [line.split("samples/s")[1].split()[:2] for line in steps] == [
@@ -82,11 +82,8 @@ def test_values_logged_for_the_bar_are_shown():
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(0.0, True), (60.0, False)])
-def test_an_evaluation_that_takes_long_shows_how_far_it_is(seconds, shown):
-    lines = fit(
-        Bar(lambda trainer: "start", step_log=None, total_steps=2, plain_every=seconds)
-    ).splitlines()  # pyright: ignore
-    found = [line for line in lines if " batch " in line]
+def test_an_evaluation_that_takes_long_shows_how_far_it_is(capsys, seconds, shown):
+    found = [line for line in lines_of(capsys, every=seconds) if " batch " in line]
     expected = [*(f"validation batch {i}/4" for i in (1, 2, 3, 4)), "test batch 1/2 of loader 0"]
     assert found == (
         [*expected, "test batch 2/2 of loader 0", "test batch 1/1 of loader 1"] if shown else []
@@ -94,8 +91,9 @@ def test_an_evaluation_that_takes_long_shows_how_far_it_is(seconds, shown):
 
 
 def test_another_bar_takes_the_place_of_ours(capsys):
-    printed = fit(Display(lambda trainer: "start"), RichProgressBar())
-    assert "start" in printed
-    assert "Linear" in printed
-    assert "samples/s" not in printed
-    assert "mine: 1.250" in capsys.readouterr().out
+    fit(Display(lambda trainer: "start"), RichProgressBar())
+    printed = capsys.readouterr()
+    assert "start" in printed.err
+    assert "Linear" in printed.err
+    assert "samples/s" not in printed.err
+    assert "mine: 1.250" in printed.out

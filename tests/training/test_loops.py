@@ -1,16 +1,9 @@
-"""Our loops call the same hooks in the same order as Lightning's own, and see what changes while
-they run.
-"""
-
-import copy
-import pickle
-from functools import partial
+"""Our loops call the same hooks in the same order as Lightning's own."""
 
 import lightning.pytorch as L
 import pytest
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.profilers import SimpleProfiler
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -116,147 +109,6 @@ def test_the_same_hooks_are_called_and_the_same_is_learned(accumulate):
     assert torch.equal(weights, own_weights)
 
 
-class Own(Module):
-    """Has its own way with batches and clipping, and no batch index."""
-
-    def transfer_batch_to_device(self, batch, device, dataloader_idx):
-        self.into.append("transfer")
-        return batch.to(device) * 2
-
-    def configure_gradient_clipping(
-        self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
-    ):
-        self.into.append(f"clip {gradient_clip_val}")
-
-    def training_step(self, batch):
-        return {"loss": self.net(batch).square().mean(), "other": 1}
-
-
-def test_what_a_module_overrides_is_called():
-    calls, _, weights = run(OURS, module=Own)
-    assert calls.count("clip 0.5") == 8
-    assert calls.count("transfer") == 12
-    assert torch.equal(weights, run(LIGHTNINGS, module=Own)[2])
-
-
-def test_a_profiler_sees_everything():
-    profiler = SimpleProfiler()
-    run(OURS, profiler=profiler)
-    assert any(
-        "Recorder" in name and "on_train_batch_end" in name for name in profiler.recorded_durations
-    )
-
-
-def test_a_profiler_sees_what_it_sees_in_lightnings_loops():
-    ours, lightnings = SimpleProfiler(), SimpleProfiler()
-    run(OURS, profiler=ours)
-    run(LIGHTNINGS, profiler=lightnings)
-
-    assert set(ours.recorded_durations) == set(lightnings.recorded_durations)
-
-
-class Change(L.Callback):
-    """Changes something in the first batch."""
-
-    def __init__(self, change) -> None:
-        self.change = change
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        if batch_idx == 0:
-            self.change(trainer, module)
-
-
-def changed(trainer, change, **kwargs) -> tuple[list[str], torch.Tensor]:
-    """Train three batches on, after a change in the first."""
-    torch.manual_seed(0)
-    into: list[str] = []
-    module = Module(into)
-    kwargs = {"max_epochs": 1, "limit_val_batches": 0, **kwargs}
-    make(trainer, Change(partial(change, into=into)), **kwargs).fit(module, *loaders())
-    return into, module.net.weight.detach().clone()
-
-
-def add_callback(trainer, module, into):
-    trainer.callbacks = [*trainer.callbacks, Recorder(into, "late", ["on_train_batch_end"])]
-
-
-def append_callback(trainer, module, into):
-    trainer.callbacks.append(Recorder(into, "late", ["on_train_batch_end"]))
-
-
-def replace_by_an_equal_callback(trainer, module, into):
-    class Equal(Recorder):
-        def __eq__(self, other):
-            return True
-
-        __hash__ = None
-
-    trainer.callbacks[0] = Equal(into, "equal", ["on_train_batch_end"])
-
-
-def set_a_hook(trainer, module, into):
-    module.on_before_zero_grad = lambda optimizer: into.append("late hook")
-
-
-def set_a_callbacks_hook(trainer, module, into):
-    trainer.callbacks[0].on_before_zero_grad = lambda *args: into.append("late callback hook")
-
-
-def remove_hooks(trainer, module, into):
-    trainer.callbacks[0].on_after_backward = None
-    module.on_train_batch_start = None
-
-
-def wrap_training_step(trainer, module, into):
-    step = module.training_step
-
-    def wrapped(batch):
-        into.append("wrapped")
-        return step(batch, 7)
-
-    module.training_step = wrapped
-
-
-def clip_otherwise(trainer, module, into):
-    trainer.gradient_clip_algorithm = "value"
-    trainer.gradient_clip_val = 1e-3
-
-
-def validate_from_now_on(trainer, module, into):
-    trainer.limit_val_batches = 1
-    trainer.check_val_every_n_epoch = None
-    trainer.val_check_batch = 1
-
-
-CHANGES = [
-    add_callback,
-    append_callback,
-    replace_by_an_equal_callback,
-    set_a_hook,
-    set_a_callbacks_hook,
-    remove_hooks,
-    wrap_training_step,
-    clip_otherwise,
-    validate_from_now_on,
-]
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_what_changes_while_training_is_noticed(change):
-    kwargs = {"gradient_clip_val": 0.5} if change is clip_otherwise else {}
-    if change is validate_from_now_on:
-        kwargs["limit_val_batches"] = 1.0
-    ours, lightnings = changed(OURS, change, **kwargs), changed(LIGHTNINGS, change, **kwargs)
-    assert ours[0] == lightnings[0]
-    assert torch.equal(ours[1], lightnings[1])
-    unchanged = changed(OURS, lambda *args, into: None, **kwargs)
-    assert (
-        ours[0] != unchanged[0]
-        or not torch.equal(ours[1], unchanged[1])
-        or change in (remove_hooks, validate_from_now_on)
-    )
-
-
 def test_modes_of_training_are_known_after_a_stop_inside_validation():
     class Stops(L.Callback):
         def on_train_start(self, trainer, module):
@@ -276,67 +128,12 @@ def test_modes_of_training_are_known_after_a_stop_inside_validation():
     assert stops.in_eval == ["frozen"]
 
 
-def test_callbacks_that_come_and_go_are_noticed():
-    into: list[str] = []
-    late = Recorder(into, "late", ["on_train_batch_end"])
-
-    class Adds(L.Callback):
-        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-            if batch_idx == 0:
-                trainer.callbacks = [*trainer.callbacks, late]
-
-    trainer = make(OURS, Adds(), max_steps=3, limit_val_batches=0)
-    trainer.fit(
-        Module([]), DataLoader(torch.randn(12, 4), batch_size=4), DataLoader(torch.randn(4, 4))
-    )
-    assert len(into) == 2
-
-
-def test_modules_are_pickled_and_copied_in_the_middle_of_training(tmp_path):
-    copies = []
-
-    def copied(trainer, module):
-        torch.save(module, tmp_path / "module.pt")
-        copies.append(copy.deepcopy(module))
-        pickle.dumps(module.training_step)
-
-    module = Module([])
-    make(OURS, Change(copied), max_epochs=1, limit_val_batches=0).fit(module, *loaders())
-    assert {"on_before_batch_transfer", "batch_to_device", "_on_before_batch_transfer"} & set(
-        vars(copies[0])
-    ) == set()
-
-
-def test_a_trainer_is_pickled():
-    trainer = make(OURS, max_epochs=1)
-    assert pickle.loads(pickle.dumps(trainer)).max_epochs == 1
-    trainer.fit(Module([]), *loaders())
-
-
-def test_a_trainer_without_a_limit_of_steps_validates_once_per_epoch():
-    calls, *_ = run(OURS, module=Module)
-    assert len([call for call in calls if call.startswith("all on_validation_end")]) == 2
-
-
 def test_validation_runs_after_the_last_step_in_the_middle_of_an_epoch():
     into: list[str] = []
     make(
         OURS, Recorder(into, "all", HOOKS), max_steps=3, max_epochs=-1, num_sanity_val_steps=0
     ).fit(Module([]), *loaders())
     assert len([call for call in into if call.startswith("all on_validation_end")]) == 1
-
-
-class FreesGradients(Module):
-    def on_validation_model_zero_grad(self):
-        self.into.append(self.trainer.state.stage.value)
-        super().on_validation_model_zero_grad()
-
-
-def test_gradients_are_freed_in_the_stage_of_validation():
-    module = FreesGradients([])
-    make(OURS, max_epochs=1, num_sanity_val_steps=0).fit(module, *loaders())
-    assert "validate" in module.into
-    assert "train" not in module.into
 
 
 def test_new_loops_have_the_state_of_lightnings():

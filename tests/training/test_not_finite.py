@@ -18,9 +18,8 @@ from armature.data.base import DataModule
 from armature.data.batching import Batches
 from armature.data.sampler import TrainSampler
 from armature.errors import ConfigError, NotFinite
-from armature.strategies import update_mask
 from armature.strategies.single import SingleDevice
-from armature.strategies.update_mask import StepLeftOut, UpdateMask
+from armature.strategies.update_mask import UpdateMask
 from armature.training import not_finite
 from tests import running
 from tests.nan_parts import NumberedData
@@ -137,17 +136,6 @@ def test_ignore_trains_on(train, caplog):
     assert "train/loss is nan at step 7" in caplog.text
 
 
-@pytest.mark.slow
-def test_weights_that_an_optimizer_only_tries_end_no_run(train):
-    searches = ["optimizer=sgd", "optimizer._target_=tests.nan_parts.Searching"]
-    folder, error = train(*bad("stop"), *searches, "trainer.max_steps=4", name="tried")
-    assert error is None
-    rows = running.rows(folder)
-    assert not any(np.isfinite(float(row["train/grad_norm"])) for row in rows)
-    _, error = train(*bad("stop", BAD), *searches, name="bad")
-    assert "at step 7" in str(error)
-
-
 # ---------------------------------------------------------------- skip
 EMA_ON = "+callbacks.ema={_target_:armature.callbacks.ema.EMA,decay:0.9}"
 
@@ -209,50 +197,6 @@ def test_parts_that_are_left_out_move_the_rest_of_the_order_up():
 
 
 # ---------------------------------------------------------------- the mask
-def stepped(optimizer, parameter, gradient, mask):
-    parameter.grad = torch.full_like(parameter, gradient)
-    try:
-        mask.apply(optimizer, parameter.grad.norm())
-        optimizer.step()
-    except StepLeftOut:
-        pass
-    mask.step_ended()
-    return parameter.detach().clone()
-
-
-@pytest.mark.parametrize(
-    "device_types", [("cuda",), ("cuda", "cpu")]
-)  # the host reads the flag, or the kernel does
-@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
-def test_a_mask_leaves_out_the_update(make, device_types, monkeypatch):
-    monkeypatch.setattr(update_mask, "DEVICE_TYPES", device_types)
-    parameter = torch.nn.Parameter(torch.ones(3))
-    options: dict[str, Any] = {"momentum": 0.9} if make is torch.optim.SGD else {}
-    optimizer = make([parameter], lr=0.1, fused=True, **options)
-    mask = UpdateMask(torch.nn.Module())  # pyright: ignore[reportArgumentType]
-    first = stepped(optimizer, parameter, 1.0, mask)
-    values = optimizer.state[parameter].items()
-    state = {k: v.clone() for k, v in values if isinstance(v, torch.Tensor)}
-    assert torch.equal(stepped(optimizer, parameter, torch.nan, mask), first)
-    for name, value in state.items():
-        assert torch.equal(optimizer.state[parameter][name], value)
-    assert not torch.equal(stepped(optimizer, parameter, 1.0, mask), first)
-
-
-@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
-def test_a_fused_optimizers_first_step_is_left_out_too(make, monkeypatch):
-    """AdamW's creates its state, so the host reads the flag.
-
-    SGD without momentum never has state.
-    """
-    monkeypatch.setattr(update_mask, "DEVICE_TYPES", ("cpu",))
-    parameter = torch.nn.Parameter(torch.ones(3))
-    optimizer = make([parameter], lr=0.1, fused=True)
-    mask = UpdateMask(torch.nn.Module())  # pyright: ignore[reportArgumentType]
-    assert torch.equal(stepped(optimizer, parameter, torch.nan, mask), torch.ones(3))
-    assert not torch.equal(stepped(optimizer, parameter, 1.0, mask), torch.ones(3))
-
-
 class Centered(torch.nn.Module):
     """Puts other tensors in the place of its buffers, one of them of another shape."""
 
@@ -280,12 +224,6 @@ def test_buffers_that_are_assigned_anew_get_their_values_back():
         mask.step_ended()
     torch.testing.assert_close(module.center, torch.full((2,), 0.9 * 1.9 + 2))
     assert module.seen.tolist() == [1, 1, 1, 1, 2, 2]
-    mask.left_out, mask.found = False, torch.ones(())  # only the device knows
-    before = module.center.clone()
-    mask.step_begins()
-    module(torch.full((2,), torch.nan))
-    mask.step_ended()
-    assert torch.equal(module.center, before)
 
 
 @pytest.mark.parametrize("skipped", [True, False])
@@ -307,20 +245,6 @@ def test_a_step_that_fp16s_scaler_skips_leaves_the_buffers_alone(skipped, monkey
     torch.testing.assert_close(part.center, torch.full((2,), 1.0 if skipped else 1.9))
     strategy.on_nan = "stop"
     assert strategy._make_mask() is None
-
-
-@pytest.mark.slow
-def test_the_average_stays_where_only_the_device_knows(train, monkeypatch):
-    expected, _ = train(*bad("skip", BAD), EMA_ON, "scheduler=constant", name="host")
-    monkeypatch.setattr(update_mask, "DEVICE_TYPES", ("cpu",))
-    folder, _ = train(*bad("skip", BAD), EMA_ON, "scheduler=constant", name="device")
-    mine, theirs = tensors(folder), tensors(expected)
-    for name, value in mine.items():
-        if not name.startswith(
-            ".extra."
-        ):  # the device path cannot know how often the average has moved
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[name])), name
-    assert all(torch.isfinite(torch.as_tensor(value)).all() for value in mine.values())
 
 
 # ---------------------------------------------------------------- data.skip_steps

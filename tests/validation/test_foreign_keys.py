@@ -116,7 +116,12 @@ WORKS = [
 
 
 @pytest.mark.parametrize(
-    "typed", [REFUSED_AS_HYDRA_COMPOSES, REFUSED_BY_THE_CHECK, UNKNOWN_TO_THE_CHECK]
+    "typed",
+    [
+        pytest.param(REFUSED_AS_HYDRA_COMPOSES, marks=pytest.mark.slow),
+        REFUSED_BY_THE_CHECK,
+        UNKNOWN_TO_THE_CHECK,
+    ],
 )
 def test_what_a_template_user_types_is_answered_with_what_to_type_here(
     typed, tmp_path, monkeypatch

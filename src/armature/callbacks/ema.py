@@ -26,10 +26,7 @@ class EMA(L.Callback):
         decay: weight of the past; 0.999 averages over about a thousand steps. After n steps it is
             at most (1 + n) / (10 + n), so that the average forgets the initial weights.
         evaluate: validate and test with the average; training always continues with the weights
-            themselves.
-        use_buffers: average the buffers too, such as BatchNorm's running statistics. False: the
-            average has the model's own buffers, as in torch.optim.swa_utils. Integers, such as a
-            count of batches, are never averaged.
+            themselves. Buffers, such as BatchNorm's running statistics, are the model's own.
     """
 
     unsupported_strategies: ClassVar[dict[str, str]] = {  # read from the source before launch
@@ -37,24 +34,21 @@ class EMA(L.Callback):
         "average out"
     }
 
-    def __init__(
-        self, *, decay: float = 0.999, evaluate: bool = True, use_buffers: bool = False
-    ) -> None:
+    def __init__(self, *, decay: float = 0.999, evaluate: bool = True) -> None:
         if not 0 < decay < 1:
             raise ValueError(f"decay must lie between 0 and 1. Got {decay}")
-        self.decay, self.evaluate, self.use_buffers = decay, evaluate, use_buffers
+        self.decay, self.evaluate = decay, evaluate
         self.steps = 0
         self.average: dict[str, Tensor] = {}
         self._strategy: StrategyMixin
         self._weights: dict[str, Tensor] = {}  # all that is averaged
         self._replaced: dict[str, Tensor] = {}  # the weights, while the average is in their place
         self._seen_step = 0
-        self._loaded_buffers = True
 
     @override
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._strategy = StrategyMixin.of(trainer)
-        self._weights = self._averaged_tensors(pl_module)
+        self._weights = {**self._strategy.trained_weights()}
         self._begin()
         # before a checkpoint is loaded, so that the average is loaded too
         self._strategy.register_extra_state("ema", lambda: self.average)
@@ -63,21 +57,7 @@ class EMA(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.steps == 0:
             self._begin()  # the checkpoint has no average: begin with the weights that were loaded
-        elif self.use_buffers and not self._loaded_buffers:
-            buffers = dict(pl_module.named_buffers())
-            self.average |= {
-                name: buffers[name].float().clone() for name in self.average if name in buffers
-            }
         self._seen_step = completed_batches(trainer)
-
-    def _averaged_tensors(self, module: L.LightningModule) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = {**self._strategy.trained_weights()}
-        if self.use_buffers:
-            saved = module.state_dict().keys()
-            tensors |= {
-                k: v for k, v in module.named_buffers() if k in saved and v.is_floating_point()
-            }
-        return tensors
 
     def _begin(self) -> None:
         self.average = {
@@ -97,10 +77,6 @@ class EMA(L.Callback):
         local = self._strategy.local
         weights = [local(self._weights[name]).float() for name in self.average]
         averages = [local(average) for average in self.average.values()]
-        if (flag := self._strategy.left_out_flag) is not None:
-            weights = [
-                torch.where(flag > 0, old, new) for old, new in zip(averages, weights, strict=True)
-            ]
         torch._foreach_lerp_(averages, weights, 1 - decay)
 
     @override
@@ -110,7 +86,7 @@ class EMA(L.Callback):
             return
         self._strategy = StrategyMixin.of(trainer)
         local = self._strategy.local
-        for name, weight in self._averaged_tensors(pl_module).items():
+        for name, weight in self._strategy.trained_weights().items():
             self._replaced[name] = local(weight).clone()
             local(weight).copy_(local(self.average[name]))
 
@@ -119,7 +95,7 @@ class EMA(L.Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not self._replaced:
             return
-        for name, weight in self._averaged_tensors(pl_module).items():
+        for name, weight in self._strategy.trained_weights().items():
             self._strategy.local(weight).copy_(self._replaced.pop(name))
 
     on_test_start, on_test_end = on_validation_start, on_validation_end
@@ -133,9 +109,8 @@ class EMA(L.Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps, "use_buffers": self.use_buffers}
+        return {"steps": self.steps}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.steps = state_dict["steps"]
-        self._loaded_buffers = state_dict.get("use_buffers", False)

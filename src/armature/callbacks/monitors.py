@@ -13,7 +13,6 @@ import lightning as L
 import psutil
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from armature import hardware
@@ -38,14 +37,8 @@ class Monitors(L.Callback):
         memory: GiB (`memory/…`): on a GPU allocated, reserved and peak allocated; on a CPU resident
             and peak resident.
         norms_every_n_steps: report the norm of the weights (`train/weight_norm`) at multiples of
-            it; None: never.
-        norms_by_part: also report the norms of weights and gradients of each block and of each end
-            of the model.
-        update_ratio: also report the norm of the step's change over that of the weights; this
-            copies them for one step.
+            it; None: never. With adapters, of what is trained: the frozen ones would hide it.
     """
-
-    reads_unscaled_gradients = True  # the norms are multiplied by the scale
 
     def __init__(
         self,
@@ -55,8 +48,6 @@ class Monitors(L.Callback):
         peak_tflops: float | None = None,
         memory: bool = True,
         norms_every_n_steps: int | None = 50,
-        norms_by_part: bool = False,
-        update_ratio: bool = False,
     ) -> None:
         given = {"peak_tflops": peak_tflops, "norms_every_n_steps": norms_every_n_steps}
         for name, value in given.items():
@@ -64,17 +55,9 @@ class Monitors(L.Callback):
                 raise ValueError(
                     f"callbacks.monitors.{name} must be positive, or null. Got {value}"
                 )
-        if norms_every_n_steps is None and (norms_by_part or update_ratio):
-            raise ValueError(
-                "norms_by_part and update_ratio need callbacks.monitors.norms_every_n_steps. Got "
-                "null"
-            )
         self.phases, self.mfu, self.memory, self.peak_tflops = phases, mfu, memory, peak_tflops
-        self.norms: Norms | None = None
-        if norms_every_n_steps is not None:
-            self.norms = Norms(
-                norms_every_n_steps, by_part=norms_by_part, update_ratio=update_ratio
-            )
+        self.norms_every_n_steps = norms_every_n_steps
+        self._strategy: StrategyMixin | None = None  # whose weights have a norm
         self._phases: Phases | None = None
         self._peak: float | None = None
         self._flops: float | None = None
@@ -82,18 +65,21 @@ class Monitors(L.Callback):
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        log = StepLog.of(trainer)
-        assert log.wait is not None  # the step log is an earlier callback
-        self._log, self._process = log, psutil.Process()
-        if self not in log.monitors:
-            log.monitors.append(self)
+        step_log = StepLog.of(trainer)
+        assert step_log.wait is not None  # the step log is an earlier callback
+        self._log, self._process = step_log, psutil.Process()
+        if self not in step_log.monitors:
+            step_log.monitors.append(self)
         if self.phases:
-            self._phases = Phases(log.wait)
+            self._phases = Phases(step_log.wait)
         if self.mfu:
             self._peak = self._peak_of(trainer.strategy.root_device)
-        if self.norms is not None:
-            self.norms.begin(StrategyMixin.of(trainer))
-        log.restart_clock()
+        if self.norms_every_n_steps is not None:
+            self._strategy = StrategyMixin.of(trainer)
+            if not self._strategy.can_read_weights:
+                log.warning("DeepSpeed's ZeRO-3 does not expose its weights: no norm is logged.")
+                self._strategy = None
+        step_log.restart_clock()
 
     @override
     def on_train_batch_start(
@@ -120,19 +106,13 @@ class Monitors(L.Callback):
         if self._phases is not None:
             self._phases.mark()
 
-    @override
-    def on_before_optimizer_step(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer
-    ) -> None:
-        if self.norms is not None:
-            self.norms.before_step(completed_batches(trainer) + 1, optimizer)
-
     def batch_ended(self, trainer: L.Trainer, *, stepped: bool) -> dict[str, Tensor]:
         if self._phases is not None:
             self._phases.end(stepped=stepped)
-        if self.norms is None or not stepped:
+        every, strategy = self.norms_every_n_steps, self._strategy
+        if every is None or strategy is None or not stepped or completed_batches(trainer) % every:
             return {}
-        return self.norms.after_step(completed_batches(trainer))
+        return {"train/weight_norm": strategy.norm([*strategy.trained_weights().values()])}
 
     def measured(self, trainer: L.Trainer, window: Window) -> dict[str, float]:
         values: dict[str, float] = {}
@@ -162,98 +142,6 @@ class Monitors(L.Callback):
                 "(dense bf16, from its data sheet), or callbacks.monitors.mfu=false."
             )
         return peak
-
-
-class Norms:
-    """Norms of weights, gradients and updates under any strategy, which are not waited for on the
-    device.
-
-    With adapters, those of what is trained: the frozen weights would hide them.
-    """
-
-    def __init__(self, every_n_steps: int, *, by_part: bool, update_ratio: bool) -> None:
-        self.every_n_steps, self.by_part, self.update_ratio = every_n_steps, by_part, update_ratio
-        self.parts: list[str] = []
-        self._strategy: StrategyMixin
-        self._weights: list[Tensor] = []
-        self._groups: list[int] = []  # each weight's index in `parts`
-        self._step = -1  # whose values these are:
-        self._before: list[Tensor] = []  # the weights before the step
-        self._gradients: dict[int, Tensor] = {}  # norms by part, by the optimizer's id
-        self._with_gradients = by_part
-
-    def begin(self, strategy: StrategyMixin) -> None:
-        self._strategy, weights = strategy, strategy.trained_weights()
-        if not strategy.can_read_weights:
-            log.warning(
-                "DeepSpeed's ZeRO-3 does not expose its weights: their norms are not logged."
-            )
-            weights = {}
-        if self.by_part and not strategy.can_read_gradients:
-            log.warning(
-                "DeepSpeed and 16-mixed do not expose gradients: their norms by part are not "
-                "logged."
-            )
-            self._with_gradients = False
-        self._weights = [*weights.values()]
-        parts = map(part_of, weights) if self.by_part else [""]
-        self.parts = strategy.names_of_all_ranks(parts)
-        self._groups = [self.parts.index(part_of(name) if self.by_part else "") for name in weights]
-
-    def _is_due(self, step: int) -> bool:
-        return bool(self._weights) and step % self.every_n_steps == 0
-
-    def before_step(self, step: int, optimizer: Optimizer) -> None:
-        """Measure before clipping, when the gradients are complete.
-
-        Manual optimization may do so several times.
-        """
-        if not self._is_due(step):
-            return
-        if step != self._step:
-            self._step, self._before, self._gradients = step, [], {}
-        if self._with_gradients:
-            own = {id(param) for group in optimizer.param_groups for param in group["params"]}
-            pairs = [
-                pair for pair in zip(self._weights, self._groups, strict=True) if id(pair[0]) in own
-            ]
-            self._gradients[id(optimizer)] = self._strategy.gradient_norms(
-                [weight for weight, _ in pairs], [part for _, part in pairs], count=len(self.parts)
-            )
-        if self.update_ratio and not self._before:
-            self._before = [weight.detach().clone() for weight in self._weights]
-
-    def after_step(self, step: int) -> dict[str, Tensor]:
-        """Return the columns of a completed step; empty if none are due."""
-        if not self._is_due(step):
-            return {}
-        norms = self._norms(self._weights)
-        columns = {"train/weight_norm": norms[-1]}
-        if self.by_part:
-            columns |= {f"train/weight_norm/{part}": norms[i] for i, part in enumerate(self.parts)}
-        if self._gradients:
-            found = torch.stack([*self._gradients.values()]).norm(dim=0)  # of all optimizers
-            columns |= {f"train/grad_norm/{part}": found[i] for i, part in enumerate(self.parts)}
-        if self._before:
-            pairs = zip(self._weights, self._before, strict=True)
-            changes = [weight.detach() - before for weight, before in pairs]
-            columns["train/update_ratio"] = self._norms(changes)[-1] / norms[-1]
-        self._gradients, self._before = {}, []
-        return columns
-
-    def _norms(self, tensors: list[Tensor]) -> Tensor:
-        """Return the norm of each part, and of all."""
-        return self._strategy.norms(tensors, self._groups, count=len(self.parts))
-
-
-def part_of(name: str) -> str:
-    """Return a weight's block or end: blocks.3 for model.blocks.3.ffn.up.weight, head for
-    model.head.weight.
-    """
-    _, *inner = name.split(".")
-    if not inner:
-        return name
-    return ".".join(inner[:2]) if len(inner) > 2 and inner[1].isdigit() else inner[0]
 
 
 class Phases:

@@ -11,8 +11,7 @@ A save, on all ranks:
    `trainer.save_checkpoint(path, storage_options=writer)`.
 2. Lightning collects loops, callbacks, schedulers and the data module's position. Each rank's part
    of weights and optimizer state comes from the strategy (`strategies.checkpoints`), which adds the
-   tensors of callbacks, every rank's random state and what a rank's hooks save otherwise than rank
-   0's (`of_ranks`), and calls `writer.save`.
+   tensors of callbacks and every rank's random state, and calls `writer.save`.
 3. `writer.CheckpointWriter` creates `step=NNNNNN.part` with meta.pt, and each rank writes its
    tensors and computes their checksums. With `background` only the copy into the CPU's memory
    happens here; a thread does the rest.
@@ -32,10 +31,9 @@ A resume:
    share of the files. A checkpoint of weights only becomes `strategy.initial_weights`; any other is
    `trainer.fit`'s `ckpt_path`.
 3. The strategy builds the model, and Lightning calls its `load_checkpoint`: rank 0 reads the index
-   of tensors for all, `state` reads weights in place, the rank's random state is held, and
-   `of_ranks` gives each rank what its hooks had saved. Weights then pass through the module's
-   `load_state_dict`. Callbacks and the data module load their state. Then comes `on_fit_start`, in
-   which callbacks register their tensors.
+   of tensors for all, `state` reads weights in place, and the rank's random state is held. Weights
+   then pass through the module's `load_state_dict`. Callbacks and the data module load their state.
+   Then comes `on_fit_start`, in which callbacks register their tensors.
 4. Weights of modules that `on_fit_start` has made are loaded. Lightning restores optimizers, whose
    state is made from the checkpoint, callbacks' tensors, loops and schedulers. `training` sets the
    counters of its loops from the optimizer steps and samples that the checkpoint has seen, whatever

@@ -15,19 +15,16 @@ import logging
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Hashable, Mapping
-from contextlib import suppress
 from pathlib import PurePath
 from types import SimpleNamespace
 from typing import Any
 
-import lightning.pytorch as L
 import numpy as np
 import torch
 from omegaconf import Container, OmegaConf
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from armature.checkpoint import schedules
 from armature.errors import MASK, ConfigError
 from armature.validation import values
 
@@ -238,25 +235,3 @@ def _plain_hyper_parameters(parameters: Any, path: str) -> dict[str, Any]:
 def _warn_once(text: str, key: str) -> None:
     silence = f"To silence this: self.save_hyperparameters(ignore=['{key}'])."
     log.warning("save_hyperparameters: %s. %s", text, silence)
-
-
-def check_before_training(trainer: L.Trainer) -> None:
-    """Raise a ConfigError if hyperparameters, or the state of callbacks, data or schedules, cannot
-    be saved.
-
-    What hooks add is known at the first save only.
-    """
-    found: dict[str, Any] = {"callbacks": {}}
-    owners = (trainer.lightning_module, trainer.datamodule)  # pyright: ignore[reportAttributeAccessIssue]
-    for key, owner in zip(HYPER_PARAMETERS, owners, strict=True):
-        if owner is not None and getattr(owner, "hparams", None):
-            found[key] = owner.hparams
-    for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
-        with suppress(Exception):  # it may need what only training makes; the first save asks again
-            found["callbacks"][callback.state_key] = callback.state_dict()
-    with suppress(Exception):
-        found["data"] = trainer.datamodule.state_dict()  # pyright: ignore[reportAttributeAccessIssue]
-    found["lr_schedulers"] = [
-        schedules.state_of(config.scheduler) for config in trainer.lr_scheduler_configs
-    ]
-    plain_checkpoint(found)

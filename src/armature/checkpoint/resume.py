@@ -19,6 +19,7 @@ from armature.validation import signatures
 
 MODES = ("auto", "never", "required")
 GROUPS = ("seed", "task", "model", "data", "optimizer", "scheduler", "callbacks", "trainer")
+RESULT_GROUPS = GROUPS[:6]
 NO_EFFECT = (  # names of keys that do not change the result
     "num_workers",
     "micro_batch_size",

@@ -34,7 +34,6 @@ GROUPS = f"{RESERVED}param_groups"  # of each optimizer
 FLAGS = f"{RESERVED}flags"  # what has been frozen or unfrozen
 RANDOM = f"{RESERVED}random"  # the random state of each rank
 OTHER = f"{RESERVED}extra_state"  # what modules keep beside tensors, by name
-BUCKETS = f"{RESERVED}bucket_order"  # of the gradients, where DDP reduces them
 RESIZED = f"{RESERVED}resized_buffers"  # names of buffers whose size training has changed
 
 Sizes = dict[str, tuple[int, ...] | None]

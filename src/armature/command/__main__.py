@@ -16,19 +16,14 @@ OF_A_CLONE = {"notebooks", "reference", "size", "stdlib_chats"}
 
 
 def main() -> None:
-    os.environ.setdefault("ARMATURE_PROJECT", os.getcwd())
+    enter()
     from armature import cli, project
-    from armature.launcher import environment
 
-    environment.share_sources()
-    sys.path[:0] = project.IMPORTED
-    scripts = {file.stem: str(file) for file in project.shipped("scripts").glob("*.py")}
-    names = ["train", "copy", "schema", *sorted({*scripts} - OF_A_CLONE)]
+    folder = project.shipped("scripts")
+    scripts = {file.stem: file for file in folder.glob("*.py") if file.stem not in OF_A_CLONE}
     name, *words = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
-        print(f"{__doc__}{', '.join(names[3:])}")
-    elif name not in names:
-        cli.refuse([f"armature {name}: there is no such command. Type {', '.join(names)}."])
+        print(f"{__doc__}{', '.join(sorted(scripts))}")
     elif name == "copy":
         for option in words:
             copy(option)
@@ -36,14 +31,24 @@ def main() -> None:
         from armature.command import schema
 
         schema.write()
-    else:
+    elif name == "train" or name in scripts:
         sys.argv = [f"armature {name}", *words]
-        if name in scripts:
-            runpy.run_path(scripts[name], run_name="__main__")
-        else:
-            from armature import train
+        # a file, which a sweep starts again for its trials
+        file = scripts.get(name, folder / "project" / "train.py")
+        runpy.run_path(str(file), run_name="__main__")
+    else:
+        known = ", ".join(["train", "copy", "schema", *sorted(scripts)])
+        cli.refuse([f"armature {name}: there is no such command. Type {known}."])
 
-            train.command()
+
+def enter() -> None:
+    """Let this process and those that it starts work on the project of the current folder."""
+    os.environ.setdefault("ARMATURE_PROJECT", os.getcwd())
+    from armature import project
+    from armature.launcher import environment
+
+    environment.share_sources()
+    sys.path[:0] = project.IMPORTED
 
 
 def copy(option: str) -> None:

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from pydantic.errors import PydanticUserError
 
 from armature import project
-from armature.data.batching import LOADER_KEYS
+from armature.data.batching import FOLD_KEYS, LOADER_KEYS
 from armature.errors import ConfigError
 from armature.validation import signatures, usage, values
 
@@ -104,7 +104,7 @@ def _class(group: str, path: str, node: Schema, content: Schema) -> Class:
         for name, hint in signature.parameters.items()
     }
     if prefix == "data" and not signatures.derives_from(target, signatures.OUR_DATA):
-        keys |= {name: _of_type(types.get(f"data.{name}", Any)) for name in LOADER_KEYS}
+        keys |= {name: _of_type(types.get(f"data.{name}", Any)) for name in LOADER_KEYS + FOLD_KEYS}
     more = {*signature.mentioned, *signatures.HYDRA_KEYS} - keys.keys()
     keys |= {name: {} for name in sorted(more)}
     return target, keys, signature.open

@@ -21,9 +21,9 @@ from typing_extensions import override
 
 from armature import files
 from armature.composing import instantiate
-from armature.data import labels, memory, ranks_agree
+from armature.data import folds, labels, memory, ranks_agree
 from armature.data.base import DataModule, Split
-from armature.data.batching import LOADER_KEYS
+from armature.data.batching import FOLD_KEYS, LOADER_KEYS
 from armature.data.eval_loader import check_padding
 from armature.data.loaders import OF_WORKERS, ReadLoader, read_loader
 from armature.data.one_process import OneProcess
@@ -46,10 +46,13 @@ def build(cfg: DictConfig) -> DataModule:
 
 def _build(cfg: DictConfig) -> DataModule:
     target: Any = get_object(cfg.data._target_)
-    if isinstance(target, type) and issubclass(target, DataModule):
-        return instantiate(cfg.data)
     node: dict[str, Any] = OmegaConf.to_container(cfg.data, resolve=True)  # pyright: ignore[reportAssignmentType]
     parameters = inspect.signature(target).parameters
+    fold = {key: node.pop(key) for key in FOLD_KEYS if key in node and key not in parameters}
+    if isinstance(target, type) and issubclass(target, DataModule):
+        made = instantiate(node)
+        folds.hold_out(made, fold)
+        return made
     loader = {key: node.pop(key) for key in LOADER_KEYS if key in node and key not in parameters}
     made = instantiate(node)
     if isinstance(made, DataModule):
@@ -67,6 +70,7 @@ def _build(cfg: DictConfig) -> DataModule:
         )
     if "global_batch_size" in parameters:
         loader["global_batch_size"] = node.get("global_batch_size")
+    folds.hold_out(made, fold)
     return PlainData(made, **{"seed": cfg.seed, **loader})
 
 

@@ -17,6 +17,7 @@ LOADER_KEYS = (
     "train_limit",
     "skip_steps",
 )
+FOLD_KEYS = ("fold", "folds")  # of any data module (data/folds.py)
 
 
 @dataclass(frozen=True)

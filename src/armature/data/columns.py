@@ -144,9 +144,12 @@ def _plain(column: Any) -> Any:
 
 
 def split_indices(
-    size: int, *, val_fraction: float, test_fraction: float
-) -> dict[str, NDArray[np.int64]]:
+    size: int, *, val_fraction: float, test_fraction: float,
+    fold: int | None = None, folds: int | None = None,
+) -> dict[str, NDArray[np.int64]]:  # fmt: skip
     """Return the indices of each split, drawn at random but always alike; "predict" has all.
+
+    "val" is one of the folds into which all but the test samples fall, if there are folds.
 
     Raises ConfigError if a fraction is out of range, or nothing is left for training.
     """
@@ -169,6 +172,11 @@ def split_indices(
             _report_empty(key, fraction, size)
     order = permuted(np.arange(size), size=size, seed="split", epoch=0)
     parts = {"val": order[:val], "test": order[val : val + test], "train": order[val + test :]}
+    if fold is not None and folds is not None:
+        rest = np.delete(order, np.s_[val : val + test])
+        if len(rest) < folds:
+            raise ConfigError(f"data.folds={folds}: {len(rest)} samples. Type a lower number.")
+        parts |= {"val": rest[fold::folds], "train": np.delete(rest, np.s_[fold::folds])}
     return {"predict": np.arange(size), **{name: np.sort(part) for name, part in parts.items()}}
 
 

@@ -30,6 +30,7 @@ class DigitsData(DataModule):
     The split is fixed, with the same digit mix in each.
 
     Args:
+        fold, folds: which of so many parts of all but the test images is held out for val.
         shift: move training images by up to this many pixels in each direction; 0: do not move
             them.
         loader: batch sizes and the other arguments of DataModule.
@@ -38,14 +39,16 @@ class DigitsData(DataModule):
     # read before launch
     model_sizes: ClassVar[dict[str, int]] = {"image_size": 8, "channels": 1, "classes": 10}
 
-    def __init__(self, *, shift: int = 1, **loader: Any) -> None:
+    def __init__(
+        self, *, shift: int = 1, fold: int | None = None, folds: int | None = None, **loader: Any
+    ) -> None:
         super().__init__(**loader)
-        self.shift = shift
+        self.shift, self.fold, self.folds = shift, fold, folds
 
     @override
     def dataset(self, split: Split) -> Dataset[Any]:
         images, digits = load_digits()
-        chosen = split_indices(digits)[split]
+        chosen = split_indices(digits, fold=self.fold, folds=self.folds)[split]
         inputs = torch.tensor(images[chosen] / 16.0, dtype=torch.float32).view(-1, 1, 8, 8)
         return Images(inputs, torch.tensor(digits[chosen], dtype=torch.int64), shift=self.shift)
 
@@ -56,7 +59,9 @@ def load_digits() -> tuple[np.ndarray, np.ndarray]:
     return rows[:, :-1], rows[:, -1].astype(np.int64)
 
 
-def split_indices(digits: np.ndarray) -> dict[Split, np.ndarray]:
+def split_indices(
+    digits: np.ndarray, *, fold: int | None = None, folds: int | None = None
+) -> dict[Split, np.ndarray]:
     """Return the indices of each split's images, drawn digit by digit. They never change."""
     # the same numbers in every version of numpy, unlike default_rng
     draw = np.random.RandomState(0)
@@ -64,9 +69,11 @@ def split_indices(digits: np.ndarray) -> dict[Split, np.ndarray]:
     for digit in np.unique(digits):
         indices = draw.permutation(np.flatnonzero(digits == digit))
         share = len(indices) // _HELD_OUT
-        parts["val"].append(indices[:share])
+        held_out = np.s_[:share] if fold is None else np.s_[fold::folds]
         parts["test"].append(indices[share : 2 * share])
-        parts["train"].append(indices[2 * share :])
+        indices = np.delete(indices, np.s_[share : 2 * share])
+        parts["val"].append(indices[held_out])
+        parts["train"].append(np.delete(indices, held_out))
     return {split: np.sort(np.concatenate(indices)) for split, indices in parts.items()}
 
 

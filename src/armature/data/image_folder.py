@@ -115,6 +115,7 @@ class ImageFolderData(LabeledData):
         margin: a training image is cropped at random from one this share larger; 0: no random crop.
         val_fraction, test_fraction: shares of the images, where there are no folders of these
             names.
+        fold, folds: hold out this one of so many parts of the other samples, not val_fraction.
         loader: batch sizes and the other arguments of DataModule.
     """
 
@@ -134,6 +135,8 @@ class ImageFolderData(LabeledData):
         margin: float = 0.125,
         val_fraction: float = 0.1,
         test_fraction: float = 0.1,
+        fold: int | None = None,
+        folds: int | None = None,
         **loader: Any,
     ) -> None:
         super().__init__(**loader)
@@ -142,7 +145,8 @@ class ImageFolderData(LabeledData):
             list(mean or (0.485, 0.456, 0.406)),
             list(std or (0.229, 0.224, 0.225)),
         )
-        self.fractions = {"val_fraction": val_fraction, "test_fraction": test_fraction}
+        self.held_out: Any = {"val_fraction": val_fraction, "test_fraction": test_fraction}
+        self.held_out |= {"fold": fold, "folds": folds}
 
     @override
     def dataset(self, split: Split) -> ImageFiles:
@@ -183,10 +187,12 @@ class ImageFolderData(LabeledData):
                 found[split] += [(file, number) for file in _images(folder / name, left_out)]
             loose = (each for each in folder.iterdir() if each.is_file() and each.name[0] != ".")
             left_out.update(_kind(each.name) for each in loose)
-        if not folders:
-            every = found["train"]
-            parts = split_indices(len(every), **self.fractions)
+        if not folders or self.held_out["folds"]:
+            every, test = found["train"] + found["val"], found["test"]
+            held_out = self.held_out | ({"val_fraction": 0, "test_fraction": 0} if folders else {})
+            parts = split_indices(len(every), **held_out)
             found = {split: [every[i] for i in parts[split].tolist()] for split in found}
+            found["test"] += test
         log.info(
             "data.path=%s: %s images. Left out: %s.",
             self.path,

@@ -82,6 +82,7 @@ class LabeledTextData(LabeledData):
         context: the most tokens of a text.
         multiple: T is the length of the batch's longest text, rounded up to a multiple of this.
         val_fraction, test_fraction: shares of the rows, drawn at random, always the same.
+        fold, folds: hold out this one of so many parts of the other samples, not val_fraction.
         loader: batch sizes and the other arguments of DataModule.
     """
 
@@ -99,6 +100,8 @@ class LabeledTextData(LabeledData):
         multiple: int = 8,
         val_fraction: float = 0.1,
         test_fraction: float = 0.1,
+        fold: int | None = None,
+        folds: int | None = None,
         **loader: Any,
     ) -> None:
         super().__init__(**loader)
@@ -111,12 +114,13 @@ class LabeledTextData(LabeledData):
         self.path = path if isinstance(path, str) else list(path)
         self.tokenizer_folder, self.text, self.target = tokenizer, text, target
         self.context, self.multiple = context, multiple
-        self.fractions = {"val_fraction": val_fraction, "test_fraction": test_fraction}
+        self.held_out: Any = {"val_fraction": val_fraction, "test_fraction": test_fraction}
+        self.held_out |= {"fold": fold, "folds": folds}
 
     @override
     def dataset(self, split: Split) -> Texts:
         texts, _, labels = self._columns
-        indices = columns.split_indices(len(texts), **self.fractions)[split].tolist()
+        indices = columns.split_indices(len(texts), **self.held_out)[split].tolist()
         targets = None
         if split != "predict" or (None not in labels and self.knows(self._labels())):
             where = f"data.path={self.path}, column {self.target},"

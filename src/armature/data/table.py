@@ -55,6 +55,7 @@ class TableData(LabeledData):
         classes: the target is a class: its values are numbered from 0 (`labels.ordered`). False:
             it is a number.
         val_fraction, test_fraction: shares of the rows, drawn at random, always the same.
+        fold, folds: hold out this one of so many parts of the other samples, not val_fraction.
         loader: batch sizes and the other arguments of DataModule.
     """
 
@@ -69,13 +70,16 @@ class TableData(LabeledData):
         classes: bool = True,
         val_fraction: float = 0.1,
         test_fraction: float = 0.1,
+        fold: int | None = None,
+        folds: int | None = None,
         **loader: Any,
     ) -> None:
         super().__init__(**loader)
         self.path = path if isinstance(path, str) else list(path)
         self.target, self.features = target, None if features is None else list(features)
         self.classes_are_targets = classes
-        self.fractions = {"val_fraction": val_fraction, "test_fraction": test_fraction}
+        self.held_out: Any = {"val_fraction": val_fraction, "test_fraction": test_fraction}
+        self.held_out |= {"fold": fold, "folds": folds}
 
     @override
     def dataset(self, split: Split) -> Rows:
@@ -83,7 +87,7 @@ class TableData(LabeledData):
         if split == "predict" and (column is None or column.null_count):
             return Rows(self._inputs, None)
         targets = self._targets()
-        indices = torch.from_numpy(columns.split_indices(len(targets), **self.fractions)[split])
+        indices = torch.from_numpy(columns.split_indices(len(targets), **self.held_out)[split])
         return Rows(self._inputs[indices], targets[indices])
 
     @override

@@ -18,11 +18,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from armature import worker
-from armature.doctor import order, replicas, run_directory
+from armature.doctor import replicas, run_directory
 from armature.doctor.finding import Finding, failure, ok, warning
 from armature.doctor.finite import FiniteWatch
 from armature.doctor.session import Session
-from armature.layout import Layout
 from armature.parallel import process_group
 from armature.strategies.base import StrategyMixin
 from armature.training import timings
@@ -47,11 +46,6 @@ def check(cfg: DictConfig, session: Session) -> None:
             "building the model and the data", seconds=session.deadlines.building, group="data"
         ):
             run = worker.build(rehearsal(cfg, Path(folder)), StopOnSignal())
-        with session.limit(
-            "reading the order of the samples", seconds=session.deadlines.building, group="data"
-        ):
-            if session.rank == 0:
-                session.add(*order.check(run.data, ranks=Layout.of(cfg).data_ranks))
         watch = Watch(session)
         callbacks: list[Any] = run.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         callbacks.remove(run.display)
@@ -119,8 +113,6 @@ def rehearsal(cfg: DictConfig, folder: Path) -> DictConfig:
 
 class Watch(L.Callback):
     """Compare the ranks in the first optimizer step, and time the following ones."""
-
-    reads_unscaled_gradients = True  # a common factor does not matter here
 
     def __init__(self, session: Session) -> None:
         self.session = session

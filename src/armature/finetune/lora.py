@@ -56,24 +56,10 @@ class LoraLinear(nn.Linear):
         output = super().forward(input)
         if not self.active:
             return output
+        dropped = F.dropout(input, self.dropout, self.training)
         # fp32 adapters of 16-bit weights compute in the weights' type, as autocast does anyway
         a, b = (adapter.to(input.dtype) for adapter in (self.lora_A, self.lora_B))
-        return output + self.scale * F.linear(F.linear(self._dropped(input), a), b)
-
-    def _dropped(self, x: Tensor) -> Tensor:
-        if not (self.training and self.dropout) or not hasattr(x, "to_local"):
-            return F.dropout(x, self.dropout, self.training)
-        # a DTensor's own dropout would set the generators of all ranks to those of the first
-        local: Any = x
-        mask = F.dropout(torch.ones_like(local.to_local().detach()), self.dropout)
-        return x * type(local).from_local(
-            mask,
-            local.device_mesh,
-            local.placements,
-            run_check=False,
-            shape=x.shape,
-            stride=x.stride(),
-        )
+        return output + self.scale * F.linear(F.linear(dropped, a), b)
 
     @override
     def extra_repr(self) -> str:

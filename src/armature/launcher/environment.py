@@ -261,6 +261,17 @@ def share_sources() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*project.IMPORTED, known]))
 
 
+def of_lone_process() -> dict[str, str]:
+    """Return the environment without what makes a process a rank, such as a task of `srun`."""
+    of_ranks = ("SLURM_STEP_", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "TORCHELASTIC_")
+    named = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", *SET_FOR_RANKS)
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(of_ranks) and name not in named
+    }
+
+
 def error_file() -> Path | None:
     return Path(file) if (file := os.environ.get("TORCHELASTIC_ERROR_FILE")) else None
 

@@ -58,18 +58,6 @@ class Guarded:
         plain = vars(params) if isinstance(params, Namespace) else params
         self._call("log_hyperparams", values.without_secrets(plain), *args, **kwargs)
 
-    def log_graph(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Log the model's graph, unless its forward needs all ranks: only rank 0 traces it."""
-        strategy = getattr(getattr(model, "_trainer", None), "strategy", None)
-        if not getattr(strategy, "sharded", False) and not getattr(strategy, "zero_stage_3", False):
-            self._call("log_graph", model, *args, **kwargs)
-        elif getattr(self, "_log_graph", False):
-            log.warning(
-                "%s logs no graph: rank 0 has a part of the weights only. Type strategy=single "
-                "trainer.devices=1 trainer.max_steps=1 for a graph.",
-                type(self).__name__,
-            )
-
     def _call(self, name: str, *args: Any, **kwargs: Any) -> None:
         before = self._in_a_row
         if before >= MOST_FAILURES or (method := getattr(super(), name, None)) is None:

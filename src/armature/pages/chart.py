@@ -1,53 +1,27 @@
 """Line charts as SVG, without a plotting library.
 
-Colors are CSS variables, which a page sets for all its charts, for a light and a dark theme by the
-reader's preference. `standalone` fills in the light ones.
+Colors are variables of page.css, for a light and a dark theme by the reader's preference.
+`standalone` fills in the light ones.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
+from statistics import fmean
 
+WIDTH, HEIGHT = 560, 280  # pixels, without the legend
+LEFT, RIGHT, TOP, BOTTOM = 58, 16, 34, 38  # of them around the plot
+LEGEND_LINE, LETTER = 18, 6.6
 POINTS = 500  # of a line, at most twice as many: a chart has fewer pixels
-SERIES = 8  # colors, used in turn
-THEMES = {
-    "light": {
-        "ground": "#ffffff",
-        "text": "#1f2328",
-        "quiet": "#656d76",
-        "grid": "#e3e6ea",
-        "mark": "#9a6700",
-        "c0": "#0969da",
-        "c1": "#d1570a",
-        "c2": "#1a7f37",
-        "c3": "#8250df",
-        "c4": "#bf3989",
-        "c5": "#8a6a00",
-        "c6": "#0f7f86",
-        "c7": "#cf222e",
-    },
-    "dark": {
-        "ground": "#0d1117",
-        "text": "#e6edf3",
-        "quiet": "#9198a1",
-        "grid": "#2b3138",
-        "mark": "#d29922",
-        "c0": "#58a6ff",
-        "c1": "#f0883e",
-        "c2": "#3fb950",
-        "c3": "#bc8cff",
-        "c4": "#f778ba",
-        "c5": "#d4b106",
-        "c6": "#39c5cf",
-        "c7": "#ff7b72",
-    },
-}
-LEFT, RIGHT, TOP, BOTTOM = 58, 16, 34, 38  # pixels around the plot
-LEGEND_LINE, LETTER = 18, 6.6  # pixels
+BUCKETS = 120  # of a smoothed line
+LARGEST = 1e300  # values beyond it are drawn there
+SERIES = 8  # colors of lines, used in turn: --c0 to --c7 of the style sheet
+STYLE = Path(__file__).with_name("page.css")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,114 +40,140 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Curves over one horizontal axis. `marks` are dashed vertical lines with a text.
+    """Curves over one horizontal axis. `marks` are dashed vertical lines.
 
-    `x_ticks` replace round numbers where they do not overlap; `x_margin` is a share of the axis, at
-    both ends.
+    `x_ticks` replace round numbers where they do not overlap.
     """
 
     title: str
     lines: Sequence[Line]
     x_label: str = "step"
     log: bool = False
-    marks: Sequence[tuple[float, str]] = ()
+    marks: Sequence[float] = ()
     note: str = ""
-    width: int = 560
-    height: int = 280
     from_zero: bool = False
     x_ticks: Sequence[tuple[float, str]] = ()
-    x_margin: float = 0.0
 
 
-def smooth(ys: Sequence[float], window: int) -> list[float]:
-    """Return the mean over a centered window, which shrinks towards both ends and leaves out what
-    is not finite.
-
-    An even window counts one more. Sums are exact, as whole multiples of a power of two: in sums of
-    floats, a value of
-    1e20 would leave zeros behind it.
-    """
-    ratios = [float(y).as_integer_ratio() if math.isfinite(y) else None for y in ys]
-    unit = max((ratio[1] for ratio in ratios if ratio is not None), default=1)
-    half, sums, counts = max(0, window // 2), [0], [0]
-    for ratio in ratios:
-        sums.append(sums[-1] + (ratio[0] * (unit // ratio[1]) if ratio is not None else 0))
-        counts.append(counts[-1] + (ratio is not None))
-    means = []
-    for i in range(len(ys)):
-        reach = min(half, i, len(ys) - 1 - i)
-        low, high = i - reach, i + reach + 1
-        count = counts[high] - counts[low]
-        means.append((sums[high] - sums[low]) / (count * unit) if count else math.nan)
-    return means
+def smooth(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Return the means of values that follow each other, without those that are not finite."""
+    parts = [(xs[i], [y for y in ys[i:j] if math.isfinite(y)]) for i, j in _parts(len(xs), BUCKETS)]
+    return [x for x, part in parts if part], [fmean(part) for _, part in parts if part]
 
 
-def thin(xs: Sequence[float], ys: Sequence[float], points: int) -> tuple[list[float], list[float]]:
+def _parts(count: int, most: int) -> list[tuple[int, int]]:
+    most = min(count, most)
+    return [(i * count // most, (i + 1) * count // most) for i in range(most)]
+
+
+def thin(line: Line) -> list[tuple[float, float]]:
     """Return at most about two points per bucket, the lowest and the highest: peaks stay."""
-    if len(xs) <= 2 * points:
-        return [*xs], [*ys]
-    kept: list[int] = []
-    for bucket in range(points):
-        indices = range(bucket * len(xs) // points, (bucket + 1) * len(xs) // points)
-        finite = [i for i in indices if math.isfinite(ys[i])]
-        if finite:
-            kept += sorted({min(finite, key=ys.__getitem__), max(finite, key=ys.__getitem__)})
-        else:
-            kept += indices[:1]
-    kept = sorted({0, *kept, len(xs) - 1})
-    return [xs[i] for i in kept], [ys[i] for i in kept]
+    points = [*zip(line.xs, line.ys, strict=True)]
+    if len(points) <= 2 * POINTS:
+        return points
+    kept = [points[0], points[-1]]
+    for i, j in _parts(len(points), POINTS):
+        finite = [p for p in points[i:j] if math.isfinite(p[1])]
+        kept += [min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])] if finite else []
+        kept += points[i : i + 1] if not finite else []
+    return sorted(set(kept))
 
 
 def render(chart: Chart) -> str:
     """Return an <svg> element whose colors are CSS variables."""
+    drawn = [(line, [(x, _height(y, chart.log)) for x, y in thin(line)]) for line in chart.lines]
+    every = [point for _, points in drawn for point in points if point[1] == point[1]]
+    x_low, x_high = _range([x for x, _ in every], margin=0.02)
+    y_low, y_high = _range([y for _, y in every], margin=0.05)
+    if chart.from_zero and not chart.log:
+        y_low = min(0.0, *[y for _, y in every], 0.0)
+
+    def at(x: float) -> float:
+        return LEFT + (x - x_low) / (x_high - x_low) * (WIDTH - LEFT - RIGHT)
+
+    def level(y: float) -> float:
+        return HEIGHT - BOTTOM - (y - y_low) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
+
     legend, legend_height = _legend(chart)
-    width, height = chart.width, chart.height + legend_height
-    plot = _Plot(chart)
-    title = escape(chart.title, quote=True)
+    title, bottom = escape(chart.title, quote=True), HEIGHT - BOTTOM
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
-        f'aria-label="{title}" '
-        f'font-family="system-ui,-apple-system,Segoe UI,Helvetica,Arial,sans-serif" '
-        'font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT + legend_height}" '
+        f'role="img" aria-label="{title}" font-size="12" '
+        'font-family="system-ui,-apple-system,Segoe UI,Helvetica,Arial,sans-serif">',
         f'<text x="{LEFT - 46}" y="20" font-size="14" font-weight="600" '
         f'fill="var(--text)">{title}</text>',
+        label(WIDTH - RIGHT, 20, chart.note, anchor="end"),
+        label(WIDTH - RIGHT, bottom + 32, chart.x_label, anchor="end"),
+        label(LEFT - 46, bottom + 32, "log scale") if chart.log else "",
     ]
-    if chart.note:
-        parts.append(label(width - RIGHT, 20, chart.note, anchor="end"))
-    parts += plot.axes()
-    parts += plot.marks()
-    parts += [element for line in chart.lines for element in plot.line(line)]
-    if not plot.has_values:
-        parts.append(label(plot.middle, chart.height / 2, "no values yet", anchor="middle"))
+    powers = range(math.ceil(y_low), math.floor(y_high) + 1, max(1, int(y_high - y_low) // 6))
+    for y in powers if chart.log and len(powers) > 1 else ticks(y_low, y_high):
+        text = number(10.0 ** min(y, 300)) if chart.log else number(y)
+        parts.append(_rule((LEFT, level(y)), (WIDTH - RIGHT, level(y)), "grid"))
+        parts.append(label(LEFT - 8, level(y) + 4, text, anchor="end"))
+    free = 0.0
+    for x, text in chart.x_ticks or [(x, number(x)) for x in ticks(x_low, x_high)]:
+        half = LETTER * len(text) / 2
+        if at(x) - half >= free:
+            parts.append(label(at(x), bottom + 17, text, anchor="middle"))
+            free = at(x) + half + 6
+    for x in chart.marks:
+        if x_low <= x <= x_high:
+            parts.append(_rule((at(x), TOP), (at(x), bottom), "mark", 'stroke-dasharray="4 3"'))
+    for line, points in drawn:
+        parts += _curve(line, [(at(x), level(y)) for x, y in points])
+    if not every:
+        parts.append(label(WIDTH / 2, HEIGHT / 2, "no values yet", anchor="middle"))
     return "".join([*parts, *legend, "</svg>"])
 
 
-def standalone(svg: str) -> str:
-    """Return an SVG file in the colors of the light theme."""
-    colors = THEMES["light"]
-    svg = re.sub(r"var\(--(\w+)\)", lambda found: colors[found[1]], svg)
-    end = svg.index(">") + 1
-    return f'{svg[:end]}<rect width="100%" height="100%" fill="{colors["ground"]}"/>{svg[end:]}\n'
+def _height(y: float, log: bool) -> float:
+    if not math.isfinite(y) or (log and y <= 0):
+        return math.nan
+    return math.log10(y) if log else max(-LARGEST, min(y, LARGEST))
 
 
-def stylesheet() -> str:
-    """Return the CSS variables of both themes, for a page."""
-    light = f":root{{color-scheme:light dark;{_variables('light')}}}"
-    return f"{light}\n@media(prefers-color-scheme:dark){{:root{{{_variables('dark')}}}}}\n"
+def _range(values: list[float], *, margin: float) -> tuple[float, float]:
+    if not values:
+        return 0.0, 1.0
+    low, high = min(values), max(values)
+    pad = margin * (high - low) or abs(high) * 0.1 or 0.5
+    return low - pad, high + pad
 
 
-def _variables(theme: str) -> str:
-    return ";".join(f"--{name}:{color}" for name, color in THEMES[theme].items())
+def _curve(line: Line, points: list[tuple[float, float]]) -> Iterator[str]:
+    color = f"var(--c{line.color % SERIES})"
+    pieces: list[list[tuple[float, float]]] = [[]]
+    for point in points:
+        if point[1] == point[1]:
+            pieces[-1].append(point)
+        elif pieces[-1]:
+            pieces.append([])
+    for piece in pieces:
+        if len(piece) > 1:
+            yield (
+                f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in piece)}" fill="none" '
+                f'stroke="{color}" stroke-width="{line.width}" '
+                f'stroke-opacity="{line.opacity}" stroke-linejoin="round"/>'
+            )
+        for x, y in piece if line.dots or len(piece) == 1 else ():
+            title = f"><title>{escape(line.title)}</title></circle>" if line.title else "/>"
+            yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}"{title}'
 
 
-def label(
-    x: float, y: float, text: str, *, anchor: str = "start", color: str = "quiet", size: int = 12
-) -> str:
-    """Return a text whose color is one of THEMES."""
-    sized = f' font-size="{size}"' if size != 12 else ""
+def _rule(start: tuple[float, float], end: tuple[float, float], color: str, more: str = "") -> str:
+    (x1, y1), (x2, y2) = start, end
+    return (
+        f'<line x1="{x1:.1f}" x2="{x2:.1f}" y1="{y1:.1f}" y2="{y2:.1f}" '
+        f'stroke="var(--{color})" {more}/>'
+    )
+
+
+def label(x: float, y: float, text: str, *, anchor: str = "start", color: str = "quiet") -> str:
+    """Return a text whose color is one of the style sheet."""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" '
-        f'fill="var(--{color})"{sized}>{escape(text)}</text>'
+        f'fill="var(--{color})">{escape(text)}</text>'
     )
 
 
@@ -189,181 +189,37 @@ def _legend(chart: Chart) -> tuple[list[str], int]:
     for line in named:
         name = line.label if len(line.label) <= 60 else line.label[:59] + "…"
         need = 26 + LETTER * len(name)
-        if x > LEFT and x + need > chart.width - RIGHT:
+        if x > LEFT and x + need > WIDTH - RIGHT:
             x, row = float(LEFT - 46), row + 1
-        y = chart.height + 8 + row * LEGEND_LINE
-        thick = min(line.width, 6.0)
-        parts.append(
-            f'<line x1="{x:.1f}" x2="{x + 16:.1f}" y1="{y}" y2="{y}" '
-            f'stroke="var(--c{line.color % SERIES})" '
-            f'stroke-width="{max(thick, 2.5):.1f}"/>'
-        )
+        y = HEIGHT + 8.0 + row * LEGEND_LINE
+        color = f"c{line.color % SERIES}"
+        parts.append(_rule((x, y), (x + 16, y), color, 'stroke-width="2.5"'))
         parts.append(label(x + 21, y + 4, name, color="text"))
         x += need + 10
     return parts, 10 + LEGEND_LINE * (row + 1)
 
 
-class _Plot:
-    """Where values lie in the drawing."""
-
-    def __init__(self, chart: Chart) -> None:
-        self.chart = chart
-        xs = [x for line in chart.lines for x in line.xs if math.isfinite(x)]
-        ys = [
-            y
-            for line in chart.lines
-            for y in line.ys
-            if math.isfinite(y) and (y > 0 or not chart.log)
-        ]
-        self.has_values = bool(xs and ys)
-        self.x_low, self.x_high = (min(xs), max(xs)) if xs else (0.0, 1.0)
-        if self.x_high <= self.x_low:
-            self.x_high = self.x_low + 1.0
-        margin = chart.x_margin * (self.x_high - self.x_low)
-        self.x_low, self.x_high = self.x_low - margin, self.x_high + margin
-        self.y_low, self.y_high = self._vertical(ys)
-        self.middle = (LEFT + chart.width - RIGHT) / 2
-
-    def _vertical(self, ys: list[float]) -> tuple[float, float]:
-        if not ys:
-            return (0.1, 1.0) if self.chart.log else (0.0, 1.0)
-        low, high = min(ys), max(ys)
-        if self.chart.log:
-            low, high = math.log10(low), math.log10(high)
-            pad = max(0.04 * (high - low), 0.02)
-            return 10 ** max(low - pad, -300.0), 10 ** min(high + pad, 300.0)
-        if self.chart.from_zero:
-            low = min(low, 0.0)
-        pad = 0.05 * (high - low) or abs(high) * 0.1 or 0.5
-        low_pad = 0.0 if self.chart.from_zero and low == 0.0 else pad
-        return max(low - low_pad, -1e300), min(high + pad, 1e300)
-
-    def x(self, value: float) -> float:
-        share = (value - self.x_low) / (self.x_high - self.x_low)
-        return LEFT + share * (self.chart.width - LEFT - RIGHT)
-
-    def y(self, value: float) -> float:
-        low, high = self.y_low, self.y_high
-        if self.chart.log:
-            value, low, high = math.log10(value), math.log10(low), math.log10(high)
-        return (
-            self.chart.height
-            - BOTTOM
-            - (value - low) / (high - low) * (self.chart.height - TOP - BOTTOM)
-        )
-
-    def axes(self) -> list[str]:
-        chart, bottom = self.chart, self.chart.height - BOTTOM
-        ticks = (
-            log_ticks(self.y_low, self.y_high)
-            if chart.log
-            else linear_ticks(self.y_low, self.y_high)
-        )
-        parts = []
-        for value in ticks:
-            y = self.y(value)
-            parts.append(
-                f'<line x1="{LEFT}" x2="{chart.width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" '
-                'stroke="var(--grid)"/>'
-            )
-            parts.append(label(LEFT - 8, y + 4, number(value), anchor="end"))
-        round_numbers = linear_ticks(self.x_low, self.x_high, count=max(3, chart.width // 110))
-        free = 0.0
-        for value, text in chart.x_ticks or [(value, number(value)) for value in round_numbers]:
-            half = LETTER * len(text) / 2
-            if self.x(value) - half >= free:
-                parts.append(label(self.x(value), bottom + 17, text, anchor="middle"))
-                free = self.x(value) + half + 6
-        parts.append(label(chart.width - RIGHT, bottom + 32, chart.x_label, anchor="end", size=11))
-        if chart.log:
-            parts.append(label(LEFT - 46, bottom + 32, "log scale", size=11))
-        return parts
-
-    def marks(self) -> list[str]:
-        parts, top, bottom, last = [], TOP, self.chart.height - BOTTOM, -math.inf
-        for at, text in sorted(self.chart.marks):
-            if not self.x_low <= at <= self.x_high:
-                continue
-            x = self.x(at)
-            title = f"<title>{escape(text)}</title>"
-            parts.append(
-                f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}" stroke="var(--mark)" '
-                'stroke-dasharray="4 3">'
-                f"{title}</line>"
-            )
-            if x - last > LETTER * len(text) + 8:
-                right = x + LETTER * len(text) + 6 < self.chart.width
-                parts.append(
-                    label(
-                        x + (4 if right else -4),
-                        top + 11,
-                        text,
-                        anchor="start" if right else "end",
-                        color="mark",
-                        size=11,
-                    )
-                )
-                last = x
-        return parts
-
-    def line(self, line: Line) -> Iterable[str]:
-        xs, ys = thin(line.xs, line.ys, POINTS)
-        pieces: list[list[str]] = [[]]
-        for x, y in zip(xs, ys, strict=True):
-            if math.isfinite(x) and math.isfinite(y) and (y > 0 or not self.chart.log):
-                pieces[-1].append(f"{self.x(x):.1f},{self.y(y):.1f}")
-            elif pieces[-1]:
-                pieces.append([])
-        color = f"var(--c{line.color % SERIES})"
-        for piece in pieces:
-            if len(piece) > 1:
-                yield (
-                    f'<polyline points="{" ".join(piece)}" fill="none" stroke="{color}" '
-                    f'stroke-width="{line.width}" '
-                    f'stroke-opacity="{line.opacity}" stroke-linejoin="round" '
-                    'stroke-linecap="round"/>'
-                )
-            for point in piece if line.dots or len(piece) == 1 else ():
-                x, y = point.split(",")
-                radius = max(2.6, line.width)
-                title = f"><title>{escape(line.title)}</title></circle>" if line.title else "/>"
-                yield f'<circle cx="{x}" cy="{y}" r="{radius:.1f}" fill="{color}"{title}'
+def standalone(svg: str) -> str:
+    """Return an SVG file in the colors of the light theme."""
+    light = STYLE.read_text(encoding="utf-8").partition("}")[0]
+    colors = dict(re.findall(r"--(\w+): (#\w+)", light))
+    svg = re.sub(r"var\(--(\w+)\)", lambda found: colors[found[1]], svg)
+    end = svg.index(">") + 1
+    return f'{svg[:end]}<rect width="100%" height="100%" fill="{colors["ground"]}"/>{svg[end:]}\n'
 
 
-def linear_ticks(low: float, high: float, *, count: int = 6) -> list[float]:
+def ticks(low: float, high: float, *, count: int = 6) -> list[float]:
     """Return round numbers within the range, about `count` of them."""
-    span = high - low
-    if not span > 0 or not math.isfinite(span):
-        return [low]
-    rough = span / count
+    rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
-    size = next((step * power for step in (1, 2, 2.5, 5, 10) if step * power >= rough), 10 * power)
-    first = math.ceil(low / size - 1e-9)
-    return [i * size for i in range(first, math.floor(high / size + 1e-9) + 1)]
-
-
-def log_ticks(low: float, high: float) -> list[float]:
-    """Return powers of ten within the range, and more round numbers if these are few."""
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    every = max(1, (last - first) // 6)
-    for digits in ((1,), (1, 3), (1, 2, 5), range(1, 10)):
-        ticks = [
-            d * 10.0**p
-            for p in range(first, last + 1, every)
-            for d in digits
-            if low <= d * 10.0**p <= high
-        ]
-        if len(ticks) >= 3:
-            return ticks
-    return linear_ticks(low, high)
+    size = next((step * power for step in (1, 2, 2.5, 5) if step * power >= rough), 10 * power)
+    return [i * size for i in range(math.ceil(low / size), math.floor(high / size) + 1)]
 
 
 def number(value: float) -> str:
-    """Return a short number for an axis: 0.25, 1.5k, 2M, 3e-4."""
-    if value == 0 or not math.isfinite(value):
-        return "0" if value == 0 else str(value)
+    """Return a short number for an axis: 0.25, 1500, 20k, 2M, 0.0003."""
     size = abs(value)
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if 1e15 > size >= limit:
-            return f"{value / (1e3 if unit == 'k' else limit):.4g}{unit}"
+    for limit, least, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e3, 1e4, "k")):
+        if 1e15 > size >= least:
+            return f"{value / limit:.4g}{unit}"
     return f"{value:.4g}" if 1e-3 <= size < 1e5 else f"{value:.2g}"

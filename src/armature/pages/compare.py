@@ -4,9 +4,9 @@ configurations differ.
 
 from __future__ import annotations
 
-import re
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from html import escape
 from typing import Any
@@ -14,29 +14,12 @@ from typing import Any
 from armature.errors import masked
 from armature.pages import chart, columns, curves
 from armature.pages.history import History
-from armature.pages.page import charts, number, page, plain_charts, shown, table
+from armature.pages.page import charts, code, number, page, shown, table
 
 MISSING = "–"
 # words of a metric's name; LOWER's count where both occur
-LOWER = (
-    "loss",
-    "perplexity",
-    "ppl",
-    "bits_per_byte",
-    "error",
-    "err",
-    "seconds",
-    "memory",
-    "mse",
-    "rmse",
-    "mae",
-    "nll",
-    "brier",
-    "fid",
-    "wer",
-    "cer",
-)
-HIGHER = ("accuracy", "acc", "per_second", "mfu", "auroc", "auc", "f1", "precision", "recall", "r2")
+LOWER = ("loss", "error", "perplexity", "seconds of", "memory")
+HIGHER = ("accuracy", "per second", "f1", "auroc")
 IGNORED = ("run.name", "run.notes", "run.tags", "run.group", "resume")
 
 
@@ -44,39 +27,32 @@ def make(runs: Sequence[History]) -> str:
     """Return a page that compares runs."""
     runs = named_apart(runs)
     names = [name for name in _values(runs) if not name.startswith("test")]
-    usual = ("train/loss", "val/loss", "val/accuracy")
-    first = [
-        *(name for name in usual if name in names),
-        *(name for name in names if _is_of_validation(name, runs)),
-    ]
+    usual = ["train/loss", *(name for name in names if _is_of_validation(name, runs))]
+    first = [name for name in usual if name in names]
     others, left = curves.some(name for name in names if name not in first)
-    drawn = [curves.metric(runs, name) for name in dict.fromkeys([*first, *others])]
+    drawn = [curves.metric(runs, name) for name in [*first, *others]]
     drawn[-1:] = [replace(each, note=left) for each in drawn[-1:]]
-    speed = [
-        curves.metric(runs, name, window=1)
-        for name in ("lr", rate(runs))
-        if any(r.curve(name)[0] for r in runs)
-    ]
+    of_speed = [name for name in ("lr", rate(runs)) if any(run.curve(name)[0] for run in runs)]
+    speed = [curves.metric(runs, name, title=name.replace("_", " "), raw=True) for name in of_speed]
+    head = ["", *(run.name for run in runs)]
     body = [
         f"<h1>{len(runs)} runs</h1>",
         f'<p class="quiet">as of {time.strftime("%Y-%m-%d %H:%M")}</p>',
         table(
-            [[_swatch(i) + escape(run.name), escape(str(run.path))] for i, run in enumerate(runs)]
+            [[_swatch(i) + escape(run.name), escape(f"{run.path}")] for i, run in enumerate(runs)]
         ),
         "<h2>Results</h2>",
-        table(*_results_table(runs)),
+        table(([escape(name), *map(_cell, cells)] for name, cells in _results(runs)), head),
         "<h2>Curves</h2>",
-        charts([each for each in drawn if each.lines], name="curves"),
+        charts([each for each in drawn if each.lines], switch="log"),
         "<h2>Learning rate and speed</h2>",
-        plain_charts(
-            [
-                replace(each, title=each.title.replace("_", " "), from_zero=each.title != "lr")
-                for each in speed
-            ]
-        ),
+        charts(speed),
         "<h2>Configurations</h2>",
-        *_configurations(runs),
     ]
+    rows = [[escape(key), *map(code, values)] for key, values in differences(runs).items()]
+    body.append(
+        table(rows, head) if rows else '<p class="quiet">All configurations are the same.</p>'
+    )
     return masked(page(" · ".join(run.name for run in runs), body))
 
 
@@ -115,40 +91,28 @@ def results(runs: Sequence[History]) -> dict[str, list[float | None]]:
     """Return by name each run's value: the last of a training metric, the best of a validation
     metric, totals.
     """
-    found: dict[str, list[float | None]] = {"optimizer steps": [_last(run, "step") for run in runs]}
+    found = {"optimizer steps": [_value(run, "step", None) for run in runs]}
     for name in _values(runs):
         of_validation = _is_of_validation(name, runs)
         if of_validation or name.startswith(("train/loss", "train_loss", "test/", "test_")):
             aim = goal(name, runs) if of_validation else None
             found[name] = [_value(run, name, aim) for run in runs]
-    found[rate(runs).replace("_", " ")] = [_total(run, rate(runs)) for run in runs]
-    found["seconds of the newest start"] = [_total(run, "seconds") for run in runs]
-    found["peak memory, GiB"] = [_gib(_total(run, "peak_memory_bytes")) for run in runs]
-    return {
-        name: values for name, values in found.items() if any(value is not None for value in values)
-    }
-
-
-def _last(run: History, name: str) -> float | None:
-    _, ys = run.curve(name)
-    return ys[-1] if ys else None
+    for title, key, unit in (
+        (rate(runs).replace("_", " "), rate(runs), 1),
+        ("seconds of the newest start", "seconds", 1),
+        ("peak memory, GiB", "peak_memory_bytes", 2**30),
+    ):
+        totals = [run.summary.get(key) for run in runs]
+        found[title] = [each / unit if isinstance(each, int | float) else None for each in totals]
+    return {name: values for name, values in found.items() if {*values} != {None}}
 
 
 def _value(run: History, name: str, aim: str | None) -> float | None:
-    _, ys = run.curve(name)
-    finite = [y for y in ys if y - y == 0]
-    if not ys or aim is None or not finite:
+    ys = run.curve(name)[1]
+    finite = [y for y in ys if math.isfinite(y)]
+    if aim is None or not finite:
         return ys[-1] if ys else None
     return max(finite) if aim == "max" else min(finite)
-
-
-def _total(run: History, key: str) -> float | None:
-    value = run.summary.get(key)
-    return float(value) if isinstance(value, int | float) else None
-
-
-def _gib(value: float | None) -> float | None:
-    return None if value is None else value / 2**30
 
 
 def goal(name: str, runs: Sequence[History]) -> str | None:
@@ -159,47 +123,35 @@ def goal(name: str, runs: Sequence[History]) -> str | None:
     for run in runs:
         if run.config.get("checkpoint.monitor") == name:
             return str(run.config.get("checkpoint.mode"))
-    words = re.split(r"[^a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
-    # f1, and error of error2
-    both = f"_{'_'.join(words)}_{'_'.join(word.rstrip('0123456789') for word in words)}_"
-    if any(f"_{each}_" in both for each in LOWER):
+    words = name.lower().replace("_", " ")
+    if any(word in words for word in LOWER):
         return "min"
-    return "max" if any(f"_{each}_" in both for each in HIGHER) else None
+    return "max" if any(word in words for word in HIGHER) else None
 
 
 def best(name: str, values: Sequence[float | None], runs: Sequence[History]) -> set[int]:
     """Return the indices of the best values; none if all are equal or the direction is not
     known.
     """
-    aim, finite = (
-        goal(name, runs),
-        [value for value in values if value is not None and value - value == 0],
-    )
-    if aim is None or len(set(finite)) < 2:
+    aim = goal(name, runs)
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    if aim is None or len({*finite}) < 2:
         return set()
     top = max(finite) if aim == "max" else min(finite)
     return {i for i, value in enumerate(values) if value == top}
 
 
-def _results_table(runs: Sequence[History]) -> tuple[list[list[str]], list[str]]:
-    rows = []
+def _cell(shown: tuple[str, bool]) -> str:
+    text, is_best = escape(shown[0]), shown[1]
+    return f'<td class="number">{f"<b>{text}</b>" if is_best else text}</td>'
+
+
+def _results(runs: Sequence[History]) -> Iterator[tuple[str, list[tuple[str, bool]]]]:
+    """Yield each name with the text of each run's value, and whether it is the best."""
     for name, values in results(runs).items():
         top = best(name, values, runs)
-        cells = [MISSING if value is None else escape(_figure(name, value)) for value in values]
-        rows.append(
-            [
-                escape(name),
-                *(
-                    f'<td class="number">{f"<b>{cell}</b>" if i in top else cell}</td>'
-                    for i, cell in enumerate(cells)
-                ),
-            ]
-        )
-    return rows, ["", *(run.name for run in runs)]
-
-
-def _figure(name: str, value: float) -> str:
-    return f"{value:,.0f}" if name == "optimizer steps" else number(value)
+        shown = [MISSING if value is None else number(value) for value in values]
+        yield name, [(text, i in top) for i, text in enumerate(shown)]
 
 
 def differences(runs: Sequence[History]) -> dict[str, list[Any]]:
@@ -229,27 +181,16 @@ def _apart(values: list[Any]) -> list[str]:
     return whole if len(set(whole)) > len(set(short)) else short
 
 
-def _configurations(runs: Sequence[History]) -> list[str]:
-    found = differences(runs)
-    if not found:
-        return ['<p class="quiet">All configurations are the same.</p>']
-    rows = [
-        [escape(key), *(f"<code>{escape(str(value))}</code>" for value in values)]
-        for key, values in found.items()
-    ]
-    return [table(rows, ["", *(run.name for run in runs)])]
-
-
 def text(runs: Sequence[History]) -> str:
     """Return the results and differences as a table for a terminal, the best values marked with
     *.
     """
     runs = named_apart(runs)
     rows = [["", *(run.name for run in runs)]]
-    for name, values in results(runs).items():
-        top = best(name, values, runs)
-        cells = [MISSING if value is None else _figure(name, value) for value in values]
-        rows.append([name, *(f"{cell}*" if i in top else cell for i, cell in enumerate(cells))])
-    rows += [[key, *(str(value) for value in values)] for key, values in differences(runs).items()]
+    rows += [
+        [name, *(f"{cell}*" if best else cell for cell, best in cells)]
+        for name, cells in _results(runs)
+    ]
+    rows += [[key, *values] for key, values in differences(runs).items()]
     cut = [[cell if len(cell) <= 40 else cell[:39] + "…" for cell in row] for row in rows]
     return "\n".join(columns.aligned(cut))

@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hydra import compose
 from omegaconf import OmegaConf
 
-from armature.config import read_raw
+from armature.composing import composing
+from armature.config import read_raw, register
 from armature.errors import ConfigError
 from armature.launcher.run_state import read_summary
-from armature.project import config_file
 
 EVENTS = "report.jsonl"  # a line per start of the run and per sample, beside metrics.csv
 WRITTEN = ("run.dir", "run.id", "run.git", "run.micro_batch_size")  # keys that no user sets
@@ -91,15 +92,6 @@ class History:
                 ]
                 return [a for a, _ in found], [b for _, b in found]
         return [], []
-
-    def columns(self, *prefixes: str) -> list[str]:
-        """Return names of columns that start with one of the prefixes, in the files' order."""
-        return [
-            name
-            for table in (self.metrics, self.timings)
-            for name in table
-            if name.startswith(prefixes)
-        ]
 
 
 def read(path: Path) -> History:
@@ -215,67 +207,26 @@ def flat(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def defaults() -> dict[str, Any]:
-    """Return by dotted key what train.yaml selects if nothing is typed. {} if it cannot be read."""
+    """Return by dotted key what train.yaml selects if nothing is typed. {} if it does not
+    compose.
+    """
+    register()
     try:
-        return dict(flat(_composed("train", group="")))
+        with composing():
+            return dict(flat(OmegaConf.to_container(compose("train"), resolve=False)))
     except Exception:  # a clone may have changed the files in any way
         return {}
 
 
-def _composed(name: str, *, group: str) -> dict[str, Any]:
-    """Merge a file with those in its defaults list, as Hydra does, but for experiments, debug,
-    sweeps and local.
-
-    Reading these few files takes 0.1 s, composing with Hydra half a second.
-    """
-    cfg: Any = OmegaConf.load(config_file(group, name) or name)
-    listed: Any = OmegaConf.to_container(cfg.pop("defaults", OmegaConf.create([])))
-    merged: Any = OmegaConf.create({})
-    for entry in [*listed, *([] if "_self_" in listed else ["_self_"])]:
-        if entry == "_self_":
-            merged = OmegaConf.merge(merged, cfg)
-        elif isinstance(entry, str) and group:  # a file beside this one
-            merged = OmegaConf.merge(merged, _composed(entry, group=group))
-        elif isinstance(entry, dict):
-            ((key, options),) = entry.items()
-            if options is None or " " in key:  # optional, override
-                continue
-            for option in options if isinstance(options, list) else [options]:
-                merged = OmegaConf.merge(merged, {key: _composed(option, group=key)})
-    return OmegaConf.to_container(merged, resolve=False)  # pyright: ignore[reportReturnType]
-
-
-def decided(path: Path, usual: dict[str, Any]) -> set[str]:
-    """Return the keys whose default is auto, if neither the run's overrides nor its experiment's
-    file sets them.
-    """
-    overrides = path / "overrides.txt"
-    lines = (
-        overrides.read_text(encoding="utf-8", errors="replace").splitlines()
-        if overrides.is_file()
-        else []
-    )
-    typed: dict[str, Any] = {
-        key: value for key, _, value in (line.lstrip("+").partition("=") for line in lines)
-    }
-    try:
-        for group in ("experiment", "debug"):
-            if name := typed.get(group):
-                typed |= dict(flat(_composed(name, group=group)))
-    except Exception:
-        # a file that is not here any more, or of another folder: nothing is known of it
-        return set()
-    return {key for key, value in usual.items() if value == "auto" and key not in typed}
-
-
-def changed(config: dict[str, Any], usual: dict[str, Any]) -> set[str]:
-    """Return the keys whose value differs from the default one, or that have none."""
-    if not usual:
-        return set()
+def changed(config: dict[str, Any]) -> set[str]:
+    """Return the keys whose value differs from the default one, unless that is auto."""
+    usual = defaults()
     return {
-        key for key, value in config.items() if key not in usual or not _same(value, usual[key])
+        key
+        for key, value in config.items()
+        if usual and usual.get(key) != "auto" and not _same(value, usual.get(key))
     }
 
 
 def _same(a: Any, b: Any) -> bool:
-    return a == b or (str(a) == str(b)) or (a in (None, {}, []) and b in (None, {}, []))
+    return str(a) == str(b) or (a in (None, {}, []) and b in (None, {}, []))

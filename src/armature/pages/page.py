@@ -8,12 +8,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from armature.pages import chart
 
-STYLE = Path(__file__).with_name("page.css")
 POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
     "form-action 'none'"
@@ -29,48 +27,32 @@ def page(title: str, body: Iterable[str]) -> str:
             f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{escape(title)}</title>",
-            f"<style>{chart.stylesheet()}{STYLE.read_text(encoding='utf-8')}</style></head>"
-            "<body><main>",
+            f"<style>{chart.STYLE.read_text(encoding='utf-8')}</style></head><body><main>",
             *body,
             "</main></body></html>\n",
         ]
     )
 
 
-def charts(drawn: Sequence[chart.Chart], *, name: str) -> str:
-    """Return charts with a switch between a linear and a logarithmic axis, which needs no script.
+def charts(drawn: Sequence[chart.Chart], *, switch: str = "") -> str:
+    """Return charts; with a switch between a linear and a logarithmic axis, which needs no script.
 
     Args:
-        name: of the switch, unique on the page.
+        switch: its name, unique on the page; "": there is none.
     """
-    if not drawn:
-        return ""
     boxes = []
     for each in drawn:
         linear = chart.render(each)
-        logarithmic = chart.render(_logarithmic(each)) if _has_positive(each) else linear
-        boxes.append(
-            f'<div class="chart"><div class="linear">{linear}</div><div '
-            f'class="logarithmic">{logarithmic}</div></div>'
-        )
-    switch = (
-        f'<input type="checkbox" class="log" id="{name}"> <label for="{name}">logarithmic '
-        "axis</label>"
-    )
-    return f'<div>{switch}<div class="charts">{"".join(boxes)}</div></div>'
-
-
-def plain_charts(drawn: Sequence[chart.Chart]) -> str:
-    boxes = "".join(f'<div class="chart">{chart.render(each)}</div>' for each in drawn)
-    return f'<div class="charts">{boxes}</div>' if boxes else ""
-
-
-def _logarithmic(each: chart.Chart) -> chart.Chart:
-    return replace(each, log=True)
-
-
-def _has_positive(each: chart.Chart) -> bool:
-    return any(y > 0 and math.isfinite(y) for line in each.lines for y in line.ys)
+        if switch:
+            logarithmic = chart.render(replace(each, log=True))
+            linear = (
+                f'<div class="linear">{linear}</div><div class="logarithmic">{logarithmic}</div>'
+            )
+        boxes.append(f'<div class="chart">{linear}</div>')
+    box = f'<input type="checkbox" class="log" id="{switch}"> '
+    box += f'<label for="{switch}">logarithmic axis</label>'
+    grid = f'<div class="charts">{"".join(boxes)}</div>' if boxes else ""
+    return f"<div>{box}{grid}</div>" if switch and boxes else grid
 
 
 def tile(name: str, value: str) -> str:

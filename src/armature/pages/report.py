@@ -10,12 +10,13 @@ import zlib
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from armature.errors import masked
 from armature.pages import curves
-from armature.pages.history import History, changed, decided, defaults, read
-from armature.pages.page import charts, code, duration, number, page, plain_charts, table, tile
+from armature.pages.history import History, changed, read
+from armature.pages.page import charts, code, duration, number, page, table, tile
 
 NAME = "report.html"
 SAMPLES = 12  # shown at most: the first, the newest and those between
@@ -24,26 +25,20 @@ HOW_TO_SPLIT = "callbacks=monitors splits a step into data, forward, backward an
 
 def make(path: Path, *, running: bool = False) -> str:
     """Return the page of a run directory; `running`: it has not ended."""
-    run, usual = read(path), defaults()
+    run = read(path)
     body = [*_head(run, running=running), _tiles(run)]
-    if learned := curves.learning(run):
-        body += ["<h2>Learning</h2>", charts(learned, name="learning")]
-    if used := curves.experts(run):
-        body += ["<h2>Experts</h2>", plain_charts(used)]
-    body += [
-        "<h2>Learning rate and speed</h2>",
-        plain_charts([*curves.schedule(run), *curves.speed(run)]),
-    ]
-    if not run.columns("time/"):
+    for title, drawn in (
+        ("Learning", curves.learning(run)),
+        ("Experts", curves.experts(run)),
+        ("Learning rate and speed", curves.speed(run)),
+        ("Memory", curves.memory(run)),
+    ):
+        if drawn:
+            switch = "log" if title == "Learning" else ""
+            body += [f"<h2>{title}</h2>", charts(drawn, switch=switch)]
+    if not any(name.startswith("time/") for name in run.timings):
         body.append(f'<p class="quiet">{escape(HOW_TO_SPLIT)}</p>')
-    if used := curves.memory(run):
-        body += ["<h2>Memory</h2>", plain_charts(used)]
-    body += [
-        *_samples(run),
-        *_starts(run),
-        *_configuration(run, changed(run.config, usual) - decided(path, usual)),
-        *_environment(run),
-    ]
+    body += [*_samples(run), *_starts(run), *_configuration(run), *_environment(run)]
     return masked(page(f"{run.name} · {run.config.get('task._target_') or 'run'}", body))
 
 
@@ -68,45 +63,31 @@ def _head(run: History, *, running: bool) -> Iterator[str]:
 
 
 def _tiles(run: History) -> str:
-    steps, _ = run.curve("step")
-    planned = run.summary.get("planned_steps") or _newest_start(run).get("planned_steps")
-    step = run.summary.get("global_step")
-    if not isinstance(step, int):
-        step = int(max(filter(math.isfinite, steps), default=0))
-    found = [
-        (
-            "optimizer step",
-            f"{step:,} of {planned:,}" if isinstance(planned, int) and planned else f"{step:,}",
-        )
-    ]
-    _, losses = run.curve("train/loss")
-    if losses:
-        found.append(("newest train/loss", number(losses[-1])))
+    summary, start = run.summary, _newest_start(run)
+    steps = max(filter(math.isfinite, run.curve("step")[0]), default=0)
+    step = summary.get("global_step")
+    step = number(step if isinstance(step, int) else int(steps))
+    planned = summary.get("planned_steps") or start.get("planned_steps")
+    found: dict[str, Any] = {"optimizer step": f"{step} of {number(planned)}" if planned else step}
+    if losses := run.curve("train/loss")[1]:
+        found["newest train/loss"] = losses[-1]
     monitor, mode = run.config.get("checkpoint.monitor"), run.config.get("checkpoint.mode")
     if scores := [score for score in run.curve(str(monitor))[1] if math.isfinite(score)]:
-        found.append((f"best {monitor}", number(max(scores) if mode == "max" else min(scores))))
-    final = run.summary.get("metrics")
+        found[f"best {monitor}"] = max(scores) if mode == "max" else min(scores)
+    final = summary.get("metrics")
     for name, value in (final if isinstance(final, dict) else {}).items():
-        if name.startswith("test/") and isinstance(value, int | float):
-            found.append((name, number(value)))
-    for key, name in (
-        ("tokens_per_second", "tokens per second"),
-        ("samples_per_second", "samples per second"),
-    ):
-        _, rates = run.curve(key)
-        if rates:
-            rate = run.summary.get(key)
-            median = sorted(rates)[len(rates) // 2]
-            found.append((name, f"{rate if isinstance(rate, int | float) else median:,.0f}"))
+        if name.startswith("test/"):
+            found[name] = value
+    for key in ("tokens_per_second", "samples_per_second"):
+        if rates := run.curve(key)[1]:
+            found[key.replace("_", " ")] = round(median(rates))
             break
-    if isinstance(seconds := run.summary.get("seconds"), int | float):
-        found.append(("newest start took", duration(seconds)))
-    if isinstance(
-        count := run.summary.get("parameters") or _newest_start(run).get("parameters"), int
-    ):
-        found.append(("parameters", f"{count:,}"))
-    found.append(("restarts", str(max(0, len(run.starts) - 1))))
-    return f'<div class="tiles">{"".join(tile(name, value) for name, value in found)}</div>'
+    if isinstance(seconds := summary.get("seconds"), int | float):
+        found["newest start took"] = duration(seconds)
+    found["parameters"] = summary.get("parameters") or start.get("parameters")
+    found["restarts"] = str(max(0, len(run.starts) - 1))
+    tiles = [tile(name, number(value)) for name, value in found.items() if value is not None]
+    return f'<div class="tiles">{"".join(tiles)}</div>'
 
 
 def _newest_start(run: History) -> dict[str, Any]:
@@ -197,9 +178,10 @@ def _starts(run: History) -> Iterator[str]:
     yield table(rows, ("started", "from step", "layout", "ranks", "precision", "machine"))
 
 
-def _configuration(run: History, differing: set[str]) -> Iterator[str]:
+def _configuration(run: History) -> Iterator[str]:
     if not run.config:
         return
+    differing = changed(run.config)
     yield "<h2>Configuration</h2>"
     count = f"{len(differing)} of {len(run.config)} keys"
     yield f'<p class="quiet">Bold: what differs from the defaults ({count}).</p>'

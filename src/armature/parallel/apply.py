@@ -39,7 +39,7 @@ from armature.parallel import mesh as meshes
 from armature.parallel.context import Positions
 from armature.parallel.gathered import Gathered
 from armature.parallel.gradients import local_part
-from armature.parallel.split import bubble_share
+from armature.parallel.split import Schedule, bubble_share
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Options:
     """
 
     seed: int
-    schedule: str
+    schedule: Schedule
     microbatches: int
     stages: list[int] | None
     sequence_parallel: bool
@@ -70,6 +70,7 @@ class Options:
     compile_mode: str = "default"
     float8: bool | str = False
     expert: int = 1
+    async_tensor: bool | str = False
 
 
 @dataclass
@@ -148,22 +149,37 @@ def parallelize(
         arguments = sharding_arguments(options)
         for holder in experts.find(model, plan.experts):
             experts.shard(holder, spread, loss_ranks=data_mesh.size(), **arguments)
-    # 3. tensor: matrices, the vocabulary and its loss
+    # 3. float8, which puts other Linears in place of a block's
+    repeated = repeated_blocks(model, plan)
+    blocks.convert_to_float8(repeated, float8=options.float8)
+    # 4. tensor: matrices, the vocabulary and its loss
+    local: dict[nn.Module, tensor.LocalWeights] = {}
     if tensor_axis is not None:
-        sequence_parallel = (
-            options.sequence_parallel and plan is not None and plan.sequence is not None
+        divides = options.sequence_parallel and plan is not None and plan.sequence is not None
+        local = tensor.shard_modules(
+            model, styles, mesh=tensor_axis, sequence_parallel=divides, blocks=repeated
         )
-        tensor.shard_modules(model, styles, mesh=tensor_axis, sequence_parallel=sequence_parallel)
+        if divides:
+            place = 0 if positions is None else positions.rank
+            for part in parts:
+                tensor.draw_apart(part, place * tensor_axis.size() + tensor_axis.get_local_rank())
         if "logits" in styles.values():
             unshard = tensor.shard_loss(model, mesh=tensor_axis)
             for part in parts:
                 part.__dict__["loss"] = model.loss
-    # 4. float8, 5. activation checkpointing, 6. compile
-    repeated = repeated_blocks(model, plan)
-    blocks.convert_to_float8(repeated, float8=options.float8)
+    # 5. activation checkpointing, 6. compile. Its weights are shown to compiled code from outside,
+    # but to a recomputation from inside
+    compiles = options.compile == "block"
+    if not compiles:
+        for block, weights in local.items():
+            weights.around(block)
     blocks.checkpoint_activations(repeated, mode=options.activation_checkpointing)
-    if options.compile == "block":
+    if compiles:
+        if tensor_axis is not None and tensor.overlaps(options.async_tensor, tensor_axis):
+            blocks.overlap_collectives()
         blocks.compile_forward(repeated, mode=options.compile_mode)
+        for block, weights in local.items():
+            weights.around(block)
     # 7. shard: units of blocks, and one unit for each end
     # FSDP2 moves offloaded weights to the GPU, of one rank as well
     if data_mesh.size() > 1 or options.cpu_offload:

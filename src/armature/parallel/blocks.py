@@ -97,6 +97,15 @@ def compile_forward(modules: Iterable[nn.Module], *, mode: str = "default") -> N
         module.forward = CompiledForward(module.forward, mode)
 
 
+def overlap_collectives() -> None:
+    """Let Inductor cut gathers, and sums of parts, into pieces that travel while others are
+    multiplied (https://discuss.pytorch.org/t/209487).
+    """
+    from torch._inductor import config
+
+    config._micro_pipeline_tp = True  # pyright: ignore[reportAttributeAccessIssue]
+
+
 class CompiledForward:
     """A compiled method. Its deep copies and pickles belong to their own module.
 

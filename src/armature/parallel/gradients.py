@@ -13,12 +13,11 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from itertools import groupby
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 # this rank's part of a tensor, and the number of different parts of that tensor
 Part = tuple[Tensor, int]
@@ -48,50 +47,10 @@ def local_gradients(parameters: Iterable[Tensor]) -> list[Part]:
     Sparse ones are coalesced for it.
     """
     graded = [param for param in parameters if param.grad is not None]
-    _reduce_partial(graded)
     for param in graded:
         if param.grad.is_sparse:  # pyright: ignore[reportOptionalMemberAccess]
             param.grad = param.grad.coalesce()  # pyright: ignore[reportOptionalMemberAccess]
     return local_parts(param.grad for param in graded)  # pyright: ignore[reportArgumentType]
-
-
-def _reduce_partial(params: Iterable[Tensor]) -> None:
-    """Add up the gradients that are sums over ranks, together: sequence parallelism leaves those of
-    norms so.
-    """
-    alike: dict[Any, list[Tensor]] = {}
-    for param in params:
-        grad = param.grad
-        if isinstance(grad, DTensor) and any(
-            placement.is_partial() for placement in grad.placements
-        ):
-            sums = tuple(
-                placement if placement.is_partial() else Replicate()
-                for placement in grad.placements
-            )
-            alike.setdefault((grad.device_mesh, sums, grad.dtype, grad.device), []).append(param)
-    for (mesh, sums, _, _), held in alike.items():
-        parts = [local_part(param.grad) for param in held]  # pyright: ignore[reportArgumentType]
-        flat = DTensor.from_local(
-            torch.cat([part.reshape(-1) for part in parts]), mesh, sums, run_check=False
-        )
-        flat = flat.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
-        for param, part, added in zip(
-            held, parts, flat.split([part.numel() for part in parts]), strict=True
-        ):
-            grad: Any = param.grad
-            reduced = [
-                Replicate() if placement.is_partial() else placement
-                for placement in grad.placements
-            ]
-            param.grad = DTensor.from_local(
-                added.view(part.shape),
-                mesh,
-                reduced,
-                run_check=False,
-                shape=grad.shape,
-                stride=grad.stride(),
-            )
 
 
 def _part_count(tensor: Tensor) -> int:
@@ -123,36 +82,6 @@ def total_norm(
     pieces = [piece for part in parts for piece in _pieces(*part)]
     total = _squares(pieces, ranks=ranks, sharded=sharded, device=device).sum()
     return (add_up(total) if sharded else total).sqrt()
-
-
-@torch.no_grad()
-def norms(
-    parts: Sequence[Part],
-    groups: Sequence[int],
-    *,
-    count: int,
-    ranks: int,
-    sharded: bool,
-    device: torch.device,
-) -> Tensor:
-    """Return the 2-norm of each group (0 to count - 1) of unsharded tensors and of all, the same on
-    every rank.
-
-    Returns:
-        (count + 1,) in fp32; the last one is the norm of all groups together.
-    """
-    pieces = [
-        (piece, group)
-        for part, group in zip(parts, groups, strict=True)
-        for piece in _pieces(*part)
-    ]
-    squares = torch.zeros(count, dtype=torch.float32, device=device)
-    index = _copy_of([group for _, group in pieces], dtype=torch.long, device=device)
-    added = _squares([piece for piece, _ in pieces], ranks=ranks, sharded=sharded, device=device)
-    squares.index_add_(0, index, added)
-    if sharded:
-        dist.all_reduce(squares)
-    return torch.cat([squares, squares.sum()[None]]).sqrt()
 
 
 def _squares(pieces: Sequence[Part], *, ranks: int, sharded: bool, device: torch.device) -> Tensor:

@@ -26,7 +26,7 @@ from armature.parallel import process_group, randomness
 from armature.parallel.context import Positions
 from armature.parallel.scheduled_loss import ScheduledLoss, without_gradients
 from armature.parallel.split import (
-    SCHEDULES,
+    Schedule,
     balance_blocks,
     evaluation_slot,
     stage_ownership_problems,
@@ -59,7 +59,7 @@ def split(
     *,
     rank: int,
     ranks: int,
-    schedule: str,
+    schedule: Schedule,
     block_counts: list[int] | None = None,
 ) -> Stages:
     """Delete what this rank does not hold from the model, and make a view of the model for each of
@@ -73,7 +73,7 @@ def split(
     if problems := stage_ownership_problems(model):
         raise ConfigError(problems)
     blocks: nn.ModuleDict = model.get_submodule(plan.blocks)  # pyright: ignore[reportAssignmentType]
-    names, count = list(blocks), ranks * SCHEDULES[schedule].stages_per_rank
+    names, count = list(blocks), ranks * schedule.stages_per_rank
     of_stages = blocks_of_stages(model, plan, count=count, block_counts=block_counts)
     held = {i: of_stages[i] for i in stages_of_rank(rank, ranks=ranks, schedule=schedule)}
     for name in names:
@@ -177,7 +177,7 @@ class Runner:
     stages: Stages
     group: dist.ProcessGroup
     device: torch.device
-    schedule: str
+    schedule: Schedule
     microbatches: int
     # all-gathers the last stage's outputs if the tensor axis shards them
     unshard_outputs: Callable[[Tensor], Tensor]
@@ -326,8 +326,8 @@ class Runner:
                 )
                 for part, index in zip(self.stages.parts, self.stages.indices, strict=True)
             ]
-            self.schedules[key] = SCHEDULE_CLASSES[self.schedule](
-                stages if SCHEDULES[self.schedule].stages_per_rank > 1 else stages[0],
+            self.schedules[key] = SCHEDULE_CLASSES[self.schedule.name](
+                stages if self.schedule.stages_per_rank > 1 else stages[0],
                 n_microbatches=self.microbatches, loss_fn=self._weighted_loss,
             )  # fmt: skip
         return self.schedules[key]

@@ -14,7 +14,7 @@ from armature.models.plan import Plan
 from armature.parallel import ties
 from armature.parallel.context import match
 from armature.parallel.pipeline import blocks_of_stages
-from armature.parallel.split import SCHEDULES, stage_ownership_problems, stages_of_rank
+from armature.parallel.split import Schedule, stage_ownership_problems, stages_of_rank
 from armature.parallel.tensor import adapter_problem, match_styles
 
 
@@ -143,8 +143,8 @@ def _idle_ranks(model: nn.Module, plan: Plan, layout: Layout) -> list[str]:
     """Return the ranks of the pipeline whose stages have no trained parameter: an optimizer needs
     one.
     """
-    ranks, schedule = layout.axes["pipe"], layout.options["schedule"]
-    count = ranks * SCHEDULES[schedule].stages_per_rank
+    ranks, schedule = layout.axes["pipe"], Schedule.of(layout.options)
+    count = ranks * schedule.stages_per_rank
     of_stages = blocks_of_stages(model, plan, count=count, block_counts=layout.options["stages"])
     trained = {
         _stage_part(name, plan) for name, param in model.named_parameters() if param.requires_grad

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import nn
 
 
 class Schedule(NamedTuple):
-    """How a schedule assigns stages to ranks."""
+    """A pipeline's schedule, and how it assigns stages to ranks."""
 
+    name: str
     stages_per_rank: int
     # the second stages run back along the ranks, so that the first rank holds the last stage too
-    v_shaped: bool
+    v_shaped: bool = False
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Schedule:
+        """Return the schedule that a strategy's options choose."""
+        chosen = SCHEDULES[options["schedule"]]
+        if chosen.name != INTERLEAVED:
+            return chosen
+        return chosen._replace(stages_per_rank=options["virtual_stages"])
 
 
+INTERLEAVED = "interleaved_1f1b"
 SCHEDULES = {
-    "gpipe": Schedule(1, v_shaped=False),
-    "1f1b": Schedule(1, v_shaped=False),
-    "interleaved_1f1b": Schedule(2, v_shaped=False),
-    "zero_bubble": Schedule(2, v_shaped=True),
+    "gpipe": Schedule("gpipe", 1),
+    "1f1b": Schedule("1f1b", 1),
+    INTERLEAVED: Schedule(INTERLEAVED, 2),
+    "zero_bubble": Schedule("zero_bubble", 2, v_shaped=True),
 }
 
 
@@ -67,32 +77,28 @@ def balance_blocks(
     return [end - start for start, end in pairwise(reversed(cuts))]
 
 
-def stages_of_rank(rank: int, *, ranks: int, schedule: str) -> list[int]:
+def stages_of_rank(rank: int, *, ranks: int, schedule: Schedule) -> list[int]:
     """Return the indices of the stages that a rank of the pipeline axis holds, in the order of the
     model.
     """
-    stages_per_rank, v_shaped = SCHEDULES[schedule]
-    return (
-        [rank, 2 * ranks - 1 - rank]
-        if v_shaped
-        else [rank + ranks * i for i in range(stages_per_rank)]
-    )
+    if schedule.v_shaped:
+        return [rank, 2 * ranks - 1 - rank]
+    return [rank + ranks * i for i in range(schedule.stages_per_rank)]
 
 
-def evaluation_slot(stage: int, micro_batch: int, *, ranks: int, schedule: str) -> int:
+def evaluation_slot(stage: int, micro_batch: int, *, ranks: int, schedule: Schedule) -> int:
     """Return when a stage computes a micro-batch of an evaluation, as a position in an order that
     all ranks share.
 
     A stage follows the one before it by exactly one slot, and no rank has two units of work in one
     slot. Interleaved stages take as many micro-batches in turn as there are ranks.
     """
-    stages_per_rank, v_shaped = SCHEDULES[schedule]
-    if v_shaped:
+    if schedule.v_shaped:
         # a rank's two stages differ by an odd number, so one works in even slots and the other one
         # in odd
         return stage + 2 * micro_batch
     rounds, place = divmod(micro_batch, ranks)
-    return stage + rounds * ranks * stages_per_rank + place
+    return stage + rounds * ranks * schedule.stages_per_rank + place
 
 
 def stage_ownership_problems(model: nn.Module) -> list[str]:
@@ -108,7 +114,7 @@ def stage_ownership_problems(model: nn.Module) -> list[str]:
     return [problem] if names else []
 
 
-def bubble_share(schedule: str, *, ranks: int, microbatches: int) -> float:
+def bubble_share(schedule: Schedule, *, ranks: int, microbatches: int) -> float:
     """Return the share of a step in which a rank is idle, if forward takes 1, backward 2 and
     communication no time.
 
@@ -117,24 +123,24 @@ def bubble_share(schedule: str, *, ranks: int, microbatches: int) -> float:
     zero-bubble schedule has no idle time with 2p - 1 micro-batches or more (arXiv:2401.10241); with
     fewer, each missing micro-batch costs one slot.
     """
-    if schedule == "zero_bubble":
+    if schedule.name == "zero_bubble":
         missing = max(0, 2 * ranks - 1 - microbatches)
         return missing / (missing + microbatches)
-    idle = (ranks - 1) / SCHEDULES[schedule].stages_per_rank
+    idle = (ranks - 1) / schedule.stages_per_rank
     return idle / (microbatches + idle)
 
 
-def pieces_in_flight(schedule: str, *, rank: int, ranks: int, microbatches: int) -> float:
+def pieces_in_flight(schedule: Schedule, *, rank: int, ranks: int, microbatches: int) -> float:
     """Return how many micro-batches' activations a rank holds at once; half of one is that of one
     of two stages.
 
     GPipe holds all. 1F1B runs as many forwards ahead as ranks follow; interleaved stages twice as
     many and one round (arXiv:2104.04473, section 2.2). For zero_bubble it is the least.
     """
-    stages = SCHEDULES[schedule].stages_per_rank
-    if schedule == "gpipe":
+    stages = schedule.stages_per_rank
+    if schedule.name == "gpipe":
         return microbatches
-    if schedule == "interleaved_1f1b":
+    if schedule.name == INTERLEAVED:
         return (
             min((stages - 1) * ranks + 2 * (ranks - 1 - rank) + 1, stages * microbatches) / stages
         )

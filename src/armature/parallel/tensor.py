@@ -1,6 +1,8 @@
 """The tensor axis: a model's matrices are sharded over ranks, as its plan says.
 
-Exact, including the vocabulary's loss.
+Weights are DTensors, so that checkpoints, optimizers and norms know what they are a part of. While
+a block computes, its modules see this rank's parts as plain tensors, and hooks around the modules
+exchange activations: a block takes little more host time than on one device, and compiles as there.
 
 Activations between blocks are (B, T, D): batch, positions, width. With sequence parallelism each
 rank holds a part of the positions (dim 1) there, otherwise each rank holds all of them.
@@ -8,171 +10,231 @@ rank holds a part of the positions (dim 1) there, otherwise each rank holds all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import (
-    DTensor,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
-from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from typing_extensions import override
 
 from armature.errors import ConfigError
-from armature.finetune.nf4 import PARTS, Nf4Linear
-from armature.models.adapters import ADAPTERS
+from armature.models.adapters import is_adapter
 from armature.models.autocast import to_compute_dtype
 from armature.models.loss import VocabularyShard
 from armature.models.plan import Plan
-from armature.parallel import ties
+from armature.parallel import randomness, ties
+from armature.parallel.functional import Ranks
+
+POSITIONS, FEATURES = 1, -1  # dims of activations
+_COLUMNS, _ROWS = ("column", "column_gathered"), ("row", "row_of_whole")  # styles of Linears
 
 
-def gathered(x: Tensor, device_mesh: DeviceMesh, layout: Shard | Replicate) -> DTensor:
-    """Return all of x, a DTensor or this rank's part under `layout`, in the type in which it is
-    computed with.
+# ---------------------------------------------------------------- weights
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """A parameter of a module, and what of it a rank computes with.
+
+    Attributes:
+        summed: each rank computes a summand of the gradient of its part.
+        first_only: ranks other than the first see zeros: their outputs are added up.
     """
-    x = to_compute_dtype(x)  # the matrix products that follow would, after the gather
-    if not isinstance(x, DTensor):
-        x = DTensor.from_local(x, device_mesh, [layout], run_check=False)
-    return x.redistribute(placements=[Replicate()])
+
+    owner: nn.Module
+    name: str
+    placement: Placement
+    summed: bool = False
+    first_only: bool = False
 
 
-class GatherInput(ParallelStyle):
-    """All-gathers a module's first input once, for all the column-sharded Linears inside."""
+class LocalWeights:
+    """Shows weights as plain tensors, this rank's parts, while a module computes."""
 
-    def __init__(self, layout: Shard | Replicate) -> None:
-        self.layout = layout
+    def __init__(self, mesh: DeviceMesh, weights: list[Weight]) -> None:
+        self.mesh, self.ranks, self.weights = mesh, Ranks.of(mesh), weights
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (gathered(args[0], device_mesh, self.layout), *args[1:])
+    def show(self, *_: Any) -> None:
+        # FSDP puts others there while they are gathered
+        params = [weight.owner._parameters[weight.name] for weight in self.weights]
+        for weight, part in zip(self.weights, _Parts.apply(self, *params), strict=True):
+            weight.owner.__dict__[weight.name] = part
 
-        module.register_forward_pre_hook(gather)
-        return module
+    def hide(self, *_: Any) -> None:
+        for weight in self.weights:
+            weight.owner.__dict__.pop(weight.name, None)
+
+    def around(self, module: nn.Module) -> None:
+        """Show them inside of the module's forward, so that a recomputation finds them, too."""
+        forward = module.forward
+
+        @wraps(forward)
+        def with_parts(*args: Any, **kwargs: Any) -> Any:
+            self.show()
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self.hide()
+
+        module.forward = with_parts
+
+    def hook(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(self.show)
+        module.register_forward_hook(self.hide, always_call=True)
 
 
-class ReplicatedParameters(ParallelStyle):
-    """Every rank holds all of a module's own parameters, and computes with them as a single process
-    does.
+class _Parts(torch.autograd.Function):
+    """This rank's parts of DTensors. Their gradients become DTensors with the same placements."""
 
-    The parameters become DTensors like all others, since an optimizer cannot step both kinds in one
-    call. In forward the module sees plain tensors.
+    @staticmethod
+    @override
+    def forward(ctx: Any, local: LocalWeights, *params: DTensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.set_materialize_grads(False)
+        ctx.local, ctx.shapes = local, [(param.shape, param.stride()) for param in params]
+        parts = [
+            torch.zeros_like(param.to_local())
+            if weight.first_only and local.ranks.rank
+            else param.to_local().detach()
+            for weight, param in zip(local.weights, params, strict=True)
+        ]
+        needed = ctx.needs_input_grad[1:]
+        ctx.mark_non_differentiable(*(p for p, n in zip(parts, needed, strict=True) if not n))
+        return tuple(parts)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        local, found = ctx.local, [*grads]
+        alike: dict[torch.dtype, list[int]] = {}
+        for i, (weight, grad) in enumerate(zip(local.weights, found, strict=True)):
+            if grad is not None and weight.summed:
+                alike.setdefault(grad.dtype, []).append(i)
+                if weight.first_only and local.ranks.rank:
+                    found[i] = torch.zeros_like(grad)
+        for places in alike.values():
+            summands: list[Any] = [found[i] for i in places]
+            total = local.ranks.sum(torch.cat([each.reshape(-1) for each in summands]))
+            lengths = [each.numel() for each in summands]
+            for i, grad in zip(places, total.split(lengths), strict=True):
+                found[i] = grad.view_as(found[i])
+        whole = [
+            grad
+            if grad is None
+            else DTensor.from_local(
+                grad, local.mesh, [weight.placement], run_check=False, shape=shape, stride=stride
+            )
+            for weight, grad, (shape, stride) in zip(local.weights, found, ctx.shapes, strict=True)
+        ]
+        return None, *whole
+
+
+def _weight(owner: nn.Module, name: str, style: str | None, *, sequence_parallel: bool) -> Weight:
+    """Return what a rank has of a parameter, by its name and its module's style.
+
+    Of a row-sharded Linear's adapter (`finetune.lora`) the ranks' A are parts and B is whole; of
+    its 4 bits (`finetune.nf4`) `row` is that of whole rows.
+    """
+    if style in _COLUMNS:
+        return Weight(owner, name, Replicate() if (a := name == "lora_A") else Shard(0), summed=a)
+    if style in _ROWS:
+        if name in ("bias", "lora_B", "row"):
+            return Weight(owner, name, Replicate(), summed=True, first_only=name == "bias")
+        return Weight(owner, name, Shard(1))
+    if style in ("vocabulary", "logits"):
+        return Weight(owner, name, Shard(0))
+    summed = style == "heads" or (style == "sequence" and sequence_parallel)
+    return Weight(owner, name, Replicate(), summed=summed)
+
+
+def adapter_problem(style: str) -> str | None:
+    """Return why a Linear of this tensor style takes no adapter, or None."""
+    if style in (*_COLUMNS, *_ROWS):
+        return None
+    return (
+        f"task.adapter: a Linear whose tensor style is {style!r} takes no adapter under a tensor "
+        "axis. Leave it out of task.adapter.targets, or type strategy=fsdp."
+    )
+
+
+# ---------------------------------------------------------------- activations
+class Exchange:
+    """What ranks exchange before and after modules.
 
     Args:
-        gradient: Replicate if every rank computes the whole gradient, Partial if each adds a part
-            of it.
+        sequence_parallel: between blocks each rank holds a part of the positions.
     """
 
-    def __init__(self, gradient: Replicate | Partial | None = None) -> None:
-        self.gradient = gradient
+    def __init__(self, ranks: Ranks, *, sequence_parallel: bool) -> None:
+        self.ranks, self.sequence_parallel = ranks, sequence_parallel
+        # the same functions for all modules: else each block would compile code of its own
+        self._whole, self._each = _before(self.from_between_blocks), _before(ranks.to_each)
+        self._own = _before(partial(ranks.to_own, dim=FEATURES))
+        self._sum = _after(self.to_between_blocks)
+        self._all = _after(partial(ranks.to_all, dim=FEATURES))
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        compute_with_parts(module, device_mesh, Replicate(), gradient=self.gradient)
-        return module
+    def add_to(self, module: nn.Module, style: str | None, *, gathered: bool) -> None:
+        """Add the exchanges of a style to a module.
 
+        Args:
+            gathered: a module around it has gathered its input.
+        """
+        if style in ("gather", "logits"):
+            module.register_forward_pre_hook(self._whole)
+        elif style in _COLUMNS and not gathered:
+            module.register_forward_pre_hook(self._each)
+        elif style == "row_of_whole":
+            module.register_forward_pre_hook(self._own)
+        if style in _ROWS:
+            module.register_forward_hook(self._sum)
+        elif style == "column_gathered":
+            module.register_forward_hook(self._all)
+        elif style == "vocabulary":
+            module.forward = partial(self.look_up, module.forward, module)
 
-class Logits(ColwiseParallel):
-    """Shards the classes.
-
-    A head that computes its loss from its own part of the classes is called with all positions.
-
-    It says so by an attribute `vocabulary` (`models.decoder.loss.Head`).
-    """
-
-    def __init__(self, layout: Shard | Replicate) -> None:
-        super().__init__(input_layouts=layout, output_layouts=Shard(-1))
-        self.layout = layout
-
-    @override
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not hasattr(module, "vocabulary"):
-            return super()._apply(module, device_mesh)
-        group, size = device_mesh.get_group(), module.weight.shape[0]  # pyright: ignore[reportIndexIssue]
-        module.vocabulary = VocabularyShard(  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
-            start=device_mesh.get_local_rank() * (size // device_mesh.size()),  # pyright: ignore[reportArgumentType]
-            size=size,  # pyright: ignore[reportArgumentType]
-            all_max=partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=group),
-            all_sum=partial(dist.all_reduce, group=group),
+    def from_between_blocks(self, x: Tensor) -> Tensor:
+        """Return all positions of x, in the type in which the matrix products that follow take
+        it.
+        """
+        x = to_compute_dtype(x)
+        return (
+            self.ranks.to_whole(x, POSITIONS) if self.sequence_parallel else self.ranks.to_each(x)
         )
 
-        def gather(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            x = gathered(args[0], device_mesh, self.layout)
-            return (x.to_local(grad_placements=[Partial()]), *args[1:])
+    def to_between_blocks(self, x: Tensor) -> Tensor:
+        """Add up the ranks' summands, and keep what a rank holds between blocks."""
+        if not self.sequence_parallel:
+            return self.ranks.to_sum(x)
+        if x.shape[POSITIONS] % self.ranks.size:
+            raise ConfigError(
+                f"strategy.tensor={self.ranks.size} does not divide the {x.shape[POSITIONS]} "
+                f"positions (dim {POSITIONS}) of a batch. Type another length, or "
+                "strategy.sequence_parallel=false."
+            )
+        return self.ranks.to_parts(x, POSITIONS)
 
-        module.register_forward_pre_hook(gather)
-        compute_with_parts(module, device_mesh, Shard(0))
-        return module
-
-
-def compute_with_parts(
-    module: nn.Module,
-    device_mesh: DeviceMesh,
-    placement: Placement,
-    *,
-    gradient: Placement | None = None,
-) -> None:
-    """Distribute a module's own parameters as DTensors, and let its forward see this rank's parts
-    as plain tensors.
-
-    Their gradients have `gradient`, by default the same placement.
-    """
-    params = {name: param for name, param in module._parameters.items() if param is not None}
-    names = list(params)
-    for name, param in params.items():
-        distributed = distribute_tensor(param, device_mesh, [placement], src_data_rank=None)
-        module._parameters[name] = nn.Parameter(distributed, requires_grad=param.requires_grad)
-    replaced: list[dict[str, nn.Parameter]] = []
-
-    def show_plain_tensors(_: nn.Module, args: tuple[Any, ...]) -> None:
-        replaced.append({name: module._parameters.pop(name) for name in names})  # pyright: ignore[reportArgumentType]
-        for name, param in replaced[-1].items():
-            module.__dict__[name] = param.to_local(grad_placements=[gradient or placement])  # pyright: ignore[reportAttributeAccessIssue]
-
-    def restore_parameters(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        for name, param in replaced.pop().items():
-            del module.__dict__[name]
-            module._parameters[name] = param
-
-    module.register_forward_pre_hook(show_plain_tensors)
-    module.register_forward_hook(restore_parameters, always_call=True)
+    def look_up(self, forward: Callable[[Tensor], Tensor], embedding: Any, ids: Tensor) -> Tensor:
+        """Return the rows of ids: each rank looks up those that it has."""
+        rows = embedding.weight.shape[0]
+        ids = ids - rows * self.ranks.rank
+        elsewhere = (ids < 0) | (ids >= rows)
+        found = forward(ids.masked_fill(elsewhere, 0))
+        return self.to_between_blocks(found.masked_fill_(elsewhere.unsqueeze(-1), 0.0))
 
 
-def torch_styles(*, sequence_parallel: bool) -> dict[str, ParallelStyle]:
-    """Return torch's style for each name in `models.plan.TENSOR_STYLES`."""
-    between_blocks = Shard(1) if sequence_parallel else Replicate()
-    return {
-        "column": ColwiseParallel(),
-        "row": RowwiseParallel(output_layouts=between_blocks),
-        "column_gathered": ColwiseParallel(output_layouts=Replicate()),
-        "row_of_whole": RowwiseParallel(input_layouts=Replicate(), output_layouts=between_blocks),
-        "vocabulary": RowwiseParallel(input_layouts=Replicate(), output_layouts=between_blocks),
-        "logits": Logits(between_blocks),
-        "sequence": SequenceParallel(use_local_output=True)
-        if sequence_parallel
-        else ReplicatedParameters(),
-        "heads": ReplicatedParameters(Partial()),
-        "gather": GatherInput(between_blocks),
-    }
+def _before(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    return lambda _, args: (change(args[0]), *args[1:])
 
 
+def _after(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    return lambda _, args, output: change(output)
+
+
+# ---------------------------------------------------------------- models
 def match_styles(model: nn.Module, plan: Plan) -> dict[str, str]:
     """Return the tensor style of each module that a pattern of the plan names; the last matching
     pattern wins.
@@ -193,84 +255,91 @@ def match_styles(model: nn.Module, plan: Plan) -> dict[str, str]:
 
 
 def shard_modules(
-    model: nn.Module, styles: dict[str, str], *, mesh: DeviceMesh, sequence_parallel: bool
-) -> None:
-    """Shard the modules that this rank holds, and replicate every parameter that no style names."""
-    tied, by_name = ties.find(model), torch_styles(sequence_parallel=sequence_parallel)
-    frozen = {
-        name
-        for name, param in model.named_parameters(remove_duplicate=False)
-        if not param.requires_grad
-    }
-    for name, module in model.named_modules():
-        if name in styles:
-            adapters = {
-                each: module._parameters.pop(each)
-                for each in ADAPTERS
-                if each in module._parameters
-            }
-            with (
-                divided_as_weight(module, mesh) if isinstance(module, Nf4Linear) else nullcontext()
-            ):
-                parallelize_module(module, mesh, by_name[styles[name]], src_data_rank=None)
-            divide_adapter(module, adapters, mesh=mesh, style=styles[name])
-        own = list(module.parameters(recurse=False))
-        if own and not any(isinstance(param, DTensor) for param in own):
-            parallelize_module(module, mesh, ReplicatedParameters())
+    model: nn.Module,
+    styles: dict[str, str],
+    *,
+    mesh: DeviceMesh,
+    sequence_parallel: bool,
+    blocks: Iterable[nn.Module],
+) -> dict[nn.Module, LocalWeights]:
+    """Shard the modules that this rank holds, and replicate every parameter that no style names.
+
+    Returns:
+        What shows the weights of each of the `blocks`, for the caller to put around it. All other
+        modules are ready.
+    """
+    tied, exchange = ties.find(model), Exchange(Ranks.of(mesh), sequence_parallel=sequence_parallel)
+    scopes = {inner: block for block in blocks for inner in block.modules()}
+    shown: dict[nn.Module, list[Weight]] = {}
+    for name, module in [*model.named_modules()]:
+        above = [styles.get(name[:end]) for end, letter in enumerate(name) if letter == "."]
+        style = styles.get(name)
+        exchange.add_to(module, style, gathered="gather" in above)
+        if style is None and above and above[-1] in ("sequence", "heads"):
+            style = above[-1]  # a norm inside a module of its own
+        own = {key: param for key, param in module._parameters.items() if param is not None}
+        if any(isinstance(param, DTensor) for param in own.values()):
+            continue  # experts, which have ranks of their own
+        weights = [_weight(module, key, style, sequence_parallel=sequence_parallel) for key in own]
+        for weight in weights:
+            param = own[weight.name]
+            if is_adapter(weight.name) and style and (problem := adapter_problem(style)):
+                raise ConfigError(problem)
+            part = distribute_tensor(param, mesh, [weight.placement], src_data_rank=None)
+            module._parameters[weight.name] = nn.Parameter(part, requires_grad=param.requires_grad)
+        # such a module is gathered by itself
+        alone = getattr(module, "full_precision", False)
+        shown.setdefault(module if alone else scopes.get(module, module), []).extend(weights)
+        if style == "logits" and hasattr(module, "vocabulary"):
+            module.vocabulary = _vocabulary(mesh, weights[0])  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
     ties.restore(model, tied)
-    for name, param in model.named_parameters(remove_duplicate=False):
-        # torch's SequenceParallel makes new parameters, which are trained
-        param.requires_grad_(name not in frozen)
+    found = {module: LocalWeights(mesh, weights) for module, weights in shown.items() if weights}
+    of_blocks = {module: local for module, local in found.items() if scopes.get(module) is module}
+    for module, local in found.items():
+        if module not in of_blocks:
+            local.hook(module)
+    return of_blocks
 
 
-_COLUMNS, _ROWS = ("column", "column_gathered"), ("row", "row_of_whole")  # styles of Linears
+def _vocabulary(mesh: DeviceMesh, weight: Weight) -> VocabularyShard:
+    """Return what a head needs to know that computes its loss from its own part of the classes.
 
-
-def adapter_problem(style: str) -> str | None:
-    """Return why a Linear of this tensor style takes no adapter, or None."""
-    if style in (*_COLUMNS, *_ROWS):
-        return None
-    return (
-        f"task.adapter: a Linear whose tensor style is {style!r} takes no adapter under a tensor "
-        "axis. Leave it out of "
-        "task.adapter.targets, or type strategy=fsdp."
+    It says that it does by an attribute `vocabulary` (`models.decoder.loss.Head`).
+    """
+    group, size = mesh.get_group(), weight.owner._parameters[weight.name].shape[0]  # pyright: ignore[reportOptionalMemberAccess]
+    return VocabularyShard(
+        start=mesh.get_local_rank() * (size // mesh.size()),
+        size=size,
+        all_max=partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=group),
+        all_sum=partial(dist.all_reduce, group=group),
     )
 
 
-@contextmanager
-def divided_as_weight(module: Nf4Linear, mesh: DeviceMesh) -> Iterator[None]:
-    """Divide a matrix of 4 bits as the style within the context divides a parameter `weight`, which
-    it lacks.
+def overlaps(asked: bool | str, mesh: DeviceMesh) -> bool:
+    """Return whether collectives are overlapped with matrix products; auto: if all ranks are GPUs
+    of this machine that read each other's memory.
     """
-    parts = {name: module._parameters.pop(name) for name in PARTS}
-    stand_in = torch.empty(module.out_features, module.in_features, device="meta")
-    module.register_parameter("weight", nn.Parameter(stand_in, requires_grad=False))
-    yield
-    weight: Any = module._parameters.pop("weight")
-    for name, part in parts.items():
-        assert part is not None
-        columns = weight.placements == (Shard(1),)
-        placements = [Replicate()] if columns and name == "row" else weight.placements
-        distributed = distribute_tensor(part, mesh, placements, src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(distributed, requires_grad=False))
+    if asked != "auto":
+        return bool(asked)
+    ranks, local = mesh.mesh.flatten().tolist(), torch.cuda.device_count()
+    if mesh.device_type != "cuda" or len({rank // local for rank in ranks}) > 1:
+        return False
+    here = torch.cuda.current_device()
+    others = {rank % local for rank in ranks} - {here}
+    return all(torch.cuda.can_device_access_peer(here, other) for other in others)
 
 
-def divide_adapter(
-    module: nn.Module, adapters: dict[str, nn.Parameter | None], *, mesh: DeviceMesh, style: str
-) -> None:
-    """Distribute an adapter (`finetune.lora`) as its matrix: of a column-sharded one the rows of B
-    and of the magnitudes, of a row-sharded one A's columns. The rest is whole on every rank.
-    """
-    of_rows: dict[str, Placement] = {"lora_B": Shard(0)}
-    placements = of_rows if style in _COLUMNS else {"lora_A": Shard(1)}
-    for name, param in adapters.items():
-        assert param is not None
-        if (problem := adapter_problem(style)) is not None:
-            raise ConfigError(problem)
-        distributed = distribute_tensor(
-            param, mesh, [placements.get(name, Replicate())], src_data_rank=None
-        )
-        module._parameters[name] = nn.Parameter(distributed, requires_grad=param.requires_grad)
+def draw_apart(model: nn.Module, place: int) -> None:
+    """Let ranks that hold different positions drop different ones while the model trains."""
+    running: list[ExitStack] = []
+
+    def begin(*_: Any) -> None:
+        running.append(ExitStack())
+        if model.training:
+            running[-1].enter_context(randomness.own_draws(place))
+
+    model.register_forward_pre_hook(begin)
+    model.register_forward_hook(lambda *_: running.pop().close(), always_call=True)
 
 
 # slots: functools.wraps copies a __dict__, and with it whose loss this is

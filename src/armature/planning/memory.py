@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from armature.parallel.split import SCHEDULES
 from armature.planning import activations
 from armature.planning.setup import Setup
 
@@ -238,7 +237,7 @@ def _moments(
     )  # buckets; a flat buffer
     gathered, unit_gradients = _gathered(setup, part)
     # all of the schedule's losses are computed before its backward
-    late = setup.schedule == "gpipe" and pipe > 1
+    late = setup.schedule.name == "gpipe" and pipe > 1
     if pipe > 1:
         # a schedule's gradients lie beside those before: Lightning's zero_grad comes after
         # training_step
@@ -387,7 +386,7 @@ def _loss(setup: Setup, part: Part, piece: float) -> tuple[float, float]:
     positions, matrix = piece * cost.losses / setup.axes["context"], cost.head_matrices / tensor
     logits = positions * cost.classes / tensor
     # as `Runner` computes it
-    of_outputs = SCHEDULES[setup.schedule].stages_per_rank > 1 or setup.axes["context"] > 1
+    of_outputs = setup.schedule.stages_per_rank > 1 or setup.axes["context"] > 1
     if not cost.chunked_loss or (setup.axes["pipe"] > 1 and of_outputs):
         return (8 + c) * logits, LOGIT_BYTES * logits + c * matrix
     chunk = min(logits, CHUNK["cpu" if setup.on_cpu else "gpu"])

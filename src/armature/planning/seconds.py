@@ -275,10 +275,9 @@ def _pipeline(setup: Setup, device: Device) -> float:
     pipe = setup.axes["pipe"]
     if pipe == 1:
         return 0.0
-    stages_per_rank, v_shaped = split.SCHEDULES[setup.schedule]
-    sent = 2 * stages_per_rank
+    sent = 2 * setup.schedule.stages_per_rank
     if pipe == 2:  # neither rank has a neighbor on both sides
-        sent -= 2 if v_shaped else 1
+        sent -= 2 if setup.schedule.v_shaped else 1
     shared = (setup.axes["tensor"] if setup.sequence_parallel else 1) * setup.axes["context"]
     elements = setup.micro * setup.accumulate * setup.cost.positions * setup.cost.width / shared
     return (

@@ -19,7 +19,7 @@ from armature.layout import Layout
 from armature.models.cost import Cost
 from armature.models.plan import module_beside
 from armature.parallel.mesh import AXES, GATHERED_IN, shards_sequence
-from armature.parallel.split import SCHEDULES, balance_blocks, stages_of_rank
+from armature.parallel.split import SCHEDULES, Schedule, balance_blocks, stages_of_rank
 from armature.validation import signatures
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class Setup:
     other_state: int = ADAM_BYTES
     reshard: bool = True
     sequence_parallel: bool = True
-    schedule: str = "1f1b"
+    schedule: Schedule = SCHEDULES["1f1b"]
     microbatches: int = 4
     min_unit: int = 8_000_000
     stage: int = 0
@@ -153,7 +153,7 @@ class Setup:
     @property
     def blocks_by_stage(self) -> Sequence[int]:
         """Blocks of each pipeline stage, balanced as the pipeline balances them."""
-        return _balanced(self.cost, self.axes["pipe"] * SCHEDULES[self.schedule].stages_per_rank)
+        return _balanced(self.cost, self.axes["pipe"] * self.schedule.stages_per_rank)
 
     @property
     def blocks_by_rank(self) -> Sequence[int]:
@@ -248,7 +248,7 @@ def setup_of(cfg: DictConfig, layout: Layout) -> Setup | None:
         other_state=other_state,
         reshard=pipe == 1 if reshard is None else reshard,
         sequence_parallel=sequence,
-        schedule=options.get("schedule", "1f1b"),
+        schedule=Schedule.of(options) if "schedule" in options else SCHEDULES["1f1b"],
         microbatches=options.get("microbatches", 4),
         min_unit=options.get("min_num_params", 8_000_000),
         stage=options.get("stage", 0),

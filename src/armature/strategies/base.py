@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -34,7 +34,6 @@ from armature.parallel.distributed_matrices import DistributedMatrices
 from armature.parallel.gathered import Gathered
 from armature.parallel.targets import TargetWeights
 from armature.strategies import metric_objects
-from armature.strategies.buckets import BucketOrder
 from armature.strategies.checkpoints import CheckpointMixin
 from armature.strategies.gradients import GradientMixin
 
@@ -99,11 +98,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         self.imported: dict[str, set[str]] = {}
         self.cluster_environment = process_group.RankEnvironment()
         self.grad_norm, self.target_weights, self.steps_made = None, TargetWeights(), Counter()
-        self.random_state, self.bucket_order, self._extra_state = (
-            randomness.RankRandomState(),
-            BucketOrder(),
-            {},
-        )
+        self.random_state, self._extra_state = randomness.RankRandomState(), {}
         self.first_flags, self.first_sizes = {}, {}
 
     @classmethod
@@ -183,16 +178,6 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
     def build_once(self) -> None:
         if getattr(self.module, "_armature_built", False):
             return
-        if lazy := [
-            name for name, param in self.module.named_parameters() if nn.parameter.is_lazy(param)
-        ]:
-            raise ConfigError(
-                f"{type(self.module).__name__}: {', '.join(lazy[:3])} take their shape from the "
-                "first batch "
-                "(LazyLinear and its like), but optimizers and checkpoints need it before. Pass "
-                "one batch through the "
-                "model at the end of __init__ or configure_model."
-            )
         models = models_of(self.module)
         self.imported = {name: self._names_to_import(name, model) for name, model in models}
         params = dict(self.module.named_parameters(remove_duplicate=False))
@@ -308,12 +293,6 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
     def replicated_weights(self) -> dict[str, nn.Parameter]:
         """Return the weights by name of which every rank has the whole."""
         return dict(self.module.named_parameters())
-
-    def names_of_all_ranks(self, names: Iterable[str]) -> list[str]:
-        """Return the names that any rank has, each once, sorted. Called by all ranks."""
-        return sorted(
-            {name for of_rank in process_group.all_gather_object([*names]) for name in of_rank}
-        )
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -17,7 +17,6 @@ from typing_extensions import override
 from armature.checkpoint import (
     directory,
     lightning_file,
-    of_ranks,
     optimizers,
     plain,
     resume,
@@ -31,7 +30,6 @@ from armature.finetune import base
 from armature.models.adapters import is_adapter
 from armature.parallel import dtensors, process_group
 from armature.parallel.randomness import RankRandomState
-from armature.strategies.buckets import BucketOrder
 from armature.strategies.layout import LayoutMixin
 from armature.training import epoch_start
 from armature.training.progress import completed_batches
@@ -45,14 +43,6 @@ class SavedOptimizer(dict[str, Any]):
     parameter groups.
     """
 
-    def __missing__(self, key: str) -> Any:
-        raise KeyError(
-            f"{key}: an optimizer's state is loaded by parameter names after on_load_checkpoint, "
-            "part by part. Remove "
-            "entries of checkpoint['optimizer_states'] to begin with a new state, or put a "
-            "state_dict() in their place."
-        )
-
 
 class CheckpointMixin(LayoutMixin):
     """Checkpoints that every layout can read.
@@ -63,8 +53,6 @@ class CheckpointMixin(LayoutMixin):
     Attributes:
         random_state: this rank's random state of the loaded checkpoint, which training restores
             before its first draw.
-        bucket_order: of the gradients that DDP reduces; other strategies keep that of the
-            checkpoint.
         first_flags: `state.flags` of the module when it was set up.
         first_sizes: sizes of the module's buffers when it was built.
         built_groups: the settings of each optimizer's groups when it was set up.
@@ -83,7 +71,6 @@ class CheckpointMixin(LayoutMixin):
 
     seed: int
     random_state: RankRandomState
-    bucket_order: BucketOrder
     first_flags: dict[str, bool]
     first_sizes: state.Sizes
     built_groups: Sequence[list[dict[str, Any]]] = ()
@@ -182,7 +169,7 @@ class CheckpointMixin(LayoutMixin):
         left_out = self.unchanged_base()
         tensors = {name: value for name, value in tensors.items() if name not in left_out}
         tensors |= self.extra_tensors() | self._optimizer_tensors(checkpoint)
-        meta |= self._entries(checkpoint, meta)
+        meta |= self._entries(checkpoint)
         entries = {"step": completed_batches(self.module.trainer), "strategy": self.layout}
         entries |= {base.KEY: dict(self.base)} if self.base and self.frozen_base else {}
         (storage_options or CheckpointWriter()).save(path, tensors, meta, entries=entries)
@@ -207,21 +194,17 @@ class CheckpointMixin(LayoutMixin):
             found |= saved.get("tensors", {})
         return found
 
-    def _entries(self, checkpoint: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
+    def _entries(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return our entries of meta.pt on rank 0, which writes it, and nothing elsewhere: what all
-        ranks know of the modules that they have, and what their hooks save otherwise than rank 0's.
+        ranks know of the modules that they have.
         """
         saved, flags = checkpoint.get(state.OPTIMIZER, ()), state.flags(self.module)
-        callbacks = self.module.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        own = of_ranks.entries(meta, callbacks) if self.world_size > 1 else {}
-        first = process_group.broadcast_object(of_ranks.digests(own))
         everyones = process_group.gather_object(
             {
                 "flags": {k: v for k, v in flags.items() if self.first_flags.get(k, v) != v},
                 "resized": state.resized_buffers(self.module, self.first_sizes),
                 "groups": [each.get("groups", []) for each in saved],
                 "random": self.random_state.current(),
-                "other": of_ranks.differing(own, first),
             }
         )
         if not everyones:
@@ -232,15 +215,12 @@ class CheckpointMixin(LayoutMixin):
             if "whole" in each
         }
         groups = zip(*(facts["groups"] for facts in everyones), strict=True)
-        others = [facts["other"] for facts in everyones]
         return {
             state.GROUPS: [optimizers.merge_groups([*each]) for each in groups],
             optimizers.CLASSES: [*map(optimizers.class_of, self.inner_optimizers())],
             state.RANDOM: {"layout": self.layout, "ranks": [each["random"] for each in everyones]},
             state.FLAGS: {k: v for facts in everyones for k, v in facts["flags"].items()},
-            state.BUCKETS: [*self.bucket_order.names],
             state.RESIZED: sorted({name for facts in everyones for name in facts["resized"]}),
-            **({of_ranks.KEY: {"layout": self.layout, "ranks": others}} if any(others) else {}),
             **plain.plain_checkpoint(whole),
         }
 
@@ -295,13 +275,10 @@ class CheckpointMixin(LayoutMixin):
             return lightning_file.read(path)
         storage.keep_metadata(path)
         meta = self.load_random_state(plain.restored(storage.read_meta(path)))
-        fits = self.module.trainer.state.fn == TrainerFn.FITTING
-        of_ranks.restore(meta, layout=self.layout, fits=fits)
         meta[state.OPTIMIZER] = [
             meta.get(f"{optimizers.WHOLE}.{index}", SavedOptimizer(param_groups=groups))
             for index, groups in enumerate(meta.get(state.GROUPS, ()))
         ]
-        self.bucket_order.names = meta.pop(state.BUCKETS, ())
         # since an older checkpoint was saved
         grown = state.resized_buffers(self.module, self.first_sizes)
         state.resize_buffers(path, self.module, {*meta.pop(state.RESIZED, ()), *grown})

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import lightning as L
 import torch
@@ -17,10 +17,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from armature.parallel import batchnorm, process_group
+from armature.parallel import batchnorm
 from armature.parallel.distributed_matrices import DistributedMatrices
 from armature.strategies.base import StrategyMixin
-from armature.strategies.buckets import OrderedDDP
 
 
 # without annotations: DDP refuses strings, as `from __future__` makes them
@@ -39,6 +38,28 @@ UNUSED = (
     "Some parameters took no part in the loss of a step, so ddp waits for their gradients. Type "
     "strategy.find_unused_parameters=true, or freeze them."
 )
+
+
+class OrderedDDP(DistributedDataParallel):
+    """DDP whose buckets of gradients follow from the order of the parameters alone.
+
+    torch's makes new ones after its first step, in the order in which gradients became ready. A sum
+    over three or more ranks depends on where a gradient lies in its bucket, and a kernel's result
+    may depend on how it is aligned: a resumed run would compute other bits. Here the first buckets
+    stay, in the reverse order of the parameters. With `find_unused_parameters` torch's do, too.
+    """
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        if not self.find_unused_parameters:
+            self.reducer._push_all_rebuilt_params()
+            self.reducer._rebuild_buckets()
+
+    @override
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        params, sparse = super()._build_params_for_reducer()
+        order = 1 if self.find_unused_parameters else -1
+        return params[::order], sparse[::order]
 
 
 class DDP(StrategyMixin, DDPStrategy):
@@ -102,8 +123,9 @@ class DDP(StrategyMixin, DDPStrategy):
             batchnorm.synchronize(module, group=dist.group.WORLD)
         find_unused = self.find_unused_parameters
         if find_unused is None:
-            find_unused = not module.automatic_optimization and not self.static_graph
-        self._ddp_kwargs["find_unused_parameters"] = find_unused
+            find_unused = not module.automatic_optimization
+        # a static graph knows the unused ones
+        self._ddp_kwargs["find_unused_parameters"] = find_unused and not self.static_graph
         super().build(module)
 
     @override
@@ -111,49 +133,17 @@ class DDP(StrategyMixin, DDPStrategy):
         return DistributedMatrices(dist.group.WORLD)
 
     @override
-    def configure_ddp(self) -> None:
-        super().configure_ddp()
-        assert isinstance(self.model, OrderedDDP)
-        if self._makes_new_buckets:
-            self.bucket_order.watch(self.model, static_graph=self.static_graph)
-
-    @property
-    def _makes_new_buckets(self) -> bool:
-        return self.static_graph or not self._ddp_kwargs.get("find_unused_parameters")
-
-    @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        order = process_group.broadcast_object(
-            self.bucket_order.names if self._makes_new_buckets else ()
-        )
         device_ids = self.determine_ddp_device_ids()
         if device_ids is None:
-            return OrderedDDP(model, order=order, **self._ddp_kwargs)
+            return OrderedDDP(model, **self._ddp_kwargs)
         # on a stream of its own, as in Lightning: CUDA graphs of the whole step need it
         current, own = torch.cuda.current_stream(), torch.cuda.Stream()
         own.wait_stream(current)  # for gradients that are not reduced yet
         with torch.cuda.stream(own):
-            wrapped = OrderedDDP(model, order=order, device_ids=device_ids, **self._ddp_kwargs)
+            wrapped = OrderedDDP(model, device_ids=device_ids, **self._ddp_kwargs)
         current.wait_stream(own)
         return wrapped
-
-    @override
-    def teardown(self) -> None:
-        self.bucket_order.stop_watching()
-        super().teardown()
-
-    @override
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        super().pre_backward(closure_loss)
-        wrapped = self.model
-        self.bucket_order.backward_begins(
-            reduces=isinstance(wrapped, OrderedDDP) and wrapped.require_backward_grad_sync
-        )
-
-    @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        super().post_backward(closure_loss)
-        self.bucket_order.backward_ends()
 
     @override
     def _register_ddp_hooks(self) -> None:

@@ -201,11 +201,6 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
 
     @property
     @override
-    def can_read_gradients(self) -> bool:
-        return False  # the engine keeps them in its own buffers
-
-    @property
-    @override
     def can_read_weights(self) -> bool:
         return not self.zero_stage_3
 
@@ -251,16 +246,12 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
 
     def _flat(self) -> list[Tensor]:
         """Return this rank's flat fp32 partitions, which the wrapped optimizer steps."""
-        for name in (
+        names = (  # of stage 3, stages 1 and 2, and no stage
             "fp32_partitioned_groups_flat",
             "single_partition_of_fp32_groups",
             "fp32_groups_flat_partition",
-        ):
-            if hasattr(self._zero, name):
-                return list(getattr(self._zero, name))
-        raise TypeError(
-            f"DeepSpeed's {type(self._zero).__name__} has no fp32 partitions under a known name."
         )
+        return next([*getattr(self._zero, name)] for name in names if hasattr(self._zero, name))
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -466,12 +457,5 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         """
         if self.zero_stage_3:  # nothing to link
             return
-        for name in ("_hp_optimizer_states_linked", "_lazy_init_hp_params_optimizer_state"):
-            if not hasattr(self._zero, name):
-                engine = type(self._zero).__name__
-                raise TypeError(
-                    f"DeepSpeed's {engine} has no {name}: install a version that requirements.txt "
-                    "allows."
-                )
         self._zero._hp_optimizer_states_linked = False
         self._zero._lazy_init_hp_params_optimizer_state()

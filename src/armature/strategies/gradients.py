@@ -110,7 +110,8 @@ class GradientMixin(LayoutMixin):
             is_overridden(hook, self.module) for hook in (HOOK, "configure_gradient_clipping")
         )
         self._hooks_read_gradients = own_hooks or any(
-            map(needs_scaled_gradients, trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
+            is_overridden(HOOK, each)
+            for each in trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         )
         clips = is_overridden("clip_gradients", self.module)
         self._norm_sums_targets = self.sharded and not self._hooks_read_gradients and not clips
@@ -178,15 +179,8 @@ class GradientMixin(LayoutMixin):
 
     @property
     def left_out(self) -> bool:
-        """Whether the newest update was left out for a gradient that was not finite, as far as the
-        host knows.
-        """
+        """Whether the newest update was left out for a gradient that was not finite."""
         return self.update_mask is not None and self.update_mask.left_out
-
-    @property
-    def left_out_flag(self) -> Tensor | None:
-        """What `left_out` is where only the device knows: 1 or 0, 0-dim."""
-        return self.update_mask.found if self.update_mask is not None else None
 
     # ------------------------------------------------------------ weights of micro-batches
     @property
@@ -227,10 +221,6 @@ class GradientMixin(LayoutMixin):
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # the first of args is the optimizer
-        gives_gradient = len(args) > 1 or kwargs.get("gradient") is not None
-        if not closure_loss.requires_grad or (closure_loss.numel() != 1 and not gives_gradient):
-            self._refuse_loss(closure_loss)
         if changed := [p for p, reduced in self._reduced if p.requires_grad and not reduced]:
             raise ConfigError(
                 self._problem_of(
@@ -239,18 +229,6 @@ class GradientMixin(LayoutMixin):
             )
         with self._step_context():  # activation checkpointing computes forwards again
             return self._backward(closure_loss, *args, **kwargs)
-
-    def _refuse_loss(self, loss: Tensor) -> None:
-        """Raise ConfigError for a loss that backward cannot begin at, unless the module has a
-        backward of its own.
-        """
-        from armature.training.errors import loss_problem  # which imports strategies
-
-        if (
-            not is_overridden("backward", self.module)
-            and (problem := loss_problem(loss, self.module)) is not None
-        ):
-            raise ConfigError(problem)
 
     def _step_context(self) -> AbstractContextManager[None]:
         """Return the context of what users' code computes in a step.
@@ -288,24 +266,16 @@ class GradientMixin(LayoutMixin):
         raise ConfigError(self._problem_of(changed, "during training", "type strategy=ddp"))
 
     def _problem_of(self, changed: Sequence[Tensor], when: str, remedy: str) -> str:
-        trained = changed[0].requires_grad
-        alike = [param for param in changed if param.requires_grad == trained]
         names = [
-            name for name, param in self.module.named_parameters() if any(param is p for p in alike)
+            name
+            for name, param in self.module.named_parameters()
+            if any(param is p for p in changed)
         ]
-        happened = f"was frozen when training began and is unfrozen {when}"
-        result = "its gradients would not be reduced over the ranks"
-        if not trained:
-            happened, result = (
-                f"was trained when training began and is frozen {when}",
-                "it would still change",
-            )
         return (
             f"{type(self.module).__name__}: {', '.join(names[:3])}{' …' if len(names) > 3 else ''} "
-            f"{happened}. With "
-            f"{self.layout} {result}: {remedy}, or train it from the first step on in a group "
-            "whose learning rate is 0 "
-            "while it is to stay as it is."
+            f"is frozen or unfrozen {when}, which {self.layout} cannot follow: {remedy}, or train "
+            "it from the first step on in a group whose learning rate is 0 while it is to stay as "
+            "it is."
         )
 
     def gradient_scale(self) -> Tensor | None:
@@ -364,7 +334,7 @@ class GradientMixin(LayoutMixin):
             norm = self.grad_norm
             if norm is None:  # the module clips itself
                 norm = self._norm_of(gradients.local_gradients(parameters_of(optimizer)))
-            self.update_mask.apply(optimizer, norm)
+            self.update_mask.apply(norm)
 
     def scale_gradients(self, optimizer: Optimizer) -> None:
         scale, self.gradients_are_scaled = self.gradient_scale(), True
@@ -412,67 +382,14 @@ class GradientMixin(LayoutMixin):
             add_up=self.target_weights.add_up,
         )  # fmt: skip
 
-    # ------------------------------------------------------------ norms, for callbacks
-    @property
-    def can_read_gradients(self) -> bool:
-        """True if parameters hold their unscaled gradients between backward and the optimizer
-        step.
+    def norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the 2-norm of weights, or of tensors that are sharded like them, as if unsharded:
+        0-dim, fp32. Called by all ranks.
         """
-        return getattr(self.precision_plugin, "scaler", None) is None
-
-    def norms(self, tensors: Sequence[Tensor], groups: Sequence[int], *, count: int) -> Tensor:
-        """Return the 2-norms of groups of tensors, and last of all tensors, as if unsharded: (count
-        + 1,) in fp32.
-
-        Called by all ranks, and the same on each.
-
-        Args:
-            tensors: weights, or tensors that are sharded like them.
-            groups: each tensor's group, from 0 to count - 1; the same groups mean the same tensors
-                on every rank.
-        """
-        return self._norms(gradients.local_parts(tensors), groups, count=count)
-
-    def gradient_norms(
-        self, params: Sequence[Tensor], groups: Sequence[int], *, count: int
-    ) -> Tensor:
-        """Return `norms` of the gradients of the parameters that have one, multiplied by
-        `gradient_scale`.
-        """
-        graded = [
-            (param, group)
-            for param, group in zip(params, groups, strict=True)
-            if param.grad is not None
-        ]
-        parts = gradients.local_gradients([param for param, _ in graded])
-        found = self._norms(parts, [group for _, group in graded], count=count)
-        scale = None if self.gradients_are_scaled else self.gradient_scale()
-        return found if scale is None else found * scale
-
-    def _norms(
-        self, parts: list[tuple[Tensor, int]], groups: Sequence[int], *, count: int
-    ) -> Tensor:
-        return gradients.norms(
-            parts,
-            list(groups),
-            count=count,
-            ranks=self.ranks_per_stage,
-            sharded=self.sharded,
-            device=self.root_device,
-        )
-
-
-def needs_scaled_gradients(callback: L.Callback) -> bool:
-    """Return whether a callback has a hook that may read gradients before clipping.
-
-    A class whose hook does not read them, or that multiplies by `gradient_scale` itself, states
-    `reads_unscaled_gradients = True`. The statement is not inherited by subclasses with a hook of
-    their own.
-    """
-    if not is_overridden(HOOK, callback):
-        return False
-    owner = next((cls for cls in type(callback).__mro__ if HOOK in vars(cls)), type(callback))
-    return not vars(owner).get("reads_unscaled_gradients", False)
+        return gradients.total_norm(
+            gradients.local_parts(tensors), ranks=self.ranks_per_stage, sharded=self.sharded,
+            device=self.root_device, add_up=process_group.all_sum,
+        )  # fmt: skip
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

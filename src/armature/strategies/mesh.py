@@ -34,6 +34,7 @@ from armature.parallel import (
 )
 from armature.parallel.context import Positions
 from armature.parallel.gathered import Gathered
+from armature.parallel.split import Schedule
 from armature.strategies.base import StrategyMixin, models_of, move_others
 from armature.strategies.mesh_remedies import REMEDIES
 
@@ -64,8 +65,11 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             larger ones. A smaller model is one unit, which stays gathered until backward.
         sequence_parallel: shard norms, and activations between blocks, over the tensor axis too, if
             the plan can; "auto": except on CPUs.
+        async_tensor: let compiled blocks overlap the collectives of sharded positions with matrix
+            products; "auto": if the tensor axis's GPUs read each other's memory.
         schedule, microbatches, stages: of the pipeline; `stages` lists the number of blocks per
             stage, None balances.
+        virtual_stages: stages of each rank, with the schedule interleaved_1f1b.
         sync_batchnorm, activation_checkpointing, compile, compile_mode, float8: as for every
             strategy.
     """
@@ -92,8 +96,10 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         prefetch: int = 1,
         min_num_params: int = 8_000_000,
         sequence_parallel: bool | str = "auto",
+        async_tensor: bool | str = "auto",
         sync_batchnorm: bool = True,
         schedule: str = "1f1b",
+        virtual_stages: int = 2,
         microbatches: int = 4,
         stages: Sequence[int] | None = None,
         activation_checkpointing: str | int = "none",
@@ -113,9 +119,11 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         self.options: dict[str, Any] = {
             "seed": seed,
             "schedule": schedule,
+            "virtual_stages": virtual_stages,
             "microbatches": microbatches,
             "stages": list(stages) if stages is not None else None,
             "sequence_parallel": sequence_parallel,
+            "async_tensor": async_tensor,
             "reshard_after_forward": reshard_after_forward,
             "param_dtype": param_dtype,
             "reduce_dtype": reduce_dtype,
@@ -353,6 +361,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             for name in ("activation_checkpointing", "compile", "compile_mode", "float8")
         }
         options["keep_last_gathered"] = not several
+        options["schedule"] = Schedule.of(options)
+        del options["virtual_stages"]
         gathered = mesh.GATHERED_IN.get(str(self.precision_plugin.precision))
         for key, default in (("param_dtype", gathered), ("reduce_dtype", gathered and "float32")):
             name = default if options[key] is None else options[key]

@@ -19,19 +19,18 @@ from omegaconf import DictConfig
 from armature import files
 from armature.errors import error_line, masked
 from armature.pages import columns
-from armature.validation import compose
 
 log = logging.getLogger(__name__)
 MOST_ROWS = 20  # of the printed table
-# of the sweeps of this process: directory, and the trials asked for
-_begun: list[tuple[Path, int | None]] = []
+# the directories of this process's sweeps, and how many trials they are to have, if it is known
+asked: dict[Path, int | None] = {}
 
 
 class Announce(Callback):
     """Hydra calls it (hydra.callbacks in train.yaml): remember the sweep's directory."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        _begun.append((Path(str(config.hydra.sweep.dir)), compose.count_trials(config.hydra)))
+        asked[Path(str(config.hydra.sweep.dir))] = None
 
 
 @contextmanager
@@ -40,10 +39,10 @@ def concluding() -> Iterator[None]:
     try:
         yield
     finally:
-        while _begun:
-            folder, asked = _begun.pop()
+        while asked:
+            folder, trials = asked.popitem()
             try:
-                conclude(folder, asked=asked)
+                conclude(folder, asked=trials)
             except Exception as error:  # nothing that concerns the trials
                 log.warning("The table of %s could not be made: %s", folder, error_line(error))
 
@@ -54,20 +53,24 @@ def conclude(folder: Path, *, asked: int | None = None) -> None:
     Args:
         asked: how many trials the command was to run; None: not known.
     """
-    from armature.sweeps import report, trials
+    from armature.sweeps import repeats, report, trials
 
     sweep = trials.read(folder, asked=asked) if folder.is_dir() else None
     if sweep is None:
         return
     rows, shares = trials.table(sweep), trials.importance(sweep)
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    files.replace(folder / "trials.csv", text.getvalue())
+    _write(folder / "trials.csv", rows)
+    averages = repeats.averages(sweep.trials)
+    if averages:
+        _write(folder / "configurations.csv", averages)
     files.replace(folder / "report.html", report.html(sweep, shares))
     lines = [f"\n{folder}: {sweep.headline}"]
     lines += columns.aligned(rows[: MOST_ROWS + 1])
     if len(rows) > MOST_ROWS + 1:
         lines.append(f"… and {len(rows) - MOST_ROWS - 1} more in {folder / 'trials.csv'}")
+    if averages:
+        lines += ["", "mean ± standard deviation over seeds and folds:"]
+        lines += columns.aligned(averages[: MOST_ROWS + 1])
     if shares:
         lines.append(
             "importance: " + ", ".join(f"{key} {share:.0%}" for key, share in shares.items())
@@ -75,3 +78,9 @@ def conclude(folder: Path, *, asked: int | None = None) -> None:
     if sweep.ranked:
         lines.append(f"best: {sweep.ranked[0].path}; all of them: {folder / 'report.html'}")
     print(masked("\n".join(lines)), file=sys.stderr)
+
+
+def _write(file: Path, rows: list[list[str]]) -> None:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    files.replace(file, text.getvalue())

@@ -1,38 +1,36 @@
-"""The search of `sweep=optuna`: one trial after the other, by any number of processes that were
-given the same command.
+"""The search of `sweep=optuna`, by any number of processes that were given the same command.
 
 outputs/<run.name>/
   study.journal   what Optuna knows: values, intermediate and final results
-  .locks/         one file per trial, locked by the process that runs it; the kernel unlocks those
-                  of a dead process
+  .claims/        one lease per trial, of the process that runs it
   0/  1/  …       one run directory per trial
 
-A trial that is running in the study and locked by nobody was interrupted: the next start resumes
+A trial that is running in the study and claimed by nobody was interrupted: the next start resumes
 it, or records it as failed if it was interrupted before it had values.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from omegaconf import DictConfig, OmegaConf
 
 from armature.errors import EXIT_CONFIG, ConfigError, error_line
 from armature.launcher import environment, lock, slurm
-from armature.sweeps import space
+from armature.sweeps import pool, space
 from armature.sweeps.study import journal, load_optuna, open_study, plugin_of
 
 log = logging.getLogger(__name__)
 
-LOCKS = ".locks"
 MOST_TRIALS = 1_000_000  # each has a directory
 HOPELESS = 5  # so many trials, all of them failed, end the search
+OF_GRIDS = ("GridSampler", "BruteForceSampler")
 PRUNED = "pruned"  # attribute of a trial that its callback ended
-EXHAUSTED = "exhausted"  # attribute of a study: the sampler that has tried all its values
 SAME_RESULT = (
     "run.",
     "launch.",
@@ -57,32 +55,27 @@ def run(cfg: DictConfig, settings: Mapping[str, Any], typed: list[str], *, launc
     folder = Path(str(cfg.hydra.sweep.dir))
     parameters, fixed = space.read(settings["params"], typed)
     _check(settings, launcher)
-    (folder / LOCKS).mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / LOCKS / "study"):
+    (folder / pool.CLAIMS).mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / pool.CLAIMS / "study"):
         study = open_study(
             settings["storage"] or journal(folder), name=folder.name, mode=cfg.checkpoint.mode
         )
         _check_same(study, folder, cfg, parameters, fixed)
         study.set_user_attr("pruner", settings["pruner"])
-    # GridSampler and BruteForceSampler call it at their last values; Optuna's own works inside
-    # study.optimize only
-    study.stop = lambda: study.set_user_attr(EXHAUSTED, settings["sampler"])
     unresolved: Any = OmegaConf.to_container(cfg.hydra.sweeper, resolve=False)
     pruner = [_prune_override(unresolved["storage"], folder)] if settings["pruner"] else []
     failed = None
-    for number, values in _trials(study, folder, parameters, settings):
-        overrides = [*fixed, *(f"{each.key}={values[each.key]}" for each in parameters), *pruner]
-        try:
-            error = _run_trial(
-                study, folder, number, overrides, launcher=launcher, monitor=cfg.checkpoint.monitor
-            )
-        except SystemExit as end:
-            if end.code != EXIT_CONFIG or _is_in_vain(
-                study, least=min(HOPELESS, settings["trials"])
-            ):
-                raise  # for a signal, or because no values work
-            continue
-        failed = error or failed
+
+    def typed_for(number: int, values: Mapping[str, Any]) -> list[str]:
+        return [*fixed, *(f"{each.key}={values[each.key]}" for each in parameters), *pruner]
+
+    trials = _trials(study, folder, parameters, settings, typed_for)
+    for result in launcher.results(trials, asked=settings["trials"]):
+        _tell(study, folder, result, monitor=cfg.checkpoint.monitor)
+        if result.is_refused and _is_in_vain(study, least=min(HOPELESS, settings["trials"])):
+            sys.exit(EXIT_CONFIG)  # no values work
+        if not result.is_refused:
+            failed = result.error or failed
     if failed is not None:
         raise failed
 
@@ -108,43 +101,22 @@ def is_hopeless(run_dir: Path, step: int, value: float, *, study: str, storage: 
     return hopeless
 
 
-def _run_trial(
-    study: Any, folder: Path, number: int, overrides: list[str], *, launcher: Any, monitor: str
-) -> Exception | None:
-    """Run one trial and tell Optuna its result. Return the error that ended it.
-
-    Raises:
-        SystemExit: its values were refused, or a signal stopped it: then the next start resumes it.
-    """
-    TrialState = load_optuna().trial.TrialState
-    try:
-        (job,) = launcher.launch([overrides], initial_job_idx=number)
-        value = job.return_value
-    except Exception as error:
-        log.warning("trial %s failed: %s", number, error_line(error))
-        _record_failure(study, folder, number)
-        return error
-    except SystemExit as end:
-        if end.code == EXIT_CONFIG:
-            _record_failure(study, folder, number)
-        raise
-    if study.trials[number].user_attrs.get(PRUNED) is not None:
-        study.tell(number, state=TrialState.PRUNED, skip_if_finished=True)
-    elif value is None:
-        _record_failure(study, folder, number)
-        log.warning(
-            "trial %s has no %s (checkpoint.monitor), so it counts as failed.", number, monitor
-        )
-    else:
-        study.tell(number, value, skip_if_finished=True)
-    return None
-
-
-def _record_failure(study: Any, folder: Path, number: int) -> None:
-    if lock.is_held(folder / str(number)):
-        log.warning("trial %s is left to the process that runs it.", number)
+def _tell(study: Any, folder: Path, result: pool.Result, *, monitor: str) -> None:
+    """Tell Optuna how a trial has ended. One that a signal ended is resumed by a next start."""
+    TrialState, number = load_optuna().trial.TrialState, result.trial.number
+    if result.is_resumable:
         return
-    study.tell(number, state=load_optuna().trial.TrialState.FAIL, skip_if_finished=True)
+    if study.trials[number].user_attrs.get(PRUNED) is not None and result.error is None:
+        study.tell(number, state=TrialState.PRUNED, skip_if_finished=True)
+    elif result.metric is not None:
+        study.tell(number, result.metric, skip_if_finished=True)
+    elif lock.is_held(folder / str(number)):
+        log.warning("trial %s is left to the process that runs it.", number)
+    else:
+        why = result.error and error_line(result.error)
+        why = why or f"it has no {monitor} (checkpoint.monitor)"
+        log.warning("trial %s counts as failed: %s", number, why)
+        study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
 
 
 def _is_in_vain(study: Any, *, least: int) -> bool:
@@ -155,78 +127,56 @@ def _is_in_vain(study: Any, *, least: int) -> bool:
 
 
 def _trials(
-    study: Any, folder: Path, parameters: list[space.Parameter], settings: Mapping[str, Any]
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the interrupted trials and then new ones, each locked while the caller runs it."""
+    study: Any, folder: Path, parameters: list[space.Parameter], settings: Mapping[str, Any],
+    typed_for: Callable[[int, Mapping[str, Any]], list[str]],
+) -> Iterator[pool.Trial]:  # fmt: skip
+    """Yield the interrupted trials and then new ones, each claimed, and none twice."""
     TrialState = load_optuna().trial.TrialState
-    study_lock = FileLock(folder / LOCKS / "study")
-    distributions = {each.key: each.distribution() for each in parameters}
+    study_lock = FileLock(folder / pool.CLAIMS / "study")
+    distributions = {each.key: each.distribution for each in parameters}
+    mine: set[int] = set()
     while True:
         with study_lock:  # no other process is between asking for a trial and giving it values
-            found = _interrupted(study, folder, [*distributions])
+            found = _interrupted(study, folder, [*distributions], mine)
             trials = study.get_trials(deepcopy=False)
             begun = [trial for trial in trials if distributions.keys() <= trial.params.keys()]
-            exhausted = study.user_attrs.get(EXHAUSTED) == settings["sampler"]
-            # else these samplers would repeat a combination that another process still runs
-            all_begun = exhausted or space.all_tried(
-                parameters, settings["sampler"], [each.params for each in begun]
-            )
-            # it also ends a resumed trial
             study.sampler = _sampler(settings["sampler"], number=len(trials))
-            if found is None and len(begun) < settings["trials"] and not all_begun:
+            if found is None and len(begun) < settings["trials"]:
                 trial = study.ask(distributions)
-                claim = _claimed(folder, trial.number)
+                claim = pool.claim(folder, trial.number)
                 assert claim is not None  # nobody else knows this trial yet
                 found = trial, claim
         if found is None:
-            if running := [
-                str(trial.number) for trial in begun if trial.state == TrialState.RUNNING
-            ]:
-                log.info("Other processes still run trial %s of %s.", ", ".join(running), folder)
-            if exhausted and len(begun) < settings["trials"]:
-                log.info(
-                    "%s has tried all values, in %s trials.",
-                    settings["sampler"]["name"],
-                    len(begun),
-                )
+            others = {each.number for each in begun if each.state == TrialState.RUNNING} - mine
+            if others:
+                numbers = ", ".join(map(str, sorted(others)))
+                log.info("Other processes still run trial %s of %s.", numbers, folder)
             return
         trial, claim = found
-        try:
-            yield trial.number, trial.params
-        finally:
-            claim.release()
+        mine.add(trial.number)
+        yield pool.Trial(trial.number, typed_for(trial.number, trial.params), claim)
 
 
-def _interrupted(study: Any, folder: Path, keys: list[str]) -> tuple[Any, FileLock] | None:
-    """Claim and return a trial that no process runs.
+def _interrupted(
+    study: Any, folder: Path, keys: list[str], mine: set[int]
+) -> tuple[Any, lock.Lock] | None:
+    """Claim and return a trial that no process runs, and that this one has not run.
 
     One whose process ended before it had values counts as failed.
     """
     TrialState = load_optuna().trial.TrialState
     for seen in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-        claim = _claimed(folder, seen.number)
+        claim = None if seen.number in mine else pool.claim(folder, seen.number)
         if claim is None:
             continue
         trial = study.get_trials(deepcopy=False)[seen.number]
         # else its process told the result before it released the trial
         if trial.state == TrialState.RUNNING:
-            if any(key not in trial.params for key in keys):
-                study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
-            elif not lock.is_held(folder / str(trial.number)):
-                # by a machine that does not see claims
+            if all(key in trial.params for key in keys):
                 return trial, claim
+            study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
         claim.release()
     return None
-
-
-def _claimed(folder: Path, number: int) -> FileLock | None:
-    """Return the trial's lock if no process holds it."""
-    claim = FileLock(folder / LOCKS / str(number))
-    try:
-        claim.acquire(timeout=0)
-    except Timeout:
-        return None
-    return claim
 
 
 def _sampler(node: Mapping[str, Any], *, number: int) -> Any:
@@ -234,7 +184,7 @@ def _sampler(node: Mapping[str, Any], *, number: int) -> Any:
     same values.
     """
     seed, name = node.get("seed"), node.get("name")
-    if seed is None or name == "GridSampler":
+    if seed is None:
         return plugin_of("sampler", node)
     # another sampler draws what is not in its sequence yet: values of the first trials
     if name == "QMCSampler":
@@ -262,17 +212,24 @@ def _check(settings: Mapping[str, Any], launcher: Any) -> None:
             f"hydra.sweeper.trials={settings['trials']}: type a whole number from 1 to "
             f"{MOST_TRIALS:,}."
         )
-    if type(launcher).__name__ != "BasicLauncher":
+    if type(launcher).__name__ != "TrialLauncher":
         problems.append(
-            "hydra/launcher: sweep=optuna runs one trial after the other and does not use "
-            f"{type(launcher).__name__}. "
-            "Leave it out, and start the same command several times for several trials at once."
+            f"hydra/launcher: sweep=optuna does not use {type(launcher).__name__}. Leave it out, "
+            "and type sweep.parallel=auto for several trials at once."
         )
-    if (ranks := max(environment.world_size(), slurm.tasks())) > 1:
+    elif (
+        launcher.config.sweep.parallel == 1
+        and (ranks := max(environment.world_size(), slurm.tasks())) > 1
+    ):
         problems.append(
             f"sweep=optuna was started as {ranks} ranks, and each of them would search for itself. "
-            "Start it as one "
-            "task: strategy= and trainer.devices= start each trial's ranks."
+            "Start it as one task: strategy= and trainer.devices= start each trial's ranks. Type "
+            "sweep.parallel=auto for one task per machine that share the search."
+        )
+    if (name := settings["sampler"]["name"]) in OF_GRIDS:
+        problems.append(
+            f"hydra.sweeper.sampler.name={name}: a plain sweep tries all values. Leave out "
+            "sweep=optuna, and type KEY=A,B or KEY=range(FIRST,END) for each key."
         )
     for kind in ("sampler", "pruner"):
         if settings[kind]:

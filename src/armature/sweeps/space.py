@@ -4,7 +4,6 @@ range(…), choice(a,b).
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,43 +18,17 @@ from armature.sweeps.study import load_optuna
 
 @dataclass(frozen=True)
 class Parameter:
-    """One key, and the values it may take.
-
-    `choices` as they are typed, or the numbers from `low` to `high`.
-    """
+    """One key, and the values it may take."""
 
     key: str
     text: str  # as typed
-    choices: tuple[str, ...] = ()
-    low: float = 0.0
-    high: float = 0.0
-    step: float | None = None
-    log: bool = False
-    whole: bool = False
-
-    def distribution(self) -> Any:
-        distributions = load_optuna().distributions
-        if self.choices:
-            return distributions.CategoricalDistribution(self.choices)
-        if self.whole:
-            return distributions.IntDistribution(
-                int(self.low), int(self.high), log=self.log, step=int(self.step or 1)
-            )
-        return distributions.FloatDistribution(self.low, self.high, log=self.log, step=self.step)
-
-    def count(self) -> float:
-        """Return how many values it may take."""
-        if self.choices:
-            return len(self.choices)
-        step = self.step or (1 if self.whole else 0)
-        return math.floor((self.high - self.low) / step + 1e-9) + 1 if step else math.inf
+    distribution: Any  # Optuna's
 
     def extremes(self) -> list[str]:
         """Return overrides to check before the first trial: every choice, or both ends."""
-        values = self.choices or (
-            (int(self.low), int(self.high)) if self.whole else (self.low, self.high)
-        )
-        return [f"{self.key}={value}" for value in values]
+        ends = getattr(self.distribution, "choices", None)
+        ends = ends or (self.distribution.low, self.distribution.high)
+        return [f"{self.key}={value}" for value in ends]
 
 
 def read(params: Mapping[str, Any], typed: Sequence[str]) -> tuple[list[Parameter], list[str]]:
@@ -108,23 +81,6 @@ def grid_problems(typed: Sequence[Override]) -> list[str]:
     return found
 
 
-def all_tried(
-    parameters: Sequence[Parameter], sampler: Mapping[str, Any], tried: Sequence[Mapping[str, Any]]
-) -> bool:
-    """Return whether trials with these values leave no combination to a sampler that repeats
-    none.
-    """
-    keys = [each.key for each in parameters]
-    distinct = {tuple(values[key] for key in keys) for values in tried}
-    if sampler["name"] == "BruteForceSampler":
-        return len(distinct) >= math.prod(each.count() for each in parameters)
-    if sampler["name"] == "GridSampler" and sampler["search_space"].keys() == {*keys}:
-        return distinct.issuperset(
-            itertools.product(*(sampler["search_space"][key] for key in keys))
-        )
-    return False
-
-
 def _typed(value: Any) -> str:
     return (
         "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
@@ -134,34 +90,30 @@ def _typed(value: Any) -> str:
 def _parameter(override: Override) -> Parameter | str:
     """Return the parameter, or what is wrong with it."""
     key, text, value = override.get_key_element(), str(override.input_line), override.value()
+    known = load_optuna().distributions
     if isinstance(value, IntervalSweep):
-        low, high = value.start, value.end
+        low, high, step, log = value.start, value.end, None, "log" in value.tags
         assert low is not None
         assert high is not None
-        log, whole, step = "log" in value.tags, isinstance(low, int) and isinstance(high, int), None
         if not low < high:
             return f"{text}: the first number must be below the second."
         if log and low <= 0:
             return f"{text}: a logarithmic interval must begin above 0."
     elif isinstance(value, RangeSweep):
-        low, step, log = value.start, value.step, "log" in value.tags
+        low, step, log = value.start, value.step, False
         if not isinstance(low, int | float) or not isinstance(value.stop, int | float) or step <= 0:
             return f"{text}: type range(FIRST,END) or range(FIRST,END,STEP) with a step above 0."
-        if log:
-            return (
-                f"{text}: tag(log,…) takes an interval. Type "
-                f"tag(log,int(interval({low},{value.stop})))."
-            )
+        if "log" in value.tags:
+            interval = f"tag(log,int(interval({low},{value.stop})))"
+            return f"{text}: tag(log,…) takes an interval. Type {interval}."
         count = math.ceil((value.stop - low) / step - 1e-9)
         if count < 1:
             return f"{text}: holds no value."
-        high, whole = (
-            low + (count - 1) * step,
-            all(isinstance(each, int) for each in (low, value.stop, step)),
-        )
+        # Optuna wants a last number that the steps reach to the last digit
+        high = round(low + (count - 1) * step, 12)
     else:
         choices = tuple(dict.fromkeys(override.sweep_string_iterator()))
-        return Parameter(key, text, choices=choices)
-    return Parameter(
-        key, text, low=float(low), high=float(high), step=step and float(step), log=log, whole=whole
-    )
+        return Parameter(key, text, known.CategoricalDistribution(choices))
+    if all(isinstance(each, int) for each in (low, high, step or 1)):
+        return Parameter(key, text, known.IntDistribution(low, high, log=log, step=step or 1))
+    return Parameter(key, text, known.FloatDistribution(low, high, log=log, step=step))

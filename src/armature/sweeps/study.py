@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
-import inspect
 import re
 import warnings
 from collections.abc import Mapping
@@ -101,12 +100,6 @@ def plugin_of(kind: str, node: Mapping[str, Any]) -> Any:
             f"{key}={USUAL[kind]}."
         )
     arguments = {each: value for each, value in node.items() if each != "name"}
-    accepted = inspect.signature(getattr(module, name)).parameters
-    if unknown := sorted(each for each in arguments if each not in accepted):
-        raise ConfigError(
-            f"hydra.sweeper.{kind}.{unknown[0]}: {name} has no such argument. It has "
-            f"{', '.join(accepted) or 'none'}."
-        )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that some arguments are experimental

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean
+from typing import Any
+
+from omegaconf import OmegaConf
 
 from armature import config
 from armature.errors import ConfigError
 from armature.launcher import run_state
 
-OWN = ("run.", "callbacks.prune", "resume")  # overrides that are no values of a sweep
+OWN = ("run.", "sweep", "callbacks.prune", "resume")  # overrides that are no values of a sweep
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class Trial:
     values: dict[str, str]  # what was typed for it
     monitor: str  # what the metric is
     mode: str
+    metrics: dict[str, float]  # of its end
+    repeat: tuple[Any, Any]  # seed and fold
 
 
 @dataclass(frozen=True)
@@ -85,19 +87,20 @@ def read(folder: Path, *, asked: int | None = None) -> Sweep | None:
     for number in found:
         path = folder / str(number)
         try:
-            policy = config.load(path / "config.yaml").checkpoint
-            monitor, mode = str(policy.monitor), str(policy.mode)
+            cfg = config.load(path / "config.yaml")
+            monitor, mode = str(cfg.checkpoint.monitor), str(cfg.checkpoint.mode)
         except ConfigError:
             continue  # damaged
         summary = run_state.read_summary(path)
-        best = summary.get("best_score")
-        metric = best if best is not None else summary.get("metrics", {}).get(monitor)
-        values, state, step = (
-            _typed(path),
-            run_state.state(path, summary),
-            summary.get("global_step"),
-        )
-        trials.append(Trial(number, path, state, step, metric, values, monitor, mode))
+        found_metrics = summary.get("metrics", {})
+        trials.append(
+            Trial(
+                number, path, run_state.state(path, summary), summary.get("global_step"),
+                metric(path, monitor), _typed(path), monitor, mode,
+                {name: value for name, value in found_metrics.items() if value is not None},
+                (cfg.get("seed"), OmegaConf.select(cfg, "data.fold")),
+            )
+        )  # fmt: skip
     if not trials:
         return None
     keys = {key: None for trial in trials for key in trial.values}
@@ -108,6 +111,19 @@ def read(folder: Path, *, asked: int | None = None) -> Sweep | None:
             key=lambda trial: (trial.metric is None, sign * (trial.metric or 0.0), trial.number)
         )
     return Sweep(folder, differ, tuple(trials), max(asked or 0, len(trials)))
+
+
+def metric(path: Path, monitor: str) -> float | None:
+    """Return the monitored metric of a run's best checkpoint; of its end, if none is kept."""
+    summary = run_state.read_summary(path)
+    best = summary.get("best_score")
+    return best if best is not None else summary.get("metrics", {}).get(monitor)
+
+
+def is_sweep(folder: Path) -> bool:
+    return folder.is_dir() and any(
+        path.name.isdecimal() and has_begun(path) for path in folder.iterdir()
+    )
 
 
 def has_begun(path: Path) -> bool:
@@ -161,39 +177,13 @@ def as_number(value: str) -> float | None:
 
 
 def importance(sweep: Sweep) -> dict[str, float]:
-    """Return the share of each key in the differences of the metric, the largest first; {} if too
-    few trials tell.
-
-    Of a search it is Optuna's PED-ANOVA. Of a grid it is the variance between the means of a key's
-    values as a share of all variance, for which each value must occur in two trials.
+    """Return the share of each key of a search in the differences of the metric, the largest first,
+    by Optuna's PED-ANOVA; {} if too few trials tell.
     """
-    ranked = sweep.ranked
-    if len(ranked) < 4 or len(sweep.keys) < 2:
-        return {}
-    shares = _of_search(sweep) or {
-        key: share for key in sweep.keys if (share := _explained(ranked, key)) is not None
-    }
-    return dict(sorted(shares.items(), key=lambda item: -item[1]))
-
-
-def _explained(trials: Sequence[Trial], key: str) -> float | None:
-    groups: dict[str | None, list[float]] = defaultdict(list)
-    for trial in trials:
-        if trial.metric is not None:
-            groups[trial.values.get(key)].append(trial.metric)
-    values = [value for group in groups.values() for value in group]
-    mean = fmean(values)
-    whole = sum((value - mean) ** 2 for value in values)
-    if whole == 0 or any(len(group) < 2 for group in groups.values()):
-        return None
-    return sum(len(group) * (fmean(group) - mean) ** 2 for group in groups.values()) / whole
-
-
-def _of_search(sweep: Sweep) -> dict[str, float]:
     from armature.sweeps import study
 
     where = study.where(sweep.path)
-    if where is None:
+    if where is None or len(sweep.ranked) < 4 or len(sweep.keys) < 2:
         return {}
     optuna = study.load_optuna()
     opened = study.open_study(where, name=sweep.path.name, create=False)

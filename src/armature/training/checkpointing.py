@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from armature.checkpoint import directory, plain, state
+from armature.checkpoint import directory
 from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import NotFinite, NotSaved
 from armature.parallel import process_group
@@ -100,7 +100,6 @@ class Checkpointing(RunHooks, Checkpoint):
         self._time_vote = Vote()
         self._warned_of_monitor = False
         self._owed_step = -1  # the loaded checkpoint's, when its validation has run
-        self._names: set[str] = set()  # of weights and buffers, before the hooks of the end
 
     def state_dict(self) -> dict[str, Any]:
         own = {"scores": dict(self.scores), "owes_validation": self._owes_validation}
@@ -158,11 +157,7 @@ class Checkpointing(RunHooks, Checkpoint):
     def training_begins(self, trainer: OurTrainer) -> None:
         """Remove leftovers, and let the validation that the loaded checkpoint owes
         run first.
-
-        Raises:
-            ConfigError: hyperparameters or a callback's state hold what no checkpoint can.
         """
-        plain.check_before_training(trainer)
         if trainer.is_global_zero:
             directory.clear_leftovers(self.folder)
         self._saved_at = time.monotonic()
@@ -212,10 +207,9 @@ class Checkpointing(RunHooks, Checkpoint):
             logged = sorted(trainer.callback_metrics)
             log.warning(
                 "checkpoint.monitor=%s: no logged value has that name, so no checkpoint is kept as "
-                "best. "
-                "Logged are: %s.",
+                "best. Type checkpoint.monitor= with one of %s, or checkpoint.keep_best=0.",
                 self.monitor,
-                ", ".join(logged) or "nothing",
+                ", ".join(logged) or "the names that validation logs",
             )
         if self._due or self._is_best(score):
             self._save(trainer, score)
@@ -223,7 +217,6 @@ class Checkpointing(RunHooks, Checkpoint):
     def training_ends(self, trainer: OurTrainer) -> None:
         """Save before the hooks of the end, one of which may fail."""
         self._time_vote.finish()
-        self._names = {*state.module_state(trainer.lightning_module)}
         if self._owed_step == self._saved_step:  # that checkpoint owes the validation that has run
             self._saved_step = -1
         if self.at_end or trainer.should_stop:
@@ -236,9 +229,7 @@ class Checkpointing(RunHooks, Checkpoint):
         if not (self.at_end or trainer.should_stop):
             self._finish_pending(trainer, last=True)
             return
-        # then the weights are built anew, as the last checkpoint has them
-        same_names = self._names == {*state.module_state(trainer.lightning_module)}
-        if same_names and any(is_overridden("on_train_end", each) for each in _users(trainer)):
+        if any(is_overridden("on_train_end", each) for each in _users(trainer)):
             self._finish_pending(trainer)
             self._saved_step = -1
         self._save(trainer, last=True, final=True)

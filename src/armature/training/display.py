@@ -1,24 +1,18 @@
-"""Show progress on rank 0: a bar on a terminal, plain lines in a pipe or under Slurm."""
+"""Show progress on rank 0: a line that is written over on a terminal, plain lines in a pipe or
+under Slurm.
+"""
 
 import math
+import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.table import Table
 from torch import nn
 
 from armature.training.progress import completed_batches
@@ -26,7 +20,9 @@ from armature.training.step_log import StepLog
 from armature.training.timings import MAX_DATA_WAIT
 from armature.validation.relations import OF_STEPS
 
-SHOWN = ("loss", "train/loss", "lr")  # names that the bar shows anyway
+SHOWN = ("loss", "train/loss", "lr")  # names that the line shows anyway
+CLEAR = "\r\x1b[2K"  # the line of a terminal
+WIDTH = 20  # of the bar
 
 
 class Display(Callback):
@@ -40,40 +36,28 @@ class Display(Callback):
     def __init__(self, start_line: Callable[[Trainer], str]) -> None:
         super().__init__()
         self.start_line = start_line
-        self.console = Console(file=sys.stderr, soft_wrap=True, highlight=False)
         self._enabled = True
+        self._before = ""  # what makes room for the next line
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
+    def print(self, *args: Any, sep: str = " ", end: str = "\n", **kwargs: Any) -> None:
         if self._enabled:
-            self.console.print(
-                *args, markup=False, **{key: kwargs[key] for key in ("sep", "end") if key in kwargs}
-            )
+            text = sep.join(map(str, args))
+            print(f"{self._before}{text}", end=end, file=sys.stderr, flush=True)
+            self._before = ""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._enabled = trainer.is_global_zero
         self.print(self.start_line(trainer))
-        self._show_model(pl_module)
-
-    def _show_model(self, module: LightningModule) -> None:
-        """Print a line per part of the model, with its number of parameters."""
-        model = getattr(module, "model", None)
         # users' `model` may be a name or a method
-        model = model if isinstance(model, nn.Module) else module
-        table = Table(box=None, pad_edge=False)
-        for column in ("part", "type", "parameters"):
-            table.add_column(column, justify="right" if column == "parameters" else "left")
-        for name, child in model.named_children():
-            count = sum(p.numel() for p in child.parameters())
-            table.add_row(name, type(child).__name__, f"{count:,}")
-        self.print(table)
+        model = getattr(pl_module, "model", None)
+        parts = (model if isinstance(model, nn.Module) else pl_module).named_children()
+        counts = ((n, type(m).__name__, sum(p.numel() for p in m.parameters())) for n, m in parts)
+        rows = ((name, kind, f"{count:,}") for name, kind, count in counts)
+        self.print(_table([("part", "type", "parameters"), *rows]))
 
     def show_metrics(self, metrics: dict[str, float]) -> None:
-        table = Table(box=None, pad_edge=False)
-        table.add_column("metric")
-        table.add_column("value", justify="right")
-        for name, value in metrics.items():
-            table.add_row(name, f"{value:.4f}")
-        self.print(table)
+        rows = ((name, f"{value:.4f}") for name, value in metrics.items())
+        self.print(_table([("metric", "value"), *rows]))
 
 
 class Bar(Display, ProgressBar):
@@ -95,11 +79,10 @@ class Bar(Display, ProgressBar):
         plain_every: float = 10.0,
     ) -> None:
         super().__init__(start_line)
-        self.step_log, self.total_steps, self.plain_every = step_log, total_steps, plain_every
-        self._logged = ""
-        self._before: dict[str, Any] = {}  # what was logged when validation began
-        self._progress: Progress | None = None
-        self._task: Any = None
+        self.step_log, self.total_steps = step_log, total_steps
+        self._on_terminal = sys.stderr.isatty()
+        self._every = 0.5 if self._on_terminal else plain_every
+        self._known: dict[str, Any] = {}  # what was logged when validation began
         self._printed = self._started = 0.0
         self._first_step = 0
 
@@ -113,35 +96,24 @@ class Bar(Display, ProgressBar):
     def disable(self) -> None:  # Lightning calls it on every rank but 0
         self._enabled = False
 
+    def _is_due(self) -> bool:
+        if not self._enabled or time.monotonic() - self._printed <= self._every:
+            return False
+        self._printed = time.monotonic()
+        return True
+
+    def _show(self, text: str) -> None:
+        """Print a line, on a terminal over the last one that was shown so."""
+        if not self._on_terminal:
+            self.print(text)
+            return
+        self.print(text[: shutil.get_terminal_size().columns - 1], end="")
+        self._before = CLEAR
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._started = self._printed = time.monotonic()
         self._first_step = completed_batches(trainer)
         super().on_train_start(trainer, pl_module)
-        if self._enabled and self.console.is_terminal:
-            self._progress = Progress(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=None),
-                TextColumn("{task.description}"),
-                TimeElapsedColumn(),
-                TextColumn("left"),
-                TimeRemainingColumn(),
-                console=self.console,
-                refresh_per_second=1,  # drawing takes a millisecond of a core that may be training
-                expand=True,
-            )
-            self._task = self._progress.add_task(
-                "", total=self.total_steps, completed=self._first_step
-            )
-            self._progress.start()
-
-    def _is_due(self) -> bool:
-        """Return whether it is time to print another line, or to draw the bar anew."""
-        every = self.plain_every if self._progress is None else 0.5
-        if not self._enabled or time.monotonic() - self._printed <= every:
-            return False
-        self._printed = time.monotonic()
-        return True
 
     def on_train_batch_end(
         self,
@@ -157,13 +129,13 @@ class Bar(Display, ProgressBar):
         # only inside a step: at an epoch's end, reading is a collective; val/ has its own line
         logged = trainer.progress_bar_metrics
         shown = [name for name in logged if name not in SHOWN and not name.startswith("val/")]
-        self._logged = "".join(f" {name} {float(logged[name]):.4g}" for name in shown)
-        if self._progress is not None:
-            self._progress.update(self._task, completed=done, description=self._values())
-            return
+        own = "".join(f" {name} {float(logged[name]):.4g}" for name in shown)
         spent = self._printed - self._started
         left = spent / (done - self._first_step) * (self.total_steps - done)
-        self.print(f"step {done}/{self.total_steps} {self._values()} {_duration(left)} left")
+        drawn = "━" * (WIDTH * done // self.total_steps)
+        bar = f" {drawn:<{WIDTH}}" if self._on_terminal else ""
+        left = timedelta(seconds=int(left))
+        self._show(f"step {done}/{self.total_steps}{bar} {left} left {self._values()}{own}")
 
     def _values(self) -> str:
         log = self.step_log
@@ -175,36 +147,25 @@ class Bar(Display, ProgressBar):
         waits = log.data_wait > MAX_DATA_WAIT
         waiting = f" {log.data_wait:.0%} waiting for data" if waits else ""
         rate = log.rate * (log.tokens_per_sample or 1)
-        return f"{loss}{lr}{rate:,.0f} {unit}/s{waiting}{self._logged}"
+        return f"{loss}{lr}{rate:,.0f} {unit}/s{waiting}"
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._before = {**trainer.callback_metrics}
+        self._known = {**trainer.callback_metrics}
         self._printed = time.monotonic()
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._printed = time.monotonic()
 
     def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: STEP_OUTPUT,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        if not trainer.sanity_checking:
-            self._show_evaluation("validation", batch_idx, trainer.num_val_batches, dataloader_idx)
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any,
+        batch_idx: int, dataloader_idx: int = 0,
+    ) -> None:  # fmt: skip
+        self._show_evaluation("validation", batch_idx, trainer.num_val_batches, dataloader_idx)
 
     def on_test_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: STEP_OUTPUT,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any,
+        batch_idx: int, dataloader_idx: int = 0,
+    ) -> None:  # fmt: skip
         self._show_evaluation("test", batch_idx, trainer.num_test_batches, dataloader_idx)
 
     def _show_evaluation(
@@ -213,42 +174,30 @@ class Bar(Display, ProgressBar):
         """Show how far an evaluation is that takes long: without it a run seems to hang after its
         last step.
         """
-        if not self._is_due():
-            return
-        known = f"/{counts[loader]}" if math.isfinite(counts[loader]) else ""
-        which = f" of loader {loader}" if len(counts) > 1 else ""
-        text = f"{what} batch {batch_idx + 1}{known}{which}"
-        if self._progress is None:
-            self.print(text)
-        else:
-            self._progress.update(self._task, description=text)
+        if self._is_due():
+            known = f"/{counts[loader]}" if math.isfinite(counts[loader]) else ""
+            which = f" of loader {loader}" if len(counts) > 1 else ""
+            self._show(f"{what} batch {batch_idx + 1}{known}{which}")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            found = trainer.callback_metrics
+        if trainer.state.fn == "fit":
+            found, known = trainer.callback_metrics, self._known
             # of this validation, whatever their names: values that it has replaced
-            names = sorted(
-                name
-                for name in found
-                if found[name] is not self._before.get(name) and name not in OF_STEPS
-            )
+            new = (name for name in found if found[name] is not known.get(name))
+            names = sorted(name for name in new if name not in OF_STEPS)
             values = " ".join(f"{name} {float(found[name]):.4f}" for name in names)
             self.print(f"step {completed_batches(trainer)}/{self.total_steps} {values}")
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._progress is not None:
-            done = completed_batches(trainer)
-            self._progress.update(self._task, completed=done, description=self._values())
-            self._progress.stop()
-            self._progress = None
-
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        self.on_train_end(trainer, pl_module)
+    def on_exception(self, *args: Any, **kwargs: Any) -> None:
+        self.print(end="")  # an error begins a line
 
 
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}"
+def _table(rows: Iterable[tuple[str, ...]]) -> str:
+    """Return rows as lines, the last column on the right."""
+    columns = [*zip(*rows, strict=True)]
+    widths = [max(map(len, column)) for column in columns]
+    lines = []
+    for *texts, number in zip(*columns, strict=True):
+        texts = [f"{text:<{width}}" for text, width in zip(texts, widths, strict=False)]
+        lines.append("  ".join([*texts, f"{number:>{widths[-1]}}"]))
+    return "\n".join(lines)

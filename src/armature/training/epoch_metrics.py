@@ -51,9 +51,13 @@ class Results(_ResultCollection):
         newest: what `newest_of` returned when the checkpoint was saved that this epoch was resumed
             from. The values stand in the rows until they are logged again or the epoch ends, as in
             a run that was not stopped.
+        left: what `collect` returned then. Each value continues from there when it is logged for
+            the first time, and is removed; `restore` takes the others, which no hook logs again in
+            this epoch, such as `on_train_epoch_start`.
     """
 
     newest: Mapping[str, dict[str, Any]] = MappingProxyType({})
+    left: Mapping[str, dict[str, Any]] = MappingProxyType({})
 
     @override
     def metrics(self, on_step: bool) -> Any:
@@ -88,6 +92,8 @@ class Results(_ResultCollection):
 
     @override
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
+        if key in self.left and "value" in (facts := self.left.pop(key)):  # pyright: ignore[reportAttributeAccessIssue]
+            _restore(self[key], facts)
         super().update_metrics(  # pyright: ignore[reportAttributeAccessIssue]
             key, value.full_tensor() if isinstance(value, DTensor) else value, batch_size
         )
@@ -304,25 +310,6 @@ def _set_state(metric: Metric, name: str, found: list[dict[str, Any]], *, takes:
         )  # fmt: skip
 
 
-def resume(results: Any, left: Facts) -> None:
-    """Continue each value from where it was, when it is logged for the first time after the resume.
-
-    Args:
-        left: the values that the checkpoint holds. Those that are logged again are removed;
-            `restore` takes the others, which no hook logs again in this epoch, such as
-            `on_train_epoch_start`.
-    """
-    update = results.update_metrics
-
-    def update_from_there(key: str, value: Any, batch_size: int) -> None:
-        facts = left.pop(key, {})
-        if "value" in facts:
-            _restore(results[key], facts)
-        update(key, value, batch_size)
-
-    results.update_metrics = update_from_there
-
-
 def restore(
     results: Any,
     before: Facts,
@@ -361,8 +348,7 @@ def clear(results: Any, restored: Facts) -> None:
     """Discard restored values after their epoch, so that they are logged anew with the caller's own
     settings.
     """
-    vars(results).pop("update_metrics", None)
-    results.newest = {}
+    results.newest = results.left = {}
     for key in restored:
         results.pop(key, None)
 

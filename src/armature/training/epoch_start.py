@@ -13,13 +13,14 @@ from typing import Any
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 
-from armature.checkpoint.of_ranks import NOT_USERS
 from armature.errors import error_line
 from armature.parallel import randomness
 from armature.training import epoch_metrics
 
 log = logging.getLogger(__name__)
 
+# beginnings of modules whose code is not users'
+NOT_USERS = ("armature.", "lightning.", "pytorch_lightning.")
 HOOK = "on_train_epoch_start"
 OF_THE_START = ("on_fit_start", "on_train_start", HOOK)
 

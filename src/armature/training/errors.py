@@ -1,33 +1,25 @@
-"""Errors of training: in the user's terms, with what to type, and recorded for the process that
-started the rank.
+"""Errors of training, recorded for the process that started the rank, and memory that has run
+out.
 """
 
 from __future__ import annotations
 
-import itertools
-import re
-import traceback
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from armature.data.memory import is_missing
-from armature.errors import ConfigError, EndedByCode, MicroBatchTooLarge, is_users
+from armature.errors import EndedByCode, MicroBatchTooLarge
 from armature.hardware import peak_resident_memory
 from armature.launcher import environment
 from armature.parallel.gradients import local_part
 from armature.validation import memory
-
-_LIGHTNING = str(Path(L.__file__).parent)
-_DEAD_WORKER = re.compile(r"DataLoader worker \(pid.*(exited unexpectedly|is killed by signal)")
 
 
 def record(error: BaseException) -> None:
@@ -71,67 +63,9 @@ class RecordError(L.Callback):
             return
         if together:
             return
-        if isinstance(exception, RuntimeError) and _DEAD_WORKER.search(str(exception)):
-            exception.add_note(
-                "A process that loads the data has ended: its code ended it, or memory or /dev/shm "
-                "is full. Type data.num_workers=0 to load in the training process, which shows an "
-                "error of the code; or fewer."
-            )
-        refusal = refusal_of(exception, pl_module)
-        if refusal is None and (explain := getattr(trainer.strategy, "explain", None)) is not None:
+        if (explain := getattr(trainer.strategy, "explain", None)) is not None:
             explain(exception)
-        record(refusal or exception)
-
-
-# ------------------------------------------------------------------- mistakes in users' classes
-def refusal_of(error: BaseException, module: L.LightningModule) -> ConfigError | None:
-    """Return what Lightning refuses in a user's class, with the user's line; None for other errors,
-    whose traceback is shown.
-    """
-    frames = traceback.extract_tb(error.__traceback__)
-    if isinstance(error, ConfigError) or not frames:
-        return None
-    last = frames[-1]
-    raised = last.filename.startswith(_LIGHTNING) and (last.line or "").startswith("raise ")
-    if not raised and not isinstance(error, MisconfigurationException):
-        return None
-    # not the call of trainer.fit
-    within = itertools.dropwhile(lambda frame: is_users(frame.filename), frames)
-    own = [frame for frame in within if is_users(frame.filename)]
-    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
-    return ConfigError(f"{type(module).__name__}{place}: {error}")
-
-
-def loss_problem(loss: Tensor, module: Any) -> str | None:
-    """Return why backward cannot begin at a loss, or None.
-
-    Args:
-        loss: what backward is to begin at, of any shape.
-    """
-    step = (
-        "training_step returned" if module.automatic_optimization else "manual_backward was given"
-    )
-    what = f"{type(module).__name__}: {step} a loss"
-    if loss.requires_grad:
-        if loss.numel() == 1:
-            return None
-        return f"{what} of shape {tuple(loss.shape)}. Return one number, such as loss.mean()."
-    if not [*module.parameters()]:
-        why = (
-            "The module has no parameters: make its layers in __init__ or configure_model, as "
-            "self.net = …"
-        )
-    elif not any(param.requires_grad for param in module.parameters()):
-        why = (
-            "All parameters of the module are frozen (requires_grad is False). Unfreeze those "
-            "to be trained."
-        )
-    else:
-        why = (
-            "It came from whole numbers, detach(), item(), argmax() or torch.no_grad(), or from no "
-            "weight of the model. Return the loss as it was computed from the model's outputs."
-        )
-    return f"{what} without a gradient. {why}"
+        record(exception)
 
 
 # ------------------------------------------------------------------- memory that has run out

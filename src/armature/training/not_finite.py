@@ -15,14 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
-import torch
 
-from armature import config, files
-from armature.checkpoint import resume
-from armature.checkpoint.optimizers import needs_closure
+from armature import files
 from armature.errors import NotFinite
 from armature.parallel import process_group
-from armature.parallel.gradients import local_part
 from armature.strategies.base import StrategyMixin
 from armature.training.progress import data_of
 from armature.training.trainer import Trainer
@@ -70,7 +66,7 @@ class NotFiniteGuard(L.Callback):
         judged = ("train/loss",) if scales else ("train/loss", "train/grad_norm")
         for row in rows:
             values = {name: row[name] for name in judged if not math.isfinite(row.get(name, 0.0))}
-            if not values or _only_tried(trainer, strategy):
+            if not values:
                 continue
             self.skipped += self.policy == "skip"
             if self.policy == "stop" or self.skipped <= NAMED:
@@ -103,27 +99,12 @@ class NotFiniteGuard(L.Callback):
                 more = " Later ones are only counted." if self.skipped == NAMED else ""
                 log.warning("%s: its update was left out. %s has its samples.%s", text, file, more)
             return
-        steps = [*getattr(data, "skip_steps", ()), step]
+        steps = str([*getattr(data, "skip_steps", ()), step]).replace(" ", "")
         raise NotFinite(
-            f"{text}. {file} has all samples of the step. The last checkpoint is "
-            f"{self._checkpoint()}. debug=nan shows the operation. The same command with "
-            f"data.skip_steps={str(steps).replace(' ', '')} resumes without these samples, with "
+            f"{text}. {file} has all samples of the step. debug=nan shows the operation. The same "
+            f"command with data.skip_steps={steps} resumes without these samples, with "
             "trainer.on_nan=skip without such updates; trainer.on_nan=ignore trains on."
         )
-
-    def _checkpoint(self) -> str:
-        file = self.run_dir / "config.yaml"
-        cfg = config.load(file) if file.is_file() else None
-        return str(resume.last_checkpoint(self.run_dir, cfg) or "none yet")
-
-
-def _only_tried(trainer: Trainer, strategy: StrategyMixin | None) -> bool:
-    """Return whether a line search has only tried weights of an infinite loss: they are finite."""
-    if strategy is None or not any(map(needs_closure, trainer.optimizers)):
-        return False
-    parts = [local_part(param.detach()) for param in strategy.weights().values()]
-    lost = not all(bool(torch.isfinite(part).all()) for part in parts)
-    return process_group.all_max(int(lost)) == [0]
 
 
 def _samples(trainer: Trainer, *, position: int) -> list[list[int]]:

@@ -1,11 +1,12 @@
 """The line at the start of a run, summary.json, and the last lines on the screen."""
 
+from __future__ import annotations
+
 import math
 import shlex
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as L
 import torch
@@ -18,14 +19,13 @@ from armature.data.batching import Batches
 from armature.data.tokenizer import TOKENIZER_FILE
 from armature.finetune.folder import CHAT_TEMPLATE
 from armature.strategies.base import StrategyMixin
-from armature.training.display import Display
 from armature.training.errors import peak_bytes
-from armature.training.limits import Limits
-from armature.training.not_finite import FILE, NotFiniteGuard
+from armature.training.not_finite import FILE
 from armature.training.progress import completed_batches, data_of
-from armature.training.samples import Samples
-from armature.training.step_log import StepLog
 from armature.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from armature.worker import Run
 
 
 def start_line(
@@ -72,50 +72,24 @@ def _batch_note(trainer: Trainer) -> str:
     return getattr(data_of(trainer), "batch_note", "")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What came of a run.
-
-    Attributes:
-        limits: of the run, by which a later start sees whether they were raised.
-        reason: why it ended, one of training.stop.REASONS or "finished".
-        best, best_score: the checkpoint with the best value of checkpoint.monitor, and that value.
-        seconds: of training and testing.
-        preview: text that shows what was learned.
-        baselines: lines to compare the metrics with.
-    """
-
-    cfg: DictConfig
-    trainer: Trainer
-    step_log: StepLog
-    guard: NotFiniteGuard
-    limits: Limits
-    reason: str
-    metrics: dict[str, float]
-    best: Path | None
-    best_score: float | None
-    seconds: float
-    preview: str | None
-    baselines: list[str]
-
-
-def summarize(run: Outcome) -> dict[str, Any]:
+def summarize(
+    run: Run, *, reason: str, metrics: dict[str, float], seconds: float
+) -> dict[str, Any]:
     """Return the contents of summary.json."""
     trainer, log, strategy = run.trainer, run.step_log, StrategyMixin.find(run.trainer)
-    timings = log.summary()
+    timings, best = log.summary(), run.checkpointing.best
     summary: dict[str, Any] = {
-        "stop_reason": run.reason,
+        "stop_reason": reason,
         "global_step": completed_batches(trainer),
         "epochs": log.samples_seen / log.train_size,
         "samples": log.samples_seen,
         "planned_steps": run.limits.global_batches,
         "samples_per_epoch": log.train_size,
         "global_batch_size": log.global_batch_size,
-        "loss_not_finite_since": log.not_finite_since,
         "skipped_steps": run.guard.skipped,
-        "metrics": {n: value if math.isfinite(value) else None for n, value in run.metrics.items()},
-        "best_checkpoint": str(run.best) if run.best else None,
-        "best_score": run.best_score,
+        "metrics": {n: value if math.isfinite(value) else None for n, value in metrics.items()},
+        "best_checkpoint": str(best) if best else None,
+        "best_score": run.checkpointing.best_score,
         "strategy": strategy.layout if strategy is not None else type(trainer.strategy).__name__,
         "world_size": trainer.world_size,
         "precision": str(run.cfg.trainer.precision),
@@ -125,7 +99,7 @@ def summarize(run: Outcome) -> dict[str, Any]:
         "bubble_share": strategy.bubble_share if strategy is not None else 0.0,
         "peak_memory_bytes": peak_bytes(trainer),
         "versions": {"torch": torch.__version__, "lightning": version("lightning")},
-        "seconds": run.seconds,
+        "seconds": seconds,
     }
     if log.expert_load is not None:
         summary["expert_load"] = log.expert_load.by_expert()
@@ -134,41 +108,44 @@ def summarize(run: Outcome) -> dict[str, Any]:
     return summary
 
 
-def finish(run: Outcome, display: Display, samples: Samples) -> None:
-    """Write summary.json and report.html, and print the last lines: on rank 0."""
+def finish(
+    run: Run, *, reason: str, metrics: dict[str, float], seconds: float, preview: str | None
+) -> None:
+    """Write summary.json and report.html, and print the last lines: on rank 0.
+
+    Args:
+        reason: why the run ended, one of training.stop.REASONS or "finished".
+        seconds: of training and testing.
+        preview: text that shows what was learned.
+    """
     if not run.trainer.is_global_zero:
         return
     folder = Path(run.cfg.run.dir)
-    summary = summarize(run)
+    summary = summarize(run, reason=reason, metrics=metrics, seconds=seconds)
     run_dir.write_summary(folder, summary)
-    samples.finish(run.trainer, run.preview)
-    display.show_metrics(run.metrics)
+    run.samples.finish(run.trainer, preview)
+    run.display.show_metrics(metrics)
     checkpoint = last_checkpoint(run.cfg)
     saved = "no checkpoint was saved" if checkpoint is None else f"checkpoint {checkpoint}"
-    step = summary["global_step"]
-    lines = [*run.baselines, f"{run.reason} at step {step} after {run.seconds:.0f} s; {saved}"]
+    baselines = getattr(type(run.data), "baselines", None)  # not a user's attribute of that name
+    lines = baselines(run.data) if baselines else []
+    lines.append(f"{reason} at step {summary['global_step']} after {seconds:.0f} s; {saved}")
     if run.guard.skipped:
         lines.append(f"{run.guard.skipped} steps skipped (trainer.on_nan=skip); see {FILE}")
-    elif run.step_log.not_finite_since is not None:
-        lines.append(
-            f"train/loss was not finite at step {run.step_log.not_finite_since}; at the end, it is "
-            f"{run.step_log.last.get('train/loss', math.nan)}"
-        )
-    if run.preview:
-        lines.append(run.preview)
-    if run.reason == "finished" and checkpoint is not None:
+    if preview:
+        lines.append(preview)
+    if reason == "finished" and checkpoint is not None:
         script = "generate" if (folder / TOKENIZER_FILE).exists() else "evaluate"
         option = " --chat" if (folder / CHAT_TEMPLATE).exists() else ""
-        if script == "evaluate" and not is_overridden("test_step", run.trainer.lightning_module):
+        if script == "evaluate" and not is_overridden("test_step", run.task):
             option = " --split val"
         lines.append(f"next: python scripts/{script}.py {shlex.quote(run.cfg.run.dir)}{option}")
-    elif run.reason == "max_time":
+    elif reason == "max_time":
         lines.append(
-            f"to continue: the same command with run.name={run.cfg.run.name} and a longer "
-            "trainer.max_time"
+            "to continue: the same command with its run.name and a longer trainer.max_time"
         )
     for line in lines:
-        display.print(line)
+        run.display.print(line)
 
 
 def last_checkpoint(cfg: DictConfig) -> str | None:

@@ -48,7 +48,6 @@ class RestoreProgress(RunHooks, Callback):
         self._epoch = 0  # when the checkpoint was saved
         self._metrics: Mapping[str, Tensor] = {}
         self._step_values: list[str] = []
-        self._logged_metrics: Mapping[str, Mapping[str, Any]] = {}
         self._data_ranks: list[int] = []  # of each rank
         self._logged: list[epoch_metrics.Facts] = []  # of each rank
         self._states: list[epoch_metrics.Facts] = []  # of each rank
@@ -98,7 +97,6 @@ class RestoreProgress(RunHooks, Callback):
         return {
             "epoch": trainer.current_epoch,
             "metrics": epoch_metrics.numbers(trainer.callback_metrics),
-            "logged_metrics": trainer.step_metrics.newest(),
             "step_values": sorted(trainer.step_metrics.step_values),
             "data_ranks": list(data_ranks),
             "logged": list(logged),
@@ -117,10 +115,7 @@ class RestoreProgress(RunHooks, Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._epoch, self._metrics = state_dict["epoch"], state_dict["metrics"]
         self._logged, self._states = state_dict["logged"], state_dict["states"]
-        self._step_values, self._logged_metrics = (
-            state_dict["step_values"],
-            state_dict["logged_metrics"],
-        )
+        self._step_values = state_dict["step_values"]
         self._data_ranks, self._newest = state_dict["data_ranks"], state_dict["newest"]
         self._in_eval, self._attributes = state_dict["in_eval"], state_dict["attributes"]
         self._model_checkpoints = state_dict["model_checkpoints"]
@@ -223,8 +218,6 @@ class RestoreProgress(RunHooks, Callback):
     def _restore_metrics(self, trainer: OurTrainer, *, closing: bool, mid_epoch: bool) -> None:
         restored = {name: torch.as_tensor(value) for name, value in self._metrics.items()}
         trainer.callback_metrics.update(restored)
-        logged = trainer.step_metrics.without(self._logged_metrics)
-        trainer.step_metrics.restore(logged)
         trainer.step_metrics.step_values.update(self._step_values)
         module, own, newest = trainer.lightning_module, {}, {}
         if self._logged and (closing or mid_epoch):
@@ -255,13 +248,12 @@ class RestoreProgress(RunHooks, Callback):
             )
             results, self._left, self._order = trainer.fit_loop.epoch_loop._results, own, [*own]
             trainer.callback_metrics.update(restored)
-            trainer.step_metrics.restore(logged)
             results.clear()
             results.continue_from(newest)
             if closing:
                 self._restore_left(trainer)
             elif own:
-                epoch_metrics.resume(results, own)
+                results.left = own
 
         self._restore_last = restore_last
 

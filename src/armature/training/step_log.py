@@ -29,7 +29,6 @@ from armature.training.run_hooks import RunHooks
 from armature.training.timings import (
     OWN_SECONDS,
     DataWait,
-    DataWaitWarning,
     OwnWork,
     TimingsCSV,
     Totals,
@@ -103,7 +102,6 @@ class StepLog(RunHooks, Callback):
             "train/skipped",
         }
     )
-    reads_unscaled_gradients = True  # its on_before_optimizer_step reads none
 
     def __init__(
         self,
@@ -129,12 +127,11 @@ class StepLog(RunHooks, Callback):
         self.expert_load: ExpertLoad | None = None
         self.wait: DataWait | None = None
         self.work: OwnWork | None = None
-        self._totals, self._watch = Totals(), DataWaitWarning()
+        self._totals, self._advised = Totals(), False  # about a long wait for data
         self._pending: list[dict[str, Any]] = []
         self._loss: Tensor | None = None
         self._bad_ranks: dict[int, list[int]] = {}  # of the newest rows
-        self._lr: float | Tensor | None = 0.0
-        self.not_finite_since: int | None = None  # the first step whose loss was infinite or NaN
+        self._lr: float | Tensor | None = None
         self._since = 0.0
 
     @classmethod
@@ -144,17 +141,12 @@ class StepLog(RunHooks, Callback):
         return next(callback for callback in callbacks if isinstance(callback, cls))
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "row": dict(self.csv.held),
-            "lr": self._lr,
-            "not_finite_since": self.not_finite_since,
-        }
+        return {"row": dict(self.csv.held), "lr": self._lr}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.csv.held = dict(state_dict["row"])
         # of the next row too, if its batch makes no optimizer step
         self._lr = state_dict.get("lr", 0.0)
-        self.not_finite_since = state_dict.get("not_finite_since")
 
     def training_begins(self, trainer: Trainer) -> None:
         """Drop the rows after the restored checkpoint."""
@@ -199,15 +191,13 @@ class StepLog(RunHooks, Callback):
         if self.work is not None:
             self.work.batch_began()
 
-    def on_before_backward(self, *args: Any, **kwargs: Any) -> None:
+    def on_before_backward(
+        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
         if self.work is not None:
             self.work.backward_begins()
-
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
         if pl_module.automatic_optimization:
-            self._lr = _first_rate([optimizer])  # before the scheduler changes it
+            self._lr = _first_rate(trainer.optimizers)  # before the scheduler changes it
 
     def on_train_batch_end(
         self,
@@ -299,8 +289,6 @@ class StepLog(RunHooks, Callback):
             own |= monitor.measured(trainer, window)
         self.wait.marks.reset()
         ranks = self._read(trainer, rows, [*own.values()])
-        if self.not_finite_since is None:
-            self.not_finite_since = min(self._bad_ranks, default=None)
         over_all_ranks = {
             name: over_ranks(name, values) for name, values in zip(own, ranks, strict=True)
         }
@@ -313,10 +301,10 @@ class StepLog(RunHooks, Callback):
         self._totals.add(timing, window=window)
         if self.work is not None:
             timing["slowest_rank"] = ranks[1].index(max(ranks[1]))
-        if trainer.is_global_zero and (
-            problem := self._watch.problem(trainer, window, waits=ranks[0])
-        ):
-            log.warning("%s", problem)
+        if advice := self._totals.waiting(batches=trainer.accumulate_grad_batches):
+            if trainer.is_global_zero and not self._advised:
+                log.warning("%s", advice)
+            self._advised = True
         self._write(trainer, rows, timing)
         if self.rows_read is not None:
             self.rows_read(trainer, rows, self._bad_ranks)  # pyright: ignore[reportArgumentType]

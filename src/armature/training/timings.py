@@ -22,6 +22,7 @@ REMEDY = (
     "resize or tokenize samples once, and only read the result while training."
 )
 WARM_UP_STEPS = 20  # caches fill, kernels are chosen, processes start
+JUDGED_SECONDS = 30.0  # behind them, before a long wait is reported
 
 
 @dataclass(frozen=True)
@@ -163,37 +164,6 @@ class OwnWork:
         return sum(self._marks.seconds(*part) for part in parts)
 
 
-class DataWaitWarning:
-    """Warn once, on rank 0, if waiting for data takes more than 5% of the time."""
-
-    def __init__(self) -> None:
-        self._steps = -WARM_UP_STEPS
-        self._seconds = self._waited = 0.0
-        self._warned = False
-
-    def problem(self, trainer: Trainer, window: Window, *, waits: list[float]) -> str | None:
-        """Return the warning that is due after this window, or None.
-
-        Args:
-            waits: share of the time that each rank waits.
-        """
-        warm, self._steps = self._steps >= 0, self._steps + window.steps
-        if self._warned or not warm:
-            return None
-        self._seconds += window.seconds
-        self._waited += max(waits) * window.seconds
-        share = self._waited / self._seconds
-        wait = self._waited / (self._steps * trainer.accumulate_grad_batches)
-        enough = self._steps >= WARM_UP_STEPS and self._seconds >= 0.5
-        self._warned = enough and share > MAX_DATA_WAIT and wait >= UNAVOIDABLE_SECONDS
-        rank = f"Rank {waits.index(max(waits))} waits" if len(waits) > 1 else "The model waits"
-        return (
-            f"{rank} for data {share:.0%} of the time, {wait * 1e3:.3g} ms per batch. {REMEDY}"
-            if self._warned
-            else None
-        )
-
-
 class Totals:
     """Time-weighted means over a run, and the maximum for memory; without the warm-up in runs that
     outlast it.
@@ -217,6 +187,19 @@ class Totals:
 
     def values(self) -> dict[str, float]:
         return {name: total / weight for name, (total, weight) in self._sums.items() if weight}
+
+    def waiting(self, *, batches: int) -> str | None:
+        """Return what to do about a long wait for data, once enough was seen to judge it.
+
+        Args:
+            batches: of a step, on each rank.
+        """
+        values, seconds = self.values(), self._sums["data_wait"][1]
+        share = values["data_wait"]
+        wait = share * values["seconds_per_step"] / batches
+        if share <= MAX_DATA_WAIT or wait < UNAVOIDABLE_SECONDS or seconds < JUDGED_SECONDS:
+            return None
+        return f"{share:.0%} of the time is waiting for data, {wait:.3g} s per batch. {REMEDY}"
 
 
 def over_ranks(name: str, values: list[float]) -> float:

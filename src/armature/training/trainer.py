@@ -16,7 +16,6 @@ from typing_extensions import override
 
 from armature.data.users_view import UsersTrainer
 from armature.strategies.base import StrategyMixin
-from armature.training import epoch_metrics
 from armature.training.fit_loop import FitLoop
 from armature.training.loops import EpochLoop
 
@@ -117,30 +116,6 @@ class LoggerConnector(_LoggerConnector):
         trainer = self._trainer
         return (
             trainer._results is not None and trainer.world_size > 1 and not trainer.sanity_checking
-        )
-
-    def newest(self) -> dict[str, dict[str, Any]]:
-        """Return what `trainer.logged_metrics` and `progress_bar_metrics` hold, without computing
-        anything anew.
-        """
-        logged, shown = (
-            epoch_metrics.numbers(self._logged_metrics),
-            epoch_metrics.numbers(self._progress_bar_metrics),
-        )
-        return {"logged": logged, "shown": shown}
-
-    def without(self, saved: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Return what `newest` returned, but for what has been logged since."""
-        kept = {"logged": self._logged_metrics, "shown": self._progress_bar_metrics}
-        return {
-            kind: {n: v for n, v in values.items() if n not in kept[kind]}
-            for kind, values in saved.items()
-        }
-
-    def restore(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        self._logged_metrics.update(saved.get("logged", {}))
-        self._progress_bar_metrics.update(
-            {name: float(value) for name, value in saved.get("shown", {}).items()}
         )
 
     def publish(self, values: Mapping[str, float]) -> None:

@@ -9,6 +9,7 @@ checkpoint can hold (`checkpoint.plain`) and that is not large. Others are named
 from __future__ import annotations
 
 import enum
+import hashlib
 import io
 import itertools
 import logging
@@ -33,7 +34,6 @@ from torchmetrics import Metric
 
 from armature import errors
 from armature.checkpoint import plain
-from armature.checkpoint.of_ranks import digest
 from armature.data.base import DataModule
 from armature.parallel import process_group
 from armature.training import epoch_metrics
@@ -368,3 +368,27 @@ def _like(own: Any, value: Any) -> Any:
     else:
         return value
     return own
+
+
+# ---------------------------------------------------------------- digests
+def digest(value: Any) -> bytes:
+    """Return a digest of a plain value that is the same in every process."""
+    checksum = hashlib.sha256()
+    _add(checksum, value)
+    return checksum.digest()
+
+
+def _add(checksum: Any, value: Any) -> None:
+    """Add a plain value. Not by pickle, which writes where tensors lie in memory."""
+    if isinstance(value, Tensor):
+        dense = (value.to_dense() if value.layout != torch.strided else value).detach().cpu()
+        values = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+        checksum.update(f"{value.dtype} {tuple(value.shape)} ".encode())
+        checksum.update(values.contiguous().reshape(-1).view(torch.uint8).numpy())
+    elif isinstance(value, Mapping | list | tuple | set):
+        items = value.items() if isinstance(value, Mapping) else value
+        checksum.update(f"{type(value).__name__} {len(value)} ".encode())
+        for item in sorted(items, key=repr) if isinstance(value, set) else items:
+            _add(checksum, item)
+    else:
+        checksum.update(f"{type(value).__name__} {value!r} ".encode())

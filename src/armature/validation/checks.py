@@ -107,7 +107,7 @@ def check(
 
 def decide(cfg: DictConfig) -> DictConfig:
     """Replace `auto` by the value for this machine, so that config.yaml records what ran."""
-    cfg = _for_this_machine(cfg)
+    cfg = for_this_machine(cfg)
     if cfg.launch.max_restarts == "auto":
         cfg.launch.max_restarts = 3 if cfg.trainer.devices * cfg.trainer.num_nodes > 1 else 0
     if not signatures.derives_from(
@@ -124,7 +124,7 @@ def decide(cfg: DictConfig) -> DictConfig:
     return cfg
 
 
-def _for_this_machine(cfg: DictConfig) -> DictConfig:
+def for_this_machine(cfg: DictConfig) -> DictConfig:
     cfg = cfg.copy()
     if cfg.trainer.accelerator == "auto":
         cfg.trainer.accelerator = hardware.default_accelerator()
@@ -270,7 +270,7 @@ def _dangling(cfg: DictConfig) -> list[str]:
 
 
 def _target_problems(cfg: DictConfig) -> list[str]:
-    cfg = _for_this_machine(cfg)  # arguments may refer to what is decided later
+    cfg = for_this_machine(cfg)  # arguments may refer to what is decided later
     for key in ("name", "dir", "id"):
         cfg.run[key] = cfg.run[key] or f"<run.{key}>"
     return targets.problems(plain(cfg), _allowed(cfg))

@@ -7,7 +7,6 @@ sound ones.
 
 import codecs
 import difflib
-import math
 import re
 import time
 import warnings
@@ -174,7 +173,7 @@ def _sweep(overrides: list[str]) -> tuple[list[str], list[list[str]], bool]:
     return (
         fixed,
         _grid(hydra, parsed, parser),
-        str(hydra.launcher._target_).endswith("BasicLauncher"),
+        str(hydra.launcher._target_).endswith((".BasicLauncher", ".TrialLauncher")),
     )
 
 
@@ -194,22 +193,6 @@ def _grid(hydra: DictConfig, parsed: list[Override], parser: OverridesParser) ->
         for each in swept
     ]
     return [of_one for of_one in values if of_one]
-
-
-def count_trials(hydra: DictConfig) -> int | None:
-    """Return how many trials a sweep has, or None if only its sweeper knows.
-
-    Called while Hydra runs.
-    """
-    if str(hydra.sweeper._target_).startswith("hydra_plugins.armature_"):
-        return int(hydra.sweeper.trials)
-    if not str(hydra.sweeper._target_).endswith("BasicSweeper"):
-        return None
-    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-    typed = [
-        str(each) for each in OmegaConf.to_container(hydra.overrides.task, resolve=False) or ()
-    ]
-    return math.prod(map(len, _grid(hydra, parser.parse_overrides(typed), parser)))
 
 
 def _try(overrides: list[str]) -> Exception | None:

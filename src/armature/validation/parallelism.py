@@ -21,7 +21,7 @@ from armature.errors import ConfigError
 from armature.finetune import check as pretrained
 from armature.layout import Layout
 from armature.models.plan import Plan
-from armature.parallel.split import SCHEDULES
+from armature.parallel.split import INTERLEAVED, SCHEDULES, Schedule
 from armature.validation import experts, lightning_callbacks, quantization, signatures
 
 KINDS = ("single", "ddp", "shard", "context", "tensor", "pipeline", "deepspeed", "zero3")
@@ -63,10 +63,6 @@ REFUSED: dict[tuple[str, str], str] = {
     ("compile=model", "pipeline"): "a stage holds only some blocks. Type strategy.compile=block",
     ("compile=model", "deepspeed"): "its hooks run between the blocks. Type strategy.compile=block",
     (
-        "compile=block",
-        "tensor",
-    ): "compiled blocks lose the layout of gradients there. Type strategy.compile=none",
-    (
         "clip=value",
         "deepspeed",
     ): "its engine clips by norm only. Type trainer.gradient_clip_algorithm=norm",
@@ -74,10 +70,6 @@ REFUSED: dict[tuple[str, str], str] = {
         "on_nan=skip",
         "deepspeed",
     ): "its engine makes the step. Type trainer.on_nan=stop, or strategy=fsdp",
-    (
-        "float8",
-        "tensor",
-    ): "torchao does not support this sharding of matrices. Type strategy.float8=false",
 }
 
 
@@ -303,6 +295,14 @@ def _tensor(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
                 f"or model.{name}={-(-value // tensor) * tensor}."
             )
     shards = experts.shards_sequence(cfg, layout)
+    if layout.options["async_tensor"] is True and (
+        cfg["trainer"]["accelerator"] != "gpu" or layout.options["compile"] != "block" or not shards
+    ):
+        problems.append(
+            "strategy.async_tensor=true works in compiled blocks on GPUs, with sharded positions. "
+            "Type strategy.async_tensor=auto, or with it trainer.accelerator=gpu "
+            "strategy.compile=block strategy.sequence_parallel=true."
+        )
     for key, length in _lengths(cfg, plan, "context").items():
         if shards and length % tensor:
             problems.append(
@@ -398,12 +398,18 @@ def _pipeline(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
             f"{', '.join(SCHEDULES)}."
         ]
     problems: list[str] = []
-    stages, layers = pipe * SCHEDULES[schedule][0], cfg["model"].get(plan.layers)
+    per_rank = Schedule.of(strategy).stages_per_rank
+    stages, layers = pipe * per_rank, cfg["model"].get(plan.layers)
+    if schedule != INTERLEAVED and strategy["virtual_stages"] != 2:
+        problems.append(
+            f"strategy.virtual_stages={strategy['virtual_stages']} is of interleaved stages, and "
+            f"strategy.schedule={schedule}. Type strategy.schedule={INTERLEAVED}, or leave it out."
+        )
     if isinstance(layers, int) and layers < stages:
         problems.append(
             f"strategy.pipe={pipe} with strategy.schedule={schedule} makes {stages} stages, but "
             f"model.{plan.layers}="
-            f"{layers}. Type strategy.pipe={max(1, layers // SCHEDULES[schedule][0])}, or a deeper "
+            f"{layers}. Type strategy.pipe={max(1, layers // per_rank)}, or a deeper "
             "model."
         )
     by_hand = strategy["stages"]
@@ -436,11 +442,7 @@ def _pipeline(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
         )
     chunks, micro = strategy["microbatches"], cfg["data"].get("micro_batch_size")
     least = (
-        stages
-        if schedule in ("1f1b", "zero_bubble")
-        else pipe
-        if schedule == "interleaved_1f1b"
-        else 1
+        stages if schedule in ("1f1b", "zero_bubble") else pipe if schedule == INTERLEAVED else 1
     )
     if chunks < least:
         problems.append(
@@ -448,7 +450,7 @@ def _pipeline(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
             f"{pipe} ranks. "
             f"Type strategy.microbatches={least}."
         )
-    elif schedule == "interleaved_1f1b" and chunks % pipe:
+    elif schedule == INTERLEAVED and chunks % pipe:
         problems.append(
             f"strategy.microbatches={chunks} must be a multiple of strategy.pipe={pipe} for "
             "interleaved_1f1b. "

@@ -3,7 +3,7 @@
 import os
 import re
 
-from armature.data.batching import LOADER_KEYS
+from armature.data.batching import FOLD_KEYS, LOADER_KEYS
 from armature.project import FOLDERS
 
 
@@ -41,8 +41,8 @@ def _quote(value: str) -> str:
 
 
 def addable(argument: str) -> str:
-    """Let a loader key be typed for a plain LightningDataModule, whose configuration does not have
+    """Let a fold, and a loader key of a plain LightningDataModule, be typed: no configuration has
     it.
     """
-    key = argument.partition("=")[0]
-    return f"++{argument}" if key in {f"data.{name}" for name in LOADER_KEYS} else argument
+    group, _, key = argument.partition("=")[0].partition(".")
+    return f"++{argument}" if group == "data" and key in LOADER_KEYS + FOLD_KEYS else argument

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from omegaconf import OmegaConf
 
 from armature.data import namesakes
-from armature.data.batching import LOADER_KEYS
+from armature.data.batching import FOLD_KEYS, LOADER_KEYS
 from armature.errors import ConfigError, error_line
 from armature.project import SOURCES, config_file
 from armature.validation import foreign_keys
@@ -286,6 +286,8 @@ def argument_problems(path: str, node: dict[str, Any], definition: Definition) -
     for key, value in node.items():
         if key in HYDRA_KEYS or (key in LOADER_KEYS and plain_data):
             continue
+        if key in FOLD_KEYS and path == "data" and key not in signature.parameters:
+            continue  # data/folds.py
         if key not in signature.parameters:
             if not signature.open and key not in signature.mentioned:
                 found.append(

@@ -20,7 +20,8 @@ Examples
   python train.py data=text data.path='corpus/**/*.txt' run.name=mine
                                  the same command again resumes
   python train.py -m optimizer.lr=1e-3,3e-3 seed=0,1
-                                 a sweep: four trials, and a ranked table at the end
+                                 a sweep: four trials, and a ranked table at the end; side by
+                                 side with sweep.parallel=auto
 
 Options
   --cfg job                      print the configuration of this command with all values, and do

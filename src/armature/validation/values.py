@@ -99,6 +99,8 @@ Dtype = Literal["bfloat16", "float16", "float32", "float64"]
 
 
 class OfAnyData:
+    fold: Count0 | None
+    folds: Annotated[int, Field(ge=2)] | None
     eval_batch_size: Batch | None
     num_workers: Annotated[int, Field(ge=0, le=1024)]
     skip_steps: Annotated[
@@ -138,9 +140,11 @@ class OfStrategy:
     reduce_dtype: Dtype | None
     stage: Annotated[int, Field(ge=1, le=3)]
     sequence_parallel: Literal["auto"] | bool
+    async_tensor: Literal["auto"] | bool
     schedule: Literal[tuple(SCHEDULES)]  # pyright: ignore[reportInvalidTypeForm]
     seed: Seed
     activation_checkpointing: Literal["none", "every", "selective"] | Count
+    virtual_stages: Annotated[int, Field(ge=2)]
     prefetch: Count0
     min_num_params: Count0
     microbatches: Count

@@ -4,7 +4,6 @@ metric.
 
 import socket
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +13,8 @@ from armature import config, errors
 from armature.composing import composing
 from armature.errors import ConfigError
 from armature.launcher import lock
-from armature.sweeps import search, study
-from hydra_plugins.armature_optuna import OptunaSweeper
+from armature.sweeps import pool, search, study
+from hydra_plugins.armature_sweeps import OptunaSweeper
 
 optuna = pytest.importorskip("optuna")
 SETTINGS = {
@@ -27,18 +26,29 @@ SETTINGS = {
 SETTINGS["params"] = {"optimizer.lr": "interval(0.1,0.5)"}
 
 
-class BasicLauncher:
-    """Named as Hydra's."""
+class TrialLauncher:
+    """Named as ours."""
 
-    def __init__(self, *results):
-        self.results, self.begun = [*results], []
+    def __init__(self, *results, cfg):
+        self.outcomes, self.begun, self.config = [*results], [], cfg
 
-    def launch(self, job_overrides, initial_job_idx):
-        self.begun.append((initial_job_idx, job_overrides[0]))
-        result = self.results.pop(0) if self.results else 0.5
-        if isinstance(result, BaseException):
-            raise result
-        return [SimpleNamespace(return_value=result() if callable(result) else result)]
+    def results(self, trials, *, asked):
+        for trial in trials:
+            self.begun.append((trial.number, trial.overrides))
+            outcome = self.outcomes.pop(0) if self.outcomes else 0.5
+            try:
+                outcome = outcome() if callable(outcome) else outcome
+                if isinstance(outcome, Exception):
+                    yield pool.Result(trial, error=outcome)
+                elif isinstance(outcome, BaseException):
+                    raise outcome
+                else:
+                    yield pool.Result(trial, outcome)
+            finally:
+                trial.claim.release()
+
+
+REFUSED = errors.RunFailed("refused", errors.EXIT_CONFIG)
 
 
 @pytest.fixture
@@ -49,13 +59,13 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "outputs" / "search"
 
 
-def begin(*results, typed=(), **settings) -> BasicLauncher:
+def begin(*results, typed=(), **settings) -> TrialLauncher:
     config.register()
     with composing():
         cfg = compose(
             "train", ["sweep=optuna", "run.name=search", *typed], return_hydra_config=True
         )
-    launcher = BasicLauncher(*results)
+    launcher = TrialLauncher(*results, cfg=cfg)
     sweeper: Any = OptunaSweeper(**{**SETTINGS, **settings})
     sweeper.config, sweeper.launcher = cfg, launcher
     sweeper.sweep([])
@@ -99,6 +109,15 @@ def test_an_interrupted_trial_is_resumed_with_its_values(folder):
     assert f"optimizer.lr={values['optimizer.lr']}" in launcher.begun[0][1]
 
 
+def test_a_trial_that_a_signal_ended_is_left_to_the_next_start(folder):
+    killed = errors.RunFailed("killed by SIGKILL", -9)
+    with pytest.raises(errors.RunFailed, match="killed"):
+        begin(killed, trials=2)
+    assert states(folder) == ["RUNNING", "COMPLETE"]
+    assert [number for number, _ in begin(trials=2).begun] == [0]
+    assert states(folder) == ["COMPLETE"] * 2
+
+
 def test_a_result_of_a_trial_that_has_one_is_not_an_error(folder):
     def told_by_another_process():
         opened(folder).tell(0, 0.7)
@@ -116,7 +135,7 @@ def test_a_trial_whose_run_directory_another_machine_holds_is_left_to_it(folder)
 
     def refused_by_the_lock():
         hold(folder, 1)
-        raise SystemExit(2)
+        return REFUSED
 
     begin(refused_by_the_lock, trials=2)
     assert states(folder) == ["RUNNING", "RUNNING"]
@@ -182,14 +201,14 @@ def test_the_password_of_a_storage_is_not_shown(monkeypatch):
 
 
 def test_values_that_cannot_be_combined_do_not_stop_the_search(folder):
-    begin(SystemExit(2), SystemExit(2), SystemExit(2), SystemExit(2), 0.5, trials=6)
+    begin(*[REFUSED] * 4, 0.5, trials=6)
     assert states(folder) == ["FAIL"] * 4 + ["COMPLETE"] * 2
 
 
 @pytest.mark.parametrize(("trials", "failed"), [(20, 5), (2, 2)])
 def test_a_search_whose_trials_all_fail_ends(trials, failed, folder):
     with pytest.raises(SystemExit) as end:
-        begin(*[SystemExit(2)] * 20, trials=trials)
+        begin(*[REFUSED] * 20, trials=trials)
     assert end.value.code == 2
     assert states(folder) == ["FAIL"] * failed
 
@@ -221,29 +240,10 @@ def test_a_trial_that_was_stopped_after_it_was_pruned_is_pruned_when_it_is_resum
     assert states(folder) == ["PRUNED"]
 
 
-CELLS = {"optimizer.name": ["a", "b"], "model.layers": [1, 2, 3]}
-
-
-@pytest.mark.parametrize(
-    "sampler",
-    [
-        {"name": "GridSampler", "seed": 0, "search_space": CELLS},
-        {"name": "GridSampler", "search_space": CELLS},
-        {"name": "BruteForceSampler", "seed": 0},
-    ],
-)
-def test_a_sampler_that_has_tried_each_combination_ends_the_search(sampler, folder):
-    settings = {
-        "sampler": sampler,
-        "params": {"optimizer.name": "a,b", "model.layers": "range(1,4)"},
-        "trials": 9,
-    }
-    begin(**settings)
-    assert states(folder) == ["COMPLETE"] * 6
-    assert len({tuple(trial.params.items()) for trial in opened(folder).trials}) == 6
-    assert begin(**settings).begun == []
-    other = begin(**{**settings, "sampler": {"name": "RandomSampler", "seed": 0}, "trials": 7})
-    assert [number for number, _ in other.begun] == [6]
+@pytest.mark.parametrize("name", ["GridSampler", "BruteForceSampler"])
+def test_a_sampler_of_grids_is_refused(name, folder):
+    with pytest.raises(ConfigError, match=f"{name}: a plain sweep tries all values. Leave out"):
+        begin(sampler={"name": name, "search_space": {"optimizer.lr": [1]}})
 
 
 def test_trials_of_a_low_discrepancy_sequence_follow_each_other(folder):

@@ -1,0 +1,95 @@
+"""Folds: disjoint, complete, and the same in every run."""
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+
+from armature.data import columns, digits, folds
+from armature.errors import ConfigError
+from example.data import MoonsData
+
+KEYS = {"fold": 1, "folds": 3}
+
+
+class Plain(L.LightningDataModule):
+    def __init__(self, sampler=None):
+        super().__init__()
+        self.sampler = sampler
+
+    def train_dataloader(self):
+        data = TensorDataset(torch.arange(10))
+        return DataLoader(data, batch_size=4, shuffle=self.sampler is None, sampler=self.sampler)
+
+    def val_dataloader(self):
+        return DataLoader(TensorDataset(torch.arange(90, 99)))
+
+
+def of_table(split, fold):
+    fractions = {"val_fraction": 0.1, "test_fraction": 0.2}
+    return columns.split_indices(50, **fractions, fold=fold, folds=3)[split]
+
+
+def of_digits(split, fold):
+    return digits.split_indices(digits.load_digits()[1], fold=fold, folds=3)[split]
+
+
+def of_any(split, fold):
+    return folds.indices(50, split, fold=fold, folds=3)
+
+
+@pytest.mark.guarantee
+@pytest.mark.parametrize(
+    ("indices", "size"), [(of_table, 40), (of_digits, 1445 + 176), (of_any, 50)]
+)
+def test_folds_are_disjoint_and_hold_all_but_the_test_samples(indices, size):
+    held_out = [indices("val", fold) for fold in range(3)]
+    assert len(np.unique(np.concatenate(held_out))) == sum(map(len, held_out)) == size
+    for fold, part in enumerate(held_out):
+        train = indices("train", fold)
+        assert len(np.union1d(part, train)) == len(part) + len(train) == size
+        assert abs(len(part) - size / 3) < 5
+    if indices is not of_any:
+        assert np.array_equal(indices("test", 0), indices("test", 2))
+
+
+def test_a_fold_of_the_training_samples_replaces_the_validation_samples():
+    data = MoonsData(samples=30, held_out=6, noise=0.1, global_batch_size=5)
+    whole, test = data.dataset("train").inputs, data.dataset("test").inputs
+    folds.hold_out(data, KEYS)
+    train, val = data.dataset("train"), data.dataset("val")
+    assert (len(train), len(val), type(data).__name__) == (20, 10, "MoonsData")
+    seen = torch.cat([train.batch([*range(20)])["inputs"], val.batch([*range(10)])["inputs"]])
+    assert torch.equal(seen.sort(dim=0).values, whole.sort(dim=0).values)
+    assert torch.equal(data.dataset("test").inputs, test)
+
+
+def test_a_fold_of_a_plain_modules_loader_is_held_out():
+    data = Plain()
+    folds.hold_out(data, KEYS)
+    train, val = data.train_dataloader(), data.val_dataloader()
+    found = [sorted(int(x) for (batch,) in loader for x in batch) for loader in (train, val)]
+    assert sorted(found[0] + found[1]) == [*range(10)]
+    assert len(found[1]) == 3
+    assert (train.batch_size, type(val.sampler).__name__) == (4, "SequentialSampler")
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (Plain(WeightedRandomSampler([1.0] * 10, 10)), "with a WeightedRandomSampler"),
+        (Plain(range(3)), "with a range"),
+    ],
+)
+def test_samples_without_a_fold_are_refused_by_name(data, expected):
+    folds.hold_out(data, KEYS)
+    with pytest.raises(
+        ConfigError, match=f"data.folds=3: Plain trains on a DataLoader {expected}.*"
+    ):
+        data.val_dataloader()
+
+
+def test_more_folds_than_samples_are_refused():
+    with pytest.raises(ConfigError, match="there are 50 samples"):
+        folds.indices(50, "val", fold=0, folds=60)
