@@ -135,6 +135,9 @@ checks: $(VENV)/.installed-dev ## Lint, check types and the import contracts
 	PYTHONPATH=src $(BIN)/lint-imports
 	$(BIN)/python -m pytest tests/test_contracts.py
 
+schema: $(VENV)/.installed ## Write configs/.schema/ anew, with which editors complete and check configs/
+	PYTHONPATH=src $(BIN)/python -m armature.command schema
+
 size: $(VENV)/bin/python ## Print how large each part is, and its limits
 	@$(BIN)/python scripts/size.py $(ARGS)
 
@@ -147,4 +150,4 @@ clean: ## Remove caches; runs and the environment stay
 	rm -rf .site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 .PHONY: help setup setup-finetune new train test test-guarantees test-fast test-all test-gpu prove \
-	runs docs notebooks docs-check lock bench checks size format clean
+	runs docs notebooks docs-check lock bench checks schema size format clean

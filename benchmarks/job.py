@@ -13,7 +13,6 @@ from armature.launcher import heap
 from benchmarks.contender import ROOT, Contender, environment, file_name
 
 FOREVER = 1_000_000  # optimizer steps: a benchmark ends when its blocks are measured
-TRAINING_CONFIGS = ROOT / "configs"
 CONFIGS = ROOT / "benchmarks" / "configs"  # groups only for benchmarks
 EXTRAS = Path(sys.prefix) / "extras"  # packages that no other start should see: Makefile
 PINNED = {  # options of ours that no change of configs/ moves, by group
@@ -116,16 +115,16 @@ def compose(overrides: Sequence[str]) -> Workload:
         ConfigError: for what training refuses, and for data that are no tokens.
     """
     import hydra
-    from hydra.utils import instantiate
     from omegaconf import OmegaConf
 
     from armature import config
+    from armature.composing import composing, instantiate
     from armature.errors import ConfigError
     from armature.validation.checks import check
 
     config.register()
     overrides = pinned(overrides)
-    with hydra.initialize_config_dir(str(TRAINING_CONFIGS), version_base="1.3"):
+    with composing():
         name = hydra.compose(
             "train", list(overrides), return_hydra_config=True
         ).hydra.runtime.choices.model

@@ -21,13 +21,13 @@ import traceback
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import hydra
 from omegaconf import DictConfig
 
-from armature import cli
+from armature import cli, project
+from armature.composing import MAIN
 from armature.doctor import finding
 from armature.doctor.examine import examine
 from armature.errors import ConfigError, error_line, masked
@@ -35,6 +35,8 @@ from armature.launcher import environment
 from armature.launcher.streams import make_lasting
 from armature.training.limits import prefer_typed
 from armature.validation.checks import check
+
+sys.path.insert(1, str(project.ROOT))  # modules of users, as for train.py
 
 OPTIONS = {"--json": 0.0, "--deadline": 30.0, "--step-seconds": 600.0}
 MOST_SECONDS = 1e6
@@ -63,7 +65,7 @@ def show(found: list[finding.Finding], *, as_json: bool) -> None:
     print(finding.as_json(found) if as_json else finding.as_text(found), flush=True)
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="train")
+@hydra.main(**MAIN)
 @cli.report_errors
 def main(cfg: DictConfig) -> None:
     shows, overrides = partial(show, as_json=bool(options["--json"])), cli.overrides()
@@ -104,7 +106,7 @@ def command() -> None:
     as_json = "--json" in sys.argv
     try:
         options.update(take_options())
-        cli.run(main, config_dir=ROOT / "configs")
+        cli.run(main)
     except cli.Refused as refused:
         if as_json and environment.is_first("RANK", "SLURM_PROCID"):
             remedy = "Correct the command; nothing else was examined."

@@ -1,6 +1,7 @@
 """Start your own model, data and task: copy the example under a name of yours.
 
 python scripts/new.py moons     writes src/moons/, configs/*/moons.yaml and tests/test_moons.py
+armature new moons              outside of a project: a folder moons/ with these, which is one
 
 Then: python train.py experiment=moons
 """
@@ -8,15 +9,18 @@ Then: python train.py experiment=moons
 import argparse
 import importlib.util
 import keyword
+import os
 import re
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT)]  # where a name could be taken
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from armature import cli
 from armature.errors import ConfigError
+from armature.project import IMPORTED, PACKAGE, ROOT, SHIPPED
+
+sys.path[:0] = IMPORTED  # where a name could be taken
 
 GROUPS = ("model", "data", "task", "experiment")
 LONGEST = 60  # characters of a name, which names files
@@ -38,13 +42,16 @@ VALUES = (
 TEST = '''\
 """The experiment passes the checks, learns, and gives the same losses under another strategy."""
 
+import csv
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import armature
-from tests import running
 
+ROOT = Path(__file__).parents[1]
 NAME = "example"
 FIXED = [
     "logger=none",
@@ -55,13 +62,12 @@ FIXED = [
 ]
 
 
-def losses(folder, *overrides, ranks=1):
+def losses(folder, *overrides):
     command = [sys.executable, "train.py", f"experiment={NAME}", *FIXED, *overrides]
-    command += [f"trainer.devices={ranks}", f"run.root={folder}"]
     # started where you type it, so that paths of data are the same
-    result = running.run(command, cwd=running.ROOT, env=running.environment(), ranks=ranks)
-    assert result.returncode == 0, result.stderr[-6000:]
-    return running.losses(folder / "run")
+    subprocess.run([*command, f"run.root={folder}"], cwd=ROOT, check=True)
+    with (folder / "run" / "metrics.csv").open() as file:
+        return [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
 
 
 def test_it_passes_the_checks():
@@ -72,7 +78,9 @@ def test_it_passes_the_checks():
 def test_it_learns_and_the_strategy_does_not_change_it(tmp_path):
     single = losses(tmp_path / "single")
     assert single[-1] < single[0]
-    assert losses(tmp_path / "ddp", "strategy=ddp", ranks=2) == pytest.approx(single, rel=1e-5)
+    assert losses(tmp_path / "ddp", "strategy=ddp", "trainer.devices=2") == pytest.approx(
+        single, rel=1e-5
+    )
 '''
 
 
@@ -84,14 +92,18 @@ def main() -> None:
         "name", help="of the Python package and of the configs: lower case, such as moons"
     )
     name = parser.parse_args().name
+    root = ROOT if (ROOT / "configs" / "train.yaml").is_file() else Path.cwd() / name
     try:
-        files = texts(name)
+        files = texts(name, root)
     except ConfigError as error:
         cli.refuse(error.problems)
     for path, text in files.items():
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-        print(path.relative_to(ROOT))
+        print(os.path.relpath(path))
+    if root != ROOT:
+        print(f"\nnext: cd {name} && make train")
+        return
     print(f"\nnext: python train.py experiment={name}")
     print(
         f"      make test-fast ARGS=tests/test_{name}.py      # installs pytest, and checks the "
@@ -104,18 +116,30 @@ def main() -> None:
     print("docs/your-own.md explains each part.")
 
 
-def texts(name: str) -> dict[Path, str]:
-    """Return the files to write, with their text. ConfigError: all that is wrong with the name."""
-    if problems := name_problems(name):
+def texts(name: str, root: Path = ROOT) -> dict[Path, str]:
+    """Return the files to write into a project, with their text; into one that does not exist yet,
+    those of its own as well.
+
+    ConfigError: all that is wrong with the name.
+    """
+    if problems := name_problems(name, root):
         raise ConfigError(problems)
-    source, target = ROOT / "src" / "example", ROOT / "src" / name
+    source, target = PACKAGE.parent / "example", root / "src" / name
     copies = {target / path.name: path for path in sorted(source.glob("*.py"))}
     for group in GROUPS:
-        folder = ROOT / "configs" / group
-        copies[folder / f"{name}.yaml"] = folder / "example.yaml"
+        copies[root / "configs" / group / f"{name}.yaml"] = SHIPPED / group / "example.yaml"
+    if root != ROOT:
+        own = filter(Path.is_file, Path(__file__).with_name("project").iterdir())
+        copies |= {root / path.name: path for path in own}
+        of_all = [SHIPPED / "train.yaml", *(SHIPPED / ".schema").iterdir()]
+        copies |= {root / "configs" / path.relative_to(SHIPPED): path for path in of_all}
     found = {copy: path.read_text(encoding="utf-8") for copy, path in copies.items()}
     found[target / "__init__.py"] = '"""The parts of experiment=example."""\n'
-    found[ROOT / "tests" / f"test_{name}.py"] = TEST
+    found[root / "tests" / f"test_{name}.py"] = TEST
+    if root != ROOT:
+        train = found[root / "configs" / "train.yaml"]
+        train = train.replace("experiment: null", "experiment: example")
+        found[root / "configs" / "train.yaml"] = train.replace("name: armature", "name: example")
     return {path: renamed(text, name) for path, text in found.items()}
 
 
@@ -133,7 +157,7 @@ def renamed(text: str, name: str) -> str:
     )
 
 
-def name_problems(name: str) -> list[str]:
+def name_problems(name: str, root: Path) -> list[str]:
     """Return every reason why neither a Python package nor a configuration can have this name."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         form = "letters a to z, digits and '_', a letter first, and no keyword of Python"
@@ -146,9 +170,10 @@ def name_problems(name: str) -> list[str]:
         ]
     if name in VALUES:
         return [f"NAME={name}: experiment={name} would be read as a value. Type another name."]
-    made = [ROOT / "src" / name, *(ROOT / "configs" / group / f"{name}.yaml" for group in GROUPS)]
-    made += [ROOT / "tests" / f"test_{name}.py", *(ROOT / "tests").glob(f"*/test_{name}.py")]
-    taken = [str(path.relative_to(ROOT)) for path in made if path.exists()]
+    made = [root / "src" / name, *(root / "configs" / group / f"{name}.yaml" for group in GROUPS)]
+    made += [root / "tests" / f"test_{name}.py", *(root / "tests").glob(f"*/test_{name}.py")]
+    made += [root] * (root != ROOT)
+    taken = [os.path.relpath(path, ROOT) for path in made if path.exists()]
     if taken:
         return [f"NAME={name}: {', '.join(taken)} exists already. Type another name."]
     if name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None:

@@ -23,13 +23,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from omegaconf import DictConfig, OmegaConf
 
 from armature import cli
 from armature.errors import EXIT_CONFIG, ConfigError
+from armature.launcher import environment
 from armature.layout import Layout
 from armature.proof import compare, locate
 from armature.proof.compare import BOUND, COLUMNS, METRICS, Cell
@@ -43,6 +43,7 @@ DEFAULT_LAYOUTS = ("micro", "ddp:2", "fsdp:2", "tensor:2", "pipeline:2", "contex
 MICRO = "micro"  # one process, two micro-batches
 SINGLE = ("strategy=single", "trainer.devices=1", "trainer.num_nodes=1")
 DECIDED = ("run.name", "run.root", "logger", "resume")  # by this script, beside what `base` lists
+TRAIN = "from armature.train import command; command()"
 TRACE = "+callbacks.trace={{_target_:armature.callbacks.trace.Trace,steps:{steps}}}"
 STOP = "+callbacks.stop_at={{_target_:armature.callbacks.stop_at.StopAt,signals:{{{name}:{step}}}}}"
 DOUBLE = "trainer.precision=64-true"
@@ -120,6 +121,7 @@ class Runs:
 
     def __init__(self, root: Path, base: Sequence[str]) -> None:
         self.root, self.base = root, list(base)
+        environment.share_sources()
 
     def train(self, name: str, *overrides: str, stopped: bool = False) -> str | None:
         """Train to the end, or to a stop. Return the message if the configuration is refused.
@@ -132,7 +134,7 @@ class Runs:
         words = [*base, *overrides, f"run.name={name}"]
         with (self.root / f"{name}.log").open("a+") as log:
             begin = log.tell()
-            command = [sys.executable, str(ROOT / "train.py"), *words]
+            command = [sys.executable, "-P", "-c", TRAIN, *words]
             code = subprocess.run(
                 command, stdout=log, stderr=subprocess.STDOUT, check=False
             ).returncode

@@ -84,7 +84,7 @@ def opening(lines: list[str]) -> str:
         for line in itertools.takewhile(lambda x: x.startswith("#"), lines)
     )
     for text in comment.replace("\\\n", "").splitlines():
-        if text and not text.startswith("@package"):
+        if text and not text.startswith(("@package", "yaml-language")):
             texts.append(f"`{text}`" if text.startswith("python ") else escape(text))
     if texts and texts[0].startswith("`python ") and len(texts) > 1:
         texts[0] += "<br>"

@@ -15,12 +15,11 @@ import json
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from omegaconf import DictConfig, OmegaConf
 
-from armature import cli, hardware
+from armature import cli, hardware, project
 from armature.errors import ConfigError
 from armature.finetune import check as pretrained
 from armature.layout import Layout
@@ -28,6 +27,8 @@ from armature.planning import auto, devices, simulation
 from armature.planning.simulation import settings
 from armature.planning.text import UNEVEN
 from armature.validation import checks
+
+sys.path.insert(1, str(project.ROOT))  # modules of users, as for train.py
 
 DEFAULT = "h100_80gb"  # on a machine without a GPU
 

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WIDTH = 100  # columns
 SLACK = 0.03  # of a limit: a part that is smaller by more has a limit to lower
 OPTIONAL = (  # what a run can do without; the rest of src/armature is the core
+    "command",
     "finetune",
     "data/chat",
     "models/huggingface",

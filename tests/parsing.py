@@ -8,7 +8,8 @@ from typing import Any
 
 import yaml
 from omegaconf import grammar_parser, omegaconf
-from omegaconf._utils import get_yaml_loader
+
+_parsed: dict[str, Any] = {}
 
 
 class _Yaml:
@@ -24,15 +25,13 @@ class _Yaml:
         if not hasattr(stream, "seek"):
             return yaml.load(stream, Loader=Loader)
         try:
-            return _parsed(stream.read())
+            text = stream.read()
+            if text not in _parsed:
+                _parsed[text] = yaml.load(text, Loader=Loader)
+            return _parsed[text]
         except yaml.YAMLError:  # its message names the file
             stream.seek(0)
             return yaml.load(stream, Loader=Loader)
-
-
-@functools.cache
-def _parsed(text: str) -> Any:
-    return yaml.load(text, Loader=get_yaml_loader())
 
 
 def remember() -> None:

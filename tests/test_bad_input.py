@@ -10,9 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 
 from armature import config
+from armature.composing import composing
 from armature.errors import ConfigError
 from armature.validation.checks import check
 from armature.validation.compose import CONFIG_ERRORS, explain, explain_sweep, searching
@@ -202,7 +203,7 @@ SWEEPS = [name for name, (words, _) in CASES.items() if "-m" in words and name n
 def test_a_mistake_in_a_sweep_is_found(name):
     config.register()
     overrides, words = CASES[name]
-    problems = explain_sweep(overrides[1:], ROOT / "configs", check)
+    problems = explain_sweep(overrides[1:], check)
     shown = f"{len(problems)} problem: " + " ".join(problems)
     assert all(word in shown for word in words), problems
 
@@ -219,12 +220,12 @@ def test_a_mistake_is_found(name, folder, monkeypatch):
     overrides, words = CASES[name]
     config.register()
     try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
+        with composing():
             check(compose("train", overrides=overrides))
     except ConfigError as error:
         problems = error.problems
     except CONFIG_ERRORS as error:
-        problems = explain(error, overrides, ROOT / "configs")
+        problems = explain(error, overrides)
     else:
         pytest.fail("nothing was found")
     assert all(word in "\n".join(problems) for word in words), problems
@@ -249,10 +250,10 @@ def test_trials_that_run_elsewhere_are_not_held_against_this_machine(monkeypatch
     usual = module._sweep
     overrides = ["seed=0,1", "trainer.accelerator=gpu", "trainer.devices=99"]
     config.register()
-    assert "99" in " ".join(module.explain_sweep(overrides, ROOT / "configs", check))
+    assert "99" in " ".join(module.explain_sweep(overrides, check))
     monkeypatch.setattr(module, "_sweep", elsewhere)
-    assert module.explain_sweep(overrides, ROOT / "configs", check) == []
-    assert module.explain_sweep(["seed=0,no"], ROOT / "configs", check)
+    assert module.explain_sweep(overrides, check) == []
+    assert module.explain_sweep(["seed=0,no"], check)
 
 
 @pytest.mark.guarantee
@@ -323,7 +324,7 @@ def test_a_mistake_in_an_option_s_file_is_told_as_what_it_is(tmp_path, text):
     (tmp_path / "own" / "experiment").mkdir(parents=True)
     (tmp_path / "own" / "experiment" / "mine.yaml").write_text(text)
     searched = searching(tmp_path / "own")
-    (problem,) = explain(Exception(), [searched, "experiment=mine"], ROOT / "configs")
+    (problem,) = explain(Exception(), [searched, "experiment=mine"])
     assert problem.startswith("experiment=mine: in own/experiment/mine.yaml: ")
     assert FILES[text] in problem
 
@@ -335,13 +336,13 @@ def test_a_mistake_in_a_file_of_another_folder_is_told_as_what_it_is(tmp_path, f
         "# @package _global_\ntrainer: {max_stps: 3}\n"
     )
     searched = searching(tmp_path / "own")
-    (problem,) = explain(Exception(), [searched, "experiment=mine"], ROOT / "configs")
+    (problem,) = explain(Exception(), [searched, "experiment=mine"])
     expected = (
         "experiment=mine: in own/experiment/mine.yaml: there is no key 'trainer.max_stps'. "
         "Did you mean"
     )
     assert problem.startswith(expected)
-    (problem,) = explain(Exception(), [searched, "experiment=main"], ROOT / "configs")
+    (problem,) = explain(Exception(), [searched, "experiment=main"])
     assert "Did you mean 'mine'?" in problem
     refused(train("--config-dir", str(tmp_path / "own"), "experiment=mine", cwd=folder), expected)
 
@@ -349,16 +350,14 @@ def test_a_mistake_in_a_file_of_another_folder_is_told_as_what_it_is(tmp_path, f
 def test_a_folder_named_like_a_file_is_no_option(tmp_path, folder):
     config.register()
     (tmp_path / "own" / "experiment" / "mine.yaml").mkdir(parents=True)
-    (problem,) = explain(
-        Exception(), [searching(tmp_path / "own"), "experiment=mine"], ROOT / "configs"
-    )
+    (problem,) = explain(Exception(), [searching(tmp_path / "own"), "experiment=mine"])
     assert problem.startswith("experiment=mine: experiment has no option 'mine'.")
 
 
 def test_values_of_a_sweep_are_typed_by_their_keys():
     config.register()
     typed = "hydra.sweeper.params={seed: 1}"
-    (problem,) = explain(Exception(), [typed], ROOT / "configs")
+    (problem,) = explain(Exception(), [typed])
     assert problem.startswith(
         f"{typed}: it takes no values from here. Type each key by itself, as in -m optimizer.lr="
     )

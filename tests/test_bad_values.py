@@ -7,12 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from armature import cli, config, run_dir
+from armature.composing import composing, instantiate
 from armature.errors import ConfigError
 from armature.loading import build_task, constructors
 from armature.models.decoder import check as decoder
@@ -152,7 +152,7 @@ def problems_of(*typed: str) -> list[str]:
 @pytest.fixture(scope="module")
 def default() -> DictConfig:
     config.register()
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
+    with composing():
         return compose("train")
 
 
@@ -233,7 +233,7 @@ def test_a_name_that_no_folder_can_have_is_refused(length):
 @pytest.mark.parametrize("value", ["/home/müller/x", "it's", "a;b", "a (1)", "a#b", "日本", "a=b"])
 def test_names_that_hydra_takes_in_quotes_only_arrive_as_typed(value):
     config.register()
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
+    with composing():
         assert compose("train", overrides=[quoting.quoted(f"run.root={value}")]).run.root == value
 
 
@@ -485,7 +485,7 @@ def test_strategy_auto_takes_the_options_of_single_and_ddp():
 def test_an_error_after_composing_is_not_taken_for_a_mistake_in_the_command(monkeypatch):
     error = InstantiationException("Error in call to target 'mine.Model': RuntimeError('no table')")
     monkeypatch.setattr(cli, "_composed", SimpleNamespace(is_set=lambda: True))
-    assert cli._explained(error, ["model=of_a_config_dir"], CONFIGS, sweep=False) == [str(error)]
+    assert cli._explained(error, ["model=of_a_config_dir"], sweep=False) == [str(error)]
 
 
 def test_a_number_of_the_environment_is_one_in_the_recorded_configuration(monkeypatch):

@@ -4,12 +4,12 @@ import functools
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from armature import config
+from armature.composing import composing, instantiate, register_resolver
 from armature.data import feed
 from armature.validation import checks, data_sources
 from armature.validation import compose as compose_module
@@ -108,7 +108,7 @@ def _hydra(tmp_path, monkeypatch):
     monkeypatch.setattr(
         data_sources, "problems", lambda cfg, *, prepare: []
     )  # tests/data prepares for real
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
+    with composing():
         yield
     GlobalHydra.instance().clear()
 
@@ -198,7 +198,7 @@ def test_every_experiment_opens_with_its_command(path):
 
 
 def test_a_key_of_other_options_names_them_all_also_those_that_inherit_it():
-    (problem,) = explain(Exception(), ["strategy=ddp", "strategy.tensor=2"], CONFIGS)
+    (problem,) = explain(Exception(), ["strategy=ddp", "strategy.tensor=2"])
     axes = [
         "3d",
         "context",
@@ -212,7 +212,7 @@ def test_a_key_of_other_options_names_them_all_also_those_that_inherit_it():
         "tensor",
     ]
     assert f"but {', '.join(f'strategy={name}' for name in axes)} have it." in problem
-    (problem,) = explain(Exception(), ["strategy.stage=1"], CONFIGS)
+    (problem,) = explain(Exception(), ["strategy.stage=1"])
     assert "but strategy=deepspeed, strategy=deepspeed_zero1, " in problem
 
 
@@ -229,15 +229,15 @@ def test_a_size_that_model_and_data_take_from_each_other_is_asked_for_once():
             "data": {"vocab_size": "${model_size:vocab_size,4096}"},
         }
     )
-    OmegaConf.register_new_resolver("model_size", count, replace=True)
+    register_resolver("model_size", count, replace=True)
     try:
         assert cfg.model.vocab_size == 4096
     finally:
-        OmegaConf.register_new_resolver("model_size", config._model_size, replace=True)
+        register_resolver("model_size", config._model_size, replace=True)
     assert len(asked) == 1
 
 
 def test_a_misspelt_key_is_looked_for_without_composing_all_options():
-    (problem,) = explain(Exception(), ["model.witdh=3"], CONFIGS)
+    (problem,) = explain(Exception(), ["model.witdh=3"])
     assert "Did you mean 'model.width'?" in problem
     assert compose_module._composed.cache_info().misses < 4

@@ -11,9 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 
 from armature import config
+from armature.composing import composing
 from armature.validation import parallelism as checks
 from armature.validation import quoting
 from tests import running
@@ -175,7 +176,7 @@ def test_every_command_that_trains_composes(words, clone):
         overrides = [word.split(",")[0] for word in overrides]
     overrides = ["task=language_modeling" if word == "task=mine" else word for word in overrides]
     config.register()
-    with initialize_config_dir(version_base="1.3", config_dir=str(clone / "configs")):
+    with composing():
         cfg = compose("train", overrides=[quoting.quoted(override) for override in overrides])
     assert cfg.model._target_
 

@@ -268,7 +268,7 @@ def test_every_start_of_a_run_has_the_same_id(tmp_path):
 def test_the_state_of_the_code_and_the_sweep_s_name_are_written(tmp_path, monkeypatch):
     code = tmp_path / "code"
     code.mkdir()
-    monkeypatch.setattr(run_dir.config, "CONFIGS", code / "configs")
+    monkeypatch.setattr(run_dir.project, "ROOT", code)
     run_dir.git.cache_clear()  # an earlier test has asked
     cfg = run_dir.decide(config(tmp_path), label="x", trial="lr/3")
     run = OmegaConf.load(run_dir.write(cfg, []) / "config.yaml").run

@@ -12,9 +12,9 @@ import sys
 import pytest
 
 import armature
-from armature import cli
-from armature.config import CONFIGS
+from armature import cli, project
 from armature.errors import ConfigError
+from armature.project import CONFIGS
 from armature.validation import usage
 from tests import running
 from tests.sampled import sampled
@@ -38,7 +38,7 @@ def ask(*words: str, cwd, **environment: str) -> str:
 def test_every_group_has_a_sentence_and_its_files():
     folders = {folder.name: folder for folder in CONFIGS.iterdir() if folder.is_dir()}
     assert set(usage.GROUPS) == set(folders)
-    lines = usage.text(CONFIGS).splitlines()
+    lines = usage.text().splitlines()
     assert len(lines) < 100
     assert max(map(len, lines)) <= 120
     words = set(" ".join(lines).split())
@@ -47,15 +47,17 @@ def test_every_group_has_a_sentence_and_its_files():
         assert {name, *shipped} <= words
 
 
-def test_a_group_of_a_users_own_is_listed_as_well(tmp_path):
+def test_a_group_of_a_users_own_is_listed_as_well(tmp_path, monkeypatch):
+    monkeypatch.setattr(project, "FOLDERS", [tmp_path])
+    monkeypatch.setattr(usage, "FOLDERS", [tmp_path])
     (tmp_path / "augmentation").mkdir()
     (tmp_path / "augmentation" / "strong.yaml").write_text("x: 1\n")
-    assert "  augmentation\n               strong\n" in usage.text(tmp_path)
+    assert "  augmentation\n               strong\n" in usage.text()
 
 
 def test_help_is_ours(tmp_path):
     printed = ask("--help", cwd=tmp_path)
-    assert printed.rstrip("\n") == usage.text(CONFIGS)
+    assert printed.rstrip("\n") == usage.text()
     assert "Hydra" in ask("--hydra-help", cwd=tmp_path)
 
 

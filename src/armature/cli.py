@@ -23,7 +23,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from armature import config, files, hardware, run_dir
+from armature import config, files, hardware, project, run_dir
+from armature.composing import composing
 from armature.errors import (
     EXIT_CONFIG,
     ConfigError,
@@ -61,12 +62,7 @@ TRIAL_OPTION = "--trial"  # of the command of a trial's process
 MOST_DEVICES = 10**5  # of a plan or a simulation, in one machine and as machines
 
 
-def run(
-    main: Callable[[], None],
-    *,
-    config_dir: Path,
-    check: Callable[[DictConfig], object] | None = None,
-) -> None:
+def run(main: Callable[[], None], *, check: Callable[[DictConfig], object] | None = None) -> None:
     """Run a `@hydra.main` function.
 
     A mistake in the configuration ends with one message and exit code 2.
@@ -94,10 +90,10 @@ def run(
     sys.argv = [sys.argv[0], *(addable(quoted(argument)) for argument in sys.argv[1:])]
     arguments, misplaced = get_args_parser().parse_known_args()
     if arguments.help:
-        print(usage.text(config_dir))
+        print(usage.text())
         return
     default_config = not (arguments.config_name or arguments.config_path)
-    folders = [config_dir, *([Path(arguments.config_dir)] if arguments.config_dir else [])]
+    folders = [project.CONFIGS, *([Path(arguments.config_dir)] if arguments.config_dir else [])]
     one_mode = default_config and not any(map(_sets_mode, folders))
     typed = [*map(searching, filter(Path.is_dir, folders[1:])), *arguments.overrides]
     problems = [*filter(None, [environment.debug_problem()])]
@@ -122,11 +118,7 @@ def run(
     try:
         with _skip_get_mode() if one_mode else nullcontext():
             sweep = arguments.multirun and default_config
-            if (
-                sweep
-                and check is not None
-                and (problems := explain_sweep(typed, config_dir, check))
-            ):
+            if sweep and check is not None and (problems := explain_sweep(typed, check)):
                 refuse(problems)
             if arguments.multirun:
                 environment.share_sources()
@@ -136,7 +128,7 @@ def run(
             ):
                 main()
     except CONFIG_ERRORS as error:
-        refuse(_explained(error, typed, config_dir, sweep=arguments.multirun))
+        refuse(_explained(error, typed, sweep=arguments.multirun))
     except ConfigError as error:  # of a search, whose cause says less
         refuse(error.problems)
     except RunFailed as error:  # a trial of a sweep failed; the other trials have run
@@ -145,7 +137,7 @@ def run(
     except Exception as error:
         if _composed.is_set():  # training had begun: this is no mistake in the command
             raise
-        refuse(explain(error, typed, config_dir, sweep=arguments.multirun))
+        refuse(explain(error, typed, sweep=arguments.multirun))
     if environment.is_joined():
         leave()
 
@@ -191,10 +183,10 @@ def _load_env(file: Path) -> None:
         )
 
 
-def _explained(error: Exception, typed: list[str], config_dir: Path, *, sweep: bool) -> list[str]:
+def _explained(error: Exception, typed: list[str], *, sweep: bool) -> list[str]:
     if _composed.is_set() and not sweep:
         return [plain_text(error)]  # the overrides are sound
-    return explain(error, typed, config_dir, sweep=sweep)
+    return explain(error, typed, sweep=sweep)
 
 
 @contextmanager
@@ -228,11 +220,11 @@ def compose(typed: Sequence[str]) -> DictConfig:
         raise ConfigError(problems)
     config.register()
     try:
-        with hydra.initialize_config_dir(version_base="1.3", config_dir=str(config.CONFIGS)):
+        with composing():
             cfg = hydra.compose("train", overrides)
     except (*CONFIG_ERRORS, TypeError, ValueError) as error:
         # the last two for a group's option that is no word
-        raise ConfigError(explain(error, overrides, config.CONFIGS)) from error
+        raise ConfigError(explain(error, overrides)) from error
     problems = _merged_problems([each for each in overrides if not each.endswith("=[]")])
     problems += [
         f"{name}: a value is required. Type {name}=…"

@@ -22,7 +22,9 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 from pydantic import Field
 
+from armature.composing import register_resolver
 from armature.errors import ConfigError, error_line
+from armature.project import SHIPPED
 
 NEEDED = ("run", "task", "model", "data", "optimizer", "strategy")  # groups of every config.yaml
 OF_TRAIN = ("project", "run", "sweep")  # groups whose keys are in train.yaml itself
@@ -31,7 +33,6 @@ OPENED = ("checkpoint", "data", "model", "task")
 LARGEST = 1_000_000  # bytes of a config.yaml
 EMA = "armature.callbacks.ema.EMA"
 _WHOLE = re.compile(r"\$\{oc\.env:\w+\}")
-CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 # ---------------------------------------------------------------- what a value may be
@@ -186,16 +187,14 @@ def _model_size(name: str, otherwise: int | None, *, _root_: DictConfig) -> int 
 
 
 # every config.yaml is read by this module
-OmegaConf.register_new_resolver("model_size", _model_size, replace=True)
+register_resolver("model_size", _model_size, replace=True)
 
 
 def register() -> None:
     """Register the types with Hydra, under the name that `configs/train.yaml` starts from."""
     ConfigStore.instance().store(name="schema", node=Config)
     started = os.environ.get("SLURM_JOB_ID") or time.strftime("%Y%m%d-%H%M%S")
-    OmegaConf.register_new_resolver(
-        "sweep_name", lambda name: name or f"sweep-{started}", replace=True
-    )
+    register_resolver("sweep_name", lambda name: name or f"sweep-{started}", replace=True)
 
 
 def load(file: Path) -> DictConfig:
@@ -212,10 +211,10 @@ def load(file: Path) -> DictConfig:
         for name, kind in groups.items()
         for field in fields(kind)
     ):
-        train = OmegaConf.load(CONFIGS / "train.yaml")
+        train = OmegaConf.load(SHIPPED / "train.yaml")
         train = OmegaConf.masked_copy(train, [*OF_TRAIN, "seed", "resume"])  # pyright: ignore[reportArgumentType]
         defaults = {
-            name: OmegaConf.load(CONFIGS / name / "default.yaml")
+            name: OmegaConf.load(SHIPPED / name / "default.yaml")
             for name in groups
             if name not in OF_TRAIN
         }
@@ -269,13 +268,13 @@ def is_of_a_run(file: Path) -> bool:
 @contextmanager
 def _environment_kept() -> Iterator[None]:
     """Resolve references to the environment to themselves."""
-    OmegaConf.register_new_resolver("oc.env", _env_reference, replace=True)
-    OmegaConf.register_new_resolver("oc.decode", _decode_reference, replace=True)
+    register_resolver("oc.env", _env_reference, replace=True)
+    register_resolver("oc.decode", _decode_reference, replace=True)
     try:
         yield
     finally:
-        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
-        OmegaConf.register_new_resolver("oc.decode", oc.decode, replace=True)
+        register_resolver("oc.env", oc.env, replace=True)
+        register_resolver("oc.decode", oc.decode, replace=True)
 
 
 def _env_reference(name: str, *default: Any) -> str:

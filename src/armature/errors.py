@@ -9,9 +9,10 @@ import re
 import sysconfig
 import traceback
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from traceback import FrameSummary
 from typing import Any
+
+from armature.project import PACKAGE, ROOT, shipped
 
 # torch adds the traceback of its worker to the text
 _OF_LOADER = "Caught ConfigError in DataLoader worker process"
@@ -118,16 +119,14 @@ def own_frames(frames: Sequence[FrameSummary]) -> list[FrameSummary]:
     ]
 
 
-_PACKAGE = Path(__file__).resolve().parent
-_PROJECT = _PACKAGE.parents[1]
 # not the user's code: Python, what is installed, and this project's own commands
 _FOLDERS = (
     sysconfig.get_path("stdlib"),
-    _PACKAGE,
-    _PACKAGE.parent / "hydra_plugins",
-    _PROJECT / "scripts",
+    PACKAGE,
+    PACKAGE.parent / "hydra_plugins",
+    shipped("scripts"),
 )
-_OTHERS = (*(f"{folder}{os.sep}" for folder in _FOLDERS), str(_PROJECT / "train.py"), "<")
+_OTHERS = (*(f"{folder}{os.sep}" for folder in _FOLDERS), str(ROOT / "train.py"), "<")
 _CHAINS = (
     "\n\nThe above exception was the direct cause of the following exception:\n\n",
     "\n\nDuring handling of the above exception, another exception occurred:\n\n",

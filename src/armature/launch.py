@@ -121,8 +121,7 @@ def _check_built(cfg: DictConfig, layout: Layout) -> None:
     adapter: Any = pretrained.adapter_of(cfg)
     if plan is None and (adapter is None or not cfg.model.get("_partial_")):
         return
-    from hydra.utils import instantiate
-
+    from armature.composing import instantiate
     from armature.finetune.lora import Lora
     from armature.parallel import plan_check
 
@@ -224,8 +223,6 @@ def _limits_were_raised(cfg: DictConfig, summary: dict[str, Any]) -> bool:
     """Return whether the limits of steps and epochs now end a run later than those that it finished
     with.
     """
-    if "planned_steps" not in summary:  # of an older version
-        return cfg.trainer.max_steps is not None and cfg.trainer.max_steps > summary["global_step"]
     samples, batch = summary["samples_per_epoch"], summary["global_batch_size"]
     limits = Limits.of(cfg, samples_per_epoch=samples, global_batch_size=batch)
     return limits.global_batches > summary["planned_steps"]

@@ -12,7 +12,6 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -29,6 +28,7 @@ from armature.checkpoint import (
     state,
     storage,
 )
+from armature.composing import instantiate
 from armature.data import feed
 from armature.data.memory import is_missing
 from armature.errors import ConfigError, by_user, error_line, place_of

@@ -30,7 +30,7 @@ from typing import Any
 import psutil
 from omegaconf import DictConfig, OmegaConf
 
-from armature import config, files
+from armature import config, files, project
 from armature.checkpoint import directory, resume
 from armature.errors import ConfigError, NotSaved
 from armature.finetune import check as pretrained
@@ -228,7 +228,7 @@ def git() -> dict[str, Any] | None:
     try:
         text = subprocess.run(
             command,
-            cwd=config.CONFIGS.parent,
+            cwd=project.ROOT,
             capture_output=True,
             text=True,
             timeout=5,

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
-from hydra.utils import instantiate
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
@@ -30,6 +29,7 @@ from armature import config, loggers, run_dir
 from armature.checkpoint import directory as checkpoint_directory
 from armature.checkpoint import resume, storage
 from armature.checkpoint.state import holds, is_weights_only
+from armature.composing import instantiate
 from armature.data import batching, feed, memory
 from armature.data.labels import LabeledData
 from armature.errors import EXIT_CONFIG, ConfigError, EndedByCode

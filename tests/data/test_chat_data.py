@@ -13,13 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from hypothesis import given
 from hypothesis import strategies as st
 
 from armature import config
 from armature.checkpoint import state
+from armature.composing import composing
 from armature.data.chat.conversations import parse
 from armature.data.chat.data import ChatData
 from armature.data.chat.packing import best_fit
@@ -435,7 +436,7 @@ def test_packed_rows_are_refused_in_a_pipeline(script, chat_run, monkeypatch):
     config.register()
     GlobalHydra.instance().clear()
     pipeline = ["strategy=pipeline", "trainer.devices=2", "model.tied=false"]
-    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
+    with composing():
         cfg = compose("train", overrides=[*chat_run, *pipeline])
         with pytest.raises(ConfigError, match=r"Type data\.source\.packing=false"):
             checks.check(cfg, prepare=False)

@@ -21,9 +21,10 @@ def tensor_cfg(tmp_path_factory):
 
 @contextlib.contextmanager
 def _checked(tmp_path_factory, strategy):
-    from hydra import compose, initialize_config_dir
+    from hydra import compose
 
     from armature import config
+    from armature.composing import composing
     from armature.validation.checks import check
 
     folder = tmp_path_factory.mktemp("doctor")
@@ -31,7 +32,7 @@ def _checked(tmp_path_factory, strategy):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ARMATURE_CACHE", str(folder / "cache"))
         config.register()
-        with initialize_config_dir(str(config.CONFIGS), version_base="1.3"):
+        with composing():
             overrides = [
                 *running.TINY,
                 f"data.path={corpus}",

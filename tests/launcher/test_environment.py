@@ -114,7 +114,7 @@ def test_all_ranks_have_one_order_of_sets_unless_the_user_has_chosen(typed, monk
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     if typed is not None:
         monkeypatch.setenv("PYTHONHASHSEED", typed)
-    variables = supervise.process_variables(2, None)
+    variables = supervise.process_variables(2)
     assert variables["PYTHONHASHSEED"] == (typed or "0")
     command = [sys.executable, "-c", "print(list({str(i) for i in range(100)}))"]
     one, other = (

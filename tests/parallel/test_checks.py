@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 
 from armature import config
+from armature.composing import composing
 from armature.errors import ConfigError
 from armature.layout import Layout
 from armature.models.decoder.plan import PLAN
@@ -467,7 +468,7 @@ def test_data_axis_leaves_out_context_tensor_and_pipeline() -> None:
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
 def test_each_strategy_file_names_what_the_checks_know(file: Path) -> None:
     config.register()
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS.parent)):
+    with composing():
         cfg = compose("train", overrides=[f"strategy={file.stem}"])
     assert (
         Layout.resolve({"_target_": cfg.strategy["_target_"], "shard": "auto"}, world_size=2).kind

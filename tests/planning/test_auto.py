@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
 from armature import config
-from armature.config import CONFIGS
+from armature.composing import composing
 from armature.errors import ConfigError
 from armature.layout import Layout
 from armature.planning import auto, devices, memory, setup
@@ -34,7 +34,7 @@ GPT2 = ["experiment=gpt2_124m", "data.path=x"]
 @pytest.fixture(autouse=True)
 def _hydra() -> Iterator[None]:
     config.register()
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
+    with composing():
         yield
     GlobalHydra.instance().clear()
 

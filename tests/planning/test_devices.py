@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from armature import hardware
+from armature import hardware, project
 from armature.errors import ConfigError
 from armature.planning import devices
 
@@ -100,13 +100,14 @@ def test_a_file_of_the_users_own_is_refused_by_key_and_value(
     line, answer, tmp_path, monkeypatch
 ) -> None:
     example = (devices.FOLDER / "h100_80gb.yaml").read_text()
-    (tmp_path / "h100_80gb.yaml").write_text(example)
+    (tmp_path / "hardware").mkdir()
     kept = "" if line.startswith("\x00") else example
     if line.startswith("peak_tflops"):
         kept = "\n".join(
             each for each in kept.splitlines() if not each.startswith(("  ", "peak_tflops"))
         )
-    (tmp_path / "mine.yaml").write_text(f"{kept}\n{line}\n")  # the last of two equal keys counts
-    monkeypatch.setattr(devices, "FOLDER", tmp_path)
+    # the last of two equal keys counts
+    (tmp_path / "hardware" / "mine.yaml").write_text(f"{kept}\n{line}\n")
+    monkeypatch.setattr(project, "FOLDERS", [tmp_path, project.SHIPPED])
     with pytest.raises(ConfigError, match=answer):
         devices.named("mine")

@@ -7,7 +7,6 @@ import pytest
 import torch
 import yaml
 
-from armature.config import CONFIGS
 from armature.models.cost import Cost
 from armature.models.decoder.cost import cost as decoder_cost
 from armature.models.decoder.model import Decoder
@@ -17,6 +16,7 @@ from armature.parallel.mesh import AXES
 from armature.planning import devices, memory, seconds
 from armature.planning.setup import Adapters, Setup
 from armature.planning.simulation.roofline import Roofline
+from armature.project import CONFIGS
 
 GIB = 2**30
 H100, A100 = devices.named("h100_80gb"), devices.named("a100_80gb")

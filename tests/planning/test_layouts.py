@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 
 from armature import config
+from armature.composing import composing
 from armature.planning import devices, simulation
 from armature.planning.simulation import order, processes
 
@@ -179,7 +180,7 @@ def compose_layout(*overrides: str):
     config.register()
     own = any(each.startswith("model=") for each in overrides)
     common = [each for each in MODEL if not (own and each.startswith("model="))]
-    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
+    with composing():
         return compose("train", [*common, *overrides])
 
 

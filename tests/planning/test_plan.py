@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from armature import cli, config, hardware
+from armature import cli, hardware, project
 from armature.errors import ConfigError
 from armature.planning import ranking, refine
 from armature.planning.simulation import settings
@@ -267,7 +267,7 @@ def test_the_printed_command_can_be_pasted(script: ModuleType) -> None:
 
 def test_configurations_of_another_folder_are_planned(plan, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    text = (config.CONFIGS / "model" / "llama3_1b.yaml").read_text()
+    text = (project.CONFIGS / "model" / "llama3_1b.yaml").read_text()
     (tmp_path / "model" / "mine.yaml").write_text(text)
     words = ("model=mine", "data=synthetic", "hardware=h100_80gb", "trainer.devices=1", "--quick")
     assert f"python train.py --config-dir {tmp_path} model=mine data=synthetic" in plan(

@@ -1,13 +1,12 @@
 """strategy.config, DeepSpeed's own entries, as the command line gives them."""
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
-from hydra.utils import instantiate
 from lightning.pytorch.plugins import DeepSpeedPrecision
 
 from armature import config
-from armature.config import CONFIGS
+from armature.composing import composing, instantiate
 from armature.layout import Layout
 from armature.validation import parallelism
 
@@ -20,7 +19,7 @@ def test_typed_entries_are_merged_into_ours():
         "+strategy.config.zero_optimization.stage3_max_reuse_distance=0",
         "+strategy.config.wall_clock_breakdown=true",
     ]
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
+    with composing():
         cfg = compose("train", ["strategy=deepspeed_zero3", "seed=3", *typed])
     entries = instantiate(cfg.strategy, seed=3).config
     assert type(entries["zero_optimization"]) is dict

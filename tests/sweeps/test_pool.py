@@ -12,9 +12,10 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 
 from armature import config, hardware
+from armature.composing import composing
 from armature.sweeps import pool
 from tests import running
 from tests.sweeps.test_sweeps import SMALL, TRAIN, sweep
@@ -43,7 +44,7 @@ def results(tmp_path, monkeypatch):
     config.register()
 
     def run(count: int, *typed: str) -> tuple[list[pool.Result], list[dict]]:
-        with initialize_config_dir(version_base="1.3", config_dir=str(config.CONFIGS)):
+        with composing():
             cfg = compose("train", ["run.name=grid", *typed], return_hydra_config=True)
         loader = SimpleNamespace(load_sweep_config=lambda cfg, overrides: cfg.copy())
         launcher = SimpleNamespace(config=cfg, hydra_context=SimpleNamespace(config_loader=loader))

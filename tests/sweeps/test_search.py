@@ -7,9 +7,10 @@ import sys
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 
 from armature import config, errors
+from armature.composing import composing
 from armature.errors import ConfigError
 from armature.launcher import lock
 from armature.sweeps import pool, search, study
@@ -60,7 +61,7 @@ def folder(tmp_path, monkeypatch):
 
 def begin(*results, typed=(), **settings) -> TrialLauncher:
     config.register()
-    with initialize_config_dir(version_base="1.3", config_dir=str(config.CONFIGS)):
+    with composing():
         cfg = compose(
             "train", ["sweep=optuna", "run.name=search", *typed], return_hydra_config=True
         )
@@ -186,7 +187,7 @@ def test_a_storage_from_the_environment_stays_a_reference(folder, tmp_path, monk
     )
     ((_, overrides),) = launcher.begun
     assert not any(url in each for each in overrides)
-    with initialize_config_dir(version_base="1.3", config_dir=str(config.CONFIGS)):
+    with composing():
         cfg = compose("train", overrides)
     assert cfg.callbacks.prune.storage == url
     assert (tmp_path / "study.db").is_file()

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from armature import cli, config
+from armature.composing import composing
 from armature.errors import ConfigError, RunFailed
 from armature.sweeps import conclude, report, space, study, trials
 from armature.validation.compose import explain_sweep
@@ -132,7 +133,7 @@ def test_a_sweep_is_refused_before_its_first_trial(typed, expected):
         if cfg.optimizer.lr < 0:
             raise ConfigError(f"refused: {cfg.optimizer.lr}")
 
-    (problem,) = explain_sweep(["experiment=example", *typed], config.CONFIGS, check)
+    (problem,) = explain_sweep(["experiment=example", *typed], check)
     assert expected in problem
     GlobalHydra.instance().clear()
 
@@ -164,7 +165,7 @@ def test_a_sweep_that_would_have_no_effect_is_refused(words, expected, monkeypat
     monkeypatch.setattr(cli.gc, "disable", lambda: None)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # restored at the end
     with pytest.raises(cli.Refused):
-        cli.run(lambda: pytest.fail("it was started"), config_dir=config.CONFIGS)
+        cli.run(lambda: pytest.fail("it was started"))
     assert expected in capsys.readouterr().err
 
 
@@ -186,7 +187,7 @@ def test_what_ends_a_sweep_before_its_first_trial_keeps_its_text(
     monkeypatch.setattr(cli, "_composed", cli.threading.Event())
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # restored at the end
     with pytest.raises(cli.Refused):
-        cli.run(main, config_dir=config.CONFIGS)
+        cli.run(main)
     assert expected in capsys.readouterr().err
 
 
@@ -212,7 +213,7 @@ def test_both_ends_are_checked_before_the_first_trial():
         if cfg.model.width < 1:
             raise ConfigError(f"model.width={cfg.model.width}: too small")
 
-    assert explain_sweep(typed, config.CONFIGS, check) == ["model.width=-3: too small"]
+    assert explain_sweep(typed, check) == ["model.width=-3: too small"]
     GlobalHydra.instance().clear()
 
 
@@ -295,7 +296,7 @@ def trial(monkeypatch):
             "hydra.mode=MULTIRUN",
             *overrides,
         ]
-        with initialize_config_dir(version_base="1.3", config_dir=str(config.CONFIGS)):
+        with composing():
             hydra = {
                 "hydra.runtime.output_dir": str(folder),
                 "hydra.job.num": 1,

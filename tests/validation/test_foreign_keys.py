@@ -7,9 +7,10 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 
 from armature import config
+from armature.composing import composing
 from armature.errors import ConfigError
 from armature.validation import foreign_keys, quoting
 from armature.validation.checks import check
@@ -27,12 +28,12 @@ def answer(*typed: str) -> list[str]:
     if problems := foreign_keys.ineffective(overrides):
         return problems
     try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
+        with composing():
             check(compose("train", overrides=overrides), prepare=False)
     except ConfigError as error:
         return error.problems
     except CONFIG_ERRORS as error:
-        return explain(error, overrides, CONFIGS)
+        return explain(error, overrides)
     return []
 
 
@@ -165,7 +166,7 @@ def test_a_hint_never_names_the_opposite():
 def test_what_an_answer_says_to_type_is_a_key_here():
     from armature.validation import compose as module
 
-    with module._hydra(CONFIGS):
+    with module._hydra():
         groups = module._groups([CONFIGS])
         known = {*groups, *module._known([]), *module._known(["strategy=ddp"]), "data.path"}
         for key, sentence in (foreign_keys.FOREIGN | foreign_keys.INEFFECTIVE).items():

@@ -4,9 +4,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 
 from armature import config
+from armature.composing import composing
 from armature.errors import ConfigError
 from armature.layout import Layout
 from armature.models.decoder.plan import PLAN
@@ -47,7 +48,7 @@ def checked(tmp_path, monkeypatch):
             "model._target_=reexporting.Net",
             "launch.allowed_packages=[armature,torch,lightning.pytorch,reexporting]",
         ]
-        with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "configs")):
+        with composing():
             return checks.check(
                 compose("train", overrides=[*typed, "trainer.accelerator=cpu", *overrides])
             )

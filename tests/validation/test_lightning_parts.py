@@ -3,10 +3,11 @@ take.
 """
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from omegaconf import open_dict
 
 from armature import config
+from armature.composing import composing
 from armature.errors import ConfigError
 from armature.layout import Layout
 from armature.validation import checks, lightning_parts, signatures, targets, values
@@ -18,7 +19,7 @@ ALLOWED = "launch.allowed_packages=[armature,torch,lightning.pytorch,tests]"
 def composed(*overrides):
     signatures.allow(["tests"])
     config.register()
-    with initialize_config_dir(version_base="1.3", config_dir=str(config.CONFIGS)):
+    with composing():
         return compose("train", overrides=[ALLOWED, *overrides])
 
 

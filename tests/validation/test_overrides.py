@@ -3,7 +3,7 @@
 import pytest
 from omegaconf import OmegaConf
 
-from armature import config
+from armature import config, project
 from armature.errors import ConfigError
 from armature.validation import overrides, values
 
@@ -93,7 +93,7 @@ def test_config_yaml_keeps_references_and_no_value_of_the_environment(tmp_path, 
     )
     kept = overrides.keep_references(OmegaConf.to_container(raw), config.without_secrets(raw))
     assert kept == {"a": 1, "b": "${a}", "c": ["x-${a}", "${oc.env:FIELD}", 3], "d": 2}
-    assert config.CONFIGS.is_dir()
+    assert project.CONFIGS.is_dir()
 
 
 def test_a_typed_value_out_of_its_range_is_refused_and_a_saved_one_is_not(tmp_path):

@@ -5,10 +5,11 @@ have: refused.
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 
 from armature import config
+from armature.composing import composing
 from armature.errors import ConfigError
 from armature.validation import checks, preferences
 from tests.data.chat_parts import folder, write
@@ -26,7 +27,7 @@ def checked(tmp_path):
 
     def check(*words: str) -> str:
         overrides = ["data=preference", "task=dpo", *files, f"run.root={tmp_path}", *words]
-        with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
+        with composing():
             try:
                 checks.check(compose("train", overrides=overrides), prepare=False)
             except ConfigError as error:

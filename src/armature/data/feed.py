@@ -15,12 +15,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as L
-from hydra.utils import get_object, instantiate
+from hydra.utils import get_object
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
+from armature.composing import instantiate
 from armature.data import draw, folds, labels, memory, namesakes, same_data
 from armature.data.base import DataModule
 from armature.data.batching import FOLD_KEYS, LOADER_KEYS, Batches, plan_batches

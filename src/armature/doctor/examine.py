@@ -16,7 +16,6 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from armature import config
 from armature.doctor import environment as machine
 from armature.doctor import finding, launch, rank, run_directory
 from armature.doctor.finding import Finding
@@ -160,7 +159,7 @@ class _Ranks:
         return self
 
     def _start(self, number: int, options: list[str], variables: dict[str, str]) -> None:
-        shared = supervise.process_variables(self.cfg.trainer.devices, str(config.CONFIGS.parent))
+        shared = supervise.process_variables(self.cfg.trainer.devices)
         # removed if they are killed
         variables = {**os.environ, **shared, **variables, "TMPDIR": str(self.folder)}
         with (self.folder / f"rank_{number}.log").open("wb") as log:

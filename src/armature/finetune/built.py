@@ -10,9 +10,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from armature.composing import instantiate
 from armature.errors import ConfigError
 from armature.finetune import check, folder, others
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from armature import files
 from armature.checkpoint import convert, huggingface
+from armature.composing import instantiate
 from armature.data import labels
 from armature.data.chat import template
 from armature.errors import ConfigError

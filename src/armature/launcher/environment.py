@@ -38,6 +38,7 @@ from typing import TypeVar
 
 import psutil
 
+from armature import project
 from armature.errors import ConfigError
 
 Number = TypeVar("Number", int, float)
@@ -255,9 +256,9 @@ def share_sources() -> None:
     """Let processes that a launcher of Hydra's starts elsewhere (joblib, submitit) import what is
     in src/.
     """
-    sources, known = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")
-    if sources not in (known or "").split(os.pathsep):
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sources, known]))
+    known = os.environ.get("PYTHONPATH")
+    if project.IMPORTED[0] not in (known or "").split(os.pathsep):
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*project.IMPORTED, known]))
 
 
 def of_lone_process() -> dict[str, str]:

@@ -30,7 +30,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from armature import hardware, run_dir
+from armature import hardware, project, run_dir
 from armature.checkpoint import directory, resume
 from armature.errors import (
     ConfigError,
@@ -48,7 +48,6 @@ from armature.validation import memory, micro_batch, resize
 EXIT_CODES = {"SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 138, "time_limit": 138}
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 ATTEMPTS_WITHOUT_CHECKPOINT = 2
-SOURCES = str(Path(__file__).parents[2])
 SHOWN_RANKS = 8  # of a hang, in the error; hang.txt has all of this machine
 # never caused by the loss of another rank
 CRASHES = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
@@ -290,7 +289,7 @@ class _Attempts:
         one_machine = not self.cfg.launch.rdzv_endpoint
         devices, resized = self.cfg.trainer.devices, resize.difference(self.asked, self.cfg)
         return {
-            **process_variables(devices, _script_folder()),
+            **process_variables(devices),
             **heap.rank_variables(self.cfg.trainer.accelerator),
             # a restarted rank must not read addresses of the failed attempt in the agent's own
             # store
@@ -466,13 +465,14 @@ def _failed_at(rank: int, failure: Any, watcher: RankWatcher) -> float:
     return watcher.deaths[rank].unix_time if rank in watcher.deaths else float(failure.timestamp)
 
 
-def process_variables(devices: int, folder: str | None) -> dict[str, str]:
-    """Return what processes of this machine need: modules of this project and of a folder, and a
+def process_variables(devices: int) -> dict[str, str]:
+    """Return what processes of this machine need: modules of the project and of the script, and a
     share of the cores.
 
     And one order of Python's sets, which the users' data may depend on, for all ranks and restarts.
     """
-    path = os.pathsep.join(filter(None, [SOURCES, folder, os.environ.get("PYTHONPATH")]))
+    known = [*project.IMPORTED, _script_folder(), os.environ.get("PYTHONPATH")]
+    path = os.pathsep.join(filter(None, known))
     own = {"PYTHONPATH": path, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED") or "0"}
     threads = {"OMP_NUM_THREADS": str(max(1, hardware.cpu_count() // devices))}
     return {**own, **(threads if devices > 1 and "OMP_NUM_THREADS" not in os.environ else {})}
@@ -518,7 +518,7 @@ def _gpus_now() -> int:
         "-c",
         "from armature import hardware; print(hardware.gpu_count())",
     ]
-    environ = {**os.environ, "PYTHONPATH": SOURCES}
+    environ = {**os.environ, **process_variables(1)}
     return int(
         subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout
     )

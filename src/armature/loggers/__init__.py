@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from hydra.utils import get_object, instantiate
+from hydra.utils import get_object
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from omegaconf import DictConfig
 from typing_extensions import override
 
+from armature.composing import instantiate
 from armature.errors import ConfigError, error_line, masked
 from armature.validation import values
 

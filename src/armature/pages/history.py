@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from omegaconf import OmegaConf
 
-from armature.config import CONFIGS, read_raw, register
+from armature.composing import composing
+from armature.config import read_raw, register
 from armature.errors import ConfigError
 from armature.launcher.run_state import read_summary
 
@@ -211,7 +212,7 @@ def defaults() -> dict[str, Any]:
     """
     register()
     try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(CONFIGS)):
+        with composing():
             return dict(flat(OmegaConf.to_container(compose("train"), resolve=False)))
     except Exception:  # a clone may have changed the files in any way
         return {}

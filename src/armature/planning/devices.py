@@ -13,10 +13,10 @@ from typing import Any
 import yaml
 
 from armature import hardware
-from armature.config import CONFIGS
 from armature.errors import ConfigError, error_line
+from armature.project import CONFIGS, options
 
-FOLDER = CONFIGS / "hardware"
+FOLDER = CONFIGS / "hardware"  # of the project; the shipped files are known as well
 GIB = 2**30
 THIS = "this"  # the name of the machine that asks
 FP32_FLOPS_PER_CYCLE = 32  # of one CPU core: two fused multiply-adds of eight numbers
@@ -130,7 +130,7 @@ class Device:
 
 def names() -> list[str]:
     """Return what may be typed as hardware=…"""
-    return [*sorted(file.stem for file in FOLDER.glob("*.yaml")), THIS]
+    return [*options("hardware"), THIS]
 
 
 def take_name(typed: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -171,13 +171,13 @@ def named(name: str) -> Device:
             f"hardware={name}: there is no such file in {FOLDER}. {hint}Known: "
             f"{', '.join(names())}."
         )
-    return _read(FOLDER / f"{name}.yaml")
+    return _read(options("hardware")[name])
 
 
 def _read(file: Path) -> Device:
     values = _load(file)
     if problems := _problems(values):
-        example = _load(FOLDER / "h100_80gb.yaml")
+        example = _load(options("hardware")["h100_80gb"])
         lines = ", ".join(f"{key}: {example[key]}" for key in problems if key in example)
         found = "; ".join(
             f"{key}: {values.get(key, 'missing')}, but must be {what}"
@@ -260,7 +260,8 @@ def this() -> Device:
 
 def _this_gpu(count: int) -> Device:
     name, memory = hardware.gpu_name() or "a GPU without a name", hardware.gpu_memory_bytes()
-    found = [_read(file) for file in sorted(FOLDER.glob("*.yaml")) if _describes(file, name)]
+    files = options("hardware").values()
+    found = [_read(file) for file in files if _describes(file, name)]
     if not found:
         raise ConfigError(
             f"hardware=this: no file in {FOLDER} describes {name}. Copy one, correct its numbers "

@@ -11,14 +11,14 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -27,7 +27,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from armature import config
+from armature.composing import composing
 from armature.errors import ConfigError
+from armature.project import FOLDERS
 from armature.sweeps import space
 from armature.validation import foreign_keys, values
 
@@ -50,14 +52,12 @@ _searched: list[str] = []  # such an override, in all that is composed here
 CONFIG_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
-def explain(
-    error: Exception, overrides: list[str], config_dir: Path, *, sweep: bool = False
-) -> list[str]:
+def explain(error: Exception, overrides: list[str], *, sweep: bool = False) -> list[str]:
     """All problems of the overrides; of the configuration files, where the overrides are sound."""
-    with _hydra(config_dir, overrides):
+    with _hydra(overrides):
         if (problem := _try([])) is not None:
             return [f"The configuration files do not compose: {plain_text(problem)}"]
-        folders = _folders(config_dir)
+        folders = _folders()
         groups, overrides = _groups(folders), [each for each in overrides if each not in _searched]
         chooses = {
             each: each.split("=")[0].lstrip("+~").split("@")[0] in groups for each in overrides
@@ -87,9 +87,7 @@ def explain(
     return problems or [plain_text(error)]
 
 
-def explain_sweep(
-    overrides: list[str], config_dir: Path, check: Callable[[DictConfig], object]
-) -> list[str]:
+def explain_sweep(overrides: list[str], check: Callable[[DictConfig], object]) -> list[str]:
     """What is wrong with any value of a sweep, before its first trial: each is tried beside the
     others' first values.
 
@@ -99,8 +97,8 @@ def explain_sweep(
         check: raises ConfigError for a configuration that a run would refuse here; trials that
             another launcher sends elsewhere are only composed.
     """
-    with _hydra(config_dir, overrides):
-        folders = _folders(config_dir)
+    with _hydra(overrides):
+        folders = _folders()
         try:
             fixed, values, here = _sweep(overrides)
         except ConfigError as error:
@@ -133,11 +131,11 @@ def explain_sweep(
     return [problem for problem in dict.fromkeys(found) if "HydraConfig was not set" not in problem]
 
 
-def _hydra(config_dir: Path, overrides: Sequence[str] = ()) -> initialize_config_dir:
+def _hydra(overrides: Sequence[str] = ()) -> AbstractContextManager[None]:
     _composed.cache_clear()
     _searched[:] = [each for each in overrides if each.startswith(SEARCHPATH)]
     GlobalHydra.instance().clear()
-    return initialize_config_dir(version_base="1.3", config_dir=str(config_dir))
+    return composing()
 
 
 def _sweep(overrides: list[str]) -> tuple[list[str], list[list[str]], bool]:
@@ -234,11 +232,11 @@ def searching(folder: str | Path) -> str:
     return f"{SEARCHPATH}['file://{path}']"
 
 
-def _folders(config_dir: Path) -> list[Path]:
+def _folders() -> list[Path]:
     parsed: Any = OverridesParser.create().parse_overrides([*_searched])
     places = [str(place) for override in parsed for place in override.value()]
     return [
-        config_dir,
+        *FOLDERS,
         *(Path(place.removeprefix("file://")) for place in places if place.startswith("file://")),
     ]
 

@@ -1,9 +1,9 @@
 """Refuse data that are not there, before processes start."""
 
 from hydra.errors import HydraException
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from armature.composing import instantiate
 from armature.data import sources
 from armature.errors import ConfigError, error_line
 

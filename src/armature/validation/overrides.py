@@ -7,15 +7,17 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
+from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from armature import config
+from armature.composing import composing
 from armature.data.batching import LOADER_KEYS
 from armature.data.tokenizer import TOKENIZER_FILE
 from armature.errors import ConfigError
+from armature.project import config_file
 from armature.validation.compose import CONFIG_ERRORS
 
 _REFERENCE = re.compile(r"\$\{[^:{}]+\}")  # to another key, as in ${data.path}
@@ -49,7 +51,7 @@ def apply(
         key, equals, value = override.partition("=")
         if not equals:
             raise ConfigError(f"{override}: type KEY=VALUE, as in data.eval_batch_size=64.")
-        if (config.CONFIGS / key / f"{value}.yaml").is_file():
+        if config_file(key, value):
             with open_dict(cfg):
                 cfg[key] = _option(key, value)
             continue
@@ -116,7 +118,7 @@ def _option(group: str, name: str) -> Any:
     config.register()
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(config.CONFIGS)):
+        with composing():
             return compose("train", overrides=[f"{group}='{name}'"])[group]
     except CONFIG_ERRORS as error:
         raise ConfigError(f"{group}={name}: {error}") from error

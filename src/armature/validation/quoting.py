@@ -3,8 +3,8 @@
 import os
 import re
 
-from armature import config
 from armature.data.batching import FOLD_KEYS, LOADER_KEYS
+from armature.project import FOLDERS
 
 
 def quoted(argument: str) -> str:
@@ -18,7 +18,7 @@ def quoted(argument: str) -> str:
     if key in _FOLDERS and value.startswith("~"):  # which a shell leaves as it is after `run.root=`
         value = os.path.expanduser(value)
         argument = f"{key}={value}"
-    if value == "null" and (config.CONFIGS / key).is_dir():
+    if value == "null" and any((folder / key).is_dir() for folder in FOLDERS):
         return f"{key}=[]"
     if argument == "debug=nan":
         return "debug='nan'"

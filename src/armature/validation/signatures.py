@@ -13,16 +13,15 @@ import inspect
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FunctionType, ModuleType, NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import OmegaConf
 
-from armature import config
 from armature.data import namesakes
 from armature.data.batching import FOLD_KEYS, LOADER_KEYS
 from armature.errors import ConfigError, error_line
+from armature.project import SOURCES, config_file
 from armature.validation import foreign_keys
 
 LIBRARIES = ("torch", "lightning", "builtins", "abc", "typing")  # they declare nothing of ours
@@ -33,8 +32,6 @@ FACTORIES = ("model", "optimizer", "scheduler")
 Definition = tuple[str, Any]  # the defining module, and the class or function
 HYDRA_KEYS = {"_target_", "_partial_", "_args_", "_convert_", "_recursive_"}
 PACKAGES_KEY = "launch.allowed_packages"
-# src/: a user's own package next to ours may be named in `_target_`
-SOURCES = Path(__file__).parents[2]
 _EMPTY = inspect.Parameter.empty
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _allowed: set[str] = set()
@@ -48,12 +45,17 @@ def allow(packages: Iterable[str]) -> None:
     _allowed.update(map(str, packages))
 
 
+def allowed() -> set[str]:
+    """Return the packages that are allowed here."""
+    return {*filter(None, _allowed), *installed()}
+
+
 def installed() -> list[str]:
     """Return the packages that the configuration files of this installation allow, and the user's
     own in src/.
     """
-    files = [config.CONFIGS / "launch" / "default.yaml", config.CONFIGS / "local" / "default.yaml"]
-    found = [OmegaConf.load(file) for file in files if file.is_file()]
+    files = [config_file("launch", "default"), config_file("local", "default")]
+    found = [OmegaConf.load(file) for file in files if file is not None]
     lists = [
         OmegaConf.select(found[0], "allowed_packages"),
         *(OmegaConf.select(each, PACKAGES_KEY) for each in found[1:]),
@@ -62,8 +64,8 @@ def installed() -> list[str]:
 
 
 def own() -> list[str]:
-    """Return the packages in src/."""
-    return sorted(p.name for p in SOURCES.iterdir() if p.is_dir() and (p / "__init__.py").exists())
+    """Return the packages in src/, which may be named in `_target_`."""
+    return sorted(file.parent.name for file in SOURCES.glob("*/__init__.py"))
 
 
 def is_under(name: str, prefixes: Iterable[str]) -> bool:

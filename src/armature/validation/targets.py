@@ -26,8 +26,9 @@ from omegaconf.errors import OmegaConfBaseException
 from armature import config
 from armature.data import namesakes
 from armature.errors import ConfigError, error_line
+from armature.project import SOURCES, config_file
 from armature.validation import signatures
-from armature.validation.signatures import PACKAGES_KEY, SOURCES, Definition, installed, is_under
+from armature.validation.signatures import PACKAGES_KEY, Definition, installed, is_under
 
 # inside these packages, only these parts may be named
 CLASSES = {
@@ -309,7 +310,7 @@ def _shape_problems(cfg: dict[str, Any]) -> Iterator[str]:
             continue
         for name, node in members.items():
             if not isinstance(node, dict) or "_target_" not in node:
-                option = (config.CONFIGS / group / f"{name}.yaml").is_file()
+                option = config_file(group, str(name))
                 listed = (
                     f"{group}={name} (in an experiment: override /{group}: [{name}]), or "
                     if option

@@ -3,10 +3,10 @@
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from armature.config import Config
+from armature.project import FOLDERS, options
 
 WIDTH = 100
 INDENT = 15 * " "  # of the options of a group
@@ -59,18 +59,18 @@ GROUPS = {  # in the order in which a user meets them
 }
 
 
-def text(config_dir: Path) -> str:
-    """Return the help text, with the groups that are in the folder: a user's own ones as well."""
-    found = {folder.name for folder in config_dir.iterdir() if any(folder.glob("*.yaml"))}
+def text() -> str:
+    """Return the help text, with the groups of all folders: a user's own ones as well."""
+    found = {file.parent.name for folder in FOLDERS for file in folder.glob("*/*.yaml")}
     names = [*(name for name in GROUPS if name in found), *sorted(found - {*GROUPS})]
-    return "\n".join([HEAD, *(_group(config_dir / name) for name in names), TAIL])
+    return "\n".join([HEAD, *map(_group, names), TAIL])
 
 
-def _group(folder: Path) -> str:
-    purpose = GROUPS.get(folder.name, "")
-    options = " ".join(sorted(path.stem for path in folder.glob("*.yaml")))
-    head = f"  {folder.name:<12} {purpose}".rstrip()
-    listed = textwrap.fill(options, WIDTH, initial_indent=INDENT, subsequent_indent=INDENT)
+def _group(name: str) -> str:
+    head = f"  {name:<12} {GROUPS.get(name, '')}".rstrip()
+    listed = textwrap.fill(
+        " ".join(options(name)), WIDTH, initial_indent=INDENT, subsequent_indent=INDENT
+    )
     return f"{head}\n{listed}\n"
 
 

@@ -1,0 +1,1 @@
+"""The command `armature` of an installed library, and JSON Schemas for editors."""

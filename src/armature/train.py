@@ -1,0 +1,29 @@
+"""The command of train.py and of `armature train`."""
+
+from functools import partial
+
+import hydra
+from omegaconf import DictConfig
+
+from armature import cli, launch, run_dir
+from armature.composing import MAIN
+from armature.errors import ConfigError
+from armature.training.limits import prefer_typed
+from armature.validation.checks import check
+
+
+@hydra.main(**MAIN)
+@cli.report_errors
+def main(cfg: DictConfig) -> float | None:
+    overrides = cli.overrides()
+    with cli.checking():
+        cfg = cli.with_run_dir(check(prefer_typed(cfg, overrides), overrides=overrides))
+    try:
+        return launch.launch(cfg, overrides)
+    except ConfigError:
+        run_dir.release(cfg)
+        raise
+
+
+def command() -> None:
+    cli.run(main, check=partial(check, prepare=False))
