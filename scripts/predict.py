@@ -121,7 +121,7 @@ def run(args: argparse.Namespace, *, out: Path | None) -> None:
         if ranks == 1:
             write_share(folder, 0, load_data(cfg))
         else:
-            load_data(cfg).prepare_data()  # once, before the processes open it
+            load_data(cfg).data.prepare_data()  # once, before the processes open it
             start_ranks(ranks, f"{checkpoint.name}/{folder}", args, accelerator=accelerator)
         count = predict.merge(
             [folder / f"{rank}.jsonl" for rank in range(ranks)], folder / out.name

@@ -85,8 +85,8 @@ def make_trainer(
         strategy=OneOf(device, rank, ranks, read),
         logger=NoLogger(run_dir),
         default_root_dir=run_dir,
-        precision=precision,
-        enable_checkpointing=False,  # pyright: ignore[reportArgumentType]
+        precision=precision,  # pyright: ignore[reportArgumentType]
+        enable_checkpointing=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
         enable_progress_bar=rank == 0,

@@ -218,7 +218,8 @@ def _report(
     notes: list[str],
 ) -> Report:
     strategy: Any = StrategyMixin.find(run.trainer) or run.trainer.strategy
-    data, world_size = run.feed, layout.world_size
+    data: Any = run.feed
+    world_size = layout.world_size
     repeats = (data.simulated_of - data.global_batch_size) // max(
         1, _micro(data, layout) * layout.data_ranks
     )
@@ -301,4 +302,5 @@ def _model_flops(run: worker.Run, probe: Probe) -> float | None:
         key: torch.empty(batch[key].shape, dtype=batch[key].dtype, device="meta") for key in batch
     }
     found = flops.flops_per_sample(make, shapes["inputs"], shapes.get("targets"))
-    return None if found is None else found * run.feed.simulated_of
+    feed: Any = run.feed
+    return None if found is None else found * feed.simulated_of
