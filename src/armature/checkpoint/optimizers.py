@@ -375,11 +375,16 @@ def is_saved_whole(optimizer: Any) -> bool:
     return own.keys() != {"state", "param_groups"} or len(own["state"]) != len(optimizer.state)
 
 
-def needs_whole_model(optimizer: Any) -> str:
-    return (
-        f"{type(optimizer).__name__} needs the whole model on every rank. Type strategy=single "
-        "or strategy=ddp."
-    )
+def refuse_parts(optimizer: Any) -> None:
+    """Raise ConfigError for an optimizer that is saved whole, of a model that is sharded.
+
+    Lightning's stand-in for no optimizer has no state.
+    """
+    if optimizer.state_dict():
+        raise ConfigError(
+            f"{type(optimizer).__name__} needs the whole model on every rank. Type "
+            "strategy=single or strategy=ddp."
+        )
 
 
 def _inner(optimizer: Optimizer) -> dict[str, Optimizer]:

@@ -160,7 +160,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
                 optimizer, torch.optim.Adafactor
             )
             if whole and not self.saves_files:
-                raise ConfigError(optimizers.needs_whole_model(optimizer))
+                optimizers.refuse_parts(optimizer)
             if isinstance(optimizer, Muon):
                 optimizer.matrix_work = self.matrices()
         self.first_flags, names = state.flags(self.module), state.parameter_names(self.module)

@@ -126,7 +126,7 @@ class CheckpointMixin(LayoutMixin):
         index = self.optimizers.index(optimizer)
         if optimizers.is_saved_whole(optimizer):
             if not self.saves_files:  # it was not known before
-                raise ConfigError(optimizers.needs_whole_model(optimizer))
+                optimizers.refuse_parts(optimizer)
             return {"whole": optimizers.whole_state(optimizer, self.built_groups[index])}
         names = state.parameter_names(self.module)
         # a hook may have unfrozen a weight
