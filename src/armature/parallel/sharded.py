@@ -8,6 +8,7 @@ These are the only changes of DTensor for the whole process.
 from __future__ import annotations
 
 import copyreg
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -25,12 +26,14 @@ MIXED = "mixed torch.Tensor and DTensor"  # in torch's error for an operation of
 def guard() -> None:
     """Change what DTensor does in silence.
 
-    `p.data = x` would change nothing. `float(p.norm())` would read this rank's part. A plain tensor
+    `p.data = x` would change nothing. `float(p.norm())` would read this rank's part, and a penalty
+    such as `p.square().sum()` could not be added to a loss. A plain tensor
     of one element beside a sharded one would count as the same on all ranks. `torch.save` would
     write this rank's part. `clip_grad_norm_` would refuse a list of sharded and whole weights.
     """
     DTensor.data = property(Tensor.data.__get__, _assign)  # pyright: ignore[reportAttributeAccessIssue]
-    DTensor.norm = _norm
+    for name in ("norm", "sum", "mean"):
+        setattr(DTensor, name, _plain_number(getattr(Tensor, name)))
     copyreg.pickle(DTensor, _refuse)
     dispatcher = DTensor._op_dispatcher
     handlers, aten = dispatcher._custom_op_handlers, torch.ops.aten
@@ -58,10 +61,16 @@ def _read(op: Any, args: tuple[DTensor], kwargs: Any) -> Any:
     return args[0].full_tensor().item()
 
 
-def _norm(self: DTensor, *args: Any, **kwargs: Any) -> Tensor:
-    # an ordinary number, as Lightning's grad_norm needs it for torch.tensor([…])
-    norm = Tensor.norm(self, *args, **kwargs)
-    return norm.full_tensor() if isinstance(norm, DTensor) and norm.ndim == 0 else norm
+def _plain_number(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a method whose numbers are ordinary ones, with a gradient: a penalty is added to a
+    loss, and Lightning's grad_norm makes a tensor of them.
+    """
+
+    def number(self: DTensor, *args: Any, **kwargs: Any) -> Tensor:
+        found = method(self, *args, **kwargs)
+        return found.full_tensor() if isinstance(found, DTensor) and found.ndim == 0 else found
+
+    return number
 
 
 def _norms(op: Any, args: tuple[Any, ...], kwargs: Any) -> list[Tensor]:
