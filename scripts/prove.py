@@ -41,7 +41,7 @@ DEFAULT_LAYOUTS = ("micro", "ddp:2", "fsdp:2", "tensor:2", "pipeline:2", "contex
 MICRO = "micro"  # one process, two micro-batches
 SINGLE = ("strategy=single", "trainer.devices=1", "trainer.num_nodes=1")
 DECIDED = ("run.name", "run.root", "logger", "resume")  # by this script, beside what `base` lists
-TRAIN = "from armature.train import command; command()"
+TRAIN = "from armature.launcher.train import command; command()"
 TRACE = "+callbacks.trace={{_target_:armature.callbacks.trace.Trace,steps:{steps}}}"
 STOP = "+callbacks.stop_at={{_target_:armature.callbacks.stop_at.StopAt,signals:{{{name}:{step}}}}}"
 DOUBLE = "trainer.precision=64-true"

@@ -92,7 +92,7 @@ def test_the_bare_loop_does_what_training_does(tmp_path):
     import torch
 
     from armature import run_dir
-    from armature.composing import instantiate
+    from armature.validation.composing import instantiate
     from benchmarks import bare
 
     source = running.write_corpus(tmp_path / "corpus")

@@ -24,7 +24,6 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from armature import config, files, hardware, project, run_dir
-from armature.composing import composing
 from armature.errors import (
     EXIT_CONFIG,
     ConfigError,
@@ -40,6 +39,7 @@ from armature.launcher.streams import make_lasting
 from armature.sweeps.conclude import concluding
 from armature.validation import foreign_keys, usage
 from armature.validation.compose import CONFIG_ERRORS, explain, explain_sweep, plain_text, searching
+from armature.validation.composing import composing
 from armature.validation.quoting import addable, quoted
 
 _composed = threading.Event()  # the configuration composed, and the command itself began

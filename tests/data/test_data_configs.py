@@ -1,7 +1,7 @@
 import pytest
 from omegaconf import OmegaConf
 
-from armature.composing import instantiate
+from armature.validation.composing import instantiate
 from scripts import reference
 
 # built in test_chat_data, test_labeled_text, test_people_data and test_preference_data

@@ -8,8 +8,8 @@ import torch
 from omegaconf import OmegaConf
 from PIL import Image
 
-from armature.composing import instantiate
 from armature.errors import ConfigError
+from armature.validation.composing import instantiate
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "data"
 

@@ -20,7 +20,6 @@ from torch.utils.data import Dataset
 from typing_extensions import override
 
 from armature import files
-from armature.composing import instantiate
 from armature.data import folds, labels, memory, ranks_agree
 from armature.data.base import DataModule, Split
 from armature.data.batching import FOLD_KEYS, LOADER_KEYS
@@ -33,6 +32,7 @@ from armature.data.samples import seeded
 from armature.data.stream import Stream
 from armature.data.users_view import UsersView
 from armature.errors import ConfigError
+from armature.validation.composing import instantiate
 
 
 def build(cfg: DictConfig) -> DataModule:
