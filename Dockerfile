@@ -15,11 +15,11 @@ RUN apt-get update \
 
 WORKDIR /armature
 ARG TORCH_INDEX=https://pypi.org/simple
-COPY constraints.txt requirements.txt requirements-deepspeed.txt requirements-wandb.txt ./
+COPY constraints.txt requirements.txt ./
 RUN pip install --no-cache-dir --index-url "$TORCH_INDEX" "$(grep '^torch>' requirements.txt)" \
-    && pip install --no-cache-dir --constraint constraints.txt --requirement requirements.txt \
-        --requirement requirements-deepspeed.txt --requirement requirements-wandb.txt
+    && pip install --no-cache-dir --constraint constraints.txt --requirement requirements.txt
 
 COPY . .
+RUN pip install --no-cache-dir --constraint constraints.txt --editable ".[deepspeed,wandb]"
 ENV PYTHONUNBUFFERED=1
 CMD ["python", "train.py", "experiment=example", "debug=fast"]

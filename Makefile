@@ -22,12 +22,25 @@ TORCH_NEEDS_INDEX := $(if $(GPU)$(TORCH_INDEX),,$(if $(filter Linux,$(shell unam
 TORCH_BUILD = $(if $(TORCH_NEEDS_INDEX),$(patsubst torch==%,torch==%+cpu,$(TORCH)),$(TORCH))
 # everything but torch in the versions that were tested; CONSTRAINTS= takes the newest that the requirements allow
 CONSTRAINTS ?= constraints.txt
-# Python files are compiled on all cores afterwards: pip would take a minute more on one
-PIP_TOOLS = python -m pip install --quiet --no-compile $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
+# uv if it is there, else pip; UV= takes pip in any case
+UV ?= $(shell command -v uv)
+# into the environment of a folder. Python files are compiled on all cores afterwards: pip would take a minute more on one
+PIP_TOOLS = $(if $(UV),$(UV) pip install --quiet --index-strategy unsafe-best-match --python $1/python,$1/python -m pip \
+	install --quiet --no-compile) $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
 COMPILE = $(BIN)/python -m compileall -qq -j 0 $(VENV) || true # some packages ship files for other Pythons
 PYTEST = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-PIP_INSTALL = $(PIP_TOOLS) $(if $(TORCH_NEEDS_INDEX),$$($(BIN)/python -m pip \
+PIP_INSTALL = $(call PIP_TOOLS,$(BIN)) $(if $(TORCH_NEEDS_INDEX),$$($(BIN)/python -m pip \
 	index versions torch 2>/dev/null | grep -qF '$(patsubst torch==%,%,$(TORCH))+cpu' || echo --extra-index-url $(TORCH_NEEDS_INDEX)))
+
+define PRINT_EXTRAS
+import sys, tomllib
+extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]
+if wrong := {*sys.argv[1:]} - {*extras}:
+    sys.exit(f"EXTRAS={' '.join(wrong)}: there is no such extra. Type some of {' '.join(extras)}.")
+print(*(package for name in sys.argv[1:] for package in extras[name]), sep="\n")
+endef
+export PRINT_EXTRAS
+PACKAGES_OF = $(BIN)/python -c "$$PRINT_EXTRAS"
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or later is needed, this is " + sys.version.split()[0] + ". Type make PYTHON=python3.11 …") if sys.version_info < (3, 11) else None'
@@ -35,28 +48,30 @@ $(VENV)/bin/python:
 
 $(VENV)/.installed: requirements.txt $(wildcard constraints.txt) | $(VENV)/bin/python
 	$(if $(TORCH_INDEX),$(BIN)/python -m pip install --quiet --index-url $(TORCH_INDEX) "$$(grep '^torch>' requirements.txt)")
-	$(BIN)/$(PIP_INSTALL) --requirement requirements.txt "$(TORCH_BUILD)"
+	$(PIP_INSTALL) --requirement requirements.txt "$(TORCH_BUILD)"
 	@$(COMPILE)
 	@touch $@
 
 # torchmetrics imports transformers if it is on the path, which makes each start of Lightning three seconds longer: the packages
-# of requirements-extras.txt lie in a folder of their own, and only the processes that need them have it on their path
-$(VENV)/.installed-dev: $(wildcard requirements-*.txt) $(VENV)/.installed
-	$(BIN)/$(PIP_INSTALL) --requirement requirements-dev.txt "$(TORCH_BUILD)"
-	$(BIN)/$(PIP_TOOLS) --no-deps --upgrade --target $(VENV)/extras --requirement requirements-extras.txt
+# of OFF_PATH lie in a folder of their own, and only the processes that need them have it on their path
+ON_PATH := dev data deepspeed export notebooks sweep wandb
+OFF_PATH := finetune peft timm
+$(VENV)/.installed-dev: pyproject.toml $(VENV)/.installed
+	$(PACKAGES_OF) $(ON_PATH) > $(VENV)/dev.txt
+	$(PIP_INSTALL) --requirement $(VENV)/dev.txt "$(TORCH_BUILD)"
+	$(PACKAGES_OF) $(OFF_PATH) > $(VENV)/off-path.txt
+	$(call PIP_TOOLS,$(BIN)) --no-deps --upgrade --target $(VENV)/extras --requirement $(VENV)/off-path.txt
 	@$(COMPILE)
 	@touch $@
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 
-setup: $(VENV)/.installed ## Create the environment in .venv; EXTRAS="data export" adds those of requirements-data.txt, …
-	@$(if $(filter-out timm,$(EXTRAS)),$(BIN)/$(PIP_INSTALL) \
-		$(patsubst %,--requirement requirements-%.txt,$(filter-out timm,$(EXTRAS))) "$(TORCH_BUILD)",true)
-	@$(if $(filter timm,$(EXTRAS)),$(BIN)/$(PIP_INSTALL) --no-deps --requirement requirements-timm.txt,true)
-
-setup-finetune: ## The same as make setup EXTRAS=finetune
-	@$(MAKE) setup EXTRAS=finetune
+# with its requirements timm would bring torchvision
+setup: $(VENV)/.installed $(if $(filter dev,$(EXTRAS)),$(VENV)/.installed-dev) ## Create the environment in .venv; EXTRAS="data export" adds extras of pyproject.toml
+	@$(PACKAGES_OF) $(filter-out timm,$(EXTRAS)) > $(VENV)/wanted.txt
+	@$(if $(filter-out timm,$(EXTRAS)),$(PIP_INSTALL) --requirement $(VENV)/wanted.txt "$(TORCH_BUILD)",true)
+	@$(if $(filter timm,$(EXTRAS)),$(PIP_INSTALL) --no-deps $$($(PACKAGES_OF) timm),true)
 
 new: $(VENV)/.installed ## Start a model, data, task and test of your own: make new NAME=moons
 	@$(if $(NAME),$(BIN)/python scripts/new.py $(NAME),echo "Type make new NAME=moons" >&2; exit 2)
@@ -86,20 +101,21 @@ notebooks: $(VENV)/.installed-dev ## Execute notebooks/, each from a fresh kerne
 	$(BIN)/python scripts/notebooks.py $(ARGS)
 
 # the tools that build the pages have their own environment
-.venv-docs/.installed: requirements-docs.txt | $(VENV)/bin/python
+.venv-docs/.installed: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m venv --clear .venv-docs
 	@echo '*' > .venv-docs/.gitignore
-	.venv-docs/bin/$(PIP_TOOLS) --requirement requirements-docs.txt
+	$(PACKAGES_OF) docs > .venv-docs/docs.txt
+	$(call PIP_TOOLS,.venv-docs/bin) --requirement .venv-docs/docs.txt
 	@touch $@
 
 lock: CONSTRAINTS = # of what the tools of .venv-docs were, else a change of theirs could not be installed
-LOCKED := dev extras docs # they include the others
 # versions in the file stay, unless a requirement forbids them
 lock: .venv-docs/.installed ## Write constraints.txt anew after a change of requirements; UPGRADE=1 takes the newest versions
 	echo "$(if $(filter torch==%,$(TORCH)),$(TORCH),torch)" > .venv-docs/torch.txt
+	$(PACKAGES_OF) $(ON_PATH) $(OFF_PATH) docs > .venv-docs/extras.txt
 	.venv-docs/bin/uv pip compile --universal --python-version 3.11 --no-header --no-annotate --quiet $(if $(UPGRADE),--upgrade) \
 		--constraint .venv-docs/torch.txt --output-file constraints.txt \
-		$(LOCKED:%=requirements-%.txt)
+		requirements.txt .venv-docs/extras.txt
 	sed -i.old -E '/^(torch|torchvision|triton|nvidia-.*|cuda-.*|setuptools|pip)==/d' constraints.txt && rm constraints.txt.old
 	printf '%s\n' '# Everything but torch in the versions that were tested. make lock writes this file; CONSTRAINTS= ignores it.' \
 		| cat - constraints.txt > .venv-docs/constraints.txt && mv .venv-docs/constraints.txt constraints.txt
@@ -149,5 +165,5 @@ clean: ## Remove caches; runs and the environment stay
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 	rm -rf .site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup setup-finetune new train test test-guarantees test-fast test-all test-gpu prove \
+.PHONY: help setup new train test test-guarantees test-fast test-all test-gpu prove \
 	runs docs notebooks docs-check lock bench checks schema size format clean

@@ -6,9 +6,9 @@ What is trained, on what, and over how many processes is chosen on the command l
     python train.py strategy=ddp trainer.devices=2
     python train.py experiment=digits optimizer.lr=1e-3
 
-From here to the loss: src/armature/train.py has the `@hydra.main` function, launch.py starts the
-ranks, worker.py builds the objects that the configuration names and passes them to Lightning's
-Trainer, and the task's `training_step` in src/armature/tasks/ computes the loss.
+From here to the loss: src/armature/launcher/train.py has the `@hydra.main` function, launch.py
+starts the ranks, worker.py builds the objects that the configuration names and passes them to
+Lightning's Trainer, and the task's `training_step` in src/armature/tasks/ computes the loss.
 """
 
 import signal
@@ -21,6 +21,6 @@ if __name__ == "__main__":
         # Ctrl-C before the training ends the command without a traceback
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    from armature.train import command
+    from armature.launcher.train import command
 
     command()

@@ -118,9 +118,9 @@ def compose(overrides: Sequence[str]) -> Workload:
     from omegaconf import OmegaConf
 
     from armature import config
-    from armature.composing import composing, instantiate
     from armature.errors import ConfigError
     from armature.validation.checks import check
+    from armature.validation.composing import composing, instantiate
 
     config.register()
     overrides = pinned(overrides)

@@ -36,9 +36,7 @@ SOURCES = (".safetensors", *directory.FILE_SUFFIXES)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = cli.parser(__doc__)
     parser.add_argument(
         "source",
         type=Path,

@@ -27,7 +27,6 @@ import hydra
 from omegaconf import DictConfig
 
 from armature import cli, project
-from armature.composing import MAIN
 from armature.doctor import finding
 from armature.doctor.examine import examine
 from armature.errors import ConfigError, error_line, masked
@@ -35,6 +34,7 @@ from armature.launcher import environment
 from armature.launcher.streams import make_lasting
 from armature.training.limits import prefer_typed
 from armature.validation.checks import check
+from armature.validation.composing import MAIN
 
 sys.path.insert(1, str(project.ROOT))  # modules of users, as for train.py
 

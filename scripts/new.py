@@ -6,7 +6,6 @@ armature new moons              outside of a project: a folder moons/ with these
 Then: python train.py experiment=moons
 """
 
-import argparse
 import importlib.util
 import keyword
 import os
@@ -85,9 +84,7 @@ def test_it_learns_and_the_strategy_does_not_change_it(tmp_path):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = cli.parser(__doc__)
     parser.add_argument(
         "name", help="of the Python package and of the configs: lower case, such as moons"
     )

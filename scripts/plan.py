@@ -40,13 +40,12 @@ CHOSEN = (
     "trainer.devices",
     "trainer.num_nodes",
     "hardware",
+    "hydra.searchpath",
 )  # keys that the plan's command replaces
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = cli.train_parser(__doc__)
     parser.add_argument(
         "--quick",
         action="store_true",
@@ -56,9 +55,6 @@ def main() -> None:
         "--tokens",
         type=float,
         help="tokens (or samples) to train on, instead of the configuration's",
-    )
-    parser.add_argument(
-        "--config-dir", help="a folder with your own configurations, as for train.py"
     )
     arguments, typed = cli.parse_overrides(parser, purpose=", as for train.py")
     try:
@@ -70,12 +66,8 @@ def main() -> None:
 
 def check(arguments: argparse.Namespace) -> None:
     """Raise ConfigError for options that would fail only after the work."""
-    problems = []
     if arguments.tokens is not None and not 0 < arguments.tokens < math.inf:
-        problems.append(f"--tokens {arguments.tokens:g}: type a number above 0, such as 1e11.")
-    problems += cli.config_dir_problems(arguments.config_dir)
-    if problems:
-        raise ConfigError(problems)
+        raise ConfigError(f"--tokens {arguments.tokens:g}: type a number above 0, such as 1e11.")
 
 
 def kept_words(arguments: argparse.Namespace, typed: list[str]) -> str:
@@ -89,12 +81,7 @@ def kept_words(arguments: argparse.Namespace, typed: list[str]) -> str:
 
 
 def plan(arguments: argparse.Namespace, typed: list[str]) -> None:
-    own = (
-        [f"hydra.searchpath=[file://{Path(arguments.config_dir).resolve()}]"]
-        if arguments.config_dir
-        else []
-    )
-    cfg, device = composed([*own, *typed])
+    cfg, device = composed(typed)
     if problems := settings.problems(alone(cfg), device):  # what no layout can mend
         raise ConfigError(problems)
     cost = cost_of(cfg)

@@ -91,9 +91,8 @@ def run(args: argparse.Namespace, *, out: Path | None) -> None:
         calls_callbacks=True,
     )
 
-    from armature import predict
     from armature.loading import build_callbacks, load_data, task_and_weights, weights_note
-    from armature.training import process
+    from armature.training import predict, process
 
     predict.check_output(out)
     accelerator = cli.accelerator(args.accelerator)

@@ -12,7 +12,6 @@ norms: 1e-4), in fp32. For what differs it repeats the run and names the first s
 tensor, and a likely cause. The exit code is 1 if something differs that docs/contract.md promises.
 """
 
-import argparse
 import logging
 import shutil
 import subprocess
@@ -35,7 +34,6 @@ from armature.proof import compare, locate
 from armature.proof.compare import BOUND, COLUMNS, METRICS, Cell
 from armature.sweeps.trials import newest_start
 from armature.validation.checks import check
-from armature.validation.compose import searching
 
 FEWEST_STEPS = 4  # two validations, and a stop between them
 VALIDATION_BATCHES = 4  # over all ranks, so that every layout validates on the same samples
@@ -43,7 +41,7 @@ DEFAULT_LAYOUTS = ("micro", "ddp:2", "fsdp:2", "tensor:2", "pipeline:2", "contex
 MICRO = "micro"  # one process, two micro-batches
 SINGLE = ("strategy=single", "trainer.devices=1", "trainer.num_nodes=1")
 DECIDED = ("run.name", "run.root", "logger", "resume")  # by this script, beside what `base` lists
-TRAIN = "from armature.train import command; command()"
+TRAIN = "from armature.launcher.train import command; command()"
 TRACE = "+callbacks.trace={{_target_:armature.callbacks.trace.Trace,steps:{steps}}}"
 STOP = "+callbacks.stop_at={{_target_:armature.callbacks.stop_at.StopAt,signals:{{{name}:{step}}}}}"
 DOUBLE = "trainer.precision=64-true"
@@ -77,9 +75,7 @@ class Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = cli.train_parser(__doc__)
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps of each run (8)")
     parser.add_argument(
         "--layouts",
@@ -89,13 +85,8 @@ def main() -> None:
         "model and this machine can take them)",
     )
     parser.add_argument("--against", type=Path, metavar="RUN", help="compare with a finished run")
-    parser.add_argument("--config-dir", help="a folder with your configurations, as for train.py")
     parser.add_argument("--keep", action="store_true", help="keep the runs even if all is equal")
     args, typed = cli.parse_overrides(parser, purpose=" as for train.py")
-    if problems := cli.config_dir_problems(args.config_dir):
-        cli.refuse(problems)
-    if args.config_dir is not None:
-        typed.insert(0, searching(Path(args.config_dir)))
     root = Path("outputs") / time.strftime("prove-%Y%m%d-%H%M%S")
     try:
         proof = (

@@ -9,7 +9,6 @@ Takes train.py's command line. In a file or a pipe, where there is no color, wha
 between ⟦ and ⟧.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator
 from itertools import groupby
@@ -36,9 +35,7 @@ PROCESSES = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = cli.parser(__doc__)
     parser.add_argument("--step", type=int, default=0, help="of training, from 0")
     parser.add_argument("--rows", type=int, default=4, help="of its global batch, from the first")
     arguments, typed = cli.parse_overrides(parser, purpose=", as for train.py")

@@ -34,9 +34,7 @@ DEFAULT = "h100_80gb"  # on a machine without a GPU
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = cli.train_parser(__doc__)
     parser.add_argument(
         "--ranks",
         help="ranks to simulate, such as 0,63; without it the first, a middle and the last",
@@ -49,14 +47,7 @@ def main() -> None:
         "--order", action="store_true", help="check that the collectives of all ranks meet"
     )
     parser.add_argument("--json", action="store_true", help="print the reports as JSON")
-    parser.add_argument(
-        "--config-dir", help="a folder with your own configurations, as for train.py"
-    )
     arguments, typed = cli.parse_overrides(parser, purpose=", as for train.py")
-    if problems := cli.config_dir_problems(arguments.config_dir):
-        cli.refuse(problems)
-    if arguments.config_dir:
-        typed.insert(0, f"hydra.searchpath=[file://{Path(arguments.config_dir).resolve()}]")
     try:
         run(arguments, typed)
     except ConfigError as error:

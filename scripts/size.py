@@ -48,7 +48,7 @@ class Limit(NamedTuple):
 
 LIMITS = {
     "core": Limit(222_800, 145_000),
-    "optional": Limit(100_900, 60_000),
+    "optional": Limit(103_350, 60_000),
     "scripts, benchmarks": Limit(46_900, 32_000),
     "tests": Limit(325_000, 220_000),
     "documentation": Limit(34_500, 25_000),

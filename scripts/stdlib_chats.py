@@ -10,7 +10,6 @@ default data hold out (data=stdlib) are left out, so the loss on these files sti
 model knew before.
 """
 
-import argparse
 import ast
 import json
 import re
@@ -32,9 +31,7 @@ QUESTIONS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = cli.parser(__doc__)
     parser.add_argument("target", type=Path, help="the .jsonl file to write")
     parser.add_argument(
         "--most", type=int, default=4000, help="conversations, chosen by a hash of the prompt"

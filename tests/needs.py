@@ -17,6 +17,6 @@ def absent(reason: str) -> NoReturn:
 
 
 def extra(package: str) -> None:
-    """Require a package of requirements-extras.txt."""
+    """Require a package of .venv/extras."""
     if not (EXTRAS / package).is_dir():
         absent(f"{package} is not installed: make test installs it")

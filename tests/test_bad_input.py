@@ -13,10 +13,10 @@ import pytest
 from hydra import compose
 
 from armature import config
-from armature.composing import composing
 from armature.errors import ConfigError
 from armature.validation.checks import check
 from armature.validation.compose import CONFIG_ERRORS, explain, explain_sweep, searching
+from armature.validation.composing import composing
 from tests import running
 from tests.sampled import sampled
 

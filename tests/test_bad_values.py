@@ -12,13 +12,13 @@ from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
 from armature import cli, config, run_dir
-from armature.composing import composing, instantiate
 from armature.errors import ConfigError
 from armature.loading import build_task, constructors
 from armature.models.decoder import check as decoder
 from armature.models.sizes import nearest_divisor
 from armature.validation import numbers, quoting, signatures, targets, values
 from armature.validation.checks import check
+from armature.validation.composing import composing, instantiate
 from tests.sampled import sampled
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -9,11 +9,11 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from armature import config
-from armature.composing import composing, instantiate, register_resolver
 from armature.data import feed
 from armature.validation import checks, data_sources
 from armature.validation import compose as compose_module
 from armature.validation.compose import explain
+from armature.validation.composing import composing, instantiate, register_resolver
 from scripts import reference
 from tests.finetune.folders import write_model
 from tests.sampled import sampled

@@ -3,8 +3,10 @@
 `make docs-check` checks their schemas.
 """
 
+import itertools
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -47,13 +49,9 @@ def test_the_lock_file_pins_every_requirement_but_torch():
     lines = (ROOT / "constraints.txt").read_text().splitlines()[1:]
     pinned = {each.name: str(each.specifier)[2:] for each in map(Requirement, lines)}
     assert not {name for name in pinned if re.match(r"torch$|torchvision|triton|nvidia|cuda", name)}
-    files = ROOT.glob("requirements*.txt")
-    wanted = [
-        line.partition(" #")[0]
-        for path in files
-        for line in path.read_text().splitlines()
-        if line[:1].isalpha()
-    ]
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    wanted = [line for line in lines if line[:1].isalpha()]
+    wanted += itertools.chain(*PROJECT["optional-dependencies"].values())
     assert len(wanted) > 30
     for requirement in map(Requirement, wanted):
         if requirement.name != "torch":
@@ -83,13 +81,30 @@ def test_torch_comes_from_the_index_that_is_named():
 
 def test_timm_is_installed_without_torchvision():
     lines = planned("EXTRAS=wandb timm").splitlines()
-    (others,) = [
-        i for i, line in enumerate(lines) if "--requirement requirements-wandb.txt" in line
-    ]
-    (timm,) = [i for i, line in enumerate(lines) if "--requirement requirements-timm.txt" in line]
+    (others,) = [i for i, line in enumerate(lines) if "--requirement nowhere/wanted.txt" in line]
+    (timm,) = [i for i, line in enumerate(lines) if line.endswith(" timm)")]
+    assert lines[others - 1].endswith(" wandb > nowhere/wanted.txt")
     assert others != timm
     assert "--no-deps" in lines[timm]
     assert "--no-deps" not in lines[others]
+
+
+def test_uv_is_used_if_it_is_there():
+    assert "/opt/uv pip install --quiet" in planned("UV=/opt/uv")
+    assert "-m pip install --quiet" in planned("UV=")
+
+
+def test_a_mistyped_extra_is_named(tmp_path):
+    words = [
+        "make",
+        "setup",
+        "EXTRAS=dta",
+        f"BIN={Path(sys.executable).parent}",
+        f"VENV={tmp_path}",
+    ]
+    words += ["-o", f"{tmp_path}/.installed"]
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert "EXTRAS=dta: there is no such extra. Type some of data deepspeed " in result.stderr
 
 
 def test_versions_agree():

@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from armature import hardware, predict
+from armature import hardware
 from armature.data.base import DataModule
 from armature.data.feed import Feed
 from armature.errors import ConfigError
+from armature.training import predict
 from tests import running
 
 

@@ -14,9 +14,9 @@ import pytest
 from hydra import compose
 
 from armature import config
-from armature.composing import composing
 from armature.validation import parallelism as checks
 from armature.validation import quoting
+from armature.validation.composing import composing
 from tests import running
 from tests.features import refused
 
@@ -176,7 +176,7 @@ def test_every_command_that_trains_composes(words, clone):
         overrides = [word.split(",")[0] for word in overrides]
     overrides = ["task=language_modeling" if word == "task=mine" else word for word in overrides]
     config.register()
-    with composing():
+    with composing(clone / "configs"):
         cfg = compose("train", overrides=[quoting.quoted(override) for override in overrides])
     assert cfg.model._target_
 

@@ -5,6 +5,6 @@ from armature.command.__main__ import enter
 if __name__ == "__main__":
     enter()
 
-    from armature.train import command
+    from armature.launcher.train import command
 
     command()

@@ -24,7 +24,6 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from armature import config, files, hardware, project, run_dir
-from armature.composing import composing
 from armature.errors import (
     EXIT_CONFIG,
     ConfigError,
@@ -40,6 +39,7 @@ from armature.launcher.streams import make_lasting
 from armature.sweeps.conclude import concluding
 from armature.validation import foreign_keys, usage
 from armature.validation.compose import CONFIG_ERRORS, explain, explain_sweep, plain_text, searching
+from armature.validation.composing import composing
 from armature.validation.quoting import addable, quoted
 
 _composed = threading.Event()  # the configuration composed, and the command itself began
@@ -407,22 +407,34 @@ def overrides() -> list[str]:
     ]
 
 
-def run_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the options of every script that loads a run."""
-    parser = argparse.ArgumentParser(
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser that prints a script's docstring as it is."""
+    return argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("path", type=Path, help="a run directory, or a checkpoint in one")
-    parser.add_argument(
+
+
+def train_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser for scripts that take train.py's command line."""
+    made = parser(description)
+    made.add_argument("--config-dir", help="a folder with your configurations, as for train.py")
+    return made
+
+
+def run_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options of every script that loads a run."""
+    made = parser(description)
+    made.add_argument("path", type=Path, help="a run directory, or a checkpoint in one")
+    made.add_argument(
         "--best", action="store_true", help="the run's best checkpoint instead of its last"
     )
-    parser.add_argument("--accelerator", choices=("auto", "cpu", "gpu", "mps"), default="auto")
-    parser.add_argument(
+    made.add_argument("--accelerator", choices=("auto", "cpu", "gpu", "mps"), default="auto")
+    made.add_argument(
         "--trust",
         action="store_true",
         help="load a checkpoint that has no manifest to vouch for it",
     )
-    return parser
+    return made
 
 
 def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
@@ -525,9 +537,10 @@ def parse_overrides(
         each for each in typed if each[:1] == "-" or ("=" not in each and each[:1] != "~")
     ]:
         parser.error(f"{' '.join(wrong)}: type KEY=VALUE{purpose}, or an option")
-    if problems := _sweep_problems(typed, multirun=False):
+    folder = getattr(args, "config_dir", None)
+    if problems := _sweep_problems(typed, multirun=False) + config_dir_problems(folder):
         refuse(problems)
-    return args, typed
+    return args, [*map(searching, filter(None, [folder])), *typed]
 
 
 def whole_number(key: str, typed: str, *, most: int = MOST_DEVICES) -> int | None:

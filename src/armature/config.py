@@ -22,9 +22,9 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 from pydantic import Field
 
-from armature.composing import register_resolver
 from armature.errors import ConfigError, error_line
 from armature.project import SHIPPED
+from armature.validation.composing import register_resolver
 
 NEEDED = ("run", "task", "model", "data", "optimizer", "strategy")  # groups of every config.yaml
 OF_TRAIN = ("project", "run", "sweep")  # groups whose keys are in train.yaml itself
@@ -192,7 +192,9 @@ register_resolver("model_size", _model_size, replace=True)
 
 def register() -> None:
     """Register the types with Hydra, under the name that `configs/train.yaml` starts from."""
-    ConfigStore.instance().store(name="schema", node=Config)
+    store = ConfigStore.instance()
+    if "schema.yaml" not in store.repo:
+        store.store(name="schema", node=Config)
     started = os.environ.get("SLURM_JOB_ID") or time.strftime("%Y%m%d-%H%M%S")
     register_resolver("sweep_name", lambda name: name or f"sweep-{started}", replace=True)
 

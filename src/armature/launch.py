@@ -121,9 +121,9 @@ def _check_built(cfg: DictConfig, layout: Layout) -> None:
     adapter: Any = pretrained.adapter_of(cfg)
     if plan is None and (adapter is None or not cfg.model.get("_partial_")):
         return
-    from armature.composing import instantiate
     from armature.finetune.lora import Lora
     from armature.parallel import plan_check
+    from armature.validation.composing import instantiate
 
     make, adapter = instantiate(cfg.model), instantiate(adapter)
     found = plan_check.problems(make, plan, layout.axes) if plan is not None else []

@@ -28,7 +28,6 @@ from armature.checkpoint import (
     state,
     storage,
 )
-from armature.composing import instantiate
 from armature.data import feed
 from armature.data.memory import is_missing
 from armature.errors import ConfigError, by_user, error_line, place_of
@@ -37,6 +36,7 @@ from armature.finetune import check as pretrained
 from armature.parallel import initialization
 from armature.training.progress import feed_of
 from armature.validation import targets, values
+from armature.validation.composing import instantiate
 from armature.validation.overrides import apply as apply_overrides
 from armature.validation.signatures import accepted, allow
 

@@ -29,7 +29,6 @@ from armature import config, loggers, run_dir
 from armature.checkpoint import directory as checkpoint_directory
 from armature.checkpoint import resume, storage
 from armature.checkpoint.state import holds, is_weights_only
-from armature.composing import instantiate
 from armature.data import batching, feed, memory
 from armature.data.labels import LabeledData
 from armature.errors import EXIT_CONFIG, ConfigError, EndedByCode
@@ -61,6 +60,7 @@ from armature.training.trainer import Trainer
 from armature.training.users_callbacks import BeginAverages, CheckCallbacks
 from armature.training.watchdog import Watchdog
 from armature.validation import manual, micro_batch, parallelism, relations, resize
+from armature.validation.composing import instantiate
 
 log = logging.getLogger(__name__)
 

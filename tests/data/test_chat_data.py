@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from armature import config
 from armature.checkpoint import state
-from armature.composing import composing
 from armature.data.chat.conversations import parse
 from armature.data.chat.data import ChatData
 from armature.data.chat.packing import best_fit
@@ -30,6 +29,7 @@ from armature.errors import ConfigError
 from armature.models.decoder.model import Decoder
 from armature.models.loss import IGNORED
 from armature.validation import checks
+from armature.validation.composing import composing
 from tests.data.chat_parts import CHAT, CHATML, REASONING, small_tokenizer, write
 
 ROOT = Path(__file__).parents[2]

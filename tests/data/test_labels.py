@@ -10,10 +10,10 @@ from omegaconf import OmegaConf
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from armature import predict
 from armature.data.feed import Feed
 from armature.data.labels import CLASSES_FILE
 from armature.errors import ConfigError
+from armature.training import predict
 from armature.validation import relations
 from tests.data import chat_parts
 from tests.data.feeding import feed

@@ -24,8 +24,8 @@ def _checked(tmp_path_factory, strategy):
     from hydra import compose
 
     from armature import config
-    from armature.composing import composing
     from armature.validation.checks import check
+    from armature.validation.composing import composing
 
     folder = tmp_path_factory.mktemp("doctor")
     corpus = running.write_corpus(folder / "corpus")

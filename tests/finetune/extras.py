@@ -1,4 +1,4 @@
-"""Run scripts in a process that has the packages of requirements-extras.txt on its path."""
+"""Run scripts in a process that has the packages of .venv/extras on its path."""
 
 import os
 import subprocess

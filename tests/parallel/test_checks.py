@@ -10,12 +10,12 @@ import pytest
 from hydra import compose
 
 from armature import config
-from armature.composing import composing
 from armature.errors import ConfigError
 from armature.layout import Layout
 from armature.models.decoder.plan import PLAN
 from armature.models.plan import Plan
 from armature.validation import parallelism as checks
+from armature.validation.composing import composing
 from tests.features import OPTIONAL, refused
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "strategy"

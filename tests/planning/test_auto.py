@@ -8,11 +8,11 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
 from armature import config
-from armature.composing import composing
 from armature.errors import ConfigError
 from armature.layout import Layout
 from armature.planning import auto, devices, memory, setup
 from armature.validation import checks
+from armature.validation.composing import composing
 from tests.sampled import sampled
 
 DATA = [

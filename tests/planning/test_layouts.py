@@ -11,9 +11,9 @@ import pytest
 from hydra import compose
 
 from armature import config
-from armature.composing import composing
 from armature.planning import devices, simulation
 from armature.planning.simulation import order, processes
+from armature.validation.composing import composing
 
 ROOT = Path(__file__).parents[2]
 MODEL = [

@@ -6,9 +6,9 @@ from hydra.core.global_hydra import GlobalHydra
 from lightning.pytorch.plugins import DeepSpeedPrecision
 
 from armature import config
-from armature.composing import composing, instantiate
 from armature.layout import Layout
 from armature.validation import parallelism
+from armature.validation.composing import composing, instantiate
 
 
 @pytest.mark.slow  # imports DeepSpeed

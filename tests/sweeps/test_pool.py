@@ -15,8 +15,8 @@ import pytest
 from hydra import compose
 
 from armature import config, hardware
-from armature.composing import composing
 from armature.sweeps import pool
+from armature.validation.composing import composing
 from tests import running
 from tests.sweeps.test_sweeps import SMALL, TRAIN, sweep
 

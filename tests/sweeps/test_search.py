@@ -10,10 +10,10 @@ import pytest
 from hydra import compose
 
 from armature import config, errors
-from armature.composing import composing
 from armature.errors import ConfigError
 from armature.launcher import lock
 from armature.sweeps import pool, search, study
+from armature.validation.composing import composing
 from hydra_plugins.armature_sweeps import OptunaSweeper
 
 optuna = pytest.importorskip("optuna")

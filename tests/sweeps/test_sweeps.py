@@ -17,10 +17,10 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from armature import cli, config
-from armature.composing import composing
 from armature.errors import ConfigError, RunFailed
 from armature.sweeps import conclude, report, space, study, trials
 from armature.validation.compose import explain_sweep
+from armature.validation.composing import composing
 from tests import running
 
 TRAIN = [sys.executable, str(running.ROOT / "train.py")]

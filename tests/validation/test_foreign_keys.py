@@ -10,11 +10,11 @@ import pytest
 from hydra import compose
 
 from armature import config
-from armature.composing import composing
 from armature.errors import ConfigError
 from armature.validation import foreign_keys, quoting
 from armature.validation.checks import check
 from armature.validation.compose import CONFIG_ERRORS, explain
+from armature.validation.composing import composing
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"

@@ -7,12 +7,12 @@ import pytest
 from hydra import compose
 
 from armature import config
-from armature.composing import composing
 from armature.errors import ConfigError
 from armature.layout import Layout
 from armature.models.decoder.plan import PLAN
 from armature.models.plan import plan_beside
 from armature.validation import checks, data_sources
+from armature.validation.composing import composing
 
 ROOT = Path(__file__).parents[2]
 FILES = {

@@ -7,10 +7,10 @@ from hydra import compose
 from omegaconf import open_dict
 
 from armature import config
-from armature.composing import composing
 from armature.errors import ConfigError
 from armature.layout import Layout
 from armature.validation import checks, lightning_parts, signatures, targets, values
+from armature.validation.composing import composing
 
 USERS = "tests.validation.users"
 ALLOWED = "launch.allowed_packages=[armature,torch,lightning.pytorch,tests]"

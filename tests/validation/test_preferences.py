@@ -9,9 +9,9 @@ from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 
 from armature import config
-from armature.composing import composing
 from armature.errors import ConfigError
 from armature.validation import checks, preferences
+from armature.validation.composing import composing
 from tests.data.chat_parts import folder, write
 
 CONFIGS = Path(__file__).parents[2] / "configs"

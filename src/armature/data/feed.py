@@ -21,7 +21,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
-from armature.composing import instantiate
 from armature.data import draw, folds, labels, memory, namesakes, same_data
 from armature.data.base import DataModule
 from armature.data.batching import FOLD_KEYS, LOADER_KEYS, Batches, plan_batches
@@ -32,6 +31,7 @@ from armature.data.samples import Samples, has_targets, preserved_generators, se
 from armature.data.stream import Stream
 from armature.errors import ConfigError
 from armature.training.progress import completed_batches
+from armature.validation.composing import instantiate
 
 log = logging.getLogger(__name__)
 namesakes.install()  # before any class of users is found

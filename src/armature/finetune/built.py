@@ -12,9 +12,9 @@ from unittest.mock import patch
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from armature.composing import instantiate
 from armature.errors import ConfigError
 from armature.finetune import check, folder, others
+from armature.validation.composing import instantiate
 
 log = logging.getLogger(__name__)
 

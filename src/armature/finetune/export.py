@@ -17,7 +17,6 @@ from torch import nn
 
 from armature import files
 from armature.checkpoint import convert, huggingface
-from armature.composing import instantiate
 from armature.data import labels
 from armature.data.chat import template
 from armature.errors import ConfigError
@@ -29,6 +28,7 @@ from armature.models.decoder.model import Decoder
 from armature.models.decoder.names import HEAD, theirs
 from armature.parallel import initialization
 from armature.validation import signatures
+from armature.validation.composing import instantiate
 
 SHARD_BYTES = 5_000_000_000  # of one file, as transformers writes them
 DTYPES = ("float32", "bfloat16", "float16")

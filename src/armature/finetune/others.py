@@ -18,9 +18,9 @@ CAUSAL = f"{PACKAGE}.CausalLM"
 CLASSIFIER = f"{PACKAGE}.SequenceClassifier"
 TARGETS = (CAUSAL, CLASSIFIER)
 IMAGES = "armature.models.timm.model.ImageClassifier"
-OLDEST = (5, 20)  # of transformers, as requirements-finetune.txt
+OLDEST = (5, 20)  # of transformers, as pyproject.toml
 _INSTALL = "Type make setup EXTRAS=finetune"
-_INSTALL_TIMM = "Type pip install --no-deps -r requirements-timm.txt"
+_INSTALL_TIMM = "Type make setup EXTRAS=timm, or pip install --no-deps timm"
 # a model of text, images or sound has its sizes of text in a part of its own
 _TEXT = ("text_config", "decoder", "generator", "language_config", "llm_config")
 

@@ -13,9 +13,9 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from omegaconf import DictConfig
 from typing_extensions import override
 
-from armature.composing import instantiate
 from armature.errors import ConfigError, error_line, masked
 from armature.validation import values
+from armature.validation.composing import instantiate
 
 MOST_FAILURES = 3  # in a row: a service that is away may take minutes for each
 # by a Trainer, StepLog

@@ -20,10 +20,10 @@ from typing import Any
 from hydra import compose
 from omegaconf import OmegaConf
 
-from armature.composing import composing
 from armature.config import read_raw, register
 from armature.errors import ConfigError
 from armature.launcher.run_state import read_summary
+from armature.validation.composing import composing
 
 EVENTS = "report.jsonl"  # a line per start of the run and per sample, beside metrics.csv
 WRITTEN = ("run.dir", "run.id", "run.git", "run.micro_batch_size")  # keys that no user sets

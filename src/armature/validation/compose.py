@@ -27,11 +27,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from armature import config
-from armature.composing import composing
 from armature.errors import ConfigError
 from armature.project import FOLDERS
 from armature.sweeps import space
 from armature.validation import foreign_keys, values
+from armature.validation.composing import composing
 
 _ONE_CLASS = ("task", "model", "data", "optimizer", "scheduler", "strategy")
 OPEN = ("callbacks", "logger")  # groups to which a key may be added

@@ -3,9 +3,9 @@
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from armature.composing import instantiate
 from armature.data import sources
 from armature.errors import ConfigError, error_line
+from armature.validation.composing import instantiate
 
 # by `_target_`: what looks for data.path without torch, in data modules that have no source
 _FIND = {

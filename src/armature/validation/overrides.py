@@ -13,12 +13,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from armature import config
-from armature.composing import composing
 from armature.data.batching import LOADER_KEYS
 from armature.data.tokenizer import TOKENIZER_FILE
 from armature.errors import ConfigError
 from armature.project import config_file
 from armature.validation.compose import CONFIG_ERRORS
+from armature.validation.composing import composing
 
 _REFERENCE = re.compile(r"\$\{[^:{}]+\}")  # to another key, as in ${data.path}
 _MISSING = object()

@@ -29,9 +29,7 @@ def load() -> Any:
     if "timm" in sys.modules:
         return sys.modules["timm"]
     if importlib.util.find_spec("timm") is None:
-        raise ValueError(
-            "timm is not installed. Type pip install --no-deps -r requirements-timm.txt"
-        )
+        raise ValueError("timm is not installed. Type make setup EXTRAS=timm")
     if importlib.util.find_spec(ABSENT) is not None:
         return importlib.import_module("timm")
     finder = _StandIns()
@@ -44,7 +42,7 @@ def load() -> Any:
         raise ValueError(
             f"this timm cannot be imported without torchvision ({type(error).__name__}: {error}). "
             "Install the "
-            "torchvision that belongs to your torch, or the timm of requirements-timm.txt"
+            "torchvision that belongs to your torch, or make setup EXTRAS=timm"
         ) from error
     finally:
         sys.meta_path.remove(finder)

@@ -6,10 +6,10 @@ import hydra
 from omegaconf import DictConfig
 
 from armature import cli, launch, run_dir
-from armature.composing import MAIN
 from armature.errors import ConfigError
 from armature.training.limits import prefer_typed
 from armature.validation.checks import check
+from armature.validation.composing import MAIN
 
 
 @hydra.main(**MAIN)
