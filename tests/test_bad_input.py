@@ -313,7 +313,7 @@ FILES = {
     "# @package _global_\ndefaults: [override model: example]\n": "as in '- override /model: "
     "example'.",
     "# @package _global_\ndefaults: [/model: example]\n": "as in '- override /model: example'.",
-    "# @package _global_\nseed: [\n": "expected the node content",
+    "# @package _global_\nseed: [\n": "node content",
     "# @package _global_\nseed: many\n": "'many'",
 }
 

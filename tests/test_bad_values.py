@@ -454,7 +454,7 @@ def test_what_a_constructor_refuses_is_named_by_its_key():
         constructors(),
     ):
         instantiate(cfg.callbacks.ema)
-    bug = OmegaConf.create({"a": {"_target_": "builtins.open", "file": "/nowhere/x"}})
+    bug = OmegaConf.create({"a": {"_target_": "armature.files.sync", "path": "/nowhere/x"}})
     with pytest.raises(InstantiationException, match="FileNotFoundError"), constructors():
         instantiate(bug.a)
 

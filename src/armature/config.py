@@ -31,6 +31,7 @@ OF_TRAIN = ("project", "run", "sweep")  # groups whose keys are in train.yaml it
 # groups with paths that the scripts open which use a run
 OPENED = ("checkpoint", "data", "model", "task")
 LARGEST = 1_000_000  # bytes of a config.yaml
+DEEPEST = 100  # of its nodes within nodes
 EMA = "armature.callbacks.ema.EMA"
 _WHOLE = re.compile(r"\$\{oc\.env:\w+\}")
 
@@ -232,12 +233,7 @@ def read_raw(file: Path) -> DictConfig:
         if file.stat().st_size > LARGEST:
             raise ValueError(f"it has more than {LARGEST:,} bytes")
         text = file.read_bytes().decode("utf-8")
-        if (
-            "*" in text
-            and "&" in text
-            and any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text))
-        ):
-            raise ValueError("it has references (*name), which this program never writes")
+        _refuse_odd(text)
         try:
             cfg = OmegaConf.create(text)
         except AssertionError:  # a number, true or a date: no mapping
@@ -247,6 +243,18 @@ def read_raw(file: Path) -> DictConfig:
         raise ValueError("it is empty, or holds no keys")
     except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise _damaged(file, error_line(error)) from error
+
+
+def _refuse_odd(text: str) -> None:
+    """Raise ValueError for YAML that this program never writes, and that would fill the memory or
+    the stack of the C parser that OmegaConf 2.4 uses.
+    """
+    depth = 0
+    for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.AliasEvent) or depth > DEEPEST:
+            raise ValueError(f"it has references (*name), or more than {DEEPEST} levels")
 
 
 def require_groups(cfg: DictConfig, file: Path) -> None:

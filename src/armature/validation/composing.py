@@ -28,6 +28,7 @@ def composing(folder: Path = CONFIGS) -> AbstractContextManager[None]:
 def instantiate(node: Any, *args: Any, **kwargs: Any) -> Any:
     """Build what a node names, of the packages that `launch.allowed_packages` allows."""
     from hydra import utils
+    from hydra.errors import InstantiationException
 
     from armature.validation import signatures
 
@@ -35,4 +36,9 @@ def instantiate(node: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs["_execution_whitelist_"] = [
             pattern for name in signatures.allowed() for pattern in (name, f"{name}.*")
         ]
-    return utils.instantiate(node, *args, **kwargs)
+    try:
+        return utils.instantiate(node, *args, **kwargs)
+    except Exception as error:  # 1.4 raises the class's own, with a note of the key
+        if not (notes := getattr(error, "__notes__", [])):
+            raise
+        raise InstantiationException("\n".join([repr(error), *notes])) from error
