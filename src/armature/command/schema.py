@@ -103,8 +103,9 @@ def _class(group: str, path: str, node: Schema, content: Schema) -> Class:
         name: _of_type(types.get(f"{prefix}.{name}", hint), *_default(signature, name))
         for name, hint in signature.parameters.items()
     }
-    if prefix == "data" and not signatures.derives_from(target, signatures.OUR_DATA):
-        keys |= {name: _of_type(types.get(f"data.{name}", Any)) for name in LOADER_KEYS + FOLD_KEYS}
+    if prefix == "data":  # of any data module
+        more = {name: types.get(f"data.{name}", Any) for name in LOADER_KEYS + FOLD_KEYS}
+        keys = {name: _of_type(hint) for name, hint in more.items()} | keys
     more = {*signature.mentioned, *signatures.HYDRA_KEYS} - keys.keys()
     keys |= {name: {} for name in sorted(more)}
     return target, keys, signature.open
