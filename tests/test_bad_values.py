@@ -17,7 +17,7 @@ from armature.loading import build_task, constructors
 from armature.models.decoder import check as decoder
 from armature.models.sizes import nearest_divisor
 from armature.validation import numbers, quoting, signatures, targets, values
-from armature.validation.checks import check
+from armature.validation.checks import check, decide
 from armature.validation.composing import composing, instantiate
 from tests.sampled import sampled
 
@@ -560,18 +560,19 @@ def test_a_folder_that_is_no_package_is_named(tmp_path, monkeypatch):
     assert found.endswith("src/mine is no package. Add an empty file: touch src/mine/__init__.py")
 
 
-def test_a_user_s_data_module_needs_no_micro_batch_size(tmp_path, monkeypatch):
+def test_a_user_s_data_module_needs_no_micro_batch_size(default, tmp_path, monkeypatch):
     (tmp_path / "mine_without_key.py").write_text(
         "from armature.data.base import DataModule\n"
-        "class Mine(DataModule):\n    def __init__(self, **loader):\n        "
-        "super().__init__(**loader)\n"
-        "class Small(DataModule):\n    def __init__(self, micro_batch_size=2, **loader):\n        "
+        "class Mine(DataModule):\n    pass\n"
+        "class Small(DataModule):\n    def __init__(self, micro_batch_size=2):\n        "
         "super().__init__()\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     signatures.allow(["mine_without_key"])
     for name, size in (("Mine", "auto"), ("Small", 2)):
-        assert signatures.defaults_of(f"mine_without_key.{name}")["micro_batch_size"] == size
+        cfg = default.copy()
+        cfg.data = {"_target_": f"mine_without_key.{name}"}
+        assert decide(cfg).data.micro_batch_size == size
 
 
 def returns_three() -> int:
