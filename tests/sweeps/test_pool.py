@@ -36,7 +36,7 @@ def results(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "train.py"
     script.write_text(TRIAL)
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script))
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
     monkeypatch.setattr(hardware, "gpu_count", lambda: 8)
     monkeypatch.setattr(hardware, "cpu_count", lambda: 16)
     monkeypatch.setenv("SLURM_PROCID", "0")
