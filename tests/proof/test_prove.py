@@ -35,6 +35,8 @@ def call(tmp_path, monkeypatch, capsys):
     def run(command, *, stdout, **_):
         ranks = next((w.partition("=")[2] for w in command if w.startswith("trainer.devices=")), 1)
         env = running.environment(PYTHONPATH=path)
+        python, _, _, _, *words = command  # -P -c "…"
+        command = [python, str(running.ROOT / "train.py"), *words]
         done = running.run(command, cwd=tmp_path, env=env, ranks=int(ranks))
         stdout.write(done.stdout + done.stderr)
         return done
