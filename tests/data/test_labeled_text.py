@@ -27,7 +27,7 @@ def make(tmp_path, tokenizer_folder):
                 row if isinstance(row, dict) else {text: row[0], target: row[1]} for row in rows
             ]
             path.write_text("".join(json.dumps(record) + "\n" for record in records))
-        sizes = {"global_batch_size": 4, "context": 16, "val_fraction": 0.2, "test_fraction": 0.2}
+        sizes = {"context": 16, "val_fraction": 0.2, "test_fraction": 0.2}
         return LabeledTextData(
             path=str(path), tokenizer=str(tokenizer_folder), **{**sizes, **options}
         )
