@@ -14,6 +14,8 @@ from armature.data.samples import BeginWorker
 
 
 class Pids(torch.utils.data.Dataset):
+    of_user = None  # the user's own dataset, as the feed's know it
+
     def __len__(self):
         return 8
 
