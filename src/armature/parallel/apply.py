@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 
 from armature.errors import ConfigError
 from armature.models.plan import Plan, plan_beside
@@ -331,7 +332,12 @@ def plan_of(model: nn.Module) -> Plan | None:
 
 def _replaced(model: nn.Module, found: units.Units) -> dict[str, weakref.ref[nn.Parameter]]:
     """Return the weights that are about to be sharded, by name."""
-    return {n: weakref.ref(p) for n, p in model.named_parameters() if p not in found.whole}
+    # experts were sharded before, and materializing swaps their tensors, which none may watch
+    return {
+        name: weakref.ref(param)
+        for name, param in model.named_parameters()
+        if param not in found.whole and not isinstance(param, DTensor)
+    }
 
 
 def _check_left_behind(
