@@ -45,7 +45,7 @@ from armature.training import (
 )
 from armature.training.checkpointing import Checkpointing
 from armature.training.display import Bar, Display
-from armature.training.errors import RecordError, record
+from armature.training.errors import RecordError, record, refusal_of
 from armature.training.limits import Limits
 from armature.training.metrics_csv import MetricsCSV
 from armature.training.micro_batch import agree
@@ -328,6 +328,10 @@ def fit_and_test(run: Run) -> None:
                 metrics.update({name: float(value) for name, value in tested.items()})
     except StoppedBySignal:
         reason, metrics = str(run.stop.received), _last_row(step_log)
+    except Exception as error:
+        if (refused := refusal_of(error, run.task)) is None:
+            raise
+        raise refused from error
     step_log.csv.flush()
     preview = preview_of(run.task) if reason == "finished" and can_sample(trainer) else None
     if preview is not None and (strategy := StrategyMixin.find(trainer)) is not None:

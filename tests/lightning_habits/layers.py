@@ -255,6 +255,15 @@ class Orthogonal(Regressor):
         return super().training_step(batch, batch_idx) + 0.01 * penalty
 
 
+class Penalized(Regressor):
+    """Penalties that are sums and means of weights."""
+
+    def training_step(self, batch, batch_idx):
+        penalty = sum(param.square().sum() for param in self.net[0].parameters())
+        penalty = penalty + self.net[0].weight.abs().mean()
+        return super().training_step(batch, batch_idx) + 0.03 * penalty
+
+
 class WithAdapter(nn.Module):
     def __init__(self, base: nn.Linear):
         super().__init__()
@@ -359,6 +368,7 @@ HABITS = [
     ddp(Tied),
     fsdp(FrozenBackbone),
     fsdp(Orthogonal, also=WHOLE),
+    fsdp(Penalized, sample=True),
     fsdp(InjectsAdapters),
     fsdp(SetsRows, also=WHOLE),
     fsdp(SetsShardedRows),

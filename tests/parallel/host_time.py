@@ -1,8 +1,8 @@
 """The host's time for a block's forward and backward, by layout, on groups that send nothing.
 
-python -m tests.parallel.host_time prints CPU milliseconds per block and their ratio to a block on
-one device: medians of steps in turn. On a GPU a layout is bound by its host where that is longer
-than the block's kernels take.
+PYTHONPATH=src python -m tests.parallel.host_time prints CPU milliseconds per block and their ratio
+to a block on one device: medians of steps in turn. On a GPU a layout is bound by its host where
+that is longer than the block's kernels take.
 """
 
 from __future__ import annotations

@@ -143,10 +143,19 @@ def built(kept: list[Any]) -> None:
     )  # fmt: skip
 
 
+def divided(kept: list[Any]) -> None:
+    model = decoder_on_meta(**DECODER)
+    kept.append(lambda weight=model.blocks["0"].ffn.up.weight: weight)
+    parallelize(model, axes={"tensor": 2}, prefix="net.")
+
+
 @pytest.mark.slow
-def test_a_weight_that_something_keeps_beside_the_module_is_named() -> None:
-    with pytest.raises(RuntimeError, match=r"net\.0\.weight: an attribute, closure or callback"):
-        on_ranks(built, [], ranks=2)
+@pytest.mark.parametrize(
+    ("build", "name"), [(built, r"net\.0\.weight"), (divided, r"net\.blocks\.0\.ffn\.up\.weight")]
+)
+def test_a_weight_that_something_keeps_beside_the_module_is_named(build: Any, name: str) -> None:
+    with pytest.raises(RuntimeError, match=f"{name}: an attribute, closure or callback"):
+        on_ranks(build, [], ranks=2)
 
 
 def test_a_hook_of_a_weight_on_meta_is_called_once_it_is_built() -> None:

@@ -1,4 +1,4 @@
-"""Optimizers that a user's module does, or does not, have to return."""
+"""What Lightning refuses in a user's module, and the optimizers that it need not return."""
 
 import lightning.pytorch as L
 import pytest
@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 
 from armature.errors import ConfigError
 from armature.strategies.single import SingleDevice
+from armature.training.errors import refusal_of
 from armature.training.process import quiet
 from armature.training.trainer import Trainer
 
@@ -42,6 +43,34 @@ def fit(**methods):
 def by_hand(self):
     Mine.__init__(self)
     self.automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("methods", "message"),
+    [
+        (
+            {"configure_optimizers": lambda s: "adam"},
+            "Mine: Unknown configuration for model optimizers",
+        ),
+        (
+            {"training_epoch_end": lambda s, outputs: 0},
+            "Support for `training_epoch_end` has been removed",
+        ),
+        ({"training_step": lambda s, b: s.log("x", b)}, "the tensor must have a single element"),
+    ],
+)
+def test_what_lightning_refuses_is_one_message(methods, message):
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        fit(**methods)
+    refused = refusal_of(caught.value, Mine())
+    assert refused is not None
+    assert message in str(refused)
+
+
+def test_an_error_of_the_users_code_is_left_to_its_traceback():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        fit(training_step=lambda s, b: s.net(b.T))
+    assert refusal_of(caught.value, Mine()) is None
 
 
 def test_automatic_optimization_needs_an_optimizer():

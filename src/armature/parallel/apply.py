@@ -23,7 +23,6 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
 
 from armature.errors import ConfigError
 from armature.models.plan import Plan, plan_beside
@@ -110,6 +109,7 @@ def parallelize(
     pipe, tensor_axis = meshes.find_axis(mesh, "pipe"), meshes.find_axis(mesh, "tensor")
     data_mesh = meshes.data_mesh(mesh)  # two axes: HSDP
     parts, stages, unshard = [model], None, None
+    before = {name: weakref.ref(param) for name, param in model.named_parameters()}
     # 1. pipeline split: each rank keeps the blocks and ends of its stages
     if pipe is not None:
         assert plan is not None
@@ -189,15 +189,15 @@ def parallelize(
             elif plan is None:
                 _warn_if_whole(model, found, min_num_params=options.min_num_params)
             if found.modules or found.of_model or spread is not None:
-                replaced = _replaced(part, found)
                 shard_units(part, found, mesh=data_mesh, options=options)
-                if stages is None:
-                    _check_left_behind(part, replaced, prefix)
     elif spread is not None and stages is not None:
         # torch's schedules keep experts gathered until the end of a step's backward, if the stage
         # is an FSDP module
         for part in parts:
             fully_shard(part, mesh=spread["rest"], ignored_params=set(part.parameters()))
+    if stages is None:  # else some are another rank's
+        _check_left_behind(model, before, prefix)
+    before.clear()  # torch swaps no tensor that a weak reference watches
     for head, ids in _head_hooks(model).items():
         head.layout_hooks = frozenset(ids) - frozenset(hooks[head])  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
     # 8. materialize: memory is allocated only now, and only for this rank's weights
@@ -330,24 +330,16 @@ def plan_of(model: nn.Module) -> Plan | None:
     return model.plan if plan is not None and plan.from_instance else plan  # pyright: ignore[reportReturnType]
 
 
-def _replaced(model: nn.Module, found: units.Units) -> dict[str, weakref.ref[nn.Parameter]]:
-    """Return the weights that are about to be sharded, by name."""
-    # experts were sharded before, and materializing swaps their tensors, which none may watch
-    return {
-        name: weakref.ref(param)
-        for name, param in model.named_parameters()
-        if param not in found.whole and not isinstance(param, DTensor)
-    }
-
-
 def _check_left_behind(
-    model: nn.Module, replaced: dict[str, weakref.ref[nn.Parameter]], prefix: str
+    model: nn.Module, before: dict[str, weakref.ref[nn.Parameter]], prefix: str
 ) -> None:
-    """Raise ConfigError if something keeps weights that sharded ones have replaced."""
-    own = {None, *model.parameters()}  # experts had been sharded before
-    if not all(held() in own for held in replaced.values()):
+    """Raise ConfigError if something keeps weights that sharded ones have replaced: what it reads
+    and writes there would no longer be the model's, in silence.
+    """
+    own = {None, *model.parameters()}
+    if not all(held() in own for held in before.values()):
         gc.collect()
-    if kept := [name for name, held in replaced.items() if held() not in own]:
+    if kept := [name for name, held in before.items() if held() not in own]:
         raise ConfigError(
             f"{prefix}{kept[0]}: an attribute, closure or callback keeps this weight as it was "
             "before it was sharded. What is read there stays as it is, and what is written is "

@@ -24,13 +24,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from typing_extensions import override
 
 from armature.errors import ConfigError
 from armature.models.loss import IGNORED
 from armature.models.plan import Plan
 from armature.parallel import randomness
 from armature.parallel.experts import exchange
+from armature.parallel.functional import Ranks
 from armature.parallel.targets import weigh
 
 
@@ -39,6 +39,7 @@ class Positions:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.size, self.rank = group, group.size(), group.rank()
+        self.ranks = Ranks(group.group_name, self.size, self.rank)
         # of models that are running, innermost last
         self._calls: list[tuple[ExitStack, Tensor | None]] = []
 
@@ -57,7 +58,7 @@ class Positions:
 
         All ranks must use them alike.
         """
-        return _Whole.apply(x, self.group)
+        return self.ranks.to_averaged(self.ranks.to_all(x, 1))
 
     def share(self, targets: Tensor) -> Tensor | None:
         """Return the factor of this rank's mean loss (see `weigh`): the mean over ranks is that
@@ -81,7 +82,8 @@ class Positions:
 
         Gradients pass as they are: sharding averages them over these ranks, too.
         """
-        return _Mean.apply(loss, self.group)
+        total = self.ranks.to_sum(loss.float())  # the default type may be bf16
+        return self.ranks.to_averaged(total / self.size)
 
     # ------------------------------------------------------------ attention
     def to_heads(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -170,36 +172,3 @@ def match(model: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
         for name in names
         if fnmatchcase(name, pattern)
     }
-
-
-class _Mean(torch.autograd.Function):
-    @staticmethod
-    @override
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x = x.float().clone()  # the default type may be bf16
-        dist.all_reduce(x, group=group)
-        return x / group.size()
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grads[0], None
-
-
-class _Whole(torch.autograd.Function):
-    @staticmethod
-    @override
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.group = group
-        parts = [
-            torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())
-        ]
-        dist.all_gather(parts, x.contiguous(), group=group)
-        return torch.cat(parts, 1)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # sharding divides by it: each rank has the gradient of its own part only
-        size = ctx.group.size()
-        return grads[0].chunk(size, 1)[ctx.group.rank()] * size, None

@@ -77,6 +77,16 @@ class Ranks:
         """Keep this rank's part of what all ranks have computed alike."""
         return _Exchange.apply(x, self, Ranks.part, Ranks.gather, dim)
 
+    def to_averaged(self, x: Tensor) -> Tensor:
+        """Return x itself, with as many times its gradient as there are ranks: sharding averages
+        the weights' gradients over them.
+        """
+        return _Exchange.apply(x, self, _same, _times_ranks)
+
+
+def _times_ranks(ranks: Ranks, x: Tensor) -> Tensor:
+    return x * ranks.size
+
 
 def _same(ranks: Ranks, x: Tensor) -> Tensor:
     return x.view_as(x)  # autograd takes an input that is returned as it is for changed in place

@@ -1,25 +1,31 @@
-"""Errors of training, recorded for the process that started the rank, and memory that has run
-out.
+"""Errors of training, recorded for the process that started the rank, what Lightning refuses in a
+user's class, and memory that has run out.
 """
 
 from __future__ import annotations
 
+import itertools
+import traceback
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from armature.data.memory import is_missing
-from armature.errors import EndedByCode, MicroBatchTooLarge
+from armature.errors import ConfigError, EndedByCode, MicroBatchTooLarge, is_users
 from armature.hardware import peak_resident_memory
 from armature.launcher import environment
 from armature.parallel.gradients import local_part
 from armature.validation import memory
+
+_LIGHTNING = str(Path(L.__file__).parent)
 
 
 def record(error: BaseException) -> None:
@@ -63,9 +69,28 @@ class RecordError(L.Callback):
             return
         if together:
             return
-        if (explain := getattr(trainer.strategy, "explain", None)) is not None:
+        refusal = refusal_of(exception, pl_module)
+        if refusal is None and (explain := getattr(trainer.strategy, "explain", None)) is not None:
             explain(exception)
-        record(exception)
+        record(refusal or exception)
+
+
+def refusal_of(error: BaseException, module: L.LightningModule) -> ConfigError | None:
+    """Return what Lightning refuses in a user's class, as one message: its own traceback often has
+    no line of the user's. None for other errors, whose traceback is shown.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, ConfigError) or not frames:
+        return None
+    last = frames[-1]
+    raised = last.filename.startswith(_LIGHTNING) and (last.line or "").startswith("raise ")
+    if not raised and not isinstance(error, MisconfigurationException):
+        return None
+    # not the call of trainer.fit
+    within = itertools.dropwhile(lambda frame: is_users(frame.filename), frames)
+    own = [frame for frame in within if is_users(frame.filename)]
+    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    return ConfigError(f"{type(module).__name__}{place}: {error}")
 
 
 # ------------------------------------------------------------------- memory that has run out
