@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.parity.harness import DECODER, on_ranks
-from benchmarks.volume import CollectiveCounter
 from tests.parallel.building import decoder_on_meta, parallelize
+from tests.support.parity.harness import DECODER, on_ranks
+from tests.support.volume import CollectiveCounter
 
 MICRO_BATCHES, BATCH = 3, 6
 FP32 = 4  # bytes

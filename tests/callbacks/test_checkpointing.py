@@ -19,9 +19,9 @@ from armature.strategies.single import SingleDevice
 from armature.training import checkpointing
 from armature.training.checkpointing import Checkpointing
 from armature.training.stop import StoppedBySignal
-from benchmarks.parity.harness import on_ranks
-from benchmarks.volume import CollectiveCounter
 from tests.running import train, write_corpus
+from tests.support.parity.harness import on_ranks
+from tests.support.volume import CollectiveCounter
 
 POLICY = {
     "every_n_steps": 1,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from armature.training.stop import StopOnSignal, StoppedBySignal
-from benchmarks.parity.harness import on_ranks
+from tests.support.parity.harness import on_ranks
 
 
 def stopped_at(

@@ -12,7 +12,7 @@ import socket
 import time
 from typing import Any
 
-from benchmarks.parity import harness
+from tests.support.parity import harness
 
 PRELOAD = [
     "armature.worker",

@@ -4,15 +4,11 @@ import sys
 
 import pytest
 
-from benchmarks.faults import matrix, over_network, under_slurm
-from benchmarks.faults.cells import COLUMNS, STEPS, Run, Session
-from benchmarks.faults.matrix import cell, flip_byte
+from tests.support.faults.faults import BY_NAME, flip_byte, strike
+from tests.support.faults.runs import RANKS, STEPS, Run, Session
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
-
-FAULTS = (*matrix.FAULTS, *under_slurm.FAULTS, *over_network.FAULTS)
-BY_NAME = {fault.name: fault for fault in FAULTS}
 GUARANTEED = (
     ("sigkill_rank", "ddp"),
     ("sigstop_rank", "ddp"),
@@ -20,39 +16,34 @@ GUARANTEED = (
     ("full_disk", "single"),
     ("twice", "single"),
 )
-CELLS = [
-    (fault.name, column.name)
-    for fault in FAULTS
-    for column in COLUMNS.values()
-    if not column.stock and column.name not in fault.without
-]
+CASES = [(f, s) for f in BY_NAME for s in RANKS if (f, s) != ("network_cut", "single")]
 
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory):
-    yield Session(tmp_path_factory.mktemp("faults"))
-    under_slurm.SLURM.close()
+    made = Session(tmp_path_factory.mktemp("faults"))
+    with made.stack:
+        yield made
 
 
 @pytest.mark.parametrize(
-    ("fault", "column"),
+    ("fault", "strategy"),
     [
         pytest.param(*each, marks=[pytest.mark.guarantee] if each in GUARANTEED else [])
-        for each in CELLS
+        for each in CASES
     ],
 )
-def test_a_disturbed_run_ends_like_an_undisturbed_one(fault, column, session):
-    result = cell(BY_NAME[fault], COLUMNS[column], session)
-    if result.text.startswith("–"):
-        pytest.skip(result.text)
-    assert result.ok, f"{result.text}\n{result.output[-6000:]}"
+def test_a_disturbed_run_ends_like_an_undisturbed_one(fault, strategy, session):
+    run = Run(session, strategy, f"{fault} {strategy}")
+    problems = strike(BY_NAME[fault], run)
+    assert not problems, f"{problems}\n{run.output()[-6000:]}"
 
 
 @pytest.fixture
 def copy(session, request):
     """A copy of the undisturbed run, and that run."""
-    reference = session.reference(COLUMNS["single"])
-    copied = Run(session, COLUMNS["single"], request.node.name, copy_of=reference)
+    reference = session.reference("single")
+    copied = Run(session, "single", request.node.name, copy_of=reference)
     assert copied.difference(reference) is None
     assert copied.half_checkpoints() == []
     return copied, reference
@@ -74,7 +65,7 @@ def test_other_metrics_are_not_taken_for_equal(copy):
 def test_what_a_crash_leaves_is_found(copy):
     run, _ = copy
     (run.checkpoints / "step=000099.part").mkdir()
-    flip_byte(run.checkpoints / f"step={STEPS:06d}", stock=False)
+    flip_byte(run.checkpoints / f"step={STEPS:06d}")
     assert [found.partition(":")[0] for found in run.half_checkpoints()] == [
         "step=000099.part",
         f"step={STEPS:06d}",

@@ -84,8 +84,8 @@ def logits(root: Path) -> dict[str, float]:
 
 
 def fit(root: Path, kind: str, layouts: list[str], out: Path, *, adapter: bool) -> None:
-    from benchmarks.parity import harness
     from tests.finetune import layouts as compare
+    from tests.support.parity import harness
 
     model = kind.partition("-")[0]
     harness.PRELOAD.append(f"transformers.models.{model}.modeling_{model}")

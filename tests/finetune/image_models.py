@@ -81,8 +81,8 @@ def logits(root: Path) -> dict[str, float]:
 
 
 def fit(root: Path, kind: str, layouts: list[str], out: Path) -> None:
-    from benchmarks.parity import harness
     from tests.finetune import layouts as compare
+    from tests.support.parity import harness
 
     chosen = replace(
         harness.LAYOUTS["single"],

@@ -17,7 +17,7 @@ def fit(chosen: Any, layouts: Sequence[str], out: Path) -> None:
         chosen: a `harness.Job` of one process.
         layouts: names in `harness.LAYOUTS`.
     """
-    from benchmarks.parity import harness
+    from tests.support.parity import harness
 
     single = harness.fit(chosen)
     found: dict[str, Any] = {"single": single.losses}

@@ -27,8 +27,8 @@ from armature.models.decoder.model import Decoder
 from armature.models.decoder.plan import PLAN
 from armature.parallel import plan_check
 from armature.strategies.single import SingleDevice
-from benchmarks.parity.harness import LAYOUTS, Job, difference, fit, fit_once
 from tests.finetune.folders import write_model
+from tests.support.parity.harness import LAYOUTS, Job, difference, fit, fit_once
 
 ADAPTER = {"rank": 4, "alpha": 8.0}
 SIZES = {

@@ -17,7 +17,7 @@ from armature.finetune.lora import Lora, LoraLinear, merge
 from armature.models.adapters import is_adapter
 from armature.models.decoder.model import Decoder
 from armature.optim.groups import parameter_groups
-from benchmarks.parity.harness import DECODER, LAYOUTS, difference, fit, fit_once
+from tests.support.parity.harness import DECODER, LAYOUTS, difference, fit, fit_once
 
 ADAPTER = {"rank": 4, "alpha": 8.0}
 

@@ -20,11 +20,11 @@ from armature.finetune.lora import Lora, LoraLinear, LoraNf4Linear, merge
 from armature.models.adapters import is_adapter
 from armature.models.decoder.model import Decoder
 from armature.parallel import initialization
-from benchmarks.parity.harness import LAYOUTS, difference, fit_once
 from tests import needs
 from tests.finetune import extras
 from tests.finetune.folders import write_random_model
 from tests.finetune.test_lora import fill_adapters
+from tests.support.parity.harness import LAYOUTS, difference, fit_once
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

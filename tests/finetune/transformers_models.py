@@ -282,8 +282,8 @@ def end_early(path: Path) -> None:
 
 
 def fit(root: Path, kind: str, layouts: list[str], out: Path, *, adapter: bool) -> None:
-    from benchmarks.parity import harness
     from tests.finetune import layouts as compare
+    from tests.support.parity import harness
 
     harness.PRELOAD.append(f"transformers.models.{kind}.modeling_{kind}")
     chosen = replace(

@@ -9,8 +9,8 @@ import subprocess
 
 import pytest
 
-from benchmarks.faults.two_hosts import two_hosts
 from tests import needs, running
+from tests.support.two_hosts import two_hosts
 
 pytestmark = pytest.mark.slow
 

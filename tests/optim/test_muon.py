@@ -6,7 +6,7 @@ import torch
 from armature.optim import muon
 from armature.optim.muon import Muon, orthogonalize
 from armature.parallel.distributed_matrices import DistributedMatrices
-from benchmarks.parity.harness import on_ranks
+from tests.support.parity.harness import on_ranks
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (16, 64), (64, 16)])

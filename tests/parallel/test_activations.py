@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.parity.harness import LAYOUTS, Job, _fit, mesh, on_ranks
 from tests.parallel.building import decoder_on_meta, parallelize
+from tests.support.parity.harness import LAYOUTS, Job, _fit, mesh, on_ranks
 
 MODEL = {
     "vocab_size": 96,

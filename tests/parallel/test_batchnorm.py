@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from armature.parallel import batchnorm
-from benchmarks.parity.harness import on_ranks
+from tests.support.parity.harness import on_ranks
 
 
 class Own(nn.BatchNorm2d):

@@ -16,7 +16,7 @@ from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import ConfigError
 from armature.models.decoder.model import Decoder
 from armature.parallel.initialization import initialize_by_name, materialize
-from benchmarks.parity.harness import on_ranks
+from tests.support.parity.harness import on_ranks
 
 MODEL = {"vocab_size": 32, "context": 8, "width": 16, "layers": 2, "heads": 2}
 

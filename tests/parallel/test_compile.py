@@ -20,8 +20,8 @@ from torch import nn
 from armature.models.decoder.generation import generate
 from armature.models.decoder.model import Decoder
 from armature.parallel import blocks
-from benchmarks.parity.harness import LAYOUTS, Job, _fit, mesh, on_ranks
 from tests import running
+from tests.support.parity.harness import LAYOUTS, Job, _fit, mesh, on_ranks
 
 # torch's own tracing reads .grad of tensors that are not leaves, and causes this warning
 pytestmark = pytest.mark.filterwarnings(

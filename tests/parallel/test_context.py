@@ -17,8 +17,9 @@ from armature.errors import ConfigError
 from armature.models.decoder.model import Decoder
 from armature.models.decoder.plan import PLAN
 from armature.parallel import plan_check, randomness
-from benchmarks.parity.context import LAYOUTS
-from benchmarks.parity.harness import (
+from tests.parallel.building import decoder_on_meta, parallelize
+from tests.support.parity.context import LAYOUTS
+from tests.support.parity.harness import (
     DECODER,
     Job,
     alone,
@@ -26,7 +27,6 @@ from benchmarks.parity.harness import (
     fit_once,
     on_ranks,
 )
-from tests.parallel.building import decoder_on_meta, parallelize
 
 TOLERANCE = 1e-5
 SAMPLE = [

@@ -1,6 +1,6 @@
 """Mixtures train as in one process.
 
-`python -m benchmarks.parity --only mixture` runs all layouts.
+`python -m tests.support.parity --only mixture` runs all layouts.
 """
 
 from __future__ import annotations
@@ -14,8 +14,17 @@ import torch
 import torch.distributed as dist
 
 from armature.models.mixture.experts import Experts, Router
-from benchmarks.parity.harness import Job, Run, alone, difference, fit, fit_once, on_ranks, repeats
-from benchmarks.parity.mixtures import LAYOUTS as MIXTURES
+from tests.support.parity.harness import (
+    Job,
+    Run,
+    alone,
+    difference,
+    fit,
+    fit_once,
+    on_ranks,
+    repeats,
+)
+from tests.support.parity.mixtures import LAYOUTS as MIXTURES
 
 TOLERANCE = 1e-5
 SAMPLE = (  # each of these holds something that the others do not
@@ -143,7 +152,7 @@ def test_the_moving_average_of_experts_is_that_of_one_process() -> None:
 
 
 def _gathered_type(precision: str) -> set[torch.dtype]:
-    from benchmarks.parity.harness import _fit
+    from tests.support.parity.harness import _fit
 
     seen: set[torch.dtype] = set()
     forward = Router.forward
@@ -175,7 +184,7 @@ def _skips_nan(job: Job) -> Run:
     `trainer.on_nan=skip`.
     """
     from armature.strategies.base import StrategyMixin
-    from benchmarks.parity.harness import _fit
+    from tests.support.parity.harness import _fit
 
     StrategyMixin.on_nan = "skip"
     passes, forward = 0, Experts.forward

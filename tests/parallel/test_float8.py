@@ -9,7 +9,7 @@ import torch
 
 from armature.models.decoder.model import Decoder
 from armature.parallel import blocks
-from benchmarks.parity.harness import Job, difference, fit, mesh
+from tests.support.parity.harness import Job, difference, fit, mesh
 
 JOBS = {
     "ddp": Job("DDP", {"float8": "emulate"}, ranks=2),

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.parity.harness import on_ranks
 from tests.parallel.building import decoder_on_meta, options
+from tests.support.parity.harness import on_ranks
 
 MODEL = {"vocab_size": 8192, "context": 128, "width": 512, "layers": 16, "heads": 8}
 

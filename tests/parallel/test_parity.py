@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.parity import context
-from benchmarks.parity.harness import (
+from tests.support.parity import context
+from tests.support.parity.harness import (
     LAYOUTS,
     Job,
     Run,

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from armature.parallel.split import SCHEDULES, evaluation_slot, stages_of_rank
-from benchmarks.parity.harness import DECODER, on_ranks
 from tests.parallel.building import decoder_on_meta, parallelize
+from tests.support.parity.harness import DECODER, on_ranks
 
 EVERY = {**SCHEDULES, "4 stages each": SCHEDULES["interleaved_1f1b"]._replace(stages_per_rank=4)}
 

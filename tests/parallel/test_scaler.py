@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from armature.parallel import scaler
 from armature.strategies.single import SingleDevice
 from armature.training.trainer import Trainer
-from benchmarks.parity.harness import LAYOUTS, Job, Run, difference, fit, on_ranks
+from tests.support.parity.harness import LAYOUTS, Job, Run, difference, fit, on_ranks
 
 TOLERANCE = 2e-3  # of fp16's products, which sum in another order
 OVERFLOWING = "tests.parallel.users.overflow.model.Overflowing"
@@ -75,7 +75,7 @@ def test_a_mesh_takes_fp16_on_a_gpu() -> None:
 
 
 def _types_in_forward() -> set[torch.dtype]:
-    from benchmarks.parity.harness import _fit
+    from tests.support.parity.harness import _fit
 
     seen: set[torch.dtype] = set()
     forward = torch.nn.Linear.forward

@@ -10,8 +10,8 @@ from torch import nn
 
 from armature.models.plan import Plan
 from armature.parallel import apply, initialization, units
-from benchmarks.parity.harness import DECODER, on_ranks
 from tests.parallel.building import decoder_on_meta, options, parallelize
+from tests.support.parity.harness import DECODER, on_ranks
 
 
 class Stack(nn.Module):

@@ -16,8 +16,8 @@ import armature
 from armature.checkpoint import state
 from armature.errors import ConfigError
 from armature.parallel import apply, gradients, sharded
-from benchmarks.parity.harness import on_ranks
 from tests.parallel.building import options
+from tests.support.parity.harness import on_ranks
 
 
 def stack() -> Any:

@@ -2,8 +2,8 @@ import os
 
 import pytest
 
-from benchmarks.faults import slurm_cluster
 from tests import needs
+from tests.support import slurm_cluster
 
 
 @pytest.fixture(scope="session")

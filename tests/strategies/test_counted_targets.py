@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.parity.harness import DECODER, STRATEGIES, import_object, on_ranks
+from tests.support.parity.harness import DECODER, STRATEGIES, import_object, on_ranks
 
 TWO_RANKS: dict[str, dict[str, Any]] = {
     "DDP": {},

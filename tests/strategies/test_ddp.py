@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.parity.harness import Job, difference, fit
+from tests.support.parity.harness import Job, difference, fit
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from armature.parallel import process_group
 from armature.strategies.ddp import DDP
 from armature.strategies.mesh import MeshStrategy
 from armature.training.trainer import Trainer
-from benchmarks.parity.harness import on_ranks
+from tests.support.parity.harness import on_ranks
 
 pytestmark = pytest.mark.slow
 LAYOUTS = {  # ranks, data ranks, sizes of axes

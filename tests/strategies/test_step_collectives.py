@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as L
 import pytest
 
-from benchmarks.parity.harness import DECODER, STRATEGIES, import_object, on_ranks
+from tests.support.parity.harness import DECODER, STRATEGIES, import_object, on_ranks
 
 SMALL = 64  # bytes: what is sent besides weights, gradients and activations
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -70,7 +70,7 @@ def small_collectives() -> dict[str, list[tuple[str, int]]]:
 
 
 def _small_collectives(layout: str) -> list[tuple[str, int]]:
-    from benchmarks.volume import CollectiveCounter
+    from tests.support.volume import CollectiveCounter
 
     trainer, _, fit = prepared(layout)
     loop, counter = trainer.fit_loop.epoch_loop, CollectiveCounter()
@@ -155,7 +155,7 @@ def gradients_that_are_sums() -> tuple[list[str], list[list[float]]]:
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     from armature.parallel import gradients
-    from benchmarks.volume import CollectiveCounter
+    from tests.support.volume import CollectiveCounter
 
     mesh = init_device_mesh("cpu", (2,))
     own, params = float(mesh.get_local_rank() + 1), []

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.parity.harness import STRATEGIES, import_object, on_ranks
+from tests.support.parity.harness import STRATEGIES, import_object, on_ranks
 
 
 def trained(

@@ -1,5 +1,5 @@
 """Fits of DirectPreference on a few pairs, under any layout: run by the ranks of
-benchmarks.parity.harness.
+tests.support.parity.harness.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.parity.harness import DECODER, LAYOUTS, STRATEGIES, Run, import_object, on_ranks
+from tests.support.parity.harness import DECODER, LAYOUTS, STRATEGIES, Run, import_object, on_ranks
 
 VOCABULARY = 320
 MODEL = {**DECODER, "vocab_size": VOCABULARY, "context": 64, "layers": 2}
@@ -101,7 +101,7 @@ def _fit(job: Job) -> Run:
     import lightning as L
     import torch
 
-    from benchmarks.parity import harness
+    from tests.support.parity import harness
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("lightning.fabric").setLevel(logging.ERROR)

@@ -19,8 +19,8 @@ from armature.models.loss import IGNORED
 from armature.models.wrapped import WrappedModel
 from armature.parallel.initialization import initialize_by_name, materialize
 from armature.tasks.direct_preference import DirectPreference
-from benchmarks.parity.harness import difference
 from tests.data.chat_parts import folder
+from tests.support.parity.harness import difference
 from tests.tasks.preference_runs import Job, data_of, fit, task_of, write_pairs
 
 ADAPTER = {"rank": 4, "alpha": 8.0}

@@ -13,10 +13,10 @@ from armature.checkpoint import state
 from armature.data.chat.pairs import REFERENCE_FILE
 from armature.finetune import architecture
 from armature.models.decoder import names
-from benchmarks.faults.tiny_run import ROOT, environment, rows
 from tests import running
 from tests.data.chat_parts import folder
 from tests.finetune.folders import CONFIG
+from tests.running import ROOT, environment, rows
 from tests.tasks.preference_runs import VOCABULARY, write_pairs
 
 pytestmark = pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.parity.harness import DECODER, Job, mesh
+from tests.support.parity.harness import DECODER, Job, mesh
 
 MIXTURE = {
     "model": "armature.models.mixture.model.MixtureDecoder",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.faults import tiny_run
+from tests import running
 
 PROGRAMS = (
     "munged",
@@ -92,7 +92,7 @@ class Cluster:
         result = subprocess.run(
             command,
             env={**self.environment, **extra},
-            cwd=tiny_run.ROOT,
+            cwd=running.ROOT,
             capture_output=True,
             text=True,
             timeout=60,
@@ -139,7 +139,7 @@ def start(folder: Path) -> Iterator[Cluster]:
     conf.write_text(CONF.format(host=host, folder=folder, ports=free_ports(3), cpus=CPUS))
     key.touch(mode=0o600)
     key.write_bytes(os.urandom(128))
-    environment = {**tiny_run.environment(), "PATH": PATH, "SLURM_CONF": str(conf)}
+    environment = {**running.environment(), "PATH": PATH, "SLURM_CONF": str(conf)}
     files = [f"--{name}-file={folder / f'munge.{name}'}" for name in ("pid", "log", "seed")]
     commands = {
         "munged": [
@@ -158,7 +158,7 @@ def start(folder: Path) -> Iterator[Cluster]:
     try:
         for name, command in commands.items():
             if name == "slurmctld":
-                tiny_run.wait_for(munge.exists, seconds=10, what="munged's socket")
+                running.wait_for(munge.exists, seconds=10, what="munged's socket")
             with (folder / f"{name}.out").open("w") as log:
                 daemons.append(
                     subprocess.Popen(
@@ -171,7 +171,7 @@ def start(folder: Path) -> Iterator[Cluster]:
                 )
         cluster = Cluster(folder, environment)
         up = ["sinfo", "--noheader", "--Node", "--partition=batch", "--format=%t"]
-        tiny_run.wait_for(
+        running.wait_for(
             lambda: cluster.run(*up, check=False).split() == ["idle"] * 2,
             seconds=30,
             what="two idle nodes",

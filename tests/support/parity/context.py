@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.parity.harness import DECODER, Job, mesh
+from tests.support.parity.harness import DECODER, Job, mesh
 
 UNEQUAL: dict[str, Any] = {"ignore": True}
 DOCUMENTS: dict[str, Any] = {"model_args": {**DECODER, "document_token": 7}}

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from benchmarks.faults import tiny_run
+from tests import running
 
-RUN = tiny_run.ROOT / "scripts" / "multinode" / "run.sh"
+RUN = running.ROOT / "scripts" / "multinode" / "run.sh"
 
 
 @dataclass
@@ -21,9 +21,7 @@ class Host:
     def start(self, *overrides: str, **environment: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
             ["ip", "netns", "exec", self.namespace, str(RUN), *overrides],
-            env=tiny_run.environment(
-                PYTHON=sys.executable, INTERFACE=self.interface, **environment
-            ),
+            env=running.environment(PYTHON=sys.executable, INTERFACE=self.interface, **environment),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -1,18 +1,13 @@
-"""A cell of the fault matrix: a run that is disturbed once, resumes, and is compared with the
-undisturbed one.
-"""
+"""A run that is disturbed once, resumes, and is compared with the undisturbed one."""
 
 import os
-import secrets
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +15,18 @@ import psutil
 import torch
 
 from armature.checkpoint import directory, resume
-from benchmarks.faults import tiny_run
-from benchmarks.faults.inject import note_strike
+from tests import running
+from tests.support import slurm_cluster
+from tests.support.faults.inject import note_strike
 
 STEPS = 10
 EVERY = 2  # optimizer steps between two checkpoints
 WITHIN = 60.0  # seconds from a fault to the first new step, on two busy cores
 LIMIT = 90.0  # seconds for one command; then it counts as stuck and is killed
-STOCK_LIMIT = 30.0  # seconds, for a stock script
 ORPHANS_WITHIN = 5.0  # seconds after the command's end
-STOCK_SCRIPT = tiny_run.ROOT / "benchmarks" / "faults" / "stock_lightning.py"
 
 OVERRIDES = [
-    *tiny_run.TINY,
+    *running.TINY,
     f"trainer.max_steps={STEPS}",
     "trainer.limit_val_batches=1",
     "trainer.limit_test_batches=1",
@@ -43,110 +37,59 @@ OVERRIDES = [
     "checkpoint.keep_last=3",
 ]
 
-
-@dataclass(frozen=True)
-class Column:
-    """A strategy of ours, or a stock Lightning script."""
-
-    name: str
-    ranks: int = 2
-    stock: bool = False
-
-    @property
-    def victim(self) -> int:
-        """Rank that the fault strikes: the last one."""
-        return self.ranks - 1
-
-    @property
-    def limit(self) -> float:
-        """Seconds after which a command counts as stuck and is killed."""
-        return STOCK_LIMIT if self.stock else LIMIT
+RANKS = {"single": 1, "ddp": 2, "fsdp": 2, "tensor": 2, "pipeline": 2, "deepspeed": 2}
 
 
-COLUMNS = {
-    column.name: column
-    for column in (
-        Column("single", 1),
-        *(Column(name) for name in ("ddp", "fsdp", "tensor", "pipeline", "deepspeed")),
-        Column("stock single", 1, stock=True),
-        Column("stock ddp", 2, stock=True),
-    )
-}
-
-
-@dataclass(frozen=True)
 class Session:
-    """Shared by the cells: the corpus, the cache of its tokens, undisturbed runs, and the folder of
-    all that.
+    """Shared by the runs: the corpus, the cache of its tokens, undisturbed and stopped runs, and
+    the folder of all that.
     """
 
-    folder: Path
-    corpus: Path = field(init=False)
-    secret: str = field(default_factory=lambda: secrets.token_hex(16), init=False)
-    ending: threading.Event = field(default_factory=threading.Event, init=False)
-    _made: dict[str, Any] = field(default_factory=dict, init=False)
-    _locks: dict[str, threading.Lock] = field(default_factory=dict, init=False)
-    _lock: Any = field(default_factory=threading.Lock, init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "corpus", tiny_run.write_corpus(self.folder / "corpus"))
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.corpus = running.write_corpus(folder / "corpus")
+        self.stack = ExitStack()
+        self._made: dict[str, Any] = {}
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """Return the result of `make` or raise its error.
-
-        It is called once per name, by the first thread that asks.
-        """
-        with self._lock:
-            lock = self._locks.setdefault(name, threading.Lock())
-        with lock:
-            if name not in self._made:
-                try:
-                    self._made[name] = make()
-                except Exception as error:
-                    self._made[name] = error
-        if isinstance(self._made[name], Exception):
-            raise self._made[name]
+        """Return the result of `make`, which is called once per name."""
+        if name not in self._made:
+            self._made[name] = make()
         return self._made[name]
 
-    def reference(self, column: Column) -> "Run":
+    def slurm(self) -> slurm_cluster.Cluster:
+        """A Slurm of two nodes, started for the first fault that needs it."""
+        folder = self.folder / "slurm"
+        folder.mkdir(exist_ok=True)
+        return self.once("slurm", lambda: self.stack.enter_context(slurm_cluster.start(folder)))
+
+    def reference(self, strategy: str) -> "Run":
         """The undisturbed run."""
 
         def make() -> Run:
-            run = Run(self, column, f"undisturbed {column.name}")
+            run = Run(self, strategy, f"undisturbed {strategy}")
             code = run.start().wait(5 * LIMIT)  # DeepSpeed compiles extensions first
             run.kill()
-            if code != 0:
-                raise RuntimeError(f"the undisturbed run ended with {code}: {run.output()[-1000:]}")
+            assert code == 0, f"the undisturbed run ended with {code}: {run.output()[-1000:]}"
             return run
 
-        return self.once(f"undisturbed {column.name}", make)
-
-    def end(self) -> None:
-        """Kill the processes of all cells, and start no more."""
-        self.ending.set()
-        for process in psutil.process_iter():
-            if _belongs(process, self.folder):
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
+        return self.once(f"undisturbed {strategy}", make)
 
 
 class Run:
-    """One run directory of a column, and the commands started in it."""
+    """One run directory, and the commands started in it."""
 
     def __init__(
-        self, session: Session, column: Column, name: str, *, copy_of: "Run | None" = None
+        self, session: Session, strategy: str, name: str, *, copy_of: "Run | None" = None
     ) -> None:
-        self.session, self.column = session, column
+        self.session, self.strategy, self.ranks = session, strategy, RANKS[strategy]
         self.folder = session.folder / name.replace(" ", "-").replace("/", "-")
         self.commands: list[Command] = []
-        self.environment: dict[str, str] = {}
         self.overrides: list[str] = []
-        self.strategy, self.ranks = column.name, column.ranks
-        self.fault, self.at_step, self.rank, self.pause = "none", 0, 0, 0.0
+        self.fault, self.at_step, self.rank = "none", 0, 0
         if copy_of is not None:
             shutil.copytree(copy_of.folder, self.folder)
         self.folder.mkdir(exist_ok=True)
-        (self.folder / ".env").write_text(f"WANDB_API_KEY={session.secret}-of-a-file\n")
 
     @property
     def directory(self) -> Path:
@@ -158,64 +101,41 @@ class Run:
 
     def words(self) -> list[str]:
         """Return the command, which is the same for each start."""
-        script = STOCK_SCRIPT if self.column.stock else tiny_run.ROOT / "train.py"
         # with restarts, an agent watches a single process too
-        launch = (
-            [] if self.column.stock else [f"trainer.devices={self.ranks}", "launch.max_restarts=2"]
-        )
-        return [sys.executable, str(script), *self.arguments(), *launch, *self.overrides]
+        launch = [f"trainer.devices={self.ranks}", "launch.max_restarts=2"]
+        script = str(running.ROOT / "train.py")
+        return [sys.executable, script, *self.arguments(), *launch, *self.overrides]
 
     def arguments(self) -> list[str]:
         """Return the arguments of the script, without those that start ranks."""
-        if self.column.stock:
-            own = {"corpus": self.session.corpus, "run_dir": self.directory, "ranks": self.ranks}
-            return [
-                f"--{name.replace('_', '-')}={value}"
-                for name, value in (own | self._injection()).items()
-            ]
+        inject = {
+            "fault": self.fault,
+            "at_step": self.at_step,
+            "rank": self.rank,
+            "folder": self.folder,
+        }
         return [
             *OVERRIDES,
             f"data.path={self.session.corpus}",
             f"strategy={self.strategy}",
-            *self.common(),
-        ]
-
-    def common(self) -> list[str]:
-        """Return overrides for the run directory, the fault and a reference to a secret."""
-        return [
             f"run.root={self.folder / 'outputs'}",
             "run.name=run",
-            "++data.source.field=${oc.env:FAULTS_SECRET}",
-            "launch.allowed_packages=[armature,torch.optim,lightning.pytorch,benchmarks]",
-            "+callbacks.inject._target_=benchmarks.faults.inject.Inject",
-            *(f"+callbacks.inject.{name}={value}" for name, value in self._injection().items()),
+            "launch.allowed_packages=[armature,torch.optim,lightning.pytorch,tests]",
+            "+callbacks.inject._target_=tests.support.faults.inject.Inject",
+            *(f"+callbacks.inject.{name}={value}" for name, value in inject.items()),
         ]
 
-    def _injection(self) -> dict[str, Any]:
-        what = {
-            "fault": self.fault,
-            "at_step": self.at_step,
-            "rank": self.rank,
-            "pause": self.pause,
-        }
-        return {**what, "folder": self.folder}
-
     def variables(self) -> dict[str, str]:
-        extra = {
-            "ARMATURE_CACHE": str(self.session.folder / "cache"),
-            "PYTHONPATH": os.pathsep.join([str(tiny_run.ROOT / "src"), str(tiny_run.ROOT)]),
-            "FAULTS_SECRET": self.session.secret,
-            "FAULTS_FOLDER": str(self.folder),  # identifies the run's processes
-            "DS_ACCELERATOR": "cpu",
-            "TORCH_EXTENSIONS_DIR": str(
-                self.session.folder / "extensions"
-            ),  # DeepSpeed compiles extensions once
-            **self.environment,
-        }
-        variables = tiny_run.environment(**extra)
-        variables.pop(
-            "PYTHONDONTWRITEBYTECODE", None
-        )  # otherwise every start compiles all Python files again
+        variables = running.environment(
+            ARMATURE_CACHE=str(self.session.folder / "cache"),
+            PYTHONPATH=os.pathsep.join([str(running.ROOT / "src"), str(running.ROOT)]),
+            FAULTS_FOLDER=str(self.folder),  # identifies the run's processes
+            DS_ACCELERATOR="cpu",
+            # DeepSpeed compiles extensions once
+            TORCH_EXTENSIONS_DIR=str(self.session.folder / "extensions"),
+        )
+        # otherwise every start compiles all Python files again
+        variables.pop("PYTHONDONTWRITEBYTECODE", None)
         return variables
 
     def start(self, words: Sequence[str] | None = None, **variables: str) -> "Command":
@@ -224,8 +144,6 @@ class Run:
         Args:
             words: another command than `self.words()`.
         """
-        if self.session.ending.is_set():
-            raise RuntimeError("interrupted")
         output = self.folder / f"output.{len(self.commands)}.txt"
         self.commands.append(
             Command(words or self.words(), self.folder, self.variables() | variables, output)
@@ -333,8 +251,6 @@ class Run:
 
     def half_checkpoints(self) -> list[str]:
         """Return the names of what is in the checkpoint folder and is not an intact checkpoint."""
-        if self.column.stock:
-            return []
         found = [
             path.name
             for path in self.checkpoints.iterdir()
@@ -350,8 +266,6 @@ class Run:
         """Return what differs in the last checkpoint or metrics.csv, or None if both are equal bit
         for bit.
         """
-        if self.column.stock:
-            return stock_difference(self.directory, other.directory)
         here, there = (final_tensors(run.checkpoints) for run in (self, other))
         if here.keys() != there.keys():
             return f"other tensors: {sorted(here.keys() ^ there.keys())[:3]}"
@@ -426,16 +340,3 @@ def final_tensors(checkpoints: Path) -> dict[str, torch.Tensor]:
     saved = storage.read_metadata(directory).state_dict_metadata
     tensors = checkpoint.load_tensors(directory, list(saved), saved)
     return {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
-
-
-def stock_difference(run: Path, other: Path) -> str | None:
-    """Return what differs in last.ckpt of two stock Lightning runs, or None."""
-    file = run / "checkpoints" / "last.ckpt"
-    if not file.is_file():
-        return "no last checkpoint"
-    loaded = [torch.load(d / "checkpoints" / "last.ckpt", weights_only=False) for d in (run, other)]
-    here, there = (checkpoint["state_dict"] for checkpoint in loaded)
-    unequal = [
-        name for name in there if name not in here or not torch.equal(here[name], there[name])
-    ]
-    return "weights differ" if unequal else None

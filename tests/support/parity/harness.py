@@ -19,8 +19,8 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-PRELOAD = ["benchmarks.parity.preload"]
+ROOT = Path(__file__).parents[3]
+PRELOAD = ["tests.support.parity.preload"]
 
 
 @dataclass(frozen=True)

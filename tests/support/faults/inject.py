@@ -1,7 +1,5 @@
 """Break a run once, at an exact step, and keep a journal of every step.
 
-Works in plain Lightning too.
-
 The journal, `journal.RANK` in the cell's folder, has a line `time kind step pid` for each start and
 optimizer step. `struck` holds the time of the fault and the last checkpoint at that time. If it
 exists, no fault strikes again.
@@ -39,13 +37,10 @@ class Inject(Callback):
         at_step: completed optimizer steps when it strikes.
         rank: the rank that it strikes; -1: every rank.
         folder: of the cell.
-        pause: seconds added to each step, so that a fault from outside can hit it.
     """
 
-    def __init__(
-        self, *, fault: str, at_step: int, rank: int, folder: str, pause: float = 0.0
-    ) -> None:
-        self.fault, self.at_step, self.rank, self.pause = fault, at_step, rank, pause
+    def __init__(self, *, fault: str, at_step: int, rank: int, folder: str) -> None:
+        self.fault, self.at_step, self.rank = fault, at_step, rank
         self.folder = Path(folder)
         self.over = (self.folder / "struck").exists()  # in an earlier process of this run
         self._filler: Path | None = None
@@ -69,7 +64,6 @@ class Inject(Callback):
             self._filler = None
         if step == self.at_step and self._is_mine(trainer) and self.fault.startswith("at_"):
             getattr(self, self.fault)(trainer)
-        time.sleep(self.pause)
 
     # ------------------------------------------------------------ after a step
     def at_kill(self, trainer: Trainer) -> None:
@@ -136,23 +130,6 @@ class Inject(Callback):
         from armature.checkpoint import directory
 
         directory.write_last = self._die_instead_of(directory.write_last, trainer)
-
-    def in_stock_save(self, trainer: Trainer, module: LightningModule) -> None:
-        """The same moment in Lightning's own saving: written to a temporary file, not renamed
-        yet.
-        """
-        import fsspec.implementations.local as local
-
-        local.shutil.move = self._die_instead_of(local.shutil.move, trainer)  # pyright: ignore[reportAttributeAccessIssue]
-
-    def in_stock_pointer(self, trainer: Trainer, module: LightningModule) -> None:
-        """The same moment in Lightning's own saving: the step's file exists, last.ckpt is the
-        previous one.
-        """
-        callback: Any = trainer.checkpoint_callback
-        callback._save_last_checkpoint = self._die_instead_of(
-            callback._save_last_checkpoint, trainer
-        )
 
     # ------------------------------------------------------------ parts
     def _is_mine(self, trainer: Trainer) -> bool:

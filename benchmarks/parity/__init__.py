@@ -1,1 +1,0 @@
-"""Comparison of every layout with one process; `python -m benchmarks.parity` runs it."""
