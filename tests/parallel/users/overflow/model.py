@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from armature.models.decoder.model import Decoder
 
-FIRST_TOKEN = (
-    74  # of one sample in every second step of the stream of tests/support/parity
-)
+FIRST_TOKEN = 74  # of one sample in every second step of the stream of tests/support/parity
 
 
 class Overflowing(Decoder):
