@@ -13,6 +13,7 @@ tensor, and a likely cause. The exit code is 1 if something differs that docs/co
 """
 
 import logging
+import re
 import shutil
 import subprocess
 import sys
@@ -131,8 +132,8 @@ class Runs:
             ).returncode
             log.seek(begin)
             output = log.read()
-        if code == EXIT_CONFIG:
-            return output
+        if code == EXIT_CONFIG:  # what is refused comes after the warnings
+            return re.split(r"^\d+ problems?:\n  - ", output, flags=re.MULTILINE)[-1].strip()
         if (code == 0) == stopped:
             was = "ended before its stop" if stopped else f"failed with exit code {code}"
             end = "\n".join(output.splitlines()[-30:])
@@ -156,6 +157,7 @@ class Proof:
         if steps < FEWEST_STEPS:
             raise ConfigError(f"--steps {steps}: type at least {FEWEST_STEPS}.")
         self.root, self.steps = root, steps
+        self._made: dict[str, ConfigError | None] = {}  # runs; the error of one that failed
         # a validation before the stop, and another one before the kill
         self.every = max(1, (steps - 1) // 3)
         self.stops = (("SIGTERM", self.every + 1), ("SIGKILL", 2 * self.every + 1))
@@ -281,11 +283,16 @@ class Proof:
 
     def _go(self, name: str, *overrides: str) -> Path:
         """Make a run, unless it has been made. ConfigError: it is refused."""
-        if not (self.root / name).exists():
+        if name not in self._made:
             began = time.monotonic()
-            if message := self.runs.train(name, *overrides):
-                raise ConfigError(message.strip().removeprefix("1 problem:\n  - "))
-            print(f"  {name:<32}{time.monotonic() - began:6.1f} s", flush=True)
+            try:
+                message = self.runs.train(name, *overrides)
+                self._made[name] = ConfigError(message) if message else None
+                print(f"  {name:<32}{time.monotonic() - began:6.1f} s", flush=True)
+            except Failed as error:
+                self._made[name] = error
+        if (refused := self._made[name]) is not None:
+            raise refused
         return self.root / name
 
     def _try(self, name: str, *overrides: str) -> Path | None:
@@ -308,7 +315,7 @@ class Proof:
                 reference = self.straight
                 message = self.runs.train(name, *row.overrides)
                 if message:
-                    row.skipped = message.strip().splitlines()[-1].strip(" -")
+                    row.skipped = message.splitlines()[0]
                     return
         except Failed as error:
             row.broken = True

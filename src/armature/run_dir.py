@@ -47,6 +47,7 @@ FILES = (
     "tokenizer.json",
     "classes.json",
 )
+TRACE = "trace"  # the folder of what callbacks/trace.py records
 # values of run.root that did not exist when this process decided on a run directory
 _new_roots: set[Path] = set()
 

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from armature.callbacks.trace import FOLDER, sample_digests
+from armature.callbacks.trace import sample_digests
 from armature.proof.locate import locate, own_values
+from armature.run_dir import TRACE
 
 NET = {"class": "Linear", "input": [8, 1.0, 4.0], "output": [8, 2.0, 9.0]}
 
@@ -26,7 +27,7 @@ def record(step: int, **changes):
 @pytest.fixture
 def write(tmp_path):
     def run(name: str, *ranks: list[dict]):
-        folder = tmp_path / name / FOLDER
+        folder = tmp_path / name / TRACE
         folder.mkdir(parents=True)
         for i, records in enumerate(ranks):
             lines = "".join(f"{json.dumps(each)}\n" for each in records)

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from armature.run_dir import TRACE
 from armature.training import user_state
 from armature.training.progress import completed_batches
-
-FOLDER = "trace"
 
 
 class Trace(Callback):
@@ -43,7 +42,7 @@ class Trace(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: L.LightningModule) -> None:
-        folder = Path(trainer.default_root_dir) / FOLDER
+        folder = Path(trainer.default_root_dir) / TRACE
         folder.mkdir(exist_ok=True)
         # appended: a resumed run repeats a step, and its last record counts
         self._file = (folder / f"rank_{trainer.global_rank:04}.jsonl").open("a")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from armature.callbacks.trace import FOLDER
+from armature.run_dir import TRACE
 
 TOLERANCE = 1e-6  # relative, of sums in runs in float64 whose inputs may be of fp32
 NOISE = 1e-6  # of the largest tensor of its kind: a gradient that is zero but for rounding
@@ -49,7 +49,7 @@ Step = dict[str, Any]  # the records of all ranks of one step, added up
 def read(run: Path) -> dict[int, list[Step]]:
     """Return the record of each rank by step; of a step that was repeated, the last."""
     ranks = []
-    for file in sorted((run / FOLDER).glob("rank_*.jsonl")):
+    for file in sorted((run / TRACE).glob("rank_*.jsonl")):
         steps: dict[int, Step] = {}
         for line in file.read_text().splitlines():
             record = json.loads(line)
