@@ -18,9 +18,9 @@ from scripts import reference
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-GENERATED = DOCS / "reference.md"  # by `make docs`
+REFERENCE = "docs/reference.md"  # `make docs` generates it
 OTHERS = ("README", "AGENTS", "CONTRIBUTING", "CHANGELOG", "scripts/multinode/README")
-PAGES = [page for page in sorted(DOCS.glob("*.md")) if page != GENERATED]
+PAGES = [page for page in sorted(DOCS.glob("*.md")) if page != ROOT / REFERENCE]
 PAGES += [ROOT / f"{name}.md" for name in OTHERS]
 TEXTS = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in PAGES}
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
@@ -102,23 +102,17 @@ def overrides_of(command: str) -> tuple[str, ...]:
             continue
         if "-m" in after:
             value = re.sub(r"^(?:choice|range)\((.*)\)$", r"\1", value).split(",")[0]
-        # a user's own experiment stands for the example that it is copied from
-        found.append(re.sub(r"^experiment=(mine|moons)$", "experiment=example", f"{key}={value}"))
+        # the example stands for a user's own parts
+        found.append(re.sub(r"=(mine|moons)$", "=example", f"{key}={value}"))
     return tuple(found)
 
 
-COMPOSED = sorted(  # those of README.md: tests/test_readme.py
-    {overrides_of(each) for name in TEXTS if name != "README.md" for each in commands(TEXTS[name])}
-    | {
-        tuple(row.split())
-        for row in re.findall(
-            r"`(strategy=[^`]+)`", TEXTS["docs/strategies.md"].partition("## ")[0]
-        )
-    }
-)
+CHOICES = re.findall(r"`(strategy=[^`]+)`", TEXTS["docs/strategies.md"].partition("## ")[0])
+COMPOSED = {overrides_of(each) for text in TEXTS.values() for each in commands(text)}
+COMPOSED |= {tuple(row.split()) for row in CHOICES}
 
 
-@pytest.mark.parametrize("overrides", COMPOSED, ids=" ".join)
+@pytest.mark.parametrize("overrides", sorted(COMPOSED), ids=" ".join)
 def test_every_command_composes(overrides):
     assert cli.compose(overrides).model._target_
 
@@ -192,22 +186,24 @@ def test_every_path_that_is_named_exists(name):
         assert not is_ours(path) or list(ROOT.glob(path.rstrip("/"))), path
 
 
-@functools.cache
-def files_that_name_pages() -> list[Path]:
-    folders = ("src/armature", "configs", "scripts", "tests", ".github", "benchmarks", "notebooks")
-    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
-    return [path for path in files if path.suffix in (".py", ".yaml", ".yml", ".sh", ".md")]
-
-
 def test_every_page_that_code_and_configurations_name_exists():
-    pages = {f"docs/{path.name}" for path in (*PAGES, GENERATED)}
+    folders = ("src", "configs", "scripts", "tests", ".github", "benchmarks", "notebooks")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.*")]
     named = {
         (page, str(path.relative_to(ROOT)))
-        for path in files_that_name_pages()
+        for path in [*files, ROOT / "Makefile"]
+        if path.is_file() and path.suffix in ("", ".py", ".sh", ".yml", ".yaml")
         for page in re.findall(r"(?<![\w/])docs/[\w-]+\.md", path.read_text(encoding="utf-8"))
     }
     assert len(named) > 20
-    assert sorted(each for each in named if each[0] not in pages) == []
+    assert [each for each in named if not (ROOT / each[0]).exists() and each[0] != REFERENCE] == []
+
+
+def test_every_module_that_a_page_runs_exists():
+    text = "\n".join(TEXTS.values())
+    for name in set(re.findall(r"python -m ((?:benchmarks|tests)[\w.]*)", text)):
+        path = ROOT / name.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), name
 
 
 def test_every_make_target_that_is_named_exists():
@@ -252,7 +248,7 @@ def test_lists_and_tables_begin_after_an_empty_line(name):
 def test_the_site_has_every_page():
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     named = [page for entry in site["nav"] for page in entry.values()]
-    pages = {GENERATED.name, *(path.name for path in DOCS.glob("*.md"))}
+    pages = {"reference.md", *(path.name for path in DOCS.glob("*.md"))}
     assert sorted(named) == sorted(pages), "mkdocs.yml names each page once"
 
 
