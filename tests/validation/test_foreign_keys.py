@@ -193,9 +193,3 @@ def test_a_data_module_with_a_batch_size_of_its_own_keeps_it():
 def test_hydra_s_null_for_a_group_is_its_empty_list():
     assert quoting.quoted("logger=null") == "logger=[]"
     assert quoting.quoted("trainer.max_steps=null") == "trainer.max_steps=null"
-
-
-def test_the_page_about_migrating_shows_the_table():
-    page = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
-    shown = page.partition("<!-- foreign: begin -->\n")[2].partition("<!-- foreign: end -->")[0]
-    assert shown == foreign_keys.table()

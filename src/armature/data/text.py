@@ -81,7 +81,7 @@ class TokenData(DataModule):
                 f"({self.source.fingerprint}): files or settings of the corpus have changed. "
                 "Restore the corpus that "
                 "it was trained on, or type resume=never. To use its weights alone, see "
-                "docs/checkpoints.md."
+                "docs/resume.md."
             )
         super().load_state_dict(state_dict)
 

@@ -1,8 +1,7 @@
 """What users of Lightning, the lightning-hydra-template and Hugging Face type, and what to type
 here instead.
 
-The table answers before any search for a similar name. docs/migrating.md shows it; a test keeps the
-two equal.
+The table answers before any search for a similar name.
 """
 
 import re
@@ -242,7 +241,7 @@ def removals(overrides: Iterable[str]) -> list[str]:
 
 
 def table() -> str:
-    """Return the keys and their answers as the Markdown table of docs/migrating.md."""
+    """Return the keys and their answers as a Markdown table."""
     shown = {key: re.sub(r"{\w+}", "…", text) for key, text in (FOREIGN | INEFFECTIVE).items()}
     rows = [f"| `{key}` | {text} |" for key, text in shown.items()]
     return "\n".join(["| typed elsewhere | here |", "| --- | --- |", *rows, ""])
