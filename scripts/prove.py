@@ -46,6 +46,7 @@ TRAIN = "from armature.launcher.train import command; command()"
 TRACE = "+callbacks.trace={{_target_:armature.callbacks.trace.Trace,steps:{steps}}}"
 STOP = "+callbacks.stop_at={{_target_:armature.callbacks.stop_at.StopAt,signals:{{{name}:{step}}}}}"
 DOUBLE = "trainer.precision=64-true"
+NUDGE = "+callbacks.nudge={_target_:armature.callbacks.trace.Nudge}"
 ROUNDING = 10  # times what rounding alone changes under ddp
 OWN = "own"  # in the table: a value that each rank logs for itself
 
@@ -370,8 +371,8 @@ class Proof:
     def _explain_layout(self, row: Row, name: str, cells: dict[str, Cell], trace: str) -> None:
         """Repeat both runs in float64, which no rounding reaches, and record them.
 
-        Sharded strategies refuse float64. There the runs are recorded in fp32, and what differs
-        counts as rounding only as far as it does under ddp, which float64 has proved.
+        Sharded strategies and some models refuse float64. There the runs are recorded in fp32, and
+        what differs counts as rounding only as far as `_rounding` shows.
         """
         double = self._try("straight-float64", *SINGLE, *self._validation(SINGLE), DOUBLE, trace)
         wide = double and self._try(f"{name}-float64", *row.overrides, DOUBLE, trace)
@@ -418,10 +419,13 @@ class Proof:
             row.notes.append(NOTHING_FOUND)
 
     def _rounding(self, straight: Path | None, trace: str) -> dict[str, Cell]:
-        """Return what rounding alone changes on two ranks, in fp32: nothing, unless ddp agrees with
-        the straight run in float64.
+        """Return what rounding alone changes in fp32: under ddp, if float64 has proved that; if the
+        model refuses float64, in a run whose first weights are nudged.
         """
         nothing: dict[str, Cell] = {column: Cell() for column in COLUMNS}
+        if straight is None:
+            nudged = self._try("straight-nudged", *SINGLE, *self._validation(SINGLE), NUDGE)
+            return compare.compare(self.straight, nudged, exact=False) if nudged else nothing
         words: tuple[str, ...] = ("strategy=ddp", "trainer.devices=2", "trainer.num_nodes=1")
         try:
             words += self._validation(words)
@@ -429,7 +433,7 @@ class Proof:
             return nothing
         single = self._try("ddp-2", *words)
         double = self._try("ddp-2-float64", *words, DOUBLE, trace)
-        if straight is None or single is None or double is None:
+        if single is None or double is None:
             return nothing
         beyond = compare.compare(straight, double, exact=False)
         own = locate.own_values(double)
@@ -446,7 +450,8 @@ class Proof:
         if rounded:
             row.notes.append(
                 "* rounding of fp32 that training amplifies, such as the gradient of a bias before "
-                "BatchNorm, which is zero but for rounding: in float64 it is gone"
+                "BatchNorm, which is zero but for rounding: in float64 it is gone, or weights that "
+                "are nudged by one rounding change as much"
             )
 
     # ------------------------------------------------------------ table

@@ -58,7 +58,10 @@ def test_two_ranks_that_share_a_batch_agree_with_one_process(write):
     [
         ({"piece": {"samples": ["a", "c"]}}, "sample 1 of 2 of the batch"),
         ({"weights": {"net.weight": [8, 0.6, 2.0]}}, "weight net.weight at the start of the step"),
-        ({"modules": {"net": NET | {"input": [8, 1.5, 4.0]}}}, "the input of net (Linear), which"),
+        (
+            {"modules": {"net": NET | {"input": [8, 1.5, 4.0], "output": [8, 2.5, 9.0]}}},
+            "the input of net (Linear), which",
+        ),
         ({"modules": {"net": NET | {"output": [8, 2.5, 9.0]}}}, "the output of net (Linear); its"),
         ({"gradients": {"net.weight": [8, 0.2, 1.0]}}, "the gradient of net.weight; all outputs"),
     ],

@@ -25,6 +25,19 @@ from armature.training import user_state
 from armature.training.progress import completed_batches
 
 
+class Nudge(Callback):
+    """Change each weight by about one rounding of fp32 before the first step: where a run then
+    parts from an undisturbed one, training amplifies what no layout can keep.
+    """
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: L.LightningModule) -> None:
+        with torch.no_grad():
+            for param in pl_module.parameters():
+                if param.is_floating_point():
+                    param.mul_(1 + torch.finfo(torch.float32).eps)
+
+
 class Trace(Callback):
     """Write digests of samples, weights, module inputs and outputs, losses and gradients.
 

@@ -315,7 +315,9 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
 
     @override
     def inner_optimizers(self) -> list[Any]:
-        return [self._zero.optimizer] if self._groups else []
+        # the engine of an evaluation after training has none
+        inner = getattr(self._zero, "optimizer", None)
+        return [inner] if self._groups and inner is not None else []
 
     @override
     def read_weights(self, path: Path) -> dict[str, Any]:

@@ -338,6 +338,8 @@ def _fit(job: Job) -> Run:
                 Samples(), sampler=range(axis["rank"], 24, axis["num_replicas"]), batch_size=4
             )
 
+        test_dataloader = val_dataloader
+
     class Record(L.Callback):
         def __init__(self) -> None:
             self.losses: list[float] = []
@@ -427,7 +429,10 @@ def _fit(job: Job) -> Run:
     }
     if job.save is not None:
         trainer.save_checkpoint(job.save)
-    return Run(record.losses, record.norms, _whole(task, strategy), facts)
+    weights = _whole(task, strategy)
+    trainer.test(task, datamodule=Data(), verbose=False)  # as at the end of a run
+    facts["test/loss"] = float(trainer.callback_metrics["test/loss"])
+    return Run(record.losses, record.norms, weights, facts)
 
 
 def _bytes(strategy: Any) -> int:
