@@ -22,6 +22,7 @@ OURS = {
     "numpy",
 }
 OURS |= {"psutil", "filelock", "dotenv", "tokenizers", "typing_extensions", "packaging"}
+OURS |= {"pydantic", "pydantic_core", "annotated_types", "typing_inspection"}
 WITH_LIGHTNING = {
     "rich",
     "tqdm",

@@ -24,6 +24,7 @@ from armature.checkpoint import (
     directory,
     huggingface,
     lightning_file,
+    plain,
     resume,
     state,
     storage,
@@ -288,6 +289,7 @@ def _read(
             weights |= {k: v.to(weights[k].dtype) if k in weights else v for k, v in found.items()}
             vars(task)["_armature_averaged"] = bool(found)
     state.resize_buffers(checkpoint, task, saved.pop(state.RESIZED, ()))
+    plain.remake(task, saved)
     task.on_load_checkpoint(saved)
     weights = saved["state_dict"]
     lacking = set()

@@ -228,6 +228,14 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path):
         fit(tmp_path, SwitchesOptimizer(), ckpt=tmp_path / "step=000002", max_steps=3)
 
 
+class Keeps(L.Callback):
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.value
+
+
 class Puts(Module):
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -305,10 +313,19 @@ UNHASHABLE = (
 def test_what_cannot_be_plain_is_refused_by_name_when_it_is_saved(tmp_path, value):
     with pytest.raises(
         ConfigError,
-        match=r"checkpoint\['mine'\]\['deep'\]\[1\].* is a .*, which no checkpoint can hold",
+        match=r"checkpoint\['callbacks'\].*\['deep'\]\[1\].* is a .*, which no checkpoint can hold",
     ):
-        saved_by(tmp_path, Puts({"deep": [0, value]}))
+        saved_by(tmp_path, Module(), Keeps({"deep": [0, value]}))
     assert [path.name for path in tmp_path.iterdir()] == []
+
+
+def test_what_a_modules_hook_gives_and_cannot_be_plain_comes_from_the_hook_again(tmp_path, caplog):
+    plain._name_once.cache_clear()
+    saved = saved_by(tmp_path, Puts({"make": nn.Linear}))
+    assert "checkpoint['mine']['make'] is a type, which no checkpoint can hold" in caplog.text
+    again = Puts({"make": nn.Conv2d})
+    fit(tmp_path, again, ckpt=saved, max_steps=3)
+    assert again.got == {"make": nn.Conv2d}
 
 
 # ---------------------------------------------------------------- what is changed on loading

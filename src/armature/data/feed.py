@@ -411,8 +411,10 @@ class Feed(L.Callback):
         if split == "train":
             return [self.train_loader()]
         name = f"{split}_dataloader"
-        found = getattr(self.data, name)() if is_overridden(name, self.data) else []
-        return [self._evaluated(e, split) for e in CombinedLoader(found, "sequential").flattened]
+        if not is_overridden(name, self.data):
+            return []
+        found = CombinedLoader(getattr(self.data, name)(), "sequential").flattened
+        return [self._evaluated(each, split) for each in found]
 
     def train_loader(self) -> FedLoader:
         """Return the loader of the training loop: this rank's batches from the position on."""
