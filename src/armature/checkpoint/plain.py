@@ -14,7 +14,7 @@ import functools
 import logging
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from pathlib import PurePath
 from types import SimpleNamespace
 from typing import Any
@@ -191,7 +191,7 @@ def plain_checkpoint(
     `on_save_checkpoint` of the `module` gives, often such factories, too: see `remake`. Anything
     else raises a ConfigError that names the keys.
     """
-    result, problems, given = {}, [], None
+    result, problems = {}, []
     for key, value in checkpoint.items():
         if key in _HYPER_PARAMETER_TYPES:
             continue
@@ -200,9 +200,7 @@ def plain_checkpoint(
             result[key] = made(value, f"[{key!r}]")
         except NotPlain as error:
             place = f"checkpoint{error.path}"
-            if module is not None and given is None:
-                given = _of_hook(module)
-            if given and key in given:
+            if module is not None and key in _of_hook(module, checkpoint, without=[key]):
                 result.setdefault(REMADE, []).append(key)
                 _name_once(place, error.type, key)
             else:
@@ -212,8 +210,15 @@ def plain_checkpoint(
     return result
 
 
-def _of_hook(module: L.LightningModule) -> dict[str, Any]:
-    given: dict[str, Any] = {"state_dict": module.state_dict()}
+def _of_hook(
+    module: L.LightningModule, checkpoint: Mapping[str, Any], *, without: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Return a checkpoint as the module's hook makes it of the other entries."""
+    given = {k: {**v} if isinstance(v, dict) else v for k, v in checkpoint.items()}
+    for key in without:
+        del given[key]
+    given |= {"state_dict": module.state_dict()}
+    given.setdefault("hyper_parameters", {**module.hparams})
     module.on_save_checkpoint(given)
     return given
 
@@ -223,7 +228,7 @@ def remake(module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
     that was built anew gives them.
     """
     if names := checkpoint.pop(REMADE, ()):
-        given = _of_hook(module)
+        given = _of_hook(module, checkpoint)
         checkpoint |= {name: given[name] for name in names if name in given}
 
 
