@@ -292,9 +292,8 @@ FILES = {
     "trainer.accelerator=gpu.",
     "# @package _global_\ntags: [a, b]\ntrainer: {min_epochs: 3, max_stps: 3}\n": (
         "there is no key 'tags'. Type run.tags=[a,b]. And there is no key 'trainer.min_epochs'. "
-        "Type "
-        "trainer.max_steps=… or trainer.max_epochs=…, and callbacks=early_stopping to end earlier. "
-        "And there is no key 'trainer.max_stps'. Did you mean 'trainer.max_steps'?"
+        "Type trainer.max_steps=… or trainer.max_epochs=…, and callbacks=early_stopping to end "
+        "earlier. And there is no key 'trainer.max_stps'. Did you mean 'trainer.max_steps'?"
     ),
     "\ufeff# @package _global_\nseed: 1\n": "it begins with a byte order mark, which hides its "
     "first line.",
@@ -377,8 +376,7 @@ def test_references_to_keys_of_the_template_are_all_answered():
     }
     assert checks._interpolation_problems(OmegaConf.create(values)) == [
         "a: it is ${paths.data_dir}/x, and there is no key 'paths.data_dir'. Write the path "
-        "itself: a relative one "
-        "begins where the command is typed.",
+        "itself: a relative one begins where the command is typed.",
         "b: it is ${tags}, and there is no key 'tags'. Write ${run.tags}.",
         "d: it is ${e.f}, and there is no key 'e.f'. Type d=… for its value.",
     ]
@@ -414,11 +412,10 @@ def test_more_cpu_processes_than_cores_are_a_warning():
 @pytest.mark.guarantee
 def test_a_mistake_is_answered_without_importing_torch(folder):
     code = (
-        "import sys, runpy; sys.argv = ['train.py', 'trainer.devces=2']\n"
-        f"try: runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')\n"
-        "except SystemExit as e: assert e.code == 2, e.code\n"
-        "assert 'torch' not in sys.modules and 'lightning' not in sys.modules and 'numpy' not in "
-        "sys.modules"
+        "import sys, runpy; sys.argv = ['train.py', 'trainer.devces=2']\ntry: "
+        f"runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')\nexcept SystemExit as e: "
+        "assert e.code == 2, e.code\nassert 'torch' not in sys.modules and 'lightning' not in "
+        "sys.modules and 'numpy' not in sys.modules"
     )
     started = time.perf_counter()
     result = subprocess.run(

@@ -261,14 +261,14 @@ SECRETS = [
 
 @pytest.mark.parametrize("name", sampled(SECRETS, 6, guarantee=True))
 def test_a_secret_is_refused_and_not_repeated(name):
-    (problem,) = values.secrets(OmegaConf.create({"logger": {"x": [{name: "hunter22"}]}}))
+    ((_, problem),) = values.secrets(OmegaConf.create({"logger": {"x": [{name: "hunter22"}]}}))
     assert name in problem
     assert "oc.env" in problem
     assert "hunter22" not in problem
 
 
 def test_a_password_in_an_address_is_refused_and_ordinary_keys_are_not():
-    (problem,) = values.secrets(
+    ((_, problem),) = values.secrets(
         OmegaConf.create({"checkpoint": {"root": "s3://me:hunter22@bucket/x"}})
     )
     assert "checkpoint.root" in problem
@@ -527,23 +527,6 @@ def test_a_text_of_the_environment_is_a_number_where_the_key_takes_one_alone(mon
     assert [OmegaConf.select(cfg, key) for key in keys] == [2, 3e-4, 3, False, 0.5, "123"]
 
 
-def test_a_class_typed_in_place_of_an_option_s_needs_a_file_of_its_own(tmp_path, monkeypatch):
-    (tmp_path / "of_ours.py").write_text(
-        "import lightning.pytorch as L\n"
-        "class Mine(L.LightningModule):\n    def __init__(self, width=1):\n        pass\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    typed = [
-        "task._target_=of_ours.Mine",
-        "launch.allowed_packages=[armature,torch.optim,lightning.pytorch,of_ours]",
-    ]
-    with pytest.raises(
-        ConfigError, match=r"it takes no task.preview_prompt, .* Write configs/task/mine.yaml"
-    ) as caught:
-        check(cli.compose(typed), overrides=typed, prepare=False)
-    assert sum("preview" in problem for problem in caught.value.problems) == 1
-
-
 def test_a_variable_that_is_not_set_is_named(monkeypatch):
     monkeypatch.delenv("NOT_SET_HERE", raising=False)
     with pytest.raises(
@@ -562,9 +545,8 @@ def test_a_folder_that_is_no_package_is_named(tmp_path, monkeypatch):
 
 def test_a_user_s_data_module_needs_no_micro_batch_size(default, tmp_path, monkeypatch):
     (tmp_path / "mine_without_key.py").write_text(
-        "from armature.data.base import DataModule\n"
-        "class Mine(DataModule):\n    pass\n"
-        "class Small(DataModule):\n    def __init__(self, micro_batch_size=2):\n        "
+        "from armature.data.base import DataModule\nclass Mine(DataModule):\n    pass\nclass "
+        "Small(DataModule):\n    def __init__(self, micro_batch_size=2):\n        "
         "super().__init__()\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))

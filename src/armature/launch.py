@@ -217,8 +217,7 @@ def _finished_message(cfg: DictConfig) -> str | None:
     limit = "max_epochs" if cfg.trainer.max_steps is None else "max_steps"
     return (
         f"{cfg.run.dir} is finished ({summary['global_step']} steps). To train it further, raise "
-        f"trainer.{limit}; "
-        "to start from step 0, type another run.name."
+        f"trainer.{limit}; to start from step 0, type another run.name."
     )
 
 

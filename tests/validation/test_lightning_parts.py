@@ -83,7 +83,7 @@ def test_an_upload_of_files_that_nothing_saves_is_refused(monkeypatch):
 @pytest.mark.parametrize("value", ["-1", "0.0", "1.1", "many", "true"])
 def test_a_limit_out_of_range_is_refused(value):
     cfg = composed(f"trainer.limit_val_batches={value}")
-    (problem,) = values.problems(cfg, checks.plain(cfg))
+    (problem,) = values.wrong(cfg, checks.plain(cfg)).values()
     assert "must be a whole number from 0, or a share of them above 0.0 and up to 1.0" in problem
 
 

@@ -81,7 +81,6 @@ def test_strategies_that_cannot_are_refused(strategy, ranks, says):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"quantize": "int8"}, "task.adapter.quantize=int8: must be nf4 or null"),
         (
             {"_target_": "example.model.Net"},
             "has been tried with armature.models.decoder.model.Decoder alone",

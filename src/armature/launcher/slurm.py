@@ -37,8 +37,7 @@ def join(cfg: DictConfig) -> None:
     if lacking := [name for name in needed if not environ.get(name)]:
         raise ConfigError(
             f"SLURM_STEP_ID={environ['SLURM_STEP_ID']}, but {', '.join(lacking)} without a value, "
-            "which srun sets: "
-            "these variables are left from another job. Type unset SLURM_STEP_ID."
+            "which srun sets: these variables are left from another job. Type unset SLURM_STEP_ID."
         )
     per_node = environ["SLURM_STEP_TASKS_PER_NODE"]  # such as 4(x2), or 3,1 if the nodes differ
     if "," in per_node:
@@ -56,8 +55,7 @@ def join(cfg: DictConfig) -> None:
         if cfg.trainer.num_nodes != nodes:
             raise ConfigError(
                 f"trainer.num_nodes={cfg.trainer.num_nodes}, but srun started one task on each of "
-                f"{nodes} nodes. "
-                f"Type trainer.num_nodes={nodes}."
+                f"{nodes} nodes. Type trainer.num_nodes={nodes}."
             )
         cfg.launch.rdzv_endpoint = cfg.launch.rdzv_endpoint or f"{_first_host()}:{_port()}"
         return
@@ -68,9 +66,8 @@ def join(cfg: DictConfig) -> None:
     if numbers["SLURM_PROCID"] >= tasks():
         raise ConfigError(
             f"SLURM_PROCID={environ['SLURM_PROCID']} of "
-            f"SLURM_STEP_NUM_TASKS={environ['SLURM_STEP_NUM_TASKS']}: tasks "
-            "of a heterogeneous job count over its components. Start the run in one component: "
-            "srun --het-group=0."
+            f"SLURM_STEP_NUM_TASKS={environ['SLURM_STEP_NUM_TASKS']}: tasks of a heterogeneous job "
+            "count over its components. Start the run in one component: srun --het-group=0."
         )
     environment.set_rank(
         rank=environ["SLURM_PROCID"],

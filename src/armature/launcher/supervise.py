@@ -272,8 +272,7 @@ class _Attempts:
             if first is not None and without_checkpoint == ATTEMPTS_WITHOUT_CHECKPOINT:
                 raise RunFailed(
                     f"{first.text}\nno progress: {without_checkpoint} attempts in a row ended "
-                    "without a new "
-                    f"checkpoint, this one first; in the last, {failure.what}."
+                    f"without a new checkpoint, this one first; in the last, {failure.what}."
                 )
             change = self._resize(failure, progress=progress)
             remaining = launch.max_restarts - attempt - 1

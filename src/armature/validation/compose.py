@@ -44,8 +44,7 @@ HEADER = "# @package _global_"
 SEARCHPATH = "hydra.searchpath="  # adds folders, as --config-dir does
 _PLANNED = (  # of hardware=, whose folder is in configs/
     "it is for scripts/plan.py and scripts/simulate.py; a run takes the devices of its machine. "
-    "Leave it out, or type "
-    "trainer.devices=N, with trainer.accelerator=gpu or cpu."
+    "Leave it out, or type trainer.devices=N, with trainer.accelerator=gpu or cpu."
 )
 _PARAMS = "hydra.sweeper.params."
 _searched: list[str] = []  # such an override, in all that is composed here
@@ -81,8 +80,7 @@ def explain(error: Exception, overrides: list[str], *, sweep: bool = False) -> l
         first = plain_text(error).partition(".")[0]
         return [
             f"{first}. Type --config-name=NAME with a file NAME.yaml of the folder --config-path "
-            "(configs/), or "
-            "neither."
+            "(configs/), or neither."
         ]
     return problems or [plain_text(error)]
 
@@ -147,8 +145,7 @@ def _sweep(overrides: list[str]) -> tuple[list[str], list[list[str]], bool]:
     dotted = {each.input_line: each.key_or_group.partition(_PARAMS)[2] for each in parsed}
     if problems := [
         f"{line}: a dotted key cannot be typed below hydra.sweeper.params. Type {key}=A,B by "
-        "itself: it replaces the "
-        f"sweep's own {key}."
+        f"itself: it replaces the sweep's own {key}."
         for line, key in dotted.items()
         if "." in key
     ]:

@@ -18,8 +18,7 @@ REFUSED_CALLBACKS = {
     "rate",
     "BatchSizeFinder": (
         "it trains before the run does. Type data.micro_batch_size=auto: the largest that fits. It "
-        "does not change the "
-        "result"
+        "does not change the result"
     ),
     "GradientAccumulationScheduler": (
         "accumulation is data.global_batch_size / (data.micro_batch_size × data ranks) in every "
@@ -27,8 +26,7 @@ REFUSED_CALLBACKS = {
     ),
     "ModelPruning": (
         "it replaces parameters by masked ones, and a resume inside an epoch would train others. "
-        "Prune the finished "
-        "model, from armature.load"
+        "Prune the finished model, from armature.load"
     ),
     "SpikeDetection": (
         "Lightning cannot load its state, so a stopped run could not be resumed. Type "
@@ -79,8 +77,7 @@ def misplaced_problems(cfg: DictConfig) -> list[str]:
         ]
         found += [
             f"{group}.{key}: {cfg.task._target_} does not take the group {group}, and task.{key} "
-            "is its own. In the "
-            f"experiment, write {key} below task: instead of below {group}:."
+            f"is its own. In the experiment, write {key} below task: instead of below {group}:."
             for key in own
         ]
     return found
@@ -128,10 +125,9 @@ def _loggers(cfg: DictConfig) -> list[str]:
         return missing
     return missing + [
         f"{key}.log_model={value}: it uploads the files of Lightning's ModelCheckpoint, and none "
-        "is among the "
-        "callbacks, so nothing would be uploaded. Add "
-        "+callbacks.files._target_=lightning.pytorch.callbacks."
-        "ModelCheckpoint, or type checkpoint.root=s3://… for the run's own checkpoints."
+        "is among the callbacks, so nothing would be uploaded. Add "
+        "+callbacks.files._target_=lightning.pytorch.callbacks.ModelCheckpoint, or type "
+        "checkpoint.root=s3://… for the run's own checkpoints."
         for key, target in signatures.targets_in(cfg, "logger")
         if target.rpartition(".")[2] in UPLOADS
         and (value := OmegaConf.select(cfg, f"{key}.log_model"))

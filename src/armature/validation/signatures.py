@@ -11,7 +11,7 @@ import dis
 import importlib
 import inspect
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType, ModuleType, NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -117,7 +117,7 @@ def near_definition(target: str) -> str:
     if not module or (found := _imported(module)) is None:
         return f" There is no module '{module}' (looked in src/ and in the installed packages)."
     names = [key for key, value in vars(found).items() if callable(value)]
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     return f" Did you mean '{module}.{near[0]}'?" if near else ""
 
 
@@ -276,9 +276,11 @@ def _type(annotation: Any, function: Any) -> Any:
         return Any
 
 
-def argument_problems(path: str, node: dict[str, Any], definition: Definition) -> list[str]:
+def argument_problems(
+    path: str, node: dict[str, Any], definition: Definition, *, known: Container[str] = ()
+) -> list[str]:
     """Return which arguments of the `_target_` node at `path` its class or function does not
-    take.
+    take, except the keys in `known`.
     """
     target, signature = node["_target_"], signature_of(*definition)
     if path == "data" and (feed := find_definition(FEED)) is not None:
@@ -290,7 +292,7 @@ def argument_problems(path: str, node: dict[str, Any], definition: Definition) -
             )
     found = []
     for key, value in node.items():
-        if key in HYDRA_KEYS:
+        if key in HYDRA_KEYS or f"{path}.{key}" in known:
             continue
         if key in FOLD_KEYS and path == "data" and key not in signature.parameters:
             continue  # data/folds.py
