@@ -6,6 +6,7 @@ import gc
 import io
 import logging
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -330,7 +331,10 @@ def refuse(problems: list[str]) -> NoReturn:
 
 def _text_of(problems: list[str]) -> str:
     head = "1 problem:" if len(problems) == 1 else f"{len(problems)} problems:"
-    return "\n".join([head, *(f"  - {problem}" for problem in problems)])
+    text = "\n".join([head, *(f"  - {problem}" for problem in problems)])
+    if (project.ROOT / "scripts").is_dir():
+        return text
+    return re.sub(r"(python )?scripts/(\w+)\.py", r"armature \2", text)  # not in a project's folder
 
 
 def with_run_dir(cfg: DictConfig) -> DictConfig:

@@ -3,7 +3,6 @@ folders and data.
 """
 
 import difflib
-import importlib.util
 import logging
 import netrc
 import os
@@ -87,7 +86,8 @@ def check(
             problems += layout_problems(cfg) + _launch_problems(cfg)
         problems += [] if problems else relations.problems(plain(cfg))
         problems += lightning_parts.problems(cfg) + lightning_parts.unused_problems(cfg, overrides)
-    problems += _logger_problems(cfg) + values.switch_problems(overrides)
+    problems += _logger_problems(cfg) + lightning_parts.logger_problems(cfg)
+    problems += values.switch_problems(overrides)
     problems += _name_problems(cfg.run.name) + _folder_problems("run.root", cfg.run.root)
     problems += _folder_problems("checkpoint.root", cfg.checkpoint.root)
     problems += _resume_problems(cfg)
@@ -251,7 +251,7 @@ def _dangling(cfg: DictConfig) -> list[str]:
             parent, _, last = name.rpartition(".")
             node = OmegaConf.select(cfg, parent) if parent else cfg
             if not (isinstance(node, DictConfig) and last in node):
-                remedy = foreign_keys.remedy_of_reference(name)
+                remedy = foreign_keys.remedy(name)
                 hint = f" {remedy}" if remedy else f" Type {path}=… for its value."
                 found.append(f"{path}: it is {value}, and there is no key '{name}'.{hint}")
     return found
@@ -398,9 +398,6 @@ def _logger_problems(cfg: DictConfig) -> list[str]:
         for name, node in loggers
         if isinstance(node, DictConfig) and "wandb" in str(node.get("_target_", "")).lower()
     }
-    if of_wandb and importlib.util.find_spec("wandb") is None:
-        remedy = "Type make setup EXTRAS=wandb, or logger=tensorboard."
-        return [f"logger={name}: the package wandb is not installed. {remedy}" for name in of_wandb]
     if os.environ.get("WANDB_MODE", "online") != "online":
         return []
     return [

@@ -459,19 +459,15 @@ def _as_typed(value: Any) -> str:
 
 
 def _nearest(word: str, known: list[str]) -> str:
-    """' Did you mean …?' Compares whole keys first and last parts after that, so `trainer.lr` finds
-    `optimizer.lr`.
-    """
+    """' Did you mean …?' Compares whole keys, and last parts: `trainer.lr` finds `optimizer.lr`."""
     known = [each for each in known if not foreign_keys.is_opposite(word, each)]
     if not word.rpartition(".")[2].startswith("_"):  # Hydra's own, which `_val_test_` would find
         known = [each for each in known if not each.rpartition(".")[2].startswith("_")]
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
-    if not near:
-        last = word.rsplit(".", 1)[-1]
-        by_last = {key.rsplit(".", 1)[-1]: key for key in reversed(known)}
-        near = [
-            by_last[match] for match in difflib.get_close_matches(last, by_last, n=1, cutoff=0.75)
-        ]
+    last = word.rpartition(".")[2]
+    by_last = {key.rpartition(".")[2]: key for key in reversed(known)}
+    near = [by_last[last]] if last in by_last and "." in word else []
+    near = near or difflib.get_close_matches(word, known, n=1, cutoff=0.7)
+    near = near or [by_last[m] for m in difflib.get_close_matches(last, by_last, n=1, cutoff=0.75)]
     near = near or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f" Did you mean '{near[0]}'?" if near else ""
 

@@ -45,7 +45,7 @@ PACKAGES = {  # module that a logger of Lightning's imports, and what to install
 
 def problems(cfg: DictConfig) -> list[str]:
     _warn_of_unused_groups(cfg)
-    return [*_callbacks(cfg), *_loggers(cfg)]
+    return _callbacks(cfg)
 
 
 def _warn_of_unused_groups(cfg: DictConfig) -> None:
@@ -108,7 +108,10 @@ def _callbacks(cfg: DictConfig) -> list[str]:
     ]
 
 
-def _loggers(cfg: DictConfig) -> list[str]:
+def logger_problems(cfg: DictConfig) -> list[str]:
+    """Return the loggers whose package is missing, or which would upload nothing. No class is
+    imported.
+    """
     used = (
         (key, *PACKAGES.get(target.rpartition(".")[2], (None, None)))
         for key, target in signatures.targets_in(cfg, "logger")

@@ -216,7 +216,7 @@ def _float8(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
         )
     if layout.plan is None:
         problems.append(
-            f"strategy.float8={str(asked).lower()}: {cfg['model']['_target_']} has no plan, which "
+            f"strategy.float8={str(asked).lower()}: {_trained(cfg)} has no plan, which "
             "names the blocks to convert. Write PLAN in a plan.py next to the model's module, or "
             "type strategy.float8=false."
         )
@@ -251,12 +251,19 @@ def _float8(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     return problems
 
 
+def _trained(cfg: Mapping[str, Any]) -> str:
+    """Return the class whose layers are trained: the model, or a task that makes its own."""
+    task = cfg.get("task")
+    makes_own = task is not None and not signatures.accepted(task, ["model"])
+    return cfg["task" if makes_own else "model"]["_target_"]
+
+
 def _plan(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     used = [axis for axis in ("context", "tensor", "pipe") if layout.axes[axis] > 1]
     if used and layout.plan is None:
         axes = " and ".join(f"strategy.{axis}={layout.axes[axis]}" for axis in used)
         return [
-            f"{axes}: {cfg['model']['_target_']} has no plan, which says how it may be sharded. "
+            f"{axes}: {_trained(cfg)} has no plan, which says how it may be sharded. "
             "Write PLAN in a plan.py next to the model's module, or type strategy=fsdp or "
             "strategy=ddp, which need none."
         ]

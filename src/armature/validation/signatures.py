@@ -123,7 +123,8 @@ def near_definition(target: str) -> str:
 
 def targets_in(cfg: Mapping[str, Any], group: str) -> Iterator[tuple[str, str]]:
     """Yield the key and the `_target_` of each callback or logger."""
-    for name, node in (cfg.get(group) or {}).items():
+    members = cfg.get(group)
+    for name, node in members.items() if isinstance(members, Mapping) else ():
         if isinstance(node, Mapping) and "_target_" in node:
             yield f"{group}.{name}", str(node["_target_"])
 
