@@ -12,8 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from armature import cli, config, run_dir
 from armature.errors import ConfigError
-from armature.loading import build_task, constructors
-from armature.validation import numbers, quoting, signatures, targets, values
+from armature.loading import constructors
+from armature.validation import numbers, quoting, targets, values
 from armature.validation.checks import check
 from armature.validation.composing import composing, instantiate
 from tests.sampled import sampled
@@ -462,19 +462,6 @@ def test_a_folder_that_is_no_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(targets, "SOURCES", tmp_path)
     (found,) = targets.problems({"task": {"_target_": "mine.model.Net"}}, ["armature"])
     assert found.endswith("src/mine is no package. Add an empty file: touch src/mine/__init__.py")
-
-
-def returns_three() -> int:
-    return 3
-
-
-def test_a_function_that_returns_no_module_is_named():
-    signatures.allow([__name__])
-    cfg = OmegaConf.create({"task": {"_target_": f"{__name__}.returns_three"}})
-    with pytest.raises(
-        ConfigError, match=r"task\._target_=.*returns_three returned 3, not a LightningModule"
-    ):
-        build_task(cfg)
 
 
 @pytest.mark.guarantee

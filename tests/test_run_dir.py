@@ -102,15 +102,6 @@ def test_a_home_is_expanded_as_a_shell_does_it(tmp_path, monkeypatch):
     assert resume.to_path("~/x.ckpt") == tmp_path / "x.ckpt"
 
 
-def test_ranks_that_torchrun_restarts_resume_though_never_was_typed(tmp_path, monkeypatch):
-    cfg = config(tmp_path)
-    cfg.run.name, cfg.resume = "mine", "never"
-    cfg = run_dir.decide(cfg, label="x")
-    (run_dir.write(cfg, []) / "checkpoints").mkdir()
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    run_dir.write(cfg, [])
-
-
 def test_the_folder_of_checkpoints_is_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cfg = run_dir.decide(
@@ -201,12 +192,6 @@ def test_a_path_that_a_run_with_checkpoints_would_not_begin_with_is_refused(tmp_
     monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
     monkeypatch.setenv("ARMATURE_ATTEMPT", "1")
     start(first)
-
-
-def test_paths_in_object_stores_are_compared_as_they_are_written():
-    there = resume.to_path("memory://bucket/run/")
-    assert resume._is_same(there, resume.to_path("memory://bucket/run"))
-    assert not resume._is_same(there, Path("/bucket/run"))
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])

@@ -9,7 +9,7 @@ from omegaconf import open_dict
 from armature import config
 from armature.errors import ConfigError
 from armature.layout import Layout
-from armature.validation import checks, lightning_parts, signatures, targets, values
+from armature.validation import checks, lightning_parts, signatures
 from armature.validation.composing import composing
 
 USERS = "tests.validation.users"
@@ -78,21 +78,6 @@ def test_an_upload_of_files_that_nothing_saves_is_refused(monkeypatch):
     assert lightning_parts.logger_problems(composed("logger=wandb")) == []
     files = "+callbacks.files._target_=lightning.pytorch.callbacks.ModelCheckpoint"
     assert lightning_parts.logger_problems(composed(*words, files)) == []
-
-
-@pytest.mark.parametrize("value", ["-1", "0.0", "1.1", "many", "true"])
-def test_a_limit_out_of_range_is_refused(value):
-    cfg = composed(f"trainer.limit_val_batches={value}")
-    (problem,) = values.wrong(cfg, checks.plain(cfg)).values()
-    assert "must be a whole number from 0, or a share of them above 0.0 and up to 1.0" in problem
-
-
-def test_what_a_module_s_constructor_requires_is_named():
-    problems = targets.problems({"task": {"_target_": f"{USERS}.Template"}}, [USERS])
-    assert [problem.split(". ")[0] for problem in problems] == [
-        f"task.net: {USERS}.Template needs it",
-        f"task.compile: {USERS}.Template needs it",
-    ]
 
 
 def test_a_module_that_builds_its_own_model_is_not_held_to_the_unused_one(caplog):

@@ -301,7 +301,7 @@ def argument_problems(
             if not signature.open and key not in signature.mentioned:
                 found.append(
                     f"{path}.{key}: {target} takes no argument '{key}'."
-                    f"{_hint(path, key, [*signature.parameters])}"
+                    f"{_hint(f'{path}.{key}', value, [*signature.parameters])}"
                 )
             continue
         if takes_tensor(signature.parameters[key]) and target.split(".")[0] != "torch":
@@ -314,8 +314,10 @@ def argument_problems(
     return found
 
 
-def _hint(path: str, key: str, known: list[str]) -> str:
-    if remedy := foreign_keys.remedy(f"{path}.{key}", known=[f"{path}.{name}" for name in known]):
+def _hint(path: str, value: Any, known: list[str]) -> str:
+    node, _, key = path.rpartition(".")
+    paths = [f"{node}.{name}" for name in known]
+    if remedy := foreign_keys.remedy(path, str(value), known=paths):
         return f" {remedy}"
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     return f" Did you mean '{near[0]}'?" if near else f" It takes: {', '.join(known)}."
