@@ -74,8 +74,7 @@ def main(cfg: DictConfig) -> None:
             cfg = check(prefer_typed(cfg, overrides), overrides=overrides)
     except ConfigError as error:
         if environment.is_first("RANK", "SLURM_PROCID"):
-            remedy = "Correct the command; nothing else was examined."
-            shows([finding.failure("launch", problem, remedy=remedy) for problem in error.problems])
+            shows(finding.refused("launch", error.problems))
         code = 2
     else:
         seconds, steps = options["--deadline"], options["--step-seconds"]
@@ -109,14 +108,7 @@ def command() -> None:
         cli.run(main)
     except cli.Refused as refused:
         if as_json and environment.is_first("RANK", "SLURM_PROCID"):
-            remedy = "Correct the command; nothing else was examined."
-            show(
-                [
-                    finding.failure("launch", masked(each), remedy=remedy)
-                    for each in refused.problems
-                ],
-                as_json=True,
-            )
+            show(finding.refused("launch", refused.problems), as_json=True)
         raise
     except KeyboardInterrupt:
         print("Stopped.", file=sys.stderr)

@@ -38,50 +38,29 @@ def refused(result: subprocess.CompletedProcess[str], *words: str) -> str:
 
 CASES = {
     "misspelt key": (["trainer.devces=2"], ["trainer.devces", "Did you mean 'trainer.devices'?"]),
-    "misspelt key of a group": (["model.witdh=3"], ["model.witdh", "Did you mean 'model.width'?"]),
     "added key": (["+model.dept=3"], ["model.dept", "takes no argument"]),
-    "added key of the core": (
-        ["+trainer.max_step=3"],
-        ["trainer.max_step", "Did you mean 'trainer.max_steps'?"],
-    ),
     "misspelt option": (
         ["strategy=fspd"],
         ["strategy has no option 'fspd'", "Did you mean 'fsdp'?"],
     ),
-    "misspelt group": (["stratgy=ddp"], ["stratgy", "Did you mean 'strategy'?"]),
     "not key=value": (["trainer.devices"], ["key=value"]),
     "wrong type": (
         ["trainer.max_steps=many"],
         ["trainer.max_steps=many", "must be a whole number from 1"],
     ),
-    "wrong type in a group": (["model.width=wide"], ["model.width='wide'", "int"]),
     "not one of the choices": (
         ["trainer.precision=bf16"],
         ["trainer.precision=bf16", "bf16-mixed"],
     ),
-    "no number of devices": (["trainer.devices=none"], ["trainer.devices=none"]),
-    "no processes": (["trainer.devices=0"], ["trainer.devices=0"]),
     "no end": (["trainer.max_steps=null", "trainer.max_epochs=null"], ["trainer.max_steps"]),
-    "a key like none": (["data.val_test_part=3"], ["there is no key 'data.val_test_part'."]),
     "batch that does not divide": (
         ["data.global_batch_size=30", "data.micro_batch_size=8"],
         ["data.global_batch_size=30", "data.micro_batch_size=8", "32"],
     ),
-    "batch that the ranks do not divide": (
-        ["data.global_batch_size=31", "strategy=ddp", "trainer.devices=2"],
-        ["data.global_batch_size=31", "2"],
-    ),
-    "heads that do not divide the width": (["model.width=100", "model.heads=3"], ["100", "3"]),
     "no such table": (
         ["data=table", "data.path=no.csv", "data.target=y", "task=example", "model=example"],
         ["no.csv"],
     ),
-    "no such images": (
-        ["data=image_folder", "data.path=no", "task=example", "model=example"],
-        ["no", "per class"],
-    ),
-    "empty corpus": (["data=text", "data.path=empty.txt"], ["empty.txt"]),
-    "binary corpus": (["data=text", "data.path=binary.bin"], ["binary.bin"]),
     "field that is not there": (
         ["data=text", "data.path=lines.jsonl", "data.source.field=body"],
         ["body", "text"],
@@ -103,7 +82,6 @@ CASES = {
     "secret on the command line": (["+logger.tensorboard.api_key=abcdef"], ["api_key", "oc.env"]),
     "resume from nowhere": (["resume=nowhere"], ["resume=nowhere"]),
     "output folder that is a file": (["run.root=short.txt"], ["run.root=short.txt"]),
-    "a rate that is not positive": (["optimizer.lr=-1"], ["optimizer.lr=-1", "above 0"]),
     "model and task that do not go together": (
         ["model=vit_tiny"],
         ["task=", "image_classification"],
@@ -114,7 +92,6 @@ CASES = {
         ["checkpoint.root=s4://bucket: ", "s4"],
     ),
     "a key that another option has": (["data.path=long.txt"], ["but", "data=text", "it."]),
-    "a precision by another name": (["trainer.precision=fp16"], ["trainer.precision=16-mixed"]),
     "nothing to go on from": (
         [
             "data=text",
@@ -129,11 +106,6 @@ CASES = {
     "a device's file": (
         ["hardware=h100_80gb"],
         ["hardware=h100_80gb: it is for scripts/plan.py", "trainer.devices=N"],
-    ),
-    "a group that every run needs": (["launch=[]"], ["launch: a value is required. Type launch=…"]),
-    "batches of nothing": (
-        ["data.eval_batch_size=0", "data.train_limit=-1", "data.num_workers=-1"],
-        ["data.eval_batch_size=0", "data.train_limit=-1", "data.num_workers=-1"],
     ),
     "a run outside of run.root": (
         ["run.name=../../elsewhere"],
@@ -161,10 +133,6 @@ CASES = {
     "an option in a sweep": (
         ["-m", "strategy=dpd,fspd"],
         ["strategy has no option 'fspd'. Did you mean 'fsdp'?"],
-    ),
-    "a sweep over files": (
-        ["-m", "scheduler=glob(*)", "model.heads=3"],
-        ["1 problem:", "model.heads=3"],
     ),
     "a launcher nobody knows": (
         ["-m", "seed=0,1", "hydra/launcher=nope"],
@@ -281,38 +249,23 @@ def test_several_mistakes_of_the_second_kind_are_told_together(folder):
 
 
 FILES = {
-    "# comment\n# @package _global_\nseed: 1\n": "its first line must be '# @package _global_', "
-    "and is '# comment'",
     "seed: 1\n": "its first line must be '# @package _global_', and is 'seed: 1'",
     "# @package _global_\ntrainer: {max_stps: 3}\n": "no key 'trainer.max_stps'. Did you mean "
     "'trainer.max_steps'?",
     "# @package _global_\ndefaults: [override /model: gpt_nan]\n": "no 'model/gpt_nan'. Did you "
     "mean 'gpt_nano'?",
-    "# @package _global_\ndefaults: [override /trainer: gpu]\n": "no 'trainer/gpu'. Type "
-    "trainer.accelerator=gpu.",
     "# @package _global_\ntags: [a, b]\ntrainer: {min_epochs: 3, max_stps: 3}\n": (
         "there is no key 'tags'. Type run.tags=[a,b]. And there is no key 'trainer.min_epochs'. "
-        "Type "
-        "trainer.max_steps=… or trainer.max_epochs=…, and callbacks=early_stopping to end earlier. "
-        "And there is no key 'trainer.max_stps'. Did you mean 'trainer.max_steps'?"
+        "Type trainer.max_steps=… or trainer.max_epochs=…, and callbacks=early_stopping to end "
+        "earlier. And there is no key 'trainer.max_stps'. Did you mean 'trainer.max_steps'?"
     ),
-    "\ufeff# @package _global_\nseed: 1\n": "it begins with a byte order mark, which hides its "
-    "first line.",
     "# @package _global_\ncallbacks: [{_target_: a.B}]\n": (
         "callbacks: it is [{_target_: a.B}], where keys belong. Write callbacks: {NAME: {_target_: "
         "…}}."
     ),
     "# @package _global_\n- a\n": "it holds a list, where keys belong. Write KEY: VALUE.",
-    "# @package _global_\nhydra: {nokey: 3}\n": "there is no key 'hydra.nokey'.",
-    "# @package _global_\nhydra: {sweep: {dri: 3}}\n": "no key 'hydra.sweep.dri'. Did you mean "
-    "'hydra.sweep.dir'?",
-    "# @package _global_\nmodel: [1, 2]\n": "model: it is [1,2], where keys belong. Write model: "
-    "{KEY: VALUE}.",
-    "# @package _global_\ntrainer: fast\n": "trainer: it is fast, where keys belong. Write "
-    "trainer: {KEY: VALUE}.",
     "# @package _global_\ndefaults: [override model: example]\n": "as in '- override /model: "
     "example'.",
-    "# @package _global_\ndefaults: [/model: example]\n": "as in '- override /model: example'.",
     "# @package _global_\nseed: [\n": "node content",
     "# @package _global_\nseed: many\n": "'many'",
 }
@@ -347,13 +300,6 @@ def test_a_mistake_in_a_file_of_another_folder_is_told_as_what_it_is(tmp_path, f
     refused(train("--config-dir", str(tmp_path / "own"), "experiment=mine", cwd=folder), expected)
 
 
-def test_a_folder_named_like_a_file_is_no_option(tmp_path, folder):
-    config.register()
-    (tmp_path / "own" / "experiment" / "mine.yaml").mkdir(parents=True)
-    (problem,) = explain(Exception(), [searching(tmp_path / "own"), "experiment=mine"])
-    assert problem.startswith("experiment=mine: experiment has no option 'mine'.")
-
-
 def test_values_of_a_sweep_are_typed_by_their_keys():
     config.register()
     typed = "hydra.sweeper.params={seed: 1}"
@@ -361,27 +307,6 @@ def test_values_of_a_sweep_are_typed_by_their_keys():
     assert problem.startswith(
         f"{typed}: it takes no values from here. Type each key by itself, as in -m optimizer.lr="
     )
-
-
-def test_references_to_keys_of_the_template_are_all_answered():
-    from omegaconf import OmegaConf
-
-    from armature.validation import checks
-
-    values = {
-        "a": "${paths.data_dir}/x",
-        "b": "${tags}",
-        "c": "${run.name}",
-        "d": "${e.f}",
-        "run": {"name": "x"},
-    }
-    assert checks._interpolation_problems(OmegaConf.create(values)) == [
-        "a: it is ${paths.data_dir}/x, and there is no key 'paths.data_dir'. Write the path "
-        "itself: a relative one "
-        "begins where the command is typed.",
-        "b: it is ${tags}, and there is no key 'tags'. Write ${run.tags}.",
-        "d: it is ${e.f}, and there is no key 'e.f'. Type d=… for its value.",
-    ]
 
 
 @pytest.mark.parametrize("typed", [["data.samples=1000000000000"], ["data.held_out=1000000000000"]])
@@ -402,23 +327,13 @@ def test_an_unwritable_output_folder(tmp_path):
     refused(train(f"run.root={tmp_path}/outputs", cwd=ROOT), "cannot be written")
 
 
-def test_more_cpu_processes_than_cores_are_a_warning():
-    from omegaconf import OmegaConf
-
-    from armature.validation import checks
-
-    cfg = OmegaConf.create({"trainer": {"devices": 512, "accelerator": "cpu"}})
-    assert checks._device_problems(cfg) == []
-
-
 @pytest.mark.guarantee
 def test_a_mistake_is_answered_without_importing_torch(folder):
     code = (
-        "import sys, runpy; sys.argv = ['train.py', 'trainer.devces=2']\n"
-        f"try: runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')\n"
-        "except SystemExit as e: assert e.code == 2, e.code\n"
-        "assert 'torch' not in sys.modules and 'lightning' not in sys.modules and 'numpy' not in "
-        "sys.modules"
+        "import sys, runpy; sys.argv = ['train.py', 'trainer.devces=2']\ntry: "
+        f"runpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')\nexcept SystemExit as e: "
+        "assert e.code == 2, e.code\nassert 'torch' not in sys.modules and 'lightning' not in "
+        "sys.modules and 'numpy' not in sys.modules"
     )
     started = time.perf_counter()
     result = subprocess.run(

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from armature import config
 from armature.data import feed
 from armature.validation import checks, data_sources
 from armature.validation import compose as compose_module
 from armature.validation.compose import explain
-from armature.validation.composing import composing, instantiate, register_resolver
+from armature.validation.composing import composing, instantiate
 from scripts import reference
 from tests.finetune.folders import write_model
 from tests.sampled import sampled
@@ -214,27 +214,6 @@ def test_a_key_of_other_options_names_them_all_also_those_that_inherit_it():
     assert f"but {', '.join(f'strategy={name}' for name in axes)} have it." in problem
     (problem,) = explain(Exception(), ["strategy.stage=1"])
     assert "but strategy=deepspeed, strategy=deepspeed_zero1, " in problem
-
-
-def test_a_size_that_model_and_data_take_from_each_other_is_asked_for_once():
-    asked = []
-
-    def count(*args, _root_):
-        asked.append(args)
-        return config._model_size(*args, _root_=_root_)
-
-    cfg = OmegaConf.create(
-        {
-            "model": {"vocab_size": "${data.vocab_size}"},
-            "data": {"vocab_size": "${model_size:vocab_size,4096}"},
-        }
-    )
-    register_resolver("model_size", count, replace=True)
-    try:
-        assert cfg.model.vocab_size == 4096
-    finally:
-        register_resolver("model_size", config._model_size, replace=True)
-    assert len(asked) == 1
 
 
 def test_a_misspelt_key_is_looked_for_without_composing_all_options():

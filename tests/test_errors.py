@@ -51,15 +51,6 @@ def test_an_error_of_a_data_worker_is_shown_as_its_own():
     assert text.splitlines()[-2] == "FileNotFoundError: no image 0"
 
 
-def test_notes_and_messages_of_several_lines_remain():
-    def fails():
-        error = ValueError("first\n    second")
-        error.add_note("a note")
-        raise error
-
-    assert "ValueError: first\n    second\na note\n" in failed(fails)
-
-
 def test_a_cause_is_shown_with_its_message():
     def fails():
         try:

@@ -14,9 +14,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from hydra.types import RunMode
-from omegaconf import OmegaConf
 
-from armature import cli, config, launch, run_dir
+from armature import cli, launch, run_dir
 from armature.errors import ConfigError
 from tests import running
 
@@ -85,12 +84,6 @@ def test_the_agent_trains_on_two_ranks_with_the_same_losses(single, corpus, tmp_
     )  # limit_val_batches counts each rank's batches, so the two saw different shares of the split
     assert (run_dir / "logs" / "rank_0001.log").exists()
     assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["run"]
-
-
-@pytest.mark.parametrize("micro", [2, 4])
-def test_micro_batches_make_no_difference(micro, single, corpus, tmp_path):
-    running.train(f"data.micro_batch_size={micro}", "run.name=run", cwd=tmp_path, corpus=corpus)
-    assert_same_losses(tmp_path / "outputs" / "run", single)
 
 
 @pytest.mark.guarantee
@@ -206,11 +199,6 @@ def test_fine_tuning_begins_with_the_weights_alone_and_their_tokens(single, corp
     assert tuned[0] < new[0] - 0.05  # after six steps on the first text
 
 
-def test_a_sweep_without_a_name_has_the_time():
-    config.register()
-    assert OmegaConf.create({"of": "${sweep_name:${name}}", "name": None}).of.startswith("sweep-")
-
-
 @pytest.mark.parametrize(
     ("mode", "seed"), [(RunMode.MULTIRUN, 1), (RunMode.MULTIRUN, 0), (RunMode.RUN, 1)]
 )
@@ -272,26 +260,6 @@ def test_resuming_from_a_run_passes_over_its_damaged_checkpoint(single, corpus, 
     rows = running.rows(tmp_path / "outputs" / "next")
     assert [row["step"] for row in rows] == ["3", "4", "5", "6"]
     assert running.losses(tmp_path / "outputs" / "next") == running.losses(single)[2:]
-
-
-@pytest.mark.parametrize("strategy", ["single", "fsdp"])
-def test_training_begins_with_converted_weights(strategy, single, corpus, tmp_path):
-    for source, target in (
-        (single, "a.safetensors"),
-        ("a.safetensors", "converted/checkpoints/step=000000"),
-    ):
-        running.script("convert.py", str(source), target, cwd=tmp_path)
-    running.train(
-        "resume=converted/checkpoints/step=000000",
-        "run.name=next",
-        f"strategy={strategy}",
-        ranks=1 if strategy == "single" else 2,
-        cwd=tmp_path,
-        corpus=corpus,
-    )
-    rows = running.rows(tmp_path / "outputs" / "next")
-    assert [row["step"] for row in rows] == ["1", "2", "3", "4", "5", "6"]
-    assert float(rows[0]["train/loss"]) < 0.9 * running.losses(single)[0]
 
 
 def test_a_resume_that_cannot_work_leaves_the_run_as_it_is(single, corpus):

@@ -430,13 +430,6 @@ def test_fewer_ranks_see_the_same_batch(overrides, devices, micro, accumulate, c
     assert json.loads(resize.difference(cfg, cfg)) == {}
 
 
-def test_a_fixed_axis_says_that_the_ranks_cannot_become_fewer(composed):
-    cfg = composed("strategy=fsdp", "strategy.shard=4")
-    assert (
-        resize.fewer(cfg, most=3, least=1) == "strategy.shard=4 is fixed, type strategy.shard=auto"
-    )
-
-
 BAD = {
     "launch.max_restarts=often": "max_restarts=often: must be a whole number from 0",
     "launch.max_restarts=-1": "launch.max_restarts=-1",

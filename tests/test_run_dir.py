@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from armature import run_dir
 from armature.checkpoint import directory, resume
-from armature.config import NEEDED, without_secrets
+from armature.config import NEEDED
 from armature.errors import ConfigError, NotSaved
 
 
@@ -53,16 +53,6 @@ def test_an_older_config_gets_the_defaults_of_the_keys_it_lacks(tmp_path):
     assert (cfg.launch.grace_seconds, cfg.checkpoint.mode) == (8, "min")
 
 
-def test_an_argument_that_an_older_config_lacks_counts_as_its_default():
-    optimizer = {"_target_": "torch.optim.AdamW", "lr": 0.1}
-    older, newer = (
-        resume.flat(optimizer, "optimizer"),
-        resume.flat(optimizer | {"betas": [0.9, 0.999]}, "optimizer"),
-    )
-    assert older == newer
-    assert older["optimizer.amsgrad"] is False
-
-
 def test_no_value_of_the_environment_is_written(tmp_path, monkeypatch):
     monkeypatch.setenv("MARKER", "s3cr3t-value")
     cfg = config(
@@ -75,12 +65,6 @@ def test_no_value_of_the_environment_is_written(tmp_path, monkeypatch):
     back = run_dir.read(directory)
     assert back.key == back.nested.again == "s3cr3t-value"
     assert back.nested.text == "x-s3cr3t-value"
-
-
-def test_the_resolver_is_put_back(tmp_path, monkeypatch):
-    monkeypatch.setenv("MARKER", "value")
-    without_secrets(config(tmp_path, key="${oc.env:MARKER}"))
-    assert OmegaConf.create({"key": "${oc.env:MARKER}"}).key == "value"
 
 
 def test_unnamed_runs_never_share_a_directory(tmp_path):
@@ -110,31 +94,12 @@ def test_never_refuses_a_directory_that_holds_a_run(tmp_path):
         run_dir.write(cfg, [])
 
 
-def test_never_refuses_checkpoints_under_another_root(tmp_path):
-    cfg = config(tmp_path, checkpoint={"root": str(tmp_path / "elsewhere")})
-    cfg.run.name, cfg.resume = "mine", "never"
-    cfg = run_dir.decide(cfg, label="x")
-    run_dir.write(cfg, [])
-    (tmp_path / "elsewhere" / "mine" / "step=000002").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="elsewhere/mine holds a run already"):
-        run_dir.write(cfg, [])
-
-
 def test_a_home_is_expanded_as_a_shell_does_it(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     cfg = run_dir.decide(config("~/runs", checkpoint={"root": "~/kept"}), label="x")
     assert cfg.run.dir.startswith(f"{tmp_path}/runs/")
     assert cfg.checkpoint.root == f"{tmp_path}/kept"
     assert resume.to_path("~/x.ckpt") == tmp_path / "x.ckpt"
-
-
-def test_ranks_that_torchrun_restarts_resume_though_never_was_typed(tmp_path, monkeypatch):
-    cfg = config(tmp_path)
-    cfg.run.name, cfg.resume = "mine", "never"
-    cfg = run_dir.decide(cfg, label="x")
-    (run_dir.write(cfg, []) / "checkpoints").mkdir()
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    run_dir.write(cfg, [])
 
 
 def test_the_folder_of_checkpoints_is_found_from_any_folder(tmp_path, monkeypatch):
@@ -177,18 +142,6 @@ def test_the_pointer_names_the_checkpoint(tmp_path):
     )
     (checkpoints / "last").write_text("step=000004\n")
     assert resume.last_checkpoint(tmp_path) == checkpoints / "step=000002"  # what it names is gone
-
-
-def test_a_run_named_like_a_file_is_a_run(tmp_path):
-    saved, names = (
-        tmp_path / "a.ckpt" / "checkpoints" / "step=000002",
-        [directory.META, directory.TENSOR_INDEX],
-    )
-    saved.mkdir(parents=True)
-    for name in names:
-        (saved / name).touch()
-    directory.write_manifest(saved, directory.describe(saved, names), {})
-    assert resume.last_checkpoint(tmp_path / "a.ckpt") == saved
 
 
 @pytest.mark.parametrize("name", ["x.ckpt", "x.pt", "x.pth", "x.safetensors"])
@@ -239,12 +192,6 @@ def test_a_path_that_a_run_with_checkpoints_would_not_begin_with_is_refused(tmp_
     monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
     monkeypatch.setenv("ARMATURE_ATTEMPT", "1")
     start(first)
-
-
-def test_paths_in_object_stores_are_compared_as_they_are_written():
-    there = resume.to_path("memory://bucket/run/")
-    assert resume._is_same(there, resume.to_path("memory://bucket/run"))
-    assert not resume._is_same(there, Path("/bucket/run"))
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])

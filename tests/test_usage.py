@@ -12,7 +12,7 @@ import sys
 import pytest
 
 import armature
-from armature import cli, project
+from armature import cli
 from armature.errors import ConfigError
 from armature.project import CONFIGS
 from armature.validation import usage
@@ -45,14 +45,6 @@ def test_every_group_has_a_sentence_and_its_files():
     for name, folder in folders.items():
         shipped = {path.stem for path in folder.glob("*.yaml")}
         assert {name, *shipped} <= words
-
-
-def test_a_group_of_a_users_own_is_listed_as_well(tmp_path, monkeypatch):
-    monkeypatch.setattr(project, "FOLDERS", [tmp_path])
-    monkeypatch.setattr(usage, "FOLDERS", [tmp_path])
-    (tmp_path / "augmentation").mkdir()
-    (tmp_path / "augmentation" / "strong.yaml").write_text("x: 1\n")
-    assert "  augmentation\n               strong\n" in usage.text()
 
 
 def test_help_is_ours(tmp_path):

@@ -6,6 +6,7 @@ import gc
 import io
 import logging
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -310,9 +311,8 @@ def checking() -> Iterator[None]:
         typed = ", ".join(overrides())
         raise ConfigError(
             f"{error_line(error)}. The configuration could not be checked, probably because of a "
-            "value that was "
-            f"typed ({typed}). Correct it; HYDRA_FULL_ERROR=1 shows the traceback, which is in "
-            f"{file.name}."
+            f"value that was typed ({typed}). Correct it; HYDRA_FULL_ERROR=1 shows the traceback, "
+            f"which is in {file.name}."
         ) from error
 
 
@@ -331,7 +331,10 @@ def refuse(problems: list[str]) -> NoReturn:
 
 def _text_of(problems: list[str]) -> str:
     head = "1 problem:" if len(problems) == 1 else f"{len(problems)} problems:"
-    return "\n".join([head, *(f"  - {problem}" for problem in problems)])
+    text = "\n".join([head, *(f"  - {problem}" for problem in problems)])
+    if (project.ROOT / "scripts").is_dir():
+        return text
+    return re.sub(r"(python )?scripts/(\w+)\.py", r"armature \2", text)  # not in a project's folder
 
 
 def with_run_dir(cfg: DictConfig) -> DictConfig:
@@ -347,8 +350,7 @@ def with_run_dir(cfg: DictConfig) -> DictConfig:
     if str(hydra.run.dir) != ".":  # of a file
         raise ConfigError(
             f"hydra.run.dir={hydra.run.dir}: this has no effect here. Remove it from the file that "
-            "sets it. Type "
-            "run.root=… (holds all runs) and run.name=… (this run)."
+            "sets it. Type run.root=… (holds all runs) and run.name=… (this run)."
         )
     if problems := _merged_problems(overrides()):
         raise ConfigError(problems)
@@ -364,8 +366,7 @@ def _merged_problems(overrides: Sequence[str]) -> list[str]:
     ]
     return [
         f"{g}: it takes one option, not a list, whose files would be merged. Type {g}=NAME; for a "
-        "run with each of "
-        f"several, -m {g}=A,B."
+        f"run with each of several, -m {g}=A,B."
         for g in merged
     ]
 

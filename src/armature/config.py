@@ -351,9 +351,8 @@ def require_plain_addresses(
             if "://" in str(OmegaConf.create({"value": value}).value):
                 raise ConfigError(
                     f"{file}: {key}={value} would send a value of this environment to the address "
-                    "in it. If the run is "
-                    f"yours, write the whole address into the file, or {key}=${{oc.env:NAME}} "
-                    "alone."
+                    "in it. If the run is yours, write the whole address into the file, or "
+                    f"{key}=${{oc.env:NAME}} alone."
                 )
 
 

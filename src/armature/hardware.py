@@ -65,14 +65,6 @@ def default_accelerator() -> str:
     return "gpu" if gpu_count() else "mps" if has_mps() else "cpu"
 
 
-def cuda_driver_version() -> tuple[int, int] | None:
-    """Return the newest CUDA that the installed driver supports, or None without a driver."""
-    version = ctypes.c_int()
-    if (driver := _cuda_driver()) is None or driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
-        return None
-    return version.value // 1000, version.value % 1000 // 10
-
-
 def compute_capability() -> tuple[int, int] | None:
     """Return (major, minor) of the first NVIDIA GPU, or None if there is none."""
     if (first := _first_gpu()) is None:

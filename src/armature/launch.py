@@ -8,7 +8,6 @@ under torchrun or srun       this process is one of the ranks and joins the othe
 """
 
 import logging
-import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -37,16 +36,10 @@ def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
 
     RunFailed: a signal or an error ended the run.
     """
-    environment.forget_lone_rank()
-    slurm.join(cfg)
+    joined = join(cfg)
     if (stop_at := slurm.stop_at(cfg.launch.stop_minutes_before_limit)) is not None:
         environment.set_deadline(stop_at)
-    if joined := environment.is_joined():
-        _check_world(cfg)
     layout = Layout.of(cfg)
-    unknown = environment.unknown_interfaces(os.environ, gpus=cfg.trainer.accelerator == "gpu")
-    if layout.world_size > 1 and (problems := [*map(" ".join, unknown)]):
-        raise ConfigError(problems)
     _check_built(cfg, layout)
     if environment.rank() == 0:
         cfg.run.micro_batch_size = _micro_batch_size(cfg, layout)
@@ -59,13 +52,6 @@ def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
             )
         if environment.is_under_agent():
             rank.end_with_parent()
-    elif cfg.trainer.num_nodes > 1 and not cfg.launch.rdzv_endpoint:
-        raise ConfigError(
-            f"trainer.num_nodes={cfg.trainer.num_nodes}, but this command starts ranks on one "
-            "machine. "
-            "Start it with torchrun (scripts/multinode/) or under Slurm (scripts/slurm/), "
-            "or type launch.rdzv_endpoint=HOST:PORT on each machine."
-        )
     elif (finished := _finished_message(cfg)) is not None:
         print(finished, file=sys.stderr)
         return trials.metric(Path(cfg.run.dir), cfg.checkpoint.monitor)
@@ -88,6 +74,51 @@ def launch(cfg: DictConfig, overrides: list[str]) -> float | None:
     ):
         raise supervise.stopped(cfg, summary["stop_reason"], step=summary["global_step"])
     return trials.metric(Path(cfg.run.dir), cfg.checkpoint.monitor)
+
+
+def join(cfg: DictConfig) -> bool:
+    """Join the ranks that torchrun or srun has started, and return whether there are any.
+
+    ConfigError: they are not those that the configuration asks for, or could not meet: they would
+    wait for ever.
+    """
+    environment.forget_lone_rank()
+    slurm.join(cfg)
+    devices, nodes, started = cfg.trainer.devices, cfg.trainer.num_nodes, environment.world_size()
+    asked = f"trainer.devices={devices} × trainer.num_nodes={nodes}"
+    left_over = (
+        "If no launcher started this command, type unset RANK WORLD_SIZE LOCAL_RANK "
+        "LOCAL_WORLD_SIZE."
+    )
+    problems = []
+    if not (joined := environment.is_joined()):
+        if nodes > 1 and not cfg.launch.rdzv_endpoint:
+            problems.append(
+                f"trainer.num_nodes={nodes}, but this command starts ranks on one machine. "
+                "Start it with torchrun (scripts/multinode/) or under Slurm (scripts/slurm/), "
+                "or type launch.rdzv_endpoint=HOST:PORT on each machine."
+            )
+    elif environment.rank() >= started:
+        problems.append(
+            f"RANK={environment.rank()}: must be less than WORLD_SIZE={started}. {left_over}"
+        )
+    elif started != devices * nodes:
+        local = max(1, environment.local_world_size())
+        problems.append(
+            f"{asked} asks for {devices * nodes} processes, but the launcher started {started}. "
+            f"Type trainer.devices={local} trainer.num_nodes={max(1, started // local)}. "
+            f"{left_over}"
+        )
+    elif started > 1 and environment.meets_nowhere():
+        problems.append(
+            f"WORLD_SIZE={started}, but MASTER_ADDR is not set, so the ranks cannot meet. "
+            f"{left_over}"
+        )
+    if devices * nodes > 1:
+        problems += environment.unknown_interfaces(gpus=cfg.trainer.accelerator == "gpu")
+    if problems:
+        raise ConfigError(problems)
+    return joined
 
 
 def _run(cfg: DictConfig, overrides: list[str], *, alone: bool) -> None:
@@ -175,34 +206,6 @@ def _check_fewer(cfg: DictConfig) -> None:
             raise ConfigError(message)
 
 
-def _check_world(cfg: DictConfig) -> None:
-    """Check that the launcher started as many ranks as the configuration asks for; else they would
-    wait for ever.
-    """
-    started, asked = environment.world_size(), cfg.trainer.devices * cfg.trainer.num_nodes
-    left_over = (
-        "If no launcher started this command, type unset RANK WORLD_SIZE LOCAL_RANK "
-        "LOCAL_WORLD_SIZE."
-    )
-    if environment.rank() >= started:
-        raise ConfigError(
-            f"RANK={environment.rank()}: must be less than WORLD_SIZE={started}. {left_over}"
-        )
-    if started != asked:
-        local = environment.local_world_size()
-        raise ConfigError(
-            f"trainer.devices={cfg.trainer.devices} × trainer.num_nodes={cfg.trainer.num_nodes} "
-            f"asks for {asked} "
-            f"processes, but the launcher started {started}. "
-            f"Type trainer.devices={local} trainer.num_nodes={started // local}. {left_over}"
-        )
-    if started > 1 and environment.meets_nowhere():
-        raise ConfigError(
-            f"WORLD_SIZE={started}, but MASTER_ADDR is not set, so the ranks cannot meet. "
-            f"{left_over}"
-        )
-
-
 def _finished_message(cfg: DictConfig) -> str | None:
     summary = run_dir.read_summary(Path(cfg.run.dir))
     if summary is None or summary["stop_reason"] != "finished" or cfg.resume == "never":
@@ -214,8 +217,7 @@ def _finished_message(cfg: DictConfig) -> str | None:
     limit = "max_epochs" if cfg.trainer.max_steps is None else "max_steps"
     return (
         f"{cfg.run.dir} is finished ({summary['global_step']} steps). To train it further, raise "
-        f"trainer.{limit}; "
-        "to start from step 0, type another run.name."
+        f"trainer.{limit}; to start from step 0, type another run.name."
     )
 
 

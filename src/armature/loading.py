@@ -76,8 +76,7 @@ def open_run(
     if run_path is None:
         raise ConfigError(
             f"{path}: no run directory, and not in one: there is no config.yaml that says which "
-            "model it is. Name "
-            "outputs/<run.name> or a checkpoint in it; a .ckpt from elsewhere: "
+            "model it is. Name outputs/<run.name> or a checkpoint in it; a .ckpt from elsewhere: "
             "YourModule.load_from_checkpoint."
         )
     cfg = run_dir.read(run_path)
@@ -88,7 +87,7 @@ def open_run(
     config.require_plain_addresses(cfg, run_path / "config.yaml", typed=typed_keys)
     typed = pretrained.KEY in typed_keys
     OmegaConf.update(cfg, "run.dir", str(run_path))
-    if wrong := values.problems_of(typed_keys, OmegaConf.to_container(cfg)):  # pyright: ignore[reportArgumentType]
+    if wrong := values.wrong_of(typed_keys, OmegaConf.to_container(cfg)):  # pyright: ignore[reportArgumentType]
         raise ConfigError(wrong)
     targets.check(cfg, overrides=overrides or [], packages=packages)
     if typed and pretrained.named_by(cfg) is not None:
@@ -212,8 +211,7 @@ def build_task(cfg: DictConfig, **arguments: Any) -> L.LightningModule:
     if not isinstance(task, L.LightningModule):
         raise ConfigError(
             f"task._target_={cfg.task._target_} returned {task!r:.80}, not a LightningModule. Let "
-            "it return one, or "
-            "name a class that is one."
+            "it return one, or name a class that is one."
         )
     return task
 

@@ -174,8 +174,7 @@ def write(cfg: DictConfig, overrides: list[str]) -> Path:
         if own or directory.checkpoints_in(checkpoints):
             raise ConfigError(
                 f"resume=never: {run_dir if own else checkpoints} holds a run already. Type "
-                "another run.name, or "
-                "resume=auto to resume it."
+                "another run.name, or resume=auto to resume it."
             )
     try:
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
@@ -279,8 +278,7 @@ def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
     except OSError as error:
         raise NotSaved(
             f"{file} could not be written ({error.strerror or error}), so the run does not count "
-            "as finished. "
-            "Once there is room, type the same command with its run.name."
+            "as finished. Once there is room, type the same command with its run.name."
         ) from error
 
 

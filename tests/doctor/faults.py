@@ -142,14 +142,14 @@ def skips_a_collective() -> None:
 
 
 def parameter_left_out() -> None:
-    """Add to a gradient on this rank only, as a parameter does that DDP ignores."""
+    """Change a gradient on this rank only, as a parameter does that DDP ignores."""
     from armature.doctor.training import Watch
 
     usual = Watch.on_before_optimizer_step
 
     def on_before_optimizer_step(self: Any, trainer: Any, module: Any, optimizer: Any) -> None:
         param = next(param for name, param in module.named_parameters() if ".1." in name)
-        param.grad.view(-1)[0] += 1e-7
+        param.grad *= 1.1
         usual(self, trainer, module, optimizer)
 
     Watch.on_before_optimizer_step = on_before_optimizer_step
@@ -206,9 +206,7 @@ def nan_in_a_layer() -> None:
     def on_train_start(self: Any, trainer: Any, module: Any) -> None:
         usual(self, trainer, module)
         layer = next(part for name, part in module.named_modules() if name.endswith(".1.attention"))
-        layer.register_forward_hook(
-            lambda layer, inputs, output: output * float("nan"), prepend=True
-        )
+        layer.register_forward_hook(lambda layer, inputs, output: output * float("nan"))
 
     Watch.on_train_start = on_train_start
 

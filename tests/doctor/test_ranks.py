@@ -24,10 +24,10 @@ def test_a_healthy_run_has_no_failures(cfg):
     found = examined(cfg, deadlines={"meeting": 60.0, "steps": 60.0, "collective": 20.0})
     assert not failures(found)
     said = " ".join(each.what for each in found)
-    assert "20 gradients and 20 weights are equal to the bit" in said
+    assert "the weights that ranks share are the same" in said
     assert "All 2 ranks started" in said
     assert "the right value" in said
-    assert "each once" in said
+    assert "The first batches of the 2 data ranks differ" in said
 
 
 def test_a_slow_rank_and_an_unsynchronized_parameter_are_named(cfg):
@@ -37,8 +37,8 @@ def test_a_slow_rank_and_an_unsynchronized_parameter_are_named(cfg):
     assert any(
         re.search(rf"rank 1 on {HOST} computes at \d+% of the others' speed", each) for each in slow
     ), slow
-    assert re.fullmatch(
-        r"The gradient of model\.blocks\.1\.\S+ differs between replicas: rank 0 from rank 1\.",
+    assert re.match(
+        r"The gradient differs between replicas: model\.blocks\.1\.\S+ \(\S+ on rank 0, ",
         failures(found)[0].what,
     )
 
@@ -71,7 +71,7 @@ def test_a_port_that_is_taken_ends_the_examination(cfg):
         taken.listen()
         port = taken.getsockname()[1]
         found = failures(examined(cfg, port=port))
-    assert [each.what.split(" by ")[0] for each in found] == [f"MASTER_PORT={port} is taken"]
+    assert [each.what.split(" on ")[0] for each in found] == [f"MASTER_PORT={port} cannot be used"]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_other_data_on_equal_ranks_and_another_torch_are_named(tensor_cfg):
     deadlines = {"meeting": 60.0, "steps": 60.0, "collective": 20.0}
     found = failures(examined(tensor_cfg, fault="other_data+another_torch", deadlines=deadlines))
     said = " ".join(each.what for each in found)
-    assert "rank 0 and rank 1 must train on the same samples" in said, found
+    assert "the first batch of rank 1 is not that of rank 0, which shares it" in said, found
     assert re.search(
         rf"torch differs between the ranks: \S+ on rank 0 on {HOST}, 2.12.1 on rank 1 on {HOST}",
         said,
@@ -107,6 +107,4 @@ def test_a_layer_with_nan_is_named_with_its_rank(cfg):
     deadlines = {"meeting": 60.0, "steps": 60.0, "collective": 20.0}
     (found,) = failures(examined(cfg, fault="nan_in_a_layer", deadlines=deadlines))
     assert re.fullmatch(rf"rank 1 on {HOST}", found.where)
-    first = r"The loss of batch 1 is nan. The first module whose output is not finite is "
-    first += r"model\.blocks\.1\.attention \(\w+\)"
-    assert re.match(f"{first}; its input is finite.", found.what), found
+    assert found.what == "The loss of batch 1 is nan."

@@ -38,12 +38,6 @@ def test_a_rank_without_a_size_is_left_over(monkeypatch):
     assert environment.rank() == 3
 
 
-def test_a_size_without_a_rank_is_one_process(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.delenv("RANK", raising=False)
-    assert environment.world_size() == 1
-
-
 def test_a_closed_pipe_ends_no_run(monkeypatch):
     reading, writing = os.pipe()
     with os.fdopen(writing, "w", buffering=1) as stream:
@@ -54,19 +48,6 @@ def test_a_closed_pipe_ends_no_run(monkeypatch):
             print("step")
             sys.stdout.flush()
         assert sys.stdout.isatty() is False
-
-
-def test_a_full_disk_is_reported_once(monkeypatch, capsys):
-    with open("/dev/full", "w", buffering=1) as stream:
-        monkeypatch.setattr(sys, "stdout", stream)
-        streams.make_lasting()
-        for _ in range(3):
-            print("step")
-            sys.stdout.flush()
-    assert (
-        capsys.readouterr().err
-        == "The output cannot be written (No space left on device): it is incomplete.\n"
-    )
 
 
 def test_a_level_of_torchs_that_is_none_is_named_before_torch_is_imported(monkeypatch):

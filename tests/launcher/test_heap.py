@@ -89,28 +89,6 @@ def test_only_processes_that_train_on_a_cpu_keep_memory(unset):
     assert heap.rank_variables("cpu") == {"GLIBC_TUNABLES": heap.HUGE_PAGES}
 
 
-def test_a_system_without_mallopt_is_left_alone(unset, monkeypatch):
-    monkeypatch.setattr(heap.ctypes, "CDLL", lambda name: object())  # musl
-    assert not heap.keep_freed_memory("cpu")
-    monkeypatch.setattr(heap.sys, "platform", "darwin")
-    assert not heap.keep_freed_memory("cpu")
-    assert heap.rank_variables("cpu") == {}
-
-
-def test_an_older_glibc_gets_the_highest_threshold_that_it_accepts(unset, monkeypatch):
-    calls = []
-
-    class Old:
-        @staticmethod
-        def mallopt(number: int, value: int) -> int:
-            calls.append((number, value))
-            return int(number != -3 or value <= heap.OLD_MMAP_LIMIT)
-
-    monkeypatch.setattr(heap.ctypes, "CDLL", lambda name: Old)
-    assert heap.keep_freed_memory("cpu")
-    assert calls[-1] == (-3, heap.OLD_MMAP_LIMIT)
-
-
 @pytest.mark.slow
 def test_a_step_of_training_causes_no_page_faults(unset, corpus, tmp_path):
     (tmp_path / "counting.py").write_text(COUNT_FAULTS)

@@ -75,12 +75,6 @@ def test_the_lock_is_held_while_entered_and_nothing_stays_behind(run_dir):
     assert [path.name for path in run_dir.iterdir()] == ["config.yaml"]
 
 
-def test_an_error_releases_the_lock_and_removes_an_empty_directory(run_dir):
-    with pytest.raises(ArithmeticError), lock.hold(config(run_dir)):
-        raise ArithmeticError
-    assert not run_dir.exists()
-
-
 def test_a_living_process_of_this_machine_is_named_at_once(run_dir):
     with lock.hold(config(run_dir)):
         begun = time.monotonic()

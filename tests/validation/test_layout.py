@@ -23,9 +23,8 @@ FILES = {
     "net/plan.py": "from armature.models.decoder.plan import PLAN\n",
     "net/check.py": "def problems(arguments):\n"
     "    return ['model.width=48 is odd for Net'] if arguments['width'] == 48 else []\n",
-    "images.py": "from lightning.pytorch import LightningModule\n\n\n"
-    "class Task(LightningModule):\n    modality = 'images'\n\n    def __init__(self, "
-    "model, **o): ...\n",
+    "images.py": "from lightning.pytorch import LightningModule\n\n\nclass Task(LightningModule):\n"
+    "    modality = 'images'\n\n    def __init__(self, model, **o): ...\n",
     "average.py": "from armature.callbacks.ema import EMA\n\n\nclass Average(EMA):\n    pass\n",
 }
 

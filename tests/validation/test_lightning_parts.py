@@ -9,7 +9,7 @@ from omegaconf import open_dict
 from armature import config
 from armature.errors import ConfigError
 from armature.layout import Layout
-from armature.validation import checks, lightning_parts, signatures, targets, values
+from armature.validation import checks, lightning_parts, signatures
 from armature.validation.composing import composing
 
 USERS = "tests.validation.users"
@@ -61,7 +61,7 @@ def test_a_logger_whose_package_is_missing_says_what_to_install(monkeypatch):
         "find_spec",
         lambda name: None if "ml" in name else usual(name),
     )
-    problems = lightning_parts.problems(composed("logger=[csv,mlflow,comet]"))
+    problems = lightning_parts.logger_problems(composed("logger=[csv,mlflow,comet]"))
     assert problems == [
         "logger.mlflow: mlflow is not installed. Type pip install mlflow, or another logger.",
         "logger.comet: comet_ml is not installed. Type pip install comet-ml, or another logger.",
@@ -71,49 +71,13 @@ def test_a_logger_whose_package_is_missing_says_what_to_install(monkeypatch):
 def test_an_upload_of_files_that_nothing_saves_is_refused(monkeypatch):
     monkeypatch.setattr(lightning_parts.importlib.util, "find_spec", lambda name: name)
     words = ["logger=wandb", "logger.wandb.log_model=all"]
-    (problem,) = lightning_parts.problems(composed(*words))
+    (problem,) = lightning_parts.logger_problems(composed(*words))
     assert problem.startswith(
         "logger.wandb.log_model=all: it uploads the files of Lightning's ModelCheckpoint"
     )
-    assert lightning_parts.problems(composed("logger=wandb")) == []
+    assert lightning_parts.logger_problems(composed("logger=wandb")) == []
     files = "+callbacks.files._target_=lightning.pytorch.callbacks.ModelCheckpoint"
-    assert lightning_parts.problems(composed(*words, files)) == []
-
-
-@pytest.mark.parametrize("value", ["-1", "0.0", "1.1", "many", "true"])
-def test_a_limit_out_of_range_is_refused(value):
-    cfg = composed(f"trainer.limit_val_batches={value}")
-    (problem,) = values.problems(cfg, checks.plain(cfg))
-    assert "must be a whole number from 0, or a share of them above 0.0 and up to 1.0" in problem
-
-
-def test_a_limit_keeps_the_type_that_was_typed():
-    cfg = composed(
-        "trainer.limit_train_batches=1",
-        "trainer.limit_val_batches=1.0",
-        "trainer.limit_test_batches=0.1",
-    )
-    trainer = cfg.trainer
-    values = [trainer.limit_train_batches, trainer.limit_val_batches, trainer.limit_test_batches]
-    assert [(type(value), value) for value in values] == [(int, 1), (float, 1.0), (float, 0.1)]
-    assert lightning_parts.problems(cfg) == []
-
-
-def test_what_a_module_s_constructor_requires_is_named():
-    problems = targets.problems({"task": {"_target_": f"{USERS}.Template"}}, [USERS])
-    assert [problem.split(". ")[0] for problem in problems] == [
-        f"task.net: {USERS}.Template needs it",
-        f"task.compile: {USERS}.Template needs it",
-    ]
-
-
-def test_arguments_may_refer_to_what_is_decided_for_this_machine():
-    target = "_target_:lightning.pytorch.callbacks.RichProgressBar"
-    bar = f"+callbacks.bar={{{target},refresh_rate:'${{trainer.devices}}'}}"
-    assert (
-        checks._target_problems(composed("trainer.devices=auto", "trainer.accelerator=cpu", bar))
-        == []
-    )
+    assert lightning_parts.logger_problems(composed(*words, files)) == []
 
 
 def test_a_module_that_builds_its_own_model_is_not_held_to_the_unused_one(caplog):

@@ -2,11 +2,10 @@
 
 import pytest
 
-from armature.finetune import nf4
 from armature.finetune.check import LORA, adapter_of
 from armature.layout import Layout
 from armature.models.decoder.plan import PLAN
-from armature.validation import parallelism, quantization
+from armature.validation import quantization
 
 MODEL = {
     "_target_": "armature.models.decoder.model.Decoder",
@@ -37,11 +36,6 @@ def problems(
     found = quantization.problems(cfg, layout)
     assert all("Type " in problem or "must be" in problem for problem in found)
     return " ".join(found)
-
-
-def test_the_rule_is_asked_and_knows_the_blocks():
-    assert quantization.problems in parallelism.RULES
-    assert quantization.BLOCK == nf4.BLOCK
 
 
 def test_what_works_is_not_refused():
@@ -81,7 +75,6 @@ def test_strategies_that_cannot_are_refused(strategy, ranks, says):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"quantize": "int8"}, "task.adapter.quantize=int8: must be nf4 or null"),
         (
             {"_target_": "example.model.Net"},
             "has been tried with armature.models.decoder.model.Decoder alone",
@@ -107,12 +100,6 @@ def test_a_checkpoint_of_dense_weights_is_refused(tmp_path):
     )
     assert "not from a checkpoint" in " ".join(quantization.problems(cfg, layout))
     assert quantization.problems(cfg | {"resume": "auto"}, layout) == []
-
-
-def test_a_sharded_strategy_needs_a_torch_that_shards_integers(monkeypatch):
-    monkeypatch.setattr(quantization.importlib.metadata, "version", lambda name: "2.11.0+cu128")
-    assert "needs torch 2.12; here is 2.11" in problems({"_target_": MESH, "shard": 2}, ranks=2)
-    assert problems({"_target_": MESH, "tensor": 2}, ranks=2) == ""
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
-from armature.doctor.finding import Finding, failure, listed_ranks, ok, warning
+from armature.doctor.finding import Finding, failure, listed, ok, warning
 from armature.doctor.session import Session
 from armature.errors import ConfigError
 from armature.launcher import environment
@@ -25,40 +25,29 @@ from armature.planning import devices
 
 GROUP = "communication"
 POLL_SECONDS = 0.001
-CLOCK_SECONDS = 1.0  # difference between two machines' clocks that is reported
 SLOW = 0.6  # of the median: a rank or link below it is named
 EXPECTED_SHARE = 0.4  # of the published rate of a link: what is measured below it is reported
 MOST_ROUNDS = 16  # of pairs; with more ranks, only some pairs are measured
-PING_PONGS = 10
+MOST_NAMED = 8
 COMPUTE_SECONDS = 0.05
-_SLOW_KIND = {
+LINK = "link"  # a pair of ranks, beside the axes of the mesh
+_REMEDIES = {
     "within": "Type nvidia-smi topo -m: NVLink may be off, or GPUs of different sockets were "
     "chosen.",
     "between": "NCCL may use Ethernet, not InfiniBand: type export NCCL_DEBUG=INFO and look for "
-    "NET/IB; set "
-    "NCCL_IB_HCA and NCCL_SOCKET_IFNAME.",
+    "NET/IB; set NCCL_IB_HCA and NCCL_SOCKET_IFNAME. Or type a smaller strategy axis, so that it "
+    "stays within a machine.",
 }
 
 
 @dataclass(frozen=True)
-class Link:
-    """What two ranks measured: seconds for a small message in one direction, and bytes per
-    second.
-    """
-
-    first: int
-    second: int
-    latency: float
-    bandwidth: float
-
-
-@dataclass(frozen=True)
-class AxisGroup:
-    """What the ranks of one group along an axis of the mesh measured.
+class Rate:
+    """What ranks that communicate have measured.
 
     Args:
-        seconds: of an all-reduce of one number.
-        bandwidth: bytes per second that each rank sends, and receives, in a large all-reduce.
+        axis: of the mesh, or LINK.
+        seconds: of one number.
+        bandwidth: bytes per second that each rank sends in a large message.
     """
 
     axis: str
@@ -80,31 +69,21 @@ def check(cfg: DictConfig, session: Session) -> None:
     with session.limit("barrier", seconds=seconds):
         _wait(dist.all_reduce(torch.ones(1, device=device), async_op=True))
     with session.limit("all-reduce", seconds=seconds):
-        for elements in (1, 2**18):
-            session.add(*reduced(device, elements, ranks=session.ranks, name=session.name))
-    with session.limit("clocks", seconds=seconds):
-        clocks = process_group.all_gather_object(_clock())
+        session.add(*reduced(device, ranks=session.ranks, name=session.name))
     with session.limit("speed of each rank", seconds=seconds):
-        rates = process_group.all_gather_object(compute_rate(device))
-    with session.limit("speed of each link", seconds=session.deadlines.collective * 2):
-        links = [
-            link
-            for part in process_group.all_gather_object(measure_links(device, session))
-            for link in part
-        ]
-    with session.limit("mesh axes", seconds=seconds * 2):
-        everyones = process_group.all_gather_object(measure_axes(cfg, device))
+        speeds = process_group.all_gather_object(compute_rate(device))
+    with session.limit("speed of each link and axis", seconds=4 * seconds):
+        own = [*measure_links(device, session), *measure_axes(cfg, device)]
+        everyones = [each for part in process_group.all_gather_object(own) for each in part]
     if session.rank == 0:
-        session.add(*clock_findings(clocks, hosts=session.hosts))
-        session.add(*rank_findings(rates, name=session.name))
-        expected, groups = (
-            expected_links(device),
-            {(each.axis, each.ranks): each for own in everyones for each in own},
-        )
+        rates = {(each.axis, each.ranks): each for each in everyones}
+        expected = expected_links(device)
+        session.add(*rank_findings(speeds, name=session.name))
         session.add(
-            *link_findings(links, hosts=session.hosts, name=session.name, expected=expected)
+            *rate_findings(
+                [*rates.values()], hosts=session.hosts, name=session.name, expected=expected
+            )
         )
-        session.add(*axis_findings([*groups.values()], hosts=session.hosts, expected=expected))
 
 
 def _init(cfg: DictConfig, session: Session) -> torch.device:
@@ -125,53 +104,21 @@ def _wait(work: Any) -> None:
     work.wait()
 
 
-# ------------------------------------------------------------ right
-def reduced(
-    device: torch.device, elements: int, *, ranks: int, name: Callable[[], str]
-) -> Iterator[Finding]:
+def reduced(device: torch.device, *, ranks: int, name: Callable[[], str]) -> Iterator[Finding]:
     """Sum known numbers over the ranks.
 
     Every rank compares all of them with the sum that it computes itself.
     """
-    index = torch.arange(elements, device=device, dtype=torch.float64) % 997
+    index = torch.arange(2**18, device=device, dtype=torch.float64) % 997
     numbers = index * (dist.get_rank() + 1)
     _wait(dist.all_reduce(numbers, async_op=True))
-    wrong = int((numbers != index * (ranks * (ranks + 1) // 2)).sum())
-    if wrong:
-        what = f"{name()}: an all-reduce of {elements} numbers returned {wrong} wrong ones."
-        remedy = (
-            "Try NCCL_P2P_DISABLE=1 and NCCL_ALGO=Ring; if it is right then, report the "
-            "machine: a link is broken."
-        )
+    if wrong := int((numbers != index * (ranks * (ranks + 1) // 2)).sum()):
+        what = f"{name()}: an all-reduce of {len(index)} numbers returned {wrong} wrong ones."
+        remedy = "Try NCCL_P2P_DISABLE=1 and NCCL_ALGO=Ring; if it is right then, a link is broken."
         yield failure(GROUP, what, remedy=remedy)
-    elif dist.get_rank() == 0 and elements > 1:
-        yield ok(
-            GROUP, f"Collectives among {ranks} ranks end, and an all-reduce has the right value."
-        )
-
-
-# ------------------------------------------------------------ clocks
-def _clock() -> float:
-    dist.barrier()
-    return time.time()
-
-
-def clock_findings(times: Sequence[float], *, hosts: Sequence[str]) -> Iterator[Finding]:
-    """Compare the clocks of the machines, read at the same moment."""
-    middle = statistics.median_high(times)
-    off = {host: seconds - middle for host, seconds in zip(hosts, times, strict=True)}
-    wrong = {host: seconds for host, seconds in off.items() if abs(seconds) > CLOCK_SECONDS}
-    if wrong and len(off) > 1:
-        listed = ", ".join(f"{host} by {seconds:+.1f} s" for host, seconds in wrong.items())
-        what = (
-            f"Clocks differ: {listed}. Logs cannot be compared, and limits of time end ranks "
-            "at different moments."
-        )
-        yield warning(
-            "environment", what, remedy="Synchronize them: type chronyc makestep on that machine."
-        )
-    elif len(off) > 1:
-        yield ok("environment", f"The clocks of {len(off)} machines agree.")
+    elif dist.get_rank() == 0:
+        what = f"Collectives among {ranks} ranks end, and an all-reduce has the right value."
+        yield ok(GROUP, what)
 
 
 # ------------------------------------------------------------ ranks
@@ -186,33 +133,30 @@ def compute_rate(device: torch.device) -> float:
         count, started = 0, time.perf_counter()
         while (seconds := time.perf_counter() - started) < COMPUTE_SECONDS:
             torch.mm(a, a)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            _synchronize(device)
             count += 1
         best = max(best, count / seconds)
     return best
 
 
-def rank_findings(rates: Sequence[float], *, name: Callable[[int], str]) -> Iterator[Finding]:
+def rank_findings(speeds: Sequence[float], *, name: Callable[[int], str]) -> Iterator[Finding]:
     """Name the ranks that compute more slowly than the others."""
-    typical = statistics.median_high(rates)
-    slow = [(rank, rate) for rank, rate in enumerate(rates) if rate < SLOW * typical]
-    for rank, rate in slow[:8]:
-        what = (
-            f"{name(rank)} computes at {rate / typical:.0%} of the others' speed; every step "
-            "waits for it."
-        )
+    typical = statistics.median_high(speeds)
+    slow = [(rank, speed) for rank, speed in enumerate(speeds) if speed < SLOW * typical]
+    for rank, speed in slow[:MOST_NAMED]:
+        share = f"{speed / typical:.0%}"
+        what = f"{name(rank)} computes at {share} of the others' speed; every step waits for it."
         remedy = (
             "Look there for another program (nvidia-smi, top), a throttled device (nvidia-smi -q "
-            "-d PERFORMANCE), "
-            "or fewer cores; else leave the machine out (Slurm: --exclude)."
+            "-d PERFORMANCE), or fewer cores; else leave the machine out (Slurm: --exclude)."
         )
         yield warning(GROUP, what, remedy=remedy)
     if not slow:
-        yield ok(GROUP, f"The {len(rates)} ranks compute at the same speed, within {1 - SLOW:.0%}.")
+        what = f"The {len(speeds)} ranks compute at the same speed, within {1 - SLOW:.0%}."
+        yield ok(GROUP, what)
 
 
-# ------------------------------------------------------------ links
+# ------------------------------------------------------------ links and axes
 def pairs(ranks: int) -> list[list[tuple[int, int]]]:
     """Return rounds of disjoint pairs, in which every rank meets every other, or MOST_ROUNDS
     others.
@@ -227,40 +171,63 @@ def pairs(ranks: int) -> list[list[tuple[int, int]]]:
     return rounds
 
 
-def measure_links(device: torch.device, session: Session) -> list[Link]:
-    """Measure this rank's links to others, one pair after the other; the pair's first rank returns
-    the result.
-    """
-    size = 2**26 if device.type == "cuda" else 2**20  # elements of 4 bytes
-    small, large = torch.zeros(1, device=device), torch.zeros(size, device=device)
-    found = []
+def measure_links(device: torch.device, session: Session) -> Iterator[Rate]:
+    """Measure this rank's links to others, one pair after the other."""
     for matches in pairs(session.ranks):
-        for first, second in matches:
-            if session.rank not in (first, second):
-                continue
-            other = second if session.rank == first else first
-            _ping_pong(small, other, first=session.rank == first, times=1)  # connects
-            latency = _ping_pong(small, other, first=session.rank == first, times=PING_PONGS)
-            seconds = min(
-                _ping_pong(large, other, first=session.rank == first, times=1) for _ in range(3)
-            )
-            if session.rank == first:
-                found.append(
-                    Link(first, second, latency, large.nbytes / max(seconds - latency, 1e-9))
-                )
+        for pair in matches:
+            if session.rank in pair:
+                first = session.rank == pair[0]
+                other = pair[first]
+
+                def there_and_back(tensor: torch.Tensor, first=first, other=other) -> None:
+                    for sends in (first, not first):
+                        (dist.send if sends else dist.recv)(tensor, other)
+
+                seconds, bandwidth = _measure(there_and_back, device, sent=2.0)
+                yield Rate(LINK, pair, seconds / 2, bandwidth)
         dist.barrier()
-    return found
 
 
-def _ping_pong(tensor: torch.Tensor, other: int, *, first: bool, times: int) -> float:
-    """Return the seconds that a message takes in one direction."""
-    _synchronize(tensor.device)
-    started = time.perf_counter()
-    for _ in range(times):
-        for sends in (first, not first):
-            (dist.send if sends else dist.recv)(tensor, other)
-    _synchronize(tensor.device)
-    return (time.perf_counter() - started) / (2 * times)
+def measure_axes(cfg: DictConfig, device: torch.device) -> Iterator[Rate]:
+    """Measure all-reduces in this rank's group along each axis of the mesh that has several
+    ranks.
+    """
+    layout = Layout.of(cfg)
+    groups: dict[str, Any] = {"data": dist.group.WORLD}
+    if layout.kind == "mesh":
+        built = mesh.build(layout.axes, device_type=device.type)
+        groups = {axis: built[axis].get_group() for axis in built.mesh_dim_names or ()}
+        if layout.axes["context"] > 1:
+            groups["context"] = mesh.context_group(built, context=layout.axes["context"])
+    for axis, group in groups.items():
+        if (count := group.size()) > 1:
+            reduce = lambda tensor, group=group: dist.all_reduce(tensor, group=group)  # noqa: E731
+            seconds, bandwidth = _measure(reduce, device, sent=2 * (count - 1) / count)
+            yield Rate(axis, tuple(dist.get_process_group_ranks(group)), seconds, bandwidth)
+
+
+def _measure(
+    send: Callable[[torch.Tensor], object], device: torch.device, *, sent: float
+) -> tuple[float, float]:
+    """Return the seconds for one number, and the bytes per second of a large tensor.
+
+    Args:
+        sent: how often each rank sends the tensor.
+    """
+
+    def seconds(tensor: torch.Tensor) -> float:
+        _synchronize(device)
+        started = time.perf_counter()
+        send(tensor)
+        _synchronize(device)
+        return time.perf_counter() - started
+
+    small = torch.ones(1, device=device)
+    large = torch.ones(2**26 if device.type == "cuda" else 2**20, device=device)
+    seconds(small)  # connects
+    latency = min(seconds(small) for _ in range(10))
+    best = min(seconds(large) for _ in range(3))
+    return latency, sent * large.nbytes / max(best - latency, 1e-9)
 
 
 def _synchronize(device: torch.device) -> None:
@@ -283,151 +250,52 @@ def expected_links(device: torch.device) -> Mapping[str, float]:
     return {"within": this.link_bytes_per_second, "between": this.network_bytes_per_second}
 
 
-def link_findings(
-    links: Sequence[Link],
+def rate_findings(
+    rates: Sequence[Rate],
     *,
     hosts: Sequence[str],
     name: Callable[[int], str],
     expected: Mapping[str, float],
 ) -> Iterator[Finding]:
-    """Name the links that are slower than the others of their kind, and kinds slower than the
-    hardware's links.
+    """Name what is slower than the others of its kind, and kinds slower than the hardware's links.
 
     Args:
         expected: bytes per second of the links `within` a machine and `between` machines; a missing
             one is not checked.
     """
-    for kind, words in (("within", "within a machine"), ("between", "between machines")):
-        of_kind = [
-            link
-            for link in links
-            if (hosts[link.first] == hosts[link.second]) == (kind == "within")
-        ]
-        if not of_kind:
-            continue
-        typical = statistics.median_high(link.bandwidth for link in of_kind)
-        latency = statistics.median(link.latency for link in of_kind)
-        # CPU ranks of a machine share its cores: their speed varies
-        judged = kind == "between" or bool(expected)
-        slow = [link for link in of_kind if judged and link.bandwidth < SLOW * typical]
-        yield from _slow_links(slow, of_kind, typical, name)
-        published = expected.get(kind)
-        measured = f"Links {words}: {_rate(typical)}, {latency * 1e6:.0f} µs"
-        if published is not None and typical < EXPECTED_SHARE * published:
-            yield warning(
-                GROUP,
-                f"{measured}; the hardware's give {_rate(published)}.",
-                remedy=_SLOW_KIND[kind],
-            )
-        elif not slow:
-            yield ok(
-                GROUP, f"{measured}" + (f" (published: {_rate(published)})." if published else ".")
-            )
-
-
-def _slow_links(
-    slow: Sequence[Link], links: Sequence[Link], typical: float, name: Callable[[int], str]
-) -> Iterator[Finding]:
-    """Name a rank if all its links are slow, else each slow link."""
-    of_rank = {rank: [link for link in links if rank in (link.first, link.second)]
-               for link in slow for rank in (link.first, link.second)}  # fmt: skip
-    ranks = [
-        rank for rank, own in of_rank.items() if len(own) > 1 and all(link in slow for link in own)
-    ]
-    for rank in ranks[:4]:
-        share = statistics.median(link.bandwidth for link in of_rank[rank]) / typical
-        what = f"All links of {name(rank)} have {share:.0%} of the others' bandwidth."
-        yield warning(
-            GROUP,
-            what,
-            remedy="Check that machine's network adapter and cable, or leave the machine out.",
-        )
-    for link in [link for link in slow if not {link.first, link.second} & set(ranks)][:8]:
-        what = (
-            f"The link between {name(link.first)} and {name(link.second)} has "
-            f"{link.bandwidth / typical:.0%} of the "
-        )
-        yield warning(
-            GROUP,
-            f"{what}others' bandwidth: {_rate(link.bandwidth)}.",
-            remedy="Check the cable and the switch.",
-        )
-
-
-# ------------------------------------------------------------ axes
-def measure_axes(cfg: DictConfig, device: torch.device) -> list[AxisGroup]:
-    """Measure all-reduces in this rank's group along each axis of the mesh that has several
-    ranks.
-    """
-    sizes = Layout.of(cfg).axes
-    if Layout.of(cfg).kind != "mesh":
-        return [_measure_axis("data", device, dist.group.WORLD)]
-    built = mesh.build(sizes, device_type=device.type)
-    groups = {axis: built[axis].get_group() for axis in built.mesh_dim_names or ()}
-    if sizes["context"] > 1:
-        groups["context"] = mesh.context_group(built, context=sizes["context"])
-    return [
-        _measure_axis(axis, device, group) for axis, group in groups.items() if group.size() > 1
-    ]
-
-
-def _measure_axis(axis: str, device: torch.device, group: Any) -> AxisGroup:
-    ranks = dist.get_process_group_ranks(group)
-    small, large = (
-        torch.ones(1, device=device),
-        torch.ones(2**26 if device.type == "cuda" else 2**20, device=device),
-    )
-    _all_reduce_seconds(small, group)  # connects
-    latency = min(_all_reduce_seconds(small, group) for _ in range(5))
-    seconds = min(_all_reduce_seconds(large, group) for _ in range(3))
-    sent = large.nbytes * 2 * (len(ranks) - 1) / len(ranks)
-    return AxisGroup(axis, tuple(ranks), latency, sent / max(seconds - latency, 1e-9))
-
-
-def _all_reduce_seconds(tensor: torch.Tensor, group: Any) -> float:
-    _synchronize(tensor.device)
-    started = time.perf_counter()
-    dist.all_reduce(tensor, group=group)
-    _synchronize(tensor.device)
-    return time.perf_counter() - started
-
-
-def axis_findings(
-    groups: Sequence[AxisGroup], *, hosts: Sequence[str], expected: Mapping[str, float]
-) -> Iterator[Finding]:
-    """Compare the groups of each axis with each other, and with what the links that they use should
-    give.
-
-    Args:
-        expected: as in `link_findings`.
-    """
-    for axis in dict.fromkeys(each.axis for each in groups):
-        own = [each for each in groups if each.axis == axis]
-        crosses = any(len({hosts[rank] for rank in each.ranks}) > 1 for each in own)
-        kind, words = ("between", "between machines") if crosses else ("within", "within a machine")
+    kinds: dict[tuple[str, str], list[Rate]] = {}
+    for each in rates:
+        crosses = len({hosts[rank] for rank in each.ranks}) > 1
+        kinds.setdefault((each.axis, "between" if crosses else "within"), []).append(each)
+    for (axis, kind), own in kinds.items():
+        words = "between machines" if kind == "between" else "within a machine"
+        title = f"Links {words}" if axis == LINK else f"axis {axis}, {words}"
         typical = statistics.median_high(each.bandwidth for each in own)
         latency = statistics.median(each.seconds for each in own)
-        what = (
-            f"axis {axis}, {words}: {len(own[0].ranks)} ranks all-reduce at {_rate(typical)}, "
-            f"{latency * 1e6:.0f} µs"
-        )
-        slow = [each for each in own if (crosses or expected) and each.bandwidth < SLOW * typical]
-        for each in slow[:4]:
-            who, share = listed_ranks(each.ranks), each.bandwidth / typical
-            slower = f"axis {axis}: {who} all-reduce at {share:.0%} of the other groups' speed."
-            yield warning(GROUP, slower, remedy="Look at these ranks' links above.")
+        # CPU ranks of a machine share its cores: their speed varies
+        judged = kind == "between" or bool(expected)
+        slow = [each for each in own if judged and each.bandwidth < SLOW * typical]
+        for each in _blamed(slow)[:MOST_NAMED]:
+            who = listed([name(rank) for rank in each.ranks])
+            share = f"{each.bandwidth / typical:.0%} of the others' bandwidth"
+            remedy = "Check the network adapter, the cable and the switch, or leave the machine out"
+            yield warning(GROUP, f"{title}: {who}: {share}.", remedy=f"{remedy}.")
         published = expected.get(kind)
+        what = f"{title}: {_rate(typical)}, {latency * 1e6:.0f} µs"
         if published is not None and typical < EXPECTED_SHARE * published:
-            remedy = _SLOW_KIND[kind] + (
-                " Or type a smaller strategy axis, so that it stays within a machine."
-                if crosses
-                else ""
-            )
-            yield warning(
-                GROUP, f"{what}; the hardware's links give {_rate(published)}.", remedy=remedy
-            )
+            what = f"{what}; the hardware's give {_rate(published)}."
+            yield warning(GROUP, what, remedy=_REMEDIES[kind])
         elif not slow:
             yield ok(GROUP, f"{what}.")
+
+
+def _blamed(slow: list[Rate]) -> list[Rate]:
+    """Return what is slow; one of the rank alone that all of it has in common, if there is one."""
+    common = set.intersection(*({*each.ranks} for each in slow)) if len(slow) > 1 else set()
+    if len(common) != 1:
+        return slow
+    bandwidth = statistics.median(each.bandwidth for each in slow)
+    return [Rate(slow[0].axis, tuple(common), 0.0, bandwidth)]
 
 
 def _rate(bytes_per_second: float) -> str:

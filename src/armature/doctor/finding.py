@@ -10,8 +10,7 @@ from armature.errors import error_line, masked
 OK, WARNING, FAILURE = "ok", "warning", "failure"
 EXIT_CODES = {OK: 0, WARNING: 1, FAILURE: 2}
 GROUPS = ("environment", "launch", "communication", "gradients", "data", "run directory")
-MOST_PLACES = 4  # named in a line of the report
-MOST_NAMES = 8  # of ranks, in a sentence
+MOST_NAMES = 8  # of ranks or machines, in a sentence
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,12 @@ def failure(group: str, what: str, *, remedy: str, where: str = "") -> Finding:
     return Finding(FAILURE, group, what, remedy, where)
 
 
+def refused(group: str, problems: Iterable[str]) -> list[Finding]:
+    """Return the problems of a ConfigError, each of which ends the examination."""
+    remedy = "Correct the command; nothing else was examined."
+    return [failure(group, masked(each), remedy=remedy) for each in problems]
+
+
 def gathered(group: str, *checks: Callable[[], Iterable[Finding]]) -> list[Finding]:
     """Return the findings of several checks. One that raises is a failure, and the others count."""
     found: list[Finding] = []
@@ -54,13 +59,8 @@ def gathered(group: str, *checks: Callable[[], Iterable[Finding]]) -> list[Findi
             # of a machine, a driver or a file system that the check did not expect
             name = getattr(check, "func", check).__name__
             what = f"The check {name} could not look: {masked(error_line(error))}."
-            found.append(
-                failure(
-                    group,
-                    what,
-                    remedy="Correct what the error names; this is not known to be sound.",
-                )
-            )
+            remedy = "Correct what the error names; this is not known to be sound."
+            found.append(failure(group, what, remedy=remedy))
     return found
 
 
@@ -77,17 +77,15 @@ def exit_code(findings: Iterable[Finding]) -> int:
     return max((EXIT_CODES[finding.level] for finding in findings), default=0)
 
 
-def listed(names: Sequence[str], *, most: int = MOST_NAMES) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+def listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more
 
 
 def listed_ranks(ranks: Sequence[int]) -> str:
     """Return `rank 3`, or `ranks 0, 2`; `no other rank` for none."""
-    return (
-        f"rank{'s' * (len(ranks) > 1)} {listed([str(rank) for rank in ranks])}"
-        if ranks
-        else "no other rank"
-    )
+    numbers = listed([str(rank) for rank in ranks])
+    return f"rank{'s' * (len(ranks) > 1)} {numbers}" if ranks else "no other rank"
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
@@ -99,9 +97,7 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
         known = places.setdefault((each.level, each.group, each.what, each.remedy), [])
         if each.where and each.where not in known:
             known.append(each.where)
-    joined = []
-    for (level, group, what, remedy), names in places.items():
-        joined.append(Finding(level, group, what, remedy, listed(names, most=MOST_PLACES)))
+    joined = [Finding(*key, listed(names)) for key, names in places.items()]
     return sorted(joined, key=lambda each: GROUPS.index(each.group))
 
 
@@ -109,12 +105,10 @@ def as_text(findings: Iterable[Finding]) -> str:
     """Return the report: a section per group, a line per finding, the remedy under what is
     wrong.
     """
-    lines, group = [], None
-    found = merged(findings)
+    lines, group, found = [], None, merged(findings)
     for each in found:
         if each.group != group:
-            group = each.group
-            lines.append(f"{group}")
+            lines.append(group := each.group)
         where = f" [{each.where}]" if each.where else ""
         lines.append(f"  {each.level:<8} {each.what}{where}")
         if each.remedy:

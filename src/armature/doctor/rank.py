@@ -57,7 +57,7 @@ def run(
             deadlines=limits, report=report, own=own, alike=_alike(cfg), on_gpus=on_gpus
         )
     except session.Unreachable as error:
-        report([*own, *error.findings])
+        report([*own, error.finding])
         return
     with _naming_errors(met, "communication"):
         communication.check(cfg, met)
@@ -71,15 +71,14 @@ def _alike(cfg: DictConfig) -> dict[str, str]:
     """Return what must be equal on all ranks, by its name."""
     import torch
 
-    digest = hashlib.sha256()
-    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
-        digest.update(file.read_bytes())
+    files_of_code = sorted(Path(__file__).parents[1].rglob("*.py"))
+    code = hashlib.sha256(b"".join(file.read_bytes() for file in files_of_code))
     return {
         "Python": ".".join(platform.python_version_tuple()[:2]),
         "torch": torch.__version__,
         "lightning": metadata.version("lightning"),
         "The configuration": run_dir.fingerprint(cfg),
-        "The code of armature": digest.hexdigest()[:8],
+        "The code of armature": code.hexdigest()[:8],
     }
 
 
@@ -90,27 +89,16 @@ def _naming_errors(met: Any, group: str) -> Iterator[None]:
     """
     try:
         yield
-    except ConfigError as error:
-        met.fail(
-            finding.failure(
-                group,
-                " ".join(error.problems),
-                remedy="Correct the configuration.",
-                where=met.name(),
-            )
-        )
     except Exception as error:
-        traceback.print_exc()
-        place = _place(error)
-        what = f"{masked(error_line(error))[:400]} ({place})"
-        remedy = "The run would fail with this error. Correct it, then examine again."
+        what, remedy = masked(error_line(error)), "Correct it, then examine again."
+        if isinstance(error, ConfigError):
+            what = masked(" ".join(error.problems))
+        else:
+            traceback.print_exc()
+            own = own_frames(traceback.extract_tb(error.__traceback__))
+            place = f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else "unknown place"
+            what = f"{what[:400]} ({place})"
         met.fail(finding.failure(group, what, remedy=remedy, where=met.name()))
-
-
-def _place(error: BaseException) -> str:
-    """Return the innermost line of the traceback that lies outside of installed packages."""
-    own = own_frames(traceback.extract_tb(error.__traceback__))
-    return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else "unknown place"
 
 
 def main() -> None:

@@ -3,13 +3,12 @@
 Torch-free.
 """
 
-import errno
-import math
 import os
 import shutil
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -24,72 +23,16 @@ from armature.launcher import lock
 
 GROUP = "run directory"
 SLOW_SECONDS = 2.0  # of a small durable write
-STORE_SECONDS = 60.0  # for a small file in an object store
+STORE_SECONDS = 60.0  # for a small file in an object store, whose client may try again for minutes
 ADAM_STATES = 2  # tensors of a parameter's size in a checkpoint, besides the weights
 GiB = 2**30
 
 
-class _NotAtomic(Exception):
-    """The file system did something else than POSIX demands of a rename."""
-
-
 def check(cfg: DictConfig) -> list[Finding]:
     """Return the findings about run.root and checkpoint.root."""
-    checkpoints = cfg.checkpoint.root
-    checks: list[Callable[[], Iterable[Finding]]] = [
-        partial(in_use, cfg),
-        partial(folder, Path(cfg.run.root), key="run.root"),
-    ]
-    if checkpoints is not None:
-        checks.append(
-            partial(store, checkpoints) if "://" in checkpoints else
-            partial(folder, Path(checkpoints), key="checkpoint.root")
-        )  # fmt: skip
-    return finding.gathered(GROUP, *checks)
-
-
-def store(root: str) -> list[Finding]:
-    """Write a file into an object store, read and remove it.
-
-    In a thread: a client may try again for minutes.
-    """
-    done: list[Finding] = []
-
-    def rehearse() -> None:
-        name = f".doctor-{os.getpid()}-{time.monotonic_ns()}"
-        try:
-            file = resume.to_path(f"{root.rstrip('/')}/{name}")
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(b"new")
-            if file.read_bytes() != b"new":
-                raise OSError("a file that was written reads as something else")
-            file.unlink()
-        except Exception as error:  # each client has classes of its own
-            why, remedy = (
-                masked(error_line(error)),
-                "Check the address, the credentials and the network.",
-            )
-            done.append(
-                failure(
-                    GROUP, f"checkpoint.root={root}: it cannot be written ({why}).", remedy=remedy
-                )
-            )
-        else:
-            done.append(
-                ok(
-                    GROUP,
-                    f"checkpoint.root={root} can be written; how much room it has is not known.",
-                )
-            )
-
-    thread = threading.Thread(target=rehearse, daemon=True)
-    thread.start()
-    thread.join(STORE_SECONDS)
-    late = failure(
-        GROUP, f"checkpoint.root={root}: no file could be written within {STORE_SECONDS:g} s.",
-        remedy="Check the address, the credentials and the network.",
-    )  # fmt: skip
-    return done or [late]
+    folders = {"run.root": cfg.run.root, "checkpoint.root": cfg.checkpoint.root}
+    checks = [partial(writable, root, key=key) for key, root in folders.items() if root is not None]
+    return finding.gathered(GROUP, partial(in_use, cfg), *checks)
 
 
 def in_use(cfg: DictConfig) -> Iterator[Finding]:
@@ -101,106 +44,60 @@ def in_use(cfg: DictConfig) -> Iterator[Finding]:
     try:
         lock.check(named)
     except ConfigError as error:
-        yield failure(
-            GROUP, str(error), remedy="Type another run.name, or wait for the end of that run."
-        )
+        remedy = "Type another run.name, or wait for the end of that run."
+        yield failure(GROUP, str(error), remedy=remedy)
 
 
-def folder(path: Path, *, key: str) -> list[Finding]:
-    """Write a file, rename it over another and rename a folder, as saving does."""
-    here = files.nearest_existing(path)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        work = path / f".doctor-{os.getpid()}-{time.monotonic_ns()}"
-        work.mkdir()
-    except OSError as error:
-        return [_unusable(path, error, key=key)]
-    try:
-        seconds = _rehearse(work)
-    except OSError as error:
-        return [_unusable(path, error, key=key)]
-    except _NotAtomic as error:
-        return [
-            failure(
-                GROUP,
-                f"{key}={path}: {error}, so a killed save could leave a damaged checkpoint.",
-                remedy=f"Type another {key}, on a file system that renames atomically.",
-            )
-        ]
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-        _remove_empty(path, until=here)
-    if seconds > SLOW_SECONDS:
-        what = f"{key}={path}: a small file took {seconds:.1f} s to write."
-        return [
-            warning(
-                GROUP,
-                what,
-                remedy=f"Type a {key} on a faster file system, or checkpoint.background=true.",
-            )
-        ]
-    return [ok(GROUP, f"{key}={path} can be written, and renames are atomic.")]
+def writable(root: str, *, key: str) -> Iterable[Finding]:
+    """Write a file, read it, rename it over another and rename a folder, as saving does."""
+    done: list[Finding] = []
+    act = _in_store if "://" in root else _in_folder
 
-
-def _rehearse(work: Path) -> float:
-    started = time.monotonic()
-    new, final = work / "new", work / "final"
-    final.write_bytes(b"old")
-    with new.open("wb") as file:
-        file.write(b"new" * 2**16)  # as large as a small shard, so that a full disk shows
-        file.flush()
-        os.fsync(file.fileno())
-    opened = final.open("rb")
-    os.replace(new, final)
-    with opened:
-        if opened.read() not in (b"old", b""):
-            raise _NotAtomic("a rename changes what an open file reads")
-    if final.stat().st_size != 3 * 2**16 or new.exists():
-        raise _NotAtomic("a rename over a file did not replace it")
-    (work / "step.part").mkdir()
-    (work / "step.part" / "shard").touch()
-    os.rename(work / "step.part", work / "step")
-    if not (work / "step" / "shard").exists():
-        raise _NotAtomic("a folder could not be renamed")
-    return time.monotonic() - started
-
-
-def _unusable(path: Path, error: OSError, *, key: str) -> Finding:
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    why = "its disk or your quota is full" if full else f"it cannot be written ({error.strerror})"
-    remedy = (
-        f"Delete old runs (du -sh {path}/*), or type another {key}."
-        if full
-        else f"Type another {key}."
-    )
-    return failure(GROUP, f"{key}={path}: {why}.", remedy=remedy)
-
-
-def _remove_empty(path: Path, *, until: Path) -> None:
-    path = path.absolute()
-    while path != until:
+    def rehearse() -> None:
+        started = time.monotonic()
         try:
-            path.rmdir()
-        except OSError:
-            return
-        path = path.parent
+            act(root)
+        except Exception as error:  # each client of a store has classes of its own
+            what = f"{key}={root}: it cannot be written ({masked(error_line(error))})."
+            done.append(failure(GROUP, what, remedy=f"Make room there, or type another {key}."))
+        else:
+            seconds = time.monotonic() - started
+            what = f"{key}={root} can be written; a small file took {seconds:.1f} s."
+            slow = seconds > SLOW_SECONDS
+            remedy = f"Type a {key} on a faster file system, or checkpoint.background=true."
+            done.append(warning(GROUP, what, remedy=remedy) if slow else ok(GROUP, what))
+
+    thread = threading.Thread(target=rehearse, daemon=True)
+    thread.start()
+    thread.join(STORE_SECONDS)
+    late = f"{key}={root}: no file could be written within {STORE_SECONDS:g} s."
+    remedy = "Check the address, the credentials and the network."
+    return done or [failure(GROUP, late, remedy=remedy)]
 
 
-def checkpoint_bytes(trained: int, frozen_bytes: int) -> int:
-    """Return the size of a checkpoint: trained weights in fp32 with AdamW's two tensors of their
-    size, and others.
-    """
-    return trained * 4 * (1 + ADAM_STATES) + frozen_bytes
+def _in_store(root: str) -> None:
+    file = resume.to_path(f"{root.rstrip('/')}/.doctor-{os.getpid()}-{time.monotonic_ns()}")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(b"new")
+    if file.read_bytes() != b"new":
+        raise OSError("a file that was written reads as something else")
+    file.unlink()
 
 
-def kept_checkpoints(cfg: DictConfig) -> int:
-    """Return how many checkpoints the configuration keeps at most, and one more while it is
-    written.
-    """
-    kept = cfg.checkpoint.keep_last + cfg.checkpoint.keep_best
-    if (every := cfg.checkpoint.keep_every_n_steps) and cfg.trainer.max_steps:
-        kept += math.floor(cfg.trainer.max_steps / every)
-    return kept + 1
+def _in_folder(root: str) -> None:
+    # beside it, if it does not exist: nothing is left behind
+    here = files.nearest_existing(Path(root))
+    with tempfile.TemporaryDirectory(prefix=".doctor-", dir=here) as name:
+        work, large = Path(name), "new" * 2**16  # as a small shard, so that a full disk shows
+        files.replace(work / "file", "old")
+        with (work / "file").open("rb") as opened:
+            files.replace(work / "file", large)
+            if opened.read() not in (b"old", b"") or (work / "file").read_text() != large:
+                raise OSError("a rename is not atomic, so a killed save could leave a part")
+        (work / "step.part" / "shard").mkdir(parents=True)
+        os.rename(work / "step.part", work / "step")
+        if not (work / "step" / "shard").exists():
+            raise OSError("a folder could not be renamed")
 
 
 def free_bytes(cfg: DictConfig) -> int | None:
@@ -209,31 +106,27 @@ def free_bytes(cfg: DictConfig) -> int | None:
     return None if "://" in root else shutil.disk_usage(files.nearest_existing(Path(root))).free
 
 
-def room(cfg: DictConfig, *, free: int, trained: int, frozen_bytes: int = 0) -> Iterator[Finding]:
-    """Compare the free space with the checkpoints that the configuration keeps.
+def room(cfg: DictConfig, *, free: int, trained: int, frozen_bytes: int = 0) -> Finding:
+    """Compare the free space with the checkpoints that the configuration keeps, and the one that
+    is being written.
 
     Args:
         trained: parameters that are trained.
         frozen_bytes: of other weights that checkpoints hold.
     """
+    every, steps = cfg.checkpoint.keep_every_n_steps, cfg.trainer.max_steps
+    count = cfg.checkpoint.keep_last + cfg.checkpoint.keep_best + 1
+    count += steps // every if every and steps else 0
+    each = trained * 4 * (1 + ADAM_STATES) + frozen_bytes
+    parts = f"{trained:,} trained parameters with AdamW's state"
+    parts += f", and {_size(frozen_bytes)} of others" if frozen_bytes else ""
+    needs = f"{count} checkpoints of about {_size(each)} ({parts}) need {_size(each * count)}"
+    what = f"{needs}; {_size(free)} are free."
     key = "run.root" if cfg.checkpoint.root is None else "checkpoint.root"
-    each, count = checkpoint_bytes(trained, frozen_bytes), kept_checkpoints(cfg)
-    others = f", and {_size(frozen_bytes)} of others" if frozen_bytes else ""
-    what = (
-        f"{count} checkpoints of about {_size(each)} ({trained:,} trained parameters with AdamW's "
-        f"state{others}) need "
-        f"{_size(each * count)}; {_size(free)} are free"
-    )
-    remedy = (
-        f"Free space, type another {key}, or fewer checkpoint.keep_last, keep_best or "
-        "keep_every_n_steps."
-    )
+    remedy = f"Free space, type another {key}, or a smaller checkpoint.keep_last or keep_best."
     if free < each:
-        yield failure(GROUP, f"{what}: not even one fits.", remedy=remedy)
-    elif free < each * count:
-        yield warning(GROUP, f"{what}.", remedy=remedy)
-    else:
-        yield ok(GROUP, f"{what}.")
+        return failure(GROUP, what, remedy=remedy)
+    return warning(GROUP, what, remedy=remedy) if free < each * count else ok(GROUP, what)
 
 
 def _size(count: int) -> str:

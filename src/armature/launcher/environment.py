@@ -91,17 +91,15 @@ def number(name: str, default: Number) -> Number:
     return found
 
 
-def unknown_interfaces(
-    environ: Mapping[str, str], *, gpus: bool = True
-) -> Iterator[tuple[str, str]]:
-    """Yield a problem and its remedy for network interfaces that are to be used and are missing.
+def unknown_interfaces(*, gpus: bool) -> Iterator[str]:
+    """Yield the network interfaces that are to be used and are missing, with what to type.
 
     Args:
         gpus: whether NCCL is used, and not gloo alone.
     """
     known = set(psutil.net_if_addrs())
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if gpus else ("GLOO_SOCKET_IFNAME",):
-        typed = environ.get(name, "")
+        typed = os.environ.get(name, "")
         wanted = [each.strip() for each in typed.lstrip("=").split(",") if each.strip()]
         if not wanted or typed.startswith("^"):
             continue
@@ -112,7 +110,7 @@ def unknown_interfaces(
             for each in wanted
         ):
             remedy = f"Type unset {name}, or export {name}= with one of {', '.join(sorted(known))}."
-            yield f"{name}={typed}: this machine has no such network interface.", remedy
+            yield f"{name}={typed}: this machine has no such network interface. {remedy}"
 
 
 def debug_problem() -> str | None:
@@ -276,14 +274,11 @@ def error_file() -> Path | None:
     return Path(file) if (file := os.environ.get("TORCHELASTIC_ERROR_FILE")) else None
 
 
-def rank_variables(
-    *, attempt: int, heartbeats: Path, resized: str, store: Path | None
-) -> dict[str, str]:
+def rank_variables(*, attempt: int, heartbeats: Path, store: Path | None) -> dict[str, str]:
     """Return what the ranks of an attempt need; `store` is None for ranks on several machines."""
     return {
         "ARMATURE_ATTEMPT": str(attempt),
         "ARMATURE_HEARTBEATS": str(heartbeats),
-        "ARMATURE_RESIZED": resized,
         **({"ARMATURE_STORE": str(store)} if store is not None else {}),
     }
 

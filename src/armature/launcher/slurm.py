@@ -37,8 +37,7 @@ def join(cfg: DictConfig) -> None:
     if lacking := [name for name in needed if not environ.get(name)]:
         raise ConfigError(
             f"SLURM_STEP_ID={environ['SLURM_STEP_ID']}, but {', '.join(lacking)} without a value, "
-            "which srun sets: "
-            "these variables are left from another job. Type unset SLURM_STEP_ID."
+            "which srun sets: these variables are left from another job. Type unset SLURM_STEP_ID."
         )
     per_node = environ["SLURM_STEP_TASKS_PER_NODE"]  # such as 4(x2), or 3,1 if the nodes differ
     if "," in per_node:
@@ -56,8 +55,7 @@ def join(cfg: DictConfig) -> None:
         if cfg.trainer.num_nodes != nodes:
             raise ConfigError(
                 f"trainer.num_nodes={cfg.trainer.num_nodes}, but srun started one task on each of "
-                f"{nodes} nodes. "
-                f"Type trainer.num_nodes={nodes}."
+                f"{nodes} nodes. Type trainer.num_nodes={nodes}."
             )
         cfg.launch.rdzv_endpoint = cfg.launch.rdzv_endpoint or f"{_first_host()}:{_port()}"
         return
@@ -68,9 +66,8 @@ def join(cfg: DictConfig) -> None:
     if numbers["SLURM_PROCID"] >= tasks():
         raise ConfigError(
             f"SLURM_PROCID={environ['SLURM_PROCID']} of "
-            f"SLURM_STEP_NUM_TASKS={environ['SLURM_STEP_NUM_TASKS']}: tasks "
-            "of a heterogeneous job count over its components. Start the run in one component: "
-            "srun --het-group=0."
+            f"SLURM_STEP_NUM_TASKS={environ['SLURM_STEP_NUM_TASKS']}: tasks of a heterogeneous job "
+            "count over its components. Start the run in one component: srun --het-group=0."
         )
     environment.set_rank(
         rank=environ["SLURM_PROCID"],
@@ -102,8 +99,8 @@ def stop_at(minutes: float | None) -> float | None:
     """
     if minutes is None:
         return None
-    begin, end = times()
-    if end is None:
+    begin, end = (environment.number(f"SLURM_JOB_{word}_TIME", 0.0) for word in ("START", "END"))
+    if not end:  # unknown, or without a limit
         return None
     if end <= time.time():
         if environment.rank() == 0:
@@ -114,36 +111,9 @@ def stop_at(minutes: float | None) -> float | None:
                 os.environ.get("SLURM_JOB_ID"),
             )
         return None
-    duration = end - (begin if begin is not None else time.time())
+    duration = end - (begin or time.time())
     margin = minutes * 60
     return end - (margin if duration >= 2 * margin else duration / 4)
-
-
-def times() -> tuple[float | None, float | None]:
-    """Return the job's begin and end, as Unix time; None if unknown or without a limit."""
-    environ = os.environ
-    if "SLURM_JOB_END_TIME" in environ:
-        return environment.number("SLURM_JOB_START_TIME", 0.0) or None, environment.number(
-            "SLURM_JOB_END_TIME", 0.0
-        )
-    # one query per job; the ranks agree on when to stop
-    if "SLURM_JOB_ID" not in environ or environment.rank() != 0:
-        return None, None
-    try:
-        text = _scontrol("job", environ["SLURM_JOB_ID"])  # Slurm before 22.05 sets no variables
-    except (OSError, subprocess.SubprocessError):  # a container without Slurm's programs
-        return None, None
-    fields = dict(field.split("=", 1) for field in text.split() if "=" in field)
-    if fields.get("TimeLimit") == "UNLIMITED":
-        return None, None
-    return _unix(fields.get("StartTime")), _unix(fields.get("EndTime"))
-
-
-def _unix(text: str | None) -> float | None:
-    try:
-        return time.mktime(time.strptime(text or "", "%Y-%m-%dT%H:%M:%S"))
-    except ValueError:  # Unknown
-        return None
 
 
 def _first_host() -> str:
@@ -169,13 +139,8 @@ def _first_of(nodes: str) -> str:
 
 
 def _scontrol(*arguments: str) -> str:
-    command, environ = (
-        ["scontrol", "show", *arguments],
-        {**os.environ, "SLURM_TIME_FORMAT": "standard"},
-    )
-    return subprocess.run(
-        command, capture_output=True, text=True, check=True, env=environ, timeout=60
-    ).stdout
+    command = ["scontrol", "show", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
 def _port() -> int:

@@ -177,6 +177,73 @@ class Stop:
         raise SignalException(f"got {self.received.name}", sigval=self.received)
 
 
+def start_ranks(
+    cfg: DictConfig,
+    watcher: RankWatcher,
+    module: str,
+    folder: str,
+    *,
+    variables: dict[str, str],
+    attempt: int = 0,
+    max_restarts: int = 0,
+    logs: Path | None = None,
+) -> None:
+    """Run `python -m module folder` as each rank of this machine, by a call of the elastic agent.
+
+    Args:
+        watcher: entered. The agent's own files are beside its folder.
+        variables: of the ranks, besides those that every rank needs.
+        logs: a folder for what the ranks print, else it is printed here.
+
+    Raises:
+        ChildFailedError: a rank has failed.
+    """
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, Std
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # it reports failures, which we describe ourselves
+    agent_log = logging.getLogger("torch.distributed.elastic")
+    agent_log.handlers, agent_log.propagate = [logging.NullHandler()], False
+    temporary, devices = watcher.folder.parent, cfg.trainer.devices
+    nodes, endpoint = cfg.trainer.num_nodes, cfg.launch.rdzv_endpoint
+    # torch 2.11 has no such option, and waits for 30 s
+    takes = "shutdown_timeout" in {field.name for field in fields(LaunchConfig)}
+    grace: Any = {"shutdown_timeout": cfg.launch.grace_seconds} if takes else {}
+    config = LaunchConfig(
+        min_nodes=nodes,
+        max_nodes=nodes,
+        nproc_per_node=devices,
+        run_id=Path(folder).name,
+        rdzv_backend="c10d",
+        rdzv_endpoint=endpoint or str(temporary / f"rendezvous{attempt}"),
+        # on one machine in files, in a folder that only this user can open: torch unpickles what it
+        # reads from a store, and its TCP store listens on all interfaces
+        rdzv_configs={} if endpoint else {"store_type": "file"},
+        local_addr=None if endpoint else "localhost",
+        max_restarts=max_restarts,
+        monitor_interval=0.1,
+        **grace,
+        logs_specs=DefaultLogsSpecs(
+            log_dir=str(logs or temporary), redirects=Std.ALL if logs else Std.NONE
+        ),
+        signals_to_handle="",  # our handlers stay, also after the agent has returned
+    )
+    needed = {
+        **process_variables(devices),
+        # a restarted rank must not read addresses of the failed attempt in the agent's own store
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        **({} if endpoint else loopback_variables()),
+        **environment.rank_variables(
+            attempt=attempt,
+            heartbeats=watcher.folder,
+            store=None if endpoint else temporary / f"store{attempt}",
+        ),
+        **variables,
+    }
+    with _environment(needed):
+        elastic_launch(config, sys.executable)("-u", "-P", "-m", module, folder)
+
+
 class _Attempts:
     def __init__(self, cfg: DictConfig, folder: Path, stop: Stop) -> None:
         self.cfg, self.folder, self.stop = cfg, folder, stop
@@ -205,8 +272,7 @@ class _Attempts:
             if first is not None and without_checkpoint == ATTEMPTS_WITHOUT_CHECKPOINT:
                 raise RunFailed(
                     f"{first.text}\nno progress: {without_checkpoint} attempts in a row ended "
-                    "without a new "
-                    f"checkpoint, this one first; in the last, {failure.what}."
+                    f"without a new checkpoint, this one first; in the last, {failure.what}."
                 )
             change = self._resize(failure, progress=progress)
             remaining = launch.max_restarts - attempt - 1
@@ -238,43 +304,24 @@ class _Attempts:
 
     def attempt(self, number: int, *, max_restarts: int) -> Failure | None:
         """Run the ranks once, by a call of the elastic agent. Return None if they finished."""
-        from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-        # it reports failures, which we describe ourselves
-        agent_log = logging.getLogger("torch.distributed.elastic")
-        agent_log.handlers, agent_log.propagate = [logging.NullHandler()], False
-        cfg, beats = self.cfg, self.folder / "heartbeats"
-        nodes, endpoint = cfg.trainer.num_nodes, cfg.launch.rdzv_endpoint
-        # on one machine in files, in a folder that only this user can open: torch unpickles what it
-        # reads from a store, and its TCP store listens on all interfaces
-        file = {} if endpoint else {"store_type": "file"}
-        # torch 2.11 has no such option, and waits for 30 s
-        takes = "shutdown_timeout" in {field.name for field in fields(LaunchConfig)}
-        grace: Any = {"shutdown_timeout": cfg.launch.grace_seconds} if takes else {}
-        config = LaunchConfig(
-            min_nodes=nodes,
-            max_nodes=nodes,
-            nproc_per_node=cfg.trainer.devices,
-            run_id=Path(cfg.run.dir).name,
-            rdzv_backend="c10d",
-            rdzv_endpoint=endpoint or str(self.folder / f"rendezvous{number}"),
-            rdzv_configs=file,
-            local_addr=None if endpoint else "localhost",
-            max_restarts=max_restarts,
-            monitor_interval=0.1,
-            **grace,
-            logs_specs=DefaultLogsSpecs(log_dir=str(self.folder)),
-            signals_to_handle="",  # our handlers stay, also after the agent has returned
-        )
-        oom_kills = _oom_kills()
-        watcher = RankWatcher(beats, ranks=cfg.trainer.devices)
-        with _environment(self._variables(number, beats)), watcher:
+        cfg, oom_kills = self.cfg, _oom_kills()
+        watcher = RankWatcher(self.folder / "heartbeats", ranks=cfg.trainer.devices)
+        with watcher:
             self.stop.watcher = watcher
             try:
-                elastic_launch(config, sys.executable)(
-                    "-u", "-P", "-m", "armature.launcher.rank", cfg.run.dir
+                start_ranks(
+                    cfg,
+                    watcher,
+                    "armature.launcher.rank",
+                    cfg.run.dir,
+                    attempt=number,
+                    max_restarts=max_restarts,
+                    variables={
+                        **heap.rank_variables(cfg.trainer.accelerator),
+                        "ARMATURE_RESIZED": resize.difference(self.asked, cfg),
+                    },
                 )
             except ChildFailedError as error:
                 now = _oom_kills()
@@ -284,24 +331,6 @@ class _Attempts:
             finally:
                 self.stop.watcher = None
         return None
-
-    def _variables(self, number: int, beats: Path) -> dict[str, str]:
-        one_machine = not self.cfg.launch.rdzv_endpoint
-        devices, resized = self.cfg.trainer.devices, resize.difference(self.asked, self.cfg)
-        return {
-            **process_variables(devices),
-            **heap.rank_variables(self.cfg.trainer.accelerator),
-            # a restarted rank must not read addresses of the failed attempt in the agent's own
-            # store
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            **(loopback_variables() if one_machine else {}),
-            **environment.rank_variables(
-                attempt=number,
-                heartbeats=beats,
-                resized=resized,
-                store=self.folder / f"store{number}" if one_machine else None,
-            ),
-        }
 
     def _last_checkpoint_step(self) -> int:
         checkpoint = resume.last_checkpoint(Path(self.cfg.run.dir), self.cfg)

@@ -103,8 +103,8 @@ class SameEverywhere(Callback):
             "own samples: checkpoint.monitor takes rank 0's, EarlyStopping and schedules each "
             "rank's own.",
         }.items():
-            new = [text for name, text in _unlike(everyones, kind) if name not in self._named]
-            self._named |= {name for name, _ in _unlike(everyones, kind)}
+            new = [text for name, text in unlike(everyones, kind) if name not in self._named]
+            self._named |= {name for name, _ in unlike(everyones, kind)}
             if new:
                 log.warning("Ranks have different values: %s. %s", "; ".join(new[:SHOWN]), text)
         if found := _repeated(everyones):
@@ -126,7 +126,7 @@ def differences(everyones: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             close = isinstance(one, float) and isinstance(other, float) and _close(one, other)
             if one != other and not close:
                 yield f"{name} is {one} on rank {first} and {other} on rank {rank}"
-    yield from (text for _, text in _unlike(everyones, "weights"))
+    yield from (text for _, text in unlike(everyones, "weights"))
     places = [own["data rank"] for own in everyones]
     for rank, own in enumerate(everyones):
         first = places.index(own["data rank"])
@@ -144,7 +144,7 @@ def _repeated(everyones: Sequence[Mapping[str, Any]]) -> str | None:
     return None
 
 
-def _unlike(everyones: Sequence[Mapping[str, Any]], kind: str) -> Iterator[tuple[str, str]]:
+def unlike(everyones: Sequence[Mapping[str, Any]], kind: str) -> Iterator[tuple[str, str]]:
     """Yield the names of tensors that a rank has unlike rank 0, and how."""
     first = everyones[0][kind]
     for rank, own in enumerate(everyones):

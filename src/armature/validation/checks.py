@@ -3,12 +3,11 @@ folders and data.
 """
 
 import difflib
-import importlib.util
 import logging
 import netrc
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,8 @@ from armature.validation import (
 
 MOST_PROCESSES = 1024  # of one machine, except where CPUs are many
 CLASSES = ("task", "model", "data", "optimizer", "scheduler", "strategy", "callbacks", "logger")
+# keys that decide the layout
+OF_LAYOUT = ("trainer.num_nodes", "trainer.devices", "launch.", "data.", "strategy.")
 LONGEST_NAME = 255  # bytes of one folder's name on ordinary file systems
 log = logging.getLogger(__name__)
 
@@ -65,37 +66,32 @@ def check(
     if problems := _interpolation_problems(cfg):
         raise ConfigError(problems)
     cfg = pretrained.fill(numbers.written_out(cfg))
-    problems, chosen = values.problems(cfg, plain(cfg)), None
-    named = {each.partition("=")[0] for each in problems}
-    keys = {each.lstrip("+~").partition("=")[0] for each in overrides} - named
+    wrong, chosen = values.wrong(cfg, plain(cfg)), None
+    problems = [*wrong.values()]
+    keys = {each.lstrip("+~").partition("=")[0] for each in overrides} - wrong.keys()
     # importing classes takes seconds: a wrong value alone is answered at once
-    quick = (
-        problems and overrides and not any("." in k and k.split(".")[0] in CLASSES for k in keys)
-    )
-    unsound = [] if quick else _of_another_class(_target_problems(cfg), overrides)
-    unsound += _device_problems(cfg)
-    sizes = any(
-        each.startswith(("trainer.num_nodes", "trainer.devices", "launch.", "data.", "strategy."))
-        for each in problems
-    )
-    problems += [each for each in unsound if each.partition("=")[0] not in named]
-    unsound = unsound or quick or "trainer.devices" in named
-    if not unsound:
+    quick = wrong and overrides and not any("." in k and k.split(".")[0] in CLASSES for k in keys)
+    unsound = [] if quick else _target_problems(cfg, known=wrong)
+    unsound += _device_problems(cfg) if "trainer.devices" not in wrong else []
+    problems += unsound
+    complete = not (unsound or quick or "trainer.devices" in wrong)
+    if complete:
         cfg = decide(cfg)
         problems += _loader_problems(cfg) + _model_problems(cfg)
-        if not problems and not sizes:
+        if not problems:
             cfg, chosen = auto.decide(
                 cfg, memory_bytes=auto.device_memory_bytes(cfg), problems=layout_problems
             )
-        problems += layout_problems(cfg) + _launch_problems(cfg) if not sizes else []
+        if not any(key.startswith(OF_LAYOUT) for key in wrong):
+            problems += layout_problems(cfg) + _launch_problems(cfg)
         problems += [] if problems else relations.problems(plain(cfg))
         problems += lightning_parts.problems(cfg) + lightning_parts.unused_problems(cfg, overrides)
-    problems += _logger_problems(cfg) + values.switch_problems(overrides)
+    problems += _logger_problems(cfg) + lightning_parts.logger_problems(cfg)
+    problems += values.switch_problems(overrides)
     problems += _name_problems(cfg.run.name) + _folder_problems("run.root", cfg.run.root)
     problems += _folder_problems("checkpoint.root", cfg.checkpoint.root)
     problems += _resume_problems(cfg)
-    unsound = unsound or any(each.startswith("data.") for each in problems)
-    if open_data and not unsound:
+    if open_data and complete and not any(key.startswith("data.") for key in wrong):
         problems += data_sources.problems(cfg, prepare=prepare and not problems)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
@@ -218,8 +214,7 @@ def _interpolation_problems(cfg: DictConfig) -> list[str]:
         ):
             return _class_problems(cfg) or [
                 f"{key}: it is {lacking[1]}, which these data do not have. Type task=… and model=… "
-                "for them "
-                f"(docs/data.md), or {key}=…"
+                f"for them (docs/data.md), or {key}=…"
             ]
         said = re.sub(r"^\w+ raised while resolving interpolation: ", "", lines[0])
         if variable := re.fullmatch(r"\W*Environment variable '(\w+)' not found\W*", said):
@@ -256,49 +251,21 @@ def _dangling(cfg: DictConfig) -> list[str]:
             parent, _, last = name.rpartition(".")
             node = OmegaConf.select(cfg, parent) if parent else cfg
             if not (isinstance(node, DictConfig) and last in node):
-                remedy = foreign_keys.remedy_of_reference(name)
+                remedy = foreign_keys.remedy(name)
                 hint = f" {remedy}" if remedy else f" Type {path}=… for its value."
                 found.append(f"{path}: it is {value}, and there is no key '{name}'.{hint}")
     return found
 
 
-def _target_problems(cfg: DictConfig) -> list[str]:
+def _target_problems(cfg: DictConfig, *, known: Container[str] = ()) -> list[str]:
     cfg = for_this_machine(cfg)  # arguments may refer to what is decided later
     for key in ("name", "dir", "id"):
         cfg.run[key] = cfg.run[key] or f"<run.{key}>"
-    return targets.problems(plain(cfg), _allowed(cfg))
-
-
-def _of_another_class(problems: list[str], overrides: Sequence[str]) -> list[str]:
-    """Return problems with one in place of those about keys of a group's option whose `_target_`
-    alone was typed.
-    """
-    typed = dict(each.lstrip("+").split("=", 1) for each in overrides if "=" in each)
-    for group in ("task", "data"):
-        name = typed.get(f"{group}._target_")
-        takes = f" {name} takes no argument "
-        foreign = [
-            each
-            for each in problems
-            if each.startswith(f"{group}.")
-            and takes in each
-            and each.partition(":")[0] not in typed
-        ]
-        if name is not None and foreign:
-            keys = ", ".join(each.partition(":")[0] for each in foreign)
-            problems = [each for each in problems if each not in foreign] + [
-                f"{group}._target_={name}: it takes no {keys}, as the chosen option of {group} "
-                "has. Write "
-                f"configs/{group}/mine.yaml with _target_: {name} and its arguments, and type "
-                f"{group}=mine."
-            ]
-    return problems
+    return targets.problems(plain(cfg), _allowed(cfg), known=known)
 
 
 def _device_problems(cfg: DictConfig) -> list[str]:
     devices, accelerator = cfg.trainer.devices, cfg.trainer.accelerator
-    if not values.accepts(values.OF_CORE["trainer.devices"], devices):
-        return []  # reported by its type
     if accelerator == "auto":
         accelerator = hardware.default_accelerator()
     if accelerator == "gpu":
@@ -344,19 +311,17 @@ def _loader_problems(cfg: DictConfig) -> list[str]:
     if own := [method for method in loaders if signatures.defines(task, method)]:
         found.append(
             f"task._target_={task} has methods of its own for data ({', '.join(own)}), which "
-            f"data={data} would "
-            "replace. Move them to a LightningDataModule and name that in data._target_, or delete "
-            "them."
+            f"data={data} would replace. Move them to a LightningDataModule and name that in "
+            "data._target_, or delete them."
         )
     if signatures.derives_from(data, signatures.OUR_DATA) and (
         own := signatures.replaced(data, loaders)
     ):
         found.append(
             f"data._target_={data} has loaders of its own ({', '.join(own)}), which know neither "
-            "the ranks nor the "
-            "position of a resume. Return samples from dataset(split) and batches from "
-            "collate_fn(samples) instead, or "
-            "derive the class from LightningDataModule, whose loaders are adapted (docs/data.md)."
+            "the ranks nor the position of a resume. Return samples from dataset(split) and "
+            "batches from collate_fn(samples) instead, or derive the class from "
+            "LightningDataModule, whose loaders are adapted (docs/data.md)."
         )
     return found
 
@@ -369,10 +334,9 @@ def _model_problems(cfg: DictConfig) -> list[str]:
     if trained != given and None not in (trained, given):
         return [
             f"task={task.rpartition('.')[2]} trains on {trained}, but "
-            f"model={model.rpartition('.')[2]} takes {given}. "
-            "Type task=language_modeling with a decoder and text, task=image_classification with a "
-            "model and data of "
-            "images, or task=text_classification with model=text_classifier and data=labeled_text."
+            f"model={model.rpartition('.')[2]} takes {given}. Type task=language_modeling with a "
+            "decoder and text, task=image_classification with a model and data of images, or "
+            "task=text_classification with model=text_classifier and data=labeled_text."
         ]
     definition = signatures.find_definition(model)
     module = module_beside(definition[0], "check") if definition is not None else None
@@ -434,15 +398,11 @@ def _logger_problems(cfg: DictConfig) -> list[str]:
         for name, node in loggers
         if isinstance(node, DictConfig) and "wandb" in str(node.get("_target_", "")).lower()
     }
-    if of_wandb and importlib.util.find_spec("wandb") is None:
-        remedy = "Type make setup EXTRAS=wandb, or logger=tensorboard."
-        return [f"logger={name}: the package wandb is not installed. {remedy}" for name in of_wandb]
     if os.environ.get("WANDB_MODE", "online") != "online":
         return []
     return [
         f"logger={name}: Weights & Biases has no key. Put WANDB_API_KEY into .env (or run `wandb "
-        "login`), "
-        f"or type logger.{name}.offline=true."
+        f"login`), or type logger.{name}.offline=true."
         for name, node in of_wandb.items()
         if not node.get("offline", False) and not _has_wandb_key()
     ]

@@ -44,8 +44,7 @@ HEADER = "# @package _global_"
 SEARCHPATH = "hydra.searchpath="  # adds folders, as --config-dir does
 _PLANNED = (  # of hardware=, whose folder is in configs/
     "it is for scripts/plan.py and scripts/simulate.py; a run takes the devices of its machine. "
-    "Leave it out, or type "
-    "trainer.devices=N, with trainer.accelerator=gpu or cpu."
+    "Leave it out, or type trainer.devices=N, with trainer.accelerator=gpu or cpu."
 )
 _PARAMS = "hydra.sweeper.params."
 _searched: list[str] = []  # such an override, in all that is composed here
@@ -81,8 +80,7 @@ def explain(error: Exception, overrides: list[str], *, sweep: bool = False) -> l
         first = plain_text(error).partition(".")[0]
         return [
             f"{first}. Type --config-name=NAME with a file NAME.yaml of the folder --config-path "
-            "(configs/), or "
-            "neither."
+            "(configs/), or neither."
         ]
     return problems or [plain_text(error)]
 
@@ -147,8 +145,7 @@ def _sweep(overrides: list[str]) -> tuple[list[str], list[list[str]], bool]:
     dotted = {each.input_line: each.key_or_group.partition(_PARAMS)[2] for each in parsed}
     if problems := [
         f"{line}: a dotted key cannot be typed below hydra.sweeper.params. Type {key}=A,B by "
-        "itself: it replaces the "
-        f"sweep's own {key}."
+        f"itself: it replaces the sweep's own {key}."
         for line, key in dotted.items()
         if "." in key
     ]:
@@ -462,19 +459,15 @@ def _as_typed(value: Any) -> str:
 
 
 def _nearest(word: str, known: list[str]) -> str:
-    """' Did you mean …?' Compares whole keys first and last parts after that, so `trainer.lr` finds
-    `optimizer.lr`.
-    """
+    """' Did you mean …?' Compares whole keys, and last parts: `trainer.lr` finds `optimizer.lr`."""
     known = [each for each in known if not foreign_keys.is_opposite(word, each)]
     if not word.rpartition(".")[2].startswith("_"):  # Hydra's own, which `_val_test_` would find
         known = [each for each in known if not each.rpartition(".")[2].startswith("_")]
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
-    if not near:
-        last = word.rsplit(".", 1)[-1]
-        by_last = {key.rsplit(".", 1)[-1]: key for key in reversed(known)}
-        near = [
-            by_last[match] for match in difflib.get_close_matches(last, by_last, n=1, cutoff=0.75)
-        ]
+    last = word.rpartition(".")[2]
+    by_last = {key.rpartition(".")[2]: key for key in reversed(known)}
+    near = [by_last[last]] if last in by_last and "." in word else []
+    near = near or difflib.get_close_matches(word, known, n=1, cutoff=0.7)
+    near = near or [by_last[m] for m in difflib.get_close_matches(last, by_last, n=1, cutoff=0.75)]
     near = near or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f" Did you mean '{near[0]}'?" if near else ""
 

@@ -24,19 +24,13 @@ def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     plan, options = layout.plan, layout.options
     has_experts = plan is not None and plan.experts is not None
     expert = options["expert"] if layout.kind == "mesh" else 1
-    if isinstance(expert, bool) or not isinstance(expert, int) or expert < 1:
-        return [
-            f"strategy.expert={expert}: must be a whole number of at least 1. Type "
-            "strategy.expert=1."
-        ]
     if expert > 1 and plan is None and not signatures.accepted(cfg["task"], ["model"]):
         return []  # the module builds its own model: `parallel.apply` finds whether it has experts
     if expert > 1 and not has_experts:
         model = cfg["model"]["_target_"].rpartition(".")[2]
         return [
             f"strategy.expert={expert}: {model} has no experts. Type strategy.expert=1, or a "
-            "mixture such as "
-            "model=mixture_nano."
+            "mixture such as model=mixture_nano."
         ]
     if plan is None or not has_experts:
         return []
@@ -55,17 +49,15 @@ def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     if layout.axes["tensor"] > 1 and not shards_sequence(cfg, layout):
         found.append(
             f"strategy.tensor={layout.axes['tensor']} with "
-            f"strategy.sequence_parallel={options['sequence_parallel']}: "
-            "each rank would send the same tokens to the experts. Type "
-            "strategy.sequence_parallel=true."
+            f"strategy.sequence_parallel={options['sequence_parallel']}: each rank would send the "
+            "same tokens to the experts. Type strategy.sequence_parallel=true."
         )
     # experts are on ranks of their own
     meshed = layout.kind == "mesh" and (expert > 1 or layout.axes["tensor"] > 1)
     if meshed and options["cpu_offload"]:
         found.append(
             f"strategy.cpu_offload=true with {_axes(expert, layout)} has not been tried for a "
-            "mixture of experts. Type "
-            "strategy.cpu_offload=false, or strategy=fsdp."
+            "mixture of experts. Type strategy.cpu_offload=false, or strategy=fsdp."
         )
     key, reduced = _reduced(cfg, options) if meshed else ("", "float32")
     if reduced not in ("float32", "bfloat16"):
@@ -77,14 +69,12 @@ def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     if expert > 1 and options["compile"] != "none" and cfg["trainer"]["accelerator"] != "cpu":
         found.append(
             f"strategy.compile={options['compile']} with strategy.expert={expert} has not been "
-            "tried on GPUs. Type "
-            "strategy.compile=none."
+            "tried on GPUs. Type strategy.compile=none."
         )
     if options["float8"]:
         found.append(
             f"strategy.float8={str(options['float8']).lower()} converts Linears, and a mixture's "
-            "experts are none. "
-            "Type strategy.float8=false."
+            "experts are none. Type strategy.float8=false."
         )
     return found
 
@@ -127,9 +117,8 @@ def _uneven(cfg: Mapping[str, Any], layout: Layout, *, expert: int, count: Any) 
     rest, fitting = ranks // expert, -(-count // ranks) * ranks
     return [
         f"strategy.expert={expert} on {ranks} ranks cuts each expert over {rest} of them, which do "
-        "not divide "
-        f"model.{key}={cfg['model'][key]}. Type model.{layout.plan.expert_count}={fitting}, or "
-        "another trainer.devices."
+        f"not divide model.{key}={cfg['model'][key]}. Type "
+        f"model.{layout.plan.expert_count}={fitting}, or another trainer.devices."
         for key in ("expert_hidden", "width")
         if isinstance(cfg["model"].get(key), int) and cfg["model"][key] % rest
     ]

@@ -47,14 +47,11 @@ FOREIGN: dict[str, str] = {
     "trainer.val_check_interval": _EVERY,
     "trainer.check_val_every_n_epoch": _EVERY,
     "trainer.min_epochs": _LIMIT,
-    "trainer.num_sanity_val_steps": "Type debug=fast once: it validates before a long run would",
     "trainer.enable_checkpointing": _CHECKPOINTS,
     "trainer.default_root_dir": "Type run.root={value} (holds all runs) and run.name=… (this run)",
     "trainer.strategy": "Type strategy={value}: the strategy is a group of its own",
     "trainer.logger": "Type logger=none, or a list such as logger=[tensorboard,wandb]",
     "trainer.callbacks": "Type callbacks=ema, a list, or +callbacks.NAME._target_=…",
-    "trainer.sync_batchnorm": "Type strategy.sync_batchnorm={value}, an option of strategy=ddp and "
-    "strategy=fsdp",
     # its older arguments
     "trainer.gpus": _ALL_OR_ONE,
     "trainer.gpus=[…]": _CHOSEN_GPUS,
@@ -70,26 +67,13 @@ FOREIGN: dict[str, str] = {
     "strategy.find_unused_parameters=true",
     # ------------------------------------------------------------------ lightning-hydra-template
     "ckpt_path": _RESUME,
-    "ckpt_path=null": _NO_CHECKPOINT,
     "tags": "Type run.tags={value}",
     "task_name": "Type run.name={value}",
-    "train=true": "Leave it out: train.py always trains",
     "train": "scripts/evaluate.py measures without training. Type python scripts/evaluate.py "
     "outputs/NAME",
     "test": "Type trainer.test_at_end={value}",
-    "optimized_metric": "Type checkpoint.monitor={value}",
     "paths": "Leave it out. Type run.root=… for outputs and data=text data.path=… for data",
-    "paths.output_dir": "Type run.root=… (holds all runs) and run.name=… (this run)",
-    "${tags}": "Write ${run.tags}",
-    "${task_name}": "Write ${run.name}",
-    "${paths.*}": "Write the path itself: a relative one begins where the command is typed",
     "paths.*": "Type run.root=… for outputs and data=text data.path=… for data",
-    "extras": "Leave it out. Add --cfg job to print the configuration, or type run.tags=[…]",
-    "extras.*": "Add --cfg job to print the configuration, or type run.tags=[…]",
-    "hparams_search": "Type -m sweep=optuna, and copy configs/sweep/optuna.yaml for values of your "
-    "own",
-    "hydra": "Leave it out. Type run.root=… (holds all runs) and run.name=… (this run) for where "
-    "outputs go",
     "hydra/sweeper=optuna": "Type sweep=optuna",
     "seed=null": "Type a number. It always takes effect; 0 is the default",
     "debug=default": _DEBUG_RUN,
@@ -98,32 +82,23 @@ FOREIGN: dict[str, str] = {
     "datamodule.*": "Type data.… instead of datamodule.…",
     "lr": _LR,
     "model.lr": _LR,
+    "task.lr": _LR,
     "model.optimizer": "Type optimizer={value}: the optimizer is a group of its own",
-    "model.optimizer.lr": _LR,
-    "model.optimizer.*": "Type optimizer.… instead of model.optimizer.…",
     "model.scheduler": "Type scheduler={value}: the schedule is a group of its own",
-    "model.scheduler.*": "Type scheduler.… instead of model.scheduler.…",
     "model.net": "Type model={value}: the group model is the network; the LightningModule is the "
     "group task",
     "model.net.*": "Type model.… instead of model.net.…: the group model is the network",
-    "model.compile": "Type strategy.compile=block",
-    "compile": "Type strategy.compile=block",
     "callbacks=model_checkpoint": "Type checkpoint.monitor=…: checkpoints are always saved",
-    "callbacks.model_checkpoint.*": "Type checkpoint.monitor=…, checkpoint.keep_best=… or "
-    "checkpoint.every_n_steps=…",
     # ------------------------------------------------------------------ data
     "data.batch_size": f"{_BATCH}… (per rank in one forward pass)",
     "batch_size": f"{_BATCH}… (per rank in one forward pass)",
-    "data.val_batch_size": "Type data.eval_batch_size={value}",
     "data.data_dir": "Type data=text data.path={value}, or the key of your own data module",
-    "data_dir": "Type data=text data.path={value}, or the key of your own data module",
     "data.pin_memory": "Nothing to type: memory is pinned if the device is a GPU",
     "data.shuffle": "Nothing to type: training samples are shuffled in each epoch, by seed",
     # ------------------------------------------------------------------ Hugging Face's Trainer and
     # other scripts
     "epochs": "Type trainer.max_epochs={value}",
     "learning_rate": _LR,
-    "optimizer.learning_rate": _LR,
     "warmup_steps": "Type scheduler.warmup={value}",
     "per_device_train_batch_size": "Type data.micro_batch_size={value}",
     "gradient_accumulation_steps": _ACCUMULATE,
@@ -185,19 +160,6 @@ def remedy(key: str, value: str = "…", *, known: Iterable[str] = (_OWN_DATA,))
     }.items():
         found = found.replace(name, text)
     return found.rstrip("….") + "."
-
-
-def remedy_of_reference(name: str) -> str | None:
-    """Return what to write instead of a reference to a key that does not exist, or None."""
-    found = next(
-        (
-            FOREIGN[key]
-            for key in (f"${{{name}}}", f"${{{name.split('.')[0]}.*}}")
-            if key in FOREIGN
-        ),
-        None,
-    )
-    return f"{found}." if found is not None else remedy(name)
 
 
 def ineffective(overrides: list[str]) -> list[str]:

@@ -73,9 +73,8 @@ def _reason(classes: list[str], cfg: Mapping[str, Any], layout: Layout) -> str |
     ):
         return (
             f"unfreezes weights during training, but with this strategy ({other}) only weights "
-            "that are trained from "
-            "the first step on are kept equal on all ranks. Type strategy=ddp or strategy=fsdp, or "
-            "give these weights "
-            "a group with learning rate 0 until they train"
+            "that are trained from the first step on are kept equal on all ranks. Type "
+            "strategy=ddp or strategy=fsdp, or give these weights a group with learning rate 0 "
+            "until they train"
         )
     return None

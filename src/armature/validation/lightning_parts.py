@@ -18,8 +18,7 @@ REFUSED_CALLBACKS = {
     "rate",
     "BatchSizeFinder": (
         "it trains before the run does. Type data.micro_batch_size=auto: the largest that fits. It "
-        "does not change the "
-        "result"
+        "does not change the result"
     ),
     "GradientAccumulationScheduler": (
         "accumulation is data.global_batch_size / (data.micro_batch_size × data ranks) in every "
@@ -27,8 +26,7 @@ REFUSED_CALLBACKS = {
     ),
     "ModelPruning": (
         "it replaces parameters by masked ones, and a resume inside an epoch would train others. "
-        "Prune the finished "
-        "model, from armature.load"
+        "Prune the finished model, from armature.load"
     ),
     "SpikeDetection": (
         "Lightning cannot load its state, so a stopped run could not be resumed. Type "
@@ -47,7 +45,7 @@ PACKAGES = {  # module that a logger of Lightning's imports, and what to install
 
 def problems(cfg: DictConfig) -> list[str]:
     _warn_of_unused_groups(cfg)
-    return [*_callbacks(cfg), *_loggers(cfg)]
+    return _callbacks(cfg)
 
 
 def _warn_of_unused_groups(cfg: DictConfig) -> None:
@@ -79,8 +77,7 @@ def misplaced_problems(cfg: DictConfig) -> list[str]:
         ]
         found += [
             f"{group}.{key}: {cfg.task._target_} does not take the group {group}, and task.{key} "
-            "is its own. In the "
-            f"experiment, write {key} below task: instead of below {group}:."
+            f"is its own. In the experiment, write {key} below task: instead of below {group}:."
             for key in own
         ]
     return found
@@ -111,7 +108,10 @@ def _callbacks(cfg: DictConfig) -> list[str]:
     ]
 
 
-def _loggers(cfg: DictConfig) -> list[str]:
+def logger_problems(cfg: DictConfig) -> list[str]:
+    """Return the loggers whose package is missing, or which would upload nothing. No class is
+    imported.
+    """
     used = (
         (key, *PACKAGES.get(target.rpartition(".")[2], (None, None)))
         for key, target in signatures.targets_in(cfg, "logger")
@@ -128,10 +128,9 @@ def _loggers(cfg: DictConfig) -> list[str]:
         return missing
     return missing + [
         f"{key}.log_model={value}: it uploads the files of Lightning's ModelCheckpoint, and none "
-        "is among the "
-        "callbacks, so nothing would be uploaded. Add "
-        "+callbacks.files._target_=lightning.pytorch.callbacks."
-        "ModelCheckpoint, or type checkpoint.root=s3://… for the run's own checkpoints."
+        "is among the callbacks, so nothing would be uploaded. Add "
+        "+callbacks.files._target_=lightning.pytorch.callbacks.ModelCheckpoint, or type "
+        "checkpoint.root=s3://… for the run's own checkpoints."
         for key, target in signatures.targets_in(cfg, "logger")
         if target.rpartition(".")[2] in UPLOADS
         and (value := OmegaConf.select(cfg, f"{key}.log_model"))

@@ -32,8 +32,7 @@ def problems(cfg: DictConfig, layout: Layout) -> list[str]:
     if layout.axes.get("pipe", 1) > 1:
         found.append(
             f"strategy: {target} optimizes manually, and a pipeline makes the steps itself. Type "
-            "strategy=ddp or "
-            "strategy=fsdp."
+            "strategy=ddp or strategy=fsdp."
         )
     return found
 
@@ -59,8 +58,7 @@ def setting_problems(
     if size is not None:
         found.append(
             f"data.micro_batch_size={micro}: {why}, so it decides itself when to step, and a "
-            f"global batch of {size} "
-            "cannot be accumulated. Type data.micro_batch_size=auto."
+            f"global batch of {size} cannot be accumulated. Type data.micro_batch_size=auto."
         )
     if on_nan == "skip":
         found.append(
@@ -77,16 +75,13 @@ def check_unchanged(automatic: bool, accumulate: int, trainer: Any) -> None:
     if (set_to := trainer.accumulate_grad_batches) != accumulate:
         raise ConfigError(
             f"trainer.accumulate_grad_batches was {accumulate} and is {set_to} now: your code has "
-            "set it. Here it is "
-            "data.global_batch_size / (data.micro_batch_size × data ranks) in every step, which "
-            "positions in the data "
-            "and checkpoints count by. Type both instead."
+            "set it. Here it is data.global_batch_size / (data.micro_batch_size × data ranks) in "
+            "every step, which positions in the data and checkpoints count by. Type both instead."
         )
     module = trainer.lightning_module
     if (now := module.automatic_optimization) != automatic:
         raise ConfigError(
             f"{type(module).__name__}.automatic_optimization was {automatic} after __init__ and is "
-            f"{now} now. The "
-            "limit of steps, clipping and accumulation follow from its value after __init__. Set "
-            f"self.automatic_optimization = {now} there."
+            f"{now} now. The limit of steps, clipping and accumulation follow from its value after "
+            f"__init__. Set self.automatic_optimization = {now} there."
         )

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Any, get_args
+from typing import Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from armature.validation import signatures, values
-
-_NUMBERS = {int, float, bool}
-_WORDS = {"true": True, "false": False}
 
 
 def written_out(cfg: DictConfig) -> DictConfig:
@@ -31,31 +29,29 @@ def written_out(cfg: DictConfig) -> DictConfig:
 
 
 def _number(cfg: DictConfig, path: str, text: str) -> Any:
-    """Return the number, or true or false, that a text stands for at a key, or the text."""
-    for read in (int, float, lambda word: _WORDS[word.lower()]):
-        try:
-            number = read(text)
-        except (ValueError, KeyError):
-            continue
-        return number if _takes(cfg, path, number, text) else text
-    return text
-
-
-def _takes(cfg: DictConfig, path: str, number: Any, text: str) -> bool:
-    """Return whether a key is meant to hold the number: by its rule, its argument's annotation or
-    its default.
+    """Return the number, or true or false, that a text stands for at a key that is meant to hold
+    one: by its type, its argument's annotation or its default.
     """
-    if path == "data.micro_batch_size":
-        return True
-    if (known := values.schema(OmegaConf.to_container(cfg))).get(path) is not None:  # pyright: ignore[reportArgumentType]
-        return values.accepts(known[path], number) and not values.accepts(known[path], text)
+    try:
+        number = OmegaConf.from_dotlist([f"number={text}"]).number
+    except yaml.YAMLError:
+        return text
+    if not isinstance(number, int | float):
+        return text
     parent, _, key = path.rpartition(".")
     node = OmegaConf.select(cfg, parent) if parent else None
     target = str(node.get("_target_")) if isinstance(node, DictConfig) else ""
-    definition = signatures.find_definition(target) if target else None
-    if definition is None:
-        return False
-    hint = signatures.signature_of(*definition).parameters.get(key)
-    default = signatures.defaults_of(target).get(key)
-    meant = isinstance(default, int | float) or _NUMBERS & {hint, *get_args(hint)}
-    return signatures.accepts(hint, number) and bool(meant)
+    hint = values.schema(OmegaConf.to_container(cfg)).get(path)  # pyright: ignore[reportArgumentType]
+    if hint is not None:
+        takes = [values.accepts(hint, each) for each in (number, text)]
+    elif (definition := signatures.find_definition(target) if target else None) is not None:
+        hint = signatures.signature_of(*definition).parameters.get(key)
+        default = signatures.defaults_of(target).get(key)
+        of_default = isinstance(default, int | float)
+        takes = [
+            signatures.accepts(hint, number),
+            not of_default and signatures.accepts(hint, text),
+        ]
+    else:
+        return text
+    return number if takes == [True, False] else text

@@ -8,14 +8,10 @@ A task that reads pairs says so in a class attribute, `reads = "pairs"`, and dat
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from armature.validation import signatures
-
-LOSSES = ("sigmoid", "ipo")
-REFERENCES = ("auto", "adapters_off", "cached")
 
 
 def problems(cfg: Mapping[str, Any]) -> list[str]:
@@ -40,7 +36,7 @@ def problems(cfg: Mapping[str, Any]) -> list[str]:
             'conversations. (A task of yours that reads pairs says so: reads = "pairs".)'
         ]
     ours = task["_target_"] == "armature.tasks.direct_preference.DirectPreference"
-    return _settings(task) + _worker_problems(task, data) if ours else []
+    return [*_settings(task), *_worker_problems(task, data)] if ours else []
 
 
 def decided_reference(reference: str, *, adapter: Any, train: Any) -> str:
@@ -68,44 +64,22 @@ def _worker_problems(task: Mapping[str, Any], data: Mapping[str, Any]) -> list[s
     ]
 
 
-def _settings(task: Mapping[str, Any]) -> list[str]:
-    beta, loss, smoothing = (
-        task.get("beta", 0.1),
-        task.get("loss", "sigmoid"),
-        task.get("label_smoothing", 0.0),
-    )
-    reference, adapter = task.get("reference", "auto"), task.get("adapter")
-    found = []
-    if not _is_number(beta) or not beta > 0:
-        found.append(f"task.beta={beta}: must be a number above 0.")
-    if not _is_number(smoothing) or not 0 <= smoothing < 0.5:
-        found.append(f"task.label_smoothing={smoothing}: must be a number from 0, below 0.5.")
-    elif smoothing and loss == "ipo":
-        found.append(
+def _settings(task: Mapping[str, Any]) -> Iterator[str]:
+    smoothing, adapter = task.get("label_smoothing"), task.get("adapter") or {}
+    if smoothing and task.get("loss") == "ipo":
+        yield (
             f"task.label_smoothing={smoothing} is of task.loss=sigmoid. Type "
             "task.label_smoothing=0."
         )
-    if loss not in LOSSES:
-        found.append(f"task.loss={loss}: must be one of {', '.join(LOSSES)}.")
-    if reference not in REFERENCES:
-        found.append(f"task.reference={reference}: must be one of {', '.join(REFERENCES)}.")
-    if adapter and adapter.get("quantize"):
-        found.append(
-            f"task.adapter.quantize={adapter['quantize']}: preferences have not been compared on "
-            "weights of 4 bits. "
-            "Type task.adapter.quantize=null."
+    if quantize := adapter.get("quantize"):
+        yield (
+            f"task.adapter.quantize={quantize}: preferences have not been compared on weights of 4 "
+            "bits. Type task.adapter.quantize=null."
         )
-    if reference == "adapters_off" and not adapter:
-        found.append(
-            "task.reference=adapters_off, but task.adapter=null. Type task.reference=cached."
-        )
-    elif reference == "adapters_off" and adapter.get("train"):  # pyright: ignore[reportOptionalMemberAccess]
-        found.append(
-            f"task.reference=adapters_off, but task.adapter.train={adapter['train']} changes the "  # pyright: ignore[reportOptionalSubscript]
+    if task.get("reference") == "adapters_off" and not adapter:
+        yield "task.reference=adapters_off, but task.adapter=null. Type task.reference=cached."
+    elif task.get("reference") == "adapters_off" and adapter.get("train"):
+        yield (
+            f"task.reference=adapters_off, but task.adapter.train={adapter['train']} changes the "
             "model without its adapters, too. Type task.reference=cached."
         )
-    return found
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -27,8 +27,6 @@ def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     if (value := adapter.get("quantize")) is None:
         return []
     typed = f"{KEY}={value}"
-    if value != "nf4":
-        return [f"{typed}: must be nf4 or null."]
     model = cfg.get("model") or {}
     if (target := model.get("_target_")) != DECODER:
         return [
@@ -40,10 +38,8 @@ def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     if unread and resume.run_of(resume.to_path(str(named))) is None:
         return [
             f"{typed} with resume={named}: weights are quantized while they are read from "
-            "model.pretrained, not from a "
-            "checkpoint. Write a folder (python scripts/convert.py RUN FOLDER) and type "
-            "model.pretrained=FOLDER, or "
-            f"type {KEY}=null."
+            "model.pretrained, not from a checkpoint. Write a folder (python scripts/convert.py "
+            f"RUN FOLDER) and type model.pretrained=FOLDER, or type {KEY}=null."
         ]
     found = [
         f"{typed} does not work with this strategy ({m}): {REFUSED[m]}."
@@ -53,15 +49,13 @@ def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     if layout.options.get("compile", "none") != "none":
         found.append(
             f"{typed} with strategy.compile={layout.options['compile']}: the compiler would keep "
-            "each dense matrix "
-            "from forward to backward. Type strategy.compile=none."
+            "each dense matrix from forward to backward. Type strategy.compile=none."
         )
     if "shard" in layout.methods and _torch() < INTEGERS_ARE_SHARDED:
         needed, here = (".".join(map(str, version)) for version in (INTEGERS_ARE_SHARDED, _torch()))
         found.append(
             f"{typed} with a sharded strategy needs torch {needed}; here is {here}, which shards "
-            "floats only. Type "
-            "pip install -U torch, or strategy=ddp, or strategy=tensor."
+            "floats only. Type pip install -U torch, or strategy=ddp, or strategy=tensor."
         )
     return found + _size_problems(model, layout.axes["tensor"], typed=typed)
 
@@ -86,8 +80,7 @@ def _size_problems(model: Mapping[str, Any], tensor: int, *, typed: str) -> list
     if odd := [f"{name}={size}" for name, size in whole.items() if size % (BLOCK * tensor)]:
         return [
             f"{typed}: strategy.tensor={tensor} does not give each rank whole blocks of {BLOCK} "
-            "elements of "
-            f"{', '.join(odd)}. Type strategy=fsdp, or another number of tensor ranks."
+            f"elements of {', '.join(odd)}. Type strategy=fsdp, or another number of tensor ranks."
         ]
     return []
 

@@ -98,10 +98,8 @@ def _factories(cfg: dict[str, Any]) -> Iterator[str]:
     if scheduler and takes is not None and not takes.open and "total_steps" not in takes.parameters:
         yield (
             f"scheduler._target_={scheduler['_target_']}: the task passes total_steps, which it "
-            "does not take. Type "
-            "scheduler=cosine, linear, wsd or constant, or a function of your own package in src/ "
-            "that takes "
-            "(optimizer, total_steps)."
+            "does not take. Type scheduler=cosine, linear, wsd or constant, or a function of your "
+            "own package in src/ that takes (optimizer, total_steps)."
         )
 
 
@@ -180,6 +178,5 @@ def _schedule(cfg: dict[str, Any]) -> Iterator[str]:
         verb = "are" if len(lengths) > 1 else "is"
         yield (
             f"{typed} {verb} longer than the run's trainer.max_steps={steps}. Type shares of the "
-            "run (below 1.0), "
-            "or more steps."
+            "run (below 1.0), or more steps."
         )

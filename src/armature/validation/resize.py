@@ -11,7 +11,6 @@ from omegaconf import DictConfig, OmegaConf
 from armature.data import batching
 from armature.errors import ConfigError
 from armature.layout import Layout
-from armature.parallel import mesh
 from armature.validation import checks, micro_batch
 
 # what changes with the number of ranks
@@ -46,7 +45,7 @@ def fewer(cfg: DictConfig, *, most: int, least: int) -> DictConfig | str:
                         micro_batch.AUTO,
                     )
                 return candidate
-    return _fixed_axis_problem(cfg) or (problems[0] if problems else f"launch.min_ranks={least}")
+    return problems[0] if problems else f"launch.min_ranks={least}"
 
 
 def difference(asked: DictConfig, cfg: DictConfig) -> str:
@@ -82,17 +81,3 @@ def _micro_batch_sizes(cfg: DictConfig, *, data_ranks: int) -> Iterator[int | st
     micro = size // Layout.of(cfg).data_ranks if current == "auto" else current
     divisors = [n for n in range(1, share + 1) if share % n == 0]
     yield from sorted(divisors, key=lambda n: (n > micro, abs(n - micro)))
-
-
-def _fixed_axis_problem(cfg: DictConfig) -> str | None:
-    """Return which axis of a mesh fixes the number of ranks, or None if one is `auto` or there is
-    no mesh.
-    """
-    layout = Layout.of(cfg)
-    if layout.kind != "mesh" or "auto" in (layout.options[axis] for axis in mesh.AXES):
-        return None
-    longest = max(
-        reversed(mesh.AXES),
-        key=lambda axis: layout.options[axis] if axis in ("shard", "replicate") else 0,
-    )
-    return f"strategy.{longest}={layout.options[longest]} is fixed, type strategy.{longest}=auto"

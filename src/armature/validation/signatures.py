@@ -11,7 +11,7 @@ import dis
 import importlib
 import inspect
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType, ModuleType, NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -117,13 +117,14 @@ def near_definition(target: str) -> str:
     if not module or (found := _imported(module)) is None:
         return f" There is no module '{module}' (looked in src/ and in the installed packages)."
     names = [key for key, value in vars(found).items() if callable(value)]
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     return f" Did you mean '{module}.{near[0]}'?" if near else ""
 
 
 def targets_in(cfg: Mapping[str, Any], group: str) -> Iterator[tuple[str, str]]:
     """Yield the key and the `_target_` of each callback or logger."""
-    for name, node in (cfg.get(group) or {}).items():
+    members = cfg.get(group)
+    for name, node in members.items() if isinstance(members, Mapping) else ():
         if isinstance(node, Mapping) and "_target_" in node:
             yield f"{group}.{name}", str(node["_target_"])
 
@@ -276,9 +277,11 @@ def _type(annotation: Any, function: Any) -> Any:
         return Any
 
 
-def argument_problems(path: str, node: dict[str, Any], definition: Definition) -> list[str]:
+def argument_problems(
+    path: str, node: dict[str, Any], definition: Definition, *, known: Container[str] = ()
+) -> list[str]:
     """Return which arguments of the `_target_` node at `path` its class or function does not
-    take.
+    take, except the keys in `known`.
     """
     target, signature = node["_target_"], signature_of(*definition)
     if path == "data" and (feed := find_definition(FEED)) is not None:
@@ -290,7 +293,7 @@ def argument_problems(path: str, node: dict[str, Any], definition: Definition) -
             )
     found = []
     for key, value in node.items():
-        if key in HYDRA_KEYS:
+        if key in HYDRA_KEYS or f"{path}.{key}" in known:
             continue
         if key in FOLD_KEYS and path == "data" and key not in signature.parameters:
             continue  # data/folds.py
@@ -298,7 +301,7 @@ def argument_problems(path: str, node: dict[str, Any], definition: Definition) -
             if not signature.open and key not in signature.mentioned:
                 found.append(
                     f"{path}.{key}: {target} takes no argument '{key}'."
-                    f"{_hint(path, key, [*signature.parameters])}"
+                    f"{_hint(f'{path}.{key}', value, [*signature.parameters])}"
                 )
             continue
         if takes_tensor(signature.parameters[key]) and target.split(".")[0] != "torch":
@@ -311,8 +314,10 @@ def argument_problems(path: str, node: dict[str, Any], definition: Definition) -
     return found
 
 
-def _hint(path: str, key: str, known: list[str]) -> str:
-    if remedy := foreign_keys.remedy(f"{path}.{key}", known=[f"{path}.{name}" for name in known]):
+def _hint(path: str, value: Any, known: list[str]) -> str:
+    node, _, key = path.rpartition(".")
+    paths = [f"{node}.{name}" for name in known]
+    if remedy := foreign_keys.remedy(path, str(value), known=paths):
         return f" {remedy}"
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     return f" Did you mean '{near[0]}'?" if near else f" It takes: {', '.join(known)}."

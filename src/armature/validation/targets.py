@@ -15,7 +15,7 @@ import difflib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -157,15 +157,18 @@ def check(cfg: DictConfig, *, overrides: Sequence[str] = (), packages: Sequence[
         raise ConfigError(found)
 
 
-def problems(cfg: Any, allowed: Sequence[str]) -> list[str]:
+def problems(cfg: Any, allowed: Sequence[str], *, known: Container[str] = ()) -> list[str]:
     """Return what is wrong with any `_target_` node of a resolved configuration and with its
     arguments.
+
+    Args:
+        known: keys whose values are known to be wrong.
     """
     signatures.allow(allowed)
     found = [*_shape_problems(cfg)] if isinstance(cfg, dict) else []
     for path, node, complete in _nodes(cfg):
         try:
-            found += _node_problems(path, node, allowed, complete=complete)
+            found += _node_problems(path, node, allowed, complete=complete, known=known)
         except ConfigError as error:  # its module cannot be imported
             found += [f"{path}._target_={node['_target_']}: {each}" for each in error.problems]
     return found
@@ -191,7 +194,12 @@ def _nodes(
 
 
 def _node_problems(
-    path: str, node: dict[str, Any], allowed: Sequence[str], *, complete: bool
+    path: str,
+    node: dict[str, Any],
+    allowed: Sequence[str],
+    *,
+    complete: bool,
+    known: Container[str],
 ) -> list[str]:
     """Return what is wrong with one `_target_` node; those below it are not looked at."""
     target = node["_target_"]
@@ -218,7 +226,7 @@ def _node_problems(
             f"{path}._target_={target}: there is no such class or "
             f"function.{signatures.near_definition(target)}"
         ]
-    found += signatures.argument_problems(path, node, definition)
+    found += signatures.argument_problems(path, node, definition, known=known)
     return found or _role_problems(path, node, definition, complete=complete)
 
 
@@ -245,8 +253,7 @@ def _forbidden(path: str, target: str, allowed: Sequence[str]) -> str | None:
             )
         return (
             f"{what}: only packages in launch.allowed_packages may be called "
-            f"({', '.join(allowed)}). "
-            "If you trust it: "
+            f"({', '.join(allowed)}). If you trust it: "
             f"'{PACKAGES_KEY}=[{','.join([*dict.fromkeys([*allowed, package])])}]'."
         )
     # by its name first: a refused module is not even imported

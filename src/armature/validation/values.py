@@ -124,6 +124,7 @@ class OfAdapter:
     dropout: Fraction
     targets: Patterns | None
     train: Patterns | None
+    quantize: Literal["nf4"] | None
 
 
 class OfScheduler:
@@ -135,6 +136,11 @@ class OfScheduler:
 class OfStrategy:
     backend: Literal["auto", "gloo", "nccl", "mpi", "ucc", "xccl"]
     compile: Literal["none", "block", "model"]
+    compile_mode: Literal[
+        "default", "reduce-overhead", "max-autotune-no-cudagraphs", "max-autotune"
+    ]
+    float8: Literal["emulate"] | bool
+    expert: Count
     comm_hook: Literal["bf16", "fp16"] | None
     param_dtype: Dtype | None
     reduce_dtype: Dtype | None
@@ -219,6 +225,13 @@ class OfBlendData:
     weights: Weights | None
 
 
+class OfPreference:
+    beta: Positive
+    loss: Literal["sigmoid", "ipo"]
+    label_smoothing: Annotated[Number, Field(ge=0, lt=0.5)]
+    reference: Literal["auto", "adapters_off", "cached"]
+
+
 class OfEMA:
     decay: Annotated[Number, Field(gt=0, lt=1)]
 
@@ -248,6 +261,7 @@ OF_OURS = {  # where the group's class is ours
     "data.source": OfSource,
 }
 OF_CLASSES = {  # which would refuse them in the rank
+    "armature.tasks.direct_preference.DirectPreference": OfPreference,
     "armature.data.image_folder.ImageFolderData": OfImageFolderData,
     "armature.data.synthetic.SyntheticData": OfSyntheticData,
     "armature.data.corpus.Corpus": OfCorpus,
@@ -279,22 +293,27 @@ OF_CORE = types_of(Config)
 OF_OPTIMIZERS = types_of(OfOptimizer, "optimizer.")
 
 
-def problems(cfg: DictConfig, plain: dict[str, Any]) -> list[str]:
-    """Return every value out of its range; `plain` is the resolved configuration."""
-    return [
-        *_wrong(schema(plain), plain),
-        *_trainer(plain),
-        *_not_finite(plain),
-        *_names(plain),
-        *_optimizer(plain),
-        *secrets(cfg),
-    ]
+Wrong = Iterator[tuple[str, str]]  # keys, and what is said of their values
 
 
-def problems_of(keys: Sequence[str], plain: dict[str, Any]) -> list[str]:
-    """Return which of these keys, typed for a saved run, have values out of their range."""
+def wrong(cfg: DictConfig, plain: dict[str, Any]) -> dict[str, str]:
+    """Return what is said of each key whose value is wrong; `plain` is the resolved
+    configuration.
+    """
+    found = dict(_wrong(schema(plain), plain))
+    for rule in (_trainer, _not_finite, _names, _optimizer):
+        found |= {key: text for key, text in rule(plain) if key not in found}
+    raw: Any = OmegaConf.to_container(cfg, resolve=False)
+    # a reference is right where its key is
+    referring = {key: str(_select(raw, key))[2:-1] for key in found}
+    found = {key: text for key, text in found.items() if referring[key] not in found}
+    return found | dict(secrets(cfg))
+
+
+def wrong_of(keys: Sequence[str], plain: dict[str, Any]) -> list[str]:
+    """Return what is said of those of these keys, typed for a saved run, whose values are wrong."""
     known = schema(plain)
-    return [*_wrong({key: known[key] for key in keys if key in known}, plain)]
+    return [text for _, text in _wrong({key: known[key] for key in keys if key in known}, plain)]
 
 
 def schema(plain: dict[str, Any]) -> dict[str, Any]:
@@ -314,6 +333,7 @@ def schema(plain: dict[str, Any]) -> dict[str, Any]:
 def _nodes(plain: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     callbacks = plain.get("callbacks")
     for path in (
+        "task",
         "data",
         "data.source",
         "optimizer",
@@ -340,11 +360,11 @@ def _is_ours(node: Any) -> bool:
     )
 
 
-def _wrong(schema: dict[str, Any], plain: dict[str, Any]) -> Iterator[str]:
+def _wrong(schema: dict[str, Any], plain: dict[str, Any]) -> Wrong:
     for key, hint in schema.items():
         value = _select(plain, key)
         if value is not _UNSET and (answer := answer_to(key, hint, value)) is not None:
-            yield f"{key}={_shown(value)}: {answer}"
+            yield key, f"{key}={_shown(value)}: {answer}"
 
 
 def answer_to(key: str, hint: Any, value: Any) -> str | None:
@@ -360,10 +380,17 @@ def answer_to(key: str, hint: Any, value: Any) -> str | None:
                 return f"{answer} It is text: type {key}={value} without quotes."
     if isinstance(value, str) and accepts(hint, [value]):
         return f"{answer} Type {key}=[{value}]."
-    texts = re.findall(r"[\w-]+", words(hint))
-    near = difflib.get_close_matches(str(value), texts if "one of" in answer else (), 1, 0.4)
-    meant = [each for each in (ALIASES.get(str(value)), *near) if each in texts]
+    choices = _choices(hint)
+    near = difflib.get_close_matches(str(value), choices, 1, 0.4)
+    meant = [each for each in (ALIASES.get(str(value)), *near) if each in choices]
     return f"{answer} Did you mean {key}={meant[0]}?" if meant else answer
+
+
+def _choices(hint: Any) -> list[str]:
+    inner = get_args(hint)
+    if get_origin(hint) is Literal:
+        return [*map(str, inner)]
+    return [choice for each in inner for choice in _choices(each)]
 
 
 _PATTERNS = ConfigDict(regex_engine="python-re")
@@ -413,24 +440,25 @@ def _shown(value: Any) -> str:
     return "null" if value is None else "''" if value == "" else str(value)
 
 
-def _trainer(plain: dict[str, Any]) -> Iterator[str]:
+def _trainer(plain: dict[str, Any]) -> Wrong:
     trainer, checkpoint = plain["trainer"], plain["checkpoint"]
     if trainer["max_steps"] is None and trainer["max_epochs"] is None:
         yield (
+            "trainer.max_steps",
             "trainer.max_steps=null and trainer.max_epochs=null: the run would never end. "
-            "Type trainer.max_steps=… or trainer.max_epochs=…."
+            "Type trainer.max_steps=… or trainer.max_epochs=….",
         )
     monitored = checkpoint["keep_best"] and str(checkpoint["monitor"]).startswith("val/")
     if trainer["limit_val_batches"] == 0 and monitored:
         log.warning(
             "trainer.limit_val_batches=0 switches validation off: checkpoint.monitor=%s is never "
-            "known, so no "
-            "checkpoint is kept as best. Type trainer.limit_val_batches=null for all batches.",
+            "known, so no checkpoint is kept as best. Type trainer.limit_val_batches=null for all "
+            "batches.",
             checkpoint["monitor"],
         )
 
 
-def _not_finite(plain: dict[str, Any]) -> Iterator[str]:
+def _not_finite(plain: dict[str, Any]) -> Wrong:
     """Yield numbers that are no numbers, in what is ours or every optimizer and scheduler has."""
     known = {*schema(plain), *OF_OPTIMIZERS, "optimizer.betas"}
     for group, node in plain.items():
@@ -441,10 +469,10 @@ def _not_finite(plain: dict[str, Any]) -> Iterator[str]:
                     and not math.isfinite(value)
                     and path.partition("[")[0] not in known
                 ):
-                    yield f"{path}={value}: must be a finite number."
+                    yield path, f"{path}={value}: must be a finite number."
 
 
-def _optimizer(plain: dict[str, Any]) -> Iterator[str]:
+def _optimizer(plain: dict[str, Any]) -> Wrong:
     """Yield what torch's optimizers would refuse in the rank, by the names that most optimizers
     share.
     """
@@ -458,40 +486,26 @@ def _optimizer(plain: dict[str, Any]) -> Iterator[str]:
     }
     yield from _wrong(given, plain)
     if node.get("nesterov") is True and not node.get("momentum"):
-        yield (
-            "optimizer.nesterov=true needs momentum. Type optimizer.momentum=0.9, or "
-            "optimizer.nesterov=false."
-        )
-    betas = node.get("betas")
+        instead = "optimizer.momentum=0.9, or optimizer.nesterov=false"
+        yield "optimizer.nesterov", f"optimizer.nesterov=true needs momentum. Type {instead}."
     pairs = str(node.get("_target_")).split(".")[0] in ("armature", "torch")
-    if "betas" in node and (
-        not isinstance(betas, list)
-        or not all(accepts(Fraction, beta) for beta in betas)
-        or len(betas) < 2
-        or (pairs and len(betas) > 2)
-    ):
-        yield (
-            f"optimizer.betas={_shown(betas)}: must be two numbers of at least 0 and below 1, as "
-            "in [0.9,0.95]."
-        )
+    betas = Annotated[list[Fraction], Field(min_length=2, max_length=2 if pairs else None)]
+    if "betas" in node and not accepts(betas, given := node["betas"]):
+        form = "two numbers of at least 0 and below 1, as in [0.9,0.95]"
+        yield "optimizer.betas", f"optimizer.betas={_shown(given)}: must be {form}."
 
 
-def _names(plain: dict[str, Any]) -> Iterator[str]:
+def _names(plain: dict[str, Any]) -> Wrong:
     run, project = plain["run"], str(plain["project"]["name"])
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", project, re.ASCII):
         form = "letters, digits, '_', '-' and '.', beginning with a letter or a digit"
-        yield f"project.name={project}: must be {form}. Type project.name=my-project."
-    for key in ("dir", "id", "git"):
-        if run.get(key) is not None:
-            yield (
-                f"run.{key}={run[key]}: it is computed. Type run.root=… and run.name=… for another "
-                "place."
-            )
-    if (size := run.get("micro_batch_size")) is not None:
-        yield (
-            f"run.micro_batch_size={size}: data.micro_batch_size=auto finds it. Type "
-            f"data.micro_batch_size={size}."
-        )
+        what = f"project.name={project}: must be {form}. Type project.name=my-project."
+        yield "project.name", what
+    for name in ("dir", "id", "git", "micro_batch_size"):
+        if (value := run.get(name)) is not None:
+            size = name == "micro_batch_size"
+            typed = "data.micro_batch_size=…" if size else "run.root=… and run.name=…"
+            yield f"run.{name}", f"run.{name}={value}: it is computed. Type {typed} instead."
 
 
 def switch_problems(overrides: Sequence[str]) -> list[str]:
@@ -516,7 +530,7 @@ def switch_problems(overrides: Sequence[str]) -> list[str]:
 
 
 # ---------------------------------------------------------------- secrets
-def secrets(cfg: DictConfig) -> Iterator[str]:
+def secrets(cfg: DictConfig) -> Wrong:
     """Yield keys whose typed values look secret, because config.yaml would hold them.
 
     The values are not shown.
@@ -527,9 +541,10 @@ def secrets(cfg: DictConfig) -> Iterator[str]:
         name = _leaf(path)
         where = f"Put it into .env and refer to it, as in '{path}=${{oc.env:{name.upper()}}}'."
         if is_secret(name):
-            yield f"{path}: a secret typed here would be written to config.yaml. {where}"
+            yield path, f"{path}: a secret typed here would be written to config.yaml. {where}"
         elif _URL_PASSWORD.search(value):
-            yield f"{path}: a password in an address would be written to config.yaml. {where}"
+            what = "a password in an address would be written to config.yaml"
+            yield path, f"{path}: {what}. {where}"
 
 
 def hide_secrets(cfg: DictConfig) -> None:
