@@ -1,5 +1,4 @@
 import json
-import os
 import socket
 import struct
 from pathlib import Path
@@ -64,13 +63,6 @@ def test_a_file_that_is_no_safetensors_is_named(model, content):
     name = next(iter(SHARDS))
     (model / name).write_bytes(content)
     assert name in " ".join(folder.weights(model).problems)
-
-
-def test_a_pipe_in_place_of_weights_is_named_and_not_read(model):
-    name = next(iter(SHARDS))
-    (model / name).unlink()
-    os.mkfifo(model / name)
-    assert f"{name}: a device or a pipe, no file" in " ".join(folder.weights(model).problems)
 
 
 def test_an_index_that_lists_something_else_is_named(model):
