@@ -133,44 +133,19 @@ def test_long_conversations_are_cut_or_dropped_and_counted(source):
         {"messages": [{"role": "user", "content": "how " * 90}, CHAT[1]]},
     ]
     cut = source(records).header["splits"]["train"]
-    assert (cut["conversations"], cut["cut"], cut["emptied"], cut["dropped"]) == (2, 1, 1, 0)
+    assert (cut["conversations"], cut["cut"], cut["dropped"]) == (2, 1, 1)
     dropped = source(records, too_long="drop").header["splits"]["train"]
-    assert (dropped["conversations"], dropped["cut"], dropped["emptied"], dropped["dropped"]) == (
-        1,
-        0,
-        0,
-        2,
-    )
+    assert (dropped["conversations"], dropped["cut"], dropped["dropped"]) == (1, 0, 2)
     assert (data(source(records)).dataset("train").batch([0])["targets"] != IGNORED).any()
 
 
-def test_thoughts_that_the_template_leaves_out_are_counted_and_said(source, tmp_path, caplog):
-    thought = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nfine"}
-    file = tmp_path / "reasoning.jinja"
-    file.write_text(REASONING)
-    made = source([{"messages": [CHAT[0], thought, CHAT[0], CHAT[1]]}, chat(1)], template=str(file))
-    with caplog.at_level("INFO"):
-        made.prepare()
-    assert made.header["splits"]["train"]["shortened"] == 1
-    assert (
-        "1 messages of the assistant's are not whole: the chat template leaves parts out, such as"
-        in caplog.text
-    )
-
-
-def test_arguments_of_the_template_are_a_part_of_the_data(source, tmp_path, caplog):
+def test_arguments_of_the_template_are_a_part_of_the_data(source, tmp_path):
     file = tmp_path / "reasoning.jinja"
     file.write_text(REASONING)
     made = [
         source([chat(1)], template=str(file), template_arguments=each)
         for each in (None, {"enable_thinking": False})
     ]
-    for each, is_said in zip(made, (True, False), strict=True):
-        caplog.clear()
-        each.prepare()
-        assert (
-            "which is not learned and which a prompt for an answer lacks" in caplog.text
-        ) is is_said
     assert made[0]._key([]) != made[1]._key([])
     data(made[1]).save_assets(tmp_path)
     prompt = load(tmp_path, template=None).render(CHAT[:1], add_generation_prompt=True)

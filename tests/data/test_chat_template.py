@@ -135,7 +135,6 @@ def test_tools_and_system_turns_are_written_as_the_template_does_and_calls_are_l
     )
     found = list(zip(encoded.ids, encoded.learned.tolist(), strict=True))
     assert found == expected_tokens(WRITTEN_TOOLS[style])
-    assert encoded.shortened == 0
 
 
 def test_two_results_are_one_turn_and_two_calls_are_learned():
@@ -154,28 +153,20 @@ def test_two_results_are_one_turn_and_two_calls_are_learned():
     assert text.partition("⟦")[2].partition("⟧")[0].count("<tool_call>") == 2
 
 
-@pytest.mark.parametrize("style", [*STYLES, *TOOL_STYLES])
-def test_what_a_prompt_lacks_and_is_not_learned_is_known(style):
-    own = ChatTemplate({**STYLES, **TOOL_STYLES}[style], SPECIALS)
-    assert own.unprompted == ("<think>\n\n</think>" if style in ("thinking", "reasoning") else None)
-
-
 def test_headers_are_not_learned_of_a_template_without_prompts():
     source = (
         "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '</s>\n' }}{% endfor %}"
     )
     assert marked(source, CHAT[:2]) == "<|user|>\nhow are you</s>\n<|assistant|>\n⟦I am fine</s>⟧\n"
-    assert ChatTemplate(source, SPECIALS).unprompted is None
 
 
 def test_an_argument_puts_empty_thoughts_into_the_prompt(tmp_path):
     own = folder(tmp_path / "own", REASONING)
-    for arguments, words in ((None, "<think>\n\n</think>"), ({"enable_thinking": False}, None)):
+    for arguments in (None, {"enable_thinking": False}):
         loaded = template.load(own, template=None, arguments=arguments)
         assert marked(loaded.source, CHAT[:2]).endswith(
             "assistant\n<think>\n\n</think>\n\n⟦I am fine<|im_end|>⟧\n"
         )
-        assert loaded.unprompted == words
 
 
 def test_arguments_are_kept_in_the_template(tmp_path):
@@ -200,17 +191,6 @@ def test_an_argument_that_the_template_does_not_ask_for_is_refused(tmp_path, nam
         ConfigError, match=rf"does not ask for {name} \(it asks for: enable_thinking"
     ):
         template.load(own, template=None, arguments={name: True})
-
-
-def test_messages_of_which_the_template_leaves_something_out_are_counted():
-    thought = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nfine"}
-    beside = {"role": "assistant", "content": "fine", "reasoning_content": "hm"}
-    own = ChatTemplate(REASONING)
-    for chat, count in (([CHAT[0], thought] * 2, 1), ([CHAT[0], beside] * 3, 2), (CHAT, 0)):
-        learned = tuple(range(1, len(chat), 2))
-        [encoded] = encode([Conversation("a", chat, None, learned)], own, small_tokenizer())
-        assert encoded.shortened == count
-        assert encoded.up_to(2).shortened == count
 
 
 def test_an_answer_that_is_not_learned_is_masked():

@@ -162,27 +162,23 @@ def test_what_is_cut_or_left_out_is_counted_and_said(source, caplog):
     expected = {
         "rows": 3,
         "cut": 1,
-        "identical": 1,
-        "emptied": 1,
-        "same": 1,
-        "dropped": 0,
+        "dropped": 3,
         "read": 6,
     }
     assert {key: counts[key] for key in expected} == expected
-    assert "1 left out: chosen and rejected are identical." in caplog.text
-    assert "1 cut to the context." in caplog.text
+    assert "1 cut to the context. 3 left out: too long, or their answers are empty" in caplog.text
     dropped = source(records, template="plain", too_long="drop").header["splits"]["train"]
-    assert (dropped["rows"], dropped["dropped"]) == (2, 3)
+    assert (dropped["rows"], dropped["dropped"]) == (2, 4)
 
 
 def test_pairs_of_which_none_is_left_are_refused(source):
     with pytest.raises(
-        ConfigError, match=r"of 2 pairs none is left for training\. 2 left out: an answer begins"
+        ConfigError, match=r"of 2 pairs none is left for training\. 2 left out: too long"
     ):
         source([{**record(i), "prompt": "how " * 90} for i in range(2)]).prepare()
     with pytest.raises(
         ConfigError,
-        match=r"none is left for training\. 1 left out: chosen and rejected are identical",
+        match=r"none is left for training\. 1 left out: .* answers are empty or the same",
     ):
         source([record(0, "world", "world")]).prepare()
 
