@@ -120,17 +120,6 @@ def test_records_of_jsonl_are_documents(corpus, tmp_path):
     assert sorted(chain(*(decoded(made, split) for split in SPLITS))) == sorted(records)
 
 
-def test_gzip_and_plain_files_give_the_same_tokens(files, corpus, tmp_path):
-    packed = tmp_path / "packed"
-    for path in files.rglob("*.txt"):
-        target = packed / path.relative_to(files).with_suffix(".txt.gz")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(gzip.compress(path.read_bytes()))
-    plain, zipped = corpus(f"{files}/**/*.txt"), corpus(str(packed))
-    everything = [sorted(chain(*(decoded(c, split) for split in SPLITS))) for c in (plain, zipped)]
-    assert everything[0] == everything[1]
-
-
 def test_text_survives_the_pieces_it_is_read_in(tmp_path):
     """Cuts fall at line ends, or between characters of an endless line. No byte changes."""
     path = tmp_path / "mixed.txt"
@@ -153,12 +142,6 @@ def test_the_end_of_text_token_is_not_read_from_a_text(corpus, tmp_path):
     assert len(made.tokenizer.encode("<|endoftext|>").ids) > 1
 
 
-def test_two_preparations_make_the_same_files(files, corpus, tmp_path):
-    first, second = (corpus(str(files), cache_dir=str(tmp_path / name)) for name in "ab")
-    assert first.fingerprint == second.fingerprint
-    assert corpus(str(files), vocab_size=280).fingerprint != first.fingerprint
-
-
 def test_zlib_yardstick_is_the_sum_over_files(files, corpus):
     import zlib
 
@@ -168,13 +151,6 @@ def test_zlib_yardstick_is_the_sum_over_files(files, corpus):
         bits = 8 * sum(len(zlib.compress(text, 9)) for text in texts) / sum(map(len, texts))
         assert made.header["splits"][split]["zlib_bits_per_byte"] == pytest.approx(bits)
     assert "zlib_bits_per_byte" not in made.header["splits"]["train"]
-
-
-def test_large_vocabularies_take_four_bytes(corpus, tmp_path):
-    path = tmp_path / "book.txt"
-    path.write_text(some_text(0, lines=300))
-    assert corpus(str(path), vocab_size=65_536).tokens("val").dtype == np.uint16
-    assert corpus(str(path), vocab_size=65_537).tokens("val").dtype == np.uint32
 
 
 # ------------------------------------------------------------------------------------------------
@@ -254,21 +230,6 @@ def test_a_large_cache_is_read_whole_only_after_a_change(files, corpus, monkeypa
     assert read == ["val.bin"]
 
 
-def test_leftovers_of_a_killed_process_are_removed(files, corpus, caplog, monkeypatch):
-    monkeypatch.setattr(Corpus, "_encode", lambda *args: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        corpus(str(files)).prepare()
-    monkeypatch.undo()
-    made = corpus(str(files))
-    left = made.folder.with_name(f"{made.folder.name}.part")
-    assert not left.exists()
-    made.folder.rename(left)
-    with caplog.at_level(logging.WARNING):
-        corpus(str(files)).prepare()
-    assert "half-written" in caplog.text
-    assert not left.exists()
-
-
 def test_processes_that_start_at_once_share_one_preparation(files, tmp_path):
     code = (
         "import logging, sys; logging.basicConfig(level=logging.INFO, stream=sys.stdout)\n"
@@ -296,14 +257,6 @@ def test_the_environment_names_the_cache(files, tmp_path, monkeypatch):
 
 # ------------------------------------------------------------------------------------------------
 # bad input
-
-
-@pytest.mark.parametrize("name", ["run[1]", "what?", "a*b"])
-def test_a_folder_may_have_a_pattern_as_its_name(tmp_path, name):
-    folder = tmp_path / name / "below"
-    folder.mkdir(parents=True)
-    (folder / "a.txt").write_text("text")
-    assert [file.name for file in sources.find(str(tmp_path / name))] == ["below/a.txt"]
 
 
 def test_names_of_files_need_not_be_utf8(corpus, tmp_path):
@@ -415,27 +368,10 @@ def test_settings_that_cannot_be_are_refused_together(files, corpus):
     assert "data.source.val_fraction=0.0" in caught.value.problems[1]
 
 
-def test_the_smallest_vocabulary_holds_every_byte(files, corpus):
-    made = corpus(str(files), vocab_size=257)
-    assert len(decoded(made, "val")) == made.header["splits"]["val"]["documents"]
-    assert made.header["splits"]["val"]["tokens"] == sum(
-        made.header["splits"]["val"][k] for k in ("bytes", "documents")
-    )
-
-
 def test_a_cache_folder_that_cannot_be_made_is_a_clear_error(files, corpus, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"data\.source\.cache_dir: .*file.* cannot be written"):
         corpus(str(files), cache_dir=str(tmp_path / "file" / "cache")).prepare()
-
-
-def test_the_splitter_keeps_shares_also_with_few_files():
-    files = [sources.SourceFile(Path(name), name, 100_000, 0) for name in ("a.txt", "b.txt")]
-    split = Splitter.choose(files, val_fraction=0.1, test_fraction=0.2)
-    assert split.by == "piece"
-    shares = [split(file, piece) for file in files for piece in range(400)]
-    assert 60 <= shares.count("val") <= 100
-    assert 140 <= shares.count("test") <= 180
 
 
 def test_the_standard_library_is_found_without_tests_and_packages():

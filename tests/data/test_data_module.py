@@ -96,17 +96,6 @@ def fed(data=None, **settings):
     )
 
 
-def test_epochs_under_a_trainer_lose_no_sample(tmp_path):
-    # 84 samples: four epochs, of 6, 5, 5 and 5 steps
-    module, feed, trainer = fit(tmp_path, steps=21)
-    seen = [target for step in module.steps for target in step]
-    assert sorted(seen) == sorted(list(range(21)) * 4)
-    assert module.lengths == [6, 5, 5, 5]
-    assert trainer.current_epoch == 4
-    assert feed.samples_seen == 84
-    assert sorted(module.validated) == sorted(list(range(8)) * 4)
-
-
 @pytest.mark.guarantee
 @pytest.mark.parametrize(("before", "after"), [(4, 4), (2, 2), (4, 1), (1, 4)])
 def test_a_resume_at_any_step_makes_the_same_steps_under_any_accumulation(tmp_path, before, after):
@@ -124,15 +113,6 @@ def test_a_resume_at_any_step_makes_the_same_steps_under_any_accumulation(tmp_pa
         assert [n * after for n in resumed.lengths] == [
             n * before for n in whole.lengths[len(whole.lengths) - len(resumed.lengths) :]
         ]
-
-
-def test_ranks_and_accumulation_see_the_same_samples_in_each_step(tmp_path):
-    alone, *_ = fit(tmp_path, steps=12)
-    parts = [
-        fit(tmp_path, steps=12, rank=rank, ranks=2, micro_batch_size=1)[0].steps
-        for rank in range(2)
-    ]
-    assert [sorted(a + b) for a, b in zip(*parts, strict=True)] == alone.steps
 
 
 def test_resume_with_another_global_batch_continues_at_the_position(tmp_path):

@@ -171,42 +171,6 @@ def test_pipelines_are_refused_by_name(tmp_path, strategy):
     ), found
 
 
-@pytest.mark.parametrize("strategy", ["fsdp_tensor", "deepspeed"])
-def test_other_strategies_are_not(strategy):
-    overrides = [
-        "model=huggingface",
-        "model.pretrained=x",
-        f"strategy={strategy}",
-        "trainer.devices=8",
-    ]
-    cfg = checks.decide(
-        cli.compose([*overrides, "trainer.accelerator=cpu", "data.global_batch_size=32"])
-    )
-    assert parallelism.problems(checks.plain(cfg), Layout.of(cfg)) == []
-
-
-@pytest.mark.parametrize("place", ["config", "model"])
-@pytest.mark.parametrize("error", [ImportError, MemoryError, torch.OutOfMemoryError])
-def test_no_memory_is_not_blamed_on_the_folder(tmp_path, monkeypatch, place, error):
-    def fail(*_, **__):
-        raise error("of the machine")
-
-    fake = SimpleNamespace(
-        PreTrainedConfig=SimpleNamespace(
-            get_config_dict=lambda *_, **__: ({"model_type": "x"}, {})
-        ),
-        CONFIG_MAPPING=["x"],
-        MODEL_FOR_CAUSAL_LM_MAPPING=[SimpleNamespace],
-        AutoConfig=SimpleNamespace(
-            from_pretrained=fail if place == "config" else lambda *_, **__: SimpleNamespace()
-        ),
-        AutoModelForCausalLM=SimpleNamespace(from_config=fail),
-    )
-    monkeypatch.setattr(model, "_transformers", lambda: fake)
-    with pytest.raises(error, match="of the machine"):
-        model.CausalLM(pretrained=str(tmp_path), vocab_size=4, context=4, attention=None)
-
-
 class Block(nn.Module):
     def __init__(self):
         super().__init__()

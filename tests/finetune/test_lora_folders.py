@@ -126,18 +126,3 @@ def test_a_run_whose_folder_has_moved_answers_and_is_evaluated(trained):
     result = subprocess.run([sys.executable, *map(str, evaluate)], capture_output=True, text=True)
     assert result.returncode == 2
     assert "Try --split val" in result.stderr
-
-
-def test_a_file_holds_the_base_model_too(trained):
-    convert, file = running.ROOT / "scripts" / "convert.py", trained / "whole.safetensors"
-    command(convert, trained / "run", file, moved(trained))
-    assert len(load_file(file)) == 2 + 11 * 2 + 14 * 2  # of the ends, the head is the embedding
-
-
-def test_options_that_do_not_fit_are_refused(trained):
-    convert = [sys.executable, str(running.ROOT / "scripts" / "convert.py"), str(trained / "run")]
-    result = subprocess.run(
-        [*convert, str(trained / "a.safetensors"), "--adapter"], capture_output=True, text=True
-    )
-    assert result.returncode == 2
-    assert "--adapter would change nothing here" in result.stderr

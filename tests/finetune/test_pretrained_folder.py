@@ -78,11 +78,6 @@ def test_pickled_weights_are_refused(tmp_path):
     assert "pickled (pytorch_model.bin)" in folder.weights(tmp_path).problems[0]
 
 
-def test_shards_without_their_index_are_refused(model):
-    (model / folder.INDEX).unlink()
-    assert f"{folder.INDEX}: this file is missing" in folder.weights(model).problems[0]
-
-
 def test_a_folder_that_is_no_model_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"is no model: it holds no config\.json"):
         folder.find(str(tmp_path))
@@ -134,16 +129,6 @@ def test_ends_of_generation_come_from_its_own_file_first(model):
     assert folder.end_tokens(model) == [2]
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
     assert folder.end_tokens(model) == [5, 6]
-
-
-def test_ids_of_tokens_include_added_ones(tmp_path):
-    file = tmp_path / folder.TOKENIZER
-    file.write_text(
-        json.dumps(
-            {"model": {"vocab": {"a": 0, "b": 7}}, "added_tokens": [{"id": 9, "content": "<s>"}]}
-        )
-    )
-    assert folder.token_ids(file) == {"a": 0, "b": 7, "<s>": 9}
 
 
 def test_a_run_keeps_the_small_files_and_knows_its_base(model, tmp_path_factory):
