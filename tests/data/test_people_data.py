@@ -1,7 +1,6 @@
 """Data modules for data that people have: built from their config files, on small files."""
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,11 @@ from PIL import Image
 
 from armature.data import feed
 from armature.errors import ConfigError
-
-CONFIGS = Path(__file__).parents[2] / "configs" / "data"
+from tests.data.feeding import config
 
 
 def build(name, **changes):
-    cfg = OmegaConf.create({"seed": 3, "data": OmegaConf.load(CONFIGS / f"{name}.yaml")})
+    cfg = OmegaConf.create({"seed": 3, "data": config(name)})
     for key, value in changes.items():
         OmegaConf.update(cfg.data, key.replace("__", "."), value)
     data: Any = feed.build(cfg).data

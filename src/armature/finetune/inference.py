@@ -31,16 +31,6 @@ class Loaded:
     tokenizer: Tokenizer
     ends: list[int]
 
-    @classmethod
-    def of(cls, model: nn.Module, path: Path, ends: list[int]) -> Loaded:
-        """Read the tokenizer.
-
-        A text ends where the next document begins if the folder does not say.
-        """
-        tokenizer = _tokenizer(path / folder.TOKENIZER)
-        begins = tokens.document_token(tokenizer)
-        return cls(model, path, tokenizer, ends or ([] if begins is None else [begins]))
-
 
 def load_run(
     path: Path,
@@ -62,7 +52,10 @@ def load_run(
         )
     kept = folder.kept_in(run_dir)
     model = loading.load_task(cfg, checkpoint).get_submodule("model").to(device)
-    return Loaded.of(model, run_dir, [] if kept is None else folder.end_tokens(kept))
+    tokenizer = _tokenizer(run_dir / folder.TOKENIZER)
+    ends, begins = [] if kept is None else folder.end_tokens(kept), tokens.document_token(tokenizer)
+    # a text ends where the next document begins if the folder does not say
+    return Loaded(model, run_dir, tokenizer, ends or ([] if begins is None else [begins]))
 
 
 def answers(

@@ -245,7 +245,7 @@ def _groups(folders: list[Path]) -> dict[str, list[str]]:
     found: dict[str, set[str]] = {}
     for root in folders:
         for folder in (each for each in root.rglob("*") if each.is_dir()):
-            options = (file.stem for file in folder.glob("*.yaml") if file.is_file())
+            options = (file.stem for file in folder.glob("[!_]*.yaml") if file.is_file())
             found.setdefault(str(folder.relative_to(root)), set()).update(options)
     return {group: sorted(options) for group, options in found.items()}
 
@@ -360,7 +360,7 @@ def _candidates(group: str, word: str, folders: list[Path]) -> list[str]:
     of_group = {
         file.stem: text
         for file, text in texts.items()
-        if file.parent in {each / group for each in folders}
+        if file.parent in {each / group for each in folders} and not file.stem.startswith("_")
     }
     return [
         option for option, text in of_group.items() if pattern.search(text) or "defaults:" in text
