@@ -18,7 +18,8 @@ CONFIGS = Path(__file__).parents[2] / "configs" / "data"
 def config(name: str) -> DictConfig:
     """Return the configuration of data=NAME."""
     common, own = (OmegaConf.load(CONFIGS / f"{each}.yaml") for each in ("_loader", name))
-    return OmegaConf.create({k: v for k, v in {**common, **own}.items() if k != "defaults"})  # pyright: ignore
+    del own["defaults"]
+    return OmegaConf.merge(common, own)  # pyright: ignore[reportReturnType]
 
 
 def feed(data: L.LightningDataModule, **settings: Any) -> Feed:

@@ -10,10 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from armature import files as whole
 from armature.data import cache, sources
 from armature.data.corpus import SPLITS, Corpus
-from armature.data.sources import Splitter
 from armature.errors import ConfigError
 from tests.sampled import sampled
 
@@ -142,17 +140,6 @@ def test_the_end_of_text_token_is_not_read_from_a_text(corpus, tmp_path):
     assert len(made.tokenizer.encode("<|endoftext|>").ids) > 1
 
 
-def test_zlib_yardstick_is_the_sum_over_files(files, corpus):
-    import zlib
-
-    made = corpus(str(files))
-    for split in ("val", "test"):
-        texts = [document.encode() for document in decoded(made, split)]
-        bits = 8 * sum(len(zlib.compress(text, 9)) for text in texts) / sum(map(len, texts))
-        assert made.header["splits"][split]["zlib_bits_per_byte"] == pytest.approx(bits)
-    assert "zlib_bits_per_byte" not in made.header["splits"]["train"]
-
-
 # ------------------------------------------------------------------------------------------------
 # the cache
 
@@ -216,20 +203,6 @@ def test_damage_is_found_and_repaired(
     assert path.exists()
 
 
-def test_a_large_cache_is_read_whole_only_after_a_change(files, corpus, monkeypatch):
-    monkeypatch.setattr(cache, "_ALWAYS_CHECKED_BYTES", 0)
-    folder = corpus(str(files)).folder
-    read = []
-    sha256 = whole.sha256
-    monkeypatch.setattr(whole, "sha256", lambda path: read.append(path.name) or sha256(path))
-    corpus(str(files)).prepare()
-    assert read == []
-    (folder / "val.bin").write_bytes((folder / "val.bin").read_bytes())
-    corpus(str(files)).prepare()
-    corpus(str(files)).prepare()
-    assert read == ["val.bin"]
-
-
 def test_processes_that_start_at_once_share_one_preparation(files, tmp_path):
     code = (
         "import logging, sys; logging.basicConfig(level=logging.INFO, stream=sys.stdout)\n"
@@ -257,16 +230,6 @@ def test_the_environment_names_the_cache(files, tmp_path, monkeypatch):
 
 # ------------------------------------------------------------------------------------------------
 # bad input
-
-
-def test_names_of_files_need_not_be_utf8(corpus, tmp_path):
-    folder = tmp_path / "caf\udce9"  # Latin-1, as Python reads it
-    folder.mkdir()
-    for i in range(3):
-        (folder / f"\udce9{i}.txt").write_text(some_text(i))
-    made = corpus(str(folder))
-    made.prepare()
-    assert len(made.tokens("train")) > 100
 
 
 def test_a_path_that_does_not_exist_names_the_nearest(files, corpus):
@@ -374,18 +337,6 @@ def test_a_cache_folder_that_cannot_be_made_is_a_clear_error(files, corpus, tmp_
         corpus(str(files), cache_dir=str(tmp_path / "file" / "cache")).prepare()
 
 
-def test_the_standard_library_is_found_without_tests_and_packages():
-    files = sources.standard_library()
-    names = {file.name for file in files}
-    assert {"ast.py", "json/decoder.py", "email/message.py"} <= names
-    assert not [
-        name
-        for name in names
-        if {"test", "tests", "idle_test", "site-packages"} & set(name.split("/"))
-    ]
-    assert Splitter.choose(files, val_fraction=0.05, test_fraction=0.05).by == "file"
-
-
 def test_an_external_tokenizer_is_used_unchanged(files, corpus, tmp_path):
     first = corpus(f"{files}/**/*.txt")
     first.prepare()
@@ -430,10 +381,3 @@ def test_a_tokenizer_that_cannot_be_is_refused(files, corpus, tmp_path):
         ConfigError, match=r"vocab_size=300 is smaller than the 3\d\d tokens .*vocab_size=3\d\d"
     ):
         corpus(f"{files}/**/*.txt", tokenizer=str(made.folder / "tokenizer.json")).check()
-
-
-@pytest.mark.parametrize("path", ["/", "/proc/..", "/**/*.txt"])
-def test_folders_in_which_nobody_keeps_files_are_not_searched(path, monkeypatch):
-    monkeypatch.setattr(sources.glob, "glob", lambda *_, **__: pytest.fail("this takes minutes"))
-    with pytest.raises(ConfigError, match="Name a folder of your own files"):
-        sources.find(path)

@@ -121,19 +121,6 @@ def test_resume_with_another_global_batch_continues_at_the_position(tmp_path):
     assert [sorted(chain(*whole.steps[i : i + 2])) for i in (6, 8, 10)] == resumed.steps
 
 
-def test_a_global_batch_larger_than_the_data_trains_on(tmp_path):
-    module, *_ = fit(tmp_path, data=NumbersData(size=3), global_batch_size=8, steps=9)
-    assert len(module.steps) == 9
-    assert sorted(chain(*module.steps)) == sorted(list(range(3)) * 24)
-
-
-@pytest.mark.parametrize("limit", [4, "batch"])
-def test_train_limit_keeps_to_the_first_samples(limit, tmp_path):
-    module, feed, _ = fit(tmp_path, steps=5, train_limit=limit)
-    assert feed.train_size == 4
-    assert module.steps == [[0, 1, 2, 3]] * 5
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_augmentation_depends_on_seed_epoch_and_sample_only(tmp_path, workers):
     def inputs(**settings):

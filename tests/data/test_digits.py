@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from armature.data.digits import DigitsData, Images, load_digits, split_indices
+from armature.data.digits import DigitsData, load_digits, split_indices
 from armature.models.loss import IGNORED
 from tests.data.feeding import served
 
@@ -40,20 +40,6 @@ def test_evaluation_serves_each_image_once(data):
     targets = torch.cat([batch["targets"] for batch in served(data, "test", eval_batch_size=50)])
     assert len(targets) == 176
     assert (targets != IGNORED).all()
-
-
-def test_augmentation_moves_the_image_and_keeps_its_size():
-    image = torch.zeros(1, 8, 8)
-    image[0, 3, 4] = 1.0
-    images = Images(image[None], torch.tensor([7]), shift=1)
-    places = set()
-    for seed in range(100):
-        moved = images.augment(images[0], torch.Generator().manual_seed(seed))
-        assert moved["inputs"].shape == (1, 8, 8)
-        assert moved["inputs"].sum() == 1.0
-        assert moved["targets"] == 7
-        places.add(tuple(moved["inputs"][0].nonzero()[0].tolist()))
-    assert places == {(y, x) for y in (2, 3, 4) for x in (3, 4, 5)}
 
 
 def test_without_a_shift_images_stay_as_they_are():

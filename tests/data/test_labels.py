@@ -148,17 +148,6 @@ def test_a_class_and_columns_that_the_model_does_not_know_are_named(tmp_path, ru
         ).dataset("test")
 
 
-def test_predictions_of_a_table_need_no_target(tmp_path, run, trained_table):
-    data = used_by(run, table(tmp_path / "o.csv", "height,width\n1,2\n3,4\n"))
-    (batch,) = data.predict_dataloader().loader
-    assert list(batch) == ["inputs"]
-    assert batch["inputs"].tolist() == [[2.0, 1.0], [4.0, 3.0]]
-    with pytest.raises(
-        ConfigError, match=r"has no column kind. Its columns: height, width. Type data.target=…"
-    ):
-        data.dataset("test")
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -40,15 +40,6 @@ def test_evaluation_windows_have_each_token_but_the_first_as_target_once(size, c
     assert (batch["inputs"] >= 0).all()
 
 
-@given(st.integers(1, 200), st.integers(1, 50))
-def test_training_windows_are_complete(size, context):
-    windows = Windows(np.arange(size).astype("<u2"), context=context, whole=False)
-    assert len(windows) == (size - 1) // context
-    for i in range(len(windows)):
-        assert windows[i]["inputs"].tolist() == list(range(i * context, (i + 1) * context))
-        assert windows[i]["targets"].tolist() == list(range(i * context + 1, (i + 1) * context + 1))
-
-
 @pytest.mark.parametrize("split", ["val", "test"])
 def test_bits_per_byte_are_exact(corpus, split):
     """A uniform model needs log2(V) bits for every target, in any windows and batches."""

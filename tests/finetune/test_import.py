@@ -83,16 +83,6 @@ def test_a_head_apart_from_a_tied_folder_starts_as_the_embedding(folders, expect
     assert model.head.weight is not model.embed.weight
 
 
-def test_a_cache_of_windows_continues_as_the_whole_text_would(folders):
-    from armature.models.decoder.cache import KeyValueCache
-
-    model, cache = read_decoder(folders / "qwen2", context=64), KeyValueCache()
-    with torch.no_grad():
-        pieces = [model(piece, cache=cache) for piece in ids().split([17, 1, 1, 9, 1, 19], dim=1)]
-        torch.testing.assert_close(torch.cat(pieces, dim=1), model(ids()), rtol=1e-4, atol=2e-5)
-    assert cache.layers["3"][0].shape[2] < 48  # the last block's window is 12
-
-
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     return running.write_corpus(tmp_path_factory.mktemp("corpus"))

@@ -99,17 +99,6 @@ def test_a_hub_name_without_a_network_is_one_message(monkeypatch, tmp_path):
     assert len(error.value.problems) == 1
 
 
-def test_a_chat_template_is_found_in_either_place(tmp_path):
-    assert folder.chat_template(tmp_path) is None
-    (tmp_path / folder.TOKENIZER_CONFIG).write_text(
-        json.dumps({"chat_template": "old", "eos_token": {"content": "</s>"}})
-    )
-    assert folder.chat_template(tmp_path) == "old"
-    assert folder.special_tokens(tmp_path) == {"eos_token": "</s>"}
-    (tmp_path / folder.CHAT_TEMPLATE).write_text("new")
-    assert folder.chat_template(tmp_path) == "new"
-
-
 @pytest.mark.parametrize("listed", [False, True])
 def test_an_older_map_of_special_tokens_counts_unless_all_added_tokens_are_listed(tmp_path, listed):
     settings = {

@@ -35,9 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SPLITS = ("train", "val", "test")
-_VERSION = 3  # layout of the cache
-# what a template is given of a message; rows that it does not change keep their fingerprint
-_RENDERING = 3
+_VERSION = 4  # layout of the cache, and what a template is given of a message
 _TOGETHER = 1024  # conversations that are encoded in one call
 
 
@@ -258,7 +256,6 @@ class Conversations:
     def _key(self, files: list[SourceFile]) -> str:
         settings = [
             _VERSION,
-            _RENDERING,
             self.template.source,
             dict(self.template.special),
             self.context,
@@ -313,10 +310,7 @@ class Conversations:
         )
 
     def _split(self, conversation: Conversation) -> str:
-        place = conversation.place
-        if place < self.val_fraction:
-            return "val"
-        return "test" if place < self.val_fraction + self.test_fraction else "train"
+        return sources.split_of(conversation.place, self.val_fraction, self.test_fraction)
 
     def _encoded(self, read: Iterable[Conversation]) -> Iterator[Encoded]:
         with tokens.all_cores():
