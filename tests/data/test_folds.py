@@ -92,5 +92,5 @@ def test_samples_without_a_fold_are_refused_by_name(data, expected):
 
 
 def test_more_folds_than_samples_are_refused():
-    with pytest.raises(ConfigError, match="data.folds=60: 50 samples"):
+    with pytest.raises(ConfigError, match=r"data\.folds=60: 50 samples"):
         columns.split_indices(50, val_fraction=0, test_fraction=0, fold=0, folds=60)
