@@ -5,8 +5,6 @@ python scripts/generate.py outputs/<run.name> --prompt "def main(" --temperature
 python scripts/generate.py outputs/<run.name> --chat
     a model that was trained on conversations answers yours
 python scripts/generate.py outputs/<run.name> --chat --prompt "What is a rank?"
-python scripts/generate.py path/to/llama --prompt "def"
-    a folder as transformers writes it
 """
 
 import argparse
@@ -87,13 +85,15 @@ def check(args: argparse.Namespace) -> None:
 
 def generate(args: argparse.Namespace) -> None:
     device = {"gpu": "cuda"}.get(name := cli.accelerator(args.accelerator), name)
-    loaded = load(args, device)
 
     import torch
 
     from armature.finetune import inference
     from armature.models.decoder import generation
 
+    loaded = inference.load_run(
+        args.path, device=device, best=args.best, overrides=args.overrides, trust=args.trust
+    )
     options = {
         "max_new_tokens": args.tokens,
         "temperature": args.temperature,
@@ -125,26 +125,6 @@ def generate(args: argparse.Namespace) -> None:
         raise ConfigError("--prompt is empty: give at least one character.")
     texts = generation.complete(loaded.model, prompts, eot=loaded.ends, **options)
     printed([tokenizer.decode(text) for text in texts])
-
-
-def load(args: argparse.Namespace, device: str) -> Any:
-    """Return the model of a run, or of a folder of Hugging Face's. Raises ConfigError."""
-    from armature.finetune import folder
-
-    path = args.path
-    is_run = (path / "config.yaml").is_file() or not (path / folder.CONFIG).is_file()
-    unused = {"--best": args.best, "--trust": args.trust, **dict.fromkeys(args.overrides, True)}
-    if not is_run and (typed := [option for option, is_typed in unused.items() if is_typed]):
-        raise ConfigError(
-            f"{', '.join(typed)} would change nothing: {path} is no run. Leave it out."
-        )
-    from armature.finetune import inference
-
-    if not is_run:
-        return inference.load(path, device=device)
-    return inference.load_run(
-        path, device=device, best=args.best, overrides=args.overrides, trust=args.trust
-    )
 
 
 def printed(texts: list[str]) -> None:

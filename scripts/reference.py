@@ -51,14 +51,18 @@ def page(paths: list[Path]) -> str:
     for group in groups:
         parts.append(f"\n## {group}\n")
         own = [path for path in paths if path.parent.name == group]
-        for path in sorted(own, key=lambda path: (path.stem != "default", path.stem)):
+        for path in sorted(
+            own, key=lambda path: (path.stem[0] != "_" and path.stem != "default", path.stem)
+        ):
             parts += section(path)
     return "\n".join(parts).rstrip() + "\n"
 
 
 def section(path: Path) -> list[str]:
     """Return the lines about one file, with its title."""
-    return [f"\n### {path.parent.name}={path.stem}\n", *describe(path)]
+    group, of_all = path.parent.name, path.stem.startswith("_")
+    title = f"of every {group}=…" if of_all else f"{group}={path.stem}"
+    return [f"\n### {title}\n", *describe(path)]
 
 
 def describe(path: Path) -> Iterator[str]:

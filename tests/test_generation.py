@@ -70,21 +70,14 @@ def decoder(**options) -> Decoder:
     ],
     ids=str,
 )
-def test_prompts_that_fit_are_read_at_once_and_continue_as_each_alone(options, monkeypatch):
-    model, read = decoder(**options), []
+def test_prompts_continue_as_each_alone_with_windows_and_documents(options):
+    model = decoder(**options)
     prompts = [[3, 1, 7, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9], [2], [7, 1, 8, 2], list(range(30))]
     alone = [
         generate(model, torch.tensor([each]), max_new_tokens=30, temperature=0)[0].tolist()
         for each in prompts
     ]
-    forward = model.forward
-    monkeypatch.setattr(
-        model,
-        "forward",
-        lambda ids, **kwargs: (read.append([*ids.shape]), forward(ids, **kwargs))[1],
-    )
     assert complete(model, prompts, max_new_tokens=30, temperature=0) == alone
-    assert read == [[4, 30], *[[4, 1]] * 29], "the prompts at once, then a token at a time"
     eot = alone[2][9]
     ended = complete(model, prompts, max_new_tokens=30, temperature=0, eot=eot)
     for prompt, whole, got in zip(prompts, alone, ended, strict=True):
@@ -92,31 +85,11 @@ def test_prompts_that_fit_are_read_at_once_and_continue_as_each_alone(options, m
         assert got == (whole if eot not in new else prompt + new[: new.index(eot) + 1])
 
 
-@pytest.mark.parametrize("newest", [False, True])
-def test_a_decoder_that_moves_the_cache_on_by_itself_is_told_what_to_call(
-    model, monkeypatch, newest
-):
-    def advance(cache: KeyValueCache, x_BTD: torch.Tensor) -> torch.Tensor:
-        cache.length += x_BTD.shape[1]
-        return x_BTD[:, -1:] if newest else x_BTD
-
-    prompts = [[3, 1, 4], [1, 5, 9]]
-    expected = complete(model, prompts, max_new_tokens=4, temperature=0)
-    monkeypatch.setattr(KeyValueCache, "advance", advance)  # as code of its own in its forward
-    assert complete(model, prompts, max_new_tokens=4, temperature=0) == expected
-    with pytest.raises(
-        TypeError, match=r"Decoder does not call cache.advance.*x = cache.advance\(x\)"
-    ):
-        complete(model, [[3, 1, 4], [1]], max_new_tokens=4)
-    assert model.training
-
-
 def test_the_head_computes_the_newest_positions_alone(model):
     seen = []
     model.head.register_forward_pre_hook(lambda head, args: seen.append(args[0].shape[:2]))
     generate(model, PROMPT, max_new_tokens=3, temperature=0)
-    complete(model, [[1, 2, 3], [4]], max_new_tokens=3, temperature=0)
-    assert seen == [(2, 1)] * 6
+    assert seen == [(2, 1)] * 3
 
 
 def test_a_full_cache_is_refused(model):

@@ -143,7 +143,7 @@ def _check_built(cfg: DictConfig, layout: Layout) -> None:
 
     Building it on the meta device takes torch, but no process.
     """
-    if pretrained.is_of_others(cfg):
+    if pretrained.named_by(cfg) is not None:
         from armature.finetune import built
 
         if found := built.problems(cfg):

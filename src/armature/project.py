@@ -44,6 +44,8 @@ def config_file(group: str, name: str) -> Path | None:
 
 
 def options(group: str) -> dict[str, Path]:
-    """Return the file of each option of a group, in the order of their names."""
-    found = {f.stem: f for folder in FOLDERS[::-1] for f in (folder / group).glob("*.yaml")}
+    """Return the file of each option of a group, in the order of their names; a file whose name
+    begins with _ is a part of others.
+    """
+    found = {f.stem: f for folder in FOLDERS[::-1] for f in (folder / group).glob("[!_]*.yaml")}
     return dict(sorted(found.items()))

@@ -7,9 +7,19 @@ from typing import Any
 
 import lightning.pytorch as L
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from omegaconf import DictConfig, OmegaConf
 
 from armature.data.feed import Feed
 from armature.training.progress import feed_of
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "data"
+
+
+def config(name: str) -> DictConfig:
+    """Return the configuration of data=NAME."""
+    common, own = (OmegaConf.load(CONFIGS / f"{each}.yaml") for each in ("_loader", name))
+    del own["defaults"]
+    return OmegaConf.merge(common, own)  # pyright: ignore[reportReturnType]
 
 
 def feed(data: L.LightningDataModule, **settings: Any) -> Feed:

@@ -1,11 +1,9 @@
 """Chat templates: the text that they write, and which of it the assistant wrote, token by token."""
 
 import json
-import re
 
 import pytest
 
-from armature.data import tokenizer as tokens
 from armature.data.chat import template
 from armature.data.chat.conversations import Conversation
 from armature.data.chat.source import encode
@@ -135,7 +133,6 @@ def test_tools_and_system_turns_are_written_as_the_template_does_and_calls_are_l
     )
     found = list(zip(encoded.ids, encoded.learned.tolist(), strict=True))
     assert found == expected_tokens(WRITTEN_TOOLS[style])
-    assert encoded.shortened == 0
 
 
 def test_two_results_are_one_turn_and_two_calls_are_learned():
@@ -154,28 +151,20 @@ def test_two_results_are_one_turn_and_two_calls_are_learned():
     assert text.partition("⟦")[2].partition("⟧")[0].count("<tool_call>") == 2
 
 
-@pytest.mark.parametrize("style", [*STYLES, *TOOL_STYLES])
-def test_what_a_prompt_lacks_and_is_not_learned_is_known(style):
-    own = ChatTemplate({**STYLES, **TOOL_STYLES}[style], SPECIALS)
-    assert own.unprompted == ("<think>\n\n</think>" if style in ("thinking", "reasoning") else None)
-
-
 def test_headers_are_not_learned_of_a_template_without_prompts():
     source = (
         "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '</s>\n' }}{% endfor %}"
     )
     assert marked(source, CHAT[:2]) == "<|user|>\nhow are you</s>\n<|assistant|>\n⟦I am fine</s>⟧\n"
-    assert ChatTemplate(source, SPECIALS).unprompted is None
 
 
 def test_an_argument_puts_empty_thoughts_into_the_prompt(tmp_path):
     own = folder(tmp_path / "own", REASONING)
-    for arguments, words in ((None, "<think>\n\n</think>"), ({"enable_thinking": False}, None)):
+    for arguments in (None, {"enable_thinking": False}):
         loaded = template.load(own, template=None, arguments=arguments)
         assert marked(loaded.source, CHAT[:2]).endswith(
             "assistant\n<think>\n\n</think>\n\n⟦I am fine<|im_end|>⟧\n"
         )
-        assert loaded.unprompted == words
 
 
 def test_arguments_are_kept_in_the_template(tmp_path):
@@ -200,27 +189,6 @@ def test_an_argument_that_the_template_does_not_ask_for_is_refused(tmp_path, nam
         ConfigError, match=rf"does not ask for {name} \(it asks for: enable_thinking"
     ):
         template.load(own, template=None, arguments={name: True})
-
-
-def test_messages_of_which_the_template_leaves_something_out_are_counted():
-    thought = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nfine"}
-    beside = {"role": "assistant", "content": "fine", "reasoning_content": "hm"}
-    own = ChatTemplate(REASONING)
-    for chat, count in (([CHAT[0], thought] * 2, 1), ([CHAT[0], beside] * 3, 2), (CHAT, 0)):
-        learned = tuple(range(1, len(chat), 2))
-        [encoded] = encode([Conversation("a", chat, None, learned)], own, small_tokenizer())
-        assert encoded.shortened == count
-        assert encoded.up_to(2).shortened == count
-
-
-def test_an_answer_that_is_not_learned_is_masked():
-    [encoded] = encode(
-        [Conversation("a", CHAT, None, (3,))], ChatTemplate(CHATML), small_tokenizer()
-    )
-    learned = small_tokenizer().decode(
-        [encoded.ids[i] for i in encoded.learned.nonzero()[0]], skip_special_tokens=False
-    )
-    assert learned == "thank you \n<|im_end|>"
 
 
 def test_thoughts_of_the_last_turn_are_learned_and_earlier_ones_left_out_as_the_template_does():
@@ -308,35 +276,6 @@ def test_characters_of_private_use_stay():
     assert "\ue002 \ue000" in marked(
         CHATML, [{"role": "user", "content": "\ue002 \ue000"}, CHAT[1]]
     )
-
-
-def test_truncation_and_padding_that_were_saved_are_forgotten(tmp_path):
-    tokenizer = small_tokenizer()
-    tokenizer.enable_truncation(4)
-    tokenizer.enable_padding(length=4)
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    loaded = template.load_tokenizer(tmp_path / "tokenizer.json")
-    assert (
-        loaded.encode("hello world how are you").ids
-        == small_tokenizer().encode("hello world how are you").ids
-    )
-    assert len(loaded.encode("h").ids) == 1
-
-
-def test_a_tokenizer_that_lacks_tokens_of_its_settings_is_refused(tmp_path):
-    own = folder(tmp_path / "own")
-    settings = json.loads((own / "tokenizer_config.json").read_text())
-    for token, says in (
-        ("<|im_end|>", None),
-        ("<|new|>", "lacks tokens that tokenizer_config.json adds: <|new|>"),
-    ):
-        added = {"added_tokens_decoder": {"9": {"content": token}}}
-        (own / "tokenizer_config.json").write_text(json.dumps({**settings, **added}))
-        if says is None:
-            assert template.load_tokenizer(own / "tokenizer.json").token_to_id(token)
-        else:
-            with pytest.raises(ConfigError, match=re.escape(says)):
-                template.load_tokenizer(own / "tokenizer.json")
 
 
 def test_a_template_that_needs_a_system_message_has_no_known_end():
@@ -484,15 +423,3 @@ PANIC = (
     '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a", '
     '"b"]]}}'
 )
-
-
-@pytest.mark.parametrize("content", ["{", "[1]", PANIC])
-def test_a_damaged_tokenizer_is_named(tmp_path, content):
-    file = tmp_path / "tokenizer.json"
-    file.write_text(content)
-    with pytest.raises(
-        ConfigError, match=r"data\.source\.tokenizer=.*tokenizer\.json is damaged.* Name a folder"
-    ):
-        template.load_tokenizer(file)
-    with pytest.raises(ConfigError, match=r"tokenizer\.json is damaged.* Name a tokenizer\.json"):
-        tokens.load_external(str(file))

@@ -4,28 +4,10 @@ import json
 
 import pytest
 
-from armature.data.labels import ordered
 from tests import running
 
 pytestmark = pytest.mark.guarantee
 NUMBERS = [str(i) for i in range(12)]
-
-
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
-        (["10", "2", "1"], ["1", "2", "10"]),
-        (["1.5", "-2", "10", "1"], ["-2", "1", "1.5", "10"]),
-        (["02", "10", "1"], ["1", "02", "10"]),
-        (["class_10", "class_2"], ["class_2", "class_10"]),
-        (["LABEL_11", "LABEL_2"], ["LABEL_2", "LABEL_11"]),
-        (["dog", "cat", "Bird"], ["Bird", "cat", "dog"]),
-        (["nan", "inf", "10", "9"], ["9", "10", "inf", "nan"]),
-        (["no", "yes", "no"], ["no", "yes"]),
-    ],
-)
-def test_names_that_hold_numbers_are_in_the_order_of_the_numbers(names, expected):
-    assert ordered(names) == expected
 
 
 def rows(lines: list[str]) -> str:

@@ -10,10 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from armature import files as whole
 from armature.data import cache, sources
 from armature.data.corpus import SPLITS, Corpus
-from armature.data.sources import Splitter
 from armature.errors import ConfigError
 from tests.sampled import sampled
 
@@ -120,17 +118,6 @@ def test_records_of_jsonl_are_documents(corpus, tmp_path):
     assert sorted(chain(*(decoded(made, split) for split in SPLITS))) == sorted(records)
 
 
-def test_gzip_and_plain_files_give_the_same_tokens(files, corpus, tmp_path):
-    packed = tmp_path / "packed"
-    for path in files.rglob("*.txt"):
-        target = packed / path.relative_to(files).with_suffix(".txt.gz")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(gzip.compress(path.read_bytes()))
-    plain, zipped = corpus(f"{files}/**/*.txt"), corpus(str(packed))
-    everything = [sorted(chain(*(decoded(c, split) for split in SPLITS))) for c in (plain, zipped)]
-    assert everything[0] == everything[1]
-
-
 def test_text_survives_the_pieces_it_is_read_in(tmp_path):
     """Cuts fall at line ends, or between characters of an endless line. No byte changes."""
     path = tmp_path / "mixed.txt"
@@ -151,30 +138,6 @@ def test_the_end_of_text_token_is_not_read_from_a_text(corpus, tmp_path):
     assert made.tokenizer.decode(made.tokenizer.encode("<|endoftext|>").ids) == "<|endoftext|>"
     assert made.header["splits"]["train"]["documents"] == (made.tokens("train") == 0).sum()
     assert len(made.tokenizer.encode("<|endoftext|>").ids) > 1
-
-
-def test_two_preparations_make_the_same_files(files, corpus, tmp_path):
-    first, second = (corpus(str(files), cache_dir=str(tmp_path / name)) for name in "ab")
-    assert first.fingerprint == second.fingerprint
-    assert corpus(str(files), vocab_size=280).fingerprint != first.fingerprint
-
-
-def test_zlib_yardstick_is_the_sum_over_files(files, corpus):
-    import zlib
-
-    made = corpus(str(files))
-    for split in ("val", "test"):
-        texts = [document.encode() for document in decoded(made, split)]
-        bits = 8 * sum(len(zlib.compress(text, 9)) for text in texts) / sum(map(len, texts))
-        assert made.header["splits"][split]["zlib_bits_per_byte"] == pytest.approx(bits)
-    assert "zlib_bits_per_byte" not in made.header["splits"]["train"]
-
-
-def test_large_vocabularies_take_four_bytes(corpus, tmp_path):
-    path = tmp_path / "book.txt"
-    path.write_text(some_text(0, lines=300))
-    assert corpus(str(path), vocab_size=65_536).tokens("val").dtype == np.uint16
-    assert corpus(str(path), vocab_size=65_537).tokens("val").dtype == np.uint32
 
 
 # ------------------------------------------------------------------------------------------------
@@ -240,35 +203,6 @@ def test_damage_is_found_and_repaired(
     assert path.exists()
 
 
-def test_a_large_cache_is_read_whole_only_after_a_change(files, corpus, monkeypatch):
-    monkeypatch.setattr(cache, "_ALWAYS_CHECKED_BYTES", 0)
-    folder = corpus(str(files)).folder
-    read = []
-    sha256 = whole.sha256
-    monkeypatch.setattr(whole, "sha256", lambda path: read.append(path.name) or sha256(path))
-    corpus(str(files)).prepare()
-    assert read == []
-    (folder / "val.bin").write_bytes((folder / "val.bin").read_bytes())
-    corpus(str(files)).prepare()
-    corpus(str(files)).prepare()
-    assert read == ["val.bin"]
-
-
-def test_leftovers_of_a_killed_process_are_removed(files, corpus, caplog, monkeypatch):
-    monkeypatch.setattr(Corpus, "_encode", lambda *args: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        corpus(str(files)).prepare()
-    monkeypatch.undo()
-    made = corpus(str(files))
-    left = made.folder.with_name(f"{made.folder.name}.part")
-    assert not left.exists()
-    made.folder.rename(left)
-    with caplog.at_level(logging.WARNING):
-        corpus(str(files)).prepare()
-    assert "half-written" in caplog.text
-    assert not left.exists()
-
-
 def test_processes_that_start_at_once_share_one_preparation(files, tmp_path):
     code = (
         "import logging, sys; logging.basicConfig(level=logging.INFO, stream=sys.stdout)\n"
@@ -296,24 +230,6 @@ def test_the_environment_names_the_cache(files, tmp_path, monkeypatch):
 
 # ------------------------------------------------------------------------------------------------
 # bad input
-
-
-@pytest.mark.parametrize("name", ["run[1]", "what?", "a*b"])
-def test_a_folder_may_have_a_pattern_as_its_name(tmp_path, name):
-    folder = tmp_path / name / "below"
-    folder.mkdir(parents=True)
-    (folder / "a.txt").write_text("text")
-    assert [file.name for file in sources.find(str(tmp_path / name))] == ["below/a.txt"]
-
-
-def test_names_of_files_need_not_be_utf8(corpus, tmp_path):
-    folder = tmp_path / "caf\udce9"  # Latin-1, as Python reads it
-    folder.mkdir()
-    for i in range(3):
-        (folder / f"\udce9{i}.txt").write_text(some_text(i))
-    made = corpus(str(folder))
-    made.prepare()
-    assert len(made.tokens("train")) > 100
 
 
 def test_a_path_that_does_not_exist_names_the_nearest(files, corpus):
@@ -415,39 +331,10 @@ def test_settings_that_cannot_be_are_refused_together(files, corpus):
     assert "data.source.val_fraction=0.0" in caught.value.problems[1]
 
 
-def test_the_smallest_vocabulary_holds_every_byte(files, corpus):
-    made = corpus(str(files), vocab_size=257)
-    assert len(decoded(made, "val")) == made.header["splits"]["val"]["documents"]
-    assert made.header["splits"]["val"]["tokens"] == sum(
-        made.header["splits"]["val"][k] for k in ("bytes", "documents")
-    )
-
-
 def test_a_cache_folder_that_cannot_be_made_is_a_clear_error(files, corpus, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"data\.source\.cache_dir: .*file.* cannot be written"):
         corpus(str(files), cache_dir=str(tmp_path / "file" / "cache")).prepare()
-
-
-def test_the_splitter_keeps_shares_also_with_few_files():
-    files = [sources.SourceFile(Path(name), name, 100_000, 0) for name in ("a.txt", "b.txt")]
-    split = Splitter.choose(files, val_fraction=0.1, test_fraction=0.2)
-    assert split.by == "piece"
-    shares = [split(file, piece) for file in files for piece in range(400)]
-    assert 60 <= shares.count("val") <= 100
-    assert 140 <= shares.count("test") <= 180
-
-
-def test_the_standard_library_is_found_without_tests_and_packages():
-    files = sources.standard_library()
-    names = {file.name for file in files}
-    assert {"ast.py", "json/decoder.py", "email/message.py"} <= names
-    assert not [
-        name
-        for name in names
-        if {"test", "tests", "idle_test", "site-packages"} & set(name.split("/"))
-    ]
-    assert Splitter.choose(files, val_fraction=0.05, test_fraction=0.05).by == "file"
 
 
 def test_an_external_tokenizer_is_used_unchanged(files, corpus, tmp_path):
@@ -494,10 +381,3 @@ def test_a_tokenizer_that_cannot_be_is_refused(files, corpus, tmp_path):
         ConfigError, match=r"vocab_size=300 is smaller than the 3\d\d tokens .*vocab_size=3\d\d"
     ):
         corpus(f"{files}/**/*.txt", tokenizer=str(made.folder / "tokenizer.json")).check()
-
-
-@pytest.mark.parametrize("path", ["/", "/proc/..", "/**/*.txt"])
-def test_folders_in_which_nobody_keeps_files_are_not_searched(path, monkeypatch):
-    monkeypatch.setattr(sources.glob, "glob", lambda *_, **__: pytest.fail("this takes minutes"))
-    with pytest.raises(ConfigError, match="Name a folder of your own files"):
-        sources.find(path)

@@ -41,15 +41,6 @@ def test_a_damaged_csv_file_is_named_with_its_row(text, message, tmp_path):
         build("table", path=str(tmp_path / "t.csv"), target="kind").names()
 
 
-@pytest.mark.parametrize(
-    "text", [f"\ufeff{CSV}", CSV.replace("\n", "\r\n"), f"\n\n{CSV}\n\n", CSV[:-1]]
-)
-def test_marks_and_ends_of_lines_of_other_systems_are_no_damage(text, tmp_path):
-    (tmp_path / "t.csv").write_bytes(text.encode())
-    data = build("table", path=str(tmp_path / "t.csv"), target="kind")
-    assert data.names() == {"features": ["a", "b"], "classes": ["x", "y"]}
-
-
 PARQUET = {
     "lists as targets": (
         {"a": [1, 2], "kind": [["x"], ["y"]]},
@@ -96,17 +87,6 @@ def test_what_is_there_and_no_file_is_told_as_what_it_is(make, message, tmp_path
     assert "Did you mean" not in str(raised.value)
 
 
-def test_a_split_without_samples_is_reported_once(caplog):
-    columns._report_empty.cache_clear()
-    for _ in range(2):
-        columns.split_indices(4, val_fraction=0.1, test_fraction=0)
-    assert caplog.messages == [
-        "data.val_fraction=0.1 of 4 samples is none: there is nothing to measure on. Type "
-        "data.val_fraction=0.25 or "
-        "more, or 0 to hold out none."
-    ]
-
-
 def test_files_of_a_blend_are_named_by_their_corpus_and_together(tmp_path):
     (tmp_path / "a.txt").touch()
     with pytest.raises(ConfigError) as raised:
@@ -139,12 +119,6 @@ def test_a_damaged_file_of_tokens_says_what_it_holds(content, message, tmp_path)
             source__val_fraction=0,
             source__test_fraction=0,
         )
-
-
-def test_tokens_in_another_format_are_no_missing_file(tmp_path):
-    np.save(tmp_path / "t.npy", IDS)
-    with pytest.raises(ConfigError, match=r"t.npy is no .bin file .*Write the ids"):
-        build("tokens", path=str(tmp_path / "t.npy"))
 
 
 def images(path: Path, *, kinds: tuple[str, ...] = ("cat", "dog")) -> Path:

@@ -5,9 +5,11 @@ from omegaconf import OmegaConf
 
 from armature.data import feed
 from scripts import reference
+from tests.data.feeding import config
 
 # built in test_chat_data, test_labeled_text, test_people_data and test_preference_data
 ELSEWHERE = {
+    "_loader",
     "blend",
     "chat",
     "hf",
@@ -25,7 +27,7 @@ CONFIGS = sorted(file for file in FILES if file.stem not in ELSEWHERE)
 def test_every_config_builds_a_data_module(path, tmp_path, monkeypatch):
     monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
     (tmp_path / "book.txt").write_text("".join(f"line {i} of a book\n" for i in range(4000)))
-    cfg = OmegaConf.create({"seed": 3, "model": {}, "data": OmegaConf.load(path)})
+    cfg = OmegaConf.create({"seed": 3, "model": {}, "data": config(path.stem)})
     cfg.data.micro_batch_size = "auto"
     if OmegaConf.is_missing(cfg.data, "path"):
         cfg.data.path = str(tmp_path / "book.txt")
@@ -42,7 +44,7 @@ def test_several_paths_may_be_given(tmp_path, monkeypatch):
     monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text("".join(f"{name} line {i}\n" for i in range(2000)))
-    cfg = OmegaConf.create({"seed": 0, "data": OmegaConf.load(CONFIGS[0].with_name("text.yaml"))})
+    cfg = OmegaConf.create({"seed": 0, "data": config("text")})
     cfg.data.path = [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]
     data: Any = feed.build(cfg).data
     data.prepare_data()

@@ -96,17 +96,6 @@ def fed(data=None, **settings):
     )
 
 
-def test_epochs_under_a_trainer_lose_no_sample(tmp_path):
-    # 84 samples: four epochs, of 6, 5, 5 and 5 steps
-    module, feed, trainer = fit(tmp_path, steps=21)
-    seen = [target for step in module.steps for target in step]
-    assert sorted(seen) == sorted(list(range(21)) * 4)
-    assert module.lengths == [6, 5, 5, 5]
-    assert trainer.current_epoch == 4
-    assert feed.samples_seen == 84
-    assert sorted(module.validated) == sorted(list(range(8)) * 4)
-
-
 @pytest.mark.guarantee
 @pytest.mark.parametrize(("before", "after"), [(4, 4), (2, 2), (4, 1), (1, 4)])
 def test_a_resume_at_any_step_makes_the_same_steps_under_any_accumulation(tmp_path, before, after):
@@ -126,32 +115,10 @@ def test_a_resume_at_any_step_makes_the_same_steps_under_any_accumulation(tmp_pa
         ]
 
 
-def test_ranks_and_accumulation_see_the_same_samples_in_each_step(tmp_path):
-    alone, *_ = fit(tmp_path, steps=12)
-    parts = [
-        fit(tmp_path, steps=12, rank=rank, ranks=2, micro_batch_size=1)[0].steps
-        for rank in range(2)
-    ]
-    assert [sorted(a + b) for a, b in zip(*parts, strict=True)] == alone.steps
-
-
 def test_resume_with_another_global_batch_continues_at_the_position(tmp_path):
     whole, *_ = fit(tmp_path, steps=20)
     resumed, *_ = fit(tmp_path, steps=9, global_batch_size=8, checkpoint=tmp_path / "6.ckpt")
     assert [sorted(chain(*whole.steps[i : i + 2])) for i in (6, 8, 10)] == resumed.steps
-
-
-def test_a_global_batch_larger_than_the_data_trains_on(tmp_path):
-    module, *_ = fit(tmp_path, data=NumbersData(size=3), global_batch_size=8, steps=9)
-    assert len(module.steps) == 9
-    assert sorted(chain(*module.steps)) == sorted(list(range(3)) * 24)
-
-
-@pytest.mark.parametrize("limit", [4, "batch"])
-def test_train_limit_keeps_to_the_first_samples(limit, tmp_path):
-    module, feed, _ = fit(tmp_path, steps=5, train_limit=limit)
-    assert feed.train_size == 4
-    assert module.steps == [[0, 1, 2, 3]] * 5
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 import torch
 
-from armature.data.digits import DigitsData, Images, load_digits, split_indices
+from armature.data.digits import DigitsData, load_digits, split_indices
 from armature.models.loss import IGNORED
-from tests.data.feeding import feed, served
+from tests.data.feeding import served
 
 
 @pytest.fixture
@@ -36,33 +36,10 @@ def test_split_never_changes(data):
     assert split_indices(load_digits()[1])["test"][:5].tolist() == [3, 7, 36, 38, 53]
 
 
-def test_batches_have_images_and_classes(data):
-    batch = served(data, global_batch_size=64)[0]
-    assert batch["inputs"].shape == (64, 1, 8, 8)
-    assert batch["inputs"].dtype == torch.float32
-    assert 0.0 <= float(batch["inputs"].min()) <= float(batch["inputs"].max()) == 1.0
-    assert batch["targets"].shape == (64,)
-    assert batch["targets"].dtype == torch.int64
-
-
 def test_evaluation_serves_each_image_once(data):
     targets = torch.cat([batch["targets"] for batch in served(data, "test", eval_batch_size=50)])
     assert len(targets) == 176
     assert (targets != IGNORED).all()
-
-
-def test_augmentation_moves_the_image_and_keeps_its_size():
-    image = torch.zeros(1, 8, 8)
-    image[0, 3, 4] = 1.0
-    images = Images(image[None], torch.tensor([7]), shift=1)
-    places = set()
-    for seed in range(100):
-        moved = images.augment(images[0], torch.Generator().manual_seed(seed))
-        assert moved["inputs"].shape == (1, 8, 8)
-        assert moved["inputs"].sum() == 1.0
-        assert moved["targets"] == 7
-        places.add(tuple(moved["inputs"][0].nonzero()[0].tolist()))
-    assert places == {(y, x) for y in (2, 3, 4) for x in (3, 4, 5)}
 
 
 def test_without_a_shift_images_stay_as_they_are():
@@ -70,13 +47,3 @@ def test_without_a_shift_images_stay_as_they_are():
     (batch,) = served(data, global_batch_size=1445)
     images = data.dataset("train")
     torch.testing.assert_close(batch["inputs"].sum(), images.inputs.sum())
-
-
-def test_epochs_are_augmented_differently(data):
-    (first,) = served(data, global_batch_size=1445)
-    again = feed(DigitsData(), global_batch_size=1445)
-    torch.testing.assert_close(next(iter(again.train_loader())), first)
-    again.samples_seen = 1445
-    (second,) = again.train_loader()
-    by_pixels = [batch["inputs"].flatten(1).sort(dim=0).values for batch in (first, second)]
-    assert not torch.equal(*by_pixels)

@@ -12,13 +12,11 @@ import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import OmegaConf
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
-    DistributedSampler,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -316,15 +314,6 @@ def test_samplers_are_kept(tmp_path):
     assert list(chain(*ordered)) == [*range(20)]
 
 
-def test_what_is_drawn_twice_has_its_own_random_numbers(tmp_path):
-    module = Plain(
-        lambda data: DataLoader(data, batch_size=4, sampler=RandomSampler(range(1), True, 8))
-    )
-    task, *_ = fit(module, tmp_path, steps=4)
-    assert len(set(chain(*task.steps))) == 1
-    assert len(set(task.drawn)) == 16
-
-
 def test_the_split_of_an_unseeded_random_split_depends_on_the_seed_alone():
     splits = []
     for seed, draws in ((5, 0), (5, 3), (6, 0)):
@@ -351,15 +340,6 @@ def test_typed_sizes_win(tmp_path):
         match=r"data.global_batch_size=8, but the batch sampler of Plain yields batches of 4",
     ):
         feed(Plain(LOADERS["batches"]), global_batch_size=8)
-
-
-def test_a_distributed_sampler_of_torch_is_replaced_by_our_share():
-    module = Plain(
-        lambda data: DataLoader(data, 4, sampler=DistributedSampler(data, num_replicas=2, rank=1))
-    )
-    fed = feed(module)
-    assert fed.train_size == 20
-    assert fed.train_sampler().shuffled
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["keeps its state", "changes as it draws"])
@@ -709,25 +689,6 @@ def test_persistent_workers_stay_for_the_next_reader():
     assert loader.reader._iterator is workers
 
 
-def test_hooks_reach_the_user_s_samplers_through_the_loader():
-    def seen(fed):
-        own = fed.data.train.indices
-        return {own.index(i) for batch in fed.train_loader() for i in batch[0].tolist()}
-
-    fed = feed(Plain(LOADERS["weighted"]), micro_batch_size=2)
-    shown: Any = fed.share()
-    assert isinstance(shown.sampler, WeightedRandomSampler)
-    shown.batch_sampler.sampler.weights = torch.eye(20)[3]
-    assert (seen(fed), shown.batch_size) == ({3}, 2)
-    same: Any = type("Same", (Sampler,), {
-        "only": 0, "__len__": lambda self: 5, "__iter__": lambda self: iter([[self.only] * 4] * 5),
-    })()  # fmt: skip
-    fed = feed(Plain(lambda data: DataLoader(data, batch_sampler=same)))
-    shown = fed.share()
-    shown.batch_sampler.only += 7
-    assert seen(fed) == {7}
-
-
 class Wraps(Ours):
     def train_dataloader(self):
         return [super().train_dataloader()]
@@ -853,10 +814,3 @@ def test_data_that_another_stage_makes_are_set_up_when_they_are_asked_for():
     broken.data.setup("validate")
     with pytest.raises(AttributeError, match="test"):
         broken.loaders("test")
-
-
-def test_loaders_that_the_module_lacks_are_not_claimed():
-    made = type("TrainOnly", (L.LightningDataModule,), {"train_dataloader": lambda self: None})()
-    feeds.Feed(made)
-    assert not is_overridden("test_dataloader", made)
-    assert is_overridden("val_dataloader", feeds.Feed(Plain()).data)

@@ -36,7 +36,8 @@ def of_digits(split, fold):
 
 
 def of_any(split, fold):
-    return folds.indices(50, split, fold=fold, folds=3)
+    none = {"val_fraction": 0, "test_fraction": 0}
+    return columns.split_indices(50, **none, fold=fold, folds=3)[split]
 
 
 @pytest.mark.guarantee
@@ -91,5 +92,5 @@ def test_samples_without_a_fold_are_refused_by_name(data, expected):
 
 
 def test_more_folds_than_samples_are_refused():
-    with pytest.raises(ConfigError, match="there are 50 samples"):
-        folds.indices(50, "val", fold=0, folds=60)
+    with pytest.raises(ConfigError, match=r"data\.folds=60: 50 samples"):
+        columns.split_indices(50, val_fraction=0, test_fraction=0, fold=0, folds=60)

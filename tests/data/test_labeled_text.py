@@ -108,30 +108,6 @@ def test_numbers_as_labels_are_names(make):
     assert make([("hello", 10), ("world", 2.0)] * 9).names() == {"classes": ["2", "10"]}
 
 
-def test_predictions_need_no_labels_in_the_column(make, tmp_path):
-    make().save_assets(tmp_path)
-    blank = make([("hello", ""), ("world", "b")], name="blank.csv")
-    blank.load_assets(tmp_path)
-    assert blank.dataset("predict").targets is None
-    with pytest.raises(ConfigError, match="data row 1: column 'label' is missing, empty"):
-        blank.dataset("train")
-
-
-def test_columns_of_parquet(make, tmp_path):
-    pyarrow = pytest.importorskip("pyarrow", reason="make setup EXTRAS=data")
-    import pyarrow.parquet as parquet
-
-    data = make()
-    data.path = str(tmp_path / "t.parquet")
-    parquet.write_table(pyarrow.table({"text": ["x", "y"], "label": [True, False]}), data.path)
-    assert data.names() == {"classes": ["False", "True"]}
-    labels = pyarrow.array(["p", None, "q"]).dictionary_encode()
-    parquet.write_table(pyarrow.table({"text": ["x", "y", "z"], "label": labels}), data.path)
-    del data._columns  # read anew
-    with pytest.raises(ConfigError, match="data row 2: column 'label' is missing, empty"):
-        data.names()
-
-
 def test_long_cells_are_read(make):
     rows = [("a " * 2_000_000, "p"), ("b", "q")]
     assert make(rows, name="long.csv").names() == {"classes": ["p", "q"]}

@@ -148,17 +148,6 @@ def test_a_class_and_columns_that_the_model_does_not_know_are_named(tmp_path, ru
         ).dataset("test")
 
 
-def test_predictions_of_a_table_need_no_target(tmp_path, run, trained_table):
-    data = used_by(run, table(tmp_path / "o.csv", "height,width\n1,2\n3,4\n"))
-    (batch,) = data.predict_dataloader().loader
-    assert list(batch) == ["inputs"]
-    assert batch["inputs"].tolist() == [[2.0, 1.0], [4.0, 3.0]]
-    with pytest.raises(
-        ConfigError, match=r"has no column kind. Its columns: height, width. Type data.target=…"
-    ):
-        data.dataset("test")
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -186,42 +175,11 @@ def test_a_damaged_file_of_classes_is_named(tmp_path, run):
         used_by(run, table(tmp_path / "t.csv", f"width,height,kind\n{ROWS}"))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a,a,kind\n1,2,x\n", "two columns are named a"),
-        ("a,kind\n1,x\n2,\n", "column kind is empty in data row 2"),
-        ("kind\nx\n", "Columns: kind"),
-        ("a,kind\n1,x\n2,x\n", "the training data have the class x alone"),
-        ("", "Empty CSV file"),
-    ],
-)
-def test_a_table_that_cannot_be_learned_from_is_named(text, message, tmp_path):
-    data = table(tmp_path / "t.csv", text)
-
-    def read():
-        data.setup("fit")
-        data.dataset("train")
-
-    with pytest.raises(ConfigError, match=message):
-        read()
-
-
 def test_an_empty_class_is_no_class_of_its_own(tmp_path):
     with pytest.raises(ConfigError, match="column kind is empty in data row 3"):
         _ = table(
             tmp_path / "t.csv", "a,kind\n1,x\n2,y\n3,\n"
         ).found_sizes  # else: type model.classes=3
-
-
-def test_files_that_are_no_tables_are_named(tmp_path):
-    (tmp_path / "latin.csv").write_bytes(b"a,kind\n1,caf\xe9\n")
-    (tmp_path / "text.parquet").write_text("a,kind\n")
-    with pytest.raises(ConfigError, match=r"latin.csv cannot be read as CSV in UTF-8"):
-        build("table", path=str(tmp_path / "latin.csv"), target="kind").dataset("train")
-    pytest.importorskip("pyarrow", reason="make setup EXTRAS=data")
-    with pytest.raises(ConfigError, match=r"text.parquet cannot be read as Parquet"):
-        build("table", path=str(tmp_path / "text.parquet"), target="kind").dataset("train")
 
 
 def test_sizes_that_only_the_data_tell(trained_table):

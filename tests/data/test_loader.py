@@ -85,19 +85,6 @@ def test_batches_are_not_moved_before_hooks_that_see_them_off_the_device(data, m
     assert loader.copies_ahead(owners, ours=True, workers=False) is expected
 
 
-def test_the_next_batch_is_asked_for_before_this_one_is_used():
-    asked = []
-
-    def batches():
-        for i in range(3):
-            asked.append(i)
-            yield torch.tensor(i)
-
-    served = loader._ahead(batches(), torch.device("cpu"))
-    assert int(next(served)) == 0
-    assert asked == [0, 1]
-
-
 def test_a_copy_waits_for_the_steps_so_far_whose_batches_lay_in_its_memory(monkeypatch):
     order: list[str] = []
 

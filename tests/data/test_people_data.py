@@ -1,7 +1,6 @@
 """Data modules for data that people have: built from their config files, on small files."""
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,11 @@ from PIL import Image
 
 from armature.data import feed
 from armature.errors import ConfigError
-
-CONFIGS = Path(__file__).parents[2] / "configs" / "data"
+from tests.data.feeding import config
 
 
 def build(name, **changes):
-    cfg = OmegaConf.create({"seed": 3, "data": OmegaConf.load(CONFIGS / f"{name}.yaml")})
+    cfg = OmegaConf.create({"seed": 3, "data": config(name)})
     for key, value in changes.items():
         OmegaConf.update(cfg.data, key.replace("__", "."), value)
     data: Any = feed.build(cfg).data
@@ -51,29 +49,9 @@ def test_a_table_of_csv(tmp_path):
     assert (sample["inputs"].tolist(), sample["targets"].item()) == ([3.0], 1.5)
 
 
-def test_a_table_of_parquet(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow.csv", reason="make setup EXTRAS=data")
-    import pyarrow.parquet as parquet
-
-    parquet.write_table(pyarrow.read_csv(write_table(tmp_path / "t.csv")), tmp_path / "t.parquet")
-    found = build("table", path=str(tmp_path / "t.parquet"), target="kind").dataset("train")
-    expected = build("table", path=str(tmp_path / "t.csv"), target="kind").dataset("train")
-    assert torch.equal(found.inputs, expected.inputs)
-    assert torch.equal(found.targets, expected.targets)
-
-
 @pytest.mark.parametrize(
     ("text", "changes", "message"),
     [
-        ("a,b\n1,2\n", {"target": "c"}, "has no column c. Its columns: a, b"),
-        (
-            "a,kind\n1,x\n",
-            {"target": "kin"},
-            "has no column kin. Its columns: a, kind. Type data.target=…",
-        ),
-        ("a,b\nx,2\n", {"target": "b"}, "column a has the type string, which holds no numbers"),
-        ("a,b\nnan,2\n", {"target": "b"}, "column a holds nan in data row 1"),
-        ("a,b\n1\n", {"target": "b"}, "Row #2: Expected 2 columns, got 1: 1"),
         (
             "a,b\n1,2\n",
             {"target": "b", "val_fraction": 0.8, "test_fraction": 0.3},
@@ -109,18 +87,6 @@ def test_an_empty_cell_of_a_category_is_no_class(tmp_path):
         build("table", path=path, target="kind").names()
 
 
-def test_times_are_no_numbers(tmp_path):
-    import datetime
-
-    path = write_parquet(
-        tmp_path / "t.parquet", t=[datetime.datetime(2024, 1, 1), None], kind=["a", "b"]
-    )
-    with pytest.raises(
-        ConfigError, match=r"column t has the type timestamp.*, which holds no numbers"
-    ):
-        build("table", path=path, target="kind").names()
-
-
 @pytest.mark.parametrize("name", ["", "__index_level_0__"])
 def test_row_numbers_of_pandas_are_no_features(tmp_path, caplog, name):
     caplog.set_level("INFO", logger="armature")
@@ -133,15 +99,6 @@ def test_row_numbers_of_pandas_are_no_features(tmp_path, caplog, name):
     ]
     with pytest.raises(ConfigError, match="these are the columns to learn from"):
         build("table", path=data.path, target="kind", features=[]).names()
-
-
-@pytest.mark.parametrize("classes", [True, False])
-def test_predictions_need_no_targets_in_the_column(tmp_path, classes):
-    (tmp_path / "t.csv").write_text("x,height\n5,\n6,\n")
-    data = build("table", path=str(tmp_path / "t.csv"), target="height", classes=classes)
-    assert data.dataset("predict")[1]["inputs"].tolist() == [6.0]
-    with pytest.raises(ConfigError, match=r"column height is empty in data row 1"):
-        data.dataset("train")
 
 
 def write_images(folder, count=10):
@@ -342,33 +299,6 @@ def hf(tmp_path, monkeypatch):
     return lambda **changes: build("hf", **usual | changes)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_palette_images_of_hugging_face_are_read_as_shown(hf, tmp_path, streaming):
-    from datasets import Dataset, Features, Value
-    from datasets import Image as Column
-
-    colors = [(200, 10, 30), (10, 200, 30)]
-    images = [
-        Image.new("RGB", (4, 4), color).convert("P", palette=Image.Palette.ADAPTIVE)
-        for color in colors
-    ]
-    rows = Dataset.from_dict(
-        {"x": images, "y": [0, 1]}, features=Features({"x": Column(), "y": Value("int64")})
-    )
-    rows.to_parquet(tmp_path / "p.parquet")
-    changes = {
-        "path": "parquet",
-        "data_files": str(tmp_path / "p.parquet"),
-        "inputs": "x",
-        "streaming": streaming,
-    }
-    for mode in (None, "RGB"):
-        found = [sample["inputs"] for sample in hf(image_mode=mode, **changes).dataset("train")]
-        assert [(255 * image[:, 0, 0]).round().tolist() for image in found] == [
-            list(color) for color in colors
-        ]
-
-
 def image_rows(tmp_path, images):
     """Write a data set of these images as a folder of save_to_disk, and return its path."""
     from datasets import Dataset, Features, Value
@@ -455,20 +385,6 @@ def test_linked_folders_that_datasets_leaves_out_are_refused(hf, tmp_path):
     (tmp_path / "images" / "cat" / "more").symlink_to(tmp_path / "scratch" / "cat")
     with pytest.raises(ConfigError, match=r"more is a link to a folder, .*data=image_folder"):
         hf(path="imagefolder", data_dir=str(tmp_path / "images"), inputs="image").dataset("train")
-
-
-def test_images_of_16_bits_of_hugging_face_are_refused(hf, tmp_path):
-    for kind in ("cat", "dog"):
-        (tmp_path / "images" / kind).mkdir(parents=True)
-        Image.fromarray(np.full((8, 8), 30000, np.uint16)).save(
-            tmp_path / "images" / kind / "1.png"
-        )
-    data = hf(
-        path="imagefolder", data_dir=str(tmp_path / "images"), inputs="image", image_mode="RGB"
-    )
-    data.targets = "label"
-    with pytest.raises(ConfigError, match="more than 8 bits"):
-        data.dataset("train")[0]
 
 
 def test_a_test_split_without_labels_is_left_out(hf, tmp_path, caplog):

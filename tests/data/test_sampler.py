@@ -45,12 +45,6 @@ def stream(size: int, layout: tuple[int, int, int], *, seed: int, steps: int) ->
     return found[:steps]
 
 
-@given(sizes, seeds, st.integers(0, 2**40))
-def test_permutation_holds_every_index_once(size, seed, epoch):
-    order = permuted(np.arange(size), size=size, seed=seed, epoch=epoch)
-    assert sorted(order.tolist()) == list(range(size))
-
-
 def test_permutation_differs_between_epochs_and_seeds():
     orders = {
         tuple(permuted(np.arange(50), size=50, seed=seed, epoch=epoch).tolist())
@@ -156,17 +150,6 @@ def test_length_is_the_full_epochs_also_in_the_middle_of_it(size, layout, step):
     assert len(sampler) == len(firsts) * accumulate
 
 
-def test_position_is_asked_when_iteration_starts():
-    position = 0
-    sampler = TrainSampler(
-        10, seed=0, batches=Batches(2, 2, 1, 1), rank=0, position=lambda: position
-    )
-    whole = list(sampler)
-    position = 4
-    assert list(sampler) == whole[2:]
-    assert len(sampler) == len(whole) == 5
-
-
 @pytest.mark.guarantee
 @given(st.integers(0, 100), st.integers(1, 9), st.integers(1, 6))
 def test_evaluation_serves_each_sample_once_in_equally_many_batches(size, batch_size, ranks):
@@ -190,13 +173,6 @@ def test_evaluation_serves_each_sample_once_in_equally_many_batches(size, batch_
         alone = EvalSampler(size, batch_size=batch_size, rank=rank, ranks=ranks, pads=False)
         assert list(alone) == [batch for batch in stream if batch != [PADDING]]
         assert len(alone) == len(list(alone))
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_samplers_have_a_batch_size(rank):
-    batches = plan_batches(8, 2, 2)
-    assert TrainSampler(9, seed=0, batches=batches, rank=rank, position=lambda: 0).batch_size == 2
-    assert EvalSampler(9, batch_size=3, rank=rank, ranks=2).batch_size == 3
 
 
 def test_a_limited_epoch_is_the_beginning_of_each_epochs_order():

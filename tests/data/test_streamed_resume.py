@@ -74,18 +74,6 @@ def test_a_stream_comes_in_its_own_order():
     assert [*chain(*steps(counted(), epochs=1))] == [*range(21), 1000, 1001, 1002]
 
 
-@pytest.mark.parametrize("block", [1, 2, 5, 100])
-def test_every_sample_comes_once_an_epoch(block):
-    seen = [*chain(*steps(counted(block=block), epochs=4))]
-    assert sorted(seen) == [epoch * 1000 + i for epoch in range(4) for i in range(21)]
-    if block > 1:
-        assert seen != sorted(seen)
-        blocks = [
-            {i // block for i in seen[at : at + block]} for at in range(0, 21 - block + 1, block)
-        ]
-        assert all(len(numbers) == 1 for numbers in blocks)
-
-
 def test_blocks_are_shuffled_anew_each_epoch():
     seen = [*chain(*steps(counted(block=100), epochs=4))]
     orders = {tuple(i % 1000 for i in seen[at : at + 21]) for at in range(0, 84, 21)}
@@ -121,17 +109,6 @@ def test_reading_goes_forward_only():
     ]  # the last step straddles into the third epoch
 
 
-def test_random_numbers_of_a_sample_depend_on_seed_epoch_and_sample_alone():
-    def noise(**settings):
-        loader = counted(**settings).train_loader()
-        drawn = torch.cat([batch["inputs"] for batch in loader])
-        close(loader)
-        return drawn
-
-    assert torch.equal(noise(), noise(num_workers=2, micro_batch_size=1))
-    assert not torch.equal(noise(), noise(seed=6))
-
-
 def test_fewer_samples_than_len_are_reported():
     with pytest.raises(
         ValueError, match=r"Counted ended at record 9 of epoch 0, but its len\(\) is 21"
@@ -142,12 +119,6 @@ def test_fewer_samples_than_len_are_reported():
 def test_train_limit_gives_the_same_samples_each_epoch():
     seen = steps(counted(train_limit=4, block=3), epochs=3)
     assert [sorted(batch) for batch in seen] == [[0, 1, 2, 3]] * 3
-
-
-def test_held_out_samples_come_in_order():
-    (loader,) = counted(size=10, block=5).loaders("val")
-    (a, b, c) = (batch["targets"].tolist() for batch in loader)
-    assert (a, b, c) == ([0, 1, 2, 3], [4, 5, 6, 7], [8, 9])
 
 
 def test_a_stream_without_end_trains():

@@ -10,7 +10,7 @@ from armature.data.corpus import Corpus
 from armature.data.text import TextData, Windows
 from armature.errors import ConfigError
 from armature.models.loss import IGNORED
-from tests.data.feeding import feed, served
+from tests.data.feeding import served
 
 
 @pytest.fixture(scope="module")
@@ -40,28 +40,6 @@ def test_evaluation_windows_have_each_token_but_the_first_as_target_once(size, c
     assert (batch["inputs"] >= 0).all()
 
 
-@given(st.integers(1, 200), st.integers(1, 50))
-def test_training_windows_are_complete(size, context):
-    windows = Windows(np.arange(size).astype("<u2"), context=context, whole=False)
-    assert len(windows) == (size - 1) // context
-    for i in range(len(windows)):
-        assert windows[i]["inputs"].tolist() == list(range(i * context, (i + 1) * context))
-        assert windows[i]["targets"].tolist() == list(range(i * context + 1, (i + 1) * context + 1))
-
-
-def test_an_epoch_holds_every_training_window_once(corpus):
-    data = text_data(corpus)
-    fed = feed(data, global_batch_size=4)
-    stream = np.array(corpus.tokens("train"))
-    expected = sorted(
-        tuple(stream[i * 32 : i * 32 + 32].tolist()) for i in range((len(stream) - 1) // 32)
-    )
-    found = [tuple(row) for batch in fed.train_loader() for row in batch["inputs"].tolist()]
-    assert sorted(found[: fed.train_size]) == expected
-    assert fed.train_size == len(expected)
-    assert data.tokens_per_sample == 32
-
-
 @pytest.mark.parametrize("split", ["val", "test"])
 def test_bits_per_byte_are_exact(corpus, split):
     """A uniform model needs log2(V) bits for every target, in any windows and batches."""
@@ -77,25 +55,11 @@ def test_bits_per_byte_are_exact(corpus, split):
     )
 
 
-def test_batches_are_contiguous_and_all_but_the_last_of_one_shape(corpus):
-    batches = served(text_data(corpus), "val", global_batch_size=4, eval_batch_size=5)
-    assert {tuple(batch["inputs"].shape) for batch in batches[:-1]} == {(5, 32)}
-    assert all(
-        batch["inputs"].is_contiguous() and batch["targets"].is_contiguous() for batch in batches
-    )
-
-
 def test_tokenizer_reads_back_what_it_wrote(corpus):
     data = text_data(corpus)
     text = "def größe(漢字):\r\n\treturn '🙂'  # <|endoftext|>"
     assert data.tokenizer.decode(data.tokenizer.encode(text).ids) == text
     assert data.vocab_size == 320
-
-
-def test_baselines_quote_zlib(corpus):
-    lines = text_data(corpus).baselines()
-    assert [line.split(":")[0] for line in lines] == ["val", "test"]
-    assert f"{corpus.header['splits']['val']['zlib_bits_per_byte']:.3f} bits per byte" in lines[0]
 
 
 def test_resume_on_other_tokens_is_refused(corpus, tmp_path):

@@ -142,12 +142,3 @@ def test_a_content_that_the_template_passes_over_is_refused(tokens):
     template = "{% for m in messages if m.role != 'developer' %}" + CHATML.split("%}", 1)[1]
     with pytest.raises(ConfigError, match=r"does not read content=.*message 1 \(developer\)"):
         tokens("messages", template, [QUESTION | {"role": "developer"}, QUESTION, ANSWER])
-
-
-@pytest.mark.guarantee
-@pytest.mark.parametrize(
-    "part", [{"type": "text"}, {"type": "text", "text": "a", "cite": "b"}, {"type": "image"}]
-)
-def test_a_part_of_a_content_that_is_more_than_text_is_refused(tokens, part):
-    with pytest.raises(ConfigError, match="content must be text"):
-        tokens("messages", CHATML, [QUESTION, ANSWER | {"content": [part]}])

@@ -1,14 +1,15 @@
-"""Tiny Hugging Face folders, written without transformers: of zeros, without torch, or of random
-numbers.
-"""
+"""Tiny Hugging Face folders, written without transformers: of zeros, or of random numbers."""
 
 import json
 import struct
 from pathlib import Path
 from typing import Any
 
-from armature.finetune import architecture, check, folder
-from armature.models.decoder import names
+import torch
+
+from armature.finetune import architecture, folder
+from armature.models.decoder.model import Decoder
+from armature.models.decoder.names import theirs
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -24,6 +25,13 @@ CONFIG = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
+
+
+def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of a folder by their names there."""
+    with torch.device("meta"):
+        model = Decoder(**architecture.arguments(config, name="tiny"), context=8)
+    return {str(theirs(name)): tuple(param.shape) for name, param in model.named_parameters()}
 
 
 def write_shard(file: Path, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -47,7 +55,7 @@ def write_model(path: Path, **changes: Any) -> Path:
     sound = CONFIG | {
         key: value for key, value in changes.items() if isinstance(value, int) and key in CONFIG
     }
-    named = check.tensors(architecture.arguments(sound, name="tiny"))
+    named = shapes(sound)
     listed = {}
     for number, part in enumerate((list(named)[::2], list(named)[1::2]), start=1):
         file = f"model-{number:05d}-of-00002.safetensors"
@@ -61,7 +69,6 @@ def write_random_model(path: Path, **changes: Any) -> Path:
     """Write config.json with these changes, and random weights in one file, norms as well; large
     ones, which matter.
     """
-    import torch
     from safetensors.torch import save_file
 
     path.mkdir(parents=True, exist_ok=True)
@@ -69,9 +76,8 @@ def write_random_model(path: Path, **changes: Any) -> Path:
     (path / folder.CONFIG).write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(1)
     tensors = {
-        str(names.theirs(name)): float(len(shape) == 1)
-        + 0.2 * torch.randn(shape, generator=generator)
-        for name, shape in names.shapes(architecture.arguments(config, name="random")).items()
+        name: float(len(shape) == 1) + 0.2 * torch.randn(shape, generator=generator)
+        for name, shape in shapes(config).items()
     }
     save_file(tensors, path / folder.WEIGHTS, metadata={"format": "pt"})
     return path

@@ -4,8 +4,7 @@ environment.
 
 import importlib
 import importlib.metadata
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -111,20 +110,16 @@ def test_packing_is_refused_for_kernels_that_mix_conversations(tmp_path, place, 
 class Attentive(nn.ModuleList):
     """A model whose attention keeps conversations apart, and other parts."""
 
-    def __init__(self, *parts, kinds=None, tower=()):
+    def __init__(self, *parts, kinds=None, tower=(), model_type="llama"):
         super().__init__([*parts, *tower])
         self.text = nn.ModuleList(parts)
-        text = SimpleNamespace(layer_types=kinds)
+        text = SimpleNamespace(layer_types=kinds, model_type=model_type)
         self.config = SimpleNamespace(get_text_config=lambda: text)
 
     def get_decoder(self):
         return self.text
 
     def forward(self, input_ids, use_cache=False, position_ids=None, past_key_values=None):
-        if not use_cache:
-            importlib.import_module("transformers").masking_utils.find_packed_sequence_indices(
-                position_ids
-            )
         return SimpleNamespace(logits=position_ids)
 
 
@@ -144,15 +139,7 @@ def causal_lm(inner):
         ([], ["full_attention", "linear_attention"], "it has layers of linear_attention"),
     ],
 )
-def test_packing_is_refused_for_layers_that_read_across_conversations(
-    tmp_path, monkeypatch, parts, kinds, says
-):
-    masks = ModuleType("transformers.masking_utils")
-    masks.find_packed_sequence_indices = lambda ids: ids
-    package = ModuleType("transformers")
-    package.masking_utils = masks
-    monkeypatch.setitem(sys.modules, "transformers", package)
-    monkeypatch.setitem(sys.modules, "transformers.masking_utils", masks)
+def test_packing_is_refused_for_layers_that_read_across_conversations(tmp_path, parts, kinds, says):
     cfg = config(tmp_path)
     cfg.data = {"source": {"packing": True}}
     found = built._packing_problems(causal_lm(Attentive(*parts, kinds=kinds)), cfg)
@@ -163,6 +150,8 @@ def test_packing_is_refused_for_layers_that_read_across_conversations(
     if not parts:  # a convolution that reads sounds reads no tokens
         with_tower = causal_lm(Attentive(kinds=kinds, tower=[nn.Conv1d(4, 4, 3)]))
         assert built._packing_problems(with_tower, cfg) == found
+    [problem] = built._packing_problems(causal_lm(Attentive(model_type="bloom")), cfg)
+    assert "of model_type=bloom is not known to keep the conversations" in problem
 
 
 @pytest.mark.parametrize("strategy", ["pipeline", "3d"])
@@ -180,42 +169,6 @@ def test_pipelines_are_refused_by_name(tmp_path, strategy):
     assert any(
         "model=CausalLM does not work with this strategy (pipeline)" in problem for problem in found
     ), found
-
-
-@pytest.mark.parametrize("strategy", ["fsdp_tensor", "deepspeed"])
-def test_other_strategies_are_not(strategy):
-    overrides = [
-        "model=huggingface",
-        "model.pretrained=x",
-        f"strategy={strategy}",
-        "trainer.devices=8",
-    ]
-    cfg = checks.decide(
-        cli.compose([*overrides, "trainer.accelerator=cpu", "data.global_batch_size=32"])
-    )
-    assert parallelism.problems(checks.plain(cfg), Layout.of(cfg)) == []
-
-
-@pytest.mark.parametrize("place", ["config", "model"])
-@pytest.mark.parametrize("error", [ImportError, MemoryError, torch.OutOfMemoryError])
-def test_no_memory_is_not_blamed_on_the_folder(tmp_path, monkeypatch, place, error):
-    def fail(*_, **__):
-        raise error("of the machine")
-
-    fake = SimpleNamespace(
-        PreTrainedConfig=SimpleNamespace(
-            get_config_dict=lambda *_, **__: ({"model_type": "x"}, {})
-        ),
-        CONFIG_MAPPING=["x"],
-        MODEL_FOR_CAUSAL_LM_MAPPING=[SimpleNamespace],
-        AutoConfig=SimpleNamespace(
-            from_pretrained=fail if place == "config" else lambda *_, **__: SimpleNamespace()
-        ),
-        AutoModelForCausalLM=SimpleNamespace(from_config=fail),
-    )
-    monkeypatch.setattr(model, "_transformers", lambda: fake)
-    with pytest.raises(error, match="of the machine"):
-        model.CausalLM(pretrained=str(tmp_path), vocab_size=4, context=4, attention=None)
 
 
 class Block(nn.Module):

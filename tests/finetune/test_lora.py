@@ -5,7 +5,6 @@ does.
 from __future__ import annotations
 
 import copy
-import pickle
 from dataclasses import replace
 
 import pytest
@@ -155,25 +154,6 @@ def test_a_weight_of_two_modules_takes_no_adapter():
 def test_adapters_are_no_hidden_matrices_for_muon():
     [group] = parameter_groups(adapted())
     assert group["hidden"] is False
-
-
-def test_an_adapted_model_can_be_copied_and_pickled():
-    model = adapted()
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert trained(other) == trained(model)
-        assert all(
-            torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
-        )
-
-
-def test_a_model_without_blocks_gets_adapters_on_all_its_linears():
-    model = nn.Sequential()
-    model.add_module("a", nn.Linear(4, 8))
-    model.add_module("b", nn.Linear(8, 2))
-    Lora(rank=2).add_to(model)
-    assert trained(model) == {"a.lora_A", "a.lora_B", "b.lora_A", "b.lora_B"}
-    with pytest.raises(ConfigError, match=r"no torch\.nn\.Linear"):
-        Lora(rank=2).add_to(nn.Conv1d(3, 3, 3))
 
 
 LAYOUTS_TRIED = [

@@ -126,32 +126,3 @@ def test_a_run_whose_folder_has_moved_answers_and_is_evaluated(trained):
     result = subprocess.run([sys.executable, *map(str, evaluate)], capture_output=True, text=True)
     assert result.returncode == 2
     assert "Try --split val" in result.stderr
-
-
-def test_the_run_and_the_merged_folder_answer_alike(trained):
-    """Several prompts at once, until the end of the turn."""
-    generate = running.ROOT / "scripts" / "generate.py"
-    words = ["--temperature", "0", "--tokens", "40", "--accelerator", "cpu"]
-    words += [word for i in range(3) for word in ("--prompt", f"how are {i}")]
-    found = [
-        command(generate, trained / name, *words, "--chat", *more)
-        for name, more in (("run", [moved(trained)]), ("merged", []))
-    ]
-    assert found[0] == found[1]
-    assert found[0].count("-" * 40) == 3
-    assert "<|im_" not in found[0]
-
-
-def test_a_file_holds_the_base_model_too(trained):
-    convert, file = running.ROOT / "scripts" / "convert.py", trained / "whole.safetensors"
-    command(convert, trained / "run", file, moved(trained))
-    assert len(load_file(file)) == 2 + 11 * 2 + 14 * 2  # of the ends, the head is the embedding
-
-
-def test_options_that_do_not_fit_are_refused(trained):
-    convert = [sys.executable, str(running.ROOT / "scripts" / "convert.py"), str(trained / "run")]
-    result = subprocess.run(
-        [*convert, str(trained / "a.safetensors"), "--adapter"], capture_output=True, text=True
-    )
-    assert result.returncode == 2
-    assert "--adapter would change nothing here" in result.stderr

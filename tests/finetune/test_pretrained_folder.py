@@ -1,5 +1,4 @@
 import json
-import os
 import socket
 import struct
 from pathlib import Path
@@ -66,13 +65,6 @@ def test_a_file_that_is_no_safetensors_is_named(model, content):
     assert name in " ".join(folder.weights(model).problems)
 
 
-def test_a_pipe_in_place_of_weights_is_named_and_not_read(model):
-    name = next(iter(SHARDS))
-    (model / name).unlink()
-    os.mkfifo(model / name)
-    assert f"{name}: a device or a pipe, no file" in " ".join(folder.weights(model).problems)
-
-
 def test_an_index_that_lists_something_else_is_named(model):
     first, second = SHARDS
     (model / folder.INDEX).write_text(
@@ -84,11 +76,6 @@ def test_an_index_that_lists_something_else_is_named(model):
 def test_pickled_weights_are_refused(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     assert "pickled (pytorch_model.bin)" in folder.weights(tmp_path).problems[0]
-
-
-def test_shards_without_their_index_are_refused(model):
-    (model / folder.INDEX).unlink()
-    assert f"{folder.INDEX}: this file is missing" in folder.weights(model).problems[0]
 
 
 def test_a_folder_that_is_no_model_is_named(tmp_path):
@@ -112,17 +99,6 @@ def test_a_hub_name_without_a_network_is_one_message(monkeypatch, tmp_path):
     assert len(error.value.problems) == 1
 
 
-def test_a_chat_template_is_found_in_either_place(tmp_path):
-    assert folder.chat_template(tmp_path) is None
-    (tmp_path / folder.TOKENIZER_CONFIG).write_text(
-        json.dumps({"chat_template": "old", "eos_token": {"content": "</s>"}})
-    )
-    assert folder.chat_template(tmp_path) == "old"
-    assert folder.special_tokens(tmp_path) == {"eos_token": "</s>"}
-    (tmp_path / folder.CHAT_TEMPLATE).write_text("new")
-    assert folder.chat_template(tmp_path) == "new"
-
-
 @pytest.mark.parametrize("listed", [False, True])
 def test_an_older_map_of_special_tokens_counts_unless_all_added_tokens_are_listed(tmp_path, listed):
     settings = {
@@ -142,16 +118,6 @@ def test_ends_of_generation_come_from_its_own_file_first(model):
     assert folder.end_tokens(model) == [2]
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
     assert folder.end_tokens(model) == [5, 6]
-
-
-def test_ids_of_tokens_include_added_ones(tmp_path):
-    file = tmp_path / folder.TOKENIZER
-    file.write_text(
-        json.dumps(
-            {"model": {"vocab": {"a": 0, "b": 7}}, "added_tokens": [{"id": 9, "content": "<s>"}]}
-        )
-    )
-    assert folder.token_ids(file) == {"a": 0, "b": 7, "<s>": 9}
 
 
 def test_a_run_keeps_the_small_files_and_knows_its_base(model, tmp_path_factory):

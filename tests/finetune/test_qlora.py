@@ -5,7 +5,6 @@ one process.
 from __future__ import annotations
 
 import copy
-import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -16,14 +15,13 @@ from torch import nn
 from armature.checkpoint import huggingface
 from armature.errors import ConfigError
 from armature.finetune import nf4
-from armature.finetune.lora import Lora, LoraLinear, LoraNf4Linear, merge
+from armature.finetune.lora import Lora, LoraNf4Linear
 from armature.models.adapters import is_adapter
 from armature.models.decoder.model import Decoder
 from armature.parallel import initialization
 from tests import needs
 from tests.finetune import extras
 from tests.finetune.folders import write_random_model
-from tests.finetune.test_lora import fill_adapters
 from tests.support.parity.harness import LAYOUTS, difference, fit_once
 
 SIZES: dict[str, Any] = {
@@ -95,15 +93,6 @@ def test_values_do_not_depend_on_the_default_type():
     assert torch.equal(found[1], expected[1])
 
 
-def test_blocks_of_zeros_stay_zeros():
-    weight = torch.randn(4, 128)
-    weight[1], weight[2, 64:] = 0.0, 0.0
-    found = nf4.rounded(weight)
-    assert not found[1].any()
-    assert not found[2, 64:].any()
-    assert found.isfinite().all()
-
-
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_forward_and_backward_are_those_of_the_dense_matrix(dtype, bias):
@@ -147,12 +136,6 @@ def test_all_linears_of_the_blocks_have_4_bits_and_only_adapters_are_trained():
     assert model.get_parameter("head.weight").dtype == torch.float32
 
 
-def test_a_weight_that_is_trained_as_a_whole_stays_as_it_is():
-    model = adapted(targets=["q"], train=["blocks.1.ffn.down"])
-    assert type(model.get_submodule("blocks.1.ffn.down")) is nn.Linear
-    assert model.get_parameter("blocks.1.ffn.down.weight").requires_grad
-
-
 def test_the_weights_of_linears_take_a_quarter_of_16_bits():
     model = adapted()
     linears = nf4.in_4_bits(model).values()
@@ -162,36 +145,6 @@ def test_the_weights_of_linears_take_a_quarter_of_16_bits():
     assert resident < 0.28 * in_16_bits  # rows of 128 and 256
     wide = nf4.Nf4Linear(nn.Linear(1024, 64, bias=False))
     assert sum(param.nbytes for param in wide.parameters()) < 0.261 * 2 * 64 * 1024
-
-
-def test_a_weight_of_4_bits_counts_as_one():
-    counts = []
-    for quantize in (None, "nf4"):
-        with torch.device("meta"):
-            model = Decoder(**SIZES)
-            Lora(**{**ADAPTER, "quantize": quantize}).add_to(model)
-        counts.append(sum(nf4.elements(name, param) for name, param in model.named_parameters()))
-    assert counts[0] == counts[1]
-
-
-def test_merged_weights_compute_what_4_bits_and_adapters_did():
-    model, tokens = adapted(), torch.arange(12)[None]
-    fill_adapters(model)
-    with torch.no_grad():
-        before = model(tokens)
-        merged = merge(copy.deepcopy(model))
-        assert not any(
-            isinstance(module, nf4.Nf4Linear | LoraLinear) for module in merged.modules()
-        )
-        torch.testing.assert_close(merged(tokens), before, atol=1e-3, rtol=1e-4)
-
-
-def test_a_model_of_4_bits_can_be_copied_and_pickled():
-    model = adapted()
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert all(
-            torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
-        )
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ transformers_models.py logits FOLDER OUT
     the largest difference of logits to transformers' own, for each kind
 transformers_models.py peft BASE ADAPTER MERGED OUT
     how far the adapter that peft loads is from the merged folder
-transformers_models.py generate FOLDER OUT ENDING PATH…
-    what generate.py prints of ENDING, a copy with shorter answers, and of each path, and what
-    transformers makes of FOLDER
+transformers_models.py generate FOLDER OUT RUN
+    what generate.py prints of a run, and what transformers makes of FOLDER
 transformers_models.py damaged FOLDER OUT
     what is said of config.json of `DAMAGED`
 transformers_models.py fit FOLDER KIND OUT [--adapter] LAYOUT…
@@ -21,7 +20,6 @@ import contextlib
 import io
 import json
 import runpy
-import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -265,22 +263,6 @@ def generated(typed: Path, reference: Path) -> list[tuple[str, str]]:
     return pairs
 
 
-def end_early(path: Path) -> None:
-    """Exchange two rows of the head, so that the answer to the first prompt ends within its new
-    tokens.
-    """
-    from safetensors.torch import load_file, save_file
-
-    tokenizer, _, new = answer(path, PROMPTS[0], chat=True)
-    end = tokenizer.convert_tokens_to_ids(END)
-    last = next(int(new[i]) for i in range(2, NEW) if new[i] not in new[:i])
-    assert end not in new
-    file = next(file for file in path.glob("*.safetensors") if "lm_head.weight" in load_file(file))
-    tensors = load_file(file)
-    tensors["lm_head.weight"][[end, last]] = tensors["lm_head.weight"][[last, end]]
-    save_file(tensors, file, metadata={"format": "pt"})
-
-
 def fit(root: Path, kind: str, layouts: list[str], out: Path, *, adapter: bool) -> None:
     from tests.finetune import layouts as compare
     from tests.support.parity import harness
@@ -305,12 +287,8 @@ if __name__ == "__main__":
     elif what == "logits":
         Path(rest[0]).write_text(json.dumps(logits(Path(folder))))
     elif what == "generate":
-        out, ending, *typed = rest
-        pairs = [(Path(path), Path(folder)) for path in typed]
-        if ending:
-            end_early(Path(shutil.copytree(folder, ending)))
-            pairs.insert(0, (Path(ending), Path(ending)))
-        Path(out).write_text(json.dumps([generated(*pair) for pair in pairs]))
+        out, run = rest
+        Path(out).write_text(json.dumps(generated(Path(run), Path(folder))))
     elif what == "damaged":
         Path(rest[0]).write_text(json.dumps(damaged(Path(folder))))
     elif what == "peft":

@@ -1,4 +1,3 @@
-import functools
 import math
 import weakref
 from pathlib import Path
@@ -7,11 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from armature.models.decoder import rope
 from armature.models.decoder.cache import KeyValueCache
 from armature.models.decoder.check import problems
 from armature.models.decoder.loss import ChunkedCrossEntropy
@@ -62,26 +59,6 @@ def test_attention_equals_the_naive_formula():
     torch.testing.assert_close(attention(x, rotary), naive)
 
 
-def test_rotary_depends_on_relative_positions_only():
-    rotary = small().rotary(device="cpu")
-    q, k = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 1, 8)
-    scores = [
-        (rotate(q, rotary[i:]) * rotate(k, rotary[j:])).sum().item()
-        for i, j in ((5, 2), (10, 7), (25, 22), (6, 2))
-    ]
-    assert scores[0] == pytest.approx(scores[1], abs=1e-5) == pytest.approx(scores[2], abs=1e-5)
-    assert scores[0] != pytest.approx(scores[3], abs=1e-3)
-
-
-@pytest.mark.parametrize("theta", [1e4, 5e5, 1e6])
-def test_rope_frequencies_are_rounded_as_in_the_programs_that_trained_the_models(theta):
-    found, _ = rope.frequencies(128, theta=theta, scaling=None, device="cpu")
-    expected = 1.0 / theta ** (
-        torch.arange(0, 128, 2, dtype=torch.float32) / 128
-    )  # Llama's and transformers'
-    assert torch.equal(found, expected)
-
-
 def test_rope_scaling_keeps_fast_frequencies_and_divides_slow_ones():
     scaling = {"factor": 8.0, "low_frequency": 1.0, "high_frequency": 4.0, "original_context": 16}
     plain, stretched = (
@@ -118,22 +95,6 @@ def test_chunked_loss_equals_the_plain_one(tied):
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-5, atol=1e-7, msg=name)
-
-
-def test_a_plain_head_of_ones_own_makes_no_logits_and_one_with_a_bias_keeps_it(monkeypatch):
-    model, (inputs, targets) = small(tied=False), tokens(rows=2)
-    assert model.head is not None
-    weight = model.head.weight
-    model.head = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    expected = model.loss(model(inputs), targets).item()
-    with monkeypatch.context() as patch:
-        patch.setattr(model.head, "forward", None)  # not called
-        assert model(inputs, targets).item() == pytest.approx(expected, rel=1e-6)
-    model.head = nn.Linear(weight.shape[1], weight.shape[0])
-    nn.init.normal_(model.head.bias)
-    assert model(inputs, targets).item() == pytest.approx(
-        model.loss(model(inputs), targets).item(), rel=1e-6
-    )
 
 
 class Peak(TorchDispatchMode):
@@ -211,14 +172,6 @@ def test_chunked_loss_computes_no_gradients_if_none_are_needed(monkeypatch):
     assert asked
 
 
-def test_chunked_loss_gives_a_frozen_head_no_gradient():
-    model, (inputs, targets) = small(), tokens()
-    model.head.requires_grad_(False)
-    model(inputs, targets).backward()
-    assert model.head.weight.grad is None
-    assert model.embed.weight.grad is not None
-
-
 def test_loss_calls_a_head_that_a_hook_changes():
     model = small()
     inputs, targets = tokens()
@@ -262,27 +215,6 @@ def test_a_window_hides_all_but_the_newest_positions():
     changed[:, 2] = 0
     same = (attention(x, rotary) == attention(changed, rotary)).all(dim=-1)[0]
     assert same.tolist() == [True, True, False, False, False, True, True, True, True]
-
-
-def test_a_window_as_long_as_the_text_changes_nothing():
-    inputs, targets = tokens()
-    assert small(windows=16)(inputs, targets) == small()(inputs, targets)
-
-
-def test_biases_start_at_zero_and_weighted_norms_at_one():
-    model = small(attention_bias=True, qk_norm="weighted")
-    for name, param in model.named_parameters():
-        model.initialize_parameter(name, param.data, torch.Generator())
-    attention = model.blocks["1"].attention
-    assert not any(projection.bias.any() for projection in (attention.q, attention.k, attention.v))
-    assert bool((attention.q_norm.weight == 1).all())
-
-
-def test_no_position_sees_a_later_one():
-    model, (inputs, _) = small(), tokens()
-    changed = inputs.clone()
-    changed[:, 9:] = (changed[:, 9:] + 1) % 97
-    torch.testing.assert_close(model(inputs)[:, :9], model(changed)[:, :9])
 
 
 def test_a_document_gives_the_same_logits_as_alone():
@@ -418,19 +350,3 @@ def test_a_subclass_that_replaces_the_loss_trains_on_it():
     doubled.load_state_dict(model.state_dict())
     inputs = torch.randint(0, 32, (2, 8))
     torch.testing.assert_close(doubled(inputs, inputs), 2 * model(inputs, inputs))
-
-
-def test_a_loss_that_wraps_the_decoders_own_is_not_taken_for_it():
-    model, (inputs, targets) = small(), tokens()
-    expected = 2 * model(inputs, targets)
-    model.loss = functools.wraps(Decoder.loss)(
-        lambda outputs, targets: 2 * Decoder.loss(outputs, targets)
-    )
-    torch.testing.assert_close(model(inputs, targets), expected)
-
-
-def test_a_decoder_on_the_meta_device_has_a_loss():
-    with torch.device("meta"):
-        model = Decoder(vocab_size=97, context=16, width=32, layers=1, heads=4)
-        ids = torch.zeros(2, 8, dtype=torch.long)
-    assert model(ids, ids).shape == ()

@@ -44,14 +44,6 @@ def test_stages_without_ends_compose_to_the_whole():
     torch.testing.assert_close(last(first(images)), whole(images))
 
 
-def test_position_of_a_patch_matters():
-    model, image = small(), torch.randn(1, 1, 8, 8)
-    model.initialize_parameter(
-        "embed.position", model.embed.position.data, torch.Generator().manual_seed(0)
-    )
-    assert not torch.allclose(model(image), model(image.flip(-1)))
-
-
 def test_every_parameter_is_initialized_by_name():
     with torch.device("meta"):
         model = small()

@@ -134,14 +134,6 @@ def test_loss_and_gradients_are_those_of_the_formula(pairs, settings):
     )
 
 
-@pytest.mark.parametrize("settings", [{"adapter": ADAPTER}, {"reference": "cached"}], ids=str)
-def test_the_loss_begins_at_ln_2(pairs, settings):
-    task, batch = ready(**settings), batch_of(pairs)
-    if task.reference == "cached":
-        batch["reference"] = task.log_probabilities(batch).detach()
-    assert task.training_step(batch, 0).item() == pytest.approx(0.6931472, abs=1e-6)
-
-
 def test_without_its_adapters_the_model_is_the_reference_and_nothing_remembers_it(pairs):
     task, batch = ready(adapter={**ADAPTER, "dropout": 0.5}), batch_of(pairs)
     task.model.blocks["0"].eval()
@@ -166,25 +158,6 @@ def test_the_reference_that_is_chosen():
     assert task_of(adapter={**ADAPTER, "train": ["embed"]}).reference == "cached"
     assert task_of(adapter=ADAPTER, reference="cached").reference == "cached"
     assert "computed once" in task_of().start_note
-
-
-def test_micro_batches_and_padding_do_not_change_the_gradient(pairs):
-    task = ready(adapter=ADAPTER)
-    moved(task)
-    gradients = []
-    for micro, multiple in ((6, 8), (2, 8), (3, None)):
-        rows = data_of(pairs, multiple=multiple).data._dataset("train")
-        task.model.zero_grad()
-        for first in range(0, 6, micro):
-            (
-                task.training_step(rows.batch(list(range(first, first + micro))), 0) * micro / 6
-            ).backward()
-        gradients.append(
-            [param.grad.clone() for param in task.model.parameters() if param.requires_grad]
-        )
-    for other in gradients[1:]:
-        for a, b in zip(gradients[0], other, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
 def test_padding_in_evaluation_does_not_count(pairs):

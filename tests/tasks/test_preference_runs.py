@@ -11,11 +11,9 @@ from safetensors.torch import save_file
 
 from armature.checkpoint import state
 from armature.data.chat.pairs import REFERENCE_FILE
-from armature.finetune import architecture
-from armature.models.decoder import names
 from tests import running
 from tests.data.chat_parts import folder
-from tests.finetune.folders import CONFIG
+from tests.finetune.folders import CONFIG, shapes
 from tests.running import ROOT, environment, rows
 from tests.tasks.preference_runs import VOCABULARY, write_pairs
 
@@ -33,13 +31,12 @@ def parts(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("dpo")
     base = folder(path / "base")
     (base / "config.json").write_text(json.dumps(CONFIG | SIZES))
-    shapes = names.shapes(architecture.arguments(CONFIG | SIZES, name="base"))
     draw = torch.Generator().manual_seed(0)
     weights = {
-        names.theirs(name): torch.randn(shape, generator=draw) * 0.2
-        for name, shape in shapes.items()
+        name: torch.randn(shape, generator=draw) * 0.2
+        for name, shape in shapes(CONFIG | SIZES).items()
     }
-    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})  # pyright: ignore[reportArgumentType]
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
     write_pairs(path / "pairs.jsonl")
     return path
 

@@ -177,28 +177,6 @@ def test_a_loss_that_is_not_a_number_is_not_hidden():
     assert math.isnan(val["val/perplexity"])
 
 
-def test_a_second_evaluation_starts_from_nothing():
-    task, data = ready(LanguageModeling(DECODER, **FACTORIES)), Data(images=False, batch_size=5)
-    first, second = (trainer().validate(task, data, verbose=False)[0] for _ in range(2))
-    assert first == second
-
-
-def test_model_is_built_once_and_on_the_meta_device():
-    task = LanguageModeling(DECODER, **FACTORIES)
-    task.configure_model()
-    built = task.model
-    task.configure_model()
-    assert task.model is built
-    assert all(param.is_meta for param in task.parameters())
-    assert all(name.startswith("model.") for name in task.state_dict())
-
-
-def test_a_model_that_cannot_initialize_itself_is_built_for_real():
-    task = ImageClassification(functools.partial(nn.Linear, 3, 3), **FACTORIES)
-    task.configure_model()
-    assert not any(param.is_meta for param in task.parameters())
-
-
 @pytest.mark.parametrize("optimizer", [FACTORIES["optimizer"], functools.partial(Muon, lr=0.01)])
 @pytest.mark.parametrize("scheduler", [None, schedules.constant, schedules.wsd])
 def test_fits(optimizer, scheduler):
@@ -233,10 +211,6 @@ def test_preview_continues_the_prompt_and_is_the_same_for_the_same_weights():
     assert text is not None
     assert text.splitlines()[1].startswith("‹a›")
     assert text == task.preview()
-
-
-def test_nothing_is_saved_as_a_hyperparameter():
-    assert not LanguageModeling(DECODER, **FACTORIES).hparams
 
 
 @pytest.mark.parametrize(

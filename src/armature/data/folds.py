@@ -10,26 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as L
-import numpy as np
-from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset
 
 from armature.data.base import DataModule, Split
 from armature.data.batching import FOLD_KEYS
-from armature.data.sampler import permuted
+from armature.data.columns import split_indices
 from armature.data.stream import Stream
 from armature.errors import ConfigError
-
-
-def indices(size: int, split: str, *, fold: int, folds: int) -> NDArray[np.int64]:
-    """Return the numbers of the samples to train on, or of the held-out fold, in order.
-
-    The folds are disjoint, hold every sample, and are the same in every run.
-    """
-    if size < folds:
-        raise ConfigError(f"data.folds={folds}: there are {size} samples. Type a lower number.")
-    order = permuted(np.arange(size), size=size, seed="split", epoch=0)
-    return np.sort(order[fold::folds] if split == "val" else np.delete(order, np.s_[fold::folds]))
 
 
 class Part(Subset[Any]):
@@ -60,7 +47,8 @@ def hold_out(data: L.LightningDataModule, settings: Mapping[str, Any]) -> None:
         if text or isinstance(dataset, IterableDataset | Stream) or not hasattr(dataset, "__len__"):
             what = "texts that are cut into windows" if text else type(dataset).__name__
             raise refused(f"trains on {what}")
-        return Part(dataset, indices(len(dataset), split, fold=fold, folds=folds).tolist())
+        parts = split_indices(len(dataset), val_fraction=0, test_fraction=0, fold=fold, folds=folds)
+        return Part(dataset, parts[split].tolist())
 
     def refused(why: str) -> ConfigError:
         return ConfigError(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, Subset, default_collate, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
 from armature.data.sampler import PADDING
 from armature.data.stream import Reader, Stream
@@ -46,7 +46,6 @@ class Samples(Dataset[Batch]):
         collate_fn: Callable[[list[Any]], Any] | None = None, foreign: bool = False,
     ) -> None:  # fmt: skip
         self.seed, self._source, self._size, self._foreign = seed, dataset, size, foreign
-        self._has_lists_alone = _has_lists_alone(dataset)
         self._collate_fn = None if collate_fn is default_collate else collate_fn
         self._seed = f"{seed}" if training else f"{seed}/evaluation"
         augment = getattr(dataset, "augment", None) if training and not foreign else None
@@ -102,11 +101,6 @@ class Samples(Dataset[Batch]):
             remedy = "Give the data module a method collate_fn(self, samples) that"
             if self._foreign:
                 remedy = "Pass DataLoader(collate_fn=…) a function of the list of samples that"
-            if hasattr(_root(self._source), "__getitems__"):
-                remedy = (
-                    "Here its __getitems__, or a transform of batches, gets one sample at a "
-                    f"time. {remedy}"
-                )
             raise ConfigError(
                 f"The samples of {_name(self._source)} cannot be stacked into a batch ({what}). "
                 f"{remedy} returns a "
@@ -121,24 +115,10 @@ class Samples(Dataset[Batch]):
             else self._reader.record(*divmod(key, self._size))
         )
         seed_generators(seed)
-        sample = self._fetch(source) if self._reader is None else self._source.sample(source)
+        sample = self._source[source] if self._reader is None else self._source.sample(source)
         return (
             sample if self._augment is None else self._augment(sample, generator.manual_seed(seed))
         )
-
-    def _fetch(self, index: int) -> Any:
-        if not self._has_lists_alone:
-            return self._source[index]
-        # not of the whole batch: see the random numbers of a sample
-        found = self._source.__getitems__([index])
-        if not isinstance(found, list | tuple) or len(found) != 1:
-            raise ConfigError(
-                f"{_name(self._source)}.__getitems__ returns a {type(found).__name__} for one "
-                "index, not a list of one "
-                "sample. Return a list with a sample for each index; DataLoader(collate_fn=…) "
-                "makes a batch of it."
-            )
-        return found[0]
 
     def _seed_of(self, key: int) -> int:
         return seed_of(self._seed, *divmod(key, self._size))
@@ -182,24 +162,6 @@ def has_targets(batch: Any) -> bool:
 
 def _name(dataset: Any) -> str:
     return type(getattr(dataset, "dataset", dataset)).__name__
-
-
-def _root(dataset: Any) -> Any:
-    """Return the dataset below any torch Subset, which has a `__getitems__` of its own."""
-    while isinstance(dataset, Subset):
-        dataset = dataset.dataset
-    return dataset
-
-
-def _has_lists_alone(dataset: Any) -> bool:
-    """Return whether samples can only be fetched by the dataset's `__getitems__`, as torch's loader
-    does.
-    """
-    kind = type(_root(dataset))
-    return (
-        hasattr(kind, "__getitems__")
-        and getattr(kind, "__getitem__", Dataset.__getitem__) is Dataset.__getitem__
-    )
 
 
 def seed_generators(seed: int) -> None:

@@ -298,9 +298,14 @@ class Splitter:
         place = hash_place(file.name)
         if self.by == "piece":
             place = (place + piece * _GOLDEN_RATIO) % 1.0
-        if place < self.val_fraction:
-            return "val"
-        return "test" if place < self.val_fraction + self.test_fraction else "train"
+        return split_of(place, self.val_fraction, self.test_fraction)
+
+
+def split_of(place: float, val_fraction: float, test_fraction: float) -> str:
+    """Return the split that a place in [0, 1) belongs to."""
+    if place < val_fraction:
+        return "val"
+    return "test" if place < val_fraction + test_fraction else "train"
 
 
 def hash_place(name: str) -> float:

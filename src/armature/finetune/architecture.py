@@ -6,7 +6,6 @@ have either.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from typing import Any, TypeGuard
@@ -130,17 +129,7 @@ def _rope(config: Mapping[str, Any], problems: list[str]) -> tuple[dict[str, Any
     """Return `rope_scaling` and `rope_theta` of either dialect; what is not possible is added to
     `problems`.
     """
-    both = [config.get(key) for key in ("rope_scaling", "rope_parameters")]
-    if (
-        all(both)
-        and len({json.dumps(_plain_rope(rope, config), sort_keys=True) for rope in both}) == 2
-    ):
-        problems.append(
-            f"rope_scaling={both[0]} and rope_parameters={both[1]} disagree. Remove the one that "
-            "the weights were not "
-            "trained with"
-        )
-    rope = both[0] or both[1] or {}  # as transformers does
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}  # as transformers
     rope = rope if isinstance(rope, Mapping) else {"rope_type": str(rope)}
     theta = rope.get("rope_theta") or config.get("rope_theta") or 10_000.0
     if not _is_number(theta):
@@ -178,21 +167,6 @@ def _original_context(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Any
     """
     beside = config.get(_ORIGINAL)
     return rope.get(_ORIGINAL) if beside is None else beside
-
-
-def _plain_rope(rope: Any, config: Mapping[str, Any]) -> Any:
-    """Return a rope's entries, its kind under the name of transformers 5 and its base always
-    there.
-    """
-    if not isinstance(rope, Mapping):
-        return rope
-    kind = {"rope_type": rope.get("rope_type") or rope.get("type") or "default"}
-    theta = {"rope_theta": rope.get("rope_theta") or config.get("rope_theta") or 10_000.0}
-    return (
-        {key: value for key, value in rope.items() if key != "type" and value is not None}
-        | kind
-        | theta
-    )
 
 
 def _windows(config: Mapping[str, Any]) -> list[int | None] | None:

@@ -7,20 +7,26 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 
 from armature.errors import ConfigError
-from armature.finetune import check, folder, others
+from armature.finetune import architecture, check, folder, others
+from armature.models.decoder import names
+from armature.models.decoder.model import Decoder
 from armature.validation.composing import instantiate
 
 log = logging.getLogger(__name__)
-
-
-class _Reached(Exception):
-    """transformers looks for documents in a row."""
+# families of transformers whose attention keeps the documents of a packed row apart
+PACKABLE = {
+    "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "exaone4", "gemma", "gemma2",
+    "gemma3_text", "glm", "glm4", "glm4_moe", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox",
+    "gptj", "granite", "granitemoe", "helium", "llama", "ministral", "mistral", "mixtral",
+    "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phi3", "phimoe", "qwen2",
+    "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
+}  # fmt: skip
+FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the types that a decoder reads
 
 
 def problems(cfg: DictConfig) -> list[str]:
@@ -35,6 +41,8 @@ def problems(cfg: DictConfig) -> list[str]:
         model = build(cfg.model)
     except ConfigError as error:
         return error.problems
+    if isinstance(model, Decoder):
+        return [] if check.resumed(cfg) is not None else decoder_weight_problems(model)
     found = []
     if check.resumed(cfg) is None:
         found = weight_problems(model) or _frozen_problems(model, cfg)
@@ -61,6 +69,47 @@ def build(node: Any, **changes: Any) -> Any:
         raise ConfigError(f"{str(error).rstrip('.')}.") from error
 
 
+def decoder_weight_problems(model: Decoder) -> list[str]:
+    """Return what is wrong with the weights that a decoder would read: files, names, shapes,
+    types.
+    """
+    path = Path(str(model.pretrained))
+    weights = folder.weights(path)
+    if weights.problems:
+        return [*weights.problems]
+    saved, head = weights.tensors, str(names.theirs(names.HEAD))
+    # one that is tied in the folder may be trained apart, and may be in the files as well
+    tied = {head} if folder.config(path).get("tie_word_embeddings") else set[str]()
+    own = {str(names.theirs(name)): tuple(p.shape) for name, p in model.named_parameters()}
+    found = []
+    if missing := sorted(own.keys() - saved.keys() - tied):
+        found.append(
+            f"{path}: its files lack {folder.some(missing)}, which config.json asks for. Download "
+            "it again."
+        )
+    left = sorted(saved.keys() - own.keys() - tied)
+    if surplus := [name for name in left if not names.UNUSED.fullmatch(name)]:
+        found.append(
+            f"{path}: {folder.some(surplus)}: the decoder has no such tensors. "
+            f"{architecture.OTHERS}: type model=huggingface."
+        )
+    both = [(name, saved[name], shape) for name, shape in own.items() if name in saved]
+    found += _shape_problems(path, {n: (there.shape, shape) for n, there, shape in both})
+    if odd := [f"{n} ({there.dtype})" for n, there, _ in both if there.dtype not in FLOATS]:
+        found.append(
+            f"{path}: {folder.some(odd)}: only weights of 16 bits and more are read. Name the "
+            "original folder."
+        )
+    return found
+
+
+def _shape_problems(path: Path, shapes: dict[str, Any]) -> list[str]:
+    wrong = [f"{n} is {there}, not {here}" for n, (there, here) in shapes.items() if there != here]
+    return [
+        f"{path}: config.json and the weights disagree: {folder.some(wrong)}. Download it again."
+    ] * bool(wrong)
+
+
 def weight_problems(model: Any) -> list[str]:
     """Return what is wrong with the weights that a model on the meta device would read: files,
     names, shapes, types.
@@ -69,29 +118,24 @@ def weight_problems(model: Any) -> list[str]:
     weights = folder.weights(path)
     if weights.problems:
         return [*weights.problems]
-    names = model.match(weights.tensors)
+    match = model.match(weights.tensors)
     kind, found = type(model.inner).__name__, []
-    if missing := [name for name in sorted(names.missing) if not model.may_be_new(name)]:
+    if missing := [name for name in sorted(match.missing) if not model.may_be_new(name)]:
         found.append(
             f"{path}: its files lack {folder.some(missing)}, which {kind} has. Download it again."
         )
-    if surplus := [name for name in names.surplus if not model.may_be_left(name)]:
+    if surplus := [name for name in match.surplus if not model.may_be_left(name)]:
         found.append(
             f"{path}: {folder.some(surplus)}: {kind} has no such tensors. Download it again."
         )
-    shapes = {own: both for own, both in names.wrong.items() if not model.begins_anew(own)}
+    shapes = {own: both for own, both in match.wrong.items() if not model.begins_anew(own)}
     if head := [
         own
         for own, (there, here) in shapes.items()
         if there[1:] == here[1:] and model.may_be_new(own)
     ]:
         found += _head_problems(path, {own: shapes.pop(own) for own in head})
-    if wrong := [f"{own} is {there}, not {here}" for own, (there, here) in shapes.items()]:
-        found.append(
-            f"{path}: config.json and the weights disagree: {folder.some(wrong)}. Download it "
-            "again."
-        )
-    return found
+    return found + _shape_problems(path, shapes)
 
 
 def _head_problems(
@@ -179,27 +223,18 @@ def _packing_problems(model: Any, cfg: DictConfig) -> list[str]:
     """Return whether conversations that are packed into rows would see each other in this
     architecture.
 
-    transformers keeps them apart by their positions, in a function that only newer code of a model
-    calls, and only in
-    layers of attention: convolutions and recurrent layers read across.
+    transformers keeps them apart by their positions in the families of PACKABLE, and only in layers
+    of attention: convolutions and recurrent layers read across.
     """
     if not check.is_of_transformers(cfg) or not OmegaConf.select(cfg, "data.source.packing"):
         return []
-    ids = torch.zeros(1, 4, dtype=torch.long, device="meta")
-    with patch("transformers.masking_utils.find_packed_sequence_indices", side_effect=_Reached):
-        try:
-            model(ids, documents=ids)
-        except _Reached:
-            if not (mixing := model.other_layers):
-                return []
-            reason = f" (it has layers of {', '.join(mixing)}, which know no conversations)"
-        except Exception as error:
-            # an architecture that takes no positions, or cannot run without values
-            reason = f" ({type(error).__name__})"
-        else:
-            reason = ""
+    kind = model.inner.config.get_text_config().model_type
+    mixing = ", ".join(model.other_layers)
+    if kind in PACKABLE and not mixing:
+        return []
+    reason = f" (it has layers of {mixing}, which know no conversations)" if mixing else ""
     return [
-        f"data.source.packing=true: transformers' {type(model.inner).__name__} does not keep the "
-        "conversations of a "
+        f"data.source.packing=true: transformers' {type(model.inner).__name__} of "
+        f"model_type={kind} is not known to keep the conversations of a "
         f"row apart{reason}. Type data.source.packing=false."
     ]

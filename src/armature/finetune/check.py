@@ -15,20 +15,17 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from armature.checkpoint import resume
 from armature.errors import ConfigError
 from armature.finetune import architecture, base, folder, others
-from armature.models.decoder import names
 from armature.validation import signatures
 
 log = logging.getLogger(__name__)
 DECODER = "armature.models.decoder.model.Decoder"
 LORA = "armature.finetune.lora.Lora"
 KEY = "model.pretrained"
-FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the types that are read
 READ = {
     DECODER: architecture.arguments,
     **dict.fromkeys(others.TARGETS, others.arguments),
     others.IMAGES: others.image_arguments,
 }
-_TIED = {str(names.theirs(names.HEAD)): str(names.theirs(names.EMBEDDING))}
 
 
 def fill(cfg: DictConfig) -> DictConfig:
@@ -60,12 +57,7 @@ def fill(cfg: DictConfig) -> DictConfig:
     except ConfigError as error:
         problems += error.problems
     if run_dir is None:
-        apart = cfg.model.get("tied") is False
-        problems += (
-            weight_problems(path, args, apart=apart)
-            if target == DECODER
-            else folder.weights(path).problems
-        )
+        problems += folder.weights(path).problems
     if problems:
         raise ConfigError(problems)
     return cfg
@@ -306,80 +298,3 @@ def _tokenizer_problems(cfg: DictConfig, path: Path, vocab_size: int | None) -> 
     if file.is_file() and folder.vocabularies_differ(own, file):
         found.append(f"{key}={chosen} gives other ids than {KEY} was trained with. {remedy}")
     return found
-
-
-def weight_problems(path: Path, args: Mapping[str, Any], *, apart: bool = False) -> list[str]:
-    """Return what is wrong with a folder's weights for the decoder of these arguments: files, names
-    and shapes.
-
-    Args:
-        apart: the head is not tied in this run, so the files may hold other values of it than of
-            the embedding.
-    """
-    weights = folder.weights(path)
-    if weights.problems:
-        return list(weights.problems)
-    if args["layers"] > len(weights.tensors):
-        return [
-            f"{path}: config.json asks for {args['layers']} layers, and its files hold "
-            f"{len(weights.tensors)} tensors "
-            "in all. Download it again."
-        ]
-    needed = tensors(args)
-    missing = sorted(name for name in needed if name not in weights.tensors)
-    surplus = sorted(
-        name
-        for name in weights.tensors
-        if name not in needed
-        and not names.UNUSED.fullmatch(name)
-        and not (args["tied"] and name in _TIED)
-    )
-    found = []
-    if missing:
-        found.append(
-            f"{path}: its files lack {folder.some(missing)}, which config.json asks for. Download "
-            "it again."
-        )
-    if surplus:
-        found.append(
-            f"{path}: {folder.some(surplus)}: the decoder has no such tensors. "
-            f"{architecture.OTHERS}: type "
-            "model=huggingface."
-        )
-    shapes = {
-        name: (weights.tensors[name].shape, needed[name])
-        for name in needed
-        if name in weights.tensors
-    }
-    if wrong := [
-        f"{name} is {there}, not {here}" for name, (there, here) in shapes.items() if there != here
-    ]:
-        found.append(
-            f"{path}: config.json and the weights disagree: {folder.some(wrong)}. Download it "
-            "again."
-        )
-    both = [name for pair in _TIED.items() for name in pair if name in weights.tensors]
-    if (
-        args["tied"]
-        and not apart
-        and len(both) == 2
-        and (problem := folder.tied_problem(path, weights, both))
-    ):
-        found.append(f"{problem}, or type model.tied=false where you train.")
-    kinds = {n: weights.tensors[n].dtype for n in needed if n in weights.tensors}
-    return found + type_problems(path, kinds)
-
-
-def tensors(args: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of a folder by their names, for the decoder of these arguments."""
-    return {str(names.theirs(name)): shape for name, shape in names.shapes(args).items()}
-
-
-def type_problems(path: Path, kinds: Mapping[str, str]) -> list[str]:
-    """Return which weights have a type (safetensors' name of it) that is not read."""
-    if odd := [f"{name} ({kind})" for name, kind in kinds.items() if kind not in FLOATS]:
-        return [
-            f"{path}: {folder.some(odd)}: only weights of 16 bits and more are read. Name the "
-            "original folder."
-        ]
-    return []

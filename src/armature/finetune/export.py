@@ -213,25 +213,19 @@ def _write_chat_template(kept: Path | None, run_dir: Path, target: Path) -> None
         files.replace(file, json.dumps(made | {"eos_token_id": [*ends, end]}, indent=2) + "\n")
 
 
-def read_decoder(
-    path: Path,
-    *,
-    context: int,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> nn.Module:
+def read_decoder(path: Path, *, context: int) -> nn.Module:
     """Return the decoder of a Hugging Face folder, in evaluation mode, in one process."""
     config, name = folder.config(path), str(path)
     args = architecture.arguments(config, name=name)
     with torch.device("meta"):
-        model = Decoder(**args, context=context, pretrained=name).to(dtype)
-    return read_meta(model, device=device)
+        model = Decoder(**args, context=context, pretrained=name)
+    return read_meta(model)
 
 
-def read_meta(model: nn.Module, *, device: str | torch.device = "cpu") -> nn.Module:
+def read_meta(model: nn.Module) -> nn.Module:
     """Return a model that was on the meta device, with the weights of the folder that it names, in
     evaluation mode.
     """
-    initialization.materialize(model, device=torch.device(device))
+    initialization.materialize(model, device=torch.device("cpu"))
     huggingface.read(model, huggingface.imported_names(model), alone=True)
     return model.eval()

@@ -205,15 +205,7 @@ class DirectPreference(LanguageModeling):
     # ------------------------------------------------------------ what is logged
     @override
     def metrics(self) -> dict[str, Metric]:
-        return {
-            "loss": mean_metric(),
-            "reward_accuracy": mean_metric(),
-            "reward_margin": mean_metric(),
-            "chosen_reward": mean_metric(),
-            "rejected_reward": mean_metric(),
-            "chosen_logp": mean_metric(),
-            "rejected_logp": mean_metric(),
-        }
+        return {name: mean_metric() for name in ("loss", *self.COLUMNS)}
 
     @override
     def update(self, metrics: dict[str, Metric], batch: Batch) -> None:

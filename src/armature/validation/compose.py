@@ -242,7 +242,7 @@ def _groups(folders: list[Path]) -> dict[str, list[str]]:
     found: dict[str, set[str]] = {}
     for root in folders:
         for folder in (each for each in root.rglob("*") if each.is_dir()):
-            options = (file.stem for file in folder.glob("*.yaml") if file.is_file())
+            options = (file.stem for file in folder.glob("[!_]*.yaml") if file.is_file())
             found.setdefault(str(folder.relative_to(root)), set()).update(options)
     return {group: sorted(options) for group, options in found.items()}
 
@@ -346,22 +346,23 @@ def _has_class(key: str, sound: list[str]) -> bool:
 
 
 def _candidates(group: str, word: str, folders: list[Path]) -> list[str]:
-    """Return the options of a group whose file has this word, or takes keys from others: if any
-    file has it at all.
+    """Return the options of a group whose file, or one of those in its defaults list, has this
+    word.
     """
     pattern = re.compile(rf"\b{re.escape(word)}\b")
-    found = [file for each in folders for file in sorted(each.rglob("*.yaml")) if file.is_file()]
-    texts = {file: file.read_text(encoding="utf-8", errors="replace") for file in found}
-    if not any(map(pattern.search, texts.values())):
-        return []
-    of_group = {
-        file.stem: text
-        for file, text in texts.items()
-        if file.parent in {each / group for each in folders}
+    texts = {
+        file.stem: file.read_text(encoding="utf-8", errors="replace")
+        for each in folders
+        for file in sorted((each / group).glob("*.yaml"))
+        if file.is_file()
     }
-    return [
-        option for option, text in of_group.items() if pattern.search(text) or "defaults:" in text
-    ]
+
+    def has(option: str) -> bool:
+        text = texts.get(option, "")
+        others = re.findall(r"^  - (\w+)$", text, re.MULTILINE)
+        return bool(pattern.search(text)) or any(has(each) for each in others if each != option)
+
+    return [option for option in texts if option[0] != "_" and has(option)]
 
 
 def _inside(error: Exception, file: Path, sound: list[str]) -> str:

@@ -14,20 +14,16 @@ from typing_extensions import override
 
 from armature.data.chat import conversations
 from armature.data.chat.conversations import Conversation, learned_of, messages, tools
-from armature.data.chat.source import SHORTENED, Conversations, Encoded, Writer, left_out
+from armature.data.chat.source import Conversations, Writer, left_out
 from armature.data.chat.template import Message
 from armature.data.sources import SourceFile, shown
 from armature.errors import ConfigError
 
 FORM = '{"prompt": "…", "chosen": "…", "rejected": "…"}'
 SIDES = ("chosen", "rejected")
-LEFT_OUT = {
-    "cut": "cut to the context", "emptied": "left out: an answer begins beyond the context",
-    "same": "left out: the answers differ beyond the context only, or as text but not as tokens",
-    "identical": "left out: chosen and rejected are identical", "dropped": "left out: too long, or "
-                                                                           "an empty answer",
-    "shortened": SHORTENED,
-}  # fmt: skip
+LEFT_OUT = (
+    "too long, or their answers are empty or the same within the context, as text or as tokens"
+)
 
 
 @dataclass(frozen=True)
@@ -165,27 +161,16 @@ class Preferences(Conversations):
         for chosen, rejected in zip(encoded, encoded, strict=True):
             writer = writers[self._split(chosen.conversation)]
             writer.counts["read"] += 1
-            outcome = self._outcome(chosen, rejected)
-            if outcome is not None:
-                writer.counts[outcome] += 1
-            if outcome in (None, "cut"):
-                for side in (chosen, rejected):
-                    writer.add(side.up_to(self.context + 1))
-
-    def _outcome(self, *sides: Encoded) -> str | None:
-        """Return what is counted for a pair: all but "cut" and None leave it out."""
-        chosen, rejected = sides
-        if chosen.conversation.messages == rejected.conversation.messages:
-            return "identical"
-        cut = any(len(side.ids) - 1 > self.context for side in sides)
-        if cut and self.too_long == "drop":
-            return "dropped"
-        kept = [side.up_to(self.context + 1) for side in sides]
-        if not all(side.has_targets for side in kept):
-            return "emptied" if cut else "dropped"
-        if kept[0].ids == kept[1].ids and np.array_equal(kept[0].learned, kept[1].learned):
-            return "same"
-        return "cut" if cut else None
+            cut = any(len(side.ids) - 1 > self.context for side in (chosen, rejected))
+            kept = [side.up_to(self.context + 1) for side in (chosen, rejected)]
+            same = kept[0].ids == kept[1].ids and np.array_equal(kept[0].learned, kept[1].learned)
+            dropped = (cut and self.too_long == "drop") or same
+            if dropped or not all(side.has_targets for side in kept):
+                writer.counts["dropped"] += 1
+                continue
+            writer.counts["cut"] += cut
+            for side in kept:
+                writer.add(side)
 
     @override
     def _rows_of(self, lengths: list[int]) -> list[list[int]]:
@@ -194,12 +179,11 @@ class Preferences(Conversations):
     @override
     def _described(self, counts: dict[str, Any]) -> str:
         pairs = counts["rows"]
-        text = (
+        scored = counts["targets"] / max(counts["tokens"], 1)
+        return (
             f"{pairs:,} pairs, {counts['tokens'] / max(2 * pairs, 1):,.0f} tokens per conversation "
-            "on average; "
-            f"{counts['targets'] / max(counts['tokens'], 1):.0%} of them are the answers'."
+            f"on average; {scored:.0%} of them are the answers'." + left_out(counts, LEFT_OUT)
         )
-        return " ".join([text, *left_out(counts, LEFT_OUT)])
 
     @override
     def _nothing_left(self, counts: dict[str, Any]) -> str:
@@ -209,8 +193,7 @@ class Preferences(Conversations):
                 f"data.source.val_fraction={self.val_fraction}."
             )
         return (
-            f"data.path={self.path}: of {counts['read']:,} pairs none is left for training. "
-            f"{' '.join(left_out(counts, LEFT_OUT))} Type a longer data.context than "
-            f"{self.context}, or name other "
-            "pairs."
+            f"data.path={self.path}: of {counts['read']:,} pairs none is left for training."
+            f"{left_out(counts, LEFT_OUT)} Type a longer data.context than {self.context}, or name "
+            "other pairs."
         )

@@ -35,9 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SPLITS = ("train", "val", "test")
-_VERSION = 3  # layout of the cache
-# what a template is given of a message; rows that it does not change keep their fingerprint
-_RENDERING = 3
+_VERSION = 4  # layout of the cache, and what a template is given of a message
 _TOGETHER = 1024  # conversations that are encoded in one call
 
 
@@ -232,14 +230,6 @@ class Conversations:
             )
         elif problem := self._end_problem():
             log.warning(problem)
-        if words := self.template.unprompted:
-            log.warning(
-                "The chat template writes %r before an answer, which is not learned and which a "
-                "prompt for an answer "
-                "lacks. If it can put it there, type so: for Qwen3 "
-                "data.source.template_arguments='{enable_thinking: "
-                "false}'.", words,
-            )  # fmt: skip
 
     def _end_problem(self) -> str | None:
         """Return a problem if the end of a turn is no token: what serves the model could not stop
@@ -266,7 +256,6 @@ class Conversations:
     def _key(self, files: list[SourceFile]) -> str:
         settings = [
             _VERSION,
-            _RENDERING,
             self.template.source,
             dict(self.template.special),
             self.context,
@@ -306,10 +295,8 @@ class Conversations:
             # of n tokens, n - 1 are inputs, which predict the tokens after them
             cut = len(encoded.ids) - 1 > self.context
             kept = encoded.up_to(self.context + 1)
-            if cut and self.too_long == "drop":
+            if (cut and self.too_long == "drop") or not kept.has_targets:
                 writer.counts["dropped"] += 1
-            elif not kept.has_targets:
-                writer.counts["emptied" if cut else "dropped"] += 1
             else:
                 writer.counts["cut"] += cut
                 writer.add(kept)
@@ -323,10 +310,7 @@ class Conversations:
         )
 
     def _split(self, conversation: Conversation) -> str:
-        place = conversation.place
-        if place < self.val_fraction:
-            return "val"
-        return "test" if place < self.val_fraction + self.test_fraction else "train"
+        return sources.split_of(conversation.place, self.val_fraction, self.test_fraction)
 
     def _encoded(self, read: Iterable[Conversation]) -> Iterator[Encoded]:
         with tokens.all_cores():
@@ -336,14 +320,12 @@ class Conversations:
 
     def _described(self, counts: dict[str, Any]) -> str:
         filled = counts["tokens"] / max(counts["rows"] * self.context, 1)
-        text = (
+        return (
             f"{counts['conversations']:,} conversations in {counts['rows']:,} rows of "
-            f"{self.context:,} tokens, "
-            f"{filled:.0%} filled; {counts['targets'] / max(counts['tokens'], 1):.0%} of the "
-            "tokens are the "
-            "assistant's."
+            f"{self.context:,} tokens, {filled:.0%} filled; "
+            f"{counts['targets'] / max(counts['tokens'], 1):.0%} of the tokens are the assistant's."
+            + left_out(counts, "too long, or without an answer within the context")
         )
-        return " ".join([text, *left_out(counts, LEFT_OUT)])
 
     def _nothing_left(self, counts: dict[str, Any]) -> str:
         if not counts["read"]:
@@ -368,11 +350,10 @@ class Encoded:
     conversation: Conversation
     ids: list[int]
     learned: NDArray[np.bool_]
-    shortened: int = 0  # learned messages of which the template leaves something out
 
     def up_to(self, tokens: int) -> Encoded:
         """Return the beginning, of at most so many tokens."""
-        return Encoded(self.conversation, self.ids[:tokens], self.learned[:tokens], self.shortened)
+        return Encoded(self.conversation, self.ids[:tokens], self.learned[:tokens])
 
     @property
     def has_targets(self) -> bool:
@@ -397,18 +378,14 @@ def encode(
             remedy = getattr(error, "remedy", NotRenderable.remedy)
             raise ConfigError(f"{each.where}: {error}. {remedy}.") from error
     encodings = tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
-    for conversation, (text, spans), encoding in zip(some, rendered, encodings, strict=True):
+    for conversation, (_, spans), encoding in zip(some, rendered, encodings, strict=True):
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-        learned, shortened = np.zeros(len(offsets), np.bool_), 0
+        learned = np.zeros(len(offsets), np.bool_)
         for i in conversation.learned:
             start, end = spans[i]
             # trimmed spaces have no length
             learned |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
-            before = max(
-                (spans[other][1] for other in spans if other < i), default=0
-            )  # a prompt may begin the thoughts
-            shortened += not template.is_whole(conversation.messages[i], text[before:end])
-        yield Encoded(conversation, encoding.ids, learned, shortened)
+        yield Encoded(conversation, encoding.ids, learned)
 
 
 @dataclass
@@ -431,7 +408,6 @@ class Writer:
 
     def add(self, encoded: Encoded) -> None:
         self.counts["tokens"] += len(encoded.ids) - 1
-        self.counts["shortened"] += encoded.shortened
         self.counts["targets"] += int(encoded.learned[1:].sum())
         self.largest = max(self.largest, *encoded.ids)
         self._files["ids"].write(np.array(encoded.ids, self.dtype).tobytes())
@@ -454,23 +430,12 @@ class Writer:
         }.items():
             np.save(self.stem.with_suffix(f".{name}.npy"), array)
         counts = {
-            name: self.counts[name]
-            for name in ("read", "cut", "emptied", "dropped", "shortened", "tokens", "targets")
+            name: self.counts[name] for name in ("read", "cut", "dropped", "tokens", "targets")
         }
-        return {"conversations": len(self._starts) - 1, "rows": len(rows), **counts, **self.counts}
+        return {"conversations": len(self._starts) - 1, "rows": len(rows), **counts}
 
 
-SHORTENED = (
-    "messages of the assistant's are not whole: the chat template leaves parts out, such "
-    "as thoughts"
-)
-LEFT_OUT = {
-    "cut": "cut to the context", "emptied": "left out: their answer begins beyond the context",
-    "dropped": "left out: too long, or an empty answer",
-    "shortened": SHORTENED,
-}  # fmt: skip
-
-
-def left_out(counts: dict[str, Any], words: dict[str, str]) -> list[str]:
-    """Return a sentence for each thing that was counted and happened."""
-    return [f"{counts[key]:,} {each}." for key, each in words.items() if counts.get(key)]
+def left_out(counts: dict[str, Any], why: str) -> str:
+    """Return what is said of the conversations that were cut or left out, if any were."""
+    words = {"cut": "cut to the context", "dropped": f"left out: {why}"}
+    return "".join(f" {counts[key]:,} {each}." for key, each in words.items() if counts[key])

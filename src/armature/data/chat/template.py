@@ -220,17 +220,6 @@ class ChatTemplate:
         except NotRenderable:
             return False
 
-    @staticmethod
-    def is_whole(message: Message, written: str) -> bool:
-        """Return whether what the template made of a message has its content and thoughts, but for
-        spaces.
-        """
-        parts = (message.get(key) for key in ("content", *_ALSO_WRITTEN))
-        texts = [part for part in parts if isinstance(part, str)]
-        return all(text in written for text in texts) or all(
-            _solid(text) in _solid(written) for text in texts
-        )
-
     def _by_marks(
         self, text: str, messages: Sequence[Message], turns: list[int], tools: list[Any] | None
     ) -> dict[int, Span | None] | None:
@@ -333,22 +322,6 @@ class ChatTemplate:
         closed = re.search(rf"({self._ends.pattern})\s*$", text[start:end])
         return closed.group(1) if closed else None
 
-    @cached_property
-    def unprompted(self) -> str | None:
-        """What the template writes between the prompt for an answer and the answer, and is not
-        learned; None: nothing.
-
-        Qwen3's empty thoughts are such: the prompt has them with enable_thinking=false alone.
-        """
-        if self._short is None:
-            return None
-        text, (start, _) = self._short
-        with suppress(NotRenderable):
-            prompt = self.render(_QUESTION, add_generation_prompt=True)
-            if prompt != self.render(_QUESTION) and text.startswith(prompt):
-                return text[len(prompt) : start].strip() or None
-        return None
-
 
 def _environment() -> jinja2.Environment:
     from jinja2.ext import loopcontrols
@@ -404,10 +377,6 @@ def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any
 ) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-
-def _solid(text: str) -> str:
-    return "".join(text.split())
 
 
 def _refuse(message: str) -> NoReturn:

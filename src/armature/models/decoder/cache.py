@@ -16,19 +16,14 @@ class KeyValueCache:
     """Keys and values of all positions so far, so that generation computes each of them once.
 
     Room for `positions` positions, the model's context if None, is taken once and written in place.
-    With `lengths_B` the first input's rows count up to these lengths. Once read they are moved to
-    the right, so that they end together: later inputs of one position continue each row at its own
-    place.
 
     Attributes:
-        newest_only: whether the model returns the logits of each row's newest position alone (B, 1,
-            V).
-        lengths_B: lengths of rows that do not end together yet; None once they do.
+        newest_only: whether the model returns the newest position's logits alone (B, 1, V).
     """
 
     newest_only = False
 
-    def __init__(self, *, positions: int | None = None, lengths_B: Tensor | None = None) -> None:
+    def __init__(self, *, positions: int | None = None) -> None:
         self.positions = positions
         self.length = 0
         self.layers: dict[str, tuple[Tensor, ...]] = {}  # keys and values (B, G, C, K)
@@ -37,8 +32,6 @@ class KeyValueCache:
         # the position in the first place of a layer's room, 0 without a window
         self._first: dict[str, int] = {}
         self._rotary_C2K: Tensor | None = None
-        self.lengths_B = lengths_B
-        self._padding_B: Tensor | None = None  # places before each row, once they do
 
     def clear(self) -> None:
         """Forget all positions, and keep the room."""
@@ -52,39 +45,14 @@ class KeyValueCache:
         """
         if self._rotary_C2K is None:
             self._rotary_C2K = table()
-        if self._padding_B is None:
-            return self._rotary_C2K[self.length :]
-        # (B, 1, 1, 2, K/2): one position
-        return self._rotary_C2K[self.length - self._padding_B[:, None, None]]
+        return self._rotary_C2K[self.length :]
 
     def advance(self, x_BTD: Tensor) -> Tensor:
         """Count the positions of an input that all layers have read, and return those whose logits
         are wanted.
         """
         self.length += x_BTD.shape[1]
-        if self.lengths_B is None:
-            return x_BTD[:, -1:] if self.newest_only else x_BTD
-        lengths_B, self.lengths_B = self.lengths_B, None
-        self._end_together(lengths_B)
-        return x_BTD[torch.arange(len(x_BTD), device=x_BTD.device), lengths_B - 1][:, None]
-
-    def _end_together(self, lengths_B: Tensor) -> None:
-        """Move each row to the right.
-
-        What is left of it is document -1, which nothing else sees.
-        """
-        self._padding_B = self.length - lengths_B
-        if self.documents_BS is None:
-            self.documents_BS = torch.zeros(
-                len(lengths_B), self.length, dtype=torch.int32, device=lengths_B.device
-            )
-        for row, padding in enumerate(self._padding_B.tolist()):
-            for kept in (tensor for layer in self.layers.values() for tensor in layer):
-                kept[row, :, padding : self.length] = kept[row, :, : self.length - padding].clone()
-            self.documents_BS[row, padding:] = self.documents_BS[
-                row, : self.length - padding
-            ].clone()
-            self.documents_BS[row, :padding] = -1
+        return x_BTD[:, -1:] if self.newest_only else x_BTD
 
     def extend(
         self, name: str, k_BGTK: Tensor, v_BGTK: Tensor, *, window: int | None = None

@@ -6,9 +6,8 @@ FlexAttention
 (arXiv:2412.05496), which skips empty blocks. Its work grows with the documents' lengths, not with
 the window's square.
 
-Shapes: B batch, T positions, S positions including the cache (T without one), N = ceil(T / 128)
-blocks, H query heads,
-G key-value heads, K head width. Documents are numbered in order.
+Shapes: B batch, T positions, S positions including the cache (T without one), H query heads, G
+key-value heads, K head width. Documents are numbered in order.
 """
 
 from __future__ import annotations
@@ -18,10 +17,8 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils._triton import has_triton
-
-BLOCK = 128  # positions; FlexAttention's kernels are tuned for it
 
 
 def skips_blocks(device: torch.device, head_dim: int) -> bool:
@@ -64,41 +61,24 @@ def _near(new: int, seen: int, *, window: int | None, device: torch.device) -> T
 def block_mask(document_BT: Tensor, *, window: int | None = None) -> BlockMask:
     """Return `dense_mask` without a cache as FlexAttention's block mask; one row of documents
     serves any batch.
-
-    The result equals that of `create_block_mask`, but is found from the first and last document of
-    each block instead
-    of from B x T x T numbers: two blocks share a document if the earlier block's last is the later
-    block's first.
     """
-    length, device = document_BT.shape[1], document_BT.device
-    start_N = torch.arange(0, length, BLOCK, device=device)
-    first_BN, last_BN = (
-        document_BT[:, start_N],
-        document_BT[:, (start_N + BLOCK - 1).clamp(max=length - 1)],
-    )
-    # the least distance of two positions is BLOCK - 1 less, the largest more
-    apart_NN = start_N[:, None] - start_N
-    earlier_NN = apart_NN > 0
-    near_NN, all_near_NN = earlier_NN, earlier_NN
-    if window is not None:
-        near_NN, all_near_NN = (
-            earlier_NN & (apart_NN < window + BLOCK - 1),
-            earlier_NN & (apart_NN <= window - BLOCK),
-        )
-    shared_BNN = (near_NN & (first_BN[:, :, None] == last_BN[:, None, :])) | (apart_NN == 0)
-    complete_N1 = (start_N + BLOCK <= length)[:, None]
-    full_BNN = all_near_NN & complete_N1 & (last_BN[:, :, None] == first_BN[:, None, :])
-    partial, full = _ordered(shared_BNN & ~full_BNN), _ordered(full_BNN)
-    several = document_BT.shape[0] > 1
+    rows, length = document_BT.shape
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        row = b if several else 0
+        row = b if rows > 1 else 0
         near = (i >= j) if window is None else (i >= j) & (i - j < window)
         return near & (document_BT[row, i] == document_BT[row, j])
 
-    return BlockMask.from_kv_blocks(
-        *partial, *full, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(length, length)
+    # compiled, it does not hold B x T x T numbers
+    make = _compiled_mask() if document_BT.device.type == "cuda" else create_block_mask
+    return make(
+        visible, rows if rows > 1 else None, None, length, length, device=document_BT.device
     )
+
+
+@cache
+def _compiled_mask() -> Callable[..., BlockMask]:
+    return torch.compile(create_block_mask)
 
 
 def attend(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask: BlockMask) -> Tensor:
@@ -124,11 +104,3 @@ def compiled() -> Callable[..., Tensor]:
     return torch.compile(
         flex_attention, options={option: True} if hasattr(config, option) else None
     )
-
-
-def _ordered(chosen_BNN: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of chosen blocks per row of blocks (B, 1, N), and column indices, chosen
-    first (B, 1, N, N).
-    """
-    columns = chosen_BNN.int().argsort(dim=-1, descending=True, stable=True)
-    return chosen_BNN.sum(-1, dtype=torch.int32)[:, None], columns.int()[:, None]

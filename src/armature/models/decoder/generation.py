@@ -14,9 +14,6 @@ from armature.models.decoder.cache import KeyValueCache
 
 # tokens per look at whether all rows have ended, for which the host waits for the device
 READ_EVERY, OTHER_READ_EVERY = {"cpu": 1}, 8
-LEAST_TOKENS = 16  # copying matrices takes as long as about ten tokens
-# of a larger model, copies would take too much memory, and gain a tenth
-MOST_COPIED_BYTES = 1 << 29
 
 
 def complete(
@@ -27,10 +24,8 @@ def complete(
     of them) its last.
 
     Prompts of different lengths are continued together, each as it would be alone up to the model's
-    context. They are read at once if the longest one and `max_new_tokens` fit into the context of a
-    model with our own cache. Otherwise a short one is continued while a longer one is still read,
-    and beyond the context all rows read their newest half again at the same time. Options and
-    errors are those of `generate`.
+    context: all are read at once up to the end of the shortest one, which is continued while the
+    longer ones are still read. Options and errors are those of `generate`.
 
     Args:
         device: where the model computes, if its weights lie elsewhere until they are used.
@@ -94,11 +89,37 @@ def generate(
             f"temperature must be at least 0, top_k at least 1 and top_p in (0, 1]. "
             f"Got temperature={temperature}, top_k={top_k}, top_p={top_p}"
         )
-    with _in_eval(model), _column_by_column(model, tokens=max_new_tokens):
-        return _continued(
-            model, prompt_BT, max_new_tokens=max_new_tokens, ends=_ends(eot), lengths_B=lengths_B,
-            temperature=temperature, top_k=top_k, top_p=top_p, generator=generator,
-        )  # fmt: skip
+    context, (batch, length) = int(model.context), prompt_BT.shape  # pyright: ignore[reportArgumentType]
+    end, device = length + max_new_tokens, prompt_BT.device
+    if lengths_B is None:
+        lengths_B = torch.full((batch,), length, device=device)
+    ids_BT = F.pad(prompt_BT, (0, max_new_tokens))
+    cache: Any = getattr(model, "make_cache", KeyValueCache)(positions=min(context, end))
+    cache.newest_only = True
+    last_B = torch.full_like(lengths_B, end - 1)  # the place of each row's first `eot`
+    end_ids = torch.tensor(_ends(eot), dtype=ids_BT.dtype, device=device)
+    read_every = READ_EVERY.get(device.type, OTHER_READ_EVERY)
+    position = int(lengths_B.min())
+    begin = max(0, position - context)
+    with _in_eval(model):
+        while position < end:
+            if cache.length + position - begin > context:
+                cache.clear()
+                begin = position - max(1, context // 2)
+            logits_BV = model(ids_BT[:, begin:position], cache=cache)[:, -1]
+            new_B = sample(
+                logits_BV, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator
+            )[:, 0]
+            new_B = torch.where(position < lengths_B, ids_BT[:, position], new_B)
+            if len(end_ids):
+                new_B = torch.where(last_B < position, end_ids[0], new_B)
+                ends_B = torch.isin(new_B, end_ids) & (position >= lengths_B) & (position < last_B)
+                last_B = torch.where(ends_B, position, last_B)
+            ids_BT[:, position] = new_B
+            begin, position = position, position + 1
+            if len(end_ids) and position % read_every == 0 and int(last_B.max()) < position:
+                break
+    return ids_BT[:, : min(position, int(last_B.max()) + 1) if len(end_ids) else position]
 
 
 @contextmanager
@@ -109,100 +130,6 @@ def _in_eval(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(training)
-
-
-@contextmanager
-def _column_by_column(model: nn.Module, *, tokens: int) -> Iterator[None]:
-    """Hold fp32 matrices on a CPU column by column while `tokens` are generated.
-
-    A product with one row then reads them about twice as fast, if they are small (up to a few
-    megabytes). Their values
-    stay, and so does the memory that they had: an optimizer or a strategy may hold views of it.
-    """
-    linears = [
-        weight for module in model.modules() if isinstance(module, nn.Linear)
-        for name, weight in module.named_parameters(recurse=False) if name == "weight"
-    ]  # fmt: skip
-    weights = [
-        weight
-        for weight in dict.fromkeys(linears)
-        if type(weight) is nn.Parameter
-        and type(weight.data) is Tensor
-        and weight.is_contiguous()
-        and weight.device.type == "cpu"
-        and weight.dtype == torch.float32
-        and not weight.is_inference()
-    ]
-    if tokens < LEAST_TOKENS or sum(weight.nbytes for weight in weights) > MOST_COPIED_BYTES:
-        weights = []
-    own = [weight.data for weight in weights]
-    try:
-        with torch.inference_mode(mode=False):
-            for weight in weights:
-                weight.data = weight.data.t().contiguous().t()
-        yield
-    finally:
-        for weight, data in zip(weights, own, strict=True):
-            weight.data = data
-
-
-def _continued(
-    model: nn.Module,
-    prompt_BT: Tensor,
-    *,
-    max_new_tokens: int,
-    ends: list[int],
-    lengths_B: Tensor | None,
-    **sampling: Any,
-) -> Tensor:
-    context = int(model.context)  # pyright: ignore[reportArgumentType]
-    length = prompt_BT.shape[1]
-    if lengths_B is None:
-        lengths_B = torch.full((prompt_BT.shape[0],), length, device=prompt_BT.device)
-    end = length + max_new_tokens
-    ids_BT = F.pad(prompt_BT, (0, max_new_tokens))
-    position, make_cache = int(lengths_B.min()), getattr(model, "make_cache", None)
-    at_once = position < length and end <= context and make_cache is None
-    if make_cache is None:
-        cache: Any = KeyValueCache(
-            positions=min(context, end), lengths_B=lengths_B if at_once else None
-        )
-    else:
-        cache = make_cache(positions=min(context, end))  # pyright: ignore[reportCallIssue]
-    cache.newest_only = True
-    position = length if at_once else position
-    last_B = torch.full_like(lengths_B, end - 1)  # the place of each row's first `eot`
-    end_ids = torch.tensor(ends, dtype=ids_BT.dtype, device=prompt_BT.device)
-    read_every = READ_EVERY.get(prompt_BT.device.type, OTHER_READ_EVERY)
-    begin = max(0, position - context)
-    while position < end:
-        if cache.length + position - begin > context:
-            cache.clear()
-            begin = position - max(1, context // 2)
-        logits_BV = model(ids_BT[:, begin:position], cache=cache)[:, -1]
-        if at_once and cache.lengths_B is not None:
-            raise TypeError(
-                f"{type(model).__name__} does not call cache.advance, which knows where each "
-                "prompt ends. Write "
-                "x = cache.advance(x) after all layers and before the head, in place of "
-                "cache.length += …"
-            )
-        new_B = sample(logits_BV, **sampling)[:, 0]
-        if position < length:
-            new_B = torch.where(position < lengths_B, ids_BT[:, position], new_B)
-        if len(end_ids):
-            new_B = torch.where(last_B < position, end_ids[0], new_B)
-            is_last_B = torch.isin(new_B, end_ids) & (position >= lengths_B) & (position < last_B)
-            last_B = torch.where(is_last_B, position, last_B)
-        ids_BT[:, position] = new_B
-        begin, position = position, position + 1
-        if len(end_ids) and position % read_every == 0 and int(last_B.max()) < position:
-            break
-    if at_once:
-        # the new tokens follow the row's own prompt
-        for row, prompt in enumerate(lengths_B.tolist()):
-            ids_BT[row, prompt : prompt + position - length] = ids_BT[row, length:position].clone()
-    return ids_BT[:, : min(position, int(last_B.max()) + 1) if len(end_ids) else position]
 
 
 def sample(

@@ -76,18 +76,6 @@ def computes_loss(head: nn.Module | None) -> TypeIs[Head]:
     return all(key in head.layout_hooks for key in head.hook_ids)
 
 
-def is_plain_linear(head: nn.Module | None) -> TypeIs[nn.Linear]:
-    """Return whether the head, put in place of `Head`, is its weight alone: no strategy and no hook
-    changes it.
-    """
-    return (
-        type(head) is nn.Linear
-        and head.bias is None
-        and not head._forward_pre_hooks
-        and not head._forward_hooks
-    )
-
-
 def chunked_loss(
     x: Tensor,
     weight: Tensor,

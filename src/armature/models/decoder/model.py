@@ -25,7 +25,7 @@ from armature.models.decoder import documents as packing
 from armature.models.decoder import names, rope
 from armature.models.decoder.cache import KeyValueCache
 from armature.models.decoder.check import ffn_hidden_of, problems, windows_of
-from armature.models.decoder.loss import Head, chunked_loss, computes_loss, is_plain_linear
+from armature.models.decoder.loss import Head, computes_loss
 from armature.models.loss import mean_cross_entropy, token_losses
 
 
@@ -323,9 +323,6 @@ class Decoder(nn.Module):
         if targets is not None and (own_loss or per_token) and computes_loss(self.head):
             # `self.loss` of the head's outputs, without holding all of them
             return self.head(x_BTD, targets, per_token=per_token)
-        if targets is not None and (own_loss or per_token) and is_plain_linear(self.head):
-            # a tensor axis has hooks on it
-            return chunked_loss(x_BTD, self.head.weight, targets, per_token=per_token)
         outputs = self.head(x_BTD) if self.head is not None else x_BTD
         if targets is not None and per_token:
             return token_losses(outputs, targets)

@@ -6,8 +6,6 @@ One table for all families.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
 EMBEDDING, HEAD = "embed.weight", "head.weight"
 NAMES = {  # ours → theirs; {} is the block's number
@@ -44,37 +42,3 @@ def theirs(name: str) -> str | None:
     number = re.search(r"\.(\d+)\.", name)
     pattern = NAMES.get(name.replace(number[0], ".{}.", 1) if number else name)
     return None if pattern is None else pattern.format(number[1] if number else "")
-
-
-def shapes(args: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return every parameter of `Decoder(**args)` by our name.
-
-    Without torch, so that it serves before launch.
-    """
-    width, hidden, vocabulary = args["width"], args["ffn_hidden"], args["vocab_size"]
-    head_dim = args["head_dim"] or width // args["heads"]
-    queries, keys = args["heads"] * head_dim, (args["kv_heads"] or args["heads"]) * head_dim
-    block: dict[str, tuple[int, ...]] = {
-        "attention_norm.weight": (width,),
-        "attention.q.weight": (queries, width),
-        "attention.k.weight": (keys, width),
-        "attention.v.weight": (keys, width),
-        "attention.o.weight": (width, queries),
-        "ffn_norm.weight": (width,),
-        "ffn.gate.weight": (hidden, width),
-        "ffn.up.weight": (hidden, width),
-        "ffn.down.weight": (width, hidden),
-    }
-    if args["attention_bias"]:
-        block |= {
-            "attention.q.bias": (queries,),
-            "attention.k.bias": (keys,),
-            "attention.v.bias": (keys,),
-        }
-    if args["qk_norm"] == "weighted":
-        block |= {"attention.q_norm.weight": (head_dim,), "attention.k_norm.weight": (head_dim,)}
-    blocks = {
-        f"blocks.{i}.{name}": shape for i in range(args["layers"]) for name, shape in block.items()
-    }
-    ends = {EMBEDDING: (vocabulary, width), "norm.weight": (width,)}
-    return ends | blocks | ({} if args["tied"] else {HEAD: (vocabulary, width)})
