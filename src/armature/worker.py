@@ -181,7 +181,6 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
         callbacks=callbacks,
         logger=[*loggers.build(cfg, step=step), csv],  # a module's self.logger is the first
         profiler=_profiler(cfg, directory),
-        finds_files=False,
         max_global_batches=limits.global_batches,
         max_steps=limits.global_batches
         if task.automatic_optimization

@@ -169,12 +169,9 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
                 optimizers.check(optimizer, names, held=self.module.state_dict())
         self.built_groups = [*map(optimizers.settings, self.inner_optimizers())]
         if trainer.state.fn == TrainerFn.FITTING:
-            if getattr(trainer, "begins_random_streams", False):
-                self.random_state.begin(seed=self.seed, stream=self.rng_stream)
-                # weights that `on_fit_start` or `on_train_start` draws are alike on every rank
-                randomness.begin(seed=self.seed, stream=randomness.OF_ALL_RANKS)
-            else:
-                randomness.begin(seed=self.seed, stream=self.rng_stream)
+            self.random_state.begin(seed=self.seed, stream=self.rng_stream)
+            # weights that `on_fit_start` or `on_train_start` draws are alike on every rank
+            randomness.begin(seed=self.seed, stream=randomness.OF_ALL_RANKS)
 
     @override
     def build_once(self) -> None:
