@@ -60,11 +60,8 @@ def check(cfg: DictConfig, session: Session) -> None:
         if session.rank == 0:
             free = run_directory.free_bytes(cfg)
             if free is not None:
-                strategy = StrategyMixin.find(run.trainer)
-                trained = (
-                    run.trainer.parameter_count if strategy is None else strategy.trained_count
-                )
-                frozen = 0 if strategy is None else strategy.frozen_bytes
+                strategy = StrategyMixin.of(run.trainer)
+                trained, frozen = strategy.trained_count, strategy.frozen_bytes
                 session.add(
                     *run_directory.room(cfg, free=free, trained=trained, frozen_bytes=frozen)
                 )
@@ -136,8 +133,7 @@ class Watch(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if batch_idx == 0 and trainer.current_epoch == 0:
-            strategy = StrategyMixin.find(trainer)
-            place = strategy.data_rank if strategy is not None else trainer.global_rank
+            place = StrategyMixin.of(trainer).data_rank
             everyones = process_group.all_gather_object((place, replicas.batch_print(batch)))
             self._add(list(replicas.batch_findings(everyones)))
             count = len({place for place, _ in everyones})
@@ -155,7 +151,7 @@ class Watch(L.Callback):
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer
     ) -> None:
-        strategy = StrategyMixin.find(trainer)
+        strategy = StrategyMixin.of(trainer)
         if (
             self.compared_gradients
             or not pl_module.automatic_optimization
@@ -193,9 +189,7 @@ class Watch(L.Callback):
             self.seconds = time.perf_counter() - self._began
 
     def _weights(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
-        strategy = StrategyMixin.find(trainer)
-        if strategy is None:
-            return dict(module.named_parameters())
+        strategy = StrategyMixin.of(trainer)
         return dict(strategy.weights()) if strategy.can_read_weights else {}
 
     def _compare(self, what: str, tensors: dict[str, Any]) -> int:

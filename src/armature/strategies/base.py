@@ -100,20 +100,14 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         self.first_flags, self.first_sizes = {}, {}
 
     @classmethod
-    def find(cls, trainer: L.Trainer) -> Self | None:
-        """Return the trainer's strategy if it is one of ours."""
-        return trainer.strategy if isinstance(trainer.strategy, cls) else None
-
-    @classmethod
     def of(cls, trainer: L.Trainer) -> Self:
         """Return the trainer's strategy, or raise TypeError if it is not one of ours."""
-        if (strategy := cls.find(trainer)) is None:
+        if not isinstance(trainer.strategy, cls):
             raise TypeError(
                 f"strategy={type(trainer.strategy).__name__}: this needs a strategy of "
-                "armature.strategies, such as "
-                "strategy=ddp or strategy=fsdp."
+                "armature.strategies, such as strategy=ddp or strategy=fsdp."
             )
-        return strategy
+        return trainer.strategy
 
     def return_to_device(self) -> None:
         """Move the model to the device again, from which Lightning's teardown moves it to the

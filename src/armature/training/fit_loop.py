@@ -75,8 +75,7 @@ class FitLoop(_FitLoop):
             call(self.trainer, "first_batch_follows")
         # After a resume: the set-up, `on_train_start` of all callbacks included, must not advance
         # the random state
-        if (strategy := StrategyMixin.find(self.trainer)) is not None:
-            strategy.random_state.restore()
+        StrategyMixin.of(self.trainer).random_state.restore()
         if first:
             call(self.trainer, "step_continues")
             # schedules that follow a metric step after everything that a step saves

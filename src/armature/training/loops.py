@@ -87,8 +87,7 @@ class EpochLoop(_TrainingEpochLoop):
 
     @override
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-        strategy = StrategyMixin.find(self.trainer)
-        left_out = strategy is not None and strategy.skipped_step  # an overflow in fp16
+        left_out = StrategyMixin.of(self.trainer).skipped_step  # an overflow in fp16
         if not left_out or interval == "epoch" or update_plateau_schedulers:
             super().update_lr_schedulers(interval, update_plateau_schedulers)
 

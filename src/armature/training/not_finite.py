@@ -60,9 +60,8 @@ class NotFiniteGuard(L.Callback):
         Raises:
             NotFinite: the run ends.
         """
-        strategy = StrategyMixin.find(trainer)
         # with fp16 the loss scaler leaves out steps whose gradient overflows
-        scales = strategy is not None and strategy.scales_loss
+        scales = StrategyMixin.of(trainer).scales_loss
         judged = ("train/loss",) if scales else ("train/loss", "train/grad_norm")
         for row in rows:
             values = {name: row[name] for name in judged if not math.isfinite(row.get(name, 0.0))}

@@ -212,7 +212,4 @@ class Trainer(L.Trainer):
     @property
     def parameter_count(self) -> int:
         """Parameters of the unsharded model."""
-        strategy = StrategyMixin.find(self)
-        if strategy is not None:
-            return strategy.parameter_count
-        return sum(param.numel() for param in self.lightning_module.parameters())
+        return StrategyMixin.of(self).parameter_count
