@@ -139,7 +139,7 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
         global_batch_size=fed.global_batch_size,
         train_size=fed.train_size,
         tokens_per_sample=fed.assets.tokens_per_sample,
-        rows_read=guard.rows_read if guard.policy != "ignore" else None,
+        rows_read=guard.rows_read,
     )
     left_out = ("root", "trust", "include_base")
     checkpointing = Checkpointing(

@@ -130,10 +130,11 @@ def test_a_users_save_reads_the_rows_first_too(train, tmp_path):
 
 
 @pytest.mark.slow
-def test_ignore_trains_on(train):
+def test_ignore_trains_on(train, caplog):
     folder, error = train(*bad("ignore", BAD))
     assert error is None
     assert not (folder / not_finite.FILE).exists()
+    assert "train/loss is nan at step 7" in caplog.text
 
 
 # ---------------------------------------------------------------- skip
