@@ -55,7 +55,6 @@ def evaluate(args: argparse.Namespace) -> None:
     )
     from armature.loggers import NoLogger
     from armature.training import process
-    from armature.training.guarded_steps import guard_trainer
 
     process.quiet()
     feed = load_data(cfg)
@@ -76,7 +75,6 @@ def evaluate(args: argparse.Namespace) -> None:
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    guard_trainer(trainer)
     if not is_overridden(step, task):
         raise ConfigError(
             f"{args.path}: {type(task).__name__} has no {step}. Add it, or type --split {other}."

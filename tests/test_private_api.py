@@ -28,7 +28,6 @@ FIT = f"{LOOPS}.fit_loop:_FitLoop"
 EVALUATION = f"{LOOPS}.evaluation_loop:_EvaluationLoop"
 AUTOMATIC = f"{LOOPS}.optimization.automatic:_AutomaticOptimization"
 LOGGING = f"{CONNECTORS}.logger_connector:_LoggerConnector"
-STEP = ("self", "batch", "batch_idx", "dataloader_idx", "dataloader_iter")
 RESULTS = f"{CONNECTORS}.result:_ResultCollection"
 SIGNALS = "lightning.pytorch.trainer.connectors.signal_connector:_SignalConnector"
 MODULE = "lightning.pytorch.core.module:LightningModule"
@@ -212,18 +211,6 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ),
     (f"{CONNECTORS}.result:_ResultMetric", "_update_count", None, "training/epoch_metrics.py"),
     (f"{CONNECTORS}.result:_ResultMetric", "_computed", None, "training/trainer.py"),
-    (
-        f"{LOOPS}.evaluation_loop:_EvaluationLoop",
-        "_evaluation_step",
-        STEP,
-        "training/guarded_steps.py",
-    ),
-    (
-        f"{LOOPS}.prediction_loop:_PredictionLoop",
-        "_predict_step",
-        STEP,
-        "training/guarded_steps.py",
-    ),
     ("torchmetrics:Metric", "_reductions", None, "training/epoch_metrics.py"),
     (
         RESULTS,
@@ -281,7 +268,6 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("torch.distributed.device_mesh:DeviceMesh", "_flatten", None, "parallel/mesh.py"),
     ("torch.distributed.device_mesh:DeviceMesh", "_unflatten", None, "parallel/mesh.py"),
     ("torch.nn.modules.batchnorm", "_BatchNorm", None, "parallel/batchnorm.py"),
-    ("torch.nn.modules.batchnorm", "_NormBase", None, "training/same_everywhere.py"),
     ("torch.nn.modules._functions", "SyncBatchNorm", None, "parallel/batchnorm.py"),
     ("torch.nn:Module", "_modules", None, "parallel/pipeline.py"),
     ("torch.nn:Module", "_parameters", None, "parallel/split.py"),

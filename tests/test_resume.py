@@ -146,7 +146,6 @@ def test_stops_in_the_middle_and_at_the_end_of_an_epoch_leave_no_trace(
 
 THREE = {  # overrides, and where they are stopped
     "ddp": (["strategy=ddp"], [1, 5]),
-    "a static graph": (["strategy=ddp", "strategy.static_graph=true"], [5]),
     "fsdp": (["strategy=fsdp"], [5]),
     "deepspeed": (["strategy=deepspeed"], [5]),
     "deepspeed_zero3": (["strategy=deepspeed_zero3"], [5]),

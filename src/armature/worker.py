@@ -139,7 +139,7 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
         global_batch_size=fed.global_batch_size,
         train_size=fed.train_size,
         tokens_per_sample=fed.assets.tokens_per_sample,
-        rows_read=guard.rows_read if guard.policy != "ignore" else None,
+        rows_read=guard.rows_read,
     )
     left_out = ("root", "trust", "include_base")
     checkpointing = Checkpointing(
@@ -181,7 +181,6 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
         callbacks=callbacks,
         logger=[*loggers.build(cfg, step=step), csv],  # a module's self.logger is the first
         profiler=_profiler(cfg, directory),
-        finds_files=False,
         max_global_batches=limits.global_batches,
         max_steps=limits.global_batches
         if task.automatic_optimization
@@ -222,13 +221,7 @@ def _build_task(
     # a file of Lightning's may lack weights
     strategy.draws_all = checkpoint is None or checkpoint_directory.is_file(checkpoint)
     strategy.base = process_group.on_rank_0(partial(pretrained.left_out, cfg, checkpoint))
-    if isinstance(strategy, StrategyMixin):
-        strategy.on_nan = cfg.trainer.on_nan
-    elif cfg.trainer.on_nan == "skip":
-        raise ConfigError(
-            f"trainer.on_nan=skip: {type(strategy).__name__} is none of armature.strategies, so no "
-            "update can be left out. Type trainer.on_nan=stop."
-        )
+    strategy.on_nan = cfg.trainer.on_nan
     if checkpoint is not None and is_weights_only(checkpoint):
         strategy.initial_weights, checkpoint = checkpoint, None
     return task, strategy, checkpoint
@@ -334,8 +327,8 @@ def fit_and_test(run: Run) -> None:
         raise refused from error
     step_log.csv.flush()
     preview = preview_of(run.task) if reason == "finished" and can_sample(trainer) else None
-    if preview is not None and (strategy := StrategyMixin.find(trainer)) is not None:
-        strategy.return_to_device()
+    if preview is not None:
+        StrategyMixin.of(trainer).return_to_device()
     seconds, shown = time.monotonic() - started, preview and preview()
     report.finish(run, reason=reason, metrics=metrics, seconds=seconds, preview=shown)
 

@@ -359,12 +359,6 @@ EXPERTS = replace(PLAN, experts="blocks.*.experts", expert_count="experts")
             {"model": {"experts": 8}, "world_size": 4},
             "strategy.schedule=zero_bubble with strategy.reshard_after_forward=true",
         ),
-        (
-            {"_target_": "lightning.pytorch.strategies.DDPStrategy"},
-            {"model": {"experts": 8}},
-            "only armature's own strategies level the load .* model._target_=mine.Model. Type "
-            "strategy=ddp",
-        ),
     ],
 )
 def test_what_experts_cannot_do_is_said_before_launch(

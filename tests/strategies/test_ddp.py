@@ -9,7 +9,6 @@ from tests.support.parity.harness import Job, difference, fit
 @pytest.mark.parametrize(
     ("options", "tolerance"),
     [
-        ({"static_graph": True}, 1e-5),
         ({"find_unused_parameters": True, "gradient_as_bucket_view": False}, 1e-5),
         ({"comm_hook": "bf16"}, 2e-2),
         ({"comm_hook": "fp16"}, 2e-2),

@@ -96,7 +96,7 @@ def trained(
     return {name: param.detach().flatten().tolist() for name, param in whole.items()}
 
 
-OTHER_VIEWS = {"gradient_as_bucket_view": False, "static_graph": True}
+OTHER_VIEWS = {"gradient_as_bucket_view": False}
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import RichProgressBar
 from torch.utils.data import DataLoader
 
+from armature.strategies.single import SingleDevice
 from armature.training.display import Bar, Display
 from armature.training.trainer import Trainer
 
@@ -45,6 +46,7 @@ def fit(display: Display, *callbacks: L.Callback) -> None:
     last = {"train/loss": 2.0, "lr": 0.1}
     display.step_log = SimpleNamespace(last=last, tokens_per_sample=None, rate=10.0, data_wait=0.0)  # pyright: ignore
     trainer = Trainer(
+        strategy=SingleDevice(),
         accelerator="cpu",
         logger=False,
         enable_checkpointing=False,

@@ -7,6 +7,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 from torch.utils.data import DataLoader
 
+from armature.strategies.single import SingleDevice
 from armature.training.trainer import Trainer
 
 HOOKS = [name for name in vars(L.Callback) if name.startswith("on_") and "checkpoint" not in name]
@@ -58,6 +59,8 @@ OURS, LIGHTNINGS = Trainer, L.Trainer
 
 def make(trainer, *callbacks, **kwargs):
     kwargs = {"logger": False, "enable_checkpointing": False, **kwargs}
+    if trainer is OURS:
+        kwargs["strategy"] = SingleDevice()
     return trainer(
         accelerator="cpu",
         enable_progress_bar=False,

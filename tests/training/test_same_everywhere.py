@@ -92,7 +92,7 @@ def check(monkeypatch):
         replicates_weights=False, stage=0, steps_made={optimizer: 4}, module=module, world_size=2,
         data_size=2, data_rank=0, gathered=SimpleNamespace(order=7),
     )  # fmt: skip
-    monkeypatch.setattr(same_everywhere.StrategyMixin, "find", lambda trainer: strategy)
+    monkeypatch.setattr(same_everywhere.StrategyMixin, "of", lambda trainer: strategy)
     monkeypatch.setattr(same_everywhere, "completed_batches", lambda trainer: 4)
     monkeypatch.setattr(same_everywhere.process_group, "ranks", lambda: 2)
     same = SameEverywhere()

@@ -9,6 +9,7 @@ import torch
 from omegaconf import OmegaConf
 
 from armature.pages import history
+from armature.strategies.single import SingleDevice
 from armature.training import samples
 from armature.training.samples import Samples, image_rows
 from tests import running
@@ -47,7 +48,7 @@ def kept(tmp_path):
 
 def test_samples_take_a_hundredth_of_the_time(kept):
     trainer = SimpleNamespace(
-        state=SimpleNamespace(fn="fit"), sanity_checking=False, strategy=None, is_global_zero=True
+        state=SimpleNamespace(fn="fit"), sanity_checking=False, strategy=SingleDevice()
     )
     kept._began = time.monotonic() - 50
 

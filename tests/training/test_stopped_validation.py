@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import MaxMetric, MeanMetric, MeanSquaredError, MetricTracker
 
+from armature.strategies.single import SingleDevice
 from armature.training.stop import StoppedBySignal
 from armature.training.trainer import Trainer
 
@@ -143,6 +144,7 @@ def stopped(*callbacks: Any, kind: type[Module] = Module) -> tuple[Any, Watch]:
     torch.manual_seed(0)
     module, watch, data = kind(), Watch(), DataLoader(torch.randn(16, 4), batch_size=4)
     trainer = Trainer(
+        strategy=SingleDevice(),
         accelerator="cpu",
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from armature.strategies.single import SingleDevice
 from armature.training.run_hooks import RunHooks
 from armature.training.trainer import Trainer
 
@@ -55,6 +56,7 @@ def test_it_sees_the_values_of_the_validation_and_the_weights_of_training():
 
     data = DataLoader(torch.ones(4, 1), batch_size=2)  # pyright: ignore[reportArgumentType]
     trainer = Trainer(
+        strategy=SingleDevice(),
         accelerator="cpu",
         max_epochs=2,
         callbacks=[Ended()],

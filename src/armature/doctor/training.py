@@ -53,9 +53,8 @@ def check(cfg: DictConfig, session: Session) -> None:
             watch.add_findings(run.trainer)
         free = run_directory.free_bytes(cfg)
         if session.rank == 0 and free is not None:
-            strategy = StrategyMixin.find(run.trainer)
-            trained = run.trainer.parameter_count if strategy is None else strategy.trained_count
-            frozen = 0 if strategy is None else strategy.frozen_bytes
+            strategy = StrategyMixin.of(run.trainer)
+            trained, frozen = strategy.trained_count, strategy.frozen_bytes
             room = run_directory.room(cfg, free=free, trained=trained, frozen_bytes=frozen)
             session.add(room)
 
@@ -123,16 +122,14 @@ class Watch(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if not self.batches:
-            strategy = StrategyMixin.find(trainer)
-            place = strategy.data_rank if strategy is not None else trainer.global_rank
-            own = (place, same_everywhere.digest(batch))
+            own = (StrategyMixin.of(trainer).data_rank, same_everywhere.digest(batch))
             self.batches = process_group.all_gather_object(own)
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer
     ) -> None:
-        strategy = StrategyMixin.find(trainer)
-        if strategy is None or self.compared or hasattr(strategy, "deepspeed_engine"):
+        strategy = StrategyMixin.of(trainer)
+        if self.compared or hasattr(strategy, "deepspeed_engine"):
             return  # DeepSpeed's gradients are its engine's
         self.compared = True
         if names := [

@@ -20,7 +20,6 @@ def auto(
     backend: str = "auto",
     comm_hook: Literal["bf16", "fp16"] | None = None,
     sync_batchnorm: bool = True,
-    static_graph: bool = False,
     find_unused_parameters: bool | None = None,
     gradient_as_bucket_view: bool = True,
 ) -> Strategy:
@@ -43,7 +42,6 @@ def auto(
         backend=backend,
         comm_hook=comm_hook,
         sync_batchnorm=sync_batchnorm,
-        static_graph=static_graph,
         find_unused_parameters=find_unused_parameters,
         gradient_as_bucket_view=gradient_as_bucket_view,
     )

@@ -100,20 +100,14 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         self.first_flags, self.first_sizes = {}, {}
 
     @classmethod
-    def find(cls, trainer: L.Trainer) -> Self | None:
-        """Return the trainer's strategy if it is one of ours."""
-        return trainer.strategy if isinstance(trainer.strategy, cls) else None
-
-    @classmethod
     def of(cls, trainer: L.Trainer) -> Self:
         """Return the trainer's strategy, or raise TypeError if it is not one of ours."""
-        if (strategy := cls.find(trainer)) is None:
+        if not isinstance(trainer.strategy, cls):
             raise TypeError(
                 f"strategy={type(trainer.strategy).__name__}: this needs a strategy of "
-                "armature.strategies, such as "
-                "strategy=ddp or strategy=fsdp."
+                "armature.strategies, such as strategy=ddp or strategy=fsdp."
             )
-        return strategy
+        return trainer.strategy
 
     def return_to_device(self) -> None:
         """Move the model to the device again, from which Lightning's teardown moves it to the
@@ -169,12 +163,9 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
                 optimizers.check(optimizer, names, held=self.module.state_dict())
         self.built_groups = [*map(optimizers.settings, self.inner_optimizers())]
         if trainer.state.fn == TrainerFn.FITTING:
-            if getattr(trainer, "begins_random_streams", False):
-                self.random_state.begin(seed=self.seed, stream=self.rng_stream)
-                # weights that `on_fit_start` or `on_train_start` draws are alike on every rank
-                randomness.begin(seed=self.seed, stream=randomness.OF_ALL_RANKS)
-            else:
-                randomness.begin(seed=self.seed, stream=self.rng_stream)
+            self.random_state.begin(seed=self.seed, stream=self.rng_stream)
+            # weights that `on_fit_start` or `on_train_start` draws are alike on every rank
+            randomness.begin(seed=self.seed, stream=randomness.OF_ALL_RANKS)
 
     @override
     def build_once(self) -> None:

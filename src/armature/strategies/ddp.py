@@ -4,8 +4,7 @@ averaged.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import lightning as L
@@ -71,8 +70,6 @@ class DDP(StrategyMixin, DDPStrategy):
             gradients.
         sync_batchnorm: compute BatchNorm's statistics over the batch of all ranks, as one process
             with that batch does. Otherwise the statistics of smaller batches change the result.
-        static_graph: the same parameters take part in every step, so that DDP can plan its buckets
-            once.
         find_unused_parameters: allow steps that do not use all parameters; costs a walk over the
             graph per step. None: only with manual optimization, where each of several losses uses
             some of the parameters.
@@ -92,7 +89,6 @@ class DDP(StrategyMixin, DDPStrategy):
         backend: str = "auto",
         comm_hook: Literal["bf16", "fp16"] | None = None,
         sync_batchnorm: bool = True,
-        static_graph: bool = False,
         find_unused_parameters: bool | None = None,
         gradient_as_bucket_view: bool = True,
         activation_checkpointing: str | int = "none",
@@ -101,15 +97,11 @@ class DDP(StrategyMixin, DDPStrategy):
         float8: bool | str = False,
     ) -> None:
         super().__init__(
-            process_group_backend=None if backend == "auto" else backend, static_graph=static_graph,
+            process_group_backend=None if backend == "auto" else backend,
             gradient_as_bucket_view=gradient_as_bucket_view,
         )  # fmt: skip
         self.find_unused_parameters = find_unused_parameters
-        self.comm_hook, self.static_graph, self.sync_batchnorm = (
-            comm_hook,
-            static_graph,
-            sync_batchnorm,
-        )
+        self.comm_hook, self.sync_batchnorm = comm_hook, sync_batchnorm
         self.configure_mixin(seed, activation_checkpointing, compile, compile_mode, float8)
 
     @override
@@ -124,8 +116,7 @@ class DDP(StrategyMixin, DDPStrategy):
         find_unused = self.find_unused_parameters
         if find_unused is None:
             find_unused = not module.automatic_optimization
-        # a static graph knows the unused ones
-        self._ddp_kwargs["find_unused_parameters"] = find_unused and not self.static_graph
+        self._ddp_kwargs["find_unused_parameters"] = find_unused
         super().build(module)
 
     @override
@@ -171,19 +162,5 @@ class DDP(StrategyMixin, DDPStrategy):
         # with the last reference, its hooks on the weights are removed
         del wrapped.logger, wrapped.reducer
         self._ddp_kwargs["init_sync"] = False  # the ranks are alike
-        self._first_step = trainer.global_step  # a static graph is learned anew
         self.configure_ddp()
         self._reduced = [(param, param.requires_grad) for param, _ in self._reduced]
-
-    @contextmanager
-    @override
-    def block_backward_sync(self) -> Iterator[None]:
-        # DDP learns a static graph during the first backward passes, which must reduce gradients
-        learning = self.static_graph and self.module.trainer.global_step == self._first_step
-        with nullcontext() if learning else super().block_backward_sync():
-            yield
-
-    @override
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        self._first_step = self.module.trainer.global_step

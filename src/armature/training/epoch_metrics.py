@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
@@ -236,12 +236,12 @@ def restore_states(
     module: nn.Module,
     of_ranks: list[Facts],
     *,
-    rank: int,
-    saved_data_ranks: list[int],
-    data_ranks: list[int],
+    rank: int = 0,
+    saved_data_ranks: Sequence[int] = (0,),
+    data_ranks: Sequence[int] = (0,),
 ) -> None:
     """Set the state of the module's metric objects; on fewer ranks than the checkpoint's, to what
-    all had collected.
+    all had collected. Without ranks: to what this one had.
     """
     _set_lengths(module, {name for facts in of_ranks for name in facts})
     metrics = dict(_metrics(module))
@@ -381,7 +381,7 @@ def _state_of(metric: Metric) -> dict[str, Any]:
     return others | metric.metric_state
 
 
-def _one_per_data_rank(of_ranks: list[Facts], data_ranks: list[int]) -> list[Facts]:
+def _one_per_data_rank(of_ranks: list[Facts], data_ranks: Sequence[int]) -> list[Facts]:
     """Return one rank's of each part of the data: ranks that share a part have collected the
     same.
     """

@@ -19,7 +19,7 @@ from armature.training.stop import agree
 class FitLoop(_FitLoop):
     """Run the epochs."""
 
-    epoch_loop: EpochLoop  # unless a user has put another one of Lightning's in its place
+    epoch_loop: EpochLoop
     owes_epoch_end = False  # the run was stopped between its last step and the end of the epoch
     owes_schedules = False  # it was stopped behind a step whose schedules have not followed
 
@@ -30,10 +30,9 @@ class FitLoop(_FitLoop):
     @property
     @override
     def done(self) -> bool:
-        loop = self.epoch_loop
         if self.owes_epoch_end:
             return False
-        return (isinstance(loop, EpochLoop) and loop.all_global_batches_are_done) or super().done
+        return self.epoch_loop.all_global_batches_are_done or super().done
 
     @override
     def run(self) -> None:
@@ -58,8 +57,8 @@ class FitLoop(_FitLoop):
         Lightning counts micro-batches, so that the learning rate would depend on how a global batch
         is divided.
         """
-        trainer, loop = self.trainer, self.epoch_loop
-        limited = isinstance(loop, EpochLoop) and loop.max_global_batches is not None
+        trainer = self.trainer
+        limited = self.epoch_loop.max_global_batches is not None
         for config in trainer.lr_scheduler_configs if limited else ():
             if config.interval == "step":
                 config.frequency *= trainer.accumulate_grad_batches
@@ -76,8 +75,7 @@ class FitLoop(_FitLoop):
             call(self.trainer, "first_batch_follows")
         # After a resume: the set-up, `on_train_start` of all callbacks included, must not advance
         # the random state
-        if (strategy := StrategyMixin.find(self.trainer)) is not None:
-            strategy.random_state.restore()
+        StrategyMixin.of(self.trainer).random_state.restore()
         if first:
             call(self.trainer, "step_continues")
             # schedules that follow a metric step after everything that a step saves

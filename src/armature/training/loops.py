@@ -16,10 +16,8 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
 from typing_extensions import override
 
-from armature.errors import NoEndOfData, end_of_data
 from armature.strategies.base import StrategyMixin
 from armature.training import epoch_metrics, epoch_start, run_hooks, stopped_validation
-from armature.training.guarded_steps import guard_steps
 from armature.training.progress import feed_of
 from armature.training.stop import StoppedBySignal, agree
 from armature.training.timings import DataWait
@@ -47,9 +45,7 @@ class EpochLoop(_TrainingEpochLoop):
         self, trainer: L.Trainer, limits: _FitLoop, *, max_global_batches: int | None = None
     ) -> None:
         super().__init__(trainer, min_steps=limits.min_steps, max_steps=limits.max_steps)
-        guard_steps(self.val_loop)
         self._results = epoch_metrics.Results(training=True)
-        self._own_max_steps = limits.max_steps  # a trial of Lightning's Tuner has another limit
         self.max_global_batches = max_global_batches
         self.data_wait: DataWait | None = None
         self._in_eval: list[str] | None = None  # while it validates
@@ -67,14 +63,11 @@ class EpochLoop(_TrainingEpochLoop):
         fetched = progress.current.ready
         try:
             super().advance(data_fetcher)
-        except StopIteration as error:
-            begun = progress.current.ready > fetched
+        except StopIteration:
             # training_step(dataloader_iter) may meet the end of the data
-            if isinstance(data_fetcher, _DataLoaderIterDataFetcher) or not begun:
-                raise
-            if progress.current.started == progress.current.ready:
-                raise end_of_data("A hook or training_step") from error
-            self._leave_epoch()
+            takes_iterator = isinstance(data_fetcher, _DataLoaderIterDataFetcher)
+            if progress.current.ready > fetched and not takes_iterator:
+                self._leave_epoch()
             raise
 
     def _leave_epoch(self) -> None:
@@ -94,8 +87,7 @@ class EpochLoop(_TrainingEpochLoop):
 
     @override
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-        strategy = StrategyMixin.find(self.trainer)
-        left_out = strategy is not None and strategy.skipped_step  # an overflow in fp16
+        left_out = StrategyMixin.of(self.trainer).skipped_step  # an overflow in fp16
         if not left_out or interval == "epoch" or update_plateau_schedulers:
             super().update_lr_schedulers(interval, update_plateau_schedulers)
 
@@ -107,8 +99,7 @@ class EpochLoop(_TrainingEpochLoop):
         if self._accumulated_batches_reached():
             run_hooks.call(self.trainer, "step_ended")
         if self._should_check_val_fx(data_fetcher) and not self._skip_next_val:
-            with NoEndOfData("A hook of validation"):
-                self.validate()
+            self.validate()
         self._skip_next_val = False
         self.update_lr_schedulers("step", update_plateau_schedulers=True)
         if not self._should_accumulate():
@@ -163,8 +154,7 @@ class EpochLoop(_TrainingEpochLoop):
     @override
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
         trainer, every = self.trainer, self.trainer.val_check_batch
-        steps_done = self.last_batch_is_done and self.max_steps == self._own_max_steps
-        ended = self.all_global_batches_are_done or steps_done
+        ended = self.last_batch_is_done
         # None: by the clock. This spares most steps a look at the hooks
         if every and every != float("inf"):
             batches = (

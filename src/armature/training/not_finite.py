@@ -35,6 +35,7 @@ class NotFiniteGuard(L.Callback):
 
     stop    end the run.
     skip    the strategy has left out the step's update (strategies/update_mask.py); count it.
+    ignore  train on, after one warning.
 
     Args:
         run_dir: gets a file with each named step, its values, ranks and samples.
@@ -42,6 +43,7 @@ class NotFiniteGuard(L.Callback):
 
     def __init__(self, policy: str, run_dir: Path) -> None:
         self.policy, self.run_dir, self.skipped = policy, run_dir, 0
+        self._warned = False
 
     def state_dict(self) -> dict[str, Any]:
         return {"skipped": self.skipped}
@@ -60,17 +62,28 @@ class NotFiniteGuard(L.Callback):
         Raises:
             NotFinite: the run ends.
         """
-        strategy = StrategyMixin.find(trainer)
         # with fp16 the loss scaler leaves out steps whose gradient overflows
-        scales = strategy is not None and strategy.scales_loss
+        scales = StrategyMixin.of(trainer).scales_loss
         judged = ("train/loss",) if scales else ("train/loss", "train/grad_norm")
         for row in rows:
             values = {name: row[name] for name in judged if not math.isfinite(row.get(name, 0.0))}
             if not values:
                 continue
+            if self.policy == "ignore":
+                self._warn(trainer, row["step"], values)
+                continue
             self.skipped += self.policy == "skip"
             if self.policy == "stop" or self.skipped <= NAMED:
                 self._name(trainer, row, values, ranks.get(row["step"], ()))
+
+    def _warn(self, trainer: Trainer, step: int, values: Mapping[str, float]) -> None:
+        if trainer.is_global_zero and not self._warned:
+            log.warning(
+                "%s is %s at step %d. trainer.on_nan=ignore trains on; later ones are not named.",
+                *next(iter(values.items())),
+                step,
+            )
+        self._warned = True
 
     def _name(
         self,

@@ -30,7 +30,6 @@ from armature.data.feed import Feed
 from armature.errors import ConfigError
 from armature.loading import WithWeights
 from armature.loggers import NoLogger
-from armature.training.guarded_steps import guard_trainer
 from armature.training.progress import feed_of
 
 SUFFIXES = (".parquet", ".csv", ".jsonl")
@@ -79,7 +78,7 @@ def make_trainer(
     """
     device = torch.device({"gpu": f"cuda:{rank}"}.get(accelerator, accelerator))
     shown = [each for each in callbacks if rank == 0 or not isinstance(each, ProgressBar)]
-    trainer = L.Trainer(
+    return L.Trainer(
         accelerator=accelerator,
         devices=[rank] if accelerator == "gpu" else 1,
         strategy=OneOf(device, rank, ranks, read),
@@ -92,8 +91,6 @@ def make_trainer(
         enable_progress_bar=rank == 0,
         callbacks=[*shown, RowWriter(part)],
     )
-    guard_trainer(trainer)
-    return trainer
 
 
 def predict(task: L.LightningModule, feed: Feed, trainer: L.Trainer) -> None:

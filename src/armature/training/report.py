@@ -40,19 +40,18 @@ def start_line(
         f"rank{'s' * (ranks > 1)}{f' ({backend})' if backend else ''}"
     )
     machines = f" on {cfg.trainer.num_nodes} machines" if cfg.trainer.num_nodes > 1 else ""
-    strategy = StrategyMixin.find(trainer)
-    layout = strategy.layout if strategy is not None else type(trainer.strategy).__name__
+    strategy = StrategyMixin.of(trainer)
     line = (
-        f"{layout} · {where}{machines} · {cfg.trainer.precision} · "
+        f"{strategy.layout} · {where}{machines} · {cfg.trainer.precision} · "
         f"{type(trainer.optimizers[0]).__name__ if trainer.optimizers else 'no optimizer'} · "
         f"batch {batches.global_batch_size} = {batches.micro_batch_size} micro × "
         f"{batches.accumulate} accumulation × "
         f"{batches.data_ranks} data rank{'s' * (batches.data_ranks > 1)}{_batch_note(trainer)} · "
-        f"{_parameters(trainer, strategy)} · {cfg.run.dir}"
+        f"{_parameters(strategy)} · {cfg.run.dir}"
     )
     if note := getattr(trainer.lightning_module, "start_note", ""):
         line += f"\n{note}"
-    if strategy is not None and (bubble := strategy.bubble_share):
+    if bubble := strategy.bubble_share:
         line += f"\nthe pipeline schedule leaves each rank idle for {bubble:.0%} of a step"
     return (
         line
@@ -61,9 +60,9 @@ def start_line(
     )
 
 
-def _parameters(trainer: Trainer, strategy: StrategyMixin | None) -> str:
-    count = trainer.parameter_count
-    if strategy is None or strategy.trained_count == count:
+def _parameters(strategy: StrategyMixin) -> str:
+    count = strategy.parameter_count
+    if strategy.trained_count == count:
         return f"{count:,} parameters"
     return f"{strategy.trained_count:,} of {count:,} parameters are trained"
 
@@ -76,7 +75,7 @@ def summarize(
     run: Run, *, reason: str, metrics: dict[str, float], seconds: float
 ) -> dict[str, Any]:
     """Return the contents of summary.json."""
-    trainer, log, strategy = run.trainer, run.step_log, StrategyMixin.find(run.trainer)
+    trainer, log, strategy = run.trainer, run.step_log, StrategyMixin.of(run.trainer)
     timings, best = log.summary(), run.checkpointing.best
     summary: dict[str, Any] = {
         "stop_reason": reason,
@@ -90,13 +89,13 @@ def summarize(
         "metrics": {n: value if math.isfinite(value) else None for n, value in metrics.items()},
         "best_checkpoint": str(best) if best else None,
         "best_score": run.checkpointing.best_score,
-        "strategy": strategy.layout if strategy is not None else type(trainer.strategy).__name__,
+        "strategy": strategy.layout,
         "world_size": trainer.world_size,
         "precision": str(run.cfg.trainer.precision),
         "parameters": trainer.parameter_count,
         "samples_per_second": timings.get("samples_per_second"),
         "timings": timings,
-        "bubble_share": strategy.bubble_share if strategy is not None else 0.0,
+        "bubble_share": strategy.bubble_share,
         "peak_memory_bytes": peak_bytes(trainer),
         "versions": {"torch": torch.__version__, "lightning": version("lightning")},
         "seconds": seconds,

@@ -53,8 +53,6 @@ class RestoreProgress(RunHooks, Callback):
         self._states: list[epoch_metrics.Facts] = []  # of each rank
         self._left: epoch_metrics.Facts = {}  # of this rank: not logged again since the resume
         self._newest: list[epoch_metrics.Newest] = []  # of each rank
-        # of the values when the checkpoint was saved, and so of their columns
-        self._order: list[str] = []
         self._restored: epoch_metrics.Facts = {}
         self._in_eval: list[str] | None = None  # None: the checkpoint does not know
         # of this rank, when its epoch began; None: no hook can draw
@@ -72,21 +70,22 @@ class RestoreProgress(RunHooks, Callback):
         self._trainer = trainer
         if stage == "fit":
             self._built = {"schedules": [], "callbacks": _states(trainer)}
-        if (strategy := StrategyMixin.find(trainer)) is not None:
-            strategy.before_loading = [partial(self.loading, trainer)]
-            # hooks of the start see optimizers as in a first start, and what they change is undone
-            strategy.loads_optimizers_last = bool(_hooks_of_the_start(trainer))
+        strategy = StrategyMixin.of(trainer)
+        strategy.before_loading = [partial(self.loading, trainer)]
+        # hooks of the start see optimizers as in a first start, and what they change is undone
+        strategy.loads_optimizers_last = bool(_hooks_of_the_start(trainer))
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
         if trainer is None:  # an error before `setup`, after which a callback saves
             return {}
-        module, results = trainer.lightning_module, trainer.fit_loop.epoch_loop._results
+        strategy, module = StrategyMixin.of(trainer), trainer.lightning_module
+        results = trainer.fit_loop.epoch_loop._results
         evaluated = trainer.fit_loop.epoch_loop.val_loop._results
         own = (
-            self._ordered(self._left | epoch_metrics.collect(results, module)),
+            self._left | epoch_metrics.collect(results, module),
             epoch_metrics.metric_states(module, evaluated=evaluated),
-            _data_rank(trainer),
+            strategy.data_rank,
             trainer.fit_loop.epoch_loop.modules_in_eval,
             self._random,
             epoch_metrics.newest_of(results),
@@ -103,7 +102,7 @@ class RestoreProgress(RunHooks, Callback):
             "states": list(states),
             "in_eval": sorted({name for names in in_eval for name in names}),
             "newest": list(newest),
-            "random": {"layout": _layout(trainer), "ranks": list(random)},
+            "random": {"layout": strategy.layout, "ranks": list(random)},
             "attributes": user_state.of_ranks(attributes),
             "built": self._built,
             "model_checkpoints": {
@@ -119,9 +118,11 @@ class RestoreProgress(RunHooks, Callback):
         self._data_ranks, self._newest = state_dict["data_ranks"], state_dict["newest"]
         self._in_eval, self._attributes = state_dict["in_eval"], state_dict["attributes"]
         self._model_checkpoints = state_dict["model_checkpoints"]
-        random, trainer = state_dict["random"], self._trainer
+        random = state_dict["random"]
+        assert self._trainer is not None
+        layout = StrategyMixin.of(self._trainer).layout
         # under another layout ranks draw other numbers anyway
-        if len(random["ranks"]) == process_group.ranks() and random["layout"] == _layout(trainer):
+        if len(random["ranks"]) == process_group.ranks() and random["layout"] == layout:
             self._random = random["ranks"][process_group.rank()]
 
     def loading(self, trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
@@ -188,7 +189,7 @@ class RestoreProgress(RunHooks, Callback):
             loop.owes_epoch_end = True
 
     def _ranks(self, trainer: OurTrainer) -> dict[str, Any]:
-        data_ranks = process_group.all_gather_object(_data_rank(trainer))
+        data_ranks = process_group.all_gather_object(StrategyMixin.of(trainer).data_rank)
         return {
             "rank": trainer.global_rank,
             "saved_data_ranks": self._data_ranks,
@@ -236,17 +237,14 @@ class RestoreProgress(RunHooks, Callback):
             if mid_epoch or closing:
                 self._random = self._random or epoch_start.random_state(trainer)
                 epoch_start.repeat(trainer, self._random)
-            strategy = StrategyMixin.find(trainer)
-            if strategy is not None and _hooks_of_the_start(trainer):
-                strategy.loads_optimizers_last = False
+            if _hooks_of_the_start(trainer):
+                StrategyMixin.of(trainer).loads_optimizers_last = False
                 epoch_start.load_again(trainer)
             user_state.put_back(trainer, user_state.of_rank(self._attributes))
             if self._in_eval is not None:
                 epoch_start.set_modes(module, self._in_eval)
-            epoch_metrics.restore_states(
-                module, states, rank=0, saved_data_ranks=[0], data_ranks=[0]
-            )
-            results, self._left, self._order = trainer.fit_loop.epoch_loop._results, own, [*own]
+            epoch_metrics.restore_states(module, states)
+            results, self._left = trainer.fit_loop.epoch_loop._results, own
             trainer.callback_metrics.update(restored)
             results.clear()
             results.continue_from(newest)
@@ -263,7 +261,7 @@ class RestoreProgress(RunHooks, Callback):
             self._restore_last()
 
     def epoch_ends(self, trainer: OurTrainer) -> None:
-        if self._order:
+        if self._left:
             self._restore_left(trainer)
 
     def _restore_left(self, trainer: OurTrainer) -> None:
@@ -277,13 +275,6 @@ class RestoreProgress(RunHooks, Callback):
             reduce=strategy.reduce,
             device=strategy.root_device,
         )
-        ordered = self._ordered(dict(results))
-        results.clear()
-        results.update(ordered)
-        self._order = []
-
-    def _ordered(self, values: dict[str, Any]) -> dict[str, Any]:
-        return {key: values[key] for key in [*self._order, *values] if key in values}
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(trainer, OurTrainer)
@@ -323,16 +314,6 @@ def _lengths(state: Any) -> dict[str, Any]:
     for place, inner in enumerate(state.get("_schedulers") or ()):
         found |= {f"{place}.{name}": value for name, value in _lengths(inner).items()}
     return found
-
-
-def _layout(trainer: Trainer | None) -> str | None:
-    strategy = None if trainer is None else StrategyMixin.find(trainer)
-    return None if strategy is None else strategy.layout
-
-
-def _data_rank(trainer: Trainer) -> int:
-    strategy = StrategyMixin.find(trainer)
-    return trainer.global_rank if strategy is None else strategy.data_rank
 
 
 def _hooks_of_the_start(trainer: Trainer) -> list[Any]:

@@ -17,7 +17,6 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
 from armature.errors import ConfigError
@@ -68,9 +67,9 @@ class SameEverywhere(Callback):
         Raises:
             ConfigError: they differ.
         """
-        strategy = StrategyMixin.find(trainer)
-        if strategy is None or process_group.ranks() == 1:
+        if process_group.ranks() == 1:
             return
+        strategy = StrategyMixin.of(trainer)
         weights = strategy.replicated_weights() if strategy.replicates_weights else {}
         several_alike = strategy.world_size == strategy.data_size
         buffers = _buffers(strategy) if several_alike else {}
@@ -92,12 +91,11 @@ class SameEverywhere(Callback):
                 f"{completed_batches(trainer)}: {'; '.join(found[:SHOWN])}{more}. {REMEDY}"
             )
         if process_group.rank() == 0:
-            self._warn(everyones, copies_buffers=getattr(strategy, "copies_buffers", False))
+            self._warn(everyones)
 
-    def _warn(self, everyones: Sequence[Mapping[str, Any]], *, copies_buffers: bool) -> None:
-        which = "step" if copies_buffers else "resume"
+    def _warn(self, everyones: Sequence[Mapping[str, Any]]) -> None:
         for kind, text in {
-            "buffers": f"Each {which} gives all ranks the buffers of rank 0. Reduce what your code "
+            "buffers": "Each resume gives all ranks the buffers of rank 0. Reduce what your code "
             "puts there (self.all_gather(value).mean(0)).",
             "logged": "They were logged without sync_dist=True, so each rank has the value of its "
             "own samples: checkpoint.monitor takes rank 0's, EarlyStopping and schedules each "
@@ -177,15 +175,9 @@ def _facts(trainer: L.Trainer, strategy: StrategyMixin) -> dict[str, Any]:
 
 
 def _buffers(strategy: StrategyMixin) -> dict[str, Tensor]:
-    """Return the saved buffers, without BatchNorm's statistics where each step copies rank 0's."""
+    """Return the saved buffers."""
     module: nn.Module = strategy.module
-    own = {
-        f"{name}.{key}"
-        for name, part in module.named_modules()
-        if isinstance(part, _NormBase) and getattr(strategy, "copies_buffers", False)
-        for key in ("running_mean", "running_var")
-    }
-    saved = nn.Module.state_dict(module).keys() - own
+    saved = nn.Module.state_dict(module).keys()
     return {name: value for name, value in module.named_buffers() if name in saved}
 
 

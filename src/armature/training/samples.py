@@ -61,16 +61,16 @@ class Samples(L.Callback):
         self._spent = 0.0  # on samples
 
     def _start(self, trainer: L.Trainer) -> dict[str, Any]:
-        strategy, git = StrategyMixin.find(trainer), self.cfg.run.git or {}
+        strategy, git = StrategyMixin.of(trainer), self.cfg.run.git or {}
         device = trainer.strategy.root_device
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         return {
             "time": time.strftime("%Y-%m-%d %H:%M:%S"),
             "ranks": trainer.world_size,
-            "layout": strategy.layout if strategy is not None else type(trainer.strategy).__name__,
+            "layout": strategy.layout,
             "precision": str(self.cfg.trainer.precision),
             "planned_steps": self.planned_steps,
-            "parameters": getattr(trainer, "parameter_count", None),
+            "parameters": strategy.parameter_count,
             "host": socket.gethostname(),
             "python": sys.version.split()[0],
             "system": platform.platform(),
@@ -160,8 +160,7 @@ class Samples(L.Callback):
 
 
 def can_sample(trainer: L.Trainer) -> bool:
-    strategy = StrategyMixin.find(trainer)
-    return strategy is None or strategy.can_generate
+    return StrategyMixin.of(trainer).can_generate
 
 
 def preview_of(module: L.LightningModule) -> Callable[[], str | None] | None:

@@ -208,7 +208,7 @@ class StepLog(RunHooks, Callback):
         batch_idx: int,
     ) -> None:
         assert self.wait is not None
-        strategy = StrategyMixin.find(trainer)
+        strategy = StrategyMixin.of(trainer)
         stepped = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         columns = [monitor.batch_ended(trainer, stepped=stepped) for monitor in self.monitors]
         if self.wait.on_gpu:
@@ -217,9 +217,7 @@ class StepLog(RunHooks, Callback):
         # the micro-batch's share: Lightning divides by accumulation. A module's own backward may
         # take several numbers
         if loss is not None and loss.numel() == 1:
-            loss = loss.detach()
-            if strategy is not None:
-                loss = weigh(loss, strategy.target_weights.batch_targets)
+            loss = weigh(loss.detach(), strategy.target_weights.batch_targets)
             self._loss = loss if self._loss is None else self._loss + loss
         if not stepped:
             return
@@ -232,13 +230,13 @@ class StepLog(RunHooks, Callback):
         if self._lr is not None:
             row["lr"] = self._lr
         if self._loss is not None:
-            scale = strategy.gradient_scale() if strategy is not None else None
+            scale = strategy.gradient_scale()
             row["train/loss"], self._loss = (
                 self._loss if scale is None else self._loss * scale,
                 None,
             )
         # manual: any number of gradients per batch
-        if strategy is not None and pl_module.automatic_optimization:
+        if pl_module.automatic_optimization:
             norm, strategy.grad_norm = strategy.grad_norm, None
             if norm is not None:  # a module's optimizer_step may leave steps out
                 row["train/grad_norm"] = norm

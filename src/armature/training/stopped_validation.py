@@ -56,9 +56,7 @@ class Before:
                 else:  # the validation has made another one
                     owner, _, own = name.rpartition(".")
                     setattr(module.get_submodule(owner), own, value.to(module.device))
-        epoch_metrics.restore_states(
-            module, [self.metrics], rank=0, saved_data_ranks=[0], data_ranks=[0]
-        )
+        epoch_metrics.restore_states(module, [self.metrics])
         user_state.put_back(self.trainer, self.attributes)
         randomness.restore(self.drawn)
 

@@ -16,7 +16,6 @@ from typing_extensions import override
 
 from armature.strategies.base import StrategyMixin
 from armature.training.fit_loop import FitLoop
-from armature.training.guarded_steps import guard_trainer
 from armature.training.loops import EpochLoop
 from armature.training.progress import feed_of
 
@@ -144,8 +143,6 @@ class Trainer(L.Trainer):
 
     Args:
         max_global_batches: see `EpochLoop`.
-        finds_files: whether `fit` without a checkpoint looks for one, as in Lightning: see
-            `CheckpointConnector`.
         kwargs: Lightning's.
 
     Attributes:
@@ -160,19 +157,16 @@ class Trainer(L.Trainer):
         self,
         *args: Any,
         max_global_batches: int | None = None,
-        finds_files: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        guard_trainer(self)
         self.failed = False
         limits = self.fit_loop  # fast_dev_run may have changed them
         self.fit_loop: FitLoop = FitLoop(self, limits)
         self.fit_loop.epoch_loop = EpochLoop(self, limits, max_global_batches=max_global_batches)
         self._logger_connector: LoggerConnector = LoggerConnector(self)
         self._signal_connector = NoSignals()
-        if not finds_files:
-            self._checkpoint_connector = CheckpointConnector(self)
+        self._checkpoint_connector = CheckpointConnector(self)
 
     @override
     def save_checkpoint(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
@@ -195,8 +189,7 @@ class Trainer(L.Trainer):
         """Lightning's limit; without one `max_global_batches`, which ends a run with manual
         optimization.
         """
-        loop = self.fit_loop.epoch_loop
-        limit = loop.max_global_batches if isinstance(loop, EpochLoop) else None
+        limit = self.fit_loop.epoch_loop.max_global_batches
         return self.fit_loop.max_steps if limit is None or self.fit_loop.max_steps != -1 else limit
 
     @property
@@ -207,17 +200,9 @@ class Trainer(L.Trainer):
         return loaders if loaders is None or feed is None else feed.share()
 
     @property
-    def begins_random_streams(self) -> bool:
-        """Whether the ranks' random streams begin with the first batch: a loop of Lightning's does
-        not begin them.
-        """
-        return isinstance(self.fit_loop, FitLoop)
-
-    @property
     def completed_batches(self) -> int:
         """Global batches trained on so far, over all resumes: see `EpochLoop.completed_batches`."""
-        loop = self.fit_loop.epoch_loop
-        return loop.completed_batches if isinstance(loop, EpochLoop) else self.global_step
+        return self.fit_loop.epoch_loop.completed_batches
 
     @property
     def step_metrics(self) -> LoggerConnector:
@@ -227,7 +212,4 @@ class Trainer(L.Trainer):
     @property
     def parameter_count(self) -> int:
         """Parameters of the unsharded model."""
-        strategy = StrategyMixin.find(self)
-        if strategy is not None:
-            return strategy.parameter_count
-        return sum(param.numel() for param in self.lightning_module.parameters())
+        return StrategyMixin.of(self).parameter_count

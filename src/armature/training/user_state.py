@@ -237,9 +237,7 @@ def _module_state(module: nn.Module) -> dict[str, Any]:
 
 def _set_module_state(module: nn.Module, state: Mapping[str, Any]) -> None:
     module.load_state_dict(state["tensors"])
-    epoch_metrics.restore_states(
-        module, [state["metrics"]], rank=0, saved_data_ranks=[0], data_ranks=[0]
-    )
+    epoch_metrics.restore_states(module, [state["metrics"]])
 
 
 _STATES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {

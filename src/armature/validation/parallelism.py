@@ -75,23 +75,7 @@ REFUSED: dict[tuple[str, str], str] = {
 def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     """Return all that would fail, from the whole configuration, resolved, as plain types."""
     if layout.kind == "other":
-        model = cfg.get("model") or {}
-        if layout.plan is not None and layout.plan.experts is not None:
-            return [
-                f"strategy._target_={cfg['strategy']['_target_']}: only armature's own strategies "
-                f"level the load of the experts of model._target_={model['_target_']}. Type "
-                "strategy=ddp, or strategy=fsdp."
-            ]
-        if (
-            model.get("_target_", pretrained.DECODER) not in pretrained.READ
-            or model.get("pretrained") is None
-        ):
-            return []
-        what = f"strategy._target_={cfg['strategy']['_target_']}"
-        return [
-            f"{what}: only armature's own strategies read model.pretrained. Type strategy=ddp, or "
-            "strategy=fsdp."
-        ]
+        return []
     if layout.kind == "single" and layout.world_size > 1:
         instead = "strategy=ddp, or trainer.devices=1"
         return [

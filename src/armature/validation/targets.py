@@ -119,7 +119,7 @@ ROLES = {  # group → base classes of which one is needed
     "data": ("LightningDataModule",),
     "optimizer": ("Optimizer",),
     "scheduler": ("LRScheduler", "_LRScheduler", "ReduceLROnPlateau"),
-    "strategy": ("Strategy",),
+    "strategy": ("StrategyMixin",),
 }
 PASSED = {"optimizer": 1, "scheduler": 1}  # positional arguments that a task passes to the factory
 PASSED_BY_NAME = {"task": signatures.FACTORIES, "scheduler": ("total_steps",)}

@@ -217,7 +217,7 @@ def _report(
     layout: Layout,
     notes: list[str],
 ) -> Report:
-    strategy: Any = StrategyMixin.find(run.trainer) or run.trainer.strategy
+    strategy: Any = StrategyMixin.of(run.trainer)
     data: Any = run.feed
     world_size = layout.world_size
     repeats = (data.simulated_of - data.global_batch_size) // max(
