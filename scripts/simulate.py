@@ -25,7 +25,6 @@ from armature.finetune import check as pretrained
 from armature.layout import Layout
 from armature.planning import auto, devices, simulation
 from armature.planning.simulation import settings
-from armature.planning.text import UNEVEN
 from armature.validation import checks
 
 sys.path.insert(1, str(project.ROOT))  # modules of users, as for train.py
@@ -84,11 +83,8 @@ def run(arguments: argparse.Namespace, typed: list[str]) -> None:
             "it out."
         )
     pair = (depths[0], depths[1]) if depths else None
-    loads = [1.0, UNEVEN] if settings.experts_travel(Layout.of(cfg)) else [1.0]
     requests = [
-        simulation.Request(cfg=cfg, rank=rank, device=device, depths=pair, expert_load=load)
-        for load in loads
-        for rank in ranks
+        simulation.Request(cfg=cfg, rank=rank, device=device, depths=pair) for rank in ranks
     ]
     reports = []
     for result in simulation.simulate_all(requests):

@@ -1,7 +1,6 @@
 """Simulated ranks: a fixture simulates a few once, and the tests read the reports."""
 
 import argparse
-import dataclasses
 
 import pytest
 import torch
@@ -95,7 +94,7 @@ def test_a_users_module_that_reads_values():
 
 
 @pytest.mark.slow
-def test_experts_get_equally_many_tokens_unless_asked_otherwise():
+def test_experts_get_equally_many_tokens():
     own = [
         "data.global_batch_size=32",
         "model.experts=8",
@@ -107,17 +106,13 @@ def test_experts_get_equally_many_tokens_unless_asked_otherwise():
     (request,) = requests(
         *own, "model=mixture_nano", "strategy=expert", "strategy.expert=4", ranks=[1]
     )
-    loads = [request, dataclasses.replace(request, expert_load=1.5)]
     (fp32,) = requests(
         *own, "model=mixture_nano", "strategy=fsdp", "trainer.precision=32-true", ranks=[1]
     )
-    even, uneven, loop = simulation.simulate_all([*loads, fp32])
+    even, loop = simulation.simulate_all([request, fp32])
     assert isinstance(even, Report), even
-    assert isinstance(uneven, Report), uneven
     assert isinstance(loop, Report), loop
     rows = 8 * 32 * 2  # micro-batch, positions, experts per token
-    products = 2 * rows * 64 * 352 * 3 * 2  # gate, up, down in two blocks, forward
-    assert uneven.flops["forward"] - even.flops["forward"] == products // 2
     (sent,) = [
         volume for volume in even.volumes if volume.kind == "all_to_all" and volume.bytes > 10_000
     ]
@@ -126,8 +121,6 @@ def test_experts_get_equally_many_tokens_unless_asked_otherwise():
     )  # there and back, forward and backward, two blocks, in 16 bits
     assert [line for line in even.syncs if "experts.py" in line]
     assert any("equally many" in note for note in even.notes)
-    page = simulation.text([even, uneven])
-    assert "rank 1, if its experts get 1.5 × the mean number of tokens: " in page
     assert any(
         "mixture/experts.py" in line for line in loop.syncs
     )  # a GPU's product of groups takes bf16 alone

@@ -37,8 +37,6 @@ class Cost:
             over ranks.
         idle_matrices: parameters of one block's matrices that a position does not use: those of
             other experts.
-        routed: elements of `inner` that are kept per position for its experts, if each gets equally
-            many tokens.
         rows: elements per position that travel to the position's experts, and as many back, with an
             expert axis.
         linears: (out, in) of each Linear of a block, if all its matrices are Linears and may have
@@ -70,7 +68,6 @@ class Cost:
     key_heads: int = 0
     experts: int = 0
     idle_matrices: int = 0
-    routed: int = 0
     rows: int = 0
     linears: tuple[tuple[int, int], ...] = ()
 

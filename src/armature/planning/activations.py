@@ -20,8 +20,7 @@ def kept_by_block(setup: Setup, recompute: str | int) -> float:
         dropped = 0  # each adapter's own input after dropout, and its mask
         if setup.adapters is not None and setup.adapters.dropout:
             dropped = (c + 1) * sum(columns for _, columns in cost.linears)
-        routed = (setup.expert_load - 1) * cost.routed  # beyond the mean
-        inner = c * (cost.inner + routed + copied) / tensor
+        inner = c * (cost.inner + copied) / tensor
         return positions * (norms + c * cost.shared_inputs + c * adapters + inner + dropped)
     stream = residual_bytes(setup) * cost.width / between
     if recompute == "selective":
@@ -35,10 +34,8 @@ def kept_by_block(setup: Setup, recompute: str | int) -> float:
             )
         if setup.axes["context"] > 1:  # what the exchanges bring is kept, too
             products += (2 * cost.queries + cost.keys + copied) / tensor
-        # so are the rows that arrive and return; products are as many as rows arrive
-        if setup.expert > 1:
-            beyond = setup.expert_load - 1
-            products += ((2 + beyond) * cost.rows + beyond * (cost.routed - cost.rows) / 2) / tensor
+        if setup.expert > 1:  # so are the rows that arrive and return
+            products += 2 * cost.rows / tensor
         return positions * (stream + c * products)
     return positions * stream
 

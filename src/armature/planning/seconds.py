@@ -226,9 +226,7 @@ def _experts(setup: Setup, device: Device) -> float:
     size = (
         setup.micro * setup.accumulate * cost.positions / shared * cost.rows * setup.compute_bytes
     )
-    return _ring(
-        exchanges * max(setup.blocks_by_rank) * size * setup.expert_load, setup.expert, 1, device
-    )
+    return _ring(exchanges * max(setup.blocks_by_rank) * size, setup.expert, 1, device)
 
 
 def _context(setup: Setup, device: Device) -> float:

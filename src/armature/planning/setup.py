@@ -49,8 +49,7 @@ class Setup:
             memory) to a mesh, too.
         micro: samples per rank in one forward pass; `accumulate` of them make a step.
         recompute: none, selective, every, or a number n: each n-th block.
-        expert: ranks that share out a mixture's experts; `expert_load` is the share of tokens that
-            come to the rank with most of them, over the mean.
+        expert: ranks that share out a mixture's experts, which get equally many tokens.
         averaged: whether a fp32 average of the trained weights is kept (callbacks=ema).
         separate_buckets: whether ddp's gradients lie beside the buckets that it sends.
         matrix_state, other_state: bytes of optimizer state per parameter of hidden matrices, and of
@@ -78,7 +77,6 @@ class Setup:
     on_cpu: bool = False
     adapters: Adapters | None = None
     expert: int = 1
-    expert_load: float = 1.0
     averaged: bool = False
     separate_buckets: bool = False
     param_dtype: str | None = None

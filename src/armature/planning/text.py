@@ -10,7 +10,6 @@ from armature.planning.auto import HEADROOM
 from armature.planning.ranking import Candidate
 
 GIB = 2**30
-UNEVEN = 1.5  # tokens of a rank's experts, over the mean of all ranks
 MOST_SHOWN = 24  # layouts of one number of devices
 MOST_OF_EACH = 3  # of each number, if there are several
 DAY = 24 * 3600
@@ -56,20 +55,6 @@ def table(candidates: Sequence[Candidate], *, units: float | None, unit: str) ->
     if len(candidates) > len(found):
         lines.append(f"… and {len(candidates) - len(found)} more")
     return lines
-
-
-def _uneven(best: Candidate) -> list[str]:
-    """Return what the best layout of a mixture needs if a rank gets more than its share of
-    tokens.
-    """
-    if not best.setup.cost.experts:
-        return []
-    peak = memory.peak(best.setup.with_(expert_load=UNEVEN)).total_bytes
-    return [
-        f"All experts are taken to get equally many tokens. A rank with {UNEVEN} × the mean needs "
-        f"{peak / GIB:.1f} GiB "
-        f"in place of {best.peak_bytes / GIB:.1f} ({best.choice.name})."
-    ]
 
 
 def _hosts(found: Sequence[Candidate]) -> list[str]:
@@ -118,7 +103,8 @@ def report(
     if any(each.simulated for each in runs):
         lines.append("* simulated; all others by closed formulas")
     lines += _hosts(shown(runs))
-    lines += _uneven(fitting[0]) if fitting else []
+    if any(each.setup.cost.experts for each in runs):
+        lines.append("All experts are taken to get equally many tokens.")
     best = {each.world_size: each for each in reversed(fitting)}  # the first of each number
     for place, (_, each) in enumerate(sorted(best.items())):
         lines += [] if place else ["", "Type:"]

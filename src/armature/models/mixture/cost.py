@@ -36,7 +36,6 @@ def cost(args: Mapping[str, Any]) -> Cost:
         block_matrices=alike.block_matrices - without + used,
         idle_matrices=own - round(share * 3 * width * hidden * active),
         experts=own,
-        routed=routed,
         rows=round(share * active * width),
         inner=alike.inner + round(share * 4 * (shared - ffn)) + routed,
         products=alike.products

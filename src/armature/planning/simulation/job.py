@@ -91,7 +91,7 @@ def _run(request: Request, folder: Path) -> Report:
             "LOCAL_WORLD_SIZE": str(count), "GROUP_RANK": str(rank // count),
         }  # fmt: skip
     if settings.experts_travel(layout):
-        notes.append("All experts are taken to get equally many tokens, if nothing else is said.")
+        notes.append("All experts are taken to get equally many tokens.")
     recorder = order.Recorder() if request.record else None
     return _simulate(cfg, request, rank=rank, notes=notes, recorder=recorder, shares=shares)
 
@@ -111,7 +111,7 @@ def _simulate(
     meter.shares = shares
     hooks.install(meter)
     operators.install(meter)
-    substitutes.experts_load(meter, load=request.expert_load)
+    substitutes.experts_load(meter)
     process.quiet()
     torch.set_float32_matmul_precision(cfg.trainer.matmul_precision)
     build_feed = worker.feed.build
@@ -148,7 +148,7 @@ def _simulate(
         raise ConfigError("The run ended before its first optimizer step: nothing was simulated.")
     report = _report(cfg, run, meter, probe, rank=rank, device=device, layout=layout, notes=notes)
     if recorder is None:
-        return replace(report, expert_load=request.expert_load)
+        return report
     syncs = recorder.validation_syncs
     return replace(report, issued=recorder.record, validation_syncs=syncs)
 

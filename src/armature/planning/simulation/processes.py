@@ -49,7 +49,6 @@ class Request:
 
     Attributes:
         depths: numbers of layers (`model.layers`) to simulate instead, and to extrapolate linearly.
-        expert_load: tokens of this rank's experts, over the mean of all ranks.
         record: return all communication too, and validate before the training step.
         boundary: of a pipeline's stages; None: simulate the first stage up to it.
     """
@@ -58,7 +57,6 @@ class Request:
     rank: int
     device: Device
     depths: tuple[int, int] | None = None
-    expert_load: float = 1.0
     record: bool = False
     boundary: Boundary | None = None
 

@@ -46,7 +46,6 @@ class Report:
         compute_seconds: by phase; without waiting for others.
         bubble_share: share of the step in which a pipeline's schedule leaves the rank idle.
         model_flops: of the whole run's step by PaLM's convention; None if unknown.
-        expert_load: tokens of this rank's experts, over the mean of all ranks (`strategy.expert`).
         notes: what the simulation leaves out or takes otherwise.
         issued: all communication (`order.Issued`), and `validation_syncs`, of the batches of a
             validation, if the order was asked for.
@@ -74,7 +73,6 @@ class Report:
     tokens_per_sample: int | None
     model_flops: float | None
     peak_flops: float
-    expert_load: float = 1.0
     notes: Sequence[str] = ()
     issued: Sequence[Any] = ()
     validation_syncs: Mapping[str, float] = field(default_factory=dict)
@@ -174,11 +172,7 @@ def extrapolated(small: Report, large: Report, *, depths: tuple[int, int], depth
 
 # ---------------------------------------------------------------- text
 def text(reports: Sequence[Report]) -> str:
-    """Return the reports of some ranks of one run as a page of text; uneven loads of experts as
-    lines of their own.
-    """
-    uneven = [report for report in reports if report.expert_load != 1]
-    reports = [report for report in reports if report.expert_load == 1]
+    """Return the reports of some ranks of one run as a page of text."""
     first = reports[0]
     layout = (
         " × ".join(f"{axis} {size}" for axis, size in first.axes.items() if size > 1) or "one rank"
@@ -187,7 +181,6 @@ def text(reports: Sequence[Report]) -> str:
     lines = [f"{first.parameters:,} parameters on {devices}: {layout}", ""]
     for report in reports:
         lines += [*_memory(report), ""]
-    lines += [*map(_uneven, uneven), ""] if uneven else []
     slowest = max(reports, key=lambda report: report.step_seconds[1])
     lines += [*_speed(slowest), "", *_communication(slowest), "", *_syncs(reports)]
     notes = dict.fromkeys(note for report in reports for note in report.notes)
@@ -214,15 +207,6 @@ def _memory(report: Report) -> list[str]:
         ]
     phases = ", ".join(f"{phase} {size / GIB:.2f}" for phase, size in report.peak_by_phase.items())
     return [head, *by_kind, f"  peak by phase, GiB: {phases}"]
-
-
-def _uneven(report: Report) -> str:
-    (low, high), verdict = report.rate, "fits" if report.fits else "does NOT fit"
-    return (
-        f"rank {report.rank}, if its experts get {report.expert_load:g} × the mean number of "
-        "tokens: "
-        f"{report.needed / GIB:.1f} GiB, {verdict}; {low:,.0f} to {high:,.0f} tokens/s"
-    )
 
 
 def _speed(report: Report) -> list[str]:

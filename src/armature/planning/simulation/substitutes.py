@@ -97,17 +97,13 @@ def batches(mode: FakeTensorMode) -> None:
     wrap(Strategy, "batch_to_device", moving)
 
 
-def experts_load(meter: Meter, *, load: float) -> None:
-    """Let all experts get equally many rows, and this rank's `load` times as many as others' send
-    to them.
-
-    The host's waits for the real numbers are counted.
-    """
+def experts_load(meter: Meter) -> None:
+    """Let all experts get equally many rows; the host's waits for the real numbers are counted."""
 
     def row_lengths(x_MD: Any, leaving_RE: Any, arriving_RE: Any) -> tuple[list[int], list[int]]:
         meter.wait("item")
-        rows, ranks = len(x_MD), len(leaving_RE)
-        return _equal_parts(rows, ranks), _equal_parts(round(load * rows), ranks)
+        lengths = _equal_parts(len(x_MD), len(leaving_RE))
+        return lengths, lengths
 
     def row_counts(x_MI: Any, end_E: Any) -> list[int]:
         meter.wait("item")
