@@ -56,7 +56,7 @@ def simulated(cfg: DictConfig, device: Device, runs: Sequence[Candidate]) -> lis
             log.warning(
                 "%s was not simulated: %s",
                 each.choice.name,
-                str(result).splitlines()[0] if str(result) else result,
+                error_line(result),
             )
     return ranking.sort(_with(each, found.get(id(each))) for each in runs)
 

@@ -51,8 +51,12 @@ class OrderedDDP(DistributedDataParallel):
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
         if not self.find_unused_parameters:
-            self.reducer._push_all_rebuilt_params()
-            self.reducer._rebuild_buckets()
+            self.keep_buckets()
+
+    def keep_buckets(self) -> None:
+        """Make the first buckets the last ones."""
+        self.reducer._push_all_rebuilt_params()
+        self.reducer._rebuild_buckets()
 
     @override
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:

@@ -35,7 +35,7 @@ from armature.planning.devices import Device
 from armature.planning.simulation.hooks import with_values, wrap
 from armature.planning.simulation.meter import Meter
 from armature.planning.simulation.processes import Boundary
-from armature.strategies.ddp import DDP
+from armature.strategies.ddp import DDP, OrderedDDP
 from armature.training import same_everywhere
 
 
@@ -162,6 +162,7 @@ def _ddp() -> None:
         self.model.register_comm_hook(None, reduce)
 
     DDP._register_ddp_hooks = register
+    OrderedDDP.keep_buckets = lambda self: None  # it reads values of tensors
     DDP._setup_model = _with_unused_parameters(DDP._setup_model)
     DDP.post_backward = _reducing_all_buckets(DDP.post_backward)
     DDP.block_backward_sync = _blocking(DDP.block_backward_sync)
