@@ -358,10 +358,10 @@ def _role_problems(
         return _missing(path, node, definition, passed=0, by_name=())
     target, kinds = node["_target_"], ROLES[group]
     if signatures.derives(definition, kinds) is False:
-        return [
-            f"{path}._target_={target}: is no {kinds[0]}, which {group} needs. Name a class that "
-            "derives from one."
-        ]
+        advice = "Name a class that derives from one."
+        if group == "strategy":
+            advice = "Type strategy=ddp, strategy=fsdp, or another one of configs/strategy/."
+        return [f"{path}._target_={target}: is no {kinds[0]}, which {group} needs. {advice}"]
     partial = bool(node.get("_partial_"))
     if group in PASSED and not partial:
         given = node.get("_partial_")
