@@ -16,6 +16,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
 from typing_extensions import override
 
+from armature.errors import end_of_data
 from armature.strategies.base import StrategyMixin
 from armature.training import epoch_metrics, epoch_start, run_hooks, stopped_validation
 from armature.training.progress import feed_of
@@ -63,10 +64,12 @@ class EpochLoop(_TrainingEpochLoop):
         fetched = progress.current.ready
         try:
             super().advance(data_fetcher)
-        except StopIteration:
+        except StopIteration as error:
             # training_step(dataloader_iter) may meet the end of the data
             takes_iterator = isinstance(data_fetcher, _DataLoaderIterDataFetcher)
             if progress.current.ready > fetched and not takes_iterator:
+                if progress.current.started == progress.current.ready:
+                    raise end_of_data("A hook or training_step") from error
                 self._leave_epoch()
             raise
 
