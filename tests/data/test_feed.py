@@ -31,6 +31,7 @@ from armature.data import iterable, same_data
 from armature.data.base import DataModule
 from armature.data.draw import Draw
 from armature.errors import ConfigError
+from armature.strategies.single import SingleDevice
 from armature.training.trainer import Trainer
 from tests.data import feeding
 from tests.data.feeding import Rank, feed, served
@@ -613,7 +614,7 @@ def run(data, *callbacks, **settings):
     module, fed = Looks(), feed(data, **settings)
     trainer = Trainer(
         accelerator="cpu",
-        strategy=Rank(),
+        strategy=SingleDevice(),
         max_epochs=2,
         logger=False,
         enable_checkpointing=False,

@@ -359,7 +359,8 @@ def _candidates(group: str, word: str, folders: list[Path]) -> list[str]:
 
     def has(option: str) -> bool:
         text = texts.get(option, "")
-        others = re.findall(r"^  - (\w+)$", text, re.MULTILINE)
+        listed = re.search(r"^defaults:( *\[.*\]|(\n *- .*)+)", text, re.MULTILINE)
+        others = re.findall(r"\w+", listed[1]) if listed else []
         return bool(pattern.search(text)) or any(has(each) for each in others if each != option)
 
     return [option for option in texts if option[0] != "_" and has(option)]
