@@ -57,6 +57,8 @@ def install(device: Device) -> None:
     # a fake mode remembers its tensors by weak references, which swap_tensors (nn.Module._apply)
     # would refuse
     torch.utils.weakref = SimpleNamespace(getweakrefs=lambda tensor: [])
+    # torch's would read its storage; torchmetrics copies the first state of a metric
+    FakeTensor.__deepcopy__ = lambda self, memo: self.detach().clone()
     _ddp()
 
 
