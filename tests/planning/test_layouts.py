@@ -235,7 +235,7 @@ def with_source(wait: str) -> str:
         ),
         (
             "SendFirst",
-            "rank 1 at tests/planning/faults.py:29 in on_before_zero_grad: send of 12 bytes to "
+            "rank 1 at tests/planning/faults.py:33 in on_before_zero_grad: send of 12 bytes to "
             "rank 0",
         ),
     ],

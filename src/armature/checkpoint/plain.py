@@ -191,7 +191,8 @@ def plain_checkpoint(
     `on_save_checkpoint` of the `module` gives, often such factories, too: see `remake`. Anything
     else raises a ConfigError that names the keys.
     """
-    result, problems = {}, []
+    result: dict[str, Any] = {}
+    failed: dict[str, NotPlain] = {}
     for key, value in checkpoint.items():
         if key in _HYPER_PARAMETER_TYPES:
             continue
@@ -199,15 +200,17 @@ def plain_checkpoint(
             made = _plain_hyper_parameters if key in HYPER_PARAMETERS else plain
             result[key] = made(value, f"[{key!r}]")
         except NotPlain as error:
-            place = f"checkpoint{error.path}"
-            if module is not None and key in _of_hook(module, checkpoint, without=[key]):
-                result.setdefault(REMADE, []).append(key)
-                _name_once(place, error.type, key)
-            else:
-                problems.append(problem(place, error.type))
-    if problems:
+            failed[key] = error
+    given = _of_hook(module, checkpoint, without=failed) if module and failed else {}
+    if problems := [
+        problem(f"checkpoint{error.path}", error.type)
+        for key, error in failed.items()
+        if key not in given
+    ]:
         raise ConfigError(problems)
-    return result
+    for key, error in failed.items():
+        _name_once(f"checkpoint{error.path}", error.type, key)
+    return result | ({REMADE: [*failed]} if failed else {})
 
 
 def _of_hook(

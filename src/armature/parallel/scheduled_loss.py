@@ -44,8 +44,7 @@ class ScheduledLoss(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, None, None, None]:
         (scale,) = grad_outputs
         scale = scale if ctx.factor is None else scale / ctx.factor
-        if scale.device.type != "cpu" or scale != 1:  # on a GPU, the host would wait for the number
-            gradients.multiply(gradients.local_parts(grad for _, grad in ctx.pairs), by=scale)
+        gradients.multiply(gradients.local_parts(grad for _, grad in ctx.pairs), by=scale)
         for param, grad in ctx.pairs:
             if param.grad is None:
                 param.grad = grad

@@ -34,7 +34,6 @@ _CHECKPOINTS = (
 )
 _DEBUG_RUN = "Type debug=fast: a few steps of training, validation and test, and a checkpoint"
 _DDP = "Type strategy=ddp trainer.devices=N"
-_NO_CHECKPOINT = "Leave it out: a run without checkpoints begins at step 0"
 _RESUME = "Type resume={value} (a run directory or a checkpoint in it)"
 
 # A key, or key=value if the answer depends on the value. `x.*` answers for every key below x.
@@ -200,13 +199,6 @@ def removals(overrides: Iterable[str]) -> list[str]:
             )
         found.append(f"{override}: no run is without {key}. {instead}.")
     return found
-
-
-def table() -> str:
-    """Return the keys and their answers as a Markdown table."""
-    shown = {key: re.sub(r"{\w+}", "…", text) for key, text in (FOREIGN | INEFFECTIVE).items()}
-    rows = [f"| `{key}` | {text} |" for key, text in shown.items()]
-    return "\n".join(["| typed elsewhere | here |", "| --- | --- |", *rows, ""])
 
 
 def is_opposite(word: str, other: str) -> bool:

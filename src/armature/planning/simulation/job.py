@@ -76,9 +76,11 @@ def _run(request: Request, folder: Path) -> Report:
     if shares:
         cfg.strategy.cpu_offload = False
     substitutes.install(device)
+    # what stages send is found in a training step, without a validation before it
+    finds_boundary = layout.axes["pipe"] > 1 and request.boundary is None
     if layout.axes["pipe"] > 1:
         substitutes.pipeline(request.boundary)
-        if request.boundary is None:
+        if finds_boundary:
             rank %= world_size // layout.axes["pipe"]  # the pipe axis is the outermost
         notes.append(
             "All stages of the pipeline are taken to send tensors of one shape, as those of equal "
@@ -92,7 +94,7 @@ def _run(request: Request, folder: Path) -> Report:
         }  # fmt: skip
     if settings.experts_travel(layout):
         notes.append("All experts are taken to get equally many tokens.")
-    recorder = order.Recorder() if request.record else None
+    recorder = order.Recorder() if request.record and not finds_boundary else None
     return _simulate(cfg, request, rank=rank, notes=notes, recorder=recorder, shares=shares)
 
 

@@ -46,8 +46,8 @@ def install(device: Device) -> None:
     _kernels(device)
     _objects()
     _data()
-    wrap(mesh, "build", with_values)
-    wrap(mesh, "expert_mesh", with_values)
+    for name in ("build", "context_group", "expert_mesh"):
+        wrap(mesh, name, with_values)
     for name in ("capture", "restore"):
         wrap(randomness, name, with_values)
     wrap(process_group, "all_max", with_values)  # a number without a value would end the run
