@@ -47,7 +47,7 @@ TRACE = "+callbacks.trace={{_target_:armature.callbacks.trace.Trace,steps:{steps
 STOP = "+callbacks.stop_at={{_target_:armature.callbacks.stop_at.StopAt,signals:{{{name}:{step}}}}}"
 DOUBLE = "trainer.precision=64-true"
 NUDGE = "+callbacks.nudge={_target_:armature.callbacks.trace.Nudge}"
-ROUNDING = 10  # times what rounding alone changes under ddp
+ROUNDING = 10  # times what weights that are nudged by one rounding change
 OWN = "own"  # in the table: a value that each rank logs for itself
 
 
@@ -379,12 +379,14 @@ class Proof:
         if double and wide:
             straight, other = double, wide
             beyond = compare.compare(straight, other, exact=False)
+            if cells[METRICS] is compare.NOT_COMPARED:
+                beyond[METRICS] = compare.NOT_COMPARED
             left = {column for column, cell in beyond.items() if cell.broken}
             unsynced = set(beyond[METRICS].names)
         else:
             straight = self._straight(SINGLE, "straight-recorded", trace)
             other = self._go(f"{name}-recorded", *row.overrides, trace)
-            rounding = self._rounding(double, trace)
+            rounding = self._rounding()
             left = {
                 column
                 for column, cell in cells.items()
@@ -406,6 +408,9 @@ class Proof:
         if not left:
             self._excuse_rounding(row, cells)
             return
+        if left == {METRICS}:
+            row.notes.append(AVERAGES.format(names=", ".join(sorted(unsynced - own))))
+            return
         tolerance = locate.TOLERANCE if wide else BOUND
         found = locate.locate(straight, other, exact=False, tolerance=tolerance)
         if found is not None:
@@ -413,34 +418,15 @@ class Proof:
             row.broken = not found.exempt
             if found.exempt:
                 row.notes.append("docs/contract.md names this exception: nothing else is judged")
-        elif left == {METRICS}:
-            row.notes.append(AVERAGES.format(names=", ".join(sorted(unsynced - own))))
         else:
             row.notes.append(NOTHING_FOUND)
 
-    def _rounding(self, straight: Path | None, trace: str) -> dict[str, Cell]:
-        """Return what rounding alone changes in fp32: under ddp, if float64 has proved that; if the
-        model refuses float64, in a run whose first weights are nudged.
-        """
-        nothing: dict[str, Cell] = {column: Cell() for column in COLUMNS}
-        if straight is None:
-            nudged = self._try("straight-nudged", *SINGLE, *self._validation(SINGLE), NUDGE)
-            return compare.compare(self.straight, nudged, exact=False) if nudged else nothing
-        words: tuple[str, ...] = ("strategy=ddp", "trainer.devices=2", "trainer.num_nodes=1")
-        try:
-            words += self._validation(words)
-        except ConfigError:
-            return nothing
-        single = self._try("ddp-2", *words)
-        double = self._try("ddp-2-float64", *words, DOUBLE, trace)
-        if single is None or double is None:
-            return nothing
-        beyond = compare.compare(straight, double, exact=False)
-        own = locate.own_values(double)
-        left = {column for column, cell in beyond.items() if cell.broken} - {METRICS}
-        if left or set(beyond[METRICS].names) - own:
-            return nothing
-        return compare.compare(self.straight, single, exact=False)
+    def _rounding(self) -> dict[str, Cell]:
+        """Return what rounding alone changes in fp32: in a run whose first weights are nudged."""
+        nudged = self._try("straight-nudged", *SINGLE, *self._validation(SINGLE), NUDGE)
+        if nudged is None:
+            return {column: Cell() for column in COLUMNS}
+        return compare.compare(self.straight, nudged, exact=False)
 
     def _excuse_rounding(self, row: Row, cells: dict[str, Cell]) -> None:
         row.broken = False
@@ -479,7 +465,7 @@ NOTHING_FOUND = (
     "them, in a hook or a callback"
 )
 AVERAGES = (
-    "{names}: samples, weights, outputs and gradients agree, so it is how the metric is averaged: "
+    "{names}: losses, gradient norms and weights agree, so it is how the metric is averaged: "
     "a mean of means over batches or ranks of unequal size, or of a value that is no mean over "
     "samples. Log with batch_size=…, or use a torchmetrics object"
 )

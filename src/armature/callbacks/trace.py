@@ -32,10 +32,12 @@ class Nudge(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: L.LightningModule) -> None:
+        generator = torch.Generator().manual_seed(0)  # the run's own draws stay as they are
         with torch.no_grad():
             for param in pl_module.parameters():
                 if param.is_floating_point():
-                    param.mul_(1 + torch.finfo(torch.float32).eps)
+                    signs = torch.randn(param.shape, generator=generator).sign().to(param.device)
+                    param.mul_(1 + torch.finfo(torch.float32).eps * signs)
 
 
 class Trace(Callback):
@@ -123,6 +125,10 @@ class Trace(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: L.LightningModule) -> None:
         if self._file is not None and completed_batches(trainer) <= self.steps:
             self._write({"step": completed_batches(trainer), "logged": _logged(trainer)})
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: L.LightningModule) -> None:
+        self.on_validation_end(trainer, pl_module)  # now the averages of the epoch are there
 
     def _write(self, record: dict[str, Any]) -> None:
         assert self._file is not None
