@@ -46,6 +46,13 @@ def test_consecutive_blocks_share_a_unit(blocks: int, at_least: int, sizes: list
         assert [block for unit in found for block in unit] == list(model.blocks.children())
 
 
+def test_an_end_is_a_unit_with_the_layers_in_it() -> None:
+    model = Stack(2)
+    model.end = nn.Sequential(nn.Linear(10, 20), nn.Linear(20, 1))  # pyright: ignore[reportAttributeAccessIssue]
+    found = units.find(model, Plan(first=("end",)), min_num_params=100).modules
+    assert found == [[model.end], *([block] for block in model.blocks.children())]
+
+
 class Net(nn.Module):
     """Without a plan: a list of blocks, a sequence, tied leaves, and layers by themselves."""
 

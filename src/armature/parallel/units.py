@@ -83,14 +83,13 @@ def find(
 
 def _of_plan(model: nn.Module, plan: Plan, min_num_params: int) -> list[list[nn.Module]]:
     blocks = [*model.get_submodule(plan.blocks).children()]
-    in_blocks = {part for block in blocks for part in block.modules()}
-    first, last = ([getattr(model, end) for end in ends] for ends in (plan.first, plan.last))
-    leaves = [each for each in model.modules() if isinstance(each, LEAVES)]
-    ends: list[nn.Module] = [
-        each
-        for each in dict.fromkeys([*first, *leaves, *last])
-        if each not in in_blocks and each is not None and 0 < size(each) >= min_num_params
-    ]
+    first, last = (
+        [part for end in ends if (part := getattr(model, end)) is not None]  # else another stage's
+        for ends in (plan.first, plan.last)
+    )
+    inside = {part for each in (*first, *blocks, *last) for part in each.modules()}
+    leaves = [each for each in model.modules() if isinstance(each, LEAVES) and each not in inside]
+    ends = [each for each in (*first, *leaves, *last) if 0 < size(each) >= min_num_params]
     before = [[each] for each in ends if each in first]
     after = [[each] for each in ends if each not in first]
     return before + _together(blocks, min_num_params) + after
