@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 TENSOR_STYLES = {
     "column": "a Linear whose outputs are sharded",
@@ -114,3 +117,11 @@ def plan_beside(module: str) -> Plan | None:
     """
     found = module_beside(module, "plan")
     return found.PLAN if found is not None else None
+
+
+def by_rows(initialize_parameter: F) -> F:
+    """Mark an `initialize_parameter` to which rows of a parameter may be given in place of the
+    whole: what it draws for one does not depend on how many there are. Ranks then draw their own.
+    """
+    initialize_parameter.by_rows = True  # pyright: ignore[reportFunctionMemberAccess]
+    return initialize_parameter

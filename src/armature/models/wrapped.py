@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from typing_extensions import override
 
 from armature.models.adapters import is_adapter
+from armature.models.plan import by_rows
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,7 @@ class WrappedModel(nn.Module):
         """Standard deviation of matrices that begin at random."""
         return 0.02
 
+    @by_rows
     def initialize_parameter(self, name: str, param: Tensor, generator: torch.Generator) -> None:
         """Fill a parameter that the folder lacks."""
         if param.ndim == 1:

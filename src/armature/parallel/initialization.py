@@ -5,15 +5,19 @@ rank holds.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from armature.errors import ConfigError
 from armature.finetune import nf4
 from armature.parallel import units
+from armature.parallel.gradients import local_part
+
+BLOCK = 1 << 22  # elements that one generator draws: 16 MiB in fp32
 
 
 def generator_for(seed: int, name: str) -> torch.Generator:
@@ -65,7 +69,9 @@ def initialize_by_name(
 ) -> None:
     """Initialize parameters through the `initialize_parameter` of the model that owns them.
 
-    Only one unsharded parameter, in fp32 on the CPU, is in memory at a time.
+    One that is marked `by_rows` is asked for blocks of rows, each with a generator of its own: a
+    rank draws only those that it holds a part of, on all its threads. Of other models one whole
+    parameter, in fp32 on the CPU, is in memory at a time.
 
     Args:
         names: the parameters of `module` to initialize; None: all.
@@ -73,39 +79,86 @@ def initialize_by_name(
             LightningModule's `model` has the prefix "model.", so that the same seed gives the same
             weights in a bare loop and under a strategy.
     """
-    owners = {
-        name: owner
-        for name, owner in module.named_modules()
-        if hasattr(owner, "initialize_parameter")
-    }
+    initial = _InitialValues(module, seed=seed, prefix=prefix)
     done: set[Tensor] = set()
-
-    def initial(name: str, shape: Sequence[int]) -> Tensor:
-        owner = next(
-            (o for o in sorted(owners, key=len) if not o or name.startswith(f"{o}.")), None
-        )
-        if owner is None:
-            raise ConfigError(
-                f"Parameter {name!r} was built on the meta device, but its model has no "
-                "initialize_parameter(name, "
-                "param, generator) to fill it: add one, or build the model on a real device."
-            )
-        full = torch.empty(tuple(shape), dtype=torch.float32)
-        relative, generator = name.removeprefix(f"{owner}."), generator_for(seed, prefix + name)
-        owners[owner].initialize_parameter(relative, full, generator)  # pyright: ignore[reportCallIssue]
-        return full
-
     for name, linear in nf4.in_4_bits(module).items():
         if names is not None and f"{name}.codes" not in names:
             continue
-        full = initial(f"{name}.weight", (linear.out_features, linear.in_features))
+        full = torch.empty(linear.out_features, linear.in_features)
+        initial.fill(f"{name}.weight", full)
         for part, value in zip(nf4.PARTS, nf4.quantize(full), strict=True):
             place(value, param := linear.get_parameter(part))
             done.add(param)
     for name, param in module.named_parameters(remove_duplicate=False):
         if (names is None or name in names) and param not in done:
-            place(initial(name, param.shape), param)
+            initial.fill(name, param)
             done.add(param)
+
+
+class _InitialValues:
+    """The initial values of a module's parameters, as a function of name, shape and seed."""
+
+    def __init__(self, module: nn.Module, *, seed: int, prefix: str) -> None:
+        self._seed, self._prefix = seed, prefix
+        self._owners: dict[str, Any] = {
+            name: owner
+            for name, owner in module.named_modules()
+            if hasattr(owner, "initialize_parameter")
+        }
+
+    def fill(self, name: str, param: Tensor) -> None:
+        """Fill this rank's part of a parameter."""
+        known = sorted(self._owners, key=len)
+        path = next((each for each in known if not each or name.startswith(f"{each}.")), None)
+        if path is None:
+            raise ConfigError(
+                f"Parameter {name!r} was built on the meta device, but its model has no "
+                "initialize_parameter(name, param, generator) to fill it: add one, or build the "
+                "model on a real device."
+            )
+        owner, shape = self._owners[path], param.shape
+        by_rows = param.ndim > 0 and getattr(owner.initialize_parameter, "by_rows", False)
+        count = shape[0] if param.ndim else 1
+        rows = max(1, BLOCK * count // max(1, param.numel())) if by_rows else max(1, count)
+
+        def block(start: int) -> Tensor:
+            values = torch.empty((min(rows, count - start), *shape[1:]) if param.ndim else ())
+            key = f"{self._prefix}{name}" + (f":{start}" if start else "")
+            generator = generator_for(self._seed, key)
+            owner.initialize_parameter(name.removeprefix(f"{path}."), values, generator)
+            return values
+
+        if rows >= count:
+            place(block(0), param)
+            return
+        own, local = [_own_indices(param, dim) for dim in range(param.ndim)], local_part(param)
+
+        @torch.no_grad()  # which is a thread's own
+        def place_block(start: int) -> None:
+            (held,) = torch.where((own[0] >= start) & (own[0] < start + rows))
+            values = block(start)[own[0][held] - start]
+            for dim in range(1, param.ndim):
+                if len(own[dim]) < shape[dim]:
+                    values = values.index_select(dim, own[dim])
+            local[held[0] : held[-1] + 1].copy_(values)
+
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            # list: an error is raised here
+            list(threads.map(place_block, (own[0] // rows * rows).unique().tolist()))
+
+
+def _own_indices(param: Tensor, dim: int) -> Tensor:
+    """Return the indices along a dim, in order, of which this rank holds a part."""
+    indices = torch.arange(param.shape[dim])
+    if not isinstance(param, DTensor):
+        return indices
+    placements = [
+        # of FSDP beside a tensor axis it is no Shard: dim 0 is then cut in another order
+        (each if dim == 0 else Shard(0)) if getattr(each, "dim", None) == dim else Replicate()
+        for each in param.placements
+    ]
+    own = distribute_tensor(indices, param.device_mesh, placements, src_data_rank=None)
+    return own.to_local().cpu()
 
 
 @torch.no_grad()

@@ -27,6 +27,7 @@ from armature.models.decoder.cache import KeyValueCache
 from armature.models.decoder.check import ffn_hidden_of, problems, windows_of
 from armature.models.decoder.loss import Head, computes_loss
 from armature.models.loss import mean_cross_entropy, token_losses
+from armature.models.plan import by_rows
 
 
 def rotate(x_BHTK: Tensor, rotary_C2K: Tensor) -> Tensor:
@@ -394,9 +395,10 @@ class Decoder(nn.Module):
         rotary_C2K = torch.stack([angle_CK.cos(), angle_CK.sin()], dim=1)
         return rotary_C2K if scale == 1.0 else rotary_C2K * scale
 
+    @by_rows
     def initialize_parameter(self, name: str, param: Tensor, generator: torch.Generator) -> None:
-        """Fill one full, unsharded parameter, as a function of its name, its shape and the
-        generator alone.
+        """Fill rows of one parameter, as a function of its name, its row's size and the generator
+        alone.
 
         Norms are 1, biases 0. Matrices are normal with deviation sqrt(2 / 5D) (arXiv:1910.05895,
         2.2; at a width of 1,000 that is GPT-2's 0.02). Those that write to the residual stream get

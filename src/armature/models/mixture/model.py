@@ -17,6 +17,7 @@ from torch import Tensor
 from armature.models.decoder.model import Block, Decoder
 from armature.models.mixture.check import problems
 from armature.models.mixture.experts import Mixture
+from armature.models.plan import by_rows
 
 
 class MixtureBlock(Block):
@@ -139,6 +140,7 @@ class MixtureDecoder(Decoder):
         active = 3 * options["active"] * options["hidden"] * self.width * len(self.mixtures())
         return super().flops_per_sample(inputs) + 6.0 * active * inputs[0].numel()
 
+    @by_rows
     def initialize_parameter(self, name: str, param: Tensor, generator: torch.Generator) -> None:
         """Fill one parameter as a decoder does; the experts' last matrices write to the residual
         stream.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from armature.models.autocast import to_compute_dtype
 from armature.models.loss import mean_cross_entropy
+from armature.models.plan import by_rows
 from armature.models.vit.check import problems
 
 
@@ -135,9 +136,10 @@ class VisionTransformer(nn.Module):
             outputs, targets, label_smoothing=self.label_smoothing if self.training else 0.0
         )
 
+    @by_rows
     def initialize_parameter(self, name: str, param: Tensor, generator: torch.Generator) -> None:
-        """Fill one full, unsharded parameter, as a function of its name, its shape and the
-        generator alone.
+        """Fill rows of one parameter, as a function of its name, its row's size and the generator
+        alone.
 
         Norms are 1, biases 0. Matrices are normal with deviation 1 / sqrt(inputs) (LeCun et al.
         1998, 4.6); those that write to the residual stream get 1 / sqrt(2 * layers) of it (GPT-2,
