@@ -120,14 +120,16 @@ def compiled_in_a_fit(job: Job) -> int:
 )
 def test_a_fit_compiles_twice_however_long_it_is(job: Job) -> None:
     job = replace(job, options={**job.options, "compile": "block"}, validate=True)
-    assert on_ranks(compiled_in_a_fit, job, ranks=job.ranks) == [2] * job.ranks
+    graphs = 2 + (job.ranks == 1)  # Lightning's test is in inference mode, but not with gloo
+    assert on_ranks(compiled_in_a_fit, job, ranks=job.ranks) == [graphs] * job.ranks
 
 
 @pytest.mark.slow
 def test_a_pipeline_stage_compiles_once_for_all_its_blocks() -> None:
+    """Once for training, and once for the test."""
     job = LAYOUTS["pipeline 2, 1f1b"]
     job = replace(job, options={**job.options, "compile": "block"})
-    assert on_ranks(compiled_in_a_fit, job, ranks=job.ranks) == [1, 1]
+    assert on_ranks(compiled_in_a_fit, job, ranks=job.ranks) == [2, 2]
 
 
 def test_compiled_code_is_kept_beside_corpora_unless_the_user_names_a_folder(
