@@ -14,7 +14,7 @@ from armature.models.vit.cost import cost as vit_cost
 from armature.models.vit.model import VisionTransformer
 from armature.parallel.mesh import AXES
 from armature.planning import devices, memory, seconds
-from armature.planning.setup import Adapters, Setup
+from armature.planning.setup import Setup
 from armature.planning.simulation.roofline import Roofline
 from armature.project import CONFIGS
 
@@ -104,7 +104,7 @@ def test_a_mesh_gathers_fp16_with_fp16_unless_it_is_told_another_type() -> None:
     )
 
 
-LORA, NF4 = {"adapters": Adapters(rank=16)}, {"adapters": Adapters(rank=16, in_4_bits=True)}
+LORA, NF4 = {"adapter_rank": 16}, {"adapter_rank": 16, "in_4_bits": True}
 SHORT = {"kind": "single", "context": 2048, "accumulate": 4}
 
 
