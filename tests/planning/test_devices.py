@@ -1,7 +1,5 @@
 """Files of configs/hardware/, and what hardware=this reads."""
 
-from pathlib import Path
-
 import pytest
 
 from armature import hardware, project

@@ -160,25 +160,13 @@ def differences(runs: Sequence[History]) -> dict[str, list[Any]]:
     MISSING where a run has none.
     """
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in IGNORED)
-    found = {key: _apart([run.config.get(key, MISSING) for run in runs]) for key in keys}
+    found = {key: [shown(run.config.get(key, MISSING)) for run in runs] for key in keys}
     commits = [
         str(run.starts[-1].get("commit") or MISSING)[:12] if run.starts else MISSING for run in runs
     ]
     return {
         key: values for key, values in {"commit": commits, **found}.items() if len(set(values)) > 1
     }
-
-
-def _apart(values: list[Any]) -> list[str]:
-    """Return how the values are shown: in all their digits, if fewer would make different ones the
-    same.
-    """
-    short = [shown(value) for value in values]
-    whole = [
-        repr(value) if isinstance(value, float) else each
-        for value, each in zip(values, short, strict=True)
-    ]
-    return whole if len(set(whole)) > len(set(short)) else short
 
 
 def text(runs: Sequence[History]) -> str:

@@ -211,24 +211,16 @@ def _refuse(setup: Setup, tried: Sequence[Try], *, memory_bytes: int) -> None:
     least = min(each.peak.least_bytes for each in tried)
     if least <= memory_bytes:
         return
-    world = setup.world_size
-    whole = min(each.peak.state_bytes * (world if each.sharded else 1) for each in tried)
-    more = (2**exponent for exponent in range(1, 11) if 2**exponent > world)
-    enough = next((count for count in more if 1.25 * whole / count < memory_bytes), None)
-    advice = (
-        f"{enough} such devices hold it under strategy=fsdp"
-        if enough
-        else "1,024 devices would not either"
-    )
     offload = "strategy=fsdp strategy.cpu_offload=true"
-    if world == 1:  # fsdp shards nothing there, and offloads nothing; DeepSpeed has no Muon
+    if (
+        setup.world_size == 1
+    ):  # fsdp shards nothing there, and offloads nothing; DeepSpeed has no Muon
         muon = setup.matrix_state != setup.other_state
         offload = f"{'optimizer=adamw ' if muon else ''}strategy=deepspeed_zero3_offload"
     raise ConfigError(
         f"strategy=auto: weights, gradients and optimizer state of {setup.cost.parameters:,} "
         f"parameters take at least {_size(least)} per device in the optimizer's step, and one has "
-        f"{_size(memory_bytes)}. {advice}; {offload} keeps them in the host's memory. "
-        f"{PLAN_COMMAND}"
+        f"{_size(memory_bytes)}. {offload} keeps them in the host's memory. {PLAN_COMMAND}"
     )
 
 

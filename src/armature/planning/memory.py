@@ -164,20 +164,11 @@ def _state(setup: Setup, ends: float, blocks: int, trained: float) -> dict[str, 
     weights = blocks * setup.block_bytes(each) + each * ends
     return {
         "parameters": own * (weights + each * trained * (setup.adapter_rank > 0)),
-        "gradients": own * each * trained + (tensor - 1) * _whole_embedding(setup),
+        "gradients": own * each * trained,
         "optimizer state": own * optimizer * each / 4,
         "averaged weights": 4 * own * trained * setup.averaged,
         "buckets": each * trained * setup.separate_buckets,
     }
-
-
-def _whole_embedding(setup: Setup) -> float:
-    """Return bytes of a rank's part of an embedding whose gradient is whole until the optimizer's
-    step: on a tensor axis without FSDP, untied.
-    """
-    alone = setup.kind == "mesh" and not setup.sharded and setup.axes["tensor"] > 1
-    plain = alone and not setup.cost.tied and not setup.adapter_rank
-    return setup.weight_bytes * setup.cost.first / setup.axes["tensor"] * plain
 
 
 def kept_by_block(setup: Setup, recompute: str | int) -> float:
@@ -271,7 +262,7 @@ def _stepping(setup: Setup, blocks: int, trained: float) -> float:
         wide = setup.compute_bytes == 4 or setup.offload_optimizer
         return 0 if wide else 4 * trained / setup.world_size
     if setup.matrix_state == setup.other_state or setup.adapter_rank:
-        return _whole_embedding(setup)
+        return 0
     block = setup.cost.block / setup.axes["tensor"]
     largest = MUON_ROUND // 4 if setup.kind == "mesh" else MUON_ROUND
     exchanged = min(blocks * block / setup.weight_ranks, largest) if setup.world_size > 1 else 0
