@@ -110,15 +110,7 @@ class Device:
     def peak(self, *types: str) -> float:
         """Return the FLOP/s of matrix products in the first of these types that the device has,
         else in fp32.
-
-        ConfigError: float64 of a device whose file does not name it.
         """
-        if "float64" in types and "float64" not in self.peak_flops:
-            raise ConfigError(
-                f"trainer.precision=64-true: hardware={self.name} has no float64 in peak_tflops. "
-                "Add it to "
-                f"{FOLDER / self.name}.yaml, or type trainer.precision=32-true."
-            )
         return next(
             (self.peak_flops[name] for name in types if name in self.peak_flops),
             self.peak_flops["float32"],

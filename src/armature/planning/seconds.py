@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from armature.parallel import split
 from armature.planning import memory
 from armature.planning.devices import MATRIX_SHARE, MEMORY_SHARE, Device
+from armature.planning.roofline import Roofline
 from armature.planning.setup import SCHEDULE, Setup
 
 HOST_BYTES_PER_SECOND = 20e9  # between a device and its host's memory: PCIe 4.0 x16, shared
@@ -51,18 +52,16 @@ def step_seconds(setup: Setup, device: Device) -> Seconds:
     return Seconds(compute=compute, communication=sent, units_per_second=rate)
 
 
-def peak_flops(setup: Setup, device: Device) -> float:
-    """Return the FLOP/s of matrix products; a type that the device lacks runs in the next larger
-    one.
-    """
-    if setup.compute_bytes > 2:
-        return device.peak("tf32" if setup.compute_bytes == 4 else "float64")
-    return device.peak("bfloat16" if "bf16" in setup.precision else "float16")
+def compute_type(precision: str) -> str:
+    """Return the type of the matrix products, as torch names it."""
+    if precision.startswith(("32", "64")):
+        return f"float{precision[:2]}"
+    return "bfloat16" if "bf16" in precision else "float16"
 
 
 def _compute(setup: Setup, device: Device) -> float:
     cost, tensor, adapted = setup.cost, setup.axes["tensor"], setup.adapter_rank > 0
-    flops_rate = peak_flops(setup, device) * MATRIX_SHARE
+    flops_rate = Roofline(device=device).peak(compute_type(setup.precision)) * MATRIX_SHARE
     bytes_rate = device.memory_bytes_per_second * MEMORY_SHARE
     samples = setup.micro * setup.accumulate
     positions = samples * cost.positions / setup.axes["context"]
@@ -98,14 +97,16 @@ def _compute(setup: Setup, device: Device) -> float:
 
 # ---------------------------------------------------------------- communication
 def _communication(setup: Setup, device: Device) -> float:
-    """Return seconds of all collectives of a step, each as a ring over its slowest link."""
+    """Return seconds of all collectives of a step, each as a ring over its slowest link; an
+    all-reduce is two gathers.
+    """
     axes, cost, low = setup.axes, setup.cost, setup.compute_bytes
+    roofline, everyone = Roofline(device=device), range(setup.world_size)
     if setup.kind == "ddp":
-        size = 2 * setup.weight_bytes * setup.trained
-        return _ring(size, ranks=setup.world_size, stride=1, device=device)
+        size = setup.weight_bytes * setup.trained
+        return roofline.collective("all_reduce", size, everyone)
     if setup.kind == "deepspeed":
-        size = _of_zero(setup)
-        return _ring(size, ranks=setup.world_size, stride=1, device=device)
+        return roofline.collective("all_gather", _of_zero(setup), everyone)
     if setup.kind != "mesh":
         return 0.0
     pipe, tensor, context, expert = axes["pipe"], axes["tensor"], axes["context"], setup.expert
@@ -119,7 +120,7 @@ def _communication(setup: Setup, device: Device) -> float:
     exchanged = (2 * cost.queries + cost.keys) / tensor * low
     rings = [  # bytes, ranks, distance between neighbors
         (_of_weights(setup, experts), weights, tensor),
-        (own, weights * tensor // expert, expert),
+        (own, max(1, weights * tensor // expert), expert),
         (2 * reduced, axes["replicate"], tensor * weights),
         # around attention: queries, keys, values and results
         (passes * blocks * positions * exchanged, context, tensor),
@@ -128,12 +129,13 @@ def _communication(setup: Setup, device: Device) -> float:
         (_of_tensor_axis(setup, blocks) * positions, tensor, 1),
     ]
     seconds = sum(
-        _ring(size, ranks=ranks, stride=stride, device=device) for size, ranks, stride in rings
+        roofline.collective("all_gather", size, range(0, ranks * stride, stride))
+        for size, ranks, stride in rings
     )
     if pipe > 1:  # a stage's results, and the gradients of its inputs; at the ends one of them
         shared = tensor if setup.sequence_parallel else 1
         size = (1 if pipe == 2 else 2) * positions * cost.width * setup.residual_bytes / shared
-        seconds += size / _rate(2, setup.world_size // pipe, device)
+        seconds += roofline.collective("send", size, (0, setup.world_size // pipe))
     return seconds
 
 
@@ -176,17 +178,3 @@ def _of_tensor_axis(setup: Setup, blocks: int) -> float:
     # head; embedding, both forward and backward
     ends = 2 * (setup.compute_bytes + setup.residual_bytes)
     return setup.cost.width * (setup.compute_bytes * (8 * blocks + repeated * again) + ends)
-
-
-def _ring(size: float, *, ranks: int, stride: int, device: Device) -> float:
-    """Return seconds in which a ring of ranks gathers or reduces `size` bytes; an all-reduce is two
-    of them.
-    """
-    return size * (ranks - 1) / ranks / _rate(ranks, stride, device) if ranks > 1 else 0.0
-
-
-def _rate(ranks: int, stride: int, device: Device) -> float:
-    """Return bytes per second of one rank: its link, or its part of its machine's network."""
-    return device.link_rate(
-        ranks=ranks, here=max(1, min(ranks, device.devices_per_machine // stride))
-    )

@@ -28,12 +28,13 @@ from armature.finetune import check as pretrained
 from armature.layout import Layout
 from armature.planning import memory
 from armature.planning.devices import Device
+from armature.planning.roofline import Roofline
+from armature.planning.seconds import compute_type
 from armature.planning.simulation import hooks, operators, order, settings, substitutes
 from armature.planning.simulation.meter import Meter
 from armature.planning.simulation.probe import HELD, Probe, StepEnded, Validation
 from armature.planning.simulation.processes import Boundary, Request, SimulationFailed
 from armature.planning.simulation.report import Report, Volume, weighted
-from armature.planning.simulation.roofline import Roofline
 from armature.strategies.base import StrategyMixin
 from armature.training import flops, process
 from armature.training.stop import StopOnSignal
@@ -220,24 +221,8 @@ def _report(
         samples_per_step=data.simulated_of,
         tokens_per_sample=data.assets.tokens_per_sample,
         model_flops=_model_flops(run, probe),
-        peak_flops=meter.roofline.peak(_compute_type(str(cfg.trainer.precision))),
+        peak_flops=meter.roofline.peak(compute_type(str(cfg.trainer.precision))),
         notes=(*notes, *_assumptions(meter)),
-    )
-
-
-def _compute_type(precision: str) -> torch.dtype:
-    """Return the type of the matrix products, whose rate MFU is a share of.
-
-    V100 and T4 have none of bf16.
-    """
-    if precision.startswith("64"):
-        return torch.float64
-    return (
-        torch.bfloat16
-        if "bf16" in precision
-        else torch.float16
-        if "16" in precision
-        else torch.float32
     )
 
 

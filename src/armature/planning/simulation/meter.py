@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from armature.parallel import mesh
-from armature.planning.simulation.roofline import Roofline
+from armature.planning.roofline import Roofline
 
 KINDS = {  # by the start of an operator's name
     "reduce_scatter": "reduce_scatter",
@@ -252,7 +252,7 @@ class Meter(TorchDispatchMode):
         self.operators += 1
         moved = sum(t.numel() * t.element_size() for t in ins + outs)
         self.seconds[self.phase] += self.roofline.operator(
-            flops, moved, ins[0].dtype if ins else torch.float32
+            flops, moved, str(ins[0].dtype if ins else torch.float32).removeprefix("torch.")
         )
 
     def wait(self, why: str, *, assumed: bool = False) -> None:
