@@ -189,15 +189,6 @@ def test_a_base_weight_that_was_trained_for_a_while_is_saved():
     assert strategy.unchanged_base() == {"frozen"}
 
 
-def test_averages_are_of_what_is_trained():
-    module = Frozen()
-    strategy = SingleDevice()
-    strategy._lightning_module = module
-    assert [*strategy.trained_weights()] == ["trained"]
-    del module.adapter  # a model that is frozen otherwise may be unfrozen later
-    assert [*strategy.trained_weights()] == ["trained", "frozen", "unfrozen"]
-
-
 # ---------------------------------------------------------------- before launch
 def run_config(path: Path, **changes: Any) -> Any:
     node = {"_target_": check.DECODER, "_partial_": True, "pretrained": str(path), "context": 64}

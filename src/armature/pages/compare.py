@@ -26,14 +26,6 @@ IGNORED = ("run.name", "run.notes", "run.tags", "run.group", "resume")
 def make(runs: Sequence[History]) -> str:
     """Return a page that compares runs."""
     runs = named_apart(runs)
-    names = [name for name in _values(runs) if not name.startswith("test")]
-    usual = ["train/loss", *(name for name in names if _is_of_validation(name, runs))]
-    first = [name for name in usual if name in names]
-    others, left = curves.some(name for name in names if name not in first)
-    drawn = [curves.metric(runs, name) for name in [*first, *others]]
-    drawn[-1:] = [replace(each, note=left) for each in drawn[-1:]]
-    of_speed = [name for name in ("lr", rate(runs)) if any(run.curve(name)[0] for run in runs)]
-    speed = [curves.metric(runs, name, title=name.replace("_", " "), raw=True) for name in of_speed]
     head = ["", *(run.name for run in runs)]
     body = [
         f"<h1>{len(runs)} runs</h1>",
@@ -44,9 +36,9 @@ def make(runs: Sequence[History]) -> str:
         "<h2>Results</h2>",
         table(([escape(name), *map(_cell, cells)] for name, cells in _results(runs)), head),
         "<h2>Curves</h2>",
-        charts([each for each in drawn if each.lines], switch="log"),
+        charts(curves.learning(runs), switch="log"),
         "<h2>Learning rate and speed</h2>",
-        charts(speed),
+        charts(curves.speed(runs)),
         "<h2>Configurations</h2>",
     ]
     rows = [[escape(key), *map(code, values)] for key, values in differences(runs).items()]
