@@ -190,7 +190,7 @@ def _with(cfg: DictConfig, axes: Mapping[str, int | str], *, recompute: bool) ->
         assert isinstance(kept, dict)
         changed.strategy = {**kept, "_target_": STRATEGIES["mesh"], **axes}
     if recompute:
-        changed.strategy.activation_checkpointing = "every"
+        OmegaConf.update(changed, "strategy.activation_checkpointing", "every")
     OmegaConf.set_struct(changed, True)
     return changed
 

@@ -79,7 +79,7 @@ def choices(*, devices: int, num_nodes: int, experts: int = 1) -> Iterator[Choic
     yield offloaded
 
 
-def _choice(name: str, words: str, effort: int, *, kind: str = "mesh", **options: Any) -> Choice:
+def _choice(name: str, words: str, effort: int, *, kind: Any = "mesh", **options: Any) -> Choice:
     strategy = {
         "_target_": STRATEGIES[kind],
         "seed": "${seed}",

@@ -289,5 +289,6 @@ def _optimizer_bytes(cfg: DictConfig) -> tuple[int, int]:
     """
     name = _optimizer(cfg)
     if name == "sgd":
-        return (MOMENTUM_BYTES,) * 2 if cfg.optimizer.get("momentum") else (0, 0)
+        state = MOMENTUM_BYTES if cfg.optimizer.get("momentum") else 0
+        return state, state
     return (MOMENTUM_BYTES if name == "muon" else ADAM_BYTES), ADAM_BYTES

@@ -16,7 +16,7 @@ from armature.planning.simulation.meter import Meter
 from armature.planning.simulation.order import Recorder
 from armature.training.run_hooks import RunHooks
 
-HELD = ("parameters", "gradients", "optimizer state")
+HELD: tuple[str, ...] = ("parameters", "gradients", "optimizer state")
 PHASES = {"forward": "activations", "backward": "temporary", "optimizer": "temporary"}
 
 
