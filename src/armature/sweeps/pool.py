@@ -23,9 +23,10 @@ from typing import Any
 
 from omegaconf import DictConfig, open_dict
 
-from armature import hardware
+from armature import config, hardware
+from armature.checkpoint import resume
 from armature.errors import EXIT_CONFIG, ConfigError, RunFailed, masked
-from armature.launcher import environment, lock, rank
+from armature.launcher import environment, lock, rank, run_state
 from armature.launcher.supervise import EXIT_CODES, SIGNALS
 from armature.sweeps import conclude
 from armature.sweeps import trials as files
@@ -193,6 +194,12 @@ class _Pool:
                     if (trial := next(trials, None)) is None:
                         break
                     waiting = trial, self._composed(trial)
+                if _is_finished(self.folder / str(waiting[0].number), waiting[1]):
+                    each = _Process(*waiting, devices=[])
+                    waiting = None
+                    yield self._finished(each)
+                    each.trial.claim.release()
+                    continue
                 # a trial of more devices than there are is refused by its own check
                 if len(self.free) < self._needed(waiting[1]) and self.running:
                     break
@@ -262,13 +269,9 @@ class _Pool:
         run_dir = self.folder / str(trial.number)
         log = run_dir / "logs" / "output.log"
         result = Result(trial)
-        self.ended += 1
         if code == 0:
-            monitor = each.cfg.checkpoint.monitor
-            result.metric = files.metric(run_dir, monitor)
-            shown = "–" if result.metric is None else f"{result.metric:.5g}"
-            self._say(each, f"{monitor} {shown}")
-            return result
+            return self._finished(each)
+        self.ended += 1
         if code == EXIT_CODES["time_limit"]:  # it comes for all
             self.received = self.received or "SIGUSR1"
         if code in STOPPED or code < 0:
@@ -283,6 +286,13 @@ class _Pool:
         result.error = RunFailed(text, code)
         self._say(each, text)
         return result
+
+    def _finished(self, each: _Process) -> Result:
+        self.ended += 1
+        monitor = each.cfg.checkpoint.monitor
+        metric = files.metric(self.folder / str(each.trial.number), monitor)
+        self._say(each, f"{monitor} {'–' if metric is None else f'{metric:.5g}'}")
+        return Result(each.trial, metric)
 
     def _say(self, each: _Process, text: str) -> None:
         fixed = [key.lower() for key in self.launcher.config.hydra.overrides.task]
@@ -314,6 +324,22 @@ class _Pool:
         for each in self.running:
             with suppress(ProcessLookupError):
                 os.kill(each.process.pid, number)
+
+
+def _is_finished(run_dir: Path, cfg: DictConfig) -> bool:
+    """Return whether a run of these very settings has finished. If in doubt its process decides."""
+    if cfg.resume == "never" or run_state.read_summary(run_dir).get("stop_reason") != "finished":
+        return False
+    recorded = config.load(run_dir / "config.yaml")
+    here, there = config.without_secrets(cfg), config.without_secrets(recorded)
+    found = resume.differences(here, there, resume.RESULT_GROUPS)
+    found |= {
+        key: (cfg.trainer[key], recorded.trainer[key])
+        for key in ("max_steps", "max_epochs", "max_time")
+        # null: another limit was typed instead
+        if recorded.trainer[key] not in (None, cfg.trainer[key])
+    }
+    return all(now == "auto" for now, _ in found.values())
 
 
 def _devices(cfg: DictConfig) -> int:
