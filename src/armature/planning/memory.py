@@ -92,9 +92,10 @@ def _moments(setup: Setup, stage: int) -> tuple[dict[str, float], list[dict[str,
     # weights: units of blocks are gathered, and their gradients whole until they are reduced
     unit = min(blocks, max(1, round(setup.min_unit * tensor / cost.block)))
     gathered_block = setup.block_bytes(setup.gathered_bytes, gathered=True)
-    elements = setup.block_bytes(1, gathered=True) if not adapted else setup.adapted
+    elements = setup.adapted if adapted else setup.block_elements(gathered=True)
     both = setup.gathered_bytes + setup.reduced_bytes
-    last_unit = setup.gathered_bytes * ((first if cost.tied else last) or elements) * sharded
+    last_unit = setup.gathered_bytes * (first if cost.tied else last) or gathered_block
+    last_unit *= sharded
     gathered, ahead, unit_gradients = 0.0, 0.0, 0.0
     if sharded:
         gathered, unit_gradients = 2 * unit * gathered_block, 2 * unit * both * elements
@@ -105,12 +106,13 @@ def _moments(setup: Setup, stage: int) -> tuple[dict[str, float], list[dict[str,
         gathered += 2 * c * DEEPSPEED_BUCKET
         kept = min(first + last + blocks * cost.block / tensor, DEEPSPEED_KEPT)
         ahead = c * (2 * DEEPSPEED_BUCKET + kept * sharded)
+    ended = dict(state)  # when backward ends
     if pipe > 1:
         # Lightning's zero_grad comes after the schedule, so its gradients lie beside those before;
         # they stay unsharded until its last micro-batch
-        state["gradients"] *= 2
-        whole = setup.adapted if adapted else elements
-        unit_gradients = setup.reduced_bytes * (first + last + blocks * whole) * sharded
+        ended["gradients"] *= 2
+        ends = 0.0 if adapted else first + last
+        unit_gradients = setup.reduced_bytes * (ends + blocks * elements) * sharded
         ahead = max(ahead, gathered + unit_gradients - last_unit)
     # activations
     pieces = min(pipe - stage, setup.microbatches) if pipe > 1 else 1
@@ -124,7 +126,7 @@ def _moments(setup: Setup, stage: int) -> tuple[dict[str, float], list[dict[str,
     finish = 0.0 if adapted else both * max(first, unit * elements) * sharded
     loss, loss_backward, end = _loss(setup, piece) if last else (0.0, 0.0, 0.0)
     copied, saved = _low_copies(setup, blocks)
-    carried = dict(state)
+    carried = dict(ended)
     stays = setup.kind == "ddp" or (setup.kind == "deepspeed" and setup.stage == 3)
     if setup.accumulate == 1 and pipe == 1 and not (stays and not setup.separate_buckets):
         carried["gradients"] = 0  # set to None before the step
@@ -136,7 +138,7 @@ def _moments(setup: Setup, stage: int) -> tuple[dict[str, float], list[dict[str,
          "gathered": last_unit + ahead, "temporary": loss_backward},
         {**carried, "activations": kept, "16-bit copies": saved,
          "gathered": gathered, "temporary": working + unit_gradients},
-        {**state, "activations": one_block, "gathered": gathered, "temporary": working + finish},
+        {**ended, "activations": one_block, "gathered": gathered, "temporary": working + finish},
         {**state, "temporary": _stepping(setup, blocks, trained)},
     ]  # fmt: skip
 

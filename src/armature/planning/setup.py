@@ -120,17 +120,20 @@ class Setup:
         each = (rows * (columns * (1 / 2 + 1 / 64) + 4) for rows, columns in self.cost.linears)
         return sum(each) if self.in_4_bits else 0
 
-    def block_bytes(self, each: int, *, gathered: bool = False) -> float:
-        """Return bytes of a block's weights before sharding if an element has `each`.
+    def block_elements(self, *, gathered: bool = False) -> float:
+        """Return a block's parameters on a rank before sharding.
 
         Gathered: of a mixture's experts, those of one rank.
         """
         cost, tensor = self.cost, self.axes["tensor"]
-        size = each * cost.block / tensor
-        if gathered:
-            size += each * cost.experts * (1 / self.expert - 1 / tensor)
+        apart = cost.experts * (1 / self.expert - 1 / tensor) if gathered else 0
+        return cost.block / tensor + apart
+
+    def block_bytes(self, each: int, *, gathered: bool = False) -> float:
+        """Return bytes of these weights if an element has `each`."""
+        size = each * self.block_elements(gathered=gathered)
         if self.in_4_bits:
-            size -= (each * cost.block_matrices - self.packed_bytes) / tensor
+            size -= (each * self.cost.block_matrices - self.packed_bytes) / self.axes["tensor"]
         return size
 
     # ------------------------------------------------------------ ranks
