@@ -26,7 +26,7 @@ from armature.data import batching
 from armature.errors import ConfigError
 from armature.finetune import check as pretrained
 from armature.layout import Layout
-from armature.planning import devices, layouts, ranking, refine, text
+from armature.planning import devices, layouts, ranking, text
 from armature.planning.setup import cost_of, setup_of
 from armature.planning.simulation import settings
 from armature.training.limits import prefer_typed
@@ -111,7 +111,7 @@ def plan(arguments: argparse.Namespace, typed: list[str]) -> None:
     pairs = ranking.counts(device, devices=count, num_nodes=num_nodes)
     runs, refused = ranking.rank(cfg, device, pairs, fixed=fixed)
     if not arguments.quick:
-        runs = refine.simulated(cfg, device, runs)
+        runs = ranking.simulated(cfg, device, runs)
     units = arguments.tokens or configured_units(cfg, cost.units_per_sample)
     kept = kept_words(arguments, typed)
     print(
@@ -128,10 +128,6 @@ def plan(arguments: argparse.Namespace, typed: list[str]) -> None:
         print(slower)
     print()
     print("\n".join(text.report(runs, refused, typed=kept, units=units, unit=cost.unit)))
-    adapters = ranking.with_adapters(cfg, device, runs, fixed=fixed)
-    print(
-        *text.adapted(adapters, typed=kept, unit=cost.unit), sep="\n", end="\n" if adapters else ""
-    )
     if not any(each.fits for each in runs):
         needed = ranking.devices_needed(cfg, device, fixed=fixed)
         print(

@@ -445,25 +445,6 @@ TABLE += [  # ---------------------------------------------------------------- t
         None,
         "planning/simulation/operators.py",
     ),
-    ("torch", "_unique2", None, "planning/simulation/operators.py"),
-    (
-        "torch.distributed",
-        "_compute_bucket_assignment_by_size",
-        None,
-        "planning/simulation/substitutes.py",
-    ),
-    (
-        "torch.distributed",
-        "_DEFAULT_FIRST_BUCKET_BYTES",
-        None,
-        "planning/simulation/substitutes.py",
-    ),
-    (
-        "lightning.pytorch.strategies:DDPStrategy",
-        "_setup_model",
-        ("self", "model"),
-        "planning/simulation/substitutes.py",
-    ),
     (
         "torch.distributed.pipelining._utils",
         "_TensorMeta",

@@ -27,7 +27,6 @@ class SweeperSettings:
     trials: int = 20
     sampler: dict[str, Any] = field(default_factory=lambda: {"name": "TPESampler", "seed": 0})
     pruner: dict[str, Any] | None = None
-    storage: str | None = None
     params: dict[str, Any] = field(default_factory=dict)
 
 

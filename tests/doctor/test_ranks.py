@@ -65,30 +65,9 @@ def test_a_rank_that_never_starts_is_named(cfg):
     assert found[0].what.startswith("rank 1 of 2 never started within 5 s")
 
 
-def test_a_port_that_is_taken_ends_the_examination(cfg):
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        found = failures(examined(cfg, port=port))
-    assert [each.what.split(" on ")[0] for each in found] == [f"MASTER_PORT={port} cannot be used"]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (
-            {"address": "192.0.2.1"},
-            "MASTER_ADDR=192.0.2.1 (192.0.2.1) is no address of",
-        ),  # of no machine: RFC 5737
-        (
-            {"fault": "wrong_address"},
-            "MASTER_ADDR=no-such-host.invalid: this machine cannot resolve the name.",
-        ),
-    ],
-)
-def test_a_wrong_address_is_named(cfg, options, words):
-    (found,) = failures(examined(cfg, **options))
+def test_a_wrong_address_is_named(cfg):
+    (found,) = failures(examined(cfg, fault="wrong_address"))
+    words = "MASTER_ADDR=no-such-host.invalid: this machine cannot resolve the name."
     assert (found.group, found.what.startswith(words)) == ("launch", True), found
 
 

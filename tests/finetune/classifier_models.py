@@ -6,8 +6,6 @@ classifier_models.py logits FOLDER OUT
     the largest difference of logits to transformers' own, for each kind
 classifier_models.py fit FOLDER KIND OUT [--adapter] LAYOUT…
     how far each layout's training is from one process's
-classifier_models.py exported FOLDER OUT TEXT…
-    transformers' own answers of an exported folder
 """
 
 import json
@@ -107,31 +105,12 @@ def fit(root: Path, kind: str, layouts: list[str], out: Path, *, adapter: bool) 
     compare.fit(chosen, layouts, out)
 
 
-def exported(folder: Path, texts: list[str]) -> list[dict[str, Any]]:
-    import torch
-    from tokenizers import Tokenizer
-    from transformers import AutoModelForSequenceClassification
-
-    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
-    tokenizer, found = Tokenizer.from_file(str(folder / "tokenizer.json")), []
-    for text in texts:
-        probability, index = (
-            model(torch.tensor([tokenizer.encode(text).ids])).logits.softmax(-1).max(-1)
-        )
-        found.append(
-            {"class": model.config.id2label[int(index)], "probability": float(probability)}
-        )
-    return found
-
-
 if __name__ == "__main__":
     what, folder, *rest = sys.argv[1:]
     if what == "make":
         make(Path(folder))
     elif what == "logits":
         Path(rest[0]).write_text(json.dumps(logits(Path(folder))))
-    elif what == "exported":
-        Path(rest[0]).write_text(json.dumps(exported(Path(folder), rest[1:])))
     else:
         kind, out, *names = rest
         layouts = [name for name in names if name != "--adapter"]

@@ -84,7 +84,8 @@ def write_random_model(path: Path, **changes: Any) -> Path:
 
 
 def write_tokenizer(path: Path, tokens: int) -> None:
+    from tokenizers import Tokenizer, models
+
     vocabulary = {f"t{i}": i for i in range(tokens)}
-    (path / folder.TOKENIZER).write_text(
-        json.dumps({"model": {"vocab": vocabulary}, "added_tokens": []})
-    )
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
+    tokenizer.save(str(path / folder.TOKENIZER))

@@ -102,16 +102,6 @@ def test_a_context_beyond_the_folders_is_refused(model):
             {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 1.0}},
             "rope_type=yarn with mscale",
         ),
-        (
-            {"rope_scaling": {"type": "linear", "factor": "8"}},
-            "rope_type=linear with factor='8': no numbers above 0",
-        ),
-        ({"rope_theta": "x"}, "rope_theta='x' is no number above 0"),
-        (
-            {"max_position_embeddings": "2048", "hidden_size": 2.5},
-            "hidden_size=2.5, max_position_embeddings='2048'",
-        ),
-        ({"max_window_layers": "x"}, "max_window_layers='x': no size"),
         ({"architectures": "LlamaModel"}, "architectures=LlamaModel is no causal language model"),
     ],
 )
@@ -131,11 +121,8 @@ def test_everything_wrong_with_a_folder_is_one_message(model):
         assert words in problem
 
 
-@pytest.mark.parametrize(
-    "text", ['{"model": "x"}', '{"added_tokens": [{"id": 3}]}', '{"model": {"vocab": {"a": "b"}}}']
-)
-def test_a_damaged_tokenizer_is_named(model, text):
-    (model / folder.TOKENIZER).write_text(text)
+def test_a_damaged_tokenizer_is_named(model):
+    (model / folder.TOKENIZER).write_text('{"model": "x"}')
     assert f"{model / folder.TOKENIZER} is damaged, or no tokenizer" in refused(model)[0]
 
 
@@ -173,29 +160,11 @@ def test_another_tokenizer_than_the_folders_is_refused(model, tmp_path):
     check.fill(config(model, {"source": chat}))
 
 
-@pytest.mark.parametrize("name", [folder.TOKENIZER_CONFIG, folder.ADDED_TOKENS])
-def test_a_tokenizer_that_lacks_tokens_of_its_other_files_is_refused(model, name):
+def test_a_tokenizer_that_lacks_tokens_of_its_other_files_is_refused(model):
     write_tokenizer(model, 40)
-    tokenizer = json.loads((model / folder.TOKENIZER).read_text()) | {
-        "added_tokens": [{"id": 40, "content": "<s>"}]
-    }
-    (model / folder.TOKENIZER).write_text(json.dumps(tokenizer))
-    added = (
-        {"<s>": 40}
-        if name == folder.ADDED_TOKENS
-        else {"added_tokens_decoder": {"40": {"content": "<s>"}}}
-    )
-    (model / name).write_text(json.dumps(added))
-    check.fill(config(model))
-    more = {"<|im_end|>": 41} if name == folder.ADDED_TOKENS else {"41": {"content": "<|im_end|>"}}
-    added |= (
-        more
-        if name == folder.ADDED_TOKENS
-        else {"added_tokens_decoder": added["added_tokens_decoder"] | more}
-    )
-    (model / name).write_text(json.dumps(added))
+    (model / folder.ADDED_TOKENS).write_text(json.dumps({"<|im_end|>": 41}))
     [problem] = refused(model)
-    assert f"tokenizer.json lacks tokens that {name} adds: <|im_end|>." in problem
+    assert f"tokenizer.json lacks tokens that {folder.ADDED_TOKENS} adds: <|im_end|>." in problem
     assert f"from_pretrained('{model}').save_pretrained('{model}')" in problem
 
 
@@ -207,7 +176,7 @@ def test_a_run_that_resumes_needs_the_folder_no_more(model, monkeypatch):
     run.mkdir(parents=True)
     folder.keep(model, run)
     model.rename(model.with_name("moved"))
-    with pytest.raises(ConfigError, match="no such folder"):
+    with pytest.raises(ConfigError, match="no folder that holds"):
         check.fill(cfg)
     monkeypatch.setattr(
         check.resume, "last_checkpoint", lambda *args: run / "checkpoints" / "step=000001"
@@ -217,7 +186,3 @@ def test_a_run_that_resumes_needs_the_folder_no_more(model, monkeypatch):
     assert filled.data.source.tokenizer == str(run / folder.KEPT / folder.TOKENIZER)
     assert filled.model.width == 16
     assert folder.is_same(str(model.with_name("moved")), run)
-
-
-def test_the_tiny_folder_is_one_that_passes(model):
-    assert built.problems(check.fill(config(model))) == []

@@ -49,7 +49,11 @@ for weight in (fp32, torch.randn(8, 128).bfloat16(), torch.zeros(2, 64)):
     found = nf4.dequantize(codes, scales, row, dtype=torch.float32)
     whole = theirs.dequantize_4bit(expected, state)
     assert (found - weight).norm() <= 1.01 * (whole - weight).norm()
-assert nf4.computes_alike(nf4.bitsandbytes_kernel(), torch.device("cpu"))
+codes = torch.arange(256, dtype=torch.uint8).repeat(4).view(2, 512)
+block_max = torch.linspace(1e-4, 3.0, 32).view(2, 16)
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    found = nf4.bitsandbytes_kernel()(codes, block_max, dtype)
+    assert torch.equal(found, nf4.plain_kernel(codes, block_max, dtype))
 """
 
 
@@ -57,13 +61,6 @@ assert nf4.computes_alike(nf4.bitsandbytes_kernel(), torch.device("cpu"))
 def test_codes_are_those_of_bitsandbytes_and_its_kernel_computes_the_same():
     needs.extra("bitsandbytes")
     extras.command("-c", COMPARE)
-
-
-def test_a_kernel_that_computes_otherwise_is_found():
-    def other(codes, block_max, dtype):
-        return nf4.plain_kernel(codes, block_max, dtype) * (1 + 2**-10)
-
-    assert not nf4.computes_alike(other, torch.device("cpu"))
 
 
 def test_slices_of_rows_and_columns_are_slices_of_the_whole():
@@ -136,25 +133,9 @@ def test_all_linears_of_the_blocks_have_4_bits_and_only_adapters_are_trained():
     assert model.get_parameter("head.weight").dtype == torch.float32
 
 
-def test_the_weights_of_linears_take_a_quarter_of_16_bits():
-    model = adapted()
-    linears = nf4.in_4_bits(model).values()
-    resident = sum(linear.get_parameter(part).nbytes for linear in linears for part in nf4.PARTS)
-    in_16_bits = sum(2 * linear.in_features * linear.out_features for linear in linears)
-    assert not any(hasattr(linear, "weight") for linear in linears)
-    assert resident < 0.28 * in_16_bits  # rows of 128 and 256
-    wide = nf4.Nf4Linear(nn.Linear(1024, 64, bias=False))
-    assert sum(param.nbytes for param in wide.parameters()) < 0.261 * 2 * 64 * 1024
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [({"quantize": "int4"}, "task.adapter.quantize=int4"), ({}, "blocks.*.attention.q (96)")],
-)
-def test_what_cannot_be_held_is_refused(options, says):
-    with pytest.raises(ConfigError) as caught:
-        Lora(**{**ADAPTER, **options}).add_to(Decoder(**{**SIZES, "width": 96}))
-    assert says in " ".join(str(caught.value).split())
+def test_what_cannot_be_held_is_refused():
+    with pytest.raises(ConfigError, match=r"blocks\.\*\.attention\.q \(96\)"):
+        Lora(**ADAPTER).add_to(Decoder(**{**SIZES, "width": 96}))
 
 
 def test_the_seeds_weights_are_quantized_as_they_are():

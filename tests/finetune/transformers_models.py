@@ -10,8 +10,6 @@ transformers_models.py peft BASE ADAPTER MERGED OUT
     how far the adapter that peft loads is from the merged folder
 transformers_models.py generate FOLDER OUT RUN
     what generate.py prints of a run, and what transformers makes of FOLDER
-transformers_models.py damaged FOLDER OUT
-    what is said of config.json of `DAMAGED`
 transformers_models.py fit FOLDER KIND OUT [--adapter] LAYOUT…
     how far each layout's training is from one process's
 """
@@ -52,7 +50,6 @@ KINDS: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "query_pre_attn_scalar": 16,
     },  # tied, scaled embedding
-    "phi": {**TINY, "partial_rotary_factor": 0.5},  # biases, of the head too
     "gpt2": {
         "vocab_size": 320,
         "initializer_range": 0.2,
@@ -82,15 +79,6 @@ RECURRENT = {
 }
 CONTEXT = 48
 END = "<|im_end|>"  # of a turn in the template beside the models
-DAMAGED: list[dict[str, Any]] = [
-    {"hidden_size": "64"},
-    {"num_attention_heads": 3},
-    {"layer_types": ["odd"] * 3},
-    {"num_hidden_layers": "3"},
-    {"hidden_act": "odd"},
-    {"rope_scaling": {"rope_type": "odd", "factor": 2.0}},
-    {"vocab_size": -1},
-]
 
 
 def make(root: Path) -> None:
@@ -157,32 +145,6 @@ def packing_problems(model: Any) -> list[str]:
         {"model": {"_target_": others.CAUSAL}, "data": {"source": {"packing": True}}}
     )
     return built._packing_problems(model.to("meta"), cfg)
-
-
-def damaged(root: Path) -> list[list[str]]:
-    """Return the problems of a Llama and of a classifier whose config.json has each of
-    `DAMAGED`.
-    """
-    from omegaconf import OmegaConf
-
-    from armature.errors import ConfigError
-    from armature.finetune import built, others
-
-    found = []
-    for target, sizes in ((others.CAUSAL, {}), (others.CLASSIFIER, {"classes": 2})):
-        node = OmegaConf.create(
-            {"_target_": target, "_partial_": True, "pretrained": str(root), "context": 8, **sizes}
-        )
-        for changes in DAMAGED:
-            (root / "config.json").write_text(
-                json.dumps({"model_type": "llama", **TINY, **changes})
-            )
-            try:
-                built.build(node)
-                found.append([])
-            except ConfigError as error:
-                found.append(error.problems)
-    return found
 
 
 def with_peft(base: Path, adapter: Path, merged: Path) -> float:
@@ -289,8 +251,6 @@ if __name__ == "__main__":
     elif what == "generate":
         out, run = rest
         Path(out).write_text(json.dumps(generated(Path(run), Path(folder))))
-    elif what == "damaged":
-        Path(rest[0]).write_text(json.dumps(damaged(Path(folder))))
     elif what == "peft":
         Path(rest[2]).write_text(json.dumps(with_peft(Path(folder), Path(rest[0]), Path(rest[1]))))
     else:

@@ -46,7 +46,7 @@ def test_stages_of_a_mixture_are_balanced_by_what_a_token_uses(
     with torch.device("meta"):
         model = MixtureDecoder(**sizes)  # pyright: ignore[reportArgumentType]
     assert [len(names) for names in blocks_of_stages(model, PLAN, count=4)] == expected
-    setup = Setup(
+    found = Setup(
         cost=cost(sizes), kind="mesh", axes=dict.fromkeys(AXES, 1) | {"pipe": 4}, world_size=4
     )
-    assert list(setup.blocks_by_stage) == expected
+    assert list(found.blocks_by_rank) == expected

@@ -99,17 +99,6 @@ def test_auto_takes_the_simplest_strategy_that_fits(overrides, hardware, gpus, l
     assert "GiB" in line
 
 
-@pytest.mark.parametrize(
-    ("overrides", "gpus", "enough"),
-    [(LLAMA_7B, 1, "2 such devices"), (LLAMA_70B, 8, "32 such devices")],
-)
-def test_a_state_that_no_strategy_fits_is_refused_with_what_would(overrides, gpus, enough) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"weights, gradients and optimizer state .* {enough} hold it under"
-    ):
-        chosen(overrides, "h100_80gb", gpus)
-
-
 def test_unknown_memory_keeps_the_rule() -> None:
     cfg, _ = run(LLAMA_8B, "h100_80gb", 8)
     kept, line = auto.decide(cfg, memory_bytes=None, problems=checks.layout_problems)
@@ -187,15 +176,8 @@ def test_a_micro_batch_of_auto_begins_with_what_fits() -> None:
 @pytest.mark.parametrize(
     ("overrides", "remedy"),
     [
-        (LLAMA_7B, "strategy=fsdp; strategy=deepspeed_zero3_offload keeps"),
-        (
-            [*LLAMA_7B, "optimizer=muon"],
-            "strategy=fsdp; optimizer=adamw strategy=deepspeed_zero3_offload keeps",
-        ),
-        (
-            ["model=llama3_8b", *DATA],
-            "strategy=fsdp; optimizer=adamw strategy=deepspeed_zero3_offload keeps",
-        ),
+        (LLAMA_7B, r"79.1 GiB. strategy=deepspeed_zero3_offload keeps"),
+        ([*LLAMA_7B, "optimizer=muon"], "optimizer=adamw strategy=deepspeed_zero3_offload keeps"),
     ],
 )
 def test_what_the_optimizers_step_alone_exceeds_is_refused_with_a_remedy_that_works(

@@ -32,12 +32,6 @@ CASES = {
         "strategy.activation_checkpointing=every",
         "data.global_batch_size=8",
     ],
-    "hsdp, bf16 reduced": [
-        "strategy=hsdp",
-        "strategy.reduce_dtype=bfloat16",
-        "data.global_batch_size=8",
-    ],
-    "fsdp, fp16": ["strategy=fsdp", "trainer.precision=16-mixed", "data.global_batch_size=8"],
     "fsdp, fp32 reduced in fp64": [
         "strategy=fsdp",
         "trainer.precision=32-true",

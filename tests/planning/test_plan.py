@@ -2,16 +2,14 @@
 
 import argparse
 import re
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
 
-from armature import cli, hardware, project
+from armature import cli, hardware
 from armature.errors import ConfigError
-from armature.planning import ranking, refine
-from armature.planning.simulation import settings
+from armature.planning import ranking
 from armature.validation import checks
 from tests import in_process
 from tests.planning.test_auto import GPT2, LLAMA_1B, LLAMA_7B, LLAMA_8B, LLAMA_70B
@@ -58,7 +56,7 @@ def test_an_open_number_of_gpus_is_answered_for_each(plan, monkeypatch) -> None:
     commands = re.findall(
         r"^  python train.py model=llama2_7b .*trainer.devices=(\d)$", out, re.MULTILINE
     )
-    assert commands == ["2", "4", "1", "1"]  # the last two train adapters
+    assert commands == ["2", "4"]
 
 
 def test_gpus_without_bfloat16_are_planned_in_fp32_and_the_faster_type_is_named(plan) -> None:
@@ -94,31 +92,10 @@ def test_a_mixtures_experts_may_be_spread_over_the_gpus_of_a_machine(plan) -> No
     assert {"fsdp 16, expert 8", "hsdp 2 × 8, expert 8"} <= set(layouts(out))
 
 
-def test_adapters_are_named_where_full_training_does_not_fit(plan, script: ModuleType) -> None:
-    out = plan(
-        "model=llama2_7b",
-        "data=synthetic",
-        "optimizer=adamw",
-        "hardware=l40s",
-        "trainer.devices=1",
-        "--quick",
-    )
-    commands = re.findall(r"^  python train.py (.* task=lora .*)$", out, re.MULTILINE)
-    assert len(commands) == 2
-    assert "task.adapter.quantize=nf4" in commands[1]
-    for command in commands:
-        cfg, device = script.composed([*command.split(), "hardware=l40s"])
-        assert settings.problems(cfg, device) == []
-        GlobalHydra.instance().clear()
-    out = plan(
-        "model=llama2_7b",
-        "data=synthetic",
-        "optimizer=adamw",
-        "hardware=h100_80gb",
-        "trainer.devices=8",
-        "--quick",
-    )
-    assert "task=lora" not in out
+def test_adapters_are_named_where_full_training_does_not_fit(plan) -> None:
+    words = ("model=llama2_7b", "data=synthetic", "optimizer=adamw", "--quick")
+    assert "plan again with task=lora" in plan(*words, "hardware=l40s", "trainer.devices=1")
+    assert "task=lora" not in plan(*words, "hardware=h100_80gb", "trainer.devices=8")
 
 
 def test_adapters_are_planned(plan) -> None:
@@ -166,17 +143,6 @@ def test_for_a_model_of_wide_blocks_on_several_machines_a_tensor_axis_comes_firs
             "trainer.devices=none: type a whole number of at least 1",
         ),
         (
-            ["hardware=t4", "trainer.devices=²"],
-            "trainer.devices=²: type a whole number of at least 1",
-        ),
-        (
-            ["hardware=t4", "trainer.num_nodes=99999999999999999"],
-            "trainer.num_nodes=99999999999999999: type a whole",
-        ),
-        (["hardware=t4", "data=null"], "data: a value is required. Type data=…"),
-        (["hardware=t4", "checkpoint=null"], "checkpoint: a value is required. Type checkpoint=…"),
-        (["hardware=t4", "model=[gpt_nano]"], "model: it takes one option, not a list"),
-        (
             ["hardware=t4", "sweep=lr"],
             "sweep=lr: here it has no effect. Leave it out; python train.py -m sweep=lr",
         ),
@@ -190,15 +156,7 @@ def test_for_a_model_of_wide_blocks_on_several_machines_a_tensor_axis_comes_firs
             "Type data.micro_batch_size=2 or data.micro_batch_size=4.",
         ),
         (
-            ["hardware=t4", "optimizer.lr=abc"],
-            "optimizer.lr=abc: must be a number above 0.",
-        ),
-        (
             ["hardware=t4", "strategy.activation_checkpointing=banana"],
-            "must be one of none, every, selective, or",
-        ),
-        (
-            ["hardware=t4", "strategy.activation_checkpointing=0"],
             "must be one of none, every, selective, or",
         ),
     ],
@@ -265,16 +223,6 @@ def test_the_printed_command_can_be_pasted(script: ModuleType) -> None:
     )
 
 
-def test_configurations_of_another_folder_are_planned(plan, tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    text = (project.CONFIGS / "model" / "llama3_1b.yaml").read_text()
-    (tmp_path / "model" / "mine.yaml").write_text(text)
-    words = ("model=mine", "data=synthetic", "hardware=h100_80gb", "trainer.devices=1", "--quick")
-    assert f"python train.py --config-dir {tmp_path} model=mine data=synthetic" in plan(
-        f"--config-dir={tmp_path}", *words
-    )
-
-
 @pytest.mark.slow
 def test_the_best_layouts_are_simulated(plan) -> None:
     small = (
@@ -289,7 +237,7 @@ def test_the_best_layouts_are_simulated(plan) -> None:
     assert len(layouts(out)) >= 10
     assert (
         len(re.findall(r"^\S.*?\* +4 +\d+ (?:none|selective|every)", out, re.MULTILINE))
-        == refine.MOST
+        == ranking.SIMULATED
     ), out
     assert "* simulated; all others by closed formulas" in out
 

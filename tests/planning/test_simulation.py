@@ -3,13 +3,12 @@
 import argparse
 
 import pytest
-import torch
 
 from armature.errors import ConfigError
 from armature.planning import devices, simulation
-from armature.planning.simulation import job, meter, processes
+from armature.planning.roofline import Roofline
+from armature.planning.simulation import processes
 from armature.planning.simulation.report import Report, Volume
-from armature.planning.simulation.roofline import Roofline
 from scripts import simulate as command
 
 TINY = [
@@ -26,7 +25,6 @@ REPORT = Report(
     axes={"shard": 8},
     hardware="h100_80gb",
     parameters=8_000,
-    held={"parameters": 16_000},
     peak=70 * 2**30,
     peak_by_kind={"activations": 70 * 2**30},
     peak_by_phase={"forward": 70 * 2**30},
@@ -35,7 +33,7 @@ REPORT = Report(
     capacity=79 * 2**30,
     flops={"forward": 1e15},
     operators=10,
-    volumes=(Volume(axis="shard", kind="all_gather", ranks=8, calls=2, bytes=2**30, seconds=0.5),),
+    volumes=(Volume("shard", "all_gather", 8, calls=2, bytes=2**30, seconds=0.5),),
     syncs={},
     compute_seconds={"forward": 2.0},
     bubble_share=0.5,
@@ -86,11 +84,7 @@ def test_a_users_module_that_reads_values():
         assert (
             report.flops["backward"] > 1.5 * report.flops["forward"]
         )  # all but the gradient of the first input
-        assert any("bincount" in note and "smallest" in note for note in report.notes)
-        assert any(line.startswith("bincount") for line in report.syncs)
-        assert not any(
-            line.startswith("repeat_interleave") for line in report.syncs
-        )  # its size is given
+        assert any("masked_select" in note or "nonzero" in note for note in report.notes)
 
 
 @pytest.mark.slow
@@ -113,28 +107,14 @@ def test_experts_get_equally_many_tokens():
     assert isinstance(even, Report), even
     assert isinstance(loop, Report), loop
     rows = 8 * 32 * 2  # micro-batch, positions, experts per token
-    (sent,) = [
-        volume for volume in even.volumes if volume.kind == "all_to_all" and volume.bytes > 10_000
-    ]
-    assert (
-        sent.bytes >= 2 * 2 * 2 * rows * 64 * 2
-    )  # there and back, forward and backward, two blocks, in 16 bits
+    (sent,) = [each for each in even.volumes if each.kind == "all_to_all" and each.bytes > 10_000]
+    # there and back, forward and backward, two blocks, in 16 bits
+    assert sent.bytes >= 2 * 2 * 2 * rows * 64 * 2
     assert [line for line in even.syncs if "experts.py" in line]
     assert any("equally many" in note for note in even.notes)
     assert any(
         "mixture/experts.py" in line for line in loop.syncs
     )  # a GPU's product of groups takes bf16 alone
-
-
-def test_a_grouped_products_flops_are_those_of_its_rows():
-    assert torch.ops.aten._grouped_mm in meter.flop_registry
-    assert (
-        meter._grouped_flops((24, 8), (3, 8, 16)) == 2 * 24 * 8 * 16
-    )  # rows of three experts, in turn
-    assert (
-        meter._grouped_flops((16, 24), (24, 8)) == 2 * 16 * 24 * 8
-    )  # the gradient of their weights
-    assert meter._grouped_flops((3, 4, 8), (3, 8, 16)) == 3 * 2 * 4 * 8 * 16
 
 
 def test_seconds_of_a_step_and_what_follows():
@@ -153,9 +133,9 @@ def test_a_group_is_as_fast_as_its_slowest_link():
     assert roofline.collective("all_gather", 16e9, range(16)) == pytest.approx(
         15e9 / min(link, 8 * network)
     )
-    assert roofline.peak(torch.float32) == device.peak_flops["tf32"]
+    assert roofline.peak("float32") == device.peak_flops["tf32"]
     assert (
-        Roofline(device=devices.named("t4"), rank=0, tf32=True).peak(torch.bfloat16)
+        Roofline(device=devices.named("t4"), rank=0, tf32=True).peak("bfloat16")
         == (devices.named("t4").peak_flops["float32"])
     )
 
@@ -173,10 +153,6 @@ def test_a_group_is_as_fast_as_its_slowest_link():
         ),
         (["--ranks=9"], r"--ranks 9: the run has ranks 0 to 0"),
         (["--depths=0,1"], r"--depths 0,1: type numbers from 1 to model.layers="),
-        (["--depths=100,200"], r"--depths 100,200: type numbers from 1 to model.layers="),
-        (["checkpoint=null"], r"checkpoint: a value is required"),
-        (["trainer.devices=none"], r"trainer.devices=none: type a whole number of at least 1"),
-        (["model.layers=many"], r"model.layers='many': .* takes int"),
         (["strategy=deepspeed_zero3"], r"strategy=deepspeed: its engine is not simulated"),
         (["strategy=fsdp", "trainer.devices=8", "hardware=t4", "strategy.float8=true"], r"float8"),
     ],
@@ -191,14 +167,3 @@ def test_a_mistake_is_refused_before_the_simulator_starts(words, answer, monkeyp
     )
     with pytest.raises(ConfigError, match=answer):
         command.run(options, [*TINY, *(word for word in words if not word.startswith("--"))])
-
-
-@pytest.mark.parametrize(
-    ("precision", "kind"),
-    [
-        ("16-mixed", torch.float16), ("bf16-mixed", torch.bfloat16), ("16-true", torch.float16),
-        ("32-true", torch.float32), ("64-true", torch.float64),
-    ],
-)  # fmt: skip
-def test_utilization_is_a_share_of_the_rate_of_the_products_type(precision, kind):
-    assert job._compute_type(precision) is kind

@@ -23,10 +23,6 @@ class Module(L.LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         found = self.net(batch)
-        ids = found[..., 0].long().flatten()
-        torch.bincount(ids, minlength=5)
-        torch.repeat_interleave(found[0], ids[: found.shape[1]], dim=0, output_size=7)
-        found.detach().float().cpu().numpy()
         return found[found > 0].square().mean()
 
     def configure_optimizers(self) -> Any:

@@ -95,10 +95,8 @@ def test_typed_values_replace_those_of_the_file():
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("optimizer.lr=interval(0.5,0.1)", "the first number must be below the second"),
-        ("optimizer.lr=tag(log,interval(0,1))", "a logarithmic interval must begin above 0"),
+        ("optimizer.lr=interval(0.5,0.1)", r"interval\(0.5,0.1\): .*low <= high"),
         ("model.layers=range(3,3)", "holds no value"),
-        ("model.layers=tag(log,range(1,4))", r"Type tag\(log,int\(interval\(1,4\)\)\)"),
         ("seed=1", "nothing to choose"),
     ],
 )
@@ -166,28 +164,6 @@ def test_a_sweep_that_would_have_no_effect_is_refused(words, expected, monkeypat
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # restored at the end
     with pytest.raises(cli.Refused):
         cli.run(lambda: pytest.fail("it was started"))
-    assert expected in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (ConfigError("hydra.sweeper.storage=/proc/x: no"), "hydra.sweeper.storage=/proc/x: no"),
-        (FileNotFoundError(2, "No such file", "/proc/x"), "/proc/x: No such file. Type run.root=…"),
-    ],
-)
-def test_what_ends_a_sweep_before_its_first_trial_keeps_its_text(
-    error, expected, monkeypatch, capsys
-):
-    def main():
-        raise error from ValueError("only the cause")
-
-    monkeypatch.setattr(sys, "argv", ["train.py", "seed=1"])
-    monkeypatch.setattr(cli.gc, "disable", lambda: None)
-    monkeypatch.setattr(cli, "_composed", cli.threading.Event())
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # restored at the end
-    with pytest.raises(cli.Refused):
-        cli.run(main)
     assert expected in capsys.readouterr().err
 
 
@@ -342,7 +318,7 @@ def test_a_grid_ends_with_an_answer(tmp_path):
 def study_of(folder: Path):
     from armature.sweeps import study
 
-    return study.open_study(study.journal(folder), name=folder.name, create=False)
+    return study.open_study(folder, create=False)
 
 
 @pytest.mark.slow

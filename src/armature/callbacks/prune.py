@@ -16,12 +16,10 @@ class Prune(Callback):
 
     Args:
         monitor: the logged value that the sweep compares.
-        study: the study's name; the trial's number is the name of the run directory.
-        storage: a database of Optuna's; None: the journal beside the run directory.
     """
 
-    def __init__(self, *, monitor: str, study: str, storage: str | None = None) -> None:
-        self.monitor, self.study, self.storage = monitor, study, storage
+    def __init__(self, *, monitor: str) -> None:
+        self.monitor = monitor
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn != "fit" or trainer.sanity_checking:
@@ -38,4 +36,4 @@ class Prune(Callback):
     def _ask(self, step: int, value: float, folder: Path) -> bool:
         from armature.sweeps import search
 
-        return search.is_hopeless(folder, step, value, study=self.study, storage=self.storage)
+        return search.is_hopeless(folder, step, value)

@@ -6,9 +6,8 @@ have either.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
 from armature.errors import ConfigError
 from armature.finetune.folder import some
@@ -24,7 +23,6 @@ SIZES = {  # ours → theirs
     "ffn_hidden": "intermediate_size",
     "norm_eps": "rms_norm_eps",
 }
-OTHER_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window")
 # what would change the model's result and the decoder does not have
 FIXED = {
     "hidden_act": "silu",
@@ -49,9 +47,6 @@ ROPE = {  # kind → their name of each of our numbers
     },
     "linear": {"factor": "factor"},
 }
-_OWN_KEYS = {"rope_type", "type", "rope_theta"}
-_STRETCHED = tuple(kind for kind, names in ROPE.items() if "original_context" in names)
-_INERT = {"linear": (_ORIGINAL,), "default": ("factor", _ORIGINAL)}
 
 
 def arguments(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
@@ -84,16 +79,6 @@ def arguments(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
         )
     if missing := [theirs for theirs in SIZES.values() if config.get(theirs) is None]:
         found.append(f"it lacks {', '.join(missing)}")
-    numbers = {key: config.get(key) for key in (*SIZES.values(), *OTHER_SIZES)}
-    wrong = [
-        f"{key}={value!r}"
-        for key, value in numbers.items()
-        if value is not None and not _is_number(value, whole=key != SIZES["norm_eps"])
-    ]
-    if not isinstance(first := config.get("max_window_layers") or 0, int) or first < 0:
-        wrong.append(f"max_window_layers={first!r}")
-    if wrong:
-        raise ConfigError(f"model.pretrained={name}: config.json: {', '.join(wrong)}: no size.")
     rope, theta = _rope(config, found)
     found += [
         f"{key}={config[key]} is not in the decoder (only {usual})"
@@ -116,49 +101,32 @@ def arguments(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _is_number(value: Any, *, whole: bool = False) -> TypeGuard[float]:
-    """Return whether a value is a number above 0."""
-    return (
-        not isinstance(value, bool)
-        and isinstance(value, int if whole else int | float)
-        and 0 < value < math.inf
-    )
-
-
 def _rope(config: Mapping[str, Any], problems: list[str]) -> tuple[dict[str, Any] | None, float]:
     """Return `rope_scaling` and `rope_theta` of either dialect; what is not possible is added to
     `problems`.
     """
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}  # as transformers
-    rope = rope if isinstance(rope, Mapping) else {"rope_type": str(rope)}
-    theta = rope.get("rope_theta") or config.get("rope_theta") or 10_000.0
-    if not _is_number(theta):
-        problems.append(f"rope_theta={theta!r} is no number above 0")
-        return None, 0.0
-    theta, kind = float(theta), str(rope.get("rope_type") or rope.get("type") or "default")
-    names = ROPE.get(kind, {})
-    if kind != "default" and not names:
+    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
+    kind = str(rope.get("rope_type") or rope.get("type") or "default")
+    if kind == "default":
+        return None, theta
+    if (names := ROPE.get(kind)) is None:
         problems.append(
             f"rope_type={kind} is not in the decoder (only {', '.join(['default', *ROPE])}). "
             f"{OTHERS}"
         )
         return None, theta
     numbers = {ours: rope[theirs] for ours, theirs in names.items() if rope.get(theirs) is not None}
-    if kind in _STRETCHED and (original := _original_context(config, rope)) is not None:
-        numbers["original_context"] = original
-    if wrong := [
-        f"{names[ours]}={value!r}" for ours, value in numbers.items() if not _is_number(value)
-    ]:
-        problems.append(f"rope_type={kind} with {', '.join(wrong)}: no numbers above 0")
-    if kind in _STRETCHED:
-        numbers.setdefault("original_context", config.get("max_position_embeddings"))
-    known = {*names.values(), *_OWN_KEYS, *_INERT.get(kind, ())}
+    if "original_context" in names:
+        original = _original_context(config, rope)
+        numbers["original_context"] = original or config.get("max_position_embeddings")
+    known = {*names.values(), "rope_type", "type", "rope_theta", _ORIGINAL}
     usual = {"partial_rotary_factor": 1.0, "truncate": True}
     if unknown := sorted(
         k for k, v in rope.items() if k not in known and v is not None and v != usual.get(k)
     ):
         problems.append(f"rope_type={kind} with {some(unknown)}, which the decoder does not have")
-    return (None if kind == "default" else {"kind": kind, **numbers}), theta
+    return {"kind": kind, **numbers}, theta
 
 
 def _original_context(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Any:
@@ -196,13 +164,11 @@ def longest_context(config: Mapping[str, Any]) -> int | None:
     context became.
     """
     rope = config.get("rope_scaling") or config.get("rope_parameters")
-    rope = rope if isinstance(rope, Mapping) else {}
-    factor, trained = rope.get("factor"), _original_context(config, rope)
-    if (rope.get("rope_type") or rope.get("type")) == "llama3":
-        trained = None
-    stretched = int((factor if _is_number(factor) else 1.0) * trained) if _is_number(trained) else 0
-    longest = config.get("max_position_embeddings")
-    return max(int(longest) if _is_number(longest) else 0, stretched) or None
+    rope, trained = rope or {}, _original_context(config, rope or {})
+    longest = config.get("max_position_embeddings") or 0
+    if trained is None or (rope.get("rope_type") or rope.get("type")) == "llama3":
+        return longest or None
+    return max(longest, int((rope.get("factor") or 1.0) * trained))
 
 
 def config_of(

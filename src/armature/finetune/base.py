@@ -87,28 +87,17 @@ def found(name: str, needed: Mapping[str, str], checkpoint: Path) -> Path:
 
 def _differences(name: str, path: Path, needed: Mapping[str, str], checkpoint: Path) -> list[str]:
     there, run_dir = record(path), resume.run_of(checkpoint)
+    what = f"model.pretrained={name} is another model"
     if there["fingerprint"] == needed["fingerprint"]:
         same = there["values"] == needed["values"]
-        return (
-            []
-            if same
-            else [f"model.pretrained={name} is another model: its weights have other values."]
-        )
+        return [] if same else [f"{what}: its weights have other values."]
+    if there["values"] != needed["values"]:
+        return [f"{what}: its {folder.CONFIG} or its weights differ."]
     kept = None if run_dir is None else folder.kept_in(run_dir)
-    before, now = folder.config(kept or path), folder.config(path)
-    keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-    if not keys:
-        return [
-            f"model.pretrained={name} is another model: its tensors have other names, types or "
-            "shapes."
-        ]
-    what = (
-        f"model.pretrained={name} is another model: its {folder.CONFIG} differs in "
-        f"{folder.some(keys)}."
-    )
-    if there["values"] == needed["values"]:
-        what += f" Its weights are the same: type cp {kept}/{folder.CONFIG} {path}/ to use it."
-    return [what]
+    return [
+        f"{what}: its {folder.CONFIG} differs. Its weights are the same: type "
+        f"cp {kept}/{folder.CONFIG} {path}/ to use it."
+    ]
 
 
 def verified(cfg: Any, checkpoint: Path) -> Path | None:

@@ -271,14 +271,13 @@ def _tokenizer_problems(cfg: DictConfig, path: Path, vocab_size: int | None) -> 
     own, found = path / folder.TOKENIZER, []
     if not own.is_file() or vocab_size is None:
         return found
-    content = folder.read_json(own)  # once: that of a large vocabulary takes a while
-    if (last := max(folder.token_ids(own, content).values(), default=-1)) >= vocab_size:
+    known = folder.token_ids(own)
+    if (last := max(known.values(), default=-1)) >= vocab_size:
         found.append(
             f"{own}: its largest token is {last}, but the model has {vocab_size} rows for tokens. "
-            "Tokenizer and model "
-            "do not belong together: download the folder again."
+            "Tokenizer and model do not belong together: download the folder again."
         )
-    if problem := folder.tokens_problem(own, content):
+    if problem := folder.tokens_problem(own, known):
         found.append(problem)
     key, source = "data.source.tokenizer", OmegaConf.select(cfg, "data.source")
     if "tokenizer" in cfg.data:

@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
-import math
-import operator
 import re
 import shutil
 from collections.abc import Mapping
@@ -22,9 +19,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from armature.errors import ConfigError, error_line
-
-log = logging.getLogger(__name__)
+from armature.data import tokenizer as tokens
+from armature.errors import ConfigError
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
 TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE = (
@@ -41,7 +37,6 @@ SMALL_FILES = (
 )  # fmt: skip
 KEPT = "pretrained"  # in a run directory: the small files of the folder that it started from
 FINGERPRINT = "fingerprint.txt"  # beside them
-_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -75,28 +70,17 @@ def find(name: str) -> Path:
 
     Raises ConfigError for what is neither, and if the hub cannot be reached.
     """
+    folder = Path(name).expanduser()
     try:
-        folder = Path(name).expanduser()
-        is_folder, is_there = folder.is_dir(), folder.exists()
-    except (OSError, RuntimeError) as error:  # a name that is too long, ~ of nobody
+        if (folder / CONFIG).is_file():
+            return folder
+        is_there = folder.exists()
+    except OSError:  # a name that is too long
+        is_there = False
+    if is_there or not _HUB_NAME.fullmatch(name):
         raise ConfigError(
-            f"model.pretrained={name[:60]}: no such folder ({error_line(error)[:100]})."
-        ) from None
-    if is_folder:
-        if not (folder / CONFIG).is_file():
-            raise ConfigError(
-                f"model.pretrained={name}: this folder is no model: it holds no {CONFIG}. Name a "
-                "folder as "
-                "transformers' save_pretrained writes it."
-            )
-        return folder
-    if is_there:
-        raise ConfigError(
-            f"model.pretrained={name}: this is a file. Name the folder that holds it and {CONFIG}."
-        )
-    if not _HUB_NAME.fullmatch(name):
-        raise ConfigError(
-            f"model.pretrained={name}: no such folder. Name a folder that holds {CONFIG}."
+            f"model.pretrained={name[:200]}: no folder that holds a {CONFIG}. Name a folder as "
+            "transformers' save_pretrained writes it, or a model of Hugging Face's hub."
         )
     return _download(name)
 
@@ -169,12 +153,6 @@ def chat_template(folder: Path) -> str | None:
             plain, tools = named.get("default"), named.get("tool_use", tools)
         else:
             plain = found
-        if odd := [
-            each for each in (plain, tools) if each is not None and not isinstance(each, str)
-        ]:
-            raise ConfigError(
-                f"{file}: chat_template must be a text. Got a {type(odd[0]).__name__}."
-            )
     if plain is None or tools is None:
         return plain
     # as Jinja2 does; + keeps spaces beside the tag
@@ -208,71 +186,43 @@ def end_tokens(folder: Path) -> list[int]:
     for name in ("generation_config.json", CONFIG):
         found = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
         if found is not None:
-            ends = list(found) if isinstance(found, list) else [found]
-            tokens = config(folder).get("vocab_size") if (folder / CONFIG).is_file() else None
-            most = tokens if isinstance(tokens, int) else math.inf
-            if not all(isinstance(each, int) and 0 <= each < most for each in ends):
-                raise ConfigError(
-                    f"{folder / name}: eos_token_id={found}: must be the id of one of the model's "
-                    f"{'' if tokens is None else f'{tokens} '}tokens, or a list of such ids."
-                )
+            ends = found if isinstance(found, list) else [found]
+            if not all(isinstance(each, int) for each in ends):
+                raise ConfigError(f"{folder / name}: eos_token_id={found}: must be a token's id.")
             return ends
     return []
 
 
-def tokens_problem(tokenizer_file: Path, content: Mapping[str, Any] | None = None) -> str | None:
+def tokens_problem(tokenizer_file: Path, known: Mapping[str, int] | None = None) -> str | None:
     """Return a problem if the files beside a tokenizer.json add tokens that it lacks: they would be
     read as characters.
 
-    transformers adds them whenever it loads the folder. `content` is that of tokenizer.json, if it
-    was read before.
+    transformers adds them whenever it loads the folder. `known` are the tokens of tokenizer.json,
+    if it was read before.
     """
     folder = tokenizer_file.parent
     settings, older = (
         read_json(folder / name) if (folder / name).is_file() else {}
         for name in (TOKENIZER_CONFIG, ADDED_TOKENS)
     )
-    listed = settings.get("added_tokens_decoder")
     source, added = ADDED_TOKENS, list(older)
-    if isinstance(listed, dict):
-        source, added = (
-            TOKENIZER_CONFIG,
-            [each.get("content") for each in listed.values() if isinstance(each, dict)],
-        )
+    if listed := settings.get("added_tokens_decoder"):
+        source, added = TOKENIZER_CONFIG, [each.get("content") for each in listed.values()]
     if not added:
         return None
-    there = (content or read_json(tokenizer_file)).get("added_tokens") or []
-    known = {each.get("content") for each in there if isinstance(each, dict)}
-    if not (lacking := [token for token in added if isinstance(token, str) and token not in known]):
+    there = token_ids(tokenizer_file) if known is None else known
+    if not (lacking := [token for token in added if token not in there]):
         return None
     return (
         f"{tokenizer_file} lacks tokens that {source} adds: {some(lacking)}. They would be read as "
-        "characters. Write "
-        "it anew, in Python: "
+        "characters. Write it anew, in Python: "
         f"transformers.AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')."
     )
 
 
-def token_ids(tokenizer_file: Path, content: Mapping[str, Any] | None = None) -> dict[str, int]:
-    """Return the id of every token of a tokenizer.json, whose `content` may have been read
-    before.
-    """
-    tokenizer = content or read_json(tokenizer_file)
-    try:
-        vocabulary, added = (
-            (tokenizer.get("model") or {}).get("vocab") or {},
-            tokenizer.get("added_tokens") or [],
-        )
-        # of a unigram model: pairs of a token and its score, in order
-        if not isinstance(vocabulary, dict):
-            vocabulary = {token: i for i, (token, _) in enumerate(vocabulary)}
-        return {token: operator.index(i) for token, i in vocabulary.items()} | {
-            token["content"]: operator.index(token["id"]) for token in added
-        }
-    except (TypeError, KeyError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"{tokenizer_file} is damaged, or no tokenizer ({error_line(error)})."
-        ) from error
+def token_ids(tokenizer_file: Path) -> dict[str, int]:
+    """Return the id of every token of a tokenizer.json."""
+    return tokens.read(tokenizer_file).get_vocab(with_added_tokens=True)
 
 
 def vocabularies_differ(first: Path, second: Path) -> bool:
@@ -282,90 +232,56 @@ def vocabularies_differ(first: Path, second: Path) -> bool:
 
 # ---------------------------------------------------------------- weights
 def weights(folder: Path) -> Weights:
-    """Return the folder's tensors from the headers of its files, and every file that is missing,
-    damaged or unnamed.
+    """Return the folder's tensors from the headers of its files, and every file that is missing or
+    damaged.
     """
-    present = {path.name for path in folder.glob("*.safetensors")}
-    if (folder / INDEX).is_file():
-        try:
-            listed = read_json(folder / INDEX)["weight_map"]
-            files = sorted(set(listed.values()))
-            if odd := [file for file in files if not isinstance(file, str)]:
-                raise TypeError(f"{odd[0]} is no name of a file")
-        except (ConfigError, KeyError, AttributeError, TypeError) as error:
-            return Weights(
-                {}, (f"{folder / INDEX}: no index of weights ({error}). Download it again.",)
-            )
-        extra = {name for name in present if _is_shard(name)}
-    elif WEIGHTS in present:
-        listed, files, extra = None, [WEIGHTS], {name for name in present if _SHARD.fullmatch(name)}
-    else:
-        return Weights({}, (_no_weights(folder, present),))
     found, problems = dict[str, SavedTensor](), list[str]()
-    for name in files:
-        if name not in present:
-            problems.append(
-                f"{folder / name}: this file is missing; {INDEX} names it. Download it again."
-            )
-            continue
+    try:
+        names = _weight_files(folder)
+    except ConfigError as error:
+        return Weights({}, tuple(error.problems))
+    for name in names:
         try:
             found |= _header(folder / name)
         except ConfigError as error:
             problems += error.problems
-        except OSError as error:  # a link that leads nowhere, a folder
-            problems.append(
-                f"{folder / name}: it cannot be read ({error.strerror}). Download it again."
-            )
-    problems += [
-        f"{folder / name}: no index names this file. Remove it, or restore the {INDEX} that it "
-        "belongs to."
-        for name in sorted(extra - set(files))
-    ]
-    if listed is not None and not problems:
-        wrong = sorted(
-            n for n in {*listed, *found} if n not in found or listed.get(n) != found[n].file
-        )
-        problems += [
-            f"{folder / INDEX}: the files do not hold what it lists: {some(wrong)}. Download the "
-            "folder again."
-        ] * bool(wrong)
     return Weights(found, tuple(problems))
 
 
-def _is_shard(name: str) -> bool:
-    return name == WEIGHTS or _SHARD.fullmatch(name) is not None
-
-
-def _no_weights(folder: Path, present: set[str]) -> str:
-    if found := sorted(
-        path.name for pattern in ("*.bin", "*.pth", "*.pt") for path in folder.glob(pattern)
-    ):
-        return (
+def _weight_files(folder: Path) -> list[str]:
+    if (folder / INDEX).is_file():
+        listed = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(listed, dict):
+            raise ConfigError(f"{folder / INDEX}: no index of weights. Download it again.")
+        return sorted({*map(str, listed.values())})
+    if (folder / WEIGHTS).is_file():
+        return [WEIGHTS]
+    pickled = (path.name for kind in ("*.bin", "*.pth", "*.pt") for path in folder.glob(kind))
+    if found := sorted(pickled):
+        raise ConfigError(
             f"{folder}: its weights are pickled ({some(found)}), which can run code when they are "
-            "loaded, and so they "
-            "never are. Convert them: transformers' save_pretrained writes safetensors."
+            "loaded, and so they never are. Convert them: transformers' save_pretrained writes "
+            "safetensors."
         )
-    if shards := sorted(name for name in present if _SHARD.fullmatch(name)):
-        return (
-            f"{folder / INDEX}: this file is missing, which says what is in {some(shards)}. "
-            "Download it again."
-        )
-    if "adapter_model.safetensors" in present:
-        return f"{folder}: an adapter, not a model. Name the folder of its base model."
-    return f"{folder}: it holds no weights: no {WEIGHTS} and no {INDEX}. Download it again."
+    if (folder / "adapter_model.safetensors").is_file():
+        raise ConfigError(f"{folder}: an adapter, not a model. Name the folder of its base model.")
+    raise ConfigError(f"{folder}: it holds no weights: no {WEIGHTS} and no {INDEX}.")
 
 
 def _header(file: Path) -> dict[str, SavedTensor]:
-    """Return the tensors of one file. Raises ConfigError for one that is damaged or not whole."""
+    """Return the tensors of one file.
+
+    Raises ConfigError for one that is missing, damaged or not whole.
+    """
     try:
         with safe_open(file, framework="np"):
             pass  # it checks the header, and that the tensors fill the file
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
             header: dict[str, Any] = json.loads(opened.read(length))
-    except (SafetensorError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise ConfigError(
-            f"{file}: truncated, damaged or no safetensors file ({error}). Download it again."
+            f"{file}: missing, truncated, or no safetensors file ({error}). Download it again."
         ) from error
     header.pop("__metadata__", None)
     data = 8 + length

@@ -91,17 +91,6 @@ class Lora:
         targets: Sequence[str] | None = None, train: Sequence[str] = (),
         quantize: str | None = None,
     ) -> None:  # fmt: skip
-        problems = []
-        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-            problems.append(f"task.adapter.rank={rank}: type a whole number of at least 1.")
-        if not alpha > 0 or not math.isfinite(alpha):
-            problems.append(f"task.adapter.alpha={alpha}: type a number above 0.")
-        if not 0 <= dropout < 1:
-            problems.append(f"task.adapter.dropout={dropout}: type a number from 0, below 1.")
-        if quantize not in (None, "nf4"):
-            problems.append(f"task.adapter.quantize={quantize}: type nf4 or null.")
-        if problems:
-            raise ConfigError(problems)
         self.quantize = quantize
         self.rank, self.alpha, self.dropout, self.rslora = rank, float(alpha), dropout, rslora
         self.targets, self.train = None if targets is None else list(targets), list(train)
@@ -130,15 +119,11 @@ class Lora:
         if odd := [
             name
             for name in targets
-            if type(linears[name]) is not nn.Linear
-            or linears[name]._forward_hooks
-            or linears[name]._forward_pre_hooks
-            or times[id(linears[name].weight)] > 1
+            if type(linears[name]) is not nn.Linear or times[id(linears[name].weight)] > 1
         ]:
             raise ConfigError(
                 f"task.adapter.targets: {_kinds(odd)} takes no adapter: it is no plain "
-                "torch.nn.Linear with a weight of its own (a class derived from it, hooks as of "
-                "weight_norm, or a weight that another module has too). Leave it out of "
+                "torch.nn.Linear with a weight of its own. Leave it out of "
                 f"task.adapter.targets, or train it as a whole: task.adapter.train=[{odd[0]}]."
             )
         if self.quantize is not None:

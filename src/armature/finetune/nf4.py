@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
+from armature.errors import error_line
 from armature.models.autocast import to_compute_dtype
 
 log = logging.getLogger(__name__)
@@ -121,30 +122,16 @@ def bitsandbytes_kernel() -> Callable[[Tensor, Tensor, torch.dtype], Tensor]:
     return kernel
 
 
-def computes_alike(kernel: Callable[..., Tensor], device: torch.device) -> bool:
-    """Return whether a kernel's values are bit for bit those of `plain_kernel`, in each type."""
-    codes = torch.arange(256, dtype=torch.uint8, device=device).repeat(4).view(2, 512)
-    block_max = torch.linspace(1e-4, 3.0, 32, device=device, dtype=torch.float32).view(2, 16)
-    types = (torch.float32, torch.bfloat16, torch.float16)
-    return all(
-        torch.equal(kernel(codes, block_max, t), plain_kernel(codes, block_max, t)) for t in types
-    )
-
-
 @functools.cache
 def _kernel(device: torch.device) -> Callable[[Tensor, Tensor, torch.dtype], Tensor] | None:
-    """Return bitsandbytes' kernel for a GPU if it is installed and computes the same, else None."""
+    """Return bitsandbytes' kernel for a GPU if it is installed, else None."""
     if device.type != "cuda" or importlib.util.find_spec("bitsandbytes") is None:
         return None
     try:
-        kernel = bitsandbytes_kernel()
-        if computes_alike(kernel, device):
-            return kernel
-        reason = "its values differ from those of plain torch"
-    except (ImportError, RuntimeError, AttributeError) as error:
-        reason = str(error).strip().splitlines()[0]
-    log.warning("bitsandbytes' kernel for 4-bit weights is not used on %s: %s.", device, reason)
-    return None
+        return bitsandbytes_kernel()
+    except (ImportError, RuntimeError) as error:  # of an installation for other devices
+        log.warning("bitsandbytes' kernel for 4-bit weights is not used: %s.", error_line(error))
+        return None
 
 
 class Nf4Linear(nn.Linear):

@@ -1,13 +1,11 @@
 """Line charts as SVG, without a plotting library.
 
 Colors are variables of page.css, for a light and a dark theme by the reader's preference.
-`standalone` fills in the light ones.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -197,15 +195,6 @@ def _legend(chart: Chart) -> tuple[list[str], int]:
         parts.append(label(x + 21, y + 4, name, color="text"))
         x += need + 10
     return parts, 10 + LEGEND_LINE * (row + 1)
-
-
-def standalone(svg: str) -> str:
-    """Return an SVG file in the colors of the light theme."""
-    light = STYLE.read_text(encoding="utf-8").partition("}")[0]
-    colors = dict(re.findall(r"--(\w+): (#\w+)", light))
-    svg = re.sub(r"var\(--(\w+)\)", lambda found: colors[found[1]], svg)
-    end = svg.index(">") + 1
-    return f'{svg[:end]}<rect width="100%" height="100%" fill="{colors["ground"]}"/>{svg[end:]}\n'
 
 
 def ticks(low: float, high: float, *, count: int = 6) -> list[float]:

@@ -26,14 +26,6 @@ IGNORED = ("run.name", "run.notes", "run.tags", "run.group", "resume")
 def make(runs: Sequence[History]) -> str:
     """Return a page that compares runs."""
     runs = named_apart(runs)
-    names = [name for name in _values(runs) if not name.startswith("test")]
-    usual = ["train/loss", *(name for name in names if _is_of_validation(name, runs))]
-    first = [name for name in usual if name in names]
-    others, left = curves.some(name for name in names if name not in first)
-    drawn = [curves.metric(runs, name) for name in [*first, *others]]
-    drawn[-1:] = [replace(each, note=left) for each in drawn[-1:]]
-    of_speed = [name for name in ("lr", rate(runs)) if any(run.curve(name)[0] for run in runs)]
-    speed = [curves.metric(runs, name, title=name.replace("_", " "), raw=True) for name in of_speed]
     head = ["", *(run.name for run in runs)]
     body = [
         f"<h1>{len(runs)} runs</h1>",
@@ -44,9 +36,9 @@ def make(runs: Sequence[History]) -> str:
         "<h2>Results</h2>",
         table(([escape(name), *map(_cell, cells)] for name, cells in _results(runs)), head),
         "<h2>Curves</h2>",
-        charts([each for each in drawn if each.lines], switch="log"),
+        charts(curves.learning(runs), switch="log"),
         "<h2>Learning rate and speed</h2>",
-        charts(speed),
+        charts(curves.speed(runs)),
         "<h2>Configurations</h2>",
     ]
     rows = [[escape(key), *map(code, values)] for key, values in differences(runs).items()]
@@ -160,25 +152,13 @@ def differences(runs: Sequence[History]) -> dict[str, list[Any]]:
     MISSING where a run has none.
     """
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in IGNORED)
-    found = {key: _apart([run.config.get(key, MISSING) for run in runs]) for key in keys}
+    found = {key: [shown(run.config.get(key, MISSING)) for run in runs] for key in keys}
     commits = [
         str(run.starts[-1].get("commit") or MISSING)[:12] if run.starts else MISSING for run in runs
     ]
     return {
         key: values for key, values in {"commit": commits, **found}.items() if len(set(values)) > 1
     }
-
-
-def _apart(values: list[Any]) -> list[str]:
-    """Return how the values are shown: in all their digits, if fewer would make different ones the
-    same.
-    """
-    short = [shown(value) for value in values]
-    whole = [
-        repr(value) if isinstance(value, float) else each
-        for value, each in zip(values, short, strict=True)
-    ]
-    return whole if len(set(whole)) > len(set(short)) else short
 
 
 def text(runs: Sequence[History]) -> str:

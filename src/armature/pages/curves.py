@@ -53,21 +53,31 @@ def together(run: History, columns: Mapping[str, str], title: str) -> list[Chart
     return [Chart(title=title, lines=lines, from_zero=True)] if lines else []
 
 
-def learning(run: History) -> list[Chart]:
-    """Return the charts of what was learned: the loss, the module's own values, validation
-    metrics.
+def learning(runs: Sequence[History]) -> list[Chart]:
+    """Return the charts of what was learned, of all runs together: the loss, validation metrics,
+    the modules' own values.
     """
-    names = [n for n in run.values if len(run.curve(n)[0]) > (not run.is_of_validation(n))]
-    first = ["train/loss", *filter(run.is_of_validation, names), "train/grad_norm"]
-    others, left = some(n for n in names if n not in first and not n.startswith("test"))
-    ordered = [*(n for n in dict.fromkeys(first) if n in names), *others]
-    options: dict[str, Any] = {"marks": [start["step"] for start in run.starts if start["step"]]}
-    options["note"] = "dashed: restarts" if options["marks"] else ""
-    drawn = {name: metric([run], name, **options) for name in ordered}
+
+    def is_of_validation(name: str) -> bool:
+        return any(run.is_of_validation(name) for run in runs)
+
+    names = [
+        name
+        for name in dict.fromkeys(name for run in runs for name in run.values)
+        if not name.startswith("test")
+        and max(len(run.curve(name)[0]) for run in runs) > (not is_of_validation(name))
+    ]
+    first = dict.fromkeys(["train/loss", *filter(is_of_validation, names), "train/grad_norm"])
+    others, left = some(name for name in names if name not in first)
+    options: dict[str, Any] = {}
+    if len(runs) == 1 and (marks := [each["step"] for each in runs[0].starts if each["step"]]):
+        options = {"marks": marks, "note": "dashed: restarts"}
+    ordered = [*(name for name in first if name in names), *others]
+    drawn = {name: metric(runs, name, **options) for name in ordered}
     validated = next((name for name in ("val/loss", "val_loss") if name in drawn), None)
-    if validated is not None and "train/loss" in drawn:
+    if len(runs) == 1 and validated is not None and "train/loss" in drawn:
         columns = {"train/loss": "train/loss", validated: validated}
-        (both,) = together(run, columns, "loss")
+        (both,) = together(runs[0], columns, "loss")
         drawn["train/loss"] = replace(both, **options, from_zero=False)
         del drawn[validated]
     charts = [*drawn.values()]
@@ -102,16 +112,20 @@ def experts(run: History) -> list[Chart]:
     return [*drawn, *([last] if blocks else [])]
 
 
-def speed(run: History) -> list[Chart]:
-    """Return the learning rate, throughput, and the split of a step."""
-    found = [name for name in OF_SPEED if run.curve(name)[0]]
-    if found[:2] == [*OF_SPEED][:2]:
+def speed(runs: Sequence[History]) -> list[Chart]:
+    """Return the learning rate and throughput of all runs together, and the split of a step of a
+    single one.
+    """
+    found = [name for name in ("lr", *OF_SPEED) if any(run.curve(name)[0] for run in runs)]
+    if {"tokens_per_second", "samples_per_second"} <= {*found}:
         found.remove("samples_per_second")
-    return [
-        *([metric([run], "lr", raw=True)] if run.curve("lr")[0] else []),
-        *(metric([run], name, title=OF_SPEED[name], from_zero=True) for name in found),
-        *together(run, {f"time/{name}": name for name in PHASES}, "seconds of a step's phases"),
+    drawn = [
+        metric(runs, name, raw=name == "lr", title=OF_SPEED.get(name, name), from_zero=name != "lr")
+        for name in found
     ]
+    phases = {f"time/{name}": name for name in PHASES}
+    split = together(runs[0], phases, "seconds of a step's phases") if len(runs) == 1 else []
+    return [*drawn, *split]
 
 
 def memory(run: History) -> list[Chart]:

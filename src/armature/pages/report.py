@@ -28,9 +28,9 @@ def make(path: Path, *, running: bool = False) -> str:
     run = read(path)
     body = [*_head(run, running=running), _tiles(run)]
     for title, drawn in (
-        ("Learning", curves.learning(run)),
+        ("Learning", curves.learning([run])),
         ("Experts", curves.experts(run)),
-        ("Learning rate and speed", curves.speed(run)),
+        ("Learning rate and speed", curves.speed([run])),
         ("Memory", curves.memory(run)),
     ):
         if drawn:

@@ -130,23 +130,6 @@ def bubble_share(schedule: Schedule, *, ranks: int, microbatches: int) -> float:
     return idle / (microbatches + idle)
 
 
-def pieces_in_flight(schedule: Schedule, *, rank: int, ranks: int, microbatches: int) -> float:
-    """Return how many micro-batches' activations a rank holds at once; half of one is that of one
-    of two stages.
-
-    GPipe holds all. 1F1B runs as many forwards ahead as ranks follow; interleaved stages twice as
-    many and one round (arXiv:2104.04473, section 2.2). For zero_bubble it is the least.
-    """
-    stages = schedule.stages_per_rank
-    if schedule.name == "gpipe":
-        return microbatches
-    if schedule.name == INTERLEAVED:
-        return (
-            min((stages - 1) * ranks + 2 * (ranks - 1 - rank) + 1, stages * microbatches) / stages
-        )
-    return min(ranks - rank, microbatches)
-
-
 def step_seconds(
     compute: float, communication: float, *, bubble_share: float
 ) -> tuple[float, float]:

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from omegaconf import DictConfig, OmegaConf
 
 from armature import hardware
-from armature.data import batching
 from armature.errors import ConfigError
 from armature.layout import STRATEGIES, Layout
-from armature.parallel import mesh
 from armature.planning import memory
 from armature.planning.setup import Setup, knows_optimizer, setup_of
 from armature.validation import signatures
@@ -33,15 +31,13 @@ PLAN_COMMAND = (
 Problems = Callable[[DictConfig], list[str]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Try:
-    """One strategy that auto may choose, and its predicted peak.
-
-    `options` of the mesh; None: single or ddp.
-    """
+    """One strategy that auto may choose: its configuration and its predicted peak."""
 
     name: str
-    options: dict[str, int | str] | None
+    cfg: DictConfig
+    sharded: bool
     recompute: bool
     peak: memory.Peak
 
@@ -72,35 +68,28 @@ def decide(
         setup = setup_of(cfg, layout)
     except ConfigError:  # the batch does not divide: reported by its own check
         return cfg, None
-    if why := _unknown(cfg, setup, memory_bytes):
+    if setup is None or memory_bytes is None or _unknown(cfg, setup, memory_bytes):
+        why = _unknown(cfg, setup, memory_bytes)
         return cfg, f"strategy=auto: {layout.kind}, since {why}."
-    assert setup is not None
-    assert memory_bytes is not None
     room = _room(cfg, memory_bytes)
     tried: list[Try] = []
     blocked: list[str] = []
     for each in _tries(cfg, setup, room=room):
-        if each.peak.total_bytes > room:
-            tried.append(each)
-            continue
-        changed = _with(cfg, each)
-        if each.options is None or not (found := problems(changed)):
-            return changed, _line(each, tried, memory_bytes)
-        blocked += found
-    for each in [*tried]:
-        if each.options is not None and (found := problems(_with(cfg, each))):
+        if each.sharded and (found := problems(each.cfg)):
             blocked += found
-            tried.remove(each)
-    shards = not blocked or any(each.options is not None for each in tried)  # some axis can do it
+        elif each.peak.total_bytes <= room:
+            return each.cfg, _line(each, tried, memory_bytes)
+        else:
+            tried.append(each)
+    shards = not blocked or any(each.sharded for each in tried)  # some axis can do it
     # a user's task may freeze weights
     if shards and str(cfg.task._target_).startswith("armature."):
-        _refuse(cfg, setup, tried, memory_bytes=memory_bytes, problems=problems)
+        _refuse(setup, tried, memory_bytes=memory_bytes)
     best = min(tried, key=lambda each: each.peak.total_bytes)
-    needs = f"{_size(best.peak.total_bytes)} of {_size(memory_bytes)} per device (predicted)"
     why = "" if shards else f" Sharding is not possible: {blocked[0]}"
-    return _with(
-        cfg, best
-    ), f"strategy=auto: {best.words}, which needs least of all: {needs}.{why} {PLAN_COMMAND}"
+    needs = _needs(best.peak, memory_bytes)
+    line = f"strategy=auto: {best.words}, which needs least of all: {needs}.{why} {PLAN_COMMAND}"
+    return best.cfg, line
 
 
 def _room(cfg: DictConfig, memory_bytes: int) -> float:
@@ -129,13 +118,9 @@ def micro_batch_size(
     fitting = _fitting(setup, room=_room(cfg, memory_bytes))
     if fitting.micro == setup.micro:
         return None
-    needs = (
-        f"{_size(memory.peak(fitting).total_bytes)} of {_size(memory_bytes)} per device (predicted)"
-    )
     return fitting.micro, (
         f"data.micro_batch_size=auto: {fitting.micro} of the {setup.micro} samples that a rank has "
-        "per step, which "
-        f"needs {needs}."
+        f"per step, which needs {_needs(memory.peak(fitting), memory_bytes)}."
     )
 
 
@@ -168,9 +153,7 @@ def _tries(cfg: DictConfig, setup: Setup, *, room: float) -> Iterator[Try]:
     another strategy.
     """
     world, devices = setup.world_size, cfg.trainer.devices
-    plain: list[tuple[str, dict[str, int | str] | None]] = [
-        ("single" if world == 1 else "ddp", None)
-    ]
+    plain: list[tuple[str, dict[str, int | str]]] = [("single" if world == 1 else "ddp", {})]
     # else ddp's own
     if world > 1 and set(cfg.strategy) <= {"_target_", *signatures.defaults_of(STRATEGIES["mesh"])}:
         tensor = math.gcd(min(TENSOR, devices), setup.cost.key_heads or TENSOR)
@@ -181,104 +164,63 @@ def _tries(cfg: DictConfig, setup: Setup, *, room: float) -> Iterator[Try]:
             plain.append(("hsdp", {"replicate": "auto", "shard": devices}))
         plain.append(("fsdp", {"shard": "auto"}))
     for recompute in (False, True) if setup.recompute == "none" else (False,):
-        for name, options in plain:
-            if (tried := _setup(cfg, setup, options, recompute=recompute)) is not None:
-                if cfg.data.micro_batch_size == "auto":
-                    tried = _fitting(tried, room=room)
-                yield Try(name, options, recompute, memory.peak(tried))
+        for name, axes in plain:
+            changed = _with(cfg, axes, recompute=recompute)
+            try:
+                found = setup_of(changed, Layout.of(changed))
+            except ValueError:  # axes or batch do not divide; ConfigError is one
+                continue
+            assert found is not None
+            if cfg.data.micro_batch_size == "auto":
+                found = _fitting(found, room=room)
+            yield Try(
+                name=name,
+                cfg=changed,
+                sharded=bool(axes),
+                recompute=recompute,
+                peak=memory.peak(found),
+            )
 
 
-def _setup(
-    cfg: DictConfig, setup: Setup, options: Mapping[str, int | str] | None, *, recompute: bool
-) -> Setup | None:
-    """Return the run under mesh axes (None: as it is), or None if the axes or the batch do not
-    divide.
-    """
-    if recompute:
-        setup = setup.with_(recompute="every")
-    if options is None:
-        return setup
-    try:
-        axes = mesh.resolve({**dict.fromkeys(mesh.AXES, 1), **options}, world_size=setup.world_size)
-        changed = setup.with_(kind="mesh", axes=axes)
-        size, micro = setup.global_batch_size, cfg.data.micro_batch_size
-        batches = batching.plan_batches(size, micro, changed.data_ranks)
-    except ValueError:  # ConfigError is one
-        return None
-    return changed.with_(micro=batches.micro_batch_size, accumulate=batches.accumulate)
-
-
-def _with(cfg: DictConfig, each: Try) -> DictConfig:
+def _with(cfg: DictConfig, axes: Mapping[str, int | str], *, recompute: bool) -> DictConfig:
     changed = cfg.copy()
     OmegaConf.set_struct(changed, False)
-    if each.options is not None:
+    if axes:
         kept = OmegaConf.to_container(cfg.strategy, resolve=False)
         assert isinstance(kept, dict)
-        changed.strategy = {**kept, "_target_": STRATEGIES["mesh"], **each.options}
-    if each.recompute:
+        changed.strategy = {**kept, "_target_": STRATEGIES["mesh"], **axes}
+    if recompute:
         OmegaConf.update(changed, "strategy.activation_checkpointing", "every")
     OmegaConf.set_struct(changed, True)
     return changed
 
 
 def _line(chosen: Try, tried: Sequence[Try], memory_bytes: int) -> str:
-    needs = f"{_size(chosen.peak.total_bytes)} of {_size(memory_bytes)} per device (predicted)"
-    line = f"strategy=auto: {chosen.words}, which needs {needs}"
+    line = f"strategy=auto: {chosen.words}, which needs {_needs(chosen.peak, memory_bytes)}"
     if not tried:
         return f"{line}."
     before = next((each for each in tried if each.name == chosen.name), tried[0])
-    return (
-        f"{line}; {before.name}{' without' if before.name == chosen.name else ''} would need "
-        + (f"{_size(before.peak.total_bytes)}.")
-    )
+    without = " without" if before.name == chosen.name else ""
+    return f"{line}; {before.name}{without} would need {_size(before.peak.total_bytes)}."
 
 
-def _refuse(
-    cfg: DictConfig, setup: Setup, tried: Sequence[Try], *, memory_bytes: int, problems: Problems
-) -> None:  # fmt: skip
+def _refuse(setup: Setup, tried: Sequence[Try], *, memory_bytes: int) -> None:
     """Raise ConfigError if the optimizer's step alone takes more than a device has under all that
     was tried.
     """
     least = min(each.peak.least_bytes for each in tried)
     if least <= memory_bytes:
         return
-    whole = min(
-        each.peak.state_bytes * (1 if each.options is None else setup.world_size) for each in tried
-    )
-    enough = next(
-        (
-            n
-            for n in (2**exponent for exponent in range(1, 11))
-            if n > setup.world_size and 1.25 * whole / n < memory_bytes
-        ),
-        None,
-    )
-    advice = (
-        f"{enough} such devices hold it under strategy=fsdp"
-        if enough
-        else "1,024 devices would not either"
-    )
     offload = "strategy=fsdp strategy.cpu_offload=true"
-    if setup.world_size == 1:  # fsdp shards nothing there, and offloads nothing
-        changed = cfg.copy()
-        OmegaConf.set_struct(changed, False)
-        changed.strategy = {
-            "_target_": STRATEGIES["deepspeed"],
-            "seed": cfg.seed,
-            "activation_checkpointing": "none",
-        }
-        other = (
-            "optimizer=adamw "
-            if any("optimizer=adamw" in each for each in problems(changed))
-            else ""
-        )
-        offload = f"{other}strategy=deepspeed_zero3_offload"
+    if (
+        setup.world_size == 1
+    ):  # fsdp shards nothing there, and offloads nothing; DeepSpeed has no Muon
+        muon = setup.matrix_state != setup.other_state
+        offload = f"{'optimizer=adamw ' if muon else ''}strategy=deepspeed_zero3_offload"
     raise ConfigError(
         f"strategy=auto: weights, gradients and optimizer state of {setup.cost.parameters:,} "
-        "parameters take at least "
-        f"{_size(least)} per device in the optimizer's step, and one has {_size(memory_bytes)}. "
-        f"{advice}; {offload} "
-        f"keeps them in the host's memory. {PLAN_COMMAND}"
+        f"parameters take at least {_size(least)} per device in the optimizer's step, and one has "
+        f"{_size(memory_bytes)}. {offload} keeps them in the host's memory. {PLAN_COMMAND}"
     )
 
 
@@ -293,10 +235,8 @@ def warning(
         setup = setup_of(cfg, layout)
     except ConfigError:
         return None
-    if _unknown(cfg, setup, memory_bytes):
+    if setup is None or memory_bytes is None or _unknown(cfg, setup, memory_bytes):
         return None
-    assert setup is not None
-    assert memory_bytes is not None
     peak = memory.peak(setup)
     # the formulas are of uncompiled blocks, which keep more
     compiled = layout.options.get("compile", "none") != "none"
@@ -322,6 +262,10 @@ def device_memory_bytes(cfg: DictConfig) -> int | None:
         ram = hardware.ram_bytes()
         return ram // cfg.trainer.devices if ram is not None else None
     return None
+
+
+def _needs(peak: memory.Peak, memory_bytes: int) -> str:
+    return f"{_size(peak.total_bytes)} of {_size(memory_bytes)} per device (predicted)"
 
 
 def _size(size: float) -> str:

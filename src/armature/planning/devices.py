@@ -3,27 +3,51 @@
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import yaml
+from pydantic import AfterValidator, Field
 
 from armature import hardware
+from armature.config import Count, Positive
 from armature.errors import ConfigError, error_line
 from armature.project import CONFIGS, options
+from armature.validation.values import answer_to
+
+
+def _with_fp32(rates: dict[str, float]) -> dict[str, float]:
+    assert "float32" in rates
+    return rates
+
 
 FOLDER = CONFIGS / "hardware"  # of the project; the shipped files are known as well
 GIB = 2**30
 THIS = "this"  # the name of the machine that asks
 FP32_FLOPS_PER_CYCLE = 32  # of one CPU core: two fused multiply-adds of eight numbers
 CPU_BYTES_PER_SECOND = 20e9  # of one core; no file of the system has the rate of its memory
-# of a file
-NUMBERS = ("memory_gib", "memory_gb_per_second", "link_gb_per_second", "network_gb_per_second")
 TYPES = ("float8", "bfloat16", "float16", "tf32", "float32", "float64")
+SHEET = {  # the keys of a file
+    "accelerator": Literal["gpu", "cpu"],
+    "memory_gib": Positive,
+    "memory_gb_per_second": Positive,
+    "link_gb_per_second": Positive,
+    "network_gb_per_second": Positive,
+    "devices_per_machine": Count,
+    "peak_tflops": Annotated[
+        dict[Literal[TYPES], Positive],  # pyright: ignore[reportInvalidTypeForm]
+        AfterValidator(_with_fp32),
+        Field(description=f"a number above 0 for each type of {', '.join(TYPES)}; float32 always"),
+    ],
+}
+OF_A_GPU = {
+    "capability": Annotated[
+        list[int], Field(min_length=2, max_length=2, description="two whole numbers")
+    ]
+}
 # shares of the published rates that real kernels reach, chosen before any comparison with measured
 # runs
 MATRIX_SHARE = 0.7  # of the peak of dense matrix products
@@ -38,8 +62,7 @@ class Device:
     Attributes:
         peak_flops: FLOP/s of dense matrix products by type (float8, bfloat16, float16, tf32,
             float32, float64).
-        capability: CUDA's compute capability; None: not a GPU. `processors`: its streaming
-            multiprocessors.
+        capability: CUDA's compute capability; None: not a GPU.
         link_bytes_per_second: to the other devices of its machine; `network_…`: to other machines.
     """
 
@@ -52,7 +75,6 @@ class Device:
     network_bytes_per_second: float
     devices_per_machine: int
     capability: tuple[int, int] | None = None
-    processors: int = 0
 
     @property
     def precision(self) -> str:
@@ -88,15 +110,7 @@ class Device:
     def peak(self, *types: str) -> float:
         """Return the FLOP/s of matrix products in the first of these types that the device has,
         else in fp32.
-
-        ConfigError: float64 of a device whose file does not name it.
         """
-        if "float64" in types and "float64" not in self.peak_flops:
-            raise ConfigError(
-                f"trainer.precision=64-true: hardware={self.name} has no float64 in peak_tflops. "
-                "Add it to "
-                f"{FOLDER / self.name}.yaml, or type trainer.precision=32-true."
-            )
         return next(
             (self.peak_flops[name] for name in types if name in self.peak_flops),
             self.peak_flops["float32"],
@@ -134,26 +148,10 @@ def names() -> list[str]:
 
 
 def take_name(typed: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the last hardware=NAME of a command line, None if it has none, and the other words.
-
-    Raises ConfigError for a word that is nearly this one, such as +hardware=NAME.
-    """
-    chosen = [each.removeprefix("hardware=") for each in typed if each.startswith("hardware=")]
-    others = [each for each in typed if not each.startswith("hardware=")]
-    for each in others:
-        key, _, value = each.lstrip("+~").partition("=")
-        if difflib.get_close_matches(key.partition(".")[0], ["hardware"], cutoff=0.8):
-            remedy = (
-                f"Type hardware={value if value in names() else '…'}, with one of "
-                f"{', '.join(names())}"
-            )
-            file = (
-                f" Other numbers are a file of your own: copy one of {FOLDER} and change it."
-                if "." in key
-                else ""
-            )
-            raise ConfigError(f"{each}: there is no such key here. {remedy}.{file}")
-    return chosen[-1] if chosen else None, others
+    """Return the last hardware=NAME of a command line, None if it has none, and the other words."""
+    chosen = [each for each in typed if each.lstrip("+").startswith("hardware=")]
+    others = [each for each in typed if each not in chosen]
+    return (chosen[-1].partition("=")[2] if chosen else None), others
 
 
 def named(name: str) -> Device:
@@ -176,16 +174,15 @@ def named(name: str) -> Device:
 
 def _read(file: Path) -> Device:
     values = _load(file)
-    if problems := _problems(values):
-        example = _load(options("hardware")["h100_80gb"])
-        lines = ", ".join(f"{key}: {example[key]}" for key in problems if key in example)
-        found = "; ".join(
-            f"{key}: {values.get(key, 'missing')}, but must be {what}"
-            for key, what in problems.items()
-        )
+    gpu = values.get("accelerator") != "cpu"
+    found = {
+        key: answer
+        for key, kind in {**SHEET, **(OF_A_GPU if gpu else {})}.items()
+        if (answer := answer_to(key, kind, values.get(key, "missing"))) is not None
+    }
+    if found:
         raise ConfigError(
-            f"hardware={file.stem}: {file}: {found}. An H100's file has {lines}. Type the device's "
-            "own."
+            [f"{file}: {key}={values.get(key, 'missing')}: {found[key]}" for key in found]
         )
     return Device(
         name=file.stem,
@@ -196,15 +193,14 @@ def _read(file: Path) -> Device:
         link_bytes_per_second=values["link_gb_per_second"] * 1e9,
         network_bytes_per_second=values["network_gb_per_second"] * 1e9,
         devices_per_machine=values["devices_per_machine"],
-        capability=tuple(values["capability"]) if "capability" in values else None,
-        processors=values.get("processors", 0),
+        capability=tuple(values["capability"]) if gpu else None,
     )
 
 
 def _load(file: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(
             f"hardware={file.stem}: {file} cannot be read ({error_line(error)}). Correct it."
         ) from error
@@ -213,40 +209,6 @@ def _load(file: Path) -> dict[str, Any]:
             f"hardware={file.stem}: {file} holds no keys. Copy another file of {file.parent}."
         )
     return values
-
-
-def _problems(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return by key what a value of a device's file must be, where it is something else."""
-    rates, capability = values.get("peak_tflops"), values.get("capability")
-    wrong = {key: "a number above 0" for key in NUMBERS if not _is_positive(values.get(key))}
-    if values.get("accelerator") not in ("gpu", "cpu"):
-        wrong["accelerator"] = "gpu or cpu"
-    if (
-        not isinstance(rates, dict)
-        or "float32" not in rates
-        or not all(map(_is_positive, rates.values()))
-    ):
-        wrong["peak_tflops"] = "a number above 0 for each type, float32 among them"
-    elif unknown := [str(kind) for kind in rates if kind not in TYPES]:
-        wrong["peak_tflops"] = f"of {', '.join(TYPES)}, not {', '.join(unknown)}"
-    whole = ["devices_per_machine", *(["processors"] if values.get("accelerator") == "gpu" else [])]
-    wrong |= {
-        key: "a whole number of at least 1"
-        for key in whole
-        if not (_is_positive(values.get(key)) and isinstance(values[key], int))
-    }
-    pair = (
-        isinstance(capability, list)
-        and len(capability) == 2
-        and all(isinstance(each, int) for each in capability)
-    )
-    if "processors" in whole and not pair:
-        wrong["capability"] = "two whole numbers"
-    return wrong
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def this() -> Device:

@@ -12,9 +12,7 @@ from armature.layout import STRATEGIES
 from armature.validation import checks
 
 RECOMPUTE = ("none", "selective", "every")
-LONGEST_TENSOR = 8  # ranks that share each matrix: the layer's messages grow with them
-LONGEST_PIPE = 8
-LONGEST_CONTEXT = 8  # ranks that share each sample
+LONGEST = 8  # ranks along a tensor, context or pipe axis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,122 +33,74 @@ def choices(*, devices: int, num_nodes: int, experts: int = 1) -> Iterator[Choic
     per block.
     """
     world = devices * num_nodes
+    offloaded = _choice(
+        "ZeRO-3, offloaded", "deepspeed_zero3_offload", 9,
+        kind="deepspeed", stage=3, offload_optimizer=True, offload_parameters=True,
+    )  # fmt: skip
     if world == 1:
-        yield Choice(name="single", words="strategy=single", strategy=_target("single"), effort=0)
-        yield _zero_offload()
+        yield _choice("single", "single", 0, kind="single")
+        yield offloaded
         return
-    yield Choice(name="ddp", words="strategy=ddp", strategy=_target("ddp"), effort=1)
-    yield _mesh(f"fsdp {world}", "strategy=fsdp", {"shard": world}, 2)
-    yield _mesh(
-        f"fsdp {world}, weights stay gathered",
-        "strategy=fsdp strategy.reshard_after_forward=false",
-        {"shard": world, "reshard_after_forward": False},
-        3,
-    )
+    yield _choice("ddp", "ddp", 1, kind="ddp")
+    yield _choice(f"fsdp {world}", "fsdp", 2, shard=world)
+    words = "fsdp strategy.reshard_after_forward=false"
+    name = f"fsdp {world}, weights stay gathered"
+    yield _choice(name, words, 3, shard=world, reshard_after_forward=False)
+    machines = {"replicate": num_nodes, "shard": devices}
+    name, words = f"hsdp {num_nodes} × {devices}", f"hsdp strategy.shard={devices}"
     if num_nodes > 1 and devices > 1:
-        yield _mesh(
-            f"hsdp {num_nodes} × {devices}", f"strategy=hsdp strategy.shard={devices}",
-            {"replicate": num_nodes, "shard": devices}, 3,
-        )  # fmt: skip
-    for tensor in _powers(min(devices, LONGEST_TENSOR)):
-        shard = world // tensor
-        if world % tensor:
+        yield _choice(name, words, 3, **machines)
+    for axis in ("tensor", "context"):
+        for size in _powers(min(devices, LONGEST), dividing=world):
+            words = f"{'fsdp_tensor' if axis == 'tensor' else axis} strategy.{axis}={size}"
+            yield _axes(words, 4, shard=world // size, **{axis: size})
+    for size in _powers(min(devices, experts), dividing=devices):
+        if experts % size:
             continue
-        if shard == 1:
-            yield _mesh(f"tensor {tensor}", "strategy=tensor", {"shard": 1, "tensor": tensor}, 4)
-        else:
-            words = f"strategy=fsdp_tensor strategy.tensor={tensor}"
-            yield _mesh(
-                f"fsdp {shard} × tensor {tensor}", words, {"shard": shard, "tensor": tensor}, 4
-            )
-    for context in _powers(min(devices, LONGEST_CONTEXT)):
-        if world % context == 0:
-            shard = world // context
-            words = f"strategy=context strategy.context={context}"
-            name = f"fsdp {shard} × context {context}" if shard > 1 else f"context {context}"
-            yield _mesh(name, words, {"shard": shard, "context": context}, 4)
-    yield from _of_experts(experts, devices=devices, num_nodes=num_nodes)
-    yield from _pipelines(world, devices)
-    yield _mesh(
-        f"fsdp {world}, offloaded",
-        "strategy=fsdp strategy.cpu_offload=true",
-        {"shard": world, "cpu_offload": True},
-        8,
-    )
-    yield from _deepspeed()
-
-
-def _of_experts(experts: int, *, devices: int, num_nodes: int) -> Iterator[Choice]:
-    """Yield layouts whose tokens travel to experts within a machine."""
-    world = devices * num_nodes
-    for expert in _powers(min(devices, experts)):
-        if devices % expert or experts % expert:
-            continue
-        words = f"strategy=expert strategy.expert={expert}"
-        yield _mesh(f"fsdp {world}, expert {expert}", words, {"shard": world, "expert": expert}, 4)
-        if num_nodes > 1:
-            yield _mesh(
-                f"hsdp {num_nodes} × {devices}, expert {expert}",
-                f"strategy=hsdp strategy.shard={devices} strategy.expert={expert}",
-                {"replicate": num_nodes, "shard": devices, "expert": expert}, 4,
-            )  # fmt: skip
-
-
-def _pipelines(world: int, devices: int) -> Iterator[Choice]:
-    for pipe in _powers(min(world, LONGEST_PIPE)):
-        if world % pipe:
-            continue
-        shard = world // pipe
-        words = f"strategy=fsdp_pipeline strategy.pipe={pipe}" if shard > 1 else "strategy=pipeline"
-        name = f"pipe {pipe} × fsdp {shard}" if shard > 1 else f"pipe {pipe}"
-        yield _mesh(name, words, {"pipe": pipe, "shard": shard, "microbatches": max(4, pipe)}, 5)
-        for tensor in _powers(min(devices, LONGEST_TENSOR)):
-            if shard % tensor == 0:
-                rest = shard // tensor
-                yield _mesh(
-                    f"pipe {pipe} × fsdp {rest} × tensor {tensor}",
-                    f"strategy=3d strategy.pipe={pipe} strategy.tensor={tensor}",
-                    {"pipe": pipe, "shard": rest, "tensor": tensor, "microbatches": max(4, pipe)},
-                    6,
-                )
-
-
-def _deepspeed() -> Iterator[Choice]:
-    for stage, words in ((1, "deepspeed_zero1"), (2, "deepspeed"), (3, "deepspeed_zero3")):
-        options = {"stage": stage}
-        yield Choice(
-            name=f"ZeRO-{stage}",
-            words=f"strategy={words}",
-            strategy=_target("deepspeed", options),
-            effort=7,
+        expert = f"strategy.expert={size}"
+        yield _choice(
+            f"fsdp {world}, expert {size}", f"expert {expert}", 4, shard=world, expert=size
         )
-    yield _zero_offload()
+        if num_nodes > 1:
+            words = f"hsdp strategy.shard={devices} {expert}"
+            yield _choice(f"{name}, expert {size}", words, 4, **machines, expert=size)
+    for pipe in _powers(LONGEST, dividing=world):
+        shard, pieces = world // pipe, max(4, pipe)
+        words = f"fsdp_pipeline strategy.pipe={pipe} strategy.shard={shard}"
+        yield _axes(words, 5, pipe=pipe, shard=shard, microbatches=pieces)
+        for tensor in _powers(min(devices, LONGEST), dividing=shard):
+            words = f"3d strategy.pipe={pipe} strategy.tensor={tensor}"
+            rest = shard // tensor
+            yield _axes(words, 6, pipe=pipe, shard=rest, tensor=tensor, microbatches=pieces)
+    words = "fsdp strategy.cpu_offload=true"
+    yield _choice(f"fsdp {world}, offloaded", words, 8, shard=world, cpu_offload=True)
+    for stage, words in ((1, "deepspeed_zero1"), (2, "deepspeed"), (3, "deepspeed_zero3")):
+        yield _choice(f"ZeRO-{stage}", words, 7, kind="deepspeed", stage=stage)
+    yield offloaded
 
 
-def _zero_offload() -> Choice:
-    options = {"stage": 3, "offload_optimizer": True, "offload_parameters": True}
-    words = "strategy=deepspeed_zero3_offload"
-    return Choice(
-        name="ZeRO-3, offloaded", words=words, strategy=_target("deepspeed", options), effort=9
-    )
-
-
-def _mesh(name: str, words: str, options: Mapping[str, Any], effort: int) -> Choice:
-    return Choice(name=name, words=words, strategy=_target("mesh", options), effort=effort)
-
-
-def _target(kind: str, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    return {
+def _choice(name: str, words: str, effort: int, *, kind: Any = "mesh", **options: Any) -> Choice:
+    strategy = {
         "_target_": STRATEGIES[kind],
         "seed": "${seed}",
         "activation_checkpointing": "none",
-        **(options or {}),
+        **options,
     }
+    return Choice(name=name, words=f"strategy={words}", strategy=strategy, effort=effort)
 
 
-def _powers(most: int) -> Iterator[int]:
+def _axes(words: str, effort: int, **options: int) -> Choice:
+    """Return a layout that is named after its axes."""
+    sizes = {"pipe": options.get("pipe", 1), "fsdp": options["shard"]}
+    sizes |= {axis: options.get(axis, 1) for axis in ("tensor", "context")}
+    name = " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+    return _choice(name, words, effort, **options)
+
+
+def _powers(most: int, *, dividing: int) -> Iterator[int]:
+    """Yield 2, 4, 8 … as far as they divide a number."""
     size = 2
-    while size <= most:
+    while size <= most and dividing % size == 0:
         yield size
         size *= 2
 

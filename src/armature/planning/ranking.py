@@ -1,25 +1,26 @@
 """Every layout for a number of devices, with the best micro-batch and recomputation of each,
-ranked.
+ranked by closed formulas; the first few are then simulated.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from omegaconf import DictConfig
 
 from armature.data import batching
-from armature.errors import ConfigError
-from armature.finetune.check import LORA
+from armature.errors import ConfigError, error_line
 from armature.layout import Layout
 from armature.planning import layouts, memory, seconds
 from armature.planning.auto import HEADROOM, WIDE_BLOCK
 from armature.planning.devices import Device
 from armature.planning.layouts import Choice
-from armature.planning.setup import LANGUAGE_MODELING, Setup, setup_of
+from armature.planning.setup import Setup, setup_of
 
+log = logging.getLogger(__name__)
 # samples per rank that are tried
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 PIECES = (4, 8, 16, 32)  # of a pipeline's micro-batch
@@ -28,6 +29,10 @@ ENOUGH_POSITIONS = 16_384  # of a micro-batch, with which a GPU's kernels are bu
 # better
 NEAR = 0.1
 COUNTS = (1, 2, 4, 8, 16, 32, 64)  # devices that are tried if none are named
+MOST_DEVICES = 4096  # that are tried for a model that does not fit
+SIMULATED = 3  # layouts
+# layers of the two models that are simulated for one with many; the rest lies on a straight line
+DEPTHS = (3, 5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +68,6 @@ class Candidate:
         return "data.global_batch_size=" in self.words
 
     @property
-    def offloaded(self) -> bool:
-        return self.setup.offload or self.setup.offload_optimizer
-
-    @property
     def world_size(self) -> int:
         return self.devices * self.num_nodes
 
@@ -88,6 +89,11 @@ class Candidate:
         """Share of the device that stays free; below 0: what is lacking."""
         return 1 - self.peak_bytes / self.capacity_bytes
 
+    @property
+    def tier(self) -> int:
+        """0: fits with room, 1: fits, 2: does not fit."""
+        return int(self.margin < HEADROOM) if self.fits else 2
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fixed:
@@ -102,11 +108,10 @@ def counts(device: Device, *, devices: int | None, num_nodes: int | None) -> lis
 
     ConfigError: more devices than a machine has.
     """
-    most = device.devices_per_machine
     if devices is not None and (problem := device.too_many(devices)):
         raise ConfigError(problem)
     if devices is not None or num_nodes is not None:
-        return [(devices or most, num_nodes or 1)]
+        return [(devices or device.devices_per_machine, num_nodes or 1)]
     return [_pair(device, count) for count in COUNTS]
 
 
@@ -124,58 +129,44 @@ def rank(
     """Return the layouts that can run, the fastest that fits first and then those that need least;
     and the refused.
     """
-    found = [
-        each
-        for devices, nodes in pairs
-        for each in _of_count(cfg, device, devices, nodes, fixed=fixed)
-    ]
+    plan = Layout.of(cfg).plan
+    count = cfg.model.get(plan.expert_count) if plan is not None and plan.expert_count else None
+    found: list[Candidate] = []
+    for devices, num_nodes in pairs:
+        shared, experts = device.shared_by(devices), count if isinstance(count, int) else 1
+        for choice in layouts.choices(devices=devices, num_nodes=num_nodes, experts=experts):
+            if device.accelerator == "cpu" and choice.effort > 6:
+                continue  # on a CPU there is nothing to offload from, and DeepSpeed has no kernels
+            changed = layouts.applied(cfg, choice, devices=devices, num_nodes=num_nodes)
+            if (best := _best(changed, shared, choice, fixed=fixed)) is not None:
+                found.append(best)
     return sort(each for each in found if each.refused is None), [
         each for each in found if each.refused is not None
     ]
 
 
-def order(each: Candidate, *, fastest: float = 1.0) -> tuple[int, float, float, float, float]:
-    """Sort key: what fits with room, what fits, what does not; what keeps the global batch, which
-    decides the result; then by throughput, and what is near by simplicity.
-    """
-    if not each.fits:
-        return 2, each.peak_bytes, each.effort, 0.0, 0.0
-    steps = (
-        math.floor(math.log(fastest / each.rate) / math.log(1 + NEAR)) if fastest > each.rate else 0
-    )
-    return int(each.margin < HEADROOM), each.other_batch, steps, each.effort, -each.rate
-
-
 def sort(found: Iterable[Candidate]) -> list[Candidate]:
-    """Return candidates from the best to the worst."""
+    """Return candidates from the best to the worst: what fits with room, what fits, what does not;
+    what keeps the global batch, which decides the result; then by throughput, and what is near by
+    simplicity.
+    """
     found = list(found)
-    fastest = {
-        other: max(
-            (each.rate for each in found if each.fits and each.other_batch == other), default=1.0
-        )
-        for other in (False, True)
-    }
-    return sorted(found, key=lambda each: order(each, fastest=fastest[each.other_batch]))
+    fastest: dict[bool, float] = {}  # of those that keep the batch, and of others
+    for each in found:
+        if each.fits:
+            fastest[each.other_batch] = max(each.rate, fastest.get(each.other_batch, 0.0))
+
+    def order(each: Candidate) -> tuple[float, ...]:
+        if not each.fits:
+            return each.tier, each.peak_bytes, each.effort
+        slower = fastest[each.other_batch] / each.rate
+        steps = math.floor(math.log(slower) / math.log(1 + NEAR))
+        return each.tier, each.other_batch, steps, each.effort, -each.rate
+
+    return sorted(found, key=order)
 
 
-def _of_count(
-    cfg: DictConfig, device: Device, devices: int, num_nodes: int, *, fixed: Fixed
-) -> Iterator[Candidate]:
-    shared, plan = device.shared_by(devices), Layout.of(cfg).plan
-    count = cfg.model.get(plan.expert_count) if plan is not None and plan.expert_count else None
-    experts = count if isinstance(count, int) else 1
-    for choice in layouts.choices(devices=devices, num_nodes=num_nodes, experts=experts):
-        if device.accelerator == "cpu" and choice.effort > 6:
-            continue  # on a CPU there is nothing to offload from, and DeepSpeed has no kernels
-        changed = layouts.applied(cfg, choice, devices=devices, num_nodes=num_nodes)
-        best = _best(changed, shared, choice, devices=devices, num_nodes=num_nodes, fixed=fixed)
-        if best is not None:
-            yield best
-
-
-def _best(
-    cfg: DictConfig, device: Device, choice: Choice, *, devices: int, num_nodes: int, fixed: Fixed
-) -> Candidate | None:  # fmt: skip
+def _best(cfg: DictConfig, device: Device, choice: Choice, *, fixed: Fixed) -> Candidate | None:
     """Return a layout's fastest variant that fits, or the one that needs least.
 
     Changes the batch sizes of `cfg`.
@@ -187,7 +178,9 @@ def _best(
     size = batching.configured_batch_size(cfg.data) or layout.data_ranks
     pipe = layout.axes["pipe"]
     pieces = [number for number in PIECES if number >= pipe] if pipe > 1 else [1]
-    cfg.data.global_batch_size = batch = _batch(size, layout.data_ranks, fixed, least=pieces[0])
+    # the global batch, or the smallest multiple above it that divides among the ranks
+    unit = layout.data_ranks * (fixed.micro or pieces[0])
+    cfg.data.global_batch_size = batch = -(-size // unit) * unit
     cfg.data.micro_batch_size = fixed.micro or pieces[0]
     setup = setup_of(cfg, layout)
     if setup is None or setup.cost.blocks < pipe:
@@ -202,64 +195,36 @@ def _best(
         for number in pieces
         if share % micro == 0 and micro % number == 0
     ] or [setup]
+    refusals = layouts.refusals(cfg)
     candidates = [
-        _candidate(
-            each, device, choice, devices=devices, num_nodes=num_nodes, size=size, fixed=fixed
+        Candidate(
+            choice=choice,
+            devices=cfg.trainer.devices,
+            num_nodes=cfg.trainer.num_nodes,
+            setup=each,
+            peak_bytes=memory.peak(each).total_bytes,
+            capacity_bytes=device.memory_bytes,
+            units_per_second=seconds.step_seconds(each, device).units_per_second,
+            words=_words(cfg, each, choice, size=size, fixed=fixed),
+            refused=refusals[0] if refusals else None,
         )
         for each in variants
     ]
-    best = min(candidates, key=_variant_order)
-    refusals = layouts.refusals(cfg)
-    return replace(best, refused=refusals[0] if refusals else None)
+    return min(candidates, key=_variant_order)
 
 
-def _variant_order(each: Candidate) -> tuple[int, float, float, float]:
+def _variant_order(each: Candidate) -> tuple[float, ...]:
     """Sort key of one layout's variants: with room, then by throughput, then with kernels that are
     large enough.
     """
     if not each.fits:
-        return 2, each.peak_bytes, 0.0, 0.0
+        return each.tier, each.peak_bytes
     positions = min(each.setup.micro * each.setup.cost.positions, ENOUGH_POSITIONS)
-    return (
-        int(each.margin < HEADROOM),
-        -round(math.log(each.rate) / math.log(1.02)),
-        -positions,
-        each.peak_bytes,
-    )
+    return each.tier, -round(math.log(each.rate) / math.log(1.02)), -positions, each.peak_bytes
 
 
-def _batch(size: int, data_ranks: int, fixed: Fixed, *, least: int) -> int:
-    """Return the global batch, or the smallest multiple above it that divides among the ranks."""
-    unit = data_ranks * (fixed.micro or least)
-    return size if size % unit == 0 else -(-size // unit) * unit
-
-
-def _candidate(
-    setup: Setup,
-    device: Device,
-    choice: Choice,
-    *,
-    devices: int,
-    num_nodes: int,
-    size: int,
-    fixed: Fixed,
-) -> Candidate:
-    step = seconds.step_seconds(setup, device)
-    return Candidate(
-        choice=choice,
-        devices=devices,
-        num_nodes=num_nodes,
-        setup=setup,
-        peak_bytes=memory.peak(setup).total_bytes,
-        capacity_bytes=device.memory_bytes,
-        units_per_second=step.units_per_second,
-        words=_words(setup, choice, devices=devices, num_nodes=num_nodes, size=size, fixed=fixed),
-    )
-
-
-def _words(
-    setup: Setup, choice: Choice, *, devices: int, num_nodes: int, size: int, fixed: Fixed
-) -> str:
+def _words(cfg: DictConfig, setup: Setup, choice: Choice, *, size: int, fixed: Fixed) -> str:
+    """Return what to type for a layout's variant; `size`: the configured global batch."""
     words = [choice.words]
     if setup.axes["pipe"] > 1 and setup.microbatches != 4:
         words.append(f"strategy.microbatches={setup.microbatches}")
@@ -269,47 +234,51 @@ def _words(
         words.append(f"data.global_batch_size={setup.global_batch_size}")
     if not fixed.micro:
         words.append(f"data.micro_batch_size={setup.micro}")
-    words.append(f"trainer.devices={devices}")
-    if num_nodes > 1:
-        words.append(f"trainer.num_nodes={num_nodes} launch.rdzv_endpoint=HOST:PORT")
+    words.append(f"trainer.devices={cfg.trainer.devices}")
+    if cfg.trainer.num_nodes > 1:
+        words.append(f"trainer.num_nodes={cfg.trainer.num_nodes} launch.rdzv_endpoint=HOST:PORT")
     return " ".join(words)
 
 
-def with_adapters(
-    cfg: DictConfig, device: Device, runs: Sequence[Candidate], *, fixed: Fixed
-) -> list[Candidate]:
-    """Return what trains adapters on the fewest devices instead, if no full training fits there
-    without the host.
+def devices_needed(cfg: DictConfig, device: Device, *, fixed: Fixed) -> int | None:
+    """Return the fewest devices on which some layout fits, among powers of two; None if more than
+    MOST_DEVICES are needed.
     """
-    fewest = min((each.world_size for each in runs), default=0)
-    there = [each for each in runs if each.world_size == fewest]
-    if any(each.fits and not each.offloaded for each in there):
-        return []
-    base = next((each for each in there if each.choice.name in ("single", f"fsdp {fewest}")), None)
-    if base is None or not base.setup.cost.linears or str(cfg.task._target_) != LANGUAGE_MODELING:
-        return []
-    found = []
-    for words, quantize in (("task=lora", None), ("task=lora task.adapter.quantize=nf4", "nf4")):
-        counts = {"devices": base.devices, "num_nodes": base.num_nodes}
-        changed = layouts.applied(cfg, base.choice, **counts)
-        typed = cfg.task.get("adapter") or {"_target_": LORA, "rank": 16, "alpha": 32.0}
-        changed.task.adapter = {**typed, "quantize": quantize}
-        choice = replace(base.choice, words=f"{words} {base.choice.words}")
-        found.append(_best(changed, device.shared_by(base.devices), choice, **counts, fixed=fixed))
-    return [each for each in found if each is not None and each.refused is None and each.fits]
-
-
-def devices_needed(
-    cfg: DictConfig, device: Device, *, fixed: Fixed, most: int = 4096
-) -> int | None:
-    """Return the fewest devices on which some layout fits, among powers of two.
-
-    None if more than `most` are needed.
-    """
-    count = 1
-    while count <= most:
-        devices, num_nodes = _pair(device, count)
+    for exponent in range(MOST_DEVICES.bit_length()):
+        devices, num_nodes = _pair(device, 2**exponent)
         if any(each.fits for each in rank(cfg, device, [(devices, num_nodes)], fixed=fixed)[0]):
             return devices * num_nodes
-        count *= 2
     return None
+
+
+def simulated(cfg: DictConfig, device: Device, runs: Sequence[Candidate]) -> list[Candidate]:
+    """Return the ranking with the first layouts' memory and throughput as simulated."""
+    chosen = [each for each in runs if each.setup.kind != "deepspeed"][:SIMULATED]
+    if device.accelerator == "cpu" or not chosen:
+        return list(runs)
+    from armature.planning import simulation
+
+    requests = []
+    for each in chosen:
+        changed = layouts.applied(cfg, each.choice, devices=each.devices, num_nodes=each.num_nodes)
+        changed.data.micro_batch_size = each.setup.micro
+        changed.data.global_batch_size = each.setup.global_batch_size
+        changed.strategy.activation_checkpointing = each.setup.recompute
+        pipeline = each.setup.axes["pipe"] > 1
+        if pipeline:
+            changed.strategy.microbatches = each.setup.microbatches
+        deep = each.setup.cost.blocks > 2 * DEPTHS[1] and not pipeline
+        rank, depths = each.world_size - 1 if pipeline else 0, DEPTHS if deep else None
+        requests.append(simulation.Request(cfg=changed, rank=rank, device=device, depths=depths))
+    found = dict(zip(map(id, chosen), simulation.simulate_all(requests), strict=True))
+    ranked = []
+    for each in runs:
+        result = found.get(id(each))
+        if isinstance(result, Exception):
+            log.warning("%s was not simulated: %s", each.choice.name, error_line(result))
+        elif result is not None:
+            each = replace(
+                each, peak_bytes=result.needed, units_per_second=result.rate, simulated=True
+            )
+        ranked.append(each)
+    return sort(ranked)

@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from armature.parallel import split
-from armature.planning import activations, memory
+from armature.planning import memory
 from armature.planning.devices import MATRIX_SHARE, MEMORY_SHARE, Device
-from armature.planning.setup import Setup
+from armature.planning.roofline import Roofline
+from armature.planning.setup import SCHEDULE, Setup
 
 HOST_BYTES_PER_SECOND = 20e9  # between a device and its host's memory: PCIe 4.0 x16, shared
 # of weights, gradients and state that a CPU's optimizer reads and writes, per rank
@@ -30,271 +31,150 @@ class Seconds:
 
     Attributes:
         compute: without waiting for others; communication: if nothing else runs at the same time.
-        bubble_share: share of the step in which a pipeline's schedule leaves the rank idle.
-        units: tokens or samples of the whole run's step.
+        units_per_second: tokens or samples of the whole run, with no communication hidden and with
+            all.
     """
 
     compute: float
     communication: float
-    bubble_share: float
-    units: int
-
-    @property
-    def hidden(self) -> float:
-        """The step with all communication hidden: the least it can take."""
-        return self._range[0]
-
-    @property
-    def exposed(self) -> float:
-        """The step with no communication hidden."""
-        return self._range[1]
-
-    @property
-    def _range(self) -> tuple[float, float]:
-        return split.step_seconds(self.compute, self.communication, bubble_share=self.bubble_share)
-
-    @property
-    def units_per_second(self) -> tuple[float, float]:
-        """Throughput of the whole run, from least to most."""
-        return self.units / self.exposed, self.units / self.hidden
+    units_per_second: tuple[float, float]
 
 
 def step_seconds(setup: Setup, device: Device) -> Seconds:
     """Return the seconds of one optimizer step."""
-    pipe = setup.axes["pipe"]
-    bubble = (
-        split.bubble_share(setup.schedule, ranks=pipe, microbatches=setup.microbatches)
-        if pipe > 1
-        else 0.0
-    )
-    sent, offloaded = _communication(setup, device), _offload(setup)
-    return Seconds(
-        compute=_compute(setup, device) + offloaded, communication=sent, bubble_share=bubble,
-        units=setup.global_batch_size * setup.cost.units_per_sample,
-    )  # fmt: skip
+    ranks = setup.axes["pipe"]
+    schedule = split.SCHEDULES[SCHEDULE]
+    bubble = split.bubble_share(schedule, ranks=ranks, microbatches=setup.microbatches)
+    compute, sent = _compute(setup, device), _communication(setup, device)
+    hidden, exposed = split.step_seconds(compute, sent, bubble_share=bubble)
+    units = setup.global_batch_size * setup.cost.units_per_sample
+    rate = (units / exposed, units / hidden)
+    return Seconds(compute=compute, communication=sent, units_per_second=rate)
 
 
-def peak_flops(setup: Setup, device: Device) -> float:
-    """Return the FLOP/s of matrix products; a type that the device lacks runs in the next larger
-    one.
-    """
-    if setup.compute_bytes > 2:
-        return device.peak("tf32" if setup.compute_bytes == 4 else "float64")
-    return device.peak("bfloat16" if "bf16" in setup.precision else "float16")
+def compute_type(precision: str) -> str:
+    """Return the type of the matrix products, as torch names it."""
+    if precision.startswith(("32", "64")):
+        return f"float{precision[:2]}"
+    return "bfloat16" if "bf16" in precision else "float16"
 
 
 def _compute(setup: Setup, device: Device) -> float:
-    cost, tensor, pipe = setup.cost, setup.axes["tensor"], setup.axes["pipe"]
-    flops_rate, bytes_rate = (
-        peak_flops(setup, device) * MATRIX_SHARE,
-        device.memory_bytes_per_second * MEMORY_SHARE,
-    )
+    cost, tensor, adapted = setup.cost, setup.axes["tensor"], setup.adapter_rank > 0
+    flops_rate = Roofline(device=device).peak(compute_type(setup.precision)) * MATRIX_SHARE
+    bytes_rate = device.memory_bytes_per_second * MEMORY_SHARE
     samples = setup.micro * setup.accumulate
-    tokens, blocks = samples * cost.positions / setup.axes["context"], setup.blocks_by_rank
+    positions = samples * cost.positions / setup.axes["context"]
     # a block, forward: a multiplication and an addition for each weight, and twice for each pair of
     # positions
-    products = tokens * 2 * cost.block_matrices / tensor / flops_rate
-    attention = tokens * 4 * cost.attention * cost.positions / tensor / flops_rate
-    kept = samples * activations.kept_by_block(setup, "none") / bytes_rate
-    forward = products + attention + FORWARD_TRAFFIC * kept + _dequantized(setup, bytes_rate)
-    # inputs and weights; frozen weights have no gradients
-    towards = 2 if setup.adapters is None else 1
-    backward = (
-        towards * products
-        + 2.5 * attention
-        + BACKWARD_TRAFFIC * kept
-        + _dequantized(setup, bytes_rate)
-    )
-    again = {"none": 0.0, "selective": FORWARD_TRAFFIC * kept, "every": forward}
-    recomputed = (
-        again[setup.recompute] if setup.recompute in again else forward / int(setup.recompute)
-    )
+    products = positions * 2 * cost.block_matrices / tensor / flops_rate
+    attention = positions * 4 * cost.attention * cost.positions / tensor / flops_rate
+    traffic = samples * memory.kept_by_block(setup, "none") / bytes_rate
+    packed = cost.block_matrices / tensor * setup.in_4_bits
+    unpacked = setup.accumulate * DEQUANTIZE_TRAFFIC * packed / bytes_rate
+    forward = products + attention + FORWARD_TRAFFIC * traffic + unpacked
+    # towards inputs and weights; frozen weights have no gradients
+    towards = 1 if adapted else 2
+    backward = towards * products + 2.5 * attention + BACKWARD_TRAFFIC * traffic + unpacked
+    again = {"none": 0.0, "selective": FORWARD_TRAFFIC * traffic, "every": forward}
+    recomputed = again.get(str(setup.recompute))
+    if recomputed is None:
+        recomputed = forward / int(setup.recompute)
     losses = samples * cost.losses / setup.axes["context"]
     head = 2 * (1 + towards) * losses * cost.head_matrices / tensor / flops_rate
     head += LOGIT_TRAFFIC * losses * cost.classes / tensor / bytes_rate
-    ranks = (
-        setup.weight_ranks
-        if setup.kind == "mesh"
-        else setup.world_size
-        if setup.kind == "deepspeed"
-        else 1
-    )
-    local = setup.trained / (ranks * tensor * pipe)
-    step = (
-        0.0 if setup.offload or setup.offload_optimizer else OPTIMIZER_TRAFFIC * local / bytes_rate
-    )
-    block = forward + backward + recomputed
-    return max(max(blocks) * block, blocks[-1] * block + head) + step
-
-
-def _dequantized(setup: Setup, bytes_rate: float) -> float:
-    """Return seconds in which one block's matrices of 4 bits are made ready for the micro-batches
-    of a step.
-    """
-    if setup.matrix_bytes is None:
-        return 0.0
-    return (
-        setup.accumulate
-        * DEQUANTIZE_TRAFFIC
-        * setup.cost.block_matrices
-        / setup.axes["tensor"]
-        / bytes_rate
-    )
-
-
-def _offload(setup: Setup) -> float:
-    """Return seconds of copies between device and host, and of the host's optimizer step."""
-    if not (setup.offload or setup.offload_optimizer):
-        return 0.0
-    ranks = setup.weight_ranks if setup.kind == "mesh" else setup.world_size
-    local = setup.cost.parameters / (ranks * setup.axes["tensor"] * setup.axes["pipe"])
-    copied = (
-        (setup.weight_bytes + setup.compute_bytes)
-        * local
-        * (2 * setup.accumulate if setup.offload else 1)
-    )
-    stepped = OPTIMIZER_TRAFFIC * local
-    return copied / HOST_BYTES_PER_SECOND + stepped / HOST_STEP_BYTES_PER_SECOND
+    block, blocks = forward + backward + recomputed, setup.blocks_by_rank
+    busy = max(max(blocks) * block, blocks[-1] * block + head)
+    local = setup.trained / (setup.weight_ranks * tensor * setup.axes["pipe"])
+    if not setup.offloads:
+        return busy + OPTIMIZER_TRAFFIC * local / bytes_rate
+    # copies between device and host, and the host's step
+    copied = (setup.weight_bytes + setup.compute_bytes) * local
+    copied *= 2 * setup.accumulate if setup.offload else 1
+    stepped = OPTIMIZER_TRAFFIC * local / HOST_STEP_BYTES_PER_SECOND
+    return busy + copied / HOST_BYTES_PER_SECOND + stepped
 
 
 # ---------------------------------------------------------------- communication
 def _communication(setup: Setup, device: Device) -> float:
-    """Return seconds of all collectives of a step, each as a ring over its slowest link."""
-    axes, divided = setup.axes, setup.axes["tensor"] * setup.axes["pipe"]
-    total, trained = setup.cost.parameters / divided, setup.trained / divided
-    low, micro_steps = setup.compute_bytes * total, setup.accumulate
+    """Return seconds of all collectives of a step, each as a ring over its slowest link; an
+    all-reduce is two gathers.
+    """
+    axes, cost, low = setup.axes, setup.cost, setup.compute_bytes
+    roofline, everyone = Roofline(device=device), range(setup.world_size)
     if setup.kind == "ddp":
-        return _ring(2 * setup.weight_bytes * trained, setup.world_size, 1, device)
+        size = setup.weight_bytes * setup.trained
+        return roofline.collective("all_reduce", size, everyone)
     if setup.kind == "deepspeed":
-        kept = setup.compute_bytes * min(total, memory.DEEPSPEED_KEPT)
-        gathered = micro_steps * (2 * low - kept) if setup.stage == 3 else low
-        all_reduced = 1 if setup.stage == 3 else 2  # below stage 3 the engine does not scatter
-        reductions = all_reduced * (micro_steps if setup.stage >= 2 else 1)
-        return _ring(gathered + reductions * low, setup.world_size, 1, device)
+        return roofline.collective("all_gather", _of_zero(setup), everyone)
     if setup.kind != "mesh":
         return 0.0
-    stride = axes["tensor"]
-    seconds = _weights(setup, device)
-    replicated = 2 * setup.reduced_bytes * trained / setup.weight_ranks * micro_steps
-    seconds += _ring(replicated, axes["replicate"], stride * setup.weight_ranks, device)
-    others = (
-        _context(setup, device)
-        + _experts(setup, device)
-        + _tensor(setup, device)
-        + _pipeline(setup, device)
+    pipe, tensor, context, expert = axes["pipe"], axes["tensor"], axes["context"], setup.expert
+    blocks, weights = max(setup.blocks_by_rank), setup.weight_ranks
+    positions = setup.micro * setup.accumulate * cost.positions / context
+    passes = 3 if setup.recompute == "every" else 2  # forward, backward, and forward again
+    experts = cost.blocks * cost.experts if expert > 1 else 0
+    own = setup.accumulate * experts / (expert * pipe)
+    own *= setup.gathered_bytes * (2 if setup.reshard else 1) + setup.reduced_bytes
+    reduced = setup.accumulate * setup.reduced_bytes * setup.trained / (tensor * pipe * weights)
+    exchanged = (2 * cost.queries + cost.keys) / tensor * low
+    rings = [  # bytes, ranks, distance between neighbors
+        (_of_weights(setup, experts), weights, tensor),
+        (own, max(1, weights * tensor // expert), expert),
+        (2 * reduced, axes["replicate"], tensor * weights),
+        # around attention: queries, keys, values and results
+        (passes * blocks * positions * exchanged, context, tensor),
+        # tokens to their experts and back
+        (2 * passes * blocks * positions / tensor * cost.rows * low, expert, 1),
+        (_of_tensor_axis(setup, blocks) * positions, tensor, 1),
+    ]
+    seconds = sum(
+        roofline.collective("all_gather", size, range(0, ranks * stride, stride))
+        for size, ranks, stride in rings
     )
-    return seconds + others
+    if pipe > 1:  # a stage's results, and the gradients of its inputs; at the ends one of them
+        shared = tensor if setup.sequence_parallel else 1
+        size = (1 if pipe == 2 else 2) * positions * cost.width * setup.residual_bytes / shared
+        seconds += roofline.collective("send", size, (0, setup.world_size // pipe))
+    return seconds
 
 
-def _weights(setup: Setup, device: Device) -> float:
-    """Return seconds in which weights are gathered and gradients scattered: with an expert axis,
-    the rank's experts.
+def _of_zero(setup: Setup) -> float:
+    low, steps = setup.compute_bytes * setup.cost.parameters, setup.accumulate
+    kept = min(low, setup.compute_bytes * memory.DEEPSPEED_KEPT)
+    if setup.stage == 3:
+        return steps * (3 * low - kept)
+    # below stage 3 the engine reduces to all instead of scattering
+    return low + 2 * low * (steps if setup.stage == 2 else 1)
+
+
+def _of_weights(setup: Setup, experts: int) -> float:
+    """Return bytes of gathered weights and scattered gradients, without those of experts that an
+    expert axis spreads.
     """
-    cost, axes, steps = setup.cost, setup.axes, setup.accumulate
-    low, reduced = setup.gathered_bytes, setup.reduced_bytes
-    gathers = steps * (2 if setup.reshard else 1)
-    experts = cost.blocks * cost.experts if setup.expert > 1 else 0
+    cost, low = setup.cost, setup.gathered_bytes
     others = cost.parameters - experts
-    last = 0  # the last unit's weights stay gathered until backward
-    if setup.reshard and axes["pipe"] == 1:
-        last = cost.first if cost.tied else cost.last
-    packed = (
-        0.0
-        if setup.matrix_bytes is None
-        else cost.blocks * (low * cost.block_matrices - setup.matrix_bytes)
-    )
-    size = (
-        gathers * (low * others - packed)
-        - steps * low * last
-        + steps * reduced * min(others, setup.trained)
-    ) / (axes["tensor"] * axes["pipe"])
-    seconds = _ring(size, setup.weight_ranks, axes["tensor"], device)
-    own = (gathers * low + steps * reduced) * experts / (setup.expert * axes["pipe"])
-    return seconds + _ring(
-        own, setup.weight_ranks * axes["tensor"] // setup.expert, setup.expert, device
-    )
+    packed = cost.blocks * (low * cost.block_matrices - setup.packed_bytes) * setup.in_4_bits
+    size = (2 if setup.reshard else 1) * (low * others - packed)
+    if setup.reshard and setup.axes["pipe"] == 1:  # the last unit stays gathered until backward
+        size -= low * (cost.first if cost.tied else cost.last)
+    size += setup.reduced_bytes * min(others, setup.trained)
+    return setup.accumulate * size / (setup.axes["tensor"] * setup.axes["pipe"])
 
 
-def _experts(setup: Setup, device: Device) -> float:
-    """Return seconds of the exchanges of tokens with their experts: there and back, forward and
-    backward.
-    """
-    if setup.expert == 1:
-        return 0.0
-    cost, shared = setup.cost, setup.axes["context"] * setup.axes["tensor"]
-    exchanges = 2 * (3 if setup.recompute == "every" else 2)
-    size = (
-        setup.micro * setup.accumulate * cost.positions / shared * cost.rows * setup.compute_bytes
-    )
-    return _ring(exchanges * max(setup.blocks_by_rank) * size, setup.expert, 1, device)
-
-
-def _context(setup: Setup, device: Device) -> float:
-    """Return seconds of the exchanges around attention: queries, keys, values and results, forward
-    and backward.
-    """
-    cost, context, tensor = setup.cost, setup.axes["context"], setup.axes["tensor"]
-    passes = 3 if setup.recompute == "every" else 2
-    elements = (2 * cost.queries + cost.keys * setup.key_copies) / tensor
-    size = (
-        setup.micro * setup.accumulate * cost.positions / context * elements * setup.compute_bytes
-    )
-    return _ring(passes * max(setup.blocks_by_rank) * size, context, tensor, device)
-
-
-def _tensor(setup: Setup, device: Device) -> float:
-    """Return seconds of the activations' gathers and scattered sums: two of each per block in
-    forward and in backward.
+def _of_tensor_axis(setup: Setup, blocks: int) -> float:
+    """Return bytes per position of the activations' gathers and scattered sums: two of each per
+    block in forward and in backward.
 
     Backward repeats a recomputed block's gathers, and all but the last of its sums; selective
     recomputation keeps sums. Without sequence parallelism an all-reduce takes the place of a sum
     and the next gather.
     """
-    cost, sequence = setup.cost, setup.sequence_parallel
+    sequence = setup.sequence_parallel
     repeated = {"none": 0, "selective": 2 if sequence else 0}.get(
         str(setup.recompute), 3 if sequence else 2
     )
-    blocks = max(setup.blocks_by_rank)
-    if str(setup.recompute).isdigit():
-        repeated *= activations.recomputed_blocks(setup, blocks) / blocks
-    elements = setup.micro * setup.accumulate * cost.positions / setup.axes["context"] * cost.width
+    again = blocks if setup.recompute == "selective" else memory.recomputed_blocks(setup, blocks)
     # head; embedding, both forward and backward
-    ends = 2 * (setup.compute_bytes + activations.residual_bytes(setup))
-    return _ring(
-        ((8 + repeated) * blocks * setup.compute_bytes + ends) * elements,
-        setup.axes["tensor"],
-        1,
-        device,
-    )
-
-
-def _pipeline(setup: Setup, device: Device) -> float:
-    """Return seconds in which a stage sends its results, and the gradients of its inputs."""
-    pipe = setup.axes["pipe"]
-    if pipe == 1:
-        return 0.0
-    sent = 2 * setup.schedule.stages_per_rank
-    if pipe == 2:  # neither rank has a neighbor on both sides
-        sent -= 2 if setup.schedule.v_shaped else 1
-    shared = (setup.axes["tensor"] if setup.sequence_parallel else 1) * setup.axes["context"]
-    elements = setup.micro * setup.accumulate * setup.cost.positions * setup.cost.width / shared
-    return (
-        sent
-        * elements
-        * activations.residual_bytes(setup)
-        / _rate(2, setup.world_size // pipe, device)
-    )
-
-
-def _ring(size: float, ranks: int, stride: int, device: Device) -> float:
-    """Return seconds in which a ring of ranks gathers or reduces `size` bytes; an all-reduce is two
-    of them.
-    """
-    return size * (ranks - 1) / ranks / _rate(ranks, stride, device) if ranks > 1 else 0.0
-
-
-def _rate(ranks: int, stride: int, device: Device) -> float:
-    """Return bytes per second of one rank: its link, or its part of its machine's network."""
-    return device.link_rate(
-        ranks=ranks, here=max(1, min(ranks, device.devices_per_machine // stride))
-    )
+    ends = 2 * (setup.compute_bytes + setup.residual_bytes)
+    return setup.cost.width * (setup.compute_bytes * (8 * blocks + repeated * again) + ends)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -19,24 +18,14 @@ from armature.layout import Layout
 from armature.models.cost import Cost
 from armature.models.plan import module_beside
 from armature.parallel.mesh import AXES, GATHERED_IN, shards_sequence
-from armature.parallel.split import SCHEDULES, Schedule, balance_blocks, stages_of_rank
+from armature.parallel.split import balance_blocks
 from armature.validation import signatures
 
 log = logging.getLogger(__name__)
 ADAM_BYTES, MOMENTUM_BYTES = 8, 4  # of fp32 state per parameter: two averages; one
 LANGUAGE_MODELING = "armature.tasks.language_modeling.LanguageModeling"
 KNOWN_OPTIMIZERS = ("adam", "adamw", "fusedadam", "muon", "sgd")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Adapters:
-    """Low-rank adapters of all Linears inside the blocks, which alone are trained; the matrices may
-    have 4 bits.
-    """
-
-    rank: int
-    in_4_bits: bool = False
-    dropout: bool = False
+SCHEDULE = "1f1b"  # the pipeline schedule that the formulas are of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +33,13 @@ class Setup:
     """How one model is trained.
 
     Attributes:
-        kind: single, ddp, mesh or deepspeed, as `layout.Layout` has it; `stage` and `offload`
-            belong to DeepSpeed, and `offload` (weights, gradients and optimizer state in the host's
-            memory) to a mesh, too.
+        kind: single, ddp, mesh or deepspeed, as `layout.Layout` has it; `stage` belongs to
+            DeepSpeed, `offload` (weights, gradients and optimizer state in the host's memory) to
+            a mesh, too.
         micro: samples per rank in one forward pass; `accumulate` of them make a step.
         recompute: none, selective, every, or a number n: each n-th block.
+        adapter_rank: of adapters of all Linears inside the blocks, which alone are trained; 0:
+            none. The matrices may have 4 bits.
         expert: ranks that share out a mixture's experts, which get equally many tokens.
         averaged: whether a fp32 average of the trained weights is kept (callbacks=ema).
         separate_buckets: whether ddp's gradients lie beside the buckets that it sends.
@@ -68,107 +59,121 @@ class Setup:
     other_state: int = ADAM_BYTES
     reshard: bool = True
     sequence_parallel: bool = True
-    schedule: Schedule = SCHEDULES["1f1b"]
     microbatches: int = 4
     min_unit: int = 8_000_000
     stage: int = 0
     offload: bool = False
     offload_optimizer: bool = False
     on_cpu: bool = False
-    adapters: Adapters | None = None
+    adapter_rank: int = 0
+    in_4_bits: bool = False
     expert: int = 1
     averaged: bool = False
     separate_buckets: bool = False
     param_dtype: str | None = None
     reduce_dtype: str | None = None
 
-    @property
-    def adapted(self) -> int:
-        """Parameters of one block's adapters."""
-        return 0 if self.adapters is None else self.adapters.rank * sum(map(sum, self.cost.linears))
-
-    @property
-    def trained(self) -> int:
-        """Parameters of the whole model that have gradients."""
-        return self.cost.parameters if self.adapters is None else self.cost.blocks * self.adapted
-
-    @property
-    def matrix_bytes(self) -> float | None:
-        """Bytes of one block's matrices if they have 4 bits (`finetune.nf4`), else None."""
-        if self.adapters is None or not self.adapters.in_4_bits:
-            return None
-        return sum(rows * (columns * (1 / 2 + 1 / 64) + 4) for rows, columns in self.cost.linears)
-
+    # ------------------------------------------------------------ bytes of an element
     @property
     def compute_bytes(self) -> int:
-        """Bytes of an element that matrix products take."""
+        """Of what matrix products take."""
         return int(self.precision[:2]) // 8 if self.precision.startswith(("32", "64")) else 2
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of an element of gathered weights, and of a unit's gradients before they are
-        reduced.
-        """
-        if self.kind != "mesh":
-            return self.compute_bytes
-        return self.compute_bytes if self.param_dtype is None else _element_bytes(self.param_dtype)
+        """Of gathered weights, and of a unit's gradients before they are reduced."""
+        mesh = self.kind == "mesh" and self.param_dtype is not None
+        return _element_bytes(self.param_dtype) if mesh else self.compute_bytes
 
     @property
     def reduced_bytes(self) -> int:
-        """Bytes of an element of the gradients that a mesh reduces: fp32 with 16-bit products, else
-        as computed.
-        """
+        """Of the gradients that a mesh reduces: fp32 with 16-bit products, else as computed."""
         if self.reduce_dtype is not None:
             return _element_bytes(self.reduce_dtype)
         return 4 if self.precision in GATHERED_IN else self.gathered_bytes
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of an element of the weights that the optimizer steps."""
+        """Of the weights that the optimizer steps."""
         return self.compute_bytes if self.precision.endswith("-true") else 4
 
     @property
+    def residual_bytes(self) -> int:
+        """Of the residual stream: of the embedding's output."""
+        gathers = self.sharded or self.kind == "deepspeed"
+        return self.gathered_bytes if gathers else self.weight_bytes
+
+    # ------------------------------------------------------------ parameters
+    @property
+    def adapted(self) -> int:
+        """Parameters of one block's adapters."""
+        return self.adapter_rank * sum(map(sum, self.cost.linears))
+
+    @property
+    def trained(self) -> int:
+        """Parameters of the whole model that have gradients."""
+        return self.cost.blocks * self.adapted if self.adapter_rank else self.cost.parameters
+
+    @property
+    def packed_bytes(self) -> float:
+        """Bytes of one block's matrices if they have 4 bits (`finetune.nf4`), else 0."""
+        each = (rows * (columns * (1 / 2 + 1 / 64) + 4) for rows, columns in self.cost.linears)
+        return sum(each) if self.in_4_bits else 0
+
+    def block_elements(self, *, gathered: bool = False) -> float:
+        """Return a block's parameters on a rank before sharding.
+
+        Gathered: of a mixture's experts, those of one rank.
+        """
+        cost, tensor = self.cost, self.axes["tensor"]
+        apart = cost.experts * (1 / self.expert - 1 / tensor) if gathered else 0
+        return cost.block / tensor + apart
+
+    def block_bytes(self, each: int, *, gathered: bool = False) -> float:
+        """Return bytes of these weights if an element has `each`."""
+        size = each * self.block_elements(gathered=gathered)
+        if self.in_4_bits:
+            size -= (each * self.cost.block_matrices - self.packed_bytes) / self.axes["tensor"]
+        return size
+
+    # ------------------------------------------------------------ ranks
+    @property
+    def sharded(self) -> bool:
+        """Whether weights are gathered before they are used."""
+        mesh = self.kind == "mesh" and self.data_ranks * self.axes["context"] > 1
+        return mesh or (self.kind == "deepspeed" and self.stage == 3)
+
+    @property
     def data_ranks(self) -> int:
-        return (
-            self.axes["replicate"] * self.axes["shard"] if self.kind == "mesh" else self.world_size
-        )
+        mesh = self.axes["replicate"] * self.axes["shard"]
+        return mesh if self.kind == "mesh" else self.world_size
 
     @property
     def weight_ranks(self) -> int:
-        """Ranks of a mesh that shard weights, gradients and optimizer state."""
-        return self.axes["shard"] * self.axes["context"]
+        """Ranks that shard weights, gradients and optimizer state: of a mesh, or of ZeRO."""
+        if self.kind == "deepspeed":
+            return self.world_size
+        return self.axes["shard"] * self.axes["context"] if self.kind == "mesh" else 1
 
     @property
-    def key_copies(self) -> int:
-        """How often a context axis of more ranks than key-value heads sends each of them."""
-        context, heads = self.axes["context"], self.cost.key_heads // self.axes["tensor"]
-        return context // math.gcd(context, heads) if heads else 1
+    def offloads(self) -> bool:
+        return self.offload or self.offload_optimizer
 
     @property
     def global_batch_size(self) -> int:
         return self.micro * self.accumulate * self.data_ranks
 
     @property
-    def blocks_by_stage(self) -> Sequence[int]:
-        """Blocks of each pipeline stage, balanced as the pipeline balances them."""
-        return _balanced(self.cost, self.axes["pipe"] * self.schedule.stages_per_rank)
-
-    @property
     def blocks_by_rank(self) -> Sequence[int]:
-        """Blocks of each rank of a pipeline, which may hold two stages."""
-        ranks = self.axes["pipe"]
-        if ranks == 1:
-            return [self.cost.blocks]
-        of_stages = self.blocks_by_stage
-        held = [stages_of_rank(rank, ranks=ranks, schedule=self.schedule) for rank in range(ranks)]
-        return [sum(of_stages[stage] for stage in stages) for stages in held]
+        """Blocks of each rank of a pipeline, balanced as the pipeline balances them."""
+        return _balanced(self.cost, self.axes["pipe"])
 
     def with_(self, **changes: Any) -> Setup:
         return replace(self, **changes)
 
 
-def _element_bytes(dtype: str) -> int:
-    return {"float64": 8, "float32": 4}.get(dtype, 2)
+def _element_bytes(dtype: str | None) -> int:
+    return {"float64": 8, "float32": 4}.get(str(dtype), 2)
 
 
 @cache  # a ranking asks for the same few a thousand times
@@ -205,34 +210,29 @@ def cost_of(cfg: DictConfig) -> Cost | None:
 
 
 def setup_of(cfg: DictConfig, layout: Layout) -> Setup | None:
-    """Return the numbers of a configuration with its `auto` values decided; None if the model has
-    no formula.
+    """Return the numbers of a configuration with its `auto` values decided; None if there is no
+    formula for its memory.
 
-    With adapters (`task.adapter`) there is one if all Linears inside the blocks have them and
-    nothing else is trained, without DeepSpeed. There is none for pairs, which are several rows and
-    pass the model twice, nor for the schedule zero_bubble, which keeps activations for gradients
-    that it computes later.
+    There is one for models with a `cost.py`, for adapters of all Linears inside the blocks without
+    DeepSpeed, and for pipelines of the schedule 1f1b; none for pairs of answers, which are several
+    rows and pass the model twice.
 
     Raises ConfigError if the batch does not divide.
     """
     cost, size = cost_of(cfg), batching.configured_batch_size(cfg.data)
     if cost is None or size is None or layout.kind == "other":
         return None
-    adapter = cfg.task.get("adapter")
+    options, adapter = layout.options, cfg.task.get("adapter")
     if adapter and (layout.kind == "deepspeed" or not _adapts_all(cfg, cost)):
         return None
     if signatures.class_attribute(cfg.task._target_, "reads") == "pairs":
         return None
-    if layout.axes["pipe"] > 1 and layout.options.get("schedule") == "zero_bubble":
+    if layout.axes["pipe"] > 1 and options.get("schedule", SCHEDULE) != SCHEDULE:
         return None
     batches = batching.plan_batches(size, cfg.data.micro_batch_size, layout.data_ranks)
-    matrix_state, other_state = optimizer_bytes(cfg)
-    options, pipe = layout.options, layout.axes["pipe"]
-    reshard = options.get("reshard_after_forward")
-    expert = options.get("expert", 1)
-    sequence = shards_sequence(
-        options.get("sequence_parallel", "auto"), device=cfg.trainer.accelerator, expert=expert
-    )
+    matrix_state, other_state = _optimizer_bytes(cfg)
+    reshard, expert = options.get("reshard_after_forward"), options.get("expert", 1)
+    lora = {**signatures.defaults_of(LORA), **adapter} if adapter else {}
     return Setup(
         cost=cost,
         kind=layout.kind,
@@ -244,28 +244,23 @@ def setup_of(cfg: DictConfig, layout: Layout) -> Setup | None:
         recompute=options.get("activation_checkpointing", "none"),
         matrix_state=matrix_state,
         other_state=other_state,
-        reshard=pipe == 1 if reshard is None else reshard,
-        sequence_parallel=sequence,
-        schedule=Schedule.of(options) if "schedule" in options else SCHEDULES["1f1b"],
+        reshard=layout.axes["pipe"] == 1 if reshard is None else reshard,
+        sequence_parallel=shards_sequence(
+            options.get("sequence_parallel", "auto"), device=cfg.trainer.accelerator, expert=expert
+        ),
         microbatches=options.get("microbatches", 4),
         min_unit=options.get("min_num_params", 8_000_000),
         stage=options.get("stage", 0),
         offload=options.get("cpu_offload", False) or options.get("offload_parameters", False),
         offload_optimizer=options.get("offload_optimizer", False),
         on_cpu=cfg.trainer.accelerator == "cpu",
-        adapters=_adapters(adapter) if adapter else None,
+        adapter_rank=lora.get("rank", 0),
+        in_4_bits=lora.get("quantize") is not None,
         expert=expert,
         averaged=bool(config.averages(cfg)),
         separate_buckets=layout.kind == "ddp" and not options.get("gradient_as_bucket_view", True),
         param_dtype=options.get("param_dtype"),
         reduce_dtype=options.get("reduce_dtype"),
-    )
-
-
-def _adapters(node: Mapping[str, Any]) -> Adapters:
-    given = {**signatures.defaults_of(LORA), **node}
-    return Adapters(
-        rank=given["rank"], in_4_bits=given["quantize"] is not None, dropout=bool(given["dropout"])
     )
 
 
@@ -275,27 +270,28 @@ def _adapts_all(cfg: DictConfig, cost: Cost) -> bool:
     """
     adapter, known = cfg.task.adapter, str(cfg.task._target_) == LANGUAGE_MODELING
     ours = known and str(adapter.get("_target_")) == LORA
-    others = any(adapter.get(key) for key in ("targets", "train"))
-    return ours and bool(cost.linears) and not others
+    return ours and bool(cost.linears) and not (adapter.get("targets") or adapter.get("train"))
+
+
+def _optimizer(cfg: DictConfig) -> str:
+    return str(cfg.optimizer._target_).rpartition(".")[2].lower()
 
 
 def knows_optimizer(cfg: DictConfig) -> bool:
-    """Return whether `optimizer_bytes` is of the run's optimizer: a class that it knows, and not
-    one of the task's.
+    """Return whether the state of the run's optimizer is known: of a class, and not one of the
+    task's.
     """
-    name = str(cfg.optimizer._target_).rpartition(".")[2].lower()
-    return name in KNOWN_OPTIMIZERS and bool(signatures.accepted(cfg.task, ["optimizer"]))
+    own = signatures.accepted(cfg.task, ["optimizer"])
+    return _optimizer(cfg) in KNOWN_OPTIMIZERS and bool(own)
 
 
-def optimizer_bytes(cfg: DictConfig) -> tuple[int, int]:
+def _optimizer_bytes(cfg: DictConfig) -> tuple[int, int]:
     """Return bytes of fp32 state per parameter of hidden matrices, and of the rest.
 
     An unknown class counts as Adam.
     """
-    name = str(cfg.optimizer._target_).rpartition(".")[2].lower()
-    if name == "muon":
-        return MOMENTUM_BYTES, ADAM_BYTES
+    name = _optimizer(cfg)
     if name == "sgd":
         state = MOMENTUM_BYTES if cfg.optimizer.get("momentum") else 0
         return state, state
-    return ADAM_BYTES, ADAM_BYTES
+    return (MOMENTUM_BYTES if name == "muon" else ADAM_BYTES), ADAM_BYTES

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from armature.planning import memory
 from armature.planning.auto import HEADROOM
 from armature.planning.ranking import Candidate
 
@@ -13,6 +12,10 @@ GIB = 2**30
 MOST_SHOWN = 24  # layouts of one number of devices
 MOST_OF_EACH = 3  # of each number, if there are several
 DAY = 24 * 3600
+ADAPTERS = (
+    "Weights that are trained already (model.pretrained) can be fine-tuned by adapters, which need "
+    "less: plan again with task=lora, or with task=lora task.adapter.quantize=nf4."
+)
 
 
 def shown(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -57,22 +60,6 @@ def table(candidates: Sequence[Candidate], *, units: float | None, unit: str) ->
     return lines
 
 
-def _hosts(found: Sequence[Candidate]) -> list[str]:
-    """Return what offloaded layouts keep in the memory of a machine's host."""
-    sizes = [
-        memory.peak(each.setup.with_(offload=False, offload_optimizer=False)).state_bytes
-        * each.devices
-        for each in found
-        if each.offloaded
-    ]
-    if not sizes:
-        return []
-    return [
-        f"Offloaded layouts also take {_gib(sizes)} of the memory of each machine's host, which is "
-        "not checked."
-    ]
-
-
 def _times(each: Candidate, units: float, *, in_days: bool) -> tuple[str, str]:
     low, high = each.units_per_second
     least, most = units / high / 3600, units / low / 3600
@@ -102,7 +89,10 @@ def report(
     lines = table(runs, units=units, unit=unit)
     if any(each.simulated for each in runs):
         lines.append("* simulated; all others by closed formulas")
-    lines += _hosts(shown(runs))
+    if any(each.setup.offloads for each in shown(runs)):
+        lines.append(
+            "Offloaded layouts also take memory of each machine's host, which is not checked."
+        )
     if any(each.setup.cost.experts for each in runs):
         lines.append("All experts are taken to get equally many tokens.")
     best = {each.world_size: each for each in reversed(fitting)}  # the first of each number
@@ -115,6 +105,8 @@ def report(
         )
     if not fitting:
         lines += ["", "Nothing of these fits."]
+    if all(each.setup.offloads for each in fitting) and runs and runs[0].setup.cost.linears:
+        lines += ["", ADAPTERS]
     if refused:
         lines += ["", "Not possible:"]
         reasons: dict[str, list[Candidate]] = {}
@@ -124,34 +116,11 @@ def report(
     return lines
 
 
-def adapted(candidates: Sequence[Candidate], *, typed: str, unit: str) -> list[str]:
-    """Return the commands that train adapters where full training does not fit."""
-    if not candidates:
-        return []
-    count = candidates[0].world_size
-    gpus = "one GPU" if count == 1 else f"{count} GPUs"
-    lines = [
-        "",
-        f"Weights that are trained already (model.pretrained) can be fine-tuned on {gpus} by "
-        "adapters:",
-    ]
-    for each in candidates:
-        low, high = each.units_per_second
-        lines.append(f"  {_command(typed, each.words)}")
-        lines.append(f"    {each.peak_bytes / GIB:.1f} GiB, {low:,.0f}-{high:,.0f} {unit}/s")
-    return lines
-
-
 def _command(typed: str, words: str) -> str:
     """Return the command of a layout, without the typed keys that it names itself."""
     chosen = {word.partition("=")[0] for word in words.split()}
     kept = [word for word in shlex.split(typed) if word.lstrip("+").partition("=")[0] not in chosen]
     return " ".join(filter(None, ("python train.py", shlex.join(kept), words)))
-
-
-def _gib(sizes: Sequence[float]) -> str:
-    least, most = (f"{size / GIB:.1f}" for size in (min(sizes), max(sizes)))
-    return f"{least} GiB" if least == most else f"{least}-{most} GiB"
 
 
 def _named(candidates: Sequence[Candidate]) -> str:

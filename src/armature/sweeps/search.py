@@ -18,18 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from armature.errors import EXIT_CONFIG, ConfigError, error_line
 from armature.launcher import environment, lock, slurm
 from armature.sweeps import pool, space
-from armature.sweeps.study import journal, load_optuna, open_study, plugin_of
+from armature.sweeps.study import load_optuna, open_study, plugin_of
 
 log = logging.getLogger(__name__)
 
 MOST_TRIALS = 1_000_000  # each has a directory
 HOPELESS = 5  # so many trials, all of them failed, end the search
 OF_GRIDS = ("GridSampler", "BruteForceSampler")
+PRUNE = "+callbacks.prune={_target_:armature.callbacks.prune.Prune,monitor:'${checkpoint.monitor}'}"
 PRUNED = "pruned"  # attribute of a trial that its callback ended
 SAME_RESULT = (
     "run.",
@@ -57,13 +58,10 @@ def run(cfg: DictConfig, settings: Mapping[str, Any], typed: list[str], *, launc
     _check(settings, launcher)
     (folder / pool.CLAIMS).mkdir(parents=True, exist_ok=True)
     with FileLock(folder / pool.CLAIMS / "study"):
-        study = open_study(
-            settings["storage"] or journal(folder), name=folder.name, mode=cfg.checkpoint.mode
-        )
+        study = open_study(folder, mode=cfg.checkpoint.mode)
         _check_same(study, folder, cfg, parameters, fixed)
         study.set_user_attr("pruner", settings["pruner"])
-    unresolved: Any = OmegaConf.to_container(cfg.hydra.sweeper, resolve=False)
-    pruner = [_prune_override(unresolved["storage"], folder)] if settings["pruner"] else []
+    pruner = [PRUNE] if settings["pruner"] else []
     failed = None
 
     def typed_for(number: int, values: Mapping[str, Any]) -> list[str]:
@@ -80,11 +78,11 @@ def run(cfg: DictConfig, settings: Mapping[str, Any], typed: list[str], *, launc
         raise failed
 
 
-def is_hopeless(run_dir: Path, step: int, value: float, *, study: str, storage: str | None) -> bool:
+def is_hopeless(run_dir: Path, step: int, value: float) -> bool:
     """Record a trial's value after a validation, and return whether the study's pruner would end
     the trial here.
     """
-    opened = open_study(storage or journal(run_dir.parent), name=study, create=False)
+    opened = open_study(run_dir.parent, create=False)
     number = int(run_dir.name)
     frozen = opened.trials[number]
     if PRUNED in frozen.user_attrs:  # a signal came between this answer and the trial's end
@@ -183,26 +181,11 @@ def _sampler(node: Mapping[str, Any], *, number: int) -> Any:
     """Return the sampler for one trial, whose seed depends on its number: no two processes draw the
     same values.
     """
-    seed, name = node.get("seed"), node.get("name")
-    if seed is None:
+    seed = node.get("seed")
+    # a low-discrepancy sequence is one sequence
+    if seed is None or node.get("name") == "QMCSampler":
         return plugin_of("sampler", node)
-    # another sampler draws what is not in its sequence yet: values of the first trials
-    if name == "QMCSampler":
-        first = plugin_of("sampler", {"name": "RandomSampler", "seed": seed + number})
-        return plugin_of("sampler", {"independent_sampler": first, **node})
     return plugin_of("sampler", {**node, "seed": seed + number})
-
-
-def _prune_override(storage: str | None, folder: Path) -> str:
-    """Return the override for a trial.
-
-    Each trial's files show it, so `storage` may refer to the environment.
-    """
-    # a reference with escaped quotes is none to OmegaConf
-    quote = '"' if "'" in (storage or "") else "'"
-    where = f",storage:{quote}{storage}{quote}" if storage else ""
-    values = f"monitor:'${{checkpoint.monitor}}',study:'{folder.name}'{where}"
-    return f"+callbacks.prune={{_target_:armature.callbacks.prune.Prune,{values}}}"
 
 
 def _check(settings: Mapping[str, Any], launcher: Any) -> None:

@@ -95,17 +95,10 @@ def _parameter(override: Override) -> Parameter | str:
         low, high, step, log = value.start, value.end, None, "log" in value.tags
         assert low is not None
         assert high is not None
-        if not low < high:
-            return f"{text}: the first number must be below the second."
-        if log and low <= 0:
-            return f"{text}: a logarithmic interval must begin above 0."
     elif isinstance(value, RangeSweep):
         low, step, log = value.start, value.step, False
         if not isinstance(low, int | float) or not isinstance(value.stop, int | float) or step <= 0:
             return f"{text}: type range(FIRST,END) or range(FIRST,END,STEP) with a step above 0."
-        if "log" in value.tags:
-            interval = f"tag(log,int(interval({low},{value.stop})))"
-            return f"{text}: tag(log,…) takes an interval. Type {interval}."
         count = math.ceil((value.stop - low) / step - 1e-9)
         if count < 1:
             return f"{text}: holds no value."
@@ -114,6 +107,10 @@ def _parameter(override: Override) -> Parameter | str:
     else:
         choices = tuple(dict.fromkeys(override.sweep_string_iterator()))
         return Parameter(key, text, known.CategoricalDistribution(choices))
-    if all(isinstance(each, int) for each in (low, high, step or 1)):
-        return Parameter(key, text, known.IntDistribution(low, high, log=log, step=step or 1))
-    return Parameter(key, text, known.FloatDistribution(low, high, log=log, step=step))
+    whole = all(isinstance(each, int) for each in (low, high, step or 1))
+    try:
+        if whole:
+            return Parameter(key, text, known.IntDistribution(low, high, log=log, step=step or 1))
+        return Parameter(key, text, known.FloatDistribution(low, high, log=log, step=step))
+    except ValueError as error:  # such as an end below the beginning
+        return f"{text}: {error}"

@@ -7,25 +7,14 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.util
-import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from armature.errors import ConfigError, error_line, hide
+from armature.errors import ConfigError, error_line
 
 JOURNAL = "study.journal"
-# packages that Optuna does not require, and imports only when one of these is used
-NEEDED = {
-    "CmaEsSampler": "cmaes",
-    "GPSampler": "scipy",
-    "QMCSampler": "scipy",
-    "WilcoxonPruner": "scipy",
-}
-USUAL = {"sampler": "TPESampler", "pruner": "MedianPruner"}
-_PASSWORD = re.compile(r"://[^/@]*:([^/@]+)@")
 
 
 def load_optuna() -> Any:
@@ -39,39 +28,21 @@ def load_optuna() -> Any:
         ) from error
 
 
-def journal(folder: Path) -> str:
-    """Return the file of a sweep's study."""
-    return str(folder / JOURNAL)
+def has_study(folder: Path) -> bool:
+    """Return whether a sweep is a search."""
+    return (folder / JOURNAL).is_file()
 
 
-def where(folder: Path) -> str | None:
-    """Return the file of a sweep's study, or None if it has none: it is a grid, or its study is in
-    a database.
-    """
-    return journal(folder) if (folder / JOURNAL).is_file() else None
-
-
-def open_study(where: str, *, name: str, mode: str = "min", create: bool = True) -> Any:
-    """Return the study in a journal file, or in a database that `where` names by a URL.
-
-    Raises:
-        ConfigError: a database that cannot be opened.
-    """
+def open_study(folder: Path, *, mode: str = "min", create: bool = True) -> Any:
+    """Return the study of a sweep's directory."""
     optuna = load_optuna()
-    hide(_PASSWORD.findall(where))
-    storages = optuna.storages
-    try:
-        file = storages.journal.JournalFileBackend
-        storage = where if "://" in where else storages.JournalStorage(file(where))
-        if not create:
-            return optuna.load_study(study_name=name, storage=storage)
-        return optuna.create_study(
-            study_name=name, storage=storage, direction=f"{mode}imize", load_if_exists=True
-        )
-    except Exception as error:  # of any database's driver
-        raise ConfigError(
-            f"hydra.sweeper.storage={where}: {error_line(error)}. Type null for a file."
-        ) from error
+    file = optuna.storages.journal.JournalFileBackend(str(folder / JOURNAL))
+    storage = optuna.storages.JournalStorage(file)
+    if not create:
+        return optuna.load_study(study_name=folder.name, storage=storage)
+    return optuna.create_study(
+        study_name=folder.name, storage=storage, direction=f"{mode}imize", load_if_exists=True
+    )
 
 
 def plugin_of(kind: str, node: Mapping[str, Any]) -> Any:
@@ -92,12 +63,6 @@ def plugin_of(kind: str, node: Mapping[str, Any]) -> Any:
         hint = f" Did you mean '{near[0]}'?" if near else ""
         raise ConfigError(
             f"{key}={name}: optuna.{kind}s has no such class.{hint} Options: {', '.join(known)}."
-        )
-    package = NEEDED.get(name)
-    if package is not None and importlib.util.find_spec(package) is None:
-        raise ConfigError(
-            f"{key}={name} needs the package {package}. Type pip install {package}, or "
-            f"{key}={USUAL[kind]}."
         )
     arguments = {each: value for each, value in node.items() if each != "name"}
     try:

@@ -182,11 +182,9 @@ def importance(sweep: Sweep) -> dict[str, float]:
     """
     from armature.sweeps import study
 
-    where = study.where(sweep.path)
-    if where is None or len(sweep.ranked) < 4 or len(sweep.keys) < 2:
+    if not study.has_study(sweep.path) or len(sweep.ranked) < 4 or len(sweep.keys) < 2:
         return {}
-    optuna = study.load_optuna()
-    opened = study.open_study(where, name=sweep.path.name, create=False)
+    optuna, opened = study.load_optuna(), study.open_study(sweep.path, create=False)
     evaluator = optuna.importance.PedAnovaImportanceEvaluator()
     try:
         return optuna.importance.get_param_importances(opened, evaluator=evaluator)

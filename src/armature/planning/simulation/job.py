@@ -10,10 +10,10 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import lightning.pytorch as L
 import torch
@@ -28,12 +28,13 @@ from armature.finetune import check as pretrained
 from armature.layout import Layout
 from armature.planning import memory
 from armature.planning.devices import Device
+from armature.planning.roofline import Roofline
+from armature.planning.seconds import compute_type
 from armature.planning.simulation import hooks, operators, order, settings, substitutes
-from armature.planning.simulation.meter import Assumed, Meter
+from armature.planning.simulation.meter import Meter
 from armature.planning.simulation.probe import HELD, Probe, StepEnded, Validation
 from armature.planning.simulation.processes import Boundary, Request, SimulationFailed
-from armature.planning.simulation.report import Report, Volume
-from armature.planning.simulation.roofline import Roofline
+from armature.planning.simulation.report import Report, Volume, weighted
 from armature.strategies.base import StrategyMixin
 from armature.training import flops, process
 from armature.training.stop import StopOnSignal
@@ -139,13 +140,8 @@ def _simulate(
         pipeline = layout.axes["pipe"] > 1
         probe = Probe(meter, logits=_logits_sizes(cfg, layout), steps_before=int(pipeline))
         run.trainer.callbacks.insert(0, probe)  # pyright: ignore[reportAttributeAccessIssue]
-        try:
+        with suppress(StepEnded):
             run.trainer.fit(run.task, datamodule=run.feed.data)
-        except StepEnded:
-            pass
-        except Exception as error:
-            _note_answers(error, meter)
-            raise
     if probe.result is None:
         raise ConfigError("The run ended before its first optimizer step: nothing was simulated.")
     report = _report(cfg, run, meter, probe, rank=rank, device=device, layout=layout, notes=notes)
@@ -153,17 +149,6 @@ def _simulate(
         return report
     syncs = recorder.validation_syncs
     return replace(report, issued=recorder.record, validation_syncs=syncs)
-
-
-def _note_answers(error: Exception, meter: Meter) -> None:
-    """Say with an error which lines read values before it, since it may follow from what they were
-    answered.
-    """
-    if meter.answered:
-        error.add_note(
-            "Fake tensors have no values: 1.0, 0 or False was read instead by "
-            f"{', '.join(list(meter.answered)[-3:])}. The error may follow from that."
-        )
 
 
 def _few_micro_batches(data: Any, layout: Layout) -> int:
@@ -191,21 +176,7 @@ def _with_repeats(probe: Probe, repeats: int) -> dict[str, Any]:
     if not repeats or len(probe.batches) < 2:
         return probe.result
     first, second = probe.batches[0], probe.batches[1]
-
-    def more(total: Any, before: Any, after: Any) -> Any:
-        if isinstance(total, dict):
-            return {
-                key: more(total[key], (before or {}).get(key), (after or {}).get(key))
-                for key in total
-            }
-        if isinstance(total, tuple):
-            before, after = before or (0.0,) * len(total), after or (0.0,) * len(total)
-            return tuple(
-                t + (a - b) * repeats for t, b, a in zip(total, before, after, strict=True)
-            )
-        return total + ((after or 0) - (before or 0)) * repeats
-
-    return {key: more(probe.result[key], first[key], second[key]) for key in probe.result}
+    return weighted((1, probe.result), (-repeats, first), (repeats, second))
 
 
 def _report(
@@ -232,7 +203,6 @@ def _report(
         axes=dict(layout.axes) if layout.kind == "mesh" else {"data": world_size},
         hardware=device.name,
         parameters=getattr(strategy, "parameter_count", 0),
-        held={kind: size * meter.shares.get(kind, 1) for kind, size in probe.held.items()},
         peak=meter.peak,
         peak_by_kind={kind: size for kind, size in meter.peak_by_kind.items() if size},
         peak_by_phase=meter.peak_by_phase,
@@ -251,42 +221,17 @@ def _report(
         samples_per_step=data.simulated_of,
         tokens_per_sample=data.assets.tokens_per_sample,
         model_flops=_model_flops(run, probe),
-        peak_flops=meter.roofline.peak(_compute_type(str(cfg.trainer.precision))),
+        peak_flops=meter.roofline.peak(compute_type(str(cfg.trainer.precision))),
         notes=(*notes, *_assumptions(meter)),
     )
 
 
-def _compute_type(precision: str) -> torch.dtype:
-    """Return the type of the matrix products, whose rate MFU is a share of.
-
-    V100 and T4 have none of bf16.
-    """
-    if precision.startswith("64"):
-        return torch.float64
-    return (
-        torch.bfloat16
-        if "bf16" in precision
-        else torch.float16
-        if "16" in precision
-        else torch.float32
-    )
-
-
 def _assumptions(meter: Meter) -> list[str]:
-    lines = {
-        taken: [line for line, each in meter.assumed.items() if each == taken]
-        for taken in get_args(Assumed)
-    }
-    consequences = {
-        "largest": "at most what is printed",
-        "smallest": "at least what is printed, and may be higher",
-    }
+    if not meter.assumed:
+        return []
     return [
-        f"The size of a result depends on values ({', '.join(found)}): the {taken} possible is "
-        "taken, so the peak is "
-        f"{consequences[taken]}."
-        for taken, found in lines.items()
-        if found
+        f"The size of a result depends on values ({', '.join(meter.assumed)}): the largest "
+        "possible is taken, so the peak is at most what is printed."
     ]
 
 

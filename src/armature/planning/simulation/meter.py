@@ -1,7 +1,5 @@
 """Counts what passes through torch's dispatcher: live memory, FLOPs, seconds, collectives, host
 waits.
-
-`Collectives` alone also works in a real run, on real tensors; `Meter` is for fake ones.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -11,10 +9,10 @@ import sysconfig
 import traceback
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from armature.parallel import mesh
-from armature.planning.simulation.roofline import Roofline
+from armature.planning.roofline import Roofline
 
 KINDS = {  # by the start of an operator's name
     "reduce_scatter": "reduce_scatter",
@@ -45,7 +43,6 @@ KINDS = {  # by the start of an operator's name
     "isend": "send",
 }
 aten = torch.ops.aten
-Assumed = Literal["largest", "smallest"]
 ROUNDING = 512  # bytes; the caching allocator rounds up to it
 LIBRARIES = tuple(
     {str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib", "platlib")}
@@ -81,33 +78,41 @@ def kind_of(func: Any) -> str | None:
     return next((kind for start, kind in KINDS.items() if name.startswith(start)), None)
 
 
-class Collectives(TorchDispatchMode):
-    """Count calls and bytes of collectives by (axis, kind, ranks): bytes of the reduced tensor, or
-    the gathered one.
+class Meter(TorchDispatchMode):
+    """Count memory, FLOPs, seconds, collectives and synchronizations of fake tensors on a GPU.
 
-    Args:
+    Attributes:
         sizes: of the mesh's axes; a group is named after the axes along which its ranks differ.
+        volumes: calls, bytes and seconds of collectives by (axis, kind, ranks): bytes of the
+            reduced tensor, or the gathered one.
+        kind, phase: of tensors that are made now.
+        paused: count nothing, such as while DTensor rehearses an operator on tensors of global
+            size.
+        logits: sizes of a last dimension that make a tensor logits.
+        total: live bytes by kind.
+        syncs: how often the host waits for the device, by the line of code.
+        assumed: lines at which the size of a result depends on values: the largest is taken.
+        shares: of each kind's bytes, what this rank would hold of them; 1 for kinds that are not
+            named.
     """
 
-    def __init__(self, sizes: Mapping[str, int]) -> None:
+    def __init__(self, sizes: Mapping[str, int], roofline: Roofline) -> None:
         super().__init__()
-        self.sizes = sizes
+        self.sizes, self.roofline = sizes, roofline
         self.volumes: dict[tuple[str, str, int], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
         self._groups: dict[str, tuple[str, list[int]]] = {}
+        self.kind, self.phase, self.paused = "others", "setup", False
+        self.logits: frozenset[int] = frozenset()
+        self.total: Counter[str] = Counter()
+        self._live: dict[int, list[Any]] = {}  # storage → [weak reference, bytes, kind]
+        self._operator: Any = None
+        self.now = 0
+        self.assumed: dict[str, None] = {}
+        self.shares: Mapping[str, float] = {}
+        self.restart()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # dispatched again as its collectives
-        out = func(*args, **(kwargs or {}))
-        if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
-            self.collective(
-                func,
-                args,
-                [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)],
-            )
-        return out
-
-    def collective(self, func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
+    # ------------------------------------------------------------ collectives
+    def _collective(self, func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
         kind = kind_of(func)
         if kind is None or not tensors:
             return
@@ -116,10 +121,7 @@ class Collectives(TorchDispatchMode):
         entry = self.volumes[axis, kind, len(members)]
         entry[0] += 1
         entry[1] += size
-        entry[2] += self.seconds_of(kind, size, members)
-
-    def seconds_of(self, kind: str, size: int, members: list[int]) -> float:
-        return 0.0
+        entry[2] += self.roofline.collective(kind, size, members)
 
     def group(self, group: dist.ProcessGroup) -> tuple[str, list[int]]:
         """Return the axis of a group, such as "shard", "replicate+shard" or "world", and its
@@ -140,37 +142,6 @@ class Collectives(TorchDispatchMode):
             if name == axis:
                 return place
         raise KeyError(axis)
-
-
-class Meter(Collectives):
-    """Also count memory, FLOPs, seconds and synchronizations of fake tensors on a GPU.
-
-    Attributes:
-        kind, phase: of tensors that are made now.
-        paused: count nothing, such as while DTensor rehearses an operator on tensors of global
-            size.
-        logits: sizes of a last dimension that make a tensor logits.
-        total: live bytes by kind.
-        syncs: how often the host waits for the device, by the line of code.
-        answered: lines that read a value, which a fake tensor does not have.
-        assumed: lines at which the size of a result depends on values → which result is taken.
-        shares: of each kind's bytes, what this rank would hold of them; 1 for kinds that are not
-            named.
-    """
-
-    def __init__(self, sizes: Mapping[str, int], roofline: Roofline) -> None:
-        super().__init__(sizes)
-        self.roofline = roofline
-        self.kind, self.phase, self.paused = "others", "setup", False
-        self.logits: frozenset[int] = frozenset()
-        self.total: Counter[str] = Counter()
-        self._live: dict[int, list[Any]] = {}  # storage → [weak reference, bytes, kind]
-        self._operator: Any = None
-        self.now = 0
-        self.answered: dict[str, None] = {}
-        self.assumed: dict[str, Assumed] = {}
-        self.shares: Mapping[str, float] = {}
-        self.restart()
 
     def restart(self) -> None:
         """Count anew; what is alive stays."""
@@ -257,9 +228,7 @@ class Meter(Collectives):
                 tensor, torch._subclasses.FakeTensor
             ):
                 return func(*args, **kwargs)
-            line = where()
-            self.answered[line] = None
-            self.syncs[f"item: {line}"] += 1
+            self.wait("item")
             return 1.0 if tensor.is_floating_point() else tensor.dtype != torch.bool and 0
         self._operator = func
         out = func(*args, **kwargs)
@@ -268,7 +237,7 @@ class Meter(Collectives):
         for tensor in outs:
             self._own_new(tensor)
         if func.namespace in ("c10d", "_c10d_functional", "_dtensor"):
-            self.collective(func, args, ins + outs)
+            self._collective(func, args, ins + outs)
         elif not func.is_view and outs and outs[0].device.type != "meta":
             self._worked(func, args, kwargs, out, ins, outs)
         return out
@@ -283,43 +252,33 @@ class Meter(Collectives):
         self.operators += 1
         moved = sum(t.numel() * t.element_size() for t in ins + outs)
         self.seconds[self.phase] += self.roofline.operator(
-            flops, moved, ins[0].dtype if ins else torch.float32
+            flops, moved, str(ins[0].dtype if ins else torch.float32).removeprefix("torch.")
         )
 
-    def wait(self, why: str, *, assumed: Assumed | None = None) -> None:
+    def wait(self, why: str, *, assumed: bool = False) -> None:
         """Count a wait of the host for the device.
 
-        `assumed`: its result, whose size depends on values, is that one.
+        `assumed`: the size of its result depends on values.
         """
         if self.paused:
             return
         line = where()
         self.syncs[f"{why}: {line}"] += 1
-        if assumed is not None:
-            self.assumed[f"{why} at {line}"] = assumed
-
-    def answer(self) -> None:
-        """Note that the line that runs reads values."""
-        self.answered[where()] = None
-
-    def seconds_of(self, kind: str, size: int, members: list[int]) -> float:
-        return self.roofline.collective(kind, size, members)
+        if assumed:
+            self.assumed[f"{why} at {line}"] = None
 
 
 def where() -> str:
     """Return the innermost line that is neither a library's nor the simulator's, as
     folder/file.py:line.
     """
-    return line_of(traceback.extract_stack())
+    return line_of((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
 
 
-def line_of(frames: Sequence[traceback.FrameSummary]) -> str:
+def line_of(places: Iterable[tuple[str, int]]) -> str:
+    """Return the first of the places (file, line) that is a user's or ours, else the first."""
     own = str(Path(__file__).parent)
-    outside = [frame for frame in frames if not frame.filename.startswith((own, "<"))]
-    users = [
-        f
-        for f in outside
-        if not f.filename.startswith(LIBRARIES) and "site-packages" not in f.filename
-    ]
-    innermost = (users or outside or frames)[-1]
-    return f"{'/'.join(Path(innermost.filename).parts[-2:])}:{innermost.lineno}"
+    outside = [place for place in places if not place[0].startswith((own, "<"))]
+    users = [place for place in outside if not place[0].startswith(LIBRARIES)]
+    file, line = (users or outside or [("?", 0)])[0]
+    return f"{'/'.join(Path(file).parts[-2:])}:{line}"

@@ -10,14 +10,10 @@ rules.
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
-import os
-import sys
-import sysconfig
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -31,27 +27,12 @@ from torch.utils._pytree import tree_leaves
 from armature.errors import ConfigError
 from armature.planning.devices import Device
 from armature.planning.simulation import processes
+from armature.planning.simulation.hooks import wrap
+from armature.planning.simulation.meter import where
 
 MAX_RANKS = 64
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 WAITS = ("wait_tensor", "monitored_barrier")
-OBJECTS = (  # they send bytes of any number, which a simulation does not have
-    "all_gather_object",
-    "broadcast_object_list",
-    "gather_object",
-    "scatter_object_list",
-    "send_object_list",
-    "recv_object_list",
-)
-STANDARD_LIBRARY = sysconfig.get_path("stdlib")
-OWN = str(Path(__file__).parent)
-PLUMBING = (
-    "torch/_compile.py",
-    "torch/_dynamo",
-    "torch/_ops.py",
-    "torch/utils/_",
-    "c10d_logger.py",
-)
 
 
 @dataclass(frozen=True)
@@ -106,24 +87,16 @@ class Recorder(TorchDispatchMode):
         self.record: Record = []
         self.validation_syncs: dict[str, int] = {}
         self._batch: list[Operation] | None = None
-        self._silent = False
-        self._undo: list[Callable[[], None]] = []
 
     def __enter__(self) -> Self:
-        self._replace("batch_isend_irecv", self._batched)
-        for name in OBJECTS:
-            self._replace(name, lambda function, name=name: self._of_objects(name, function))
+        for owner in (dist, dist.distributed_c10d):
+            wrap(owner, "batch_isend_irecv", self._batched)
         return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        while self._undo:
-            self._undo.pop()()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # dispatched again as its collectives
-        if func.namespace in NAMESPACES and not self._silent:
+        if func.namespace in NAMESPACES:
             self._note(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
@@ -150,7 +123,7 @@ class Recorder(TorchDispatchMode):
         if self._batch is not None:
             self._batch.append(operation)
         else:
-            self.record.append(Issued([operation], innermost_line()))
+            self.record.append(Issued([operation], where()))
 
     def _batched(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -159,35 +132,10 @@ class Recorder(TorchDispatchMode):
                 return function(*args, **kwargs)
             finally:
                 batch, self._batch = self._batch, None
-                if batch and not self._silent:
-                    self.record.append(Issued(batch, innermost_line()))
+                if batch:
+                    self.record.append(Issued(batch, where()))
 
         return call
-
-    def _of_objects(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not self._silent:
-                self.record.append(
-                    Issued([_object_operation(name, args, kwargs)], innermost_line())
-                )
-            with self._silence():  # its parts
-                return function(*args, **kwargs)
-
-        return call
-
-    @contextmanager
-    def _silence(self) -> Iterator[None]:
-        before, self._silent = self._silent, True
-        try:
-            yield
-        finally:
-            self._silent = before
-
-    def _replace(self, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        for owner in (dist, dist.distributed_c10d):
-            function = getattr(owner, name)
-            setattr(owner, name, wrap(function))
-            self._undo.append(lambda owner=owner, function=function: setattr(owner, name, function))
 
 
 def _group_of(args: Any) -> dist.ProcessGroup | None:
@@ -200,45 +148,6 @@ def _group_of(args: Any) -> dist.ProcessGroup | None:
             with suppress(RuntimeError, TypeError):  # a reduction's operator
                 return dist.ProcessGroup.unbox(arg)
     return None
-
-
-def _object_operation(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Operation:
-    group = kwargs.get("group") or next(
-        (arg for arg in args if isinstance(arg, dist.ProcessGroup)), None
-    )
-    members = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))  # pyright: ignore[reportArgumentType]
-    kind = {"send_object_list": "send", "recv_object_list": "recv"}.get(name, name)
-    peer = next((kwargs[key] for key in ("src", "dst") if kwargs.get(key) is not None), None)
-    if peer is None:
-        grouped = next(
-            (kwargs[key] for key in ("group_src", "group_dst") if kwargs.get(key) is not None), None
-        )
-        given = next((arg for arg in args if isinstance(arg, int)), None)
-        peer = members[grouped] if grouped is not None else given
-    if peer is None:
-        peer = -1 if name == "all_gather_object" else 0
-    return Operation(kind, members, peer)
-
-
-def innermost_line() -> str:
-    """Return the innermost line of code that belongs to no library and not to the simulation; else
-    the innermost.
-    """
-    frame, innermost = sys._getframe(1), None
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((OWN, "<")) and not any(part in file for part in PLUMBING):
-            innermost = innermost or frame
-            if "site-packages" not in file and not file.startswith(STANDARD_LIBRARY):
-                innermost = frame
-                break
-        frame = frame.f_back
-    if innermost is None:
-        return "?"
-    file = innermost.f_code.co_filename.rpartition("site-packages/")[2].removeprefix(
-        os.getcwd() + os.sep
-    )
-    return f"{file}:{innermost.f_lineno} in {innermost.f_code.co_name}"
 
 
 # ---------------------------------------------------------------- all ranks together

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import lightning.pytorch as L
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from armature.checkpoint import optimizers
+from armature.parallel.gradients import split_groups
 from armature.planning.simulation.meter import Meter
 from armature.planning.simulation.order import Recorder
 from armature.training.run_hooks import RunHooks
@@ -27,7 +27,8 @@ def _create_state(optimizer: Optimizer) -> None:
         group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
         for param in group["params"]:
             param.grad = torch.zeros_like(param) if param.requires_grad else None
-    optimizer.step()
+    with split_groups(optimizer):
+        optimizer.step()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     optimizer.zero_grad()
@@ -35,20 +36,6 @@ def _create_state(optimizer: Optimizer) -> None:
 
 class StepEnded(BaseException):
     """Ends the run after the measured step."""
-
-
-def held_bytes(trainer: L.Trainer) -> dict[str, int]:
-    """Return the bytes of parameters, gradients and optimizer state of this rank."""
-    params = list(trainer.lightning_module.parameters())
-    states = (state for each in trainer.optimizers for state in each.state.values())
-    values = (value for state in states for value in state.values())
-    return dict(zip(HELD, map(_bytes, (params, (p.grad for p in params), values)), strict=True))
-
-
-def _bytes(values: Iterable[Any]) -> int:
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    parts = [value.to_local() if isinstance(value, DTensor) else value for value in tensors]
-    return sum(part.numel() * part.element_size() for part in parts)
 
 
 class Probe(RunHooks, L.Callback):
@@ -63,7 +50,6 @@ class Probe(RunHooks, L.Callback):
     def __init__(self, meter: Meter, *, logits: frozenset[int], steps_before: int) -> None:
         self.meter, self.logits = meter, logits
         self.result: dict[str, Any] | None = None
-        self.held: dict[str, int] = {}
         self.batches: list[dict[str, Any]] = []
         self.first_batch: Any = None
         self.steps_before = steps_before
@@ -117,10 +103,6 @@ class Probe(RunHooks, L.Callback):
             if param.grad is not None:
                 self.meter.own(param.grad, "gradients")
         self._phase("optimizer")
-
-    @override
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        self.held = held_bytes(trainer)
 
     @override
     def on_train_batch_end(

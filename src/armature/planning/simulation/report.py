@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from armature.parallel import split
 GIB = 2**30
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Volume:
     """One kind of collective along one axis, per optimizer step.
 
@@ -36,7 +37,6 @@ class Report:
     Bytes are of its device's memory, FLOPs and seconds those of one optimizer step.
 
     Attributes:
-        held: bytes at the end of backward by kind: parameters, gradients, optimizer state.
         peak: most bytes that are allocated at once; `peak_by_kind` then, `peak_by_phase` in each
             phase.
         allowance: bytes that come on top: CUDA's context, buffers of NCCL and cuBLAS,
@@ -56,7 +56,6 @@ class Report:
     axes: Mapping[str, int]
     hardware: str
     parameters: int
-    held: Mapping[str, float]
     peak: float
     peak_by_kind: Mapping[str, float]
     peak_by_phase: Mapping[str, float]
@@ -124,50 +123,52 @@ class Report:
         return dataclasses.asdict(self)
 
 
+EXTRAPOLATED = (
+    "peak", "peak_by_kind", "peak_by_phase", "flops", "operators", "compute_seconds", "model_flops",
+    "parameters", "allowance", "syncs",
+)  # fmt: skip
+
+
 def extrapolated(small: Report, large: Report, *, depths: tuple[int, int], depth: int) -> Report:
     """Return the report of a model of `depth` layers, on the straight line through two shallower
     ones.
     """
     share = (depth - depths[0]) / (depths[1] - depths[0])
 
-    def line(a: Any, b: Any) -> Any:
-        if isinstance(b, Mapping):
-            return {key: line((a or {}).get(key, 0), b.get(key, 0)) for key in {**(a or {}), **b}}
-        if isinstance(b, bool) or not isinstance(b, int | float):
-            return b
-        return a + (b - a) * share
+    def line(value: Callable[[Report], Any]) -> Any:
+        return weighted((1 - share, value(small)), (share, value(large)))
 
-    volumes = {(v.axis, v.kind, v.ranks): v for v in small.volumes}
-    values: dict[str, Any] = {"volumes": []}
-    for volume in large.volumes:
-        before = volumes.get((volume.axis, volume.kind, volume.ranks))
-        numbers = {
-            n: line(getattr(before, n) if before else 0, getattr(volume, n))
-            for n in ("calls", "bytes", "seconds")
+    values = {name: line(operator.attrgetter(name)) for name in EXTRAPOLATED}
+    volumes = line(
+        lambda report: {
+            (v.axis, v.kind, v.ranks): (v.calls, v.bytes, v.seconds) for v in report.volumes
         }
-        values["volumes"].append(dataclasses.replace(volume, **numbers))
-    for name in (
-        "held",
-        "peak",
-        "peak_by_kind",
-        "peak_by_phase",
-        "flops",
-        "operators",
-        "compute_seconds",
-        "model_flops",
-        "parameters",
-        "allowance",
-        "syncs",
-    ):
-        values[name] = line(getattr(small, name), getattr(large, name))
+    )
+    values["volumes"] = [Volume(*key, *numbers) for key, numbers in volumes.items()]
+    values["parameters"] = round(values["parameters"])
     note = f"Extrapolated linearly from {depths[0]} and {depths[1]} layers to {depth}."
     if depths[0] < 3:
         note += (
             " In fewer than 3, no block lies between two others, so memory may be far off: "
             "type --depths 3,5."
         )
-    values["parameters"] = round(values["parameters"])
     return dataclasses.replace(large, **values, notes=(*large.notes, note))
+
+
+def weighted(*parts: tuple[float, Any]) -> Any:
+    """Return the weighted sum of (weight, value), where a value is a number, or a dict or tuple of
+    values; what one lacks is 0 there.
+    """
+    values = [value for _, value in parts if value is not None]
+    if not values:
+        return None
+    if isinstance(values[0], Mapping):
+        keys = dict.fromkeys(key for value in values for key in value)
+        return {key: weighted(*((w, (v or {}).get(key)) for w, v in parts)) for key in keys}
+    if isinstance(values[0], tuple):
+        places = range(len(values[0]))
+        return tuple(weighted(*((w, v and v[i]) for w, v in parts)) for i in places)
+    return sum(weight * value for weight, value in parts if value is not None)
 
 
 # ---------------------------------------------------------------- text

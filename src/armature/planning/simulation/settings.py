@@ -121,6 +121,12 @@ def simplify(cfg: DictConfig, *, root: str) -> list[str]:
             "model.document_token: FlexAttention is simulated as attention with a dense mask, "
             "which holds more memory."
         )
+    if OmegaConf.select(cfg, "strategy.find_unused_parameters"):
+        notes.append(
+            "strategy.find_unused_parameters is simulated without: each backward reduces a number "
+            "for each parameter on top."
+        )
+        cfg.strategy.find_unused_parameters = False
     if OmegaConf.select(cfg, "data.num_workers"):
         cfg.data.num_workers = 0
     return notes

@@ -8,8 +8,6 @@ the simulation.
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -119,15 +117,32 @@ def _equal_parts(total: int, count: int) -> list[int]:
 
 
 def _objects() -> None:
-    """Plain objects travel as bytes, which fake tensors do not have."""
+    """Plain objects travel as bytes, which fake tensors do not have. A byte travels in their place,
+    so that the order of communication is known.
+    """
+
+    def byte() -> torch.Tensor:
+        return torch.empty(1, dtype=torch.uint8)
 
     def all_gather_object(gathered: list[Any], obj: Any, group: Any = None) -> None:
+        dist.all_reduce(byte(), group=group)
         gathered[:] = [obj] * len(gathered)
+
+    def broadcast(objects: Any, src: int | None = None, group: Any = None, **others: Any) -> None:
+        first = 0 if others.get("group_src") is None else None
+        source = first if src is None else src
+        dist.broadcast(byte(), source, group=group, group_src=others.get("group_src"))
+
+    def send(objects: Any, dst: int | None = None, group: Any = None, **others: Any) -> None:
+        dist.send(byte(), dst, group=group, group_dst=others.get("group_dst"))
+
+    def receive(objects: Any, src: int | None = None, group: Any = None, **others: Any) -> None:
+        dist.recv(byte(), src, group=group, group_src=others.get("group_src"))
 
     process_group.gather_object = lambda obj, group=None: [obj] * process_group.ranks()
     for owner in (dist, dist.distributed_c10d):
-        owner.all_gather_object = all_gather_object
-        owner.broadcast_object_list = owner.send_object_list = lambda *args, **kwargs: None
+        owner.all_gather_object, owner.broadcast_object_list = all_gather_object, broadcast
+        owner.send_object_list, owner.recv_object_list = send, receive
 
 
 def _data() -> None:
@@ -165,63 +180,6 @@ def _ddp() -> None:
 
     DDP._register_ddp_hooks = register
     OrderedDDP.keep_buckets = lambda self: None  # it reads values of tensors
-    DDP._setup_model = _with_unused_parameters(DDP._setup_model)
-    DDP.post_backward = _reducing_all_buckets(DDP.post_backward)
-    DDP.block_backward_sync = _blocking(DDP.block_backward_sync)
-
-
-# With find_unused_parameters DDP's reducer reads which parameters were used from memory that fake
-# tensors do not have. It reduces all buckets after each backward, and a number for each parameter:
-# that is done here in its place.
-def _with_unused_parameters(setup_model: Any) -> Any:
-    def call(self: DDP, model: Any) -> Any:
-        self.simulated_buckets = None  # pyright: ignore[reportAttributeAccessIssue]
-        finds_unused = self._ddp_kwargs.pop("find_unused_parameters", False)
-        if finds_unused:
-            params = [param for param in model.parameters() if param.requires_grad]
-            limits = [
-                dist._DEFAULT_FIRST_BUCKET_BYTES,
-                int(self._ddp_kwargs.get("bucket_cap_mb") or 25) * 2**20,
-            ]
-            found = dist._compute_bucket_assignment_by_size(params, limits)[0]
-            self.simulated_buckets = [[params[i] for i in bucket] for bucket in found]  # pyright: ignore
-        wrapped = setup_model(self, model)
-        self._ddp_kwargs["find_unused_parameters"] = finds_unused  # for the next time that it wraps
-        wrapped.require_backward_grad_sync = self.simulated_buckets is None  # pyright: ignore
-        return wrapped
-
-    return call
-
-
-def _reducing_all_buckets(post_backward: Any) -> Any:
-    def call(self: Any, loss: torch.Tensor) -> None:
-        post_backward(self, loss)
-        if self.simulated_buckets is None or getattr(self, "simulated_blocking", False):
-            return
-        device = self.root_device
-        for bucket in self.simulated_buckets:
-            dist.all_reduce(
-                torch.empty(
-                    sum(param.numel() for param in bucket), dtype=bucket[0].dtype, device=device
-                )
-            )
-        count = sum(map(len, self.simulated_buckets))
-        dist.all_reduce(torch.empty(count, dtype=torch.int32, device=device))
-
-    return call
-
-
-def _blocking(block_backward_sync: Any) -> Any:
-    @contextmanager
-    def call(self: Any) -> Iterator[None]:
-        self.simulated_blocking = True
-        try:
-            with block_backward_sync(self):
-                yield
-        finally:
-            self.simulated_blocking = False
-
-    return call
 
 
 class BoundaryFound(BaseException):

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from armature.planning.devices import MATRIX_SHARE, MEMORY_SHARE, Device
 
 
@@ -22,25 +20,22 @@ class Roofline:
     """
 
     device: Device
-    rank: int
-    tf32: bool
+    rank: int = 0
+    tf32: bool = True
 
-    def operator(self, flops: float, size: float, dtype: torch.dtype) -> float:
-        """Return the seconds of an operator that does `flops` in `dtype` and moves `size` bytes."""
-        rate = self.peak(dtype) * MATRIX_SHARE
+    def operator(self, flops: float, size: float, kind: str) -> float:
+        """Return the seconds of an operator that does `flops` in a type and moves `size` bytes."""
+        rate = self.peak(kind) * MATRIX_SHARE
         return max(flops / rate, size / (self.device.memory_bytes_per_second * MEMORY_SHARE))
 
-    def peak(self, dtype: torch.dtype) -> float:
-        """Return the FLOP/s of matrix products in a type; a type that the device lacks runs in the
-        next larger one.
+    def peak(self, kind: str) -> float:
+        """Return the FLOP/s of matrix products in a type, as torch names it; one that the device
+        lacks runs in the next larger one.
         """
-        if dtype == torch.float64:
-            rates = self.device.peak_flops
-            return rates.get("float64", rates["float32"])
-        wanted = ["float8"] if dtype.itemsize == 1 else []
-        wanted += (
-            ["bfloat16" if dtype == torch.bfloat16 else "float16"] if dtype.itemsize <= 2 else []
-        )
+        if kind == "float64":
+            return self.device.peak(kind)
+        wanted = ["float8"] if kind.startswith("float8") else []
+        wanted += ["bfloat16" if kind == "bfloat16" else "float16"] if kind != "float32" else []
         wanted += ["tf32"] if self.tf32 else []
         return self.device.peak(*wanted)
 
