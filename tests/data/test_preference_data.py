@@ -1,13 +1,11 @@
-"""Preferences: the forms that are read, what is refused or left out, batches of whole pairs, the
-reference's values.
-"""
+"""Preferences: the forms that are read, what is refused or left out, batches of whole pairs."""
 
 from functools import partial
 
 import pytest
 import torch
 
-from armature.data.chat.pairs import REFERENCE_FILE, PreferenceData
+from armature.data.chat.pairs import PreferenceData
 from armature.data.chat.preferences import Preferences, parse
 from armature.errors import ConfigError
 from armature.models.loss import IGNORED
@@ -177,47 +175,6 @@ def test_all_pairs_of_a_prompt_are_in_one_split(source):
     assert not found["train"] & found["val"]
     assert len(found["train"] | found["val"]) == 40
     assert made.header["splits"]["train"]["rows"] == 3 * len(found["train"])
-
-
-@pytest.mark.parametrize(("size", "micro"), [(7, 2), (8, 2), (3, 4), (1, 1)])
-def test_the_ranks_shares_are_equally_many_batches_and_cover_all_pairs(source, size, micro):
-    made = source([record(i) for i in range(size)])
-    shares = []
-    for rank in range(2):
-        share = data(made).share("train", size=micro, rank=rank, ranks=2)
-        shares.append([indices for indices, batch in share if len(batch["inputs"]) == micro])
-    assert len(shares[0]) == len(shares[1])
-    assert {i for share in shares for indices in share for i in indices} == set(range(size))
-
-
-def test_the_reference_comes_with_the_batch_and_outlives_the_run(source, tmp_path):
-    records = [record(i) for i in range(5)]
-    made = data(source(records))
-    assert "reference" not in made._dataset("train").batch([0])
-    values = torch.arange(10.0).view(5, 2)
-    made.set_reference({"train": values})
-    assert torch.equal(
-        made._dataset("train").batch([3, 1])["reference"].view(torch.float32), values[[3, 1]]
-    )
-    made.save_assets(tmp_path)
-    again = data(source(records))
-    again.load_state_dict(made.state_dict())
-    assert torch.equal(
-        again.dataset("train").batch([4])["reference"].view(torch.float32), values[[4]]
-    )
-    loaded = data(source(records))
-    loaded.load_assets(tmp_path)
-    assert torch.equal(
-        loaded.dataset("train").batch([2])["reference"].view(torch.float32), values[[2]]
-    )
-    other = data(source([record(i, "hello") for i in range(5)]))
-    other.load_assets(tmp_path)
-    assert other.reference is None
-    whole = (tmp_path / REFERENCE_FILE).read_bytes()
-    for damaged in (b"no", b"", whole[:-30]):
-        (tmp_path / REFERENCE_FILE).write_bytes(damaged)
-        with pytest.raises(ConfigError, match="Resume the run once"):
-            loaded.load_assets(tmp_path)
 
 
 def test_show_batch_shows_both_sides_of_a_pair(script, tmp_path, tokenizer_folder):

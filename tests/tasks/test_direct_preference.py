@@ -100,18 +100,19 @@ def naive_loss(
     ids=str,
 )  # fmt: skip
 def test_loss_and_gradients_are_those_of_the_formula(pairs, settings):
-    task, batch = ready(reference="cached", **settings), batch_of(pairs)
-    batch["reference"] = naive(task.model, batch).detach().float()
+    task, batch = ready(adapter=ADAPTER, **settings), batch_of(pairs)
+    reference = naive(task.model, batch).detach().float()
     moved(task)
     losses, columns = task.compare(batch)
     losses.mean().backward()
-    gradients = {name: param.grad.clone() for name, param in task.model.named_parameters()}
+    trained = [param for param in task.model.parameters() if param.requires_grad]
+    gradients = [param.grad.clone() for param in trained]
     task.model.zero_grad()
     policy = naive(task.model, batch)
     counts = (batch["targets"] != IGNORED).sum(-1)
     options = {key: value for key, value in settings.items() if key != "length_normalized"}
     expected = naive_loss(
-        policy - batch["reference"],
+        policy - reference,
         counts,
         **options,
         normalized=settings.get("length_normalized", False),
@@ -120,7 +121,7 @@ def test_loss_and_gradients_are_those_of_the_formula(pairs, settings):
     assert losses.mean().item() == pytest.approx(expected.item(), rel=1e-6, abs=1e-5)
     ours, formula = (
         torch.cat([each.flatten() for each in found])
-        for found in (gradients.values(), [param.grad for param in task.model.parameters()])
+        for found in (gradients, [param.grad for param in trained])
     )
     assert (ours - formula).norm() < 1e-5 * formula.norm()
     torch.testing.assert_close(
@@ -152,14 +153,6 @@ def test_without_its_adapters_the_model_is_the_reference_and_nothing_remembers_i
     }
 
 
-def test_the_reference_that_is_chosen():
-    assert task_of(adapter=ADAPTER).reference == "adapters_off"
-    assert task_of().reference == "cached"
-    assert task_of(adapter={**ADAPTER, "train": ["embed"]}).reference == "cached"
-    assert task_of(adapter=ADAPTER, reference="cached").reference == "cached"
-    assert "computed once" in task_of().start_note
-
-
 def test_padding_in_evaluation_does_not_count(pairs):
     task, batch = ready(adapter=ADAPTER), batch_of(pairs)
     moved(task)
@@ -171,33 +164,19 @@ def test_padding_in_evaluation_does_not_count(pairs):
         assert float(metric.compute()) == pytest.approx(float(padded[name].compute()), rel=1e-5)
 
 
-def test_pairs_without_a_reference_and_batches_that_are_no_pairs_are_refused(pairs):
-    with pytest.raises(
-        ConfigError, match="reference's log-probabilities of these pairs are not known"
-    ):
-        ready().training_step(batch_of(pairs), 0)
+def test_a_task_without_its_reference_and_batches_that_are_no_pairs_are_refused(pairs):
+    with pytest.raises(ConfigError, match=r"task\.adapter=null: preferences are learned by"):
+        ready()
+    with pytest.raises(ConfigError, match=r"task\.adapter\.train=\['embed'\] changes the model"):
+        ready(adapter={**ADAPTER, "train": ["embed"]})
     one = {name: value[:, 0] for name, value in batch_of(pairs).items()}
     with pytest.raises(TypeError, match="data=preference"):
         ready(adapter=ADAPTER).training_step(one, 0)
-
-
-def test_a_run_that_begins_with_trained_adapters_and_one_without_its_reference_are_refused(pairs):
     task = ready(adapter=ADAPTER)
-    trainer = SimpleNamespace(
-        callbacks=[], strategy=SimpleNamespace(initial_weights="step=000003"), datamodule=None
+    task.trainer = SimpleNamespace(
+        callbacks=[], strategy=SimpleNamespace(initial_weights="step=000003")
     )
-    task.trainer = trainer
-    with pytest.raises(ConfigError, match=r"Type task\.reference=cached"):
-        task.on_train_start()
-    task, feed = ready(), data_of(pairs)
-    feed.samples_seen = 8
-    task.trainer, trainer.datamodule, trainer.callbacks = trainer, feed.data, [feed]
-    with pytest.raises(
-        ConfigError, match="the checkpoint has no log-probabilities of the reference"
-    ):
-        task.on_train_start()
-    trainer.datamodule = object()
-    with pytest.raises(ConfigError, match="object cannot keep the reference"):
+    with pytest.raises(ConfigError, match="Export that run"):
         task.on_train_start()
 
 
@@ -210,11 +189,6 @@ LAYOUTS_TRIED = [
     "tensor 2, sequence parallel",
     "fsdp 2 × tensor 2",
 ]
-KINDS = {
-    "adapters off": {"adapter": ADAPTER},
-    "cached": {},
-    "adapters, cached": {"adapter": ADAPTER, "task": {"reference": "cached"}},
-}
 
 
 @pytest.fixture(scope="module")
@@ -226,17 +200,13 @@ def run(pairs):
             done[key] = fit(job)
         return done[key]
 
-    return lambda **settings: once(Job(pairs, **settings))
+    return lambda **settings: once(Job(pairs, adapter=ADAPTER, **settings))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layout", "kind"),
-    [(layout, kind) for layout in LAYOUTS_TRIED for kind in ("adapters off", "cached")]
-    + [("fsdp 2 × tensor 2", "adapters, cached")],
-)
-def test_layouts_learn_preferences_as_one_process_does(run, layout, kind):
-    single, other = run(**KINDS[kind]), run(layout=layout, **KINDS[kind])
+@pytest.mark.parametrize("layout", LAYOUTS_TRIED)
+def test_layouts_learn_preferences_as_one_process_does(run, layout):
+    single, other = run(), run(layout=layout)
     assert single.losses[0] == pytest.approx(math.log(2), abs=1e-6) == other.losses[0]
     assert single.losses[-1] < 0.3
     far = difference(other, single)
@@ -248,15 +218,9 @@ def test_layouts_learn_preferences_as_one_process_does(run, layout, kind):
 
 
 @pytest.mark.slow
-def test_cached_and_adapter_free_references_and_any_accumulation_give_the_same_losses(run):
-    job = KINDS["adapters off"]
-    first = run(**job)
-    for other in (
-        run(**KINDS["adapters, cached"]),
-        run(**job, micro="auto"),
-        run(**job, data={"multiple": None}),
-    ):
-        assert max(difference(other, first).values()) <= 1e-5
+def test_any_accumulation_and_padding_give_the_same_losses(run):
+    for other in (run(micro="auto"), run(data={"multiple": None})):
+        assert max(difference(other, run()).values()) <= 1e-5
 
 
 class Dropping(WrappedModel):

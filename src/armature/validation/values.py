@@ -229,7 +229,6 @@ class OfPreference:
     beta: Positive
     loss: Literal["sigmoid", "ipo"]
     label_smoothing: Annotated[Number, Field(ge=0, lt=0.5)]
-    reference: Literal["auto", "adapters_off", "cached"]
 
 
 class OfEMA:
