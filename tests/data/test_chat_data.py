@@ -159,7 +159,7 @@ def test_an_end_of_turn_that_is_no_token_is_refused_or_said(
 
 
 def test_a_context_that_leaves_nothing_to_learn_is_refused(source):
-    with pytest.raises(ConfigError, match=r"data\.context=4: of the 3 conversations nothing"):
+    with pytest.raises(ConfigError, match="of 3 lines none is left for training"):
         source([chat(i) for i in range(3)], context=4).prepare()
 
 
@@ -180,18 +180,18 @@ def _texts(source: Conversations, split: str) -> set[str]:
 
 
 def test_prompt_and_completion_are_a_conversation_of_which_the_completion_is_learned():
-    plain = parse({"prompt": "a", "completion": "b"}, where="here")
+    (plain,) = parse({"prompt": "a", "completion": "b"}, where="here")
     assert plain.messages == [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b"},
     ]
     assert plain.learned == (1,)
-    assert parse({"prompt": CHAT, "completion": "b"}, where="here").learned == (4,)
+    assert parse({"prompt": CHAT, "completion": "b"}, where="here")[0].learned == (4,)
 
 
 def test_messages_of_weight_zero_are_not_learned():
     messages = [CHAT[0], {**CHAT[1], "weight": 0}, *CHAT[2:]]
-    found = parse({"messages": messages}, where="here")
+    (found,) = parse({"messages": messages}, where="here")
     assert found.learned == (3,)
     assert all("weight" not in message for message in found.messages)
 
@@ -262,8 +262,7 @@ def test_a_line_that_the_template_refuses_is_named(source):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"too_long": "trim"}, "type cut or drop"),
-        ({"val_fraction": 0.6, "test_fraction": 0.6}, "together at most 0.9"),
+        ({"val_fraction": 0.6, "test_fraction": 0.6}, "together they must be at most 0.9"),
         ({"template": "alpaca"}, "data.source.template=alpaca cannot be read"),
         (
             {"vocab_size": 200},

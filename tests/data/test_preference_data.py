@@ -103,7 +103,7 @@ def test_of_whole_conversations_all_that_both_begin_with_is_the_prompt():
         ),
         (
             {"chosen": [USER, GOOD], "rejected": [USER]},
-            "rejected has no message of the role assistant",
+            "rejected: no message of the role assistant",
         ),
         (
             {"prompt": "a", "chosen": "b", "rejected": "c", "tools": 3},
@@ -157,7 +157,7 @@ def test_what_is_cut_or_left_out_is_counted_and_said(source, caplog):
         "read": 6,
     }
     assert {key: counts[key] for key in expected} == expected
-    assert "1 cut to the context. 3 left out: too long, or their answers are empty" in caplog.text
+    assert "1 cut to the context. 3 left out: too long, without an answer" in caplog.text
     dropped = source(records, template="plain", too_long="drop").header["splits"]["train"]
     assert (dropped["rows"], dropped["dropped"]) == (2, 4)
 

@@ -180,6 +180,7 @@ class OfSource:
     tokenizer_bytes: Count
     val_fraction: DataFraction
     test_fraction: DataFraction
+    too_long: Literal["cut", "drop"]
 
 
 # names that most optimizers share; torch's would refuse the values in the rank
