@@ -11,8 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 from armature.models.decoder.cache import KeyValueCache
 from armature.models.decoder.check import problems
-from armature.models.decoder.loss import ChunkedCrossEntropy
+from armature.models.decoder.loss import ChunkedCrossEntropy, chunked_loss
 from armature.models.decoder.model import Decoder, rotate
+from armature.models.loss import IGNORED, VocabularyShard
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "model"
 SMALL = {"vocab_size": 97, "context": 32, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2}
@@ -350,3 +351,34 @@ def test_a_subclass_that_replaces_the_loss_trains_on_it():
     doubled.load_state_dict(model.state_dict())
     inputs = torch.randint(0, 32, (2, 8))
     torch.testing.assert_close(doubled(inputs, inputs), 2 * model(inputs, inputs))
+
+
+# ------------------------------------------------------------ sums and shards of the loss
+@pytest.fixture
+def bf16_by_default():
+    torch.set_default_dtype(torch.bfloat16)  # as trainer.precision=bf16-true does in each step
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_sums_are_in_fp32_where_new_tensors_have_16_bits(bf16_by_default):
+    torch.manual_seed(0)
+    x, weight = (torch.randn(64, 16) * 2).float(), torch.randn(97, 16).float()
+    targets = torch.randint(0, 97, (64,))
+    expected = F.cross_entropy(F.linear(x, weight), targets, reduction="none")
+    mean = chunked_loss(x, weight, targets)
+    assert mean.dtype == torch.float32
+    torch.testing.assert_close(mean, expected.mean(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [-1, 97])
+def test_a_target_that_is_no_word_is_not_learned_as_another(wrong):
+    x, weight, targets = torch.randn(8, 16), torch.randn(97, 16), torch.arange(8)
+    targets[2], targets[5] = IGNORED, 96
+    part = VocabularyShard(start=0, size=97, all_max=lambda _: None, all_sum=lambda _: None)
+    sharded, whole = (chunked_loss(x, weight, targets, each) for each in (part, None))
+    torch.testing.assert_close(sharded, whole)
+    targets[3] = wrong
+    with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+        chunked_loss(x, weight, targets)
+    assert chunked_loss(x, weight, targets, part).isnan().sum() == 1

@@ -56,13 +56,6 @@ class Blend:
                 f"data.weights names {', '.join(self.weights)}, and data.paths "
                 f"{', '.join(self.paths)}: name the same."
             )
-        if any(
-            not isinstance(w, (int, float)) or not 0 < w < float("inf")
-            for w in self.weights.values()
-        ):
-            raise ConfigError(
-                f"data.weights={self.weights}: every weight must be a positive number."
-            )
         problems: list[str] = []
         for name, path in self.paths.items():
             try:

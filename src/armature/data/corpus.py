@@ -118,12 +118,6 @@ class Corpus:
         range.
         """
         problems = []
-        if self.vocab_size < tokenizer.SMALLEST_VOCABULARY:
-            problems.append(
-                f"data.source.vocab_size={self.vocab_size} is too small: the 256 bytes and "
-                f"{tokenizer.END_OF_TEXT} "
-                f"need {tokenizer.SMALLEST_VOCABULARY}."
-            )
         if self.tokenizer_path is not None:
             size = tokenizer.load_external(self.tokenizer_path).get_vocab_size()
             if size > self.vocab_size:

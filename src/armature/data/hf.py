@@ -75,10 +75,6 @@ class HFData(LabeledData):
         # rows by split, since a name on the hub is looked up at each load
         self._loaded: dict[str, Any] = {}
         self._mode = image_mode  # that all images are read in
-        if image_mode not in (None, *pixels.MODES):
-            raise ConfigError(
-                f"data.image_mode={image_mode}: type {', '.join(pixels.MODES)} or null."
-            )
 
     @override
     def dataset(self, split: Split) -> Any:

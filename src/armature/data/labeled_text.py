@@ -103,12 +103,6 @@ class LabeledTextData(LabeledData):
         folds: int | None = None,
     ) -> None:
         super().__init__()
-        if found := [
-            f"data.{key}={value}: must be a whole number of at least 1."
-            for key, value in (("context", context), ("multiple", multiple))
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1
-        ]:
-            raise ConfigError(found)
         self.path = path if isinstance(path, str) else list(path)
         self.tokenizer_folder, self.text, self.target = tokenizer, text, target
         self.context, self.multiple = context, multiple

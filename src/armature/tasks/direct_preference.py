@@ -4,11 +4,8 @@ the rejected one.
 
 from __future__ import annotations
 
-import inspect
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -19,16 +16,13 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from armature.errors import ConfigError
-from armature.finetune.lora import Lora, without_adapters
+from armature.finetune.lora import Lora, LoraLinear, without_adapters
 from armature.models.loss import IGNORED, token_losses
-from armature.models.wrapped import WrappedModel
 from armature.tasks.base import Batch, inputs_and_targets, mean_metric
 from armature.tasks.language_modeling import LanguageModeling
 from armature.training.step_log import StepLog
 from armature.training.timings import Window
 from armature.validation.preferences import reference_problem
-
-log = logging.getLogger(__name__)
 
 
 class DirectPreference(LanguageModeling):
@@ -107,8 +101,17 @@ class DirectPreference(LanguageModeling):
     @override
     def configure_model(self) -> None:
         super().configure_model()
-        if isinstance(self.model, WrappedModel) and self.model.disable_dropout():
-            log.info("The model's dropout, of its config.json, is off: the reference has none.")
+        self.train()
+
+    @override
+    def train(self, mode: bool = True) -> Self:
+        """Let the model compute in training what it does in evaluation, as its reference does: only
+        its adapters have dropout.
+        """
+        super().train(mode)
+        for module in self.model.modules() if self.model is not None else ():
+            module.training = mode and isinstance(module, LoraLinear)
+        return self
 
     # ------------------------------------------------------------ the loss
     def log_probabilities(self, batch: Batch) -> Tensor:
@@ -120,10 +123,7 @@ class DirectPreference(LanguageModeling):
                 f"inputs are {tuple(inputs.shape)}, not (pairs, 2, tokens). Type data=preference."
             )
         inputs, targets = inputs.flatten(0, 1), targets.flatten(0, 1)
-        if "per_token" in inspect.signature(type(self.model).forward).parameters:
-            losses = self.model(inputs, targets, per_token=True)
-        else:
-            losses = token_losses(self.model(inputs), targets)
+        losses = token_losses(self.model(inputs), targets)
         return -losses.sum(dim=-1).view(-1, 2)
 
     def compare(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -152,7 +152,7 @@ class DirectPreference(LanguageModeling):
     def reference_of(self, batch: Batch) -> Tensor:
         """Return each answer's log-probability (B, 2) under the reference."""
         assert self.model is not None
-        with torch.no_grad(), without_adapters(self.model), evaluating(self.model):
+        with torch.no_grad(), without_adapters(self.model):
             return self.log_probabilities(batch)
 
     @override
@@ -224,18 +224,3 @@ class DirectPreference(LanguageModeling):
                 "without them, the model is not the one that training begins with. Export that run "
                 "with scripts/convert.py, and name the folder in model.pretrained."
             )
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Let all of a model's modules be in evaluation mode, as without dropout, and then in the mode
-    of each before.
-    """
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
