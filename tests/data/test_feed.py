@@ -429,27 +429,6 @@ def test_what_cannot_be_repeated_is_refused_by_name(loader, message):
         feed(Plain(loader))
 
 
-class Repeated(DataLoader):
-    def __iter__(self):
-        return (batch for each in super().__iter__() for batch in (each, each))
-
-
-class Own(DataLoader):
-    def __iter__(self):
-        return iter([[1], [2]])
-
-
-class Dropped(DataLoader):
-    def __iter__(self):
-        return itertools.islice(super().__iter__(), 1, None, 2)
-
-
-@pytest.mark.parametrize("kind", [Repeated, Own, Dropped])
-def test_a_loader_that_makes_other_batches_than_it_is_told_is_refused(kind):
-    with pytest.raises(ConfigError, match=f"loader {kind.__name__} makes . batches where its"):
-        served(Plain(lambda data: kind(data, 4)))
-
-
 @pytest.mark.parametrize("kind", [Keeping, Filtered])
 def test_a_loader_keeps_its_class_but_not_its_position(kind, tmp_path):
     whole, _, trainer = fit(Plain(lambda data: kind(data, 4)), tmp_path, steps=4)
