@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from armature.data import columns, sources
+from armature.data import sources
 from armature.errors import ConfigError
 from tests.data.test_people_data import build, write_parquet
 
@@ -56,15 +56,6 @@ def test_columns_of_parquet_that_hold_no_numbers_or_classes(values, message, tmp
     path = write_parquet(tmp_path / "t.parquet", **values)
     with pytest.raises(ConfigError, match=message):
         build("table", path=path, target="kind").names()
-
-
-@pytest.mark.parametrize("keep", [0, 0.5])
-def test_a_parquet_file_that_is_cut_short_is_named(keep, tmp_path):
-    file = Path(write_parquet(tmp_path / "t.parquet", a=[*range(99)]))
-    content = file.read_bytes()
-    file.write_bytes(content[: int(keep * len(content))])
-    with pytest.raises(ConfigError, match=r"t.parquet cannot be read as Parquet"):
-        columns.read(str(file), texts=[])
 
 
 def link_to_nothing(path: Path) -> None:
@@ -126,31 +117,6 @@ def images(path: Path, *, kinds: tuple[str, ...] = ("cat", "dog")) -> Path:
         (path / kind).mkdir(parents=True)
         Image.new("RGB", (9, 9)).save(path / kind / "1.png")
     return path
-
-
-def flat(path: Path) -> None:
-    (images(path, kinds=("cat",)) / "cat" / "1.png").rename(path / "1.png")
-    (path / "cat").rmdir()
-
-
-FOLDERS = {
-    "no folders": (flat, r"it has no folder. Put the images of each class into one"),
-    "an empty folder": (
-        lambda path: (images(path) / "bird").mkdir(),
-        r"the folder bird has no images .* or remove it",
-    ),
-    "a link to nothing": (
-        lambda path: link_to_nothing(images(path) / "cat" / "more"),
-        r"more is a link to what is not there",
-    ),
-}
-
-
-@pytest.mark.parametrize(("make", "message"), FOLDERS.values(), ids=FOLDERS)
-def test_folders_of_images_that_cannot_be_classes(make, message, tmp_path):
-    make(tmp_path / "images")
-    with pytest.raises(ConfigError, match=message):
-        build("image_folder", path=str(tmp_path / "images")).names()
 
 
 @pytest.mark.guarantee

@@ -2,7 +2,6 @@
 resume.
 """
 
-from itertools import chain
 from typing import Any
 
 import lightning.pytorch as L
@@ -115,12 +114,6 @@ def test_a_resume_at_any_step_makes_the_same_steps_under_any_accumulation(tmp_pa
         ]
 
 
-def test_resume_with_another_global_batch_continues_at_the_position(tmp_path):
-    whole, *_ = fit(tmp_path, steps=20)
-    resumed, *_ = fit(tmp_path, steps=9, global_batch_size=8, checkpoint=tmp_path / "6.ckpt")
-    assert [sorted(chain(*whole.steps[i : i + 2])) for i in (6, 8, 10)] == resumed.steps
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_augmentation_depends_on_seed_epoch_and_sample_only(tmp_path, workers):
     def inputs(**settings):
@@ -158,15 +151,6 @@ def test_an_empty_or_absent_split_is_said_once(tmp_path, caplog):
         module, *_ = fit(tmp_path, data=data, steps=13)
         assert (len(module.steps), module.validated) == (13, [])
         assert caplog.text.count("has no samples for val") == 1
-
-
-def test_accumulation_that_contradicts_the_batch_sizes_is_refused():
-    feed = fed(micro_batch_size=2)
-    feed.data.trainer = L.Trainer(logger=False, enable_checkpointing=False)
-    with pytest.raises(
-        ConfigError, match=r"accumulate_grad_batches=1\), but .* Pass accumulate_grad_batches=2"
-    ):
-        feed.train_loader()
 
 
 def test_data_that_grow_while_training_are_refused():

@@ -232,25 +232,6 @@ class Numbered(IterableDataset):
             yield i, torch.rand(()).item() + random.random()
 
 
-class Keeping(DataLoader):
-    """As torchdata's StatefulDataLoader: iterates and keeps a position itself."""
-
-    began = 0
-
-    def __iter__(self):
-        self.began += 1
-        iterator = self._get_iterator()
-        for _ in range(self.began - 1):  # as one that repeats a position
-            next(iterator)
-        return iterator
-
-    def state_dict(self):
-        return {"began": self.began}
-
-    def load_state_dict(self, state_dict):
-        self.began = 2
-
-
 class Filtered(DataLoader):
     """As PyTorch Geometric's NeighborLoader, which changes batches in the main process."""
 
@@ -427,17 +408,6 @@ class Divided(ByEpoch):
 def test_what_cannot_be_repeated_is_refused_by_name(loader, message):
     with pytest.raises(ConfigError, match=message):
         feed(Plain(loader))
-
-
-@pytest.mark.parametrize("kind", [Keeping, Filtered])
-def test_a_loader_keeps_its_class_but_not_its_position(kind, tmp_path):
-    whole, _, trainer = fit(Plain(lambda data: kind(data, 4)), tmp_path, steps=4)
-    loader: Any = trainer.train_dataloader
-    assert isinstance(loader, kind)
-    resumed, *_ = fit(
-        Plain(lambda data: kind(data, 4)), tmp_path, steps=4, checkpoint=tmp_path / "2.ckpt"
-    )
-    assert resumed.steps == whole.steps[2:]
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -643,30 +613,6 @@ def test_what_hooks_set_on_a_data_module_reaches_the_workers_of_the_epoch(worker
     expected = [10 * (i + 100 * epoch) for epoch in (1, 2) for i in range(12)]
     assert sorted(chain(*module.steps)) == expected
     assert type(trainer.datamodule) is Simple  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def begin_worker(worker: int) -> None:
-    info = get_worker_info()
-    assert info is not None
-    info.dataset.offset = 1000  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def test_worker_init_fn_sees_the_users_dataset():
-    found = served(Simple(num_workers=1, worker_init_fn=begin_worker))
-    assert sorted(chain(*(batch[0].tolist() for batch in found))) == [*range(1000, 1012)]
-
-
-def test_persistent_workers_stay_for_the_next_reader():
-    (loader,) = feed(Simple(num_workers=1, persistent_workers=True)).loaders("val")
-    assert [len(batch[0]) for batch in loader] == [4] * 3
-    workers = loader.reader._iterator
-    last = iter(loader)
-    next(last)
-    first = next(iter(loader))[0].tolist()  # by workers of its own
-    assert (first, next(last)[0].tolist()) == ([0, 1, 2, 3], [4, 5, 6, 7])
-    del last
-    assert [b[0].tolist() for b in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    assert loader.reader._iterator is workers
 
 
 class Wraps(Ours):

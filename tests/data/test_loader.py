@@ -9,27 +9,9 @@ from types import SimpleNamespace
 import lightning.pytorch as L
 import pytest
 import torch
-from torch.nn.utils.rnn import pack_sequence
 
 from armature.data import loader
 from armature.data.base import DataModule
-
-
-def test_batches_come_in_order_each_once():
-    batches = [{"inputs": torch.tensor([i]), "targets": torch.tensor([-i])} for i in range(4)]
-    served = loader._ahead(iter(batches), torch.device("cpu"))
-    assert [(int(b["inputs"]), int(b["targets"])) for b in served] == [(i, -i) for i in range(4)]
-    assert list(loader._ahead(iter(()), torch.device("cpu"))) == []
-
-
-def test_what_torch_cannot_record_for_a_stream_is_passed_on(monkeypatch):
-    packed = pack_sequence([torch.ones(2, 3), torch.ones(1, 3)])  # its sizes stay on the CPU
-    batch = {"packed": packed, "sparse": torch.eye(3).to_sparse()}
-    monkeypatch.setattr(
-        torch, "get_device_module", lambda device: SimpleNamespace(current_stream=lambda: None)
-    )
-    copied = SimpleNamespace(wait=lambda stream: None)
-    assert loader._synchronized(batch, copied, torch.device("cuda")) is batch
 
 
 class Ours(DataModule):

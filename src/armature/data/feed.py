@@ -145,7 +145,7 @@ class Feed(L.Callback):
             self.data.trainer = BEFORE_TRAINER  # pyright: ignore[reportAttributeAccessIssue]
         what = f"the data of {self._name}"
         try:
-            with seeded(f"{self.seed}/setup"), memory.reporting(what, self.data):
+            with seeded(f"{self.seed}/setup"), memory.reporting(what):
                 yield
         except AttributeError as error:
             if error.obj is not BEFORE_TRAINER:
@@ -461,7 +461,7 @@ class Feed(L.Callback):
         if not predicting and not self._ours:
             self._compare_ranks(read, split)
             self.assets.check(read.dataset, split)
-        if not len(read.dataset) and not hasattr(self.data, "fractions") and rank == 0:
+        if not len(read.dataset) and rank == 0:
             log.warning(
                 "data: %s has no samples for %s: nothing is measured there.", self._name, split
             )
@@ -568,7 +568,7 @@ def build(cfg: DictConfig) -> Feed:
     }
     own |= {key: settings[key] for key in FOLD_KEYS if key in settings and key not in parameters}
     given = {key: value for key, value in settings.items() if key in parameters or key not in own}
-    with memory.reporting(f"what {cfg.data._target_} makes", settings):
+    with memory.reporting(f"what {cfg.data._target_} makes"):
         data = instantiate(given)
     if not isinstance(data, L.LightningDataModule):
         raise ConfigError(

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from armature.data import extras, sources
+from armature.data import extras, pixels, sources
 from armature.data.base import Batch, Split
 from armature.data.columns import split_indices
 from armature.data.labels import LabeledData, ordered
@@ -70,7 +70,7 @@ class ImageFiles(Dataset[Batch]):
             raise ConfigError(
                 f"data.path: {path} cannot be read as an image ({error}). Remove it."
             ) from error
-        image = _rgb(upright, path).convert("RGB")
+        image = pixels.converted(upright, "RGB", where=f"data.path: {path}")
         side = round(self.size * (1 + self.margin))
         scale = side / min(image.size)
         width, height = (max(side, round(length * scale)) for length in image.size)
@@ -78,9 +78,9 @@ class ImageFiles(Dataset[Batch]):
         image = image.resize((width, height), Image.Resampling.BILINEAR).crop(
             (left, top, left + side, top + side)
         )
-        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
+        values = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
         targets = {} if target is None else {"targets": torch.tensor(target)}
-        return {"inputs": (pixels - self.mean) / self.std, **targets}
+        return {"inputs": (values - self.mean) / self.std, **targets}
 
     def describe(self, index: int) -> dict[str, str]:
         """Return what a row of predictions says of the sample."""
@@ -277,20 +277,3 @@ def _images(root: Path, left_out: Counter[str] | None = None) -> list[Path]:
             elif left_out is not None:
                 left_out[_kind(path.name)] += 1
     return sorted(found)
-
-
-def _rgb(image: Any, path: Path) -> Any:
-    """Return the image with three channels of 8 bits.
-
-    Pillow would clip grey values of more bits.
-    """
-    from PIL import Image
-
-    if image.mode.startswith("I;16"):
-        return Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
-    if image.mode in ("I", "F"):
-        raise ConfigError(
-            f"data.path: {path} has pixels of 32 bits (Pillow's mode {image.mode}), whose range is "
-            "not known. Convert it to 8 bits."
-        )
-    return image
