@@ -128,9 +128,8 @@ def test_links_are_followed_without_end_and_files_left_out_are_counted(tmp_path,
         *("cat/0.png", "cat/1.png", "cat/again/0.png", "cat/again/1.png", "cat/again/2.png"),
         *("cow/0.png", "dog/0.png", "dog/1.png", "dog/one.png"),
     ]
-    assert "train 9, val 0, test 0 images. Left out: " in caplog.text
-    for left in ("images in no class folder", "files without an ending", "files ending in .heic"):
-        assert f"1 {left}" in caplog.text
+    assert "train 9, val 0, test 0 images. 3 files are no images in class folders" in caplog.text
+    assert "such as" in caplog.text
     (root / "dog" / "lost").symlink_to(tmp_path / "unmounted")
     with pytest.raises(ConfigError, match=r"lost is a link to what is not there"):
         build("image_folder", path=str(root), **changes).dataset("train")
