@@ -2,8 +2,6 @@
 documents do not mix.
 """
 
-import gzip
-import json
 import subprocess
 import sys
 from functools import partial
@@ -12,24 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hydra import compose
-from hydra.core.global_hydra import GlobalHydra
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armature import config
 from armature.checkpoint import state
 from armature.data.chat.conversations import parse
 from armature.data.chat.data import ChatData
 from armature.data.chat.packing import best_fit
 from armature.data.chat.source import Conversations
-from armature.data.chat.template import load
 from armature.errors import ConfigError
 from armature.models.decoder.model import Decoder
 from armature.models.loss import IGNORED
-from armature.validation import checks
-from armature.validation.composing import composing
-from tests.data.chat_parts import CHAT, REASONING, small_tokenizer, write
+from tests.data.chat_parts import CHAT, small_tokenizer, write
 
 ROOT = Path(__file__).parents[2]
 
@@ -114,19 +106,6 @@ def test_long_conversations_are_cut_or_dropped_and_counted(source):
     dropped = source(records, too_long="drop").header["splits"]["train"]
     assert (dropped["conversations"], dropped["cut"], dropped["dropped"]) == (1, 0, 2)
     assert (data(source(records)).dataset("train").batch([0])["targets"] != IGNORED).any()
-
-
-def test_arguments_of_the_template_are_a_part_of_the_data(source, tmp_path):
-    file = tmp_path / "reasoning.jinja"
-    file.write_text(REASONING)
-    made = [
-        source([chat(1)], template=str(file), template_arguments=each)
-        for each in (None, {"enable_thinking": False})
-    ]
-    assert made[0]._key([]) != made[1]._key([])
-    data(made[1]).save_assets(tmp_path)
-    prompt = load(tmp_path, template=None).render(CHAT[:1], add_generation_prompt=True)
-    assert prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
 def test_a_context_that_leaves_nothing_to_learn_is_refused(source):
@@ -226,23 +205,6 @@ def test_settings_that_cannot_be_right_are_refused(source, settings, says):
     assert says in str(caught.value)
 
 
-def test_files_of_another_form_are_refused_and_packed_ones_read(tmp_path, tokenizer_folder):
-    text = tmp_path / "chats.txt"
-    text.write_text("hello")
-    with pytest.raises(ConfigError, match=r"chats\.txt is no \.jsonl file"):
-        Conversations(str(text), tokenizer=str(tokenizer_folder), context=64).check()
-    with gzip.open(tmp_path / "chats.jsonl.gz", "wt") as file:
-        file.write(json.dumps(chat(0)) + "\n")
-    made = Conversations(
-        str(tmp_path / "chats.jsonl.gz"),
-        tokenizer=str(tokenizer_folder),
-        context=64,
-        val_fraction=0.0,
-        cache_dir=str(tmp_path / "cache"),
-    )
-    assert made.header["splits"]["train"]["conversations"] == 1
-
-
 def test_the_run_directory_gets_what_reading_the_same_chats_needs(source, tmp_path):
     made = source([chat(i) for i in range(4)])
     run = tmp_path / "run"
@@ -271,18 +233,6 @@ def chat_run(tmp_path, tokenizer_folder) -> list[str]:
         "data.global_batch_size=4",
         "trainer.accelerator=cpu",
     ]
-
-
-def test_packed_rows_are_refused_in_a_pipeline(script, chat_run, monkeypatch):
-    config.register()
-    GlobalHydra.instance().clear()
-    pipeline = ["strategy=pipeline", "trainer.devices=2", "model.tied=false"]
-    with composing():
-        cfg = compose("train", overrides=[*chat_run, *pipeline])
-        with pytest.raises(ConfigError, match=r"Type data\.source\.packing=false"):
-            checks.check(cfg, prepare=False)
-        cfg.data.source.packing = False
-        checks.check(cfg, prepare=False)
 
 
 @pytest.mark.guarantee

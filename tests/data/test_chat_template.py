@@ -15,7 +15,6 @@ from tests.data.chat_parts import (
     CHAT,
     CHATML,
     INSTRUCT,
-    REASONING,
     STYLES,
     TAGGED,
     THINKING,
@@ -143,22 +142,6 @@ def test_arguments_are_kept_in_the_template(tmp_path):
     assert ChatTemplate(loaded.source, {"a": "other", "b": {"c": "y"}}).render([]) == "othery"
 
 
-@pytest.mark.parametrize("name", ["thinking", "messages", "range", "bos_token"])
-def test_an_argument_that_the_template_does_not_ask_for_is_refused(tmp_path, name):
-    own = folder(tmp_path / "own", REASONING.replace("last)", "last) and range(1)"))
-    with pytest.raises(
-        ConfigError, match=rf"does not ask for {name} \(it asks for: enable_thinking"
-    ):
-        template.load(own, template=None, arguments={name: True})
-
-
-def test_thoughts_of_the_last_turn_are_learned_and_earlier_ones_left_out_as_the_template_does():
-    chat = [CHAT[0], {"role": "assistant", "content": "<think>\nhm\n</think>\n\nfine"}] * 2
-    text = marked(THINKING, chat)
-    assert "assistant\n⟦fine<|im_end|>⟧\n" in text
-    assert text.endswith("assistant\n⟦<think>\nhm\n</think>\n\nfine<|im_end|>⟧\n")
-
-
 CALL = {"name": "add", "arguments": {"a": 1}}
 CALLING = [
     CHAT[0],
@@ -226,11 +209,6 @@ def test_generation_tags_help_where_marks_cannot():
     assert marked(rewritten, CHAT[:2]).endswith("<s>assistant\n⟦" + "ok " * 9 + "</s>⟧\n")
 
 
-def test_a_template_that_hides_the_answer_is_refused():
-    with pytest.raises(NotRenderable, match="message 2 be found"):
-        marked("{{ messages | map(attribute='content') | join | length }}", CHAT[:2])
-
-
 @pytest.mark.parametrize(
     ("source", "says"),
     [
@@ -244,15 +222,6 @@ def test_a_template_that_hides_the_answer_is_refused():
 def test_a_template_that_fails_or_reaches_out_is_refused(source, says):
     with pytest.raises(NotRenderable, match=says):
         ChatTemplate(source).render(CHAT)
-
-
-def test_a_template_that_is_no_jinja_is_refused():
-    with pytest.raises(ConfigError, match="no Jinja2"):
-        ChatTemplate("{% for %}").render(CHAT)
-
-
-def test_a_date_is_the_same_each_day():
-    assert ChatTemplate("{{ strftime_now('%d %b %Y') }}").render(CHAT) == "26 Jul 2024"
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 resume.
 """
 
-from typing import Any
-
 import lightning.pytorch as L
 import pytest
 import torch
@@ -173,24 +171,3 @@ def test_another_number_of_samples_or_seed_on_resume_is_reported(caplog):
     assert "8 of 21 training samples" in caplog.text
     assert "in the order of data.seed=5, and continue in that of data.seed=6" in caplog.text
     assert feed.samples_seen == 8
-
-
-class OneDataset(DataModule):
-    def __init__(self, returned: Any) -> None:
-        super().__init__()
-        self.returned = returned
-
-    def dataset(self, split: Any) -> Any:
-        return self.returned
-
-
-@pytest.mark.parametrize(
-    ("returned", "says"),
-    [(None, "OneDataset has no training samples"), ([], "OneDataset has no training samples"),
-     (5, "OneDataset.train_dataloader: int has no length")],
-)  # fmt: skip
-def test_a_data_module_without_training_samples_is_refused_by_name(returned, says):
-    with pytest.raises(ConfigError, match=f"data: {says}|{says}"):
-        _ = fed(OneDataset(returned)).train_size
-    with pytest.raises(ConfigError, match=r"data: DataModule needs a method dataset\(split\)"):
-        fed(DataModule())

@@ -12,7 +12,6 @@ import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -309,21 +308,6 @@ def test_the_split_of_an_unseeded_random_split_depends_on_the_seed_alone():
     assert splits[0] == splits[1] != splits[2]
 
 
-def test_typed_sizes_win(tmp_path):
-    settings = {"global_batch_size": 8, "micro_batch_size": 2, "eval_batch_size": 7}
-    task, fed, _ = fit(Plain(), tmp_path, steps=3, **settings)
-    assert [len(step) for step in task.steps] == [8, 8, 8]
-    assert fed.batch_note == ""
-    assert len(task.validated[0][1]) == 7
-    task, *_ = fit(Plain(), tmp_path, steps=3, train_limit="batch")
-    assert sorted(task.steps[0]) == sorted(task.steps[1]) == sorted(task.steps[2])
-    with pytest.raises(
-        ConfigError,
-        match=r"data.global_batch_size=8, but the batch sampler of Plain yields batches of 4",
-    ):
-        feed(Plain(LOADERS["batches"]), global_batch_size=8)
-
-
 @pytest.mark.parametrize("kept", [True, False], ids=["keeps its state", "changes as it draws"])
 def test_weights_that_change_count_from_the_next_draw_on_and_a_resume_repeats_the_last(kept):
     sampler: Any = WeightedRandomSampler([1.0] * 20, 20) if kept else Shuffles()
@@ -613,19 +597,6 @@ def test_what_hooks_set_on_a_data_module_reaches_the_workers_of_the_epoch(worker
     expected = [10 * (i + 100 * epoch) for epoch in (1, 2) for i in range(12)]
     assert sorted(chain(*module.steps)) == expected
     assert type(trainer.datamodule) is Simple  # pyright: ignore[reportAttributeAccessIssue]
-
-
-class Wraps(Ours):
-    def train_dataloader(self):
-        return [super().train_dataloader()]
-
-
-def test_something_else_is_refused():
-    cfg = OmegaConf.create({"seed": 0, "data": {"_target_": "torch.nn.Identity"}})
-    with pytest.raises(ConfigError, match=r"data._target_=torch.nn.Identity makes a Identity"):
-        feeds.build(cfg)
-    with pytest.raises(ConfigError, match=r"Wraps.train_dataloader returns a list"):
-        feed(Wraps())
 
 
 # ------------------------------------------------------------ samples

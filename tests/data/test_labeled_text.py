@@ -82,15 +82,3 @@ def test_the_trained_models_numbers_are_kept(make, tmp_path):
 def test_what_cannot_be_read_is_refused(make, rows, options, says):
     with pytest.raises(ConfigError, match=says):
         make(rows, **options).dataset("train")
-
-
-def test_folders_without_a_tokenizer_and_other_files_are_refused(make, tmp_path):
-    data = make()
-    data.tokenizer_folder = str(tmp_path)
-    with pytest.raises(ConfigError, match=r"there is no tokenizer\.json in it"):
-        data.dataset("train")
-    (tmp_path / "x.txt").write_text("x")
-    data = make()
-    data.path = str(tmp_path / "x.txt")
-    with pytest.raises(ConfigError, match=r"name .csv, .jsonl or .parquet files"):
-        data.dataset("train")

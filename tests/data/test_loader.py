@@ -3,12 +3,8 @@
 On a CPU the device's streams do nothing, so only the order is tested.
 """
 
-from contextlib import nullcontext
-from types import SimpleNamespace
-
 import lightning.pytorch as L
 import pytest
-import torch
 
 from armature.data import loader
 from armature.data.base import DataModule
@@ -65,29 +61,3 @@ def test_batches_are_not_moved_before_hooks_that_see_them_off_the_device(data, m
     # samples of users may change with a step, unless processes read ahead anyway
     assert not loader.copies_ahead(owners, ours=False, workers=False)
     assert loader.copies_ahead(owners, ours=True, workers=False) is expected
-
-
-def test_a_copy_waits_for_the_steps_so_far_whose_batches_lay_in_its_memory(monkeypatch):
-    order: list[str] = []
-
-    class Stream:
-        def wait_stream(self, other):
-            assert other == "the steps' stream"
-            order.append("wait")
-
-    class Event:
-        def record(self, stream):
-            order.append("copy")
-
-        def wait(self, stream): ...
-
-    streams = SimpleNamespace(
-        Stream=Stream,
-        Event=Event,
-        stream=lambda _: nullcontext(),
-        current_stream=lambda: "the steps' stream",
-    )
-    monkeypatch.setattr(torch, "get_device_module", lambda device: streams)
-    for batch in loader._ahead(iter(range(3)), torch.device("cpu")):
-        order.append(f"step {batch}")
-    assert order == ["wait", "copy", "wait", "copy", "step 0", "wait", "copy", "step 1", "step 2"]

@@ -49,27 +49,6 @@ def test_a_table_of_csv(tmp_path):
     assert (sample["inputs"].tolist(), sample["targets"].item()) == ([3.0], 1.5)
 
 
-def write_parquet(file, **columns):
-    pyarrow = pytest.importorskip("pyarrow", reason="make setup EXTRAS=data")
-    import pyarrow.parquet as parquet
-
-    parquet.write_table(pyarrow.table(columns), file)
-    return str(file)
-
-
-def test_an_empty_cell_of_a_category_is_no_class(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow", reason="make setup EXTRAS=data")
-    kinds = pyarrow.array(["a", None, "b", "a"]).dictionary_encode()
-    path = write_parquet(tmp_path / "t.parquet", x=[1.0, 2.0, 3.0, 4.0], kind=kinds)
-    with pytest.raises(ConfigError, match="column kind is empty in data row 2"):
-        build("table", path=path, target="kind").names()
-    path = write_parquet(
-        tmp_path / "t.parquet", x=pyarrow.array([5.0, None]).dictionary_encode(), kind=["a", "b"]
-    )
-    with pytest.raises(ConfigError, match="column x is empty in data row 2"):
-        build("table", path=path, target="kind").names()
-
-
 @pytest.mark.parametrize("name", ["", "__index_level_0__"])
 def test_row_numbers_of_pandas_are_no_features(tmp_path, caplog, name):
     caplog.set_level("INFO", logger="armature")
@@ -89,20 +68,6 @@ def write_images(folder, count=10):
         (folder / name).mkdir(parents=True)
         for i in range(count):
             Image.new("RGB", (30 + i, 20), (100 * number, i, 0)).save(folder / name / f"{i}.png")
-
-
-def test_images_in_folders(tmp_path):
-    write_images(tmp_path / "all")
-    data = build(
-        "image_folder", path=str(tmp_path / "all"), size=16, num_workers=0, global_batch_size=16
-    )
-    batch = next(iter(data.train_dataloader()))
-    assert batch["inputs"].shape == (16, 3, 16, 16)
-    red = batch["inputs"][:, 0, 0, 0] * 0.229 + 0.485
-    assert torch.equal(red > 0.2, batch["targets"] == 1)
-    (val,) = data.val_dataloader()
-    assert val["inputs"].shape == (2, 3, 16, 16)
-    assert len(data.dataset("predict")) == 20
 
 
 @pytest.mark.guarantee
@@ -364,10 +329,3 @@ def test_a_test_split_without_labels_is_left_out(hf, tmp_path, caplog):
     with pytest.raises(ConfigError, match=r"column y holds -1, .*data.splits.val=…"):
         data.dataset("val")
     assert len(data.dataset("predict")) == 2
-
-
-def test_files_that_are_not_there_are_named(hf, tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"gone.csv.*Type .*data.data_files=… of data that are there"
-    ):
-        hf(path="csv", data_files=str(tmp_path / "gone.csv"), inputs="x").dataset("train")

@@ -9,7 +9,7 @@ from armature.data.chat.pairs import PreferenceData
 from armature.data.chat.preferences import Preferences, parse
 from armature.errors import ConfigError
 from armature.models.loss import IGNORED
-from tests.data.chat_parts import small_tokenizer, write
+from tests.data.chat_parts import small_tokenizer
 
 USER, GOOD, BAD = (
     {"role": role, "content": content}
@@ -65,19 +65,6 @@ def test_every_form_of_a_pair_is_the_same_pair(written):
     assert rejected.messages == [USER, BAD]
     assert chosen.learned == rejected.learned == (1,)
     assert chosen.place == rejected.place
-
-
-def test_of_whole_conversations_all_that_both_begin_with_is_the_prompt():
-    chosen, rejected = parse(
-        {
-            "chosen": [SYSTEM, USER, GOOD, USER, GOOD, USER, BAD],
-            "rejected": [SYSTEM, USER, GOOD, USER, BAD],
-        },
-        where="x",
-    )
-    assert chosen.prompt == rejected.prompt == 4
-    assert chosen.learned == (4, 6)
-    assert rejected.learned == (4,)
 
 
 @pytest.mark.parametrize(
@@ -175,27 +162,3 @@ def test_all_pairs_of_a_prompt_are_in_one_split(source):
     assert not found["train"] & found["val"]
     assert len(found["train"] | found["val"]) == 40
     assert made.header["splits"]["train"]["rows"] == 3 * len(found["train"])
-
-
-def test_show_batch_shows_both_sides_of_a_pair(script, tmp_path, tokenizer_folder):
-    path = write(tmp_path / "pairs.jsonl", [record(i) for i in range(20)])
-    shown = script(
-        "show_batch",
-        "data=preference",
-        "task=dpo",
-        f"data.path={path}",
-        "data.global_batch_size=4",
-        f"data.source.tokenizer={tokenizer_folder}",
-        "data.source.vocab_size=320",
-        "data.context=64",
-        f"data.source.cache_dir={tmp_path / 'cache'}",
-        "trainer.accelerator=cpu",
-        "--rows",
-        "1",
-    )
-    assert "{inputs: (4, 2, 64) int64, targets: (4, 2, 64) int64}" in " ".join(shown.split())
-    chosen, rejected = shown.split("pair 0, rejected")
-    assert "pair 0, chosen" in chosen
-    assert "⟦I am fine<|im_end|>⟧" in chosen
-    assert "⟦world<|im_end|>⟧" in rejected
-    assert "pair 1" not in shown

@@ -70,12 +70,6 @@ def close(loader: Any) -> None:
         loader.reader._iterator._shutdown_workers()
 
 
-def test_blocks_are_shuffled_anew_each_epoch():
-    seen = [*chain(*steps(counted(block=100), epochs=4))]
-    orders = {tuple(i % 1000 for i in seen[at : at + 21]) for at in range(0, 84, 21)}
-    assert len(orders) == 4
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("block", [1, 5])
 def test_resume_at_any_step_equals_an_uninterrupted_run(workers, block):
@@ -93,16 +87,6 @@ def test_ranks_and_micro_batches_share_the_same_stream():
         for i in range(0, len(parts[0]), 2)
     ]
     assert together == alone
-
-
-def test_reading_goes_forward_only():
-    fed = counted(block=4)
-    steps(fed, epochs=2)
-    assert fed.data.stream.opened == [
-        (0, 0),
-        (1, 0),
-        (2, 0),
-    ]  # the last step straddles into the third epoch
 
 
 def test_fewer_samples_than_len_are_reported():

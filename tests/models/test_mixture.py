@@ -11,7 +11,7 @@ from torch import Tensor
 
 from armature.checkpoint import optimizers
 from armature.models.mixture.check import problems
-from armature.models.mixture.experts import Mixture, grouped_product, takes_groups
+from armature.models.mixture.experts import Mixture
 from armature.models.mixture.model import MixtureDecoder
 from armature.optim.groups import parameter_groups
 from armature.parallel import blocks
@@ -84,28 +84,6 @@ def test_mixture_equals_all_experts_on_all_tokens(changes: dict) -> None:
     assert len(found[0]) == len(found[1]) == 2 + len([*m.parameters()])
     for own, expected in zip(*found, strict=True):
         assert float((own - expected).abs().max() / expected.abs().max()) <= 1e-6
-
-
-@pytest.mark.parametrize("counts", [[3, 0, 5, 2], [0, 0, 0, 0], [10, 0, 0, 0]], ids=str)
-def test_grouped_product_equals_the_loop(
-    counts: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(sum(counts), 16, generator=generator, requires_grad=True)
-    weight = torch.randn(4, 24, 16, generator=generator, requires_grad=True)
-    end = torch.tensor(counts).cumsum(0, dtype=torch.int32)
-    assert takes_groups(x)
-    found = []
-    for grouped in (True, False):
-        monkeypatch.setattr(
-            "armature.models.mixture.experts.takes_groups", lambda x, grouped=grouped: grouped
-        )
-        x.grad = weight.grad = None
-        y = grouped_product(x, weight, end)
-        y.square().sum().backward()
-        found.append([y.detach(), x.grad, weight.grad])
-    for own, expected in zip(*found, strict=True):
-        torch.testing.assert_close(own, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_bias_moves_towards_the_mean_load_and_keeps_its_mean() -> None:

@@ -181,8 +181,6 @@ def test_a_task_without_its_reference_and_batches_that_are_no_pairs_are_refused(
 LAYOUTS_TRIED = [
     "ddp 2",
     "fsdp 2",
-    "hsdp 2×2",
-    "tensor 2",
     "tensor 2, sequence parallel",
     "fsdp 2 × tensor 2",
 ]
