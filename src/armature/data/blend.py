@@ -43,10 +43,7 @@ class Blend:
         tokenizer: str | None = None,
         **corpus: Any,
     ) -> None:
-        self.paths = {
-            name: path if isinstance(path, str) else list(path) for name, path in paths.items()
-        }
-        self.weights = dict.fromkeys(self.paths, 1.0) if weights is None else dict(weights)
+        self.paths, self.weights = paths, weights or dict.fromkeys(paths, 1.0)
         self.tokenizer_path, self.arguments = tokenizer, corpus
 
     def check(self) -> None:

@@ -10,7 +10,7 @@ import json
 import logging
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -61,7 +61,7 @@ class Corpus:
 
     def __init__(
         self,
-        path: str | Sequence[str] | None = None,
+        path: str | list[str] | None = None,
         *,
         field: str = "text",
         vocab_size: int = 4096,
@@ -72,7 +72,7 @@ class Corpus:
         tokenizer_bytes: int = 200_000_000,
         cache_dir: str | None = None,
     ) -> None:
-        self.path = path if path is None or isinstance(path, str) else list(path)
+        self.path = path
         self.field, self.vocab_size, self.context = field, vocab_size, context
         self.val_fraction, self.test_fraction, self.tokenizer_bytes = (
             val_fraction,

@@ -569,7 +569,9 @@ def build(cfg: DictConfig) -> Feed:
     own |= {key: settings[key] for key in FOLD_KEYS if key in settings and key not in parameters}
     given = {key: value for key, value in settings.items() if key in parameters or key not in own}
     with memory.reporting(f"what {cfg.data._target_} makes"):
-        data = instantiate(given)
+        # our own classes take plain lists and dicts
+        is_own = str(target.__module__).startswith("armature.")
+        data = instantiate(given, _convert_="all") if is_own else instantiate(given)
     if not isinstance(data, L.LightningDataModule):
         raise ConfigError(
             f"data._target_={cfg.data._target_} makes a {type(data).__name__}. Name a "

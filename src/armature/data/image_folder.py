@@ -139,8 +139,8 @@ class ImageFolderData(LabeledData):
         super().__init__()
         self.path, self.size, self.flip, self.margin = Path(path).expanduser(), size, flip, margin
         self.mean, self.std = (
-            list(mean or (0.485, 0.456, 0.406)),
-            list(std or (0.229, 0.224, 0.225)),
+            mean or [0.485, 0.456, 0.406],
+            std or [0.229, 0.224, 0.225],
         )
         self.held_out: Any = {"val_fraction": val_fraction, "test_fraction": test_fraction}
         self.held_out |= {"fold": fold, "folds": folds}

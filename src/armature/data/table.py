@@ -68,7 +68,7 @@ class ColumnData(LabeledData):
         **held_out: Any,
     ) -> None:
         super().__init__()
-        self.path = path if isinstance(path, str) else list(path)
+        self.path = path
         self.target, self.classes_are_targets, self.held_out = target, classes, held_out
         self._texts = [*texts, target] if classes else texts
 
@@ -144,7 +144,7 @@ class TableData(ColumnData):
             path, target, texts=[], classes=classes, val_fraction=val_fraction,
             test_fraction=test_fraction, fold=fold, folds=folds,
         )  # fmt: skip
-        self.features = None if features is None else list(features)
+        self.features = features
 
     @override
     def dataset(self, split: Split) -> Rows:

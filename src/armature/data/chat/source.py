@@ -75,7 +75,7 @@ class Conversations:
 
     def __init__(
         self,
-        path: str | Sequence[str],
+        path: str | list[str],
         *,
         tokenizer: str | None,
         context: int,
@@ -88,7 +88,7 @@ class Conversations:
         test_fraction: float = 0.0,
         cache_dir: str | None = None,
     ) -> None:
-        self.path = path if isinstance(path, str) else list(path)
+        self.path = path
         self.tokenizer_path, self.template_path, self.template_arguments = (
             tokenizer,
             template,

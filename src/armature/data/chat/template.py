@@ -342,24 +342,14 @@ def _defaults(source: str, arguments: Mapping[str, Any], *, passed: Iterable[str
     if unused := [name for name in arguments if name not in used]:
         there = ", ".join(sorted(used - {*environment.globals})) or "nothing"
         raise ConfigError(
-            f"data.source.template_arguments={dict(arguments)}: the chat template does not ask for "
+            f"data.source.template_arguments={arguments}: the chat template does not ask for "
             f"{', '.join(unused)} "
             f"(it asks for: {there}). Leave it out."
         )
     return "".join(
-        f"{{% if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}\n"
+        f"{{% if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif %}}\n"
         for name, value in arguments.items()
     )
-
-
-def _literal(value: Any) -> str:
-    """Return a value as Jinja2 writes it."""
-    if isinstance(value, Mapping):
-        items = (f"{_literal(str(key))}: {_literal(each)}" for key, each in value.items())
-        return f"{{{', '.join(items)}}}"
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return f"[{', '.join(map(_literal, value))}]"
-    return repr(value)
 
 
 def load_tokenizer(file: Path) -> Tokenizer:
