@@ -23,7 +23,7 @@ def is_missing(error: BaseException) -> bool:
 
 @contextmanager
 def reporting(what: str) -> Iterator[None]:
-    """Raise ConfigError if a file cannot be opened while data are built.
+    """Raise ConfigError if memory runs out, or a file cannot be opened, while data are built.
 
     Args:
         what: the data that are built, for the message.
@@ -32,6 +32,12 @@ def reporting(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         cause = error.__cause__ if isinstance(error, InstantiationException) else error
+        if cause is not None and is_missing(cause):
+            raise ConfigError(
+                f"data: this machine's memory cannot hold {what} ({error_line(cause)}; "
+                f"{place_of(cause)}). Type smaller sizes, or make each sample when __getitem__ "
+                "asks for it."
+            ) from error
         if not isinstance(cause, FILE_ERRORS):
             raise
         raise ConfigError(
