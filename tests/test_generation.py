@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-from armature.models.decoder.cache import KeyValueCache
 from armature.models.decoder.generation import complete, generate, sample
 from armature.models.decoder.model import Decoder
 
@@ -85,20 +84,6 @@ def test_prompts_continue_as_each_alone_with_windows_and_documents(options):
         assert got == (whole if eot not in new else prompt + new[: new.index(eot) + 1])
 
 
-def test_the_head_computes_the_newest_positions_alone(model):
-    seen = []
-    model.head.register_forward_pre_hook(lambda head, args: seen.append(args[0].shape[:2]))
-    generate(model, PROMPT, max_new_tokens=3, temperature=0)
-    assert seen == [(2, 1)] * 3
-
-
-def test_a_full_cache_is_refused(model):
-    cache = KeyValueCache(positions=4)
-    model(PROMPT, cache=cache)
-    with pytest.raises(ValueError, match="5 positions do not fit in the cache's 4"):
-        model(PROMPT[:, :2], cache=cache)
-
-
 @pytest.mark.parametrize("prompts", [[], [[1], []]])
 def test_no_prompt_and_an_empty_one_among_others_are_refused(model, prompts):
     with pytest.raises(ValueError, match="each prompt must have at least one token"):
@@ -115,22 +100,6 @@ def test_a_seed_gives_the_same_text_and_training_mode_is_restored(model):
     assert torch.equal(texts[0], texts[1])
     assert not torch.equal(texts[0], texts[2])
     assert model.training
-
-
-def test_text_continues_beyond_the_context_and_from_a_longer_prompt(model):
-    assert generate(model, PROMPT, max_new_tokens=40).shape == (2, 43)
-    assert generate(model, torch.ones(1, 30, dtype=torch.long), max_new_tokens=5).shape == (1, 35)
-
-
-def test_a_row_that_met_the_end_stays_ended_and_all_ended_stop(model):
-    greedy = generate(model, PROMPT, max_new_tokens=12, temperature=0)
-    eot = int(greedy[0, 5])
-    ids = generate(model, PROMPT, max_new_tokens=12, temperature=0, eot=eot)
-    first = int((ids[0, 3:] == eot).nonzero()[0]) + 3
-    assert ids[0, first:].eq(eot).all()
-    assert (
-        generate(model, PROMPT[:1], max_new_tokens=12, temperature=0, eot=eot).shape[1] == first + 1
-    )
 
 
 def test_top_k_and_top_p_keep_the_likeliest():
@@ -155,8 +124,3 @@ def test_options_outside_their_range_are_refused(model, options):
         ValueError, match=r"temperature must be at least 0, top_k at least 1 and top_p in \(0, 1\]"
     ):
         generate(model, PROMPT, max_new_tokens=1, **options)
-
-
-def test_an_empty_prompt_is_refused(model):
-    with pytest.raises(ValueError, match="at least one token"):
-        generate(model, torch.zeros(1, 0, dtype=torch.long), max_new_tokens=1)

@@ -201,7 +201,7 @@ def _build_feed(cfg: DictConfig, layout: Layout) -> tuple[feed.Feed, batching.Ba
     directory = Path(cfg.run.dir)
     fed = feed.build(micro_batch.decided(cfg))
     checkpoint = _checkpoint_to_resume(cfg, directory)
-    with memory.reporting(f"the data of {type(fed.data).__name__}", fed.data):
+    with memory.reporting(f"the data of {type(fed.data).__name__}"):
         _prepare(fed)
         fed.set_up()
         _number_classes(cfg, fed, checkpoint, directory)

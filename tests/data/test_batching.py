@@ -42,14 +42,6 @@ def test_what_does_not_divide_names_values_that_do(global_batch, micro, ranks):
             )
 
 
-def test_nearest_values_are_named():
-    with pytest.raises(
-        ConfigError, match=r"data\.micro_batch_size=4 or data\.micro_batch_size=8\."
-    ) as caught:
-        plan_batches(32, 5, 2)
-    assert "data.global_batch_size=30 or data.global_batch_size=40." in str(caught.value)
-
-
 @pytest.mark.parametrize(("global_batch", "micro"), [(0, 1), (8, 0), (8, -2), (8, "all")])
 def test_sizes_that_cannot_be_are_refused(global_batch, micro):
     with pytest.raises(ConfigError, match="batch_size="):

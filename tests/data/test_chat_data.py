@@ -2,9 +2,6 @@
 documents do not mix.
 """
 
-import gzip
-import json
-import re
 import subprocess
 import sys
 from functools import partial
@@ -13,24 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hydra import compose
-from hydra.core.global_hydra import GlobalHydra
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armature import config
 from armature.checkpoint import state
 from armature.data.chat.conversations import parse
 from armature.data.chat.data import ChatData
 from armature.data.chat.packing import best_fit
 from armature.data.chat.source import Conversations
-from armature.data.chat.template import load
 from armature.errors import ConfigError
 from armature.models.decoder.model import Decoder
 from armature.models.loss import IGNORED
-from armature.validation import checks
-from armature.validation.composing import composing
-from tests.data.chat_parts import CHAT, CHATML, REASONING, small_tokenizer, write
+from tests.data.chat_parts import CHAT, small_tokenizer, write
 
 ROOT = Path(__file__).parents[2]
 
@@ -117,49 +108,8 @@ def test_long_conversations_are_cut_or_dropped_and_counted(source):
     assert (data(source(records)).dataset("train").batch([0])["targets"] != IGNORED).any()
 
 
-def test_arguments_of_the_template_are_a_part_of_the_data(source, tmp_path):
-    file = tmp_path / "reasoning.jinja"
-    file.write_text(REASONING)
-    made = [
-        source([chat(1)], template=str(file), template_arguments=each)
-        for each in (None, {"enable_thinking": False})
-    ]
-    assert made[0]._key([]) != made[1]._key([])
-    data(made[1]).save_assets(tmp_path)
-    prompt = load(tmp_path, template=None).render(CHAT[:1], add_generation_prompt=True)
-    assert prompt.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-
-
-def test_an_end_of_turn_that_is_no_token_is_refused_or_said(
-    source, tokenizer_folder, tmp_path, caplog
-):
-    own = tmp_path / "own"
-    own.mkdir()
-    whole = json.loads((tokenizer_folder / "tokenizer.json").read_text())
-    whole["added_tokens"] = [
-        each for each in whole["added_tokens"] if each["content"] != "<|im_end|>"
-    ]
-    (own / "tokenizer.json").write_text(json.dumps(whole))
-    (own / "chat_template.jinja").write_text(CHATML)
-    made = source([chat(1)])
-    made.tokenizer_path, made.template_path = str(own), "chatml"
-    with pytest.raises(
-        ConfigError,
-        match=r"data\.source\.template=chatml ends .* with <\|im_end\|>, which is no token",
-    ):
-        made.check()
-    other = source([chat(1)])
-    other.tokenizer_path = str(own)
-    other.prepare()
-    assert (
-        "the chat template ends the assistant's messages with <|im_end|>, which is no token"
-        in caplog.text
-    )
-    assert "Type data.source.template=plain" in caplog.text
-
-
 def test_a_context_that_leaves_nothing_to_learn_is_refused(source):
-    with pytest.raises(ConfigError, match=r"data\.context=4: of the 3 conversations nothing"):
+    with pytest.raises(ConfigError, match="of 3 lines none is left for training"):
         source([chat(i) for i in range(3)], context=4).prepare()
 
 
@@ -180,20 +130,13 @@ def _texts(source: Conversations, split: str) -> set[str]:
 
 
 def test_prompt_and_completion_are_a_conversation_of_which_the_completion_is_learned():
-    plain = parse({"prompt": "a", "completion": "b"}, where="here")
+    (plain,) = parse({"prompt": "a", "completion": "b"}, where="here")
     assert plain.messages == [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b"},
     ]
     assert plain.learned == (1,)
-    assert parse({"prompt": CHAT, "completion": "b"}, where="here").learned == (4,)
-
-
-def test_messages_of_weight_zero_are_not_learned():
-    messages = [CHAT[0], {**CHAT[1], "weight": 0}, *CHAT[2:]]
-    found = parse({"messages": messages}, where="here")
-    assert found.learned == (3,)
-    assert all("weight" not in message for message in found.messages)
+    assert parse({"prompt": CHAT, "completion": "b"}, where="here")[0].learned == (4,)
 
 
 @pytest.mark.parametrize(
@@ -244,26 +187,10 @@ def test_bad_lines_are_named_together(source):
         source([{f"key{i}": 1} for i in range(30)]).prepare()
 
 
-def test_a_line_that_the_template_refuses_is_named(source):
-    refusing = (
-        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') "
-        "}}{% endif %}"
-    )
-    path = Path(source([{"messages": [{"role": "system", "content": "a"}, *CHAT]}]).path).with_name(
-        "refusing.jinja"
-    )
-    path.write_text(refusing + "{{ m.content }}{% endfor %}")
-    with pytest.raises(ConfigError, match=r"line 1: .*no system.*data\.source\.template"):
-        source(
-            [{"messages": [{"role": "system", "content": "a"}, *CHAT]}], template=str(path)
-        ).prepare()
-
-
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"too_long": "trim"}, "type cut or drop"),
-        ({"val_fraction": 0.6, "test_fraction": 0.6}, "together at most 0.9"),
+        ({"val_fraction": 0.6, "test_fraction": 0.6}, "together they must be at most 0.9"),
         ({"template": "alpaca"}, "data.source.template=alpaca cannot be read"),
         (
             {"vocab_size": 200},
@@ -276,30 +203,6 @@ def test_settings_that_cannot_be_right_are_refused(source, settings, says):
     with pytest.raises(ConfigError) as caught:
         source([{"messages": CHAT}], **settings).prepare()
     assert says in str(caught.value)
-
-
-@pytest.mark.parametrize("tokenizer", [None, "nowhere"])
-def test_a_tokenizer_that_is_not_there_is_refused(tmp_path, tokenizer):
-    path = write(tmp_path / "chats.jsonl", [chat(0)])
-    with pytest.raises(ConfigError, match=r"data\.source\.tokenizer="):
-        Conversations(str(path), tokenizer=tokenizer, context=64).check()
-
-
-def test_files_of_another_form_are_refused_and_packed_ones_read(tmp_path, tokenizer_folder):
-    text = tmp_path / "chats.txt"
-    text.write_text("hello")
-    with pytest.raises(ConfigError, match=r"chats\.txt is no \.jsonl file"):
-        Conversations(str(text), tokenizer=str(tokenizer_folder), context=64).check()
-    with gzip.open(tmp_path / "chats.jsonl.gz", "wt") as file:
-        file.write(json.dumps(chat(0)) + "\n")
-    made = Conversations(
-        str(tmp_path / "chats.jsonl.gz"),
-        tokenizer=str(tokenizer_folder),
-        context=64,
-        val_fraction=0.0,
-        cache_dir=str(tmp_path / "cache"),
-    )
-    assert made.header["splits"]["train"]["conversations"] == 1
 
 
 def test_the_run_directory_gets_what_reading_the_same_chats_needs(source, tmp_path):
@@ -330,25 +233,6 @@ def chat_run(tmp_path, tokenizer_folder) -> list[str]:
         "data.global_batch_size=4",
         "trainer.accelerator=cpu",
     ]
-
-
-def test_a_batch_is_shown_with_what_is_learned(script, chat_run):
-    shown = script("show_batch", *chat_run, "strategy=fsdp", "trainer.devices=8", "--rows", "1")
-    assert "documents: (4, 32) int32" in " ".join(shown.split())
-    assert re.search(r"<\|im_start\|>assistant\n⟦fine \d+<\|im_end\|>⟧", shown)
-    assert "--step -1" in script("show_batch", *chat_run, "--step", "-1")
-
-
-def test_packed_rows_are_refused_in_a_pipeline(script, chat_run, monkeypatch):
-    config.register()
-    GlobalHydra.instance().clear()
-    pipeline = ["strategy=pipeline", "trainer.devices=2", "model.tied=false"]
-    with composing():
-        cfg = compose("train", overrides=[*chat_run, *pipeline])
-        with pytest.raises(ConfigError, match=r"Type data\.source\.packing=false"):
-            checks.check(cfg, prepare=False)
-        cfg.data.source.packing = False
-        checks.check(cfg, prepare=False)
 
 
 @pytest.mark.guarantee

@@ -14,10 +14,7 @@ from tests import needs
 from tests.data.chat_parts import (
     CHAT,
     CHATML,
-    HERMES,
     INSTRUCT,
-    REASONING,
-    SPECIAL,
     STYLES,
     TAGGED,
     THINKING,
@@ -90,11 +87,6 @@ def marked(source: str, messages: list, tools: list | None = None) -> str:
     return text
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_what_the_assistant_writes_is_found(style):
-    assert marked(STYLES[style], CHAT) == WRITTEN[style]
-
-
 def expected_tokens(written: str) -> list[tuple[int, bool]]:
     """Return the ids of a text, part by part, and which of them stand between ⟦ and ⟧.
 
@@ -135,38 +127,6 @@ def test_tools_and_system_turns_are_written_as_the_template_does_and_calls_are_l
     assert found == expected_tokens(WRITTEN_TOOLS[style])
 
 
-def test_two_results_are_one_turn_and_two_calls_are_learned():
-    call, result = TOOL_CHAT[2]["tool_calls"][0], TOOL_CHAT[3]
-    chat = [
-        TOOL_CHAT[1],
-        {"role": "assistant", "content": None, "tool_calls": [call, call]},
-        result,
-        result,
-        CHAT[1],
-    ]
-    text = marked(HERMES, chat)
-    assert text.startswith("<|im_start|>system\nYou help.<|im_end|>\n<|im_start|>user\nhow are you")
-    response = "\n<tool_response>\nfine\n</tool_response>"
-    assert f"</tool_call><|im_end|>⟧\n<|im_start|>user{response}{response}<|im_end|>\n" in text
-    assert text.partition("⟦")[2].partition("⟧")[0].count("<tool_call>") == 2
-
-
-def test_headers_are_not_learned_of_a_template_without_prompts():
-    source = (
-        "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '</s>\n' }}{% endfor %}"
-    )
-    assert marked(source, CHAT[:2]) == "<|user|>\nhow are you</s>\n<|assistant|>\n⟦I am fine</s>⟧\n"
-
-
-def test_an_argument_puts_empty_thoughts_into_the_prompt(tmp_path):
-    own = folder(tmp_path / "own", REASONING)
-    for arguments in (None, {"enable_thinking": False}):
-        loaded = template.load(own, template=None, arguments=arguments)
-        assert marked(loaded.source, CHAT[:2]).endswith(
-            "assistant\n<think>\n\n</think>\n\n⟦I am fine<|im_end|>⟧\n"
-        )
-
-
 def test_arguments_are_kept_in_the_template(tmp_path):
     source = (
         "  {% if a is defined %}{{ a }}{% endif %}{% macro m() %}{{ b.c[0] }}{% endmacro "
@@ -180,22 +140,6 @@ def test_arguments_are_kept_in_the_template(tmp_path):
     (own / "chat_template.jinja").write_text(loaded.source)  # as a run keeps it
     assert template.load(own, template=None).render([]) == expected
     assert ChatTemplate(loaded.source, {"a": "other", "b": {"c": "y"}}).render([]) == "othery"
-
-
-@pytest.mark.parametrize("name", ["thinking", "messages", "range", "bos_token"])
-def test_an_argument_that_the_template_does_not_ask_for_is_refused(tmp_path, name):
-    own = folder(tmp_path / "own", REASONING.replace("last)", "last) and range(1)"))
-    with pytest.raises(
-        ConfigError, match=rf"does not ask for {name} \(it asks for: enable_thinking"
-    ):
-        template.load(own, template=None, arguments={name: True})
-
-
-def test_thoughts_of_the_last_turn_are_learned_and_earlier_ones_left_out_as_the_template_does():
-    chat = [CHAT[0], {"role": "assistant", "content": "<think>\nhm\n</think>\n\nfine"}] * 2
-    text = marked(THINKING, chat)
-    assert "assistant\n⟦fine<|im_end|>⟧\n" in text
-    assert text.endswith("assistant\n⟦<think>\nhm\n</think>\n\nfine<|im_end|>⟧\n")
 
 
 CALL = {"name": "add", "arguments": {"a": 1}}
@@ -227,12 +171,6 @@ def test_a_tool_call_that_the_template_does_not_write_is_refused(content):
         marked(CHATML, chat)
 
 
-def test_thoughts_beside_the_content_are_learned():
-    source = CHATML.replace("+ m['content']", "+ (m.reasoning_content or '') + m['content']")
-    chat = [CHAT[0], {**CHAT[1], "reasoning_content": "hm. "}]
-    assert marked(source, chat).endswith("assistant\n⟦hm. I am fine<|im_end|>⟧\n")
-
-
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
 def test_thoughts_reach_a_template_under_any_of_their_names(key):
     chat = [CHAT[0], {**CHAT[1], key: "hm. "}]
@@ -240,12 +178,6 @@ def test_thoughts_reach_a_template_under_any_of_their_names(key):
         source = CHATML.replace("+ m['content']", f"+ (m.{name} or '') + m['content']")
         assert marked(source, chat).endswith("assistant\n⟦hm. I am fine<|im_end|>⟧\n")
     assert chat[1] == {**CHAT[1], key: "hm. "}
-
-
-def test_tools_that_the_template_leaves_out_are_refused():
-    with pytest.raises(NotRenderable, match="does not write the tools"):
-        marked(CHATML, CHAT[:2], TOOLS)
-    assert "⟦" in marked(CHATML, CHAT[:2], [])
 
 
 @pytest.mark.parametrize("place", [model_folder.TOKENIZER_CONFIG, model_folder.TOOL_TEMPLATE])
@@ -272,27 +204,9 @@ def test_conversations_with_tools_are_written_by_a_template_of_their_own(tmp_pat
     assert template.load(run / model_folder.KEPT, template=None).source == loaded.source
 
 
-def test_characters_of_private_use_stay():
-    assert "\ue002 \ue000" in marked(
-        CHATML, [{"role": "user", "content": "\ue002 \ue000"}, CHAT[1]]
-    )
-
-
-def test_a_template_that_needs_a_system_message_has_no_known_end():
-    assert (
-        ChatTemplate("{{ raise_exception('no') if messages[0].role != 'system' }}").end_of_turn
-        is None
-    )
-
-
 def test_generation_tags_help_where_marks_cannot():
     rewritten = TAGGED.replace("m['content'] + '</s>'", "'ok ' * m['content'] | length + '</s>'", 1)
     assert marked(rewritten, CHAT[:2]).endswith("<s>assistant\n⟦" + "ok " * 9 + "</s>⟧\n")
-
-
-def test_a_template_that_hides_the_answer_is_refused():
-    with pytest.raises(NotRenderable, match="message 2 be found"):
-        marked("{{ messages | map(attribute='content') | join | length }}", CHAT[:2])
 
 
 @pytest.mark.parametrize(
@@ -308,15 +222,6 @@ def test_a_template_that_hides_the_answer_is_refused():
 def test_a_template_that_fails_or_reaches_out_is_refused(source, says):
     with pytest.raises(NotRenderable, match=says):
         ChatTemplate(source).render(CHAT)
-
-
-def test_a_template_that_is_no_jinja_is_refused():
-    with pytest.raises(ConfigError, match="no Jinja2"):
-        ChatTemplate("{% for %}").render(CHAT)
-
-
-def test_a_date_is_the_same_each_day():
-    assert ChatTemplate("{{ strftime_now('%d %b %Y') }}").render(CHAT) == "26 Jul 2024"
 
 
 @pytest.mark.parametrize(
@@ -411,15 +316,5 @@ def test_texts_tokens_and_tagged_masks_are_those_of_transformers(tmp_path):
             assert encoded.learned.tolist() == [bool(each) for each in mask]
 
 
-def test_special_tokens_are_single_tokens():
-    assert all(
-        len(small_tokenizer().encode(token, add_special_tokens=False).ids) == 1 for token in SPECIAL
-    )
-
-
 # of a merge into a token that is not there, at which the library panics: what it raises is no
 # Exception
-PANIC = (
-    '{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a", '
-    '"b"]]}}'
-)

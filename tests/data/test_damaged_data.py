@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from armature.data import columns, sources
+from armature.data import sources
 from armature.errors import ConfigError
-from tests.data.test_people_data import build, write_parquet
+from tests.data.test_people_data import build
 
 CSV = "a,b,kind\n1,2,x\n3,4,y\n"
 TABLES = {
@@ -41,32 +41,6 @@ def test_a_damaged_csv_file_is_named_with_its_row(text, message, tmp_path):
         build("table", path=str(tmp_path / "t.csv"), target="kind").names()
 
 
-PARQUET = {
-    "lists as targets": (
-        {"a": [1, 2], "kind": [["x"], ["y"]]},
-        r"column kind holds list.* in each row, not one value",
-    ),
-    "lists as features": ({"a": [[1, 2], [3, 4]], "kind": ["x", "y"]}, r"column a has the type"),
-    "no values": ({"a": [None, None], "kind": ["x", "y"]}, r"column a is empty in data row 1"),
-}
-
-
-@pytest.mark.parametrize(("values", "message"), PARQUET.values(), ids=PARQUET)
-def test_columns_of_parquet_that_hold_no_numbers_or_classes(values, message, tmp_path):
-    path = write_parquet(tmp_path / "t.parquet", **values)
-    with pytest.raises(ConfigError, match=message):
-        build("table", path=path, target="kind").names()
-
-
-@pytest.mark.parametrize("keep", [0, 0.5])
-def test_a_parquet_file_that_is_cut_short_is_named(keep, tmp_path):
-    file = Path(write_parquet(tmp_path / "t.parquet", a=[*range(99)]))
-    content = file.read_bytes()
-    file.write_bytes(content[: int(keep * len(content))])
-    with pytest.raises(ConfigError, match=r"t.parquet cannot be read as Parquet"):
-        columns.read(str(file), texts=[])
-
-
 def link_to_nothing(path: Path) -> None:
     path.symlink_to("nowhere")
 
@@ -85,16 +59,6 @@ def test_what_is_there_and_no_file_is_told_as_what_it_is(make, message, tmp_path
     with pytest.raises(ConfigError, match=message) as raised:
         sources.find(str(tmp_path / "x.csv"))
     assert "Did you mean" not in str(raised.value)
-
-
-def test_files_of_a_blend_are_named_by_their_corpus_and_together(tmp_path):
-    (tmp_path / "a.txt").touch()
-    with pytest.raises(ConfigError) as raised:
-        build("blend", paths={"a": str(tmp_path / "a.txt"), "b": str(tmp_path / "none.txt")})
-    assert [problem.split("=")[0] for problem in raised.value.problems] == [
-        "data.paths.a",
-        "data.paths.b",
-    ]
 
 
 IDS = np.arange(1, 1000, dtype="<u2")
@@ -126,31 +90,6 @@ def images(path: Path, *, kinds: tuple[str, ...] = ("cat", "dog")) -> Path:
         (path / kind).mkdir(parents=True)
         Image.new("RGB", (9, 9)).save(path / kind / "1.png")
     return path
-
-
-def flat(path: Path) -> None:
-    (images(path, kinds=("cat",)) / "cat" / "1.png").rename(path / "1.png")
-    (path / "cat").rmdir()
-
-
-FOLDERS = {
-    "no folders": (flat, r"it has no folder. Put the images of each class into one"),
-    "an empty folder": (
-        lambda path: (images(path) / "bird").mkdir(),
-        r"the folder bird has no images .* or remove it",
-    ),
-    "a link to nothing": (
-        lambda path: link_to_nothing(images(path) / "cat" / "more"),
-        r"more is a link to what is not there",
-    ),
-}
-
-
-@pytest.mark.parametrize(("make", "message"), FOLDERS.values(), ids=FOLDERS)
-def test_folders_of_images_that_cannot_be_classes(make, message, tmp_path):
-    make(tmp_path / "images")
-    with pytest.raises(ConfigError, match=message):
-        build("image_folder", path=str(tmp_path / "images")).names()
 
 
 @pytest.mark.guarantee

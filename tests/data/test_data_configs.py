@@ -1,5 +1,3 @@
-from typing import Any
-
 import pytest
 from omegaconf import OmegaConf
 
@@ -38,14 +36,3 @@ def test_every_config_builds_a_data_module(path, tmp_path, monkeypatch):
         fed.set_up()
         batch = next(iter(fed.train_loader()))
         assert len(batch["inputs"]) == cfg.data.global_batch_size
-
-
-def test_several_paths_may_be_given(tmp_path, monkeypatch):
-    monkeypatch.setenv("ARMATURE_CACHE", str(tmp_path / "cache"))
-    for name in "ab":
-        (tmp_path / f"{name}.txt").write_text("".join(f"{name} line {i}\n" for i in range(2000)))
-    cfg = OmegaConf.create({"seed": 0, "data": config("text")})
-    cfg.data.path = [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]
-    data: Any = feed.build(cfg).data
-    data.prepare_data()
-    assert data.source.header["source_files"] == 2

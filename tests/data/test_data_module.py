@@ -2,9 +2,6 @@
 resume.
 """
 
-from itertools import chain
-from typing import Any
-
 import lightning.pytorch as L
 import pytest
 import torch
@@ -115,12 +112,6 @@ def test_a_resume_at_any_step_makes_the_same_steps_under_any_accumulation(tmp_pa
         ]
 
 
-def test_resume_with_another_global_batch_continues_at_the_position(tmp_path):
-    whole, *_ = fit(tmp_path, steps=20)
-    resumed, *_ = fit(tmp_path, steps=9, global_batch_size=8, checkpoint=tmp_path / "6.ckpt")
-    assert [sorted(chain(*whole.steps[i : i + 2])) for i in (6, 8, 10)] == resumed.steps
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_augmentation_depends_on_seed_epoch_and_sample_only(tmp_path, workers):
     def inputs(**settings):
@@ -160,15 +151,6 @@ def test_an_empty_or_absent_split_is_said_once(tmp_path, caplog):
         assert caplog.text.count("has no samples for val") == 1
 
 
-def test_accumulation_that_contradicts_the_batch_sizes_is_refused():
-    feed = fed(micro_batch_size=2)
-    feed.data.trainer = L.Trainer(logger=False, enable_checkpointing=False)
-    with pytest.raises(
-        ConfigError, match=r"accumulate_grad_batches=1\), but .* Pass accumulate_grad_batches=2"
-    ):
-        feed.train_loader()
-
-
 def test_data_that_grow_while_training_are_refused():
     feed = fed(NumbersData(size=24))
     loader = feed.train_loader()
@@ -189,24 +171,3 @@ def test_another_number_of_samples_or_seed_on_resume_is_reported(caplog):
     assert "8 of 21 training samples" in caplog.text
     assert "in the order of data.seed=5, and continue in that of data.seed=6" in caplog.text
     assert feed.samples_seen == 8
-
-
-class OneDataset(DataModule):
-    def __init__(self, returned: Any) -> None:
-        super().__init__()
-        self.returned = returned
-
-    def dataset(self, split: Any) -> Any:
-        return self.returned
-
-
-@pytest.mark.parametrize(
-    ("returned", "says"),
-    [(None, "OneDataset has no training samples"), ([], "OneDataset has no training samples"),
-     (5, "OneDataset.train_dataloader: int has no length")],
-)  # fmt: skip
-def test_a_data_module_without_training_samples_is_refused_by_name(returned, says):
-    with pytest.raises(ConfigError, match=f"data: {says}|{says}"):
-        _ = fed(OneDataset(returned)).train_size
-    with pytest.raises(ConfigError, match=r"data: DataModule needs a method dataset\(split\)"):
-        fed(DataModule())

@@ -1,10 +1,7 @@
 import numpy as np
 import pytest
-import torch
 
 from armature.data.digits import DigitsData, load_digits, split_indices
-from armature.models.loss import IGNORED
-from tests.data.feeding import served
 
 
 @pytest.fixture
@@ -34,16 +31,3 @@ def test_the_file_is_that_of_scikit_learn():
 
 def test_split_never_changes(data):
     assert split_indices(load_digits()[1])["test"][:5].tolist() == [3, 7, 36, 38, 53]
-
-
-def test_evaluation_serves_each_image_once(data):
-    targets = torch.cat([batch["targets"] for batch in served(data, "test", eval_batch_size=50)])
-    assert len(targets) == 176
-    assert (targets != IGNORED).all()
-
-
-def test_without_a_shift_images_stay_as_they_are():
-    data = DigitsData(shift=0)
-    (batch,) = served(data, global_batch_size=1445)
-    images = data.dataset("train")
-    torch.testing.assert_close(batch["inputs"].sum(), images.inputs.sum())

@@ -12,7 +12,6 @@ import lightning.pytorch as L
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -232,25 +231,6 @@ class Numbered(IterableDataset):
             yield i, torch.rand(()).item() + random.random()
 
 
-class Keeping(DataLoader):
-    """As torchdata's StatefulDataLoader: iterates and keeps a position itself."""
-
-    began = 0
-
-    def __iter__(self):
-        self.began += 1
-        iterator = self._get_iterator()
-        for _ in range(self.began - 1):  # as one that repeats a position
-            next(iterator)
-        return iterator
-
-    def state_dict(self):
-        return {"began": self.began}
-
-    def load_state_dict(self, state_dict):
-        self.began = 2
-
-
 class Filtered(DataLoader):
     """As PyTorch Geometric's NeighborLoader, which changes batches in the main process."""
 
@@ -326,21 +306,6 @@ def test_the_split_of_an_unseeded_random_split_depends_on_the_seed_alone():
         assert torch.equal(torch.get_rng_state(), before)
         splits.append(module.train.indices)
     assert splits[0] == splits[1] != splits[2]
-
-
-def test_typed_sizes_win(tmp_path):
-    settings = {"global_batch_size": 8, "micro_batch_size": 2, "eval_batch_size": 7}
-    task, fed, _ = fit(Plain(), tmp_path, steps=3, **settings)
-    assert [len(step) for step in task.steps] == [8, 8, 8]
-    assert fed.batch_note == ""
-    assert len(task.validated[0][1]) == 7
-    task, *_ = fit(Plain(), tmp_path, steps=3, train_limit="batch")
-    assert sorted(task.steps[0]) == sorted(task.steps[1]) == sorted(task.steps[2])
-    with pytest.raises(
-        ConfigError,
-        match=r"data.global_batch_size=8, but the batch sampler of Plain yields batches of 4",
-    ):
-        feed(Plain(LOADERS["batches"]), global_batch_size=8)
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["keeps its state", "changes as it draws"])
@@ -427,38 +392,6 @@ class Divided(ByEpoch):
 def test_what_cannot_be_repeated_is_refused_by_name(loader, message):
     with pytest.raises(ConfigError, match=message):
         feed(Plain(loader))
-
-
-class Repeated(DataLoader):
-    def __iter__(self):
-        return (batch for each in super().__iter__() for batch in (each, each))
-
-
-class Own(DataLoader):
-    def __iter__(self):
-        return iter([[1], [2]])
-
-
-class Dropped(DataLoader):
-    def __iter__(self):
-        return itertools.islice(super().__iter__(), 1, None, 2)
-
-
-@pytest.mark.parametrize("kind", [Repeated, Own, Dropped])
-def test_a_loader_that_makes_other_batches_than_it_is_told_is_refused(kind):
-    with pytest.raises(ConfigError, match=f"loader {kind.__name__} makes . batches where its"):
-        served(Plain(lambda data: kind(data, 4)))
-
-
-@pytest.mark.parametrize("kind", [Keeping, Filtered])
-def test_a_loader_keeps_its_class_but_not_its_position(kind, tmp_path):
-    whole, _, trainer = fit(Plain(lambda data: kind(data, 4)), tmp_path, steps=4)
-    loader: Any = trainer.train_dataloader
-    assert isinstance(loader, kind)
-    resumed, *_ = fit(
-        Plain(lambda data: kind(data, 4)), tmp_path, steps=4, checkpoint=tmp_path / "2.ckpt"
-    )
-    assert resumed.steps == whole.steps[2:]
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -664,43 +597,6 @@ def test_what_hooks_set_on_a_data_module_reaches_the_workers_of_the_epoch(worker
     expected = [10 * (i + 100 * epoch) for epoch in (1, 2) for i in range(12)]
     assert sorted(chain(*module.steps)) == expected
     assert type(trainer.datamodule) is Simple  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def begin_worker(worker: int) -> None:
-    info = get_worker_info()
-    assert info is not None
-    info.dataset.offset = 1000  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def test_worker_init_fn_sees_the_users_dataset():
-    found = served(Simple(num_workers=1, worker_init_fn=begin_worker))
-    assert sorted(chain(*(batch[0].tolist() for batch in found))) == [*range(1000, 1012)]
-
-
-def test_persistent_workers_stay_for_the_next_reader():
-    (loader,) = feed(Simple(num_workers=1, persistent_workers=True)).loaders("val")
-    assert [len(batch[0]) for batch in loader] == [4] * 3
-    workers = loader.reader._iterator
-    last = iter(loader)
-    next(last)
-    first = next(iter(loader))[0].tolist()  # by workers of its own
-    assert (first, next(last)[0].tolist()) == ([0, 1, 2, 3], [4, 5, 6, 7])
-    del last
-    assert [b[0].tolist() for b in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    assert loader.reader._iterator is workers
-
-
-class Wraps(Ours):
-    def train_dataloader(self):
-        return [super().train_dataloader()]
-
-
-def test_something_else_is_refused():
-    cfg = OmegaConf.create({"seed": 0, "data": {"_target_": "torch.nn.Identity"}})
-    with pytest.raises(ConfigError, match=r"data._target_=torch.nn.Identity makes a Identity"):
-        feeds.build(cfg)
-    with pytest.raises(ConfigError, match=r"Wraps.train_dataloader returns a list"):
-        feed(Wraps())
 
 
 # ------------------------------------------------------------ samples

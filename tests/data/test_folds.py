@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
-from armature.data import columns, digits, folds
+from armature.data import columns, digits
 from armature.errors import ConfigError
 from example.data import MoonsData
+from tests.data.feeding import feed
 
 KEYS = {"fold": 1, "folds": 3}
 
@@ -57,23 +58,21 @@ def test_folds_are_disjoint_and_hold_all_but_the_test_samples(indices, size):
 
 def test_a_fold_of_the_training_samples_replaces_the_validation_samples():
     data = MoonsData(samples=30, held_out=6, noise=0.1)
-    whole, test = data.dataset("train").inputs, data.dataset("test").inputs
-    folds.hold_out(data, KEYS)
-    train, val = data.dataset("train"), data.dataset("val")
-    assert (len(train), len(val), type(data).__name__) == (20, 10, "MoonsData")
-    seen = torch.cat([train.batch([*range(20)])["inputs"], val.batch([*range(10)])["inputs"]])
-    assert torch.equal(seen.sort(dim=0).values, whole.sort(dim=0).values)
-    assert torch.equal(data.dataset("test").inputs, test)
+    whole = data.dataset("train").inputs
+    made = feed(data, **KEYS, global_batch_size=4)
+    seen = [torch.cat([b["inputs"] for b in made.loaders(split)[0]]) for split in ("train", "val")]
+    assert [len({tuple(row) for row in part.tolist()}) for part in seen] == [20, 10]
+    assert {tuple(row) for row in torch.cat(seen).tolist()} == {tuple(r) for r in whole.tolist()}
 
 
 def test_a_fold_of_a_plain_modules_loader_is_held_out():
-    data = Plain()
-    folds.hold_out(data, KEYS)
-    train, val = data.train_dataloader(), data.val_dataloader()
-    found = [sorted(int(x) for (batch,) in loader for x in batch) for loader in (train, val)]
-    assert sorted(found[0] + found[1]) == [*range(10)]
-    assert len(found[1]) == 3
-    assert (train.batch_size, type(val.sampler).__name__) == (4, "SequentialSampler")
+    made = feed(Plain(), **KEYS)
+    train, val = (
+        [int(x) for (batch,) in made.loaders(split)[0] for x in batch] for split in ("train", "val")
+    )
+    assert {*train} | {*val} == {*range(10)}
+    assert (len(val), made.train_size) == (3, 7)
+    assert val == sorted(val)
 
 
 @pytest.mark.parametrize(
@@ -84,11 +83,10 @@ def test_a_fold_of_a_plain_modules_loader_is_held_out():
     ],
 )
 def test_samples_without_a_fold_are_refused_by_name(data, expected):
-    folds.hold_out(data, KEYS)
     with pytest.raises(
         ConfigError, match=f"data.folds=3: Plain trains on a DataLoader {expected}.*"
     ):
-        data.val_dataloader()
+        feed(data, **KEYS)
 
 
 def test_more_folds_than_samples_are_refused():

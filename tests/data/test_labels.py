@@ -46,18 +46,6 @@ def trained_table(tmp_path, run):
     return data
 
 
-def test_a_table_in_which_a_class_is_missing_and_columns_are_in_another_order(
-    tmp_path, run, trained_table
-):
-    assert json.loads((run / CLASSES_FILE).read_text()) == {
-        "features": ["width", "height"], "classes": ["ant", "bee", "cow"],
-    }  # fmt: skip
-    other = used_by(run, table(tmp_path / "other.csv", "kind,height,width\ncow,0.5,7\nbee,1,8\n"))
-    rows = other.dataset("predict")
-    assert rows.targets.tolist() == [2, 1]
-    assert rows.inputs.tolist() == [[7.0, 0.5], [8.0, 1.0]]
-
-
 NUMBERED = [  # names in the order of their numbers
     [str(i) for i in range(12)],
     ["-1", "0", "1", "2.5", "10"],
@@ -109,12 +97,6 @@ def test_classes_are_numbered_in_the_order_of_the_numbers_in_their_names(
 ):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     assert numbers_of(reader, names, tmp_path) == [*range(len(names))]
-
-
-def test_whole_numbers_are_the_same_classes_as_floats(tmp_path):
-    data = table(tmp_path / "t.csv", "x,kind\n1,10.0\n2,2\n3,2.0\n4,10\n")
-    assert data.classes == ["2", "10"]
-    assert data.dataset("predict").targets.tolist() == [1, 0, 0, 1]
 
 
 def test_a_resume_keeps_the_numbers_of_the_run(tmp_path, run):
@@ -169,19 +151,6 @@ def test_a_resume_with_other_classes_or_columns_is_refused(text, message, tmp_pa
         other.load_state_dict(state)
 
 
-def test_a_damaged_file_of_classes_is_named(tmp_path, run):
-    (run / CLASSES_FILE).write_text("[1")
-    with pytest.raises(ConfigError, match=r"classes.json is damaged. Copy it"):
-        used_by(run, table(tmp_path / "t.csv", f"width,height,kind\n{ROWS}"))
-
-
-def test_an_empty_class_is_no_class_of_its_own(tmp_path):
-    with pytest.raises(ConfigError, match="column kind is empty in data row 3"):
-        _ = table(
-            tmp_path / "t.csv", "a,kind\n1,x\n2,y\n3,\n"
-        ).found_sizes  # else: type model.classes=3
-
-
 def test_sizes_that_only_the_data_tell(trained_table):
     assert trained_table.found_sizes == {"features": 2, "classes": 3}
     model = OmegaConf.create({"_target_": "example.model.ResidualMLP", "features": 2, "classes": 4})
@@ -233,11 +202,6 @@ def test_images_keep_their_classes_and_predictions_name_them(tmp_path, run):
         ConfigError, match=r"has the class yak, which the training data lack. They have 2: cat, dog"
     ):
         used_by(run, build("image_folder", path=str(tmp_path / "other"), **options)).dataset("test")
-
-
-def test_a_folder_of_images_that_is_not_there_is_named_first(tmp_path):
-    with pytest.raises(ConfigError, match="nowhere: there is no such folder"):
-        build("image_folder", path=str(tmp_path / "nowhere")).setup("fit")
 
 
 def test_classes_of_hugging_face_datasets(tmp_path, run, monkeypatch):

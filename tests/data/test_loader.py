@@ -3,33 +3,11 @@
 On a CPU the device's streams do nothing, so only the order is tested.
 """
 
-from contextlib import nullcontext
-from types import SimpleNamespace
-
 import lightning.pytorch as L
 import pytest
-import torch
-from torch.nn.utils.rnn import pack_sequence
 
 from armature.data import loader
 from armature.data.base import DataModule
-
-
-def test_batches_come_in_order_each_once():
-    batches = [{"inputs": torch.tensor([i]), "targets": torch.tensor([-i])} for i in range(4)]
-    served = loader._ahead(iter(batches), torch.device("cpu"))
-    assert [(int(b["inputs"]), int(b["targets"])) for b in served] == [(i, -i) for i in range(4)]
-    assert list(loader._ahead(iter(()), torch.device("cpu"))) == []
-
-
-def test_what_torch_cannot_record_for_a_stream_is_passed_on(monkeypatch):
-    packed = pack_sequence([torch.ones(2, 3), torch.ones(1, 3)])  # its sizes stay on the CPU
-    batch = {"packed": packed, "sparse": torch.eye(3).to_sparse()}
-    monkeypatch.setattr(
-        torch, "get_device_module", lambda device: SimpleNamespace(current_stream=lambda: None)
-    )
-    copied = SimpleNamespace(wait=lambda stream: None)
-    assert loader._synchronized(batch, copied, torch.device("cuda")) is batch
 
 
 class Ours(DataModule):
@@ -83,29 +61,3 @@ def test_batches_are_not_moved_before_hooks_that_see_them_off_the_device(data, m
     # samples of users may change with a step, unless processes read ahead anyway
     assert not loader.copies_ahead(owners, ours=False, workers=False)
     assert loader.copies_ahead(owners, ours=True, workers=False) is expected
-
-
-def test_a_copy_waits_for_the_steps_so_far_whose_batches_lay_in_its_memory(monkeypatch):
-    order: list[str] = []
-
-    class Stream:
-        def wait_stream(self, other):
-            assert other == "the steps' stream"
-            order.append("wait")
-
-    class Event:
-        def record(self, stream):
-            order.append("copy")
-
-        def wait(self, stream): ...
-
-    streams = SimpleNamespace(
-        Stream=Stream,
-        Event=Event,
-        stream=lambda _: nullcontext(),
-        current_stream=lambda: "the steps' stream",
-    )
-    monkeypatch.setattr(torch, "get_device_module", lambda device: streams)
-    for batch in loader._ahead(iter(range(3)), torch.device("cpu")):
-        order.append(f"step {batch}")
-    assert order == ["wait", "copy", "wait", "copy", "step 0", "wait", "copy", "step 1", "step 2"]

@@ -70,16 +70,6 @@ def close(loader: Any) -> None:
         loader.reader._iterator._shutdown_workers()
 
 
-def test_a_stream_comes_in_its_own_order():
-    assert [*chain(*steps(counted(), epochs=1))] == [*range(21), 1000, 1001, 1002]
-
-
-def test_blocks_are_shuffled_anew_each_epoch():
-    seen = [*chain(*steps(counted(block=100), epochs=4))]
-    orders = {tuple(i % 1000 for i in seen[at : at + 21]) for at in range(0, 84, 21)}
-    assert len(orders) == 4
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("block", [1, 5])
 def test_resume_at_any_step_equals_an_uninterrupted_run(workers, block):
@@ -99,33 +89,11 @@ def test_ranks_and_micro_batches_share_the_same_stream():
     assert together == alone
 
 
-def test_reading_goes_forward_only():
-    fed = counted(block=4)
-    steps(fed, epochs=2)
-    assert fed.data.stream.opened == [
-        (0, 0),
-        (1, 0),
-        (2, 0),
-    ]  # the last step straddles into the third epoch
-
-
 def test_fewer_samples_than_len_are_reported():
     with pytest.raises(
         ValueError, match=r"Counted ended at record 9 of epoch 0, but its len\(\) is 21"
     ):
         steps(counted(ends_at=9), epochs=1)
-
-
-def test_train_limit_gives_the_same_samples_each_epoch():
-    seen = steps(counted(train_limit=4, block=3), epochs=3)
-    assert [sorted(batch) for batch in seen] == [[0, 1, 2, 3]] * 3
-
-
-def test_a_stream_without_end_trains():
-    fed = counted(size=2**40)
-    fed.samples_seen = 400
-    first = next(iter(fed.train_loader()))
-    assert first["targets"].tolist() == [400, 401, 402, 403]
 
 
 # ---------------------------------------------------------------- random numbers of a user's

@@ -55,13 +55,6 @@ def test_bits_per_byte_are_exact(corpus, split):
     )
 
 
-def test_tokenizer_reads_back_what_it_wrote(corpus):
-    data = text_data(corpus)
-    text = "def größe(漢字):\r\n\treturn '🙂'  # <|endoftext|>"
-    assert data.tokenizer.decode(data.tokenizer.encode(text).ids) == text
-    assert data.vocab_size == 320
-
-
 def test_resume_on_other_tokens_is_refused(corpus, tmp_path):
     state = text_data(corpus).state_dict()
     text_data(corpus).load_state_dict(state)
@@ -88,5 +81,4 @@ def test_the_standard_library_is_a_corpus(standard_library):
     assert splits["train"]["bytes"] > 5e6
     for split in ("val", "test"):
         assert 0.02 < splits[split]["bytes"] / splits["train"]["bytes"] < 0.2
-        assert 1.5 < splits[split]["zlib_bits_per_byte"] < 2.5
         assert 3.0 < text_data(standard_library, context=256).bytes_per_token(split) < 4.0

@@ -7,7 +7,6 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 
 from armature.models.decoder import documents
-from armature.models.decoder.cache import KeyValueCache
 from armature.models.decoder.model import Decoder
 from armature.parallel import blocks
 
@@ -70,12 +69,6 @@ def test_losses_and_gradients_equal_those_of_the_dense_mask(flex, monkeypatch, l
         loss.backward()
         found.append([loss, *(param.grad for param in model.parameters())])
     torch.testing.assert_close(*found)
-
-
-def test_generation_uses_its_cache(flex):
-    model, ids, cache = decoder().eval(), packed(length=20), KeyValueCache()
-    pieces = [model(piece, cache=cache) for piece in ids[:, :20].split([12, 1, 7], dim=1)]
-    torch.testing.assert_close(torch.cat(pieces, dim=1), model(ids[:, :20]))
 
 
 def test_selective_recomputation_keeps_attention(flex, monkeypatch):

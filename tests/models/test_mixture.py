@@ -11,7 +11,7 @@ from torch import Tensor
 
 from armature.checkpoint import optimizers
 from armature.models.mixture.check import problems
-from armature.models.mixture.experts import Mixture, grouped_product, takes_groups
+from armature.models.mixture.experts import Mixture
 from armature.models.mixture.model import MixtureDecoder
 from armature.optim.groups import parameter_groups
 from armature.parallel import blocks
@@ -86,28 +86,6 @@ def test_mixture_equals_all_experts_on_all_tokens(changes: dict) -> None:
         assert float((own - expected).abs().max() / expected.abs().max()) <= 1e-6
 
 
-@pytest.mark.parametrize("counts", [[3, 0, 5, 2], [0, 0, 0, 0], [10, 0, 0, 0]], ids=str)
-def test_grouped_product_equals_the_loop(
-    counts: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(sum(counts), 16, generator=generator, requires_grad=True)
-    weight = torch.randn(4, 24, 16, generator=generator, requires_grad=True)
-    end = torch.tensor(counts).cumsum(0, dtype=torch.int32)
-    assert takes_groups(x)
-    found = []
-    for grouped in (True, False):
-        monkeypatch.setattr(
-            "armature.models.mixture.experts.takes_groups", lambda x, grouped=grouped: grouped
-        )
-        x.grad = weight.grad = None
-        y = grouped_product(x, weight, end)
-        y.square().sum().backward()
-        found.append([y.detach(), x.grad, weight.grad])
-    for own, expected in zip(*found, strict=True):
-        torch.testing.assert_close(own, expected, rtol=1e-6, atol=1e-6)
-
-
 def test_bias_moves_towards_the_mean_load_and_keeps_its_mean() -> None:
     m = mixture(balance_rate=0.25)
     m.bias.zero_()
@@ -115,36 +93,6 @@ def test_bias_moves_towards_the_mean_load_and_keeps_its_mean() -> None:
     assert m.bias.tolist() == [-0.25, 0.25, 0, 0, 0, 0, 0, 0]
     m.rebalance(torch.tensor([8, 0, 0, 0, 0, 0, 0, 0]))
     assert float(m.bias.sum()) == pytest.approx(0.0, abs=1e-6)
-
-
-def test_rebalancing_levels_the_load() -> None:
-    m, x = mixture(balance_rate=0.02, shared_hidden=None), torch.randn(8, 32, 32) + 0.5
-    assert m.bias is not None
-    m.bias.zero_()
-    spreads = []
-    for _ in range(60):
-        m(x)
-        m.count_newest()
-        count = m.take_counts()
-        assert count is not None
-        spreads.append(int(count.max()) / float(count.double().mean()))
-        m.rebalance(count)
-    assert spreads[0] > 1.3
-    assert min(spreads[-10:]) < 1.15
-
-
-def test_only_training_counts_tokens() -> None:
-    m, x = mixture(), torch.randn(2, 4, 32)
-    m.eval()(x)
-    with torch.no_grad():
-        m.train()(x)
-    m.count_newest()
-    assert m.take_counts() is None
-    m(x)
-    m.count_newest()
-    m.count_newest()  # nothing has come since
-    assert int(m.take_counts().sum()) == 2 * 4 * 2  # pyright: ignore[reportOptionalMemberAccess]
-    assert m.take_counts() is None
 
 
 @pytest.mark.parametrize("mode", ["none", "every", "selective"])
@@ -180,16 +128,6 @@ def test_decoder_has_dense_blocks_first_and_trains() -> None:
     model.rebalance(load)
     assert model.load_LE is not None
     assert model.load_LE.mean(1).tolist() == pytest.approx([0, 1, 1])
-
-
-def test_flops_count_a_tokens_own_experts() -> None:
-    ids = torch.zeros(1, 16, dtype=torch.int64)
-    few, all_, more = (
-        decoder(active=active, experts=experts).flops_per_sample(ids)
-        for active, experts in ((2, 8), (8, 8), (2, 16))
-    )
-    assert all_ - few == 6 * 16 * 2 * 6 * 3 * 24 * 32  # positions, blocks, experts, matrices
-    assert more - few == 6 * 16 * 2 * 8 * 32  # the router's
 
 
 def test_experts_matrices_are_hidden_and_in_a_group_of_their_own() -> None:

@@ -1,5 +1,4 @@
 import pytest
-import torch
 from torch import nn
 
 from armature.models.decoder.model import Decoder
@@ -28,19 +27,6 @@ def test_norms_biases_and_positions_are_not_decayed():
         assert len(hidden) + len(matrices) + len(vectors) == len(list(model.parameters()))
 
 
-def test_frozen_parameters_are_left_out_and_empty_groups_dropped():
-    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
-    model[1].requires_grad_(False)
-    model[0].bias.requires_grad_(False)
-    assert names(model) == [{"0.weight"}]
-
-
-def test_a_tied_weight_is_optimized_once():
-    model = Decoder(vocab_size=9, context=8, width=8, layers=1, heads=2, tied=True)
-    torch.optim.AdamW(parameter_groups(model))
-    assert names(model)[1] == {"embed.weight"}
-
-
 @pytest.mark.parametrize(("make", "factor"), [(adamw, 1 / 4), (Muon, 1 / 2)])
 def test_a_wider_models_hidden_matrices_get_a_lower_rate_and_the_same_decay(make, factor):
     model = Decoder(vocab_size=9, context=8, width=32, layers=1, heads=2)
@@ -58,12 +44,3 @@ def test_a_wider_models_hidden_matrices_get_a_lower_rate_and_the_same_decay(make
     assert {group["lr"] for group in same} == {
         group["lr"] for group in make(parameter_groups(model), lr=0.01).param_groups
     }
-
-
-def test_a_model_without_a_width_cannot_use_a_transferred_rate():
-    model = nn.Module()
-    model.blocks = nn.ModuleDict({"0": nn.Linear(4, 4)})
-    with pytest.raises(
-        ValueError, match=r"optimizer.base_width=8 needs .* or type optimizer.base_width=null"
-    ):
-        adamw(parameter_groups(model), base_width=8)

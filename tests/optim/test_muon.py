@@ -3,10 +3,7 @@ import copy
 import pytest
 import torch
 
-from armature.optim import muon
 from armature.optim.muon import Muon, orthogonalize
-from armature.parallel.distributed_matrices import DistributedMatrices
-from tests.support.parity.harness import on_ranks
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (16, 64), (64, 16)])
@@ -59,11 +56,6 @@ def test_state_is_plain_and_resumes_exactly():
     assert all(torch.equal(a, b) for a, b in zip(params, resumed, strict=True))
 
 
-def test_a_hidden_parameter_that_is_no_matrix_is_refused():
-    with pytest.raises(ValueError, match=r"stacks of them, only. Got a hidden parameter \(4,\)"):
-        Muon([{"params": [torch.nn.Parameter(torch.zeros(4))], "hidden": True}])
-
-
 def test_a_step_of_a_stack_is_that_of_its_matrices():
     def stepped(params: list[torch.nn.Parameter], grads: list[torch.Tensor]) -> torch.Tensor:
         for param, grad in zip(params, grads, strict=True):
@@ -75,110 +67,3 @@ def test_a_step_of_a_stack_is_that_of_its_matrices():
     together = stepped([torch.nn.Parameter(torch.ones(5, 8, 16))], [grad])[0]
     alone = stepped([torch.nn.Parameter(torch.ones(8, 16)) for _ in grad], [*grad])
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-6)
-
-
-def test_precision_decides_the_type_of_the_iteration():
-    def updated(precision: str) -> torch.Tensor:
-        param = torch.nn.Parameter(torch.zeros(8, 8))
-        param.grad = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
-        Muon([{"params": [param], "hidden": True}], lr=1.0, precision=precision).step()
-        return param.detach()
-
-    assert torch.equal(updated("bf16-mixed"), updated("bf16-true"))
-    assert torch.equal(updated("32-true"), updated("16-mixed"))
-    difference = (updated("bf16-mixed") - updated("32-true")).abs().max()
-    assert 0 < difference < 0.05
-
-
-def train(layout: str) -> list[list]:
-    """Return the weights after three steps, and the number of matrices that this rank
-    orthogonalized per step.
-
-    Every rank sees the same batch, which is large enough for gradients of full rank. The iteration
-    multiplies the smallest singular values by hundreds, and rounding errors with them, so gradients
-    are computed in float64.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    torch.manual_seed(0)
-    sizes = (
-        (16, 24),
-        (24, 24),
-        (24, 24),
-        (24, 24),
-        (24, 13),
-    )  # more matrices of one shape than ranks, and no multiple
-    layers = [torch.nn.Linear(*size, bias=size[0] == 16) for size in sizes]
-    model = torch.nn.Sequential(
-        *(module for layer in layers for module in (layer, torch.nn.GELU()))
-    ).double()
-    if layout == "fsdp × tensor":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
-        plan = {
-            str(i): ColwiseParallel() if i % 4 == 0 else RowwiseParallel() for i in range(0, 8, 2)
-        }
-        parallelize_module(model, mesh["tensor"], plan)
-        fully_shard(model, mesh=mesh["shard"])
-    elif layout == "tensor":
-        mesh = init_device_mesh("cpu", (2,))
-        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    elif layout == "fsdp":
-        fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
-    elif layout == "hsdp":
-        fully_shard(
-            model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        )
-    hidden = [layer.weight for layer in layers]
-    optimizer = Muon(
-        [{"params": hidden, "hidden": True}, {"params": [model[0].bias], "hidden": False}], lr=0.1
-    )
-    counted = []
-    if layout != "alone":
-        optimizer.matrix_work = DistributedMatrices(
-            torch.distributed.group.WORLD if layout == "ddp" else None
-        )
-        work = muon.orthogonalize
-        muon.orthogonalize = lambda matrix, **kwargs: (
-            counted.append(matrix.shape) or work(matrix, **kwargs)
-        )
-    for step in range(3):
-        inputs = torch.randn(
-            64, 16, generator=torch.Generator().manual_seed(step), dtype=torch.float64
-        )
-        optimizer.zero_grad()
-        model(inputs).square().mean().backward()
-        optimizer.step()
-    weights = [
-        getattr(param, "full_tensor", lambda param=param: param)().tolist()
-        for param in model.parameters()
-    ]
-    return [*weights, len(counted) // 3]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layout", "ranks", "most"),
-    [
-        ("ddp", 2, 4),
-        ("ddp", 4, 3),
-        ("fsdp", 2, 4),
-        ("fsdp", 4, 3),
-        ("hsdp", 4, 4),
-        ("tensor", 2, 5),
-        ("fsdp × tensor", 4, 5),
-    ],
-)
-def test_shared_work_takes_the_same_steps_as_one_process(layout, ranks, most):
-    expected = train("alone")
-    for *weights, count in on_ranks(train, layout, ranks=ranks):
-        assert count <= most, (
-            "a rank should orthogonalize only its share of the five matrices per step"
-        )
-        for got, alone in zip(weights, expected, strict=False):
-            torch.testing.assert_close(torch.tensor(got), torch.tensor(alone), rtol=1e-5, atol=1e-6)

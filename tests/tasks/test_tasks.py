@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric
 
 from armature.models.decoder.model import Decoder
 from armature.models.vit.model import VisionTransformer
@@ -121,19 +120,6 @@ def test_image_metrics_are_exact_for_any_batch_size(batch_size):
     )
 
 
-def test_bits_per_byte_of_a_part_of_the_batches_are_said_to_be_approximate(caplog):
-    caplog.set_level("INFO", logger="armature")
-    data = Data(images=False, batch_size=3)
-    for limits in ({}, {"limit_val_batches": 1}):
-        task = ready(LanguageModeling(DECODER, **FACTORIES))
-        for _ in range(2):
-            (values,) = trainer(**limits).validate(task, datamodule=data, verbose=False)
-        assert "val/bits_per_byte" in values
-        assert caplog.text.count("limit_val_batches=1: val/bits_per_byte is approximate") == bool(
-            limits
-        )
-
-
 class Distance(nn.Module):
     def forward(self, inputs, targets):
         return (inputs - targets).square().mean()
@@ -152,31 +138,6 @@ def test_a_number_to_predict_may_be_minus_100():
     assert metrics["loss"].compute() == (10_000 / 2 + 1) / 2
 
 
-def test_a_weighted_mean_equals_torchmetrics_bit_for_bit():
-    ours, theirs = mean_metric(), MeanMetric(nan_strategy=float("nan"))
-    for seed in range(5):
-        generator = torch.Generator().manual_seed(seed)
-        value, weight = (
-            torch.randn(7, generator=generator),
-            torch.randint(0, 9, (7,), generator=generator),
-        )
-        for metric in (ours, theirs):
-            metric.update(value, weight)
-            metric.update(value[0].bfloat16(), weight=weight[0])
-            metric.update(0.5)
-    assert ours.compute() == theirs.compute()
-    assert list(ours.metric_state) == list(theirs.metric_state), "saved in the middle of an epoch"
-
-
-def test_a_loss_that_is_not_a_number_is_not_hidden():
-    task, data = ready(LanguageModeling(DECODER, **FACTORIES)), Data(images=False, batch_size=5)
-    with torch.no_grad():
-        task.model.norm.weight[0] = math.nan
-    (val,) = trainer().validate(task, data, verbose=False)
-    assert math.isnan(val["val/loss"])
-    assert math.isnan(val["val/perplexity"])
-
-
 @pytest.mark.parametrize("optimizer", [FACTORIES["optimizer"], functools.partial(Muon, lr=0.01)])
 @pytest.mark.parametrize("scheduler", [None, schedules.constant, schedules.wsd])
 def test_fits(optimizer, scheduler):
@@ -187,13 +148,6 @@ def test_fits(optimizer, scheduler):
     before = {name: value.clone() for name, value in ready(task).state_dict().items()}
     trainer(limit_val_batches=1).fit(task, data)
     assert all(not torch.equal(value, before[name]) for name, value in task.state_dict().items())
-
-
-def test_scheduler_knows_the_length_of_the_run():
-    task, data = ready(ImageClassification(VIT, **FACTORIES)), Data(images=True, batch_size=5)
-    fit = trainer()
-    fit.fit(task, data)
-    assert fit.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.01)
 
 
 def test_preview_continues_the_prompt_and_is_the_same_for_the_same_weights():
@@ -220,27 +174,3 @@ def test_preview_continues_the_prompt_and_is_the_same_for_the_same_weights():
 def test_a_batch_of_another_form_is_reported(batch, has):
     with pytest.raises(TypeError, match=f"A batch has {has}: each sample of .* must be"):
         inputs_and_targets(batch)
-
-
-class WithoutLoss(nn.Module):
-    """Returns its loss from `forward` alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(16, 3)
-
-    def forward(self, inputs, targets=None):
-        outputs = self.layer(inputs.flatten(1))
-        return (
-            outputs
-            if targets is None
-            else nn.functional.cross_entropy(outputs, targets, label_smoothing=0.1)
-        )
-
-
-def test_a_model_without_a_method_loss_is_evaluated_by_what_it_trains_with():
-    task, data = ImageClassification(WithoutLoss, **FACTORIES), Data(images=True, batch_size=5)
-    (val,) = trainer().validate(task, data, verbose=False)
-    with torch.no_grad():
-        loss = task.model(data.inputs[:8], data.targets[:8])
-    assert val["val/loss"] == pytest.approx(loss.item(), rel=1e-6)

@@ -38,9 +38,7 @@ def checked(tmp_path):
     GlobalHydra.instance().clear()
 
 
-@pytest.mark.parametrize(
-    "words", [[], ["strategy=fsdp_tensor", "trainer.devices=4", "task.adapter=null"]]
-)
+@pytest.mark.parametrize("words", [[], ["strategy=fsdp_tensor", "trainer.devices=4"]])
 def test_pairs_and_a_task_that_reads_them_are_accepted(checked, words):
     assert checked(*words) == ""
 
@@ -109,31 +107,19 @@ def test_pairs_without_their_task_and_the_other_way_round_are_refused(task, data
     assert preferences.problems({"task": {"_target_": LANGUAGE}, "data": {"_target_": CHAT}}) == []
 
 
-def test_worker_processes_would_begin_before_the_reference_is_known():
-    cfg = {
-        "task": {"_target_": DPO, "adapter": None},
-        "data": {"_target_": PAIRS, "num_workers": 2},
-    }
-    (problem,) = preferences.problems(cfg)
-    assert "data.num_workers=2" in problem
-    assert "Type data.num_workers=0" in problem
-    cfg["task"]["adapter"] = {"rank": 4}
-    assert preferences.problems(cfg) == []
-
-
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"label_smoothing": 0.1, "loss": "ipo"}, "is of task.loss=sigmoid"),
+        (
+            {"adapter": {"rank": 4}, "label_smoothing": 0.1, "loss": "ipo"},
+            "is of task.loss=sigmoid",
+        ),
         (
             {"adapter": {"quantize": "nf4"}},
             "task.adapter.quantize=nf4: preferences have not been compared",
         ),
-        ({"reference": "adapters_off"}, "task.adapter=null. Type task.reference=cached"),
-        (
-            {"reference": "adapters_off", "adapter": {"train": ["embed"]}},
-            "changes the model without its adapters",
-        ),
+        ({"adapter": None}, "task.adapter=null: preferences are learned by adapters"),
+        ({"adapter": {"train": ["embed"]}}, "changes the model without its adapters"),
     ],
 )
 def test_settings_that_cannot_be_right_are_refused(settings, says):

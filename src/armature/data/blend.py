@@ -43,10 +43,7 @@ class Blend:
         tokenizer: str | None = None,
         **corpus: Any,
     ) -> None:
-        self.paths = {
-            name: path if isinstance(path, str) else list(path) for name, path in paths.items()
-        }
-        self.weights = dict.fromkeys(self.paths, 1.0) if weights is None else dict(weights)
+        self.paths, self.weights = paths, weights or dict.fromkeys(paths, 1.0)
         self.tokenizer_path, self.arguments = tokenizer, corpus
 
     def check(self) -> None:
@@ -55,13 +52,6 @@ class Blend:
             raise ConfigError(
                 f"data.weights names {', '.join(self.weights)}, and data.paths "
                 f"{', '.join(self.paths)}: name the same."
-            )
-        if any(
-            not isinstance(w, (int, float)) or not 0 < w < float("inf")
-            for w in self.weights.values()
-        ):
-            raise ConfigError(
-                f"data.weights={self.weights}: every weight must be a positive number."
             )
         problems: list[str] = []
         for name, path in self.paths.items():

@@ -20,9 +20,6 @@ from armature.errors import ConfigError
 log = logging.getLogger(__name__)
 
 HEADER = "header.json"
-_STAMP = "verified.json"
-# a cache up to this size is read whole each time: a tenth of a second at most
-_ALWAYS_CHECKED_BYTES = 64 << 20
 
 
 def root(cache_dir: str | None) -> Path:
@@ -85,7 +82,6 @@ def _build(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, A
             for p in sorted(part.iterdir())
         }
         header = {**content, "files": sums}
-        header["checksum"] = _checksum(header)
         (part / HEADER).write_text(json.dumps(header, indent=2) + "\n")
         for path in part.iterdir():
             files.sync(path)
@@ -104,12 +100,11 @@ def _build(folder: Path, build: Callable[[Path], dict[str, Any]]) -> dict[str, A
         ) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    _stamp(folder, header)
     return header
 
 
 def _sound(folder: Path) -> dict[str, Any] | None:
-    """Return the header if every file is as it was written.
+    """Return the header if every file has the size that was written.
 
     Otherwise return None, and warn if the folder exists.
     """
@@ -117,47 +112,10 @@ def _sound(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         header = json.loads((folder / HEADER).read_text())
-        if header["checksum"] != _checksum(header):
-            raise ValueError(f"{HEADER} is damaged")
-        large = sum(file["bytes"] for file in header["files"].values()) > _ALWAYS_CHECKED_BYTES
-        known = _known(folder) if large else {}
         for name, file in header["files"].items():
-            stat = (folder / name).stat()
-            if stat.st_size != file["bytes"]:
-                raise ValueError(f"{name} has {stat.st_size:,} bytes instead of {file['bytes']:,}")
-            if known.get(name) != [stat.st_size, stat.st_mtime_ns]:
-                if files.sha256(folder / name) != file["sha256"]:
-                    raise ValueError(f"{name} does not have the checksum it was written with")
-                known = {**known, name: None}
-        if None in known.values():
-            _stamp(folder, header)
+            if (folder / name).stat().st_size != file["bytes"]:
+                raise ValueError(f"{name} has another size than was written")
         return header
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         log.warning("The cache %s is damaged (%s); preparing it again.", folder, error)
         return None
-
-
-def _known(folder: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads((folder / _STAMP).read_text()))
-    except (OSError, ValueError, TypeError):
-        return {}
-
-
-def _stamp(folder: Path, header: dict[str, Any]) -> None:
-    """Record size and time of the checked files, so that a large cache is read whole only after a
-    change.
-    """
-    stats = {name: (folder / name).stat() for name in header["files"]}
-    try:
-        files.replace(
-            folder / _STAMP,
-            json.dumps({name: [s.st_size, s.st_mtime_ns] for name, s in stats.items()}),
-        )
-    except OSError as error:  # only others may write this cache: it is checked again next time
-        log.info("%s: the check cannot be recorded (%s).", folder, error)
-
-
-def _checksum(header: dict[str, Any]) -> str:
-    content = {key: value for key, value in header.items() if key != "checksum"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,9 +1,9 @@
-"""Columns of CSV and Parquet files, read by pyarrow, and the shares of rows that are held out."""
+"""Columns of CSV, JSON lines and Parquet files, read by pyarrow, and the shares of rows that are
+held out.
+"""
 
 from __future__ import annotations
 
-import functools
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from armature.data.labels import name_of
 from armature.data.sampler import permuted
 from armature.errors import ConfigError, error_line
 
-log = logging.getLogger(__name__)
-_LONGEST_ROW_BYTES = 1 << 26  # of a CSV file
+KINDS = {".csv": "CSV in UTF-8", ".jsonl": "lines of JSON", ".parquet": "Parquet"}
+_LONGEST_ROW_BYTES = 1 << 26  # of a CSV file or JSON lines
 
 
 def read(path: str | list[str], *, texts: list[str]) -> Any:
@@ -47,17 +47,21 @@ def read(path: str | list[str], *, texts: list[str]) -> Any:
 
 def _read(file: Path, texts: list[str]) -> Any:
     import pyarrow
-    from pyarrow import csv, parquet
+    from pyarrow import csv, json, parquet
 
-    if file.suffix not in (".csv", ".parquet"):
-        raise ConfigError(f"data.path={file}: name .csv or .parquet files (texts: or .jsonl).")
+    form = Path(file.name.removesuffix(".gz")).suffix
+    if form not in KINDS:
+        raise ConfigError(f"data.path={file}: name .csv, .jsonl or .parquet files.")
     try:
-        if file.suffix == ".parquet":
+        if form == ".parquet":
             names, table = parquet.read_schema(file).names, None
+        elif form == ".jsonl":
+            # one thread alone knows the number of a wrong row
+            options = json.ReadOptions(use_threads=False, block_size=_LONGEST_ROW_BYTES)
+            return json.read_json(file, read_options=options)
         else:
             table = csv.read_csv(
                 file,
-                # one thread alone knows the number of a wrong row
                 read_options=csv.ReadOptions(use_threads=False, block_size=_LONGEST_ROW_BYTES),
                 parse_options=csv.ParseOptions(newlines_in_values=True),
                 convert_options=csv.ConvertOptions(
@@ -75,10 +79,9 @@ def _read(file: Path, texts: list[str]) -> Any:
         if table is None:
             return parquet.read_table(file)
     except (OSError, ValueError, NotImplementedError) as error:
-        kind = "Parquet" if file.suffix == ".parquet" else "CSV in UTF-8"
         raise ConfigError(
-            f"data.path={file} cannot be read as {kind} ({error_line(error)[:200]}). Mend it, "
-            "write it again, or remove it."
+            f"data.path={file} cannot be read as {KINDS[form]} ({error_line(error)[:200]}). Mend "
+            "it, write it again, or remove it."
         ) from error
     last = table[-1][-1].as_py() if table.num_rows else None
     # pyarrow takes the rest of the file into such a cell
@@ -164,12 +167,6 @@ def split_indices(
         raise ConfigError(
             f"{size} samples leave none for training: lower data.val_fraction={val_fraction}."
         )
-    for key, fraction, held_out in (
-        ("val_fraction", val_fraction, val),
-        ("test_fraction", test_fraction, test),
-    ):
-        if fraction and not held_out:
-            _report_empty(key, fraction, size)
     order = permuted(np.arange(size), size=size, seed="split", epoch=0)
     parts = {"val": order[:val], "test": order[val : val + test], "train": order[val + test :]}
     if fold is not None and folds is not None:
@@ -178,11 +175,3 @@ def split_indices(
             raise ConfigError(f"data.folds={folds}: {len(rest)} samples. Type a lower number.")
         parts |= {"val": rest[fold::folds], "train": np.delete(rest, np.s_[fold::folds])}
     return {"predict": np.arange(size), **{name: np.sort(part) for name, part in parts.items()}}
-
-
-@functools.cache  # each split asks for the indices of all
-def _report_empty(key: str, fraction: float, size: int) -> None:
-    log.warning(
-        "data.%s=%s of %d samples is none: there is nothing to measure on. Type data.%s=%.2g or "
-        "more, or 0 to hold out none.", key, fraction, size, key, 1 / size,
-    )  # fmt: skip

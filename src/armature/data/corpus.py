@@ -10,8 +10,7 @@ import json
 import logging
 import platform
 import time
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -62,7 +61,7 @@ class Corpus:
 
     def __init__(
         self,
-        path: str | Sequence[str] | None = None,
+        path: str | list[str] | None = None,
         *,
         field: str = "text",
         vocab_size: int = 4096,
@@ -73,7 +72,7 @@ class Corpus:
         tokenizer_bytes: int = 200_000_000,
         cache_dir: str | None = None,
     ) -> None:
-        self.path = path if path is None or isinstance(path, str) else list(path)
+        self.path = path
         self.field, self.vocab_size, self.context = field, vocab_size, context
         self.val_fraction, self.test_fraction, self.tokenizer_bytes = (
             val_fraction,
@@ -118,12 +117,6 @@ class Corpus:
         range.
         """
         problems = []
-        if self.vocab_size < tokenizer.SMALLEST_VOCABULARY:
-            problems.append(
-                f"data.source.vocab_size={self.vocab_size} is too small: the 256 bytes and "
-                f"{tokenizer.END_OF_TEXT} "
-                f"need {tokenizer.SMALLEST_VOCABULARY}."
-            )
         if self.tokenizer_path is not None:
             size = tokenizer.load_external(self.tokenizer_path).get_vocab_size()
             if size > self.vocab_size:
@@ -206,7 +199,6 @@ class Corpus:
             else str(self.path)
         )
         log.info("Preparing %s: %s, %.1f MB.", source, _count(len(files), "file"), total / 1e6)
-        sources.check_heads(files)
         split = Splitter.choose(
             files, val_fraction=self.val_fraction, test_fraction=self.test_fraction
         )
@@ -260,10 +252,7 @@ class Corpus:
     def _encode(
         self, part: Path, files: list[SourceFile], split: Splitter, bpe: Tokenizer
     ) -> dict[str, Any]:
-        writers = {
-            name: _Writer(part / f"{name}.bin", self._dtype(), bpe, name != "train")
-            for name in SPLITS
-        }
+        writers = {name: _Writer(part / f"{name}.bin", self._dtype(), bpe) for name in SPLITS}
         waiting: list[tuple[SourceFile, Piece]] = []
         size = 0
         for file, piece in self._pieces(files, split):
@@ -293,14 +282,10 @@ class _Writer:
     path: Path
     dtype: np.dtype[Any]
     bpe: Tokenizer
-    # measure zlib's compression of a held-out split, as a baseline for bits per byte
-    compress: bool
     tokens: int = 0
     bytes: int = 0
     documents: int = 0
-    zlib_bytes: int = 0
     _last: tuple[SourceFile, int] | None = None
-    _compressor: Any = None
     _file: BinaryIO = field(init=False)
 
     def __post_init__(self) -> None:
@@ -318,29 +303,11 @@ class _Writer:
         self._file.write(np.array(ids, self.dtype).tobytes())
         self.tokens += len(ids)
         self.bytes += piece.size
-        if self.compress:
-            if self._compressor is None or self._last is None or self._last[0] != file:
-                self._flush()
-                self._compressor = zlib.compressobj(9)
-            self.zlib_bytes += len(self._compressor.compress(piece.text.encode()))
         self._last = file, piece.number
 
     def close(self) -> dict[str, Any]:
-        self._flush()
         self._file.close()
-        statistics: dict[str, Any] = {
-            "tokens": self.tokens,
-            "bytes": self.bytes,
-            "documents": self.documents,
-        }
-        if self.compress and self.bytes:
-            # level 9, each file by itself
-            statistics["zlib_bits_per_byte"] = 8 * self.zlib_bytes / self.bytes
-        return statistics
-
-    def _flush(self) -> None:
-        if self._compressor is not None:
-            self.zlib_bytes += len(self._compressor.flush())
+        return {"tokens": self.tokens, "bytes": self.bytes, "documents": self.documents}
 
 
 def _write(

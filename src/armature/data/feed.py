@@ -62,6 +62,7 @@ class Feed(L.Callback):
             is a slice of memory.
         seed: seed of the sample order and of augmentation.
         train_limit: train on this many samples only, "batch": on one global batch; None: on all.
+        fold, folds: hold out this one of so many parts of the training samples for validation.
         skip_steps: numbers of steps, as the run counts them if earlier ones of the list are left
             out: the samples of each are left out, and what comes after them moves up.
 
@@ -81,6 +82,8 @@ class Feed(L.Callback):
         seed: int = 0,
         train_limit: int | str | None = None,
         skip_steps: Sequence[int] = (),
+        fold: int | None = None,
+        folds: int | None = None,
     ) -> None:
         self.data, self._name = data, type(data).__name__
         self._ours = isinstance(data, DataModule)
@@ -90,6 +93,7 @@ class Feed(L.Callback):
         self.eval_batch_size, self.seed, self.train_limit = eval_batch_size, seed, train_limit
         self.limit_train_batches: int | float | None = None
         self.skip_steps = sorted({*skip_steps})
+        self._fold = None if fold is None or folds is None else (fold, folds)
         # parts (start, length) of the order of samples, by step: those of steps that are made
         self._skipped: dict[int, tuple[int, int]] = {}
         # training samples, before hooks could change the dataset
@@ -102,6 +106,8 @@ class Feed(L.Callback):
             if is_overridden(name, data):
                 vars(data)[name] = self._once(name, getattr(data, name))
         self._train_loader = vars(data).get("train_dataloader")
+        if self._fold is not None:
+            vars(data)["val_dataloader"] = self._train_loader
         vars(data)["train_dataloader"] = self.whole_epoch
 
     @property
@@ -139,7 +145,7 @@ class Feed(L.Callback):
             self.data.trainer = BEFORE_TRAINER  # pyright: ignore[reportAttributeAccessIssue]
         what = f"the data of {self._name}"
         try:
-            with seeded(f"{self.seed}/setup"), memory.reporting(what, self.data):
+            with seeded(f"{self.seed}/setup"), memory.reporting(what):
                 yield
         except AttributeError as error:
             if error.obj is not BEFORE_TRAINER:
@@ -178,15 +184,19 @@ class Feed(L.Callback):
         return self._read
 
     def _read_loader(self, loader: Any, split: str) -> ReadLoader:
+        fold, training = self._fold if split in ("train", "val") else None, split == "train"
         read = draw.read_loader(
             loader,
-            split,
+            split if fold is None else "train",
             owner=f"{self._name}.{split}_dataloader",
             seed=self.seed,
-            limited=split == "train" and self.train_limit is not None,
+            limited=training and self.train_limit is not None,
         )
+        if fold is not None:
+            read.dataset = folds.part(self.data, read, split, fold)
         if self._ours:
-            read.shuffled = split == "train" and not isinstance(read.dataset, Stream)
+            read.shuffled = not isinstance(read.dataset, Stream)
+        read.shuffled = read.shuffled and training
         return read
 
     @property
@@ -451,7 +461,7 @@ class Feed(L.Callback):
         if not predicting and not self._ours:
             self._compare_ranks(read, split)
             self.assets.check(read.dataset, split)
-        if not len(read.dataset) and not hasattr(self.data, "fractions") and rank == 0:
+        if not len(read.dataset) and rank == 0:
             log.warning(
                 "data: %s has no samples for %s: nothing is measured there.", self._name, split
             )
@@ -556,14 +566,12 @@ def build(cfg: DictConfig) -> Feed:
         for key in LOADER_KEYS
         if key in settings and (key not in parameters or key in shared)
     }
-    fold = {key: settings[key] for key in FOLD_KEYS if key in settings and key not in parameters}
-    given = {
-        key: value
-        for key, value in settings.items()
-        if key in parameters or not (key in own or key in fold)
-    }
-    with memory.reporting(f"what {cfg.data._target_} makes", settings):
-        data = instantiate(given)
+    own |= {key: settings[key] for key in FOLD_KEYS if key in settings and key not in parameters}
+    given = {key: value for key, value in settings.items() if key in parameters or key not in own}
+    with memory.reporting(f"what {cfg.data._target_} makes"):
+        # our own classes take plain lists and dicts
+        is_own = str(target.__module__).startswith("armature.")
+        data = instantiate(given, _convert_="all") if is_own else instantiate(given)
     if not isinstance(data, L.LightningDataModule):
         raise ConfigError(
             f"data._target_={cfg.data._target_} makes a {type(data).__name__}. Name a "
@@ -575,5 +583,4 @@ def build(cfg: DictConfig) -> Feed:
             f"data: {type(data).__name__}.__init__ must call super().__init__() first. Add that "
             "line."
         )
-    folds.hold_out(data, fold)
     return Feed(data, **{"seed": cfg.seed, **own})

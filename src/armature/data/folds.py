@@ -6,15 +6,12 @@ any other one, a fold of its training samples takes the place of its validation 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
-import lightning.pytorch as L
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset
+from torch.utils.data import Subset
 
-from armature.data.base import DataModule, Split
-from armature.data.batching import FOLD_KEYS
 from armature.data.columns import split_indices
+from armature.data.draw import ReadLoader
 from armature.data.stream import Stream
 from armature.errors import ConfigError
 
@@ -31,60 +28,25 @@ class Part(Subset[Any]):
         return (lambda i: found(self.indices[i])) if name == "describe" else found
 
 
-def hold_out(data: L.LightningDataModule, settings: Mapping[str, Any]) -> None:
-    """Let a data module hold out a fold of its training samples.
+def part(data: Any, read: ReadLoader, split: str, fold: tuple[int, int]) -> Part:
+    """Return the samples of "train" or "val" of a data module's training loader that was read.
 
-    Raises ConfigError, then or when the samples are made, if they have no numbers.
+    Raises ConfigError if its samples have no numbers.
     """
-    fold, folds = (settings.get(key) for key in FOLD_KEYS)
-    if fold is None or folds is None:
-        return
-    kind: Any = type(data)
-    name = kind.__name__
-
-    def part(dataset: Any, split: str) -> Part:
-        text = getattr(data, "tokens_per_sample", None) is not None
-        if text or isinstance(dataset, IterableDataset | Stream) or not hasattr(dataset, "__len__"):
-            what = "texts that are cut into windows" if text else type(dataset).__name__
-            raise refused(f"trains on {what}")
-        parts = split_indices(len(dataset), val_fraction=0, test_fraction=0, fold=fold, folds=folds)
-        return Part(dataset, parts[split].tolist())
-
-    def refused(why: str) -> ConfigError:
-        return ConfigError(
-            f"data.folds={folds}: {name} {why}, of which no fold can be held out. Leave data.fold "
-            f"and data.folds out, or let {name} take the arguments fold and folds, and hold the "
-            "samples out itself."
+    name, dataset = type(data).__name__, read.dataset
+    number, folds = fold
+    why = None
+    if getattr(data, "tokens_per_sample", None) is not None:
+        why = "texts that are cut into windows"
+    elif isinstance(dataset, Stream):
+        why = f"a {type(dataset).__name__}"
+    elif read.draw is not None:
+        why = f"a {type(read.loader).__name__} with a {read.draw.name}"
+    if why is not None:
+        raise ConfigError(
+            f"data.folds={folds}: {name} trains on {why}, of which no fold can be held out. Leave "
+            f"data.fold and data.folds out, or let {name} take the arguments fold and folds, and "
+            "hold the samples out itself."
         )
-
-    class OfSamples(kind):
-        def dataset(self, split: Split) -> Any:
-            if split not in ("train", "val"):
-                return super().dataset(split)
-            return part(super().dataset("train"), split)
-
-    class OfLoaders(kind):
-        def train_dataloader(self) -> Any:
-            return loader(super().train_dataloader(), "train")
-
-        def val_dataloader(self) -> Any:
-            return loader(super().train_dataloader(), "val")
-
-    def loader(given: Any, split: str) -> DataLoader[Any]:
-        drawn = getattr(given, "sampler", None)
-        usual = isinstance(drawn, RandomSampler | SequentialSampler)
-        if type(given) is not DataLoader or given.batch_size is None or not usual:
-            by = f" with a {type(drawn).__name__}" if type(given) is DataLoader else ""
-            raise refused(f"trains on a {type(given).__name__}{by}")
-        training = split == "train"
-        return DataLoader(
-            part(given.dataset, split), batch_size=given.batch_size, collate_fn=given.collate_fn,
-            shuffle=training and isinstance(drawn, RandomSampler), num_workers=given.num_workers,
-            drop_last=training and given.drop_last, worker_init_fn=given.worker_init_fn,
-            persistent_workers=given.persistent_workers,
-        )  # fmt: skip
-
-    folded = OfSamples if isinstance(data, DataModule) else OfLoaders
-    folded.__name__, folded.__qualname__ = name, kind.__qualname__
-    folded.__module__ = kind.__module__
-    data.__class__ = folded
+    parts = split_indices(len(dataset), val_fraction=0, test_fraction=0, fold=number, folds=folds)
+    return Part(cast(Any, dataset), parts[split].tolist())

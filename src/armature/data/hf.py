@@ -55,7 +55,7 @@ class HFData(LabeledData):
         data_files: Any = None,
         data_dir: str | None = None,
         splits: dict[str, str | None] | None = None,
-        inputs: str | Sequence[str] = "inputs",
+        inputs: str | list[str] = "inputs",
         targets: str = "targets",
         streaming: bool = False,
         classes: bool = True,
@@ -63,10 +63,10 @@ class HFData(LabeledData):
     ) -> None:
         super().__init__()
         self.path, self.texts_are_classes, self.image_mode = path, classes, image_mode
-        self.streaming, self.source = streaming, {"name": name, "data_dir": data_dir}
-        self.source["data_files"] = _plain(data_files)
-        self.splits = dict(splits or {"train": "train", "val": "validation", "test": "test"})
-        self.inputs = inputs if isinstance(inputs, str) else [str(each) for each in inputs]
+        self.streaming = streaming
+        self.source = {"name": name, "data_dir": data_dir, "data_files": data_files}
+        self.splits = splits or {"train": "train", "val": "validation", "test": "test"}
+        self.inputs = inputs
         self.targets = targets
         if not self.inputs:
             raise ConfigError(
@@ -75,10 +75,6 @@ class HFData(LabeledData):
         # rows by split, since a name on the hub is looked up at each load
         self._loaded: dict[str, Any] = {}
         self._mode = image_mode  # that all images are read in
-        if image_mode not in (None, *pixels.MODES):
-            raise ConfigError(
-                f"data.image_mode={image_mode}: type {', '.join(pixels.MODES)} or null."
-            )
 
     @override
     def dataset(self, split: Split) -> Any:
@@ -329,10 +325,3 @@ def _vector(row: dict[str, Any], columns: Sequence[str]) -> torch.Tensor:
 
 def _is_text(rows: Any, column: str) -> bool:
     return getattr((rows.features or {}).get(column), "dtype", None) in ("string", "large_string")
-
-
-def _plain(files: Any) -> Any:
-    """Return data_files without the classes of the configuration."""
-    if hasattr(files, "items"):
-        return {key: _plain(value) for key, value in files.items()}
-    return files if files is None or isinstance(files, str) else list(files)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import Counter
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,7 +15,7 @@ import torch
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from armature.data import extras, sources
+from armature.data import extras, pixels, sources
 from armature.data.base import Batch, Split
 from armature.data.columns import split_indices
 from armature.data.labels import LabeledData, ordered
@@ -70,7 +69,7 @@ class ImageFiles(Dataset[Batch]):
             raise ConfigError(
                 f"data.path: {path} cannot be read as an image ({error}). Remove it."
             ) from error
-        image = _rgb(upright, path).convert("RGB")
+        image = pixels.converted(upright, "RGB", where=f"data.path: {path}")
         side = round(self.size * (1 + self.margin))
         scale = side / min(image.size)
         width, height = (max(side, round(length * scale)) for length in image.size)
@@ -78,9 +77,9 @@ class ImageFiles(Dataset[Batch]):
         image = image.resize((width, height), Image.Resampling.BILINEAR).crop(
             (left, top, left + side, top + side)
         )
-        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
+        values = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
         targets = {} if target is None else {"targets": torch.tensor(target)}
-        return {"inputs": (pixels - self.mean) / self.std, **targets}
+        return {"inputs": (values - self.mean) / self.std, **targets}
 
     def describe(self, index: int) -> dict[str, str]:
         """Return what a row of predictions says of the sample."""
@@ -140,8 +139,8 @@ class ImageFolderData(LabeledData):
         super().__init__()
         self.path, self.size, self.flip, self.margin = Path(path).expanduser(), size, flip, margin
         self.mean, self.std = (
-            list(mean or (0.485, 0.456, 0.406)),
-            list(std or (0.229, 0.224, 0.225)),
+            mean or [0.485, 0.456, 0.406],
+            std or [0.229, 0.224, 0.225],
         )
         self.held_out: Any = {"val_fraction": val_fraction, "test_fraction": test_fraction}
         self.held_out |= {"fold": fold, "folds": folds}
@@ -175,7 +174,7 @@ class ImageFolderData(LabeledData):
     @cached_property
     def _files(self) -> dict[str, list[tuple[Path, int | None]]]:
         """The images of each split, with their classes."""
-        left_out = Counter[str]()
+        left_out: list[Path] = []
         found: dict[str, list[tuple[Path, int | None]]] = {"train": [], "val": [], "test": []}
         folders = self._split_folders()
         for split, folder in (folders or {"train": self.path}).items():
@@ -184,7 +183,7 @@ class ImageFolderData(LabeledData):
             for name, number in sorted(zip(names, numbers, strict=True), key=lambda pair: pair[1]):
                 found[split] += [(file, number) for file in _images(folder / name, left_out)]
             loose = (each for each in folder.iterdir() if each.is_file() and each.name[0] != ".")
-            left_out.update(_kind(each.name) for each in loose)
+            left_out += loose  # in no class folder
         if not folders or self.held_out["folds"]:
             every, test = found["train"] + found["val"], found["test"]
             held_out = self.held_out | ({"val_fraction": 0, "test_fraction": 0} if folders else {})
@@ -192,10 +191,13 @@ class ImageFolderData(LabeledData):
             found = {split: [every[i] for i in parts[split].tolist()] for split in found}
             found["test"] += test
         log.info(
-            "data.path=%s: %s images. Left out: %s.",
+            "data.path=%s: %s images.%s",
             self.path,
             ", ".join(f"{split} {len(files):,}" for split, files in found.items()),
-            ", ".join(f"{n:,} {kind}" for kind, n in left_out.items()) or "no files",
+            f" {len(left_out):,} files are no images in class folders and left out, such as "
+            f"{min(left_out)}."
+            if left_out
+            else "",
         )
         return found
 
@@ -245,16 +247,9 @@ def _folders(folder: Path) -> list[str]:
     return ordered(p.name for p in folder.iterdir() if p.is_dir() and p.name[0] != ".")
 
 
-def _kind(name: str) -> str:
-    suffix = os.path.splitext(name)[1].lower()
-    if suffix in SUFFIXES:
-        return "images in no class folder"
-    return f"files ending in {suffix}" if suffix else "files without an ending"
-
-
-def _images(root: Path, left_out: Counter[str] | None = None) -> list[Path]:
-    """Return the files with an image's suffix below a folder, except hidden ones, and count the
-    others in `left_out`.
+def _images(root: Path, left_out: list[Path] | None = None) -> list[Path]:
+    """Return the files with an image's suffix below a folder, except hidden ones, and add the
+    others to `left_out`.
 
     Links are followed, but to no folder that holds the root, nor to one a second time: they would
     never end. Raises ConfigError for a link to what is not there.
@@ -275,22 +270,5 @@ def _images(root: Path, left_out: Counter[str] | None = None) -> list[Path]:
             elif not path.exists():
                 raise ConfigError(f"data.path: {path} is a link to what is not there. Remove it.")
             elif left_out is not None:
-                left_out[_kind(path.name)] += 1
+                left_out.append(path)
     return sorted(found)
-
-
-def _rgb(image: Any, path: Path) -> Any:
-    """Return the image with three channels of 8 bits.
-
-    Pillow would clip grey values of more bits.
-    """
-    from PIL import Image
-
-    if image.mode.startswith("I;16"):
-        return Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
-    if image.mode in ("I", "F"):
-        raise ConfigError(
-            f"data.path: {path} has pixels of 32 bits (Pillow's mode {image.mode}), whose range is "
-            "not known. Convert it to 8 bits."
-        )
-    return image

@@ -1,20 +1,20 @@
-"""Texts and their classes, from CSV, JSONL or Parquet files."""
+"""Texts and their classes, from CSV, JSON lines or Parquet files."""
 
 from __future__ import annotations
 
 import logging
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from armature.data import columns, sources, tokenizer
+from armature.data import tokenizer
 from armature.data.base import Batch, Split
-from armature.data.labels import LabeledData, name_of, ordered
+from armature.data.table import ColumnData
 from armature.errors import ConfigError
 from armature.finetune.folder import TOKENIZER
 from armature.models.loss import IGNORED
@@ -67,18 +67,17 @@ class Texts(Dataset[Batch]):
         return {"text": self.texts[index]}
 
 
-class LabeledTextData(LabeledData):
+class LabeledTextData(ColumnData):
     """Token ids (B, T), padded with -100, and classes (B,), which are the labels in the order of
     `labels.ordered`.
 
     Each text is tokenized with the special tokens that its tokenizer adds, and cut to `context`
-    tokens. All texts are held in memory. Predictions are of all rows, and need no labels.
+    tokens.
 
     Args:
-        path: a file, folder, pattern or list of .csv (with a header), .jsonl, .jsonl.gz or .parquet
-            files.
+        path, target: as of `ColumnData`.
         tokenizer: a folder that holds tokenizer.json.
-        text, target: the columns, or fields, with the text and its label.
+        text: the column, or field, with the text.
         context: the most tokens of a text.
         multiple: T is the length of the batch's longest text, rounded up to a multiple of this.
         val_fraction, test_fraction: shares of the rows, drawn at random, always the same.
@@ -86,7 +85,6 @@ class LabeledTextData(LabeledData):
     """
 
     model_sizes: ClassVar[dict[str, str]] = {"context": "context"}  # read before launch
-    predict_split = "predict"
 
     def __init__(
         self,
@@ -102,102 +100,48 @@ class LabeledTextData(LabeledData):
         fold: int | None = None,
         folds: int | None = None,
     ) -> None:
-        super().__init__()
-        if found := [
-            f"data.{key}={value}: must be a whole number of at least 1."
-            for key, value in (("context", context), ("multiple", multiple))
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1
-        ]:
-            raise ConfigError(found)
-        self.path = path if isinstance(path, str) else list(path)
-        self.tokenizer_folder, self.text, self.target = tokenizer, text, target
+        super().__init__(
+            path, target, texts=[text], classes=True, val_fraction=val_fraction,
+            test_fraction=test_fraction, fold=fold, folds=folds,
+        )  # fmt: skip
+        self.tokenizer_folder, self.text = tokenizer, text
         self.context, self.multiple = context, multiple
-        self.held_out: Any = {"val_fraction": val_fraction, "test_fraction": test_fraction}
-        self.held_out |= {"fold": fold, "folds": folds}
 
     @override
     def dataset(self, split: Split) -> Texts:
-        texts, _, labels = self._columns
-        indices = columns.split_indices(len(texts), **self.held_out)[split].tolist()
-        targets = None
-        if split != "predict" or (None not in labels and self.knows(self._labels())):
-            where = f"data.path={self.path}, column {self.target},"
-            targets = np.array(self.numbers(self._labels(), where=where), np.int64)[indices]
+        indices, targets = self.rows(split)
+        texts, ids = self._encoded
         return Texts(
-            [texts[i] for i in indices],
-            [self._ids[i] for i in indices],
-            targets,
+            [texts[i] for i in indices.tolist()],
+            [ids[i] for i in indices.tolist()],
+            None if targets is None else targets.numpy(),
             context=self.context,
             multiple=self.multiple,
         )
 
-    @override
-    def names(self) -> dict[str, list[str]]:
-        return {"classes": ordered(self._labels())}
-
-    def _labels(self) -> list[str]:
-        _, places, labels = self._columns
-        if None in labels:
-            raise ConfigError(
-                f"{places[labels.index(None)]}: column {self.target!r} is missing, empty, or names "
-                "no class. Type data.target=…, fill it in, or remove the row."
-            )
-        return [str(label) for label in labels]
-
     @cached_property
-    def _columns(self) -> tuple[list[str], list[str], list[str | None]]:
-        """The texts, where each is (for messages), and its class, or None."""
-        files = sources.find(self.path)
-        if all(file.path.name.removesuffix(".gz").endswith(".jsonl") for file in files):
-            rows = [row for file in files for row in sources.json_lines(file)]
-        else:
-            table = columns.read(self.path, texts=[self.text, self.target])
-            where = f"data.path={self.path}, data row"
-            rows = [(f"{where} {i}", row) for i, row in enumerate(table.to_pylist(), start=1)]
-        for where, row in rows:
-            text = row.get(self.text) if isinstance(row, dict) else None
-            if not isinstance(text, str) or not text.strip():
-                raise ConfigError(
-                    f"{where}: {sources.shown(row)} has no text in column {self.text!r}. Type "
-                    "data.text=…, fill it in, or remove the row."
-                )
-        if not rows:
-            raise ConfigError(f"data.path={self.path}: the files have no rows.")
-        found: list[Any] = [row for _, row in rows]
-        labels = [name_of(row.get(self.target)) for row in found]
-        return [row[self.text] for row in found], [where for where, _ in rows], labels
-
-    @cached_property
-    def _ids(self) -> list[np.ndarray]:
-        texts, places, _ = self._columns
-        folder = Path(self.tokenizer_folder)
-        file = folder / TOKENIZER
+    def _encoded(self) -> tuple[list[str], list[np.ndarray]]:
+        """The texts and their tokens. Raises ConfigError for one that has none."""
+        texts = self._column(self.text, "text").to_pylist()
+        file = Path(self.tokenizer_folder) / TOKENIZER
         if not file.is_file():
             raise ConfigError(
-                f"data.tokenizer={folder}: there is no {TOKENIZER} in it. Name the folder of the "
-                "model, which must "
-                "have one (transformers' save_pretrained of a fast tokenizer writes it)."
+                f"data.tokenizer={file.parent}: there is no {TOKENIZER} in it. Name the folder of "
+                "the model, which must have one (transformers' save_pretrained of a fast tokenizer "
+                "writes it)."
             )
         encoder = tokenizer.read(file)
+        encoder.enable_truncation(self.context)  # keeps the special tokens at the end
+        # so that a text that is missing, empty or no text is found below
+        clean = [text if isinstance(text, str) and text.strip() else "" for text in texts]
         with tokenizer.all_cores():
-            ids = [np.array(each.ids, np.int32) for each in encoder.encode_batch(texts)]
-            longest, cut = (
-                max(map(len, ids)),
-                [i for i, n in enumerate(map(len, ids)) if n > self.context],
-            )
-            encoder.enable_truncation(self.context)  # keeps the special tokens at the end
-            for i, each in zip(cut, encoder.encode_batch([texts[i] for i in cut]), strict=True):
-                ids[i] = np.array(each.ids, np.int32)
-        if (empty := next((i for i, own in enumerate(ids) if not len(own)), None)) is not None:
-            raise ConfigError(
-                f"{places[empty]}: the text has no tokens. Fill it in, or remove the row."
-            )
-        if cut:
-            log.info(
-                "data.context=%d cuts %d of %d texts, of up to %d tokens.",
-                self.context,
-                len(cut),
-                len(ids),
-                longest,
-            )
-        return ids
+            encoded = encoder.encode_batch(clean)
+        for row, (text, each) in enumerate(zip(clean, encoded, strict=True), start=1):
+            if not text or not each.ids:
+                raise ConfigError(
+                    f"data.path={self.path}, data row {row}: there is no text in column "
+                    f"{self.text!r}. Type data.text=…, fill it in, or remove the row."
+                )
+        if cut := sum(bool(each.overflowing) for each in encoded):
+            log.info("data.context=%d cuts %d of %d texts.", self.context, cut, len(texts))
+        return texts, [np.array(each.ids, np.int32) for each in encoded]

@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from armature.data.samples import BeginWorker, Samples, collated
-from armature.errors import ConfigError
 
 # hooks that see a batch off the device
 BEFORE_DEVICE = ("on_before_batch_transfer", "transfer_batch_to_device")
@@ -52,27 +51,10 @@ class FedLoader(DataLoader[Any]):
             vars(reader).update(_iterator=None, persistent_workers=False)
         vars(self)["reading"] = True
         try:
-            batches = self._checked(reader)
+            batches = iter(reader)
             yield from batches if self.device is None else _ahead(batches, self.device)
         finally:
             vars(self)["reading"] = busy
-
-    def _checked(self, reader: DataLoader[Any]) -> Iterator[Any]:
-        """Yield the batches. A class of users may change them, if each stays one of the sampler."""
-        asked: Any = reader.batch_sampler
-        drawn, number = [0], 0
-        for number, batch in enumerate(reader, 1):
-            drawn = asked.drawn if number == 1 else drawn  # another reader may have begun since
-            if number > drawn[0]:
-                break
-            yield batch
-        if number != drawn[0]:
-            raise ConfigError(
-                f"data: the loader {type(self).__name__} makes {number} batches where its "
-                f"batch_sampler names {drawn[0]}, so no resume could repeat them. Let its __iter__ "
-                "yield one for each of super().__iter__(), or return a torch DataLoader: what "
-                "changes a batch can be its collate_fn."
-            )
 
     @override
     def __len__(self) -> int:
@@ -84,25 +66,6 @@ class FedLoader(DataLoader[Any]):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Do nothing."""
-
-
-class _Asked:
-    """Counts the batches that a loader has asked a sampler for.
-
-    Attributes:
-        drawn: the count of the newest iterator.
-    """
-
-    def __init__(self, sampler: Any) -> None:
-        self._sampler, self.drawn = sampler, [0]
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def __iter__(self) -> Iterator[Any]:
-        self.drawn = drawn = [0]
-        for drawn[0], keys in enumerate(self._sampler, 1):
-            yield keys
 
 
 def fed(
@@ -133,7 +96,7 @@ def fed(
     # torch lets none of these be set by name once a loader is made
     vars(reader).update(
         dataset=samples,
-        batch_sampler=_Asked(sampler),
+        batch_sampler=sampler,
         batch_size=sampler.batch_size,
         collate_fn=collated,
         num_workers=num_workers,

@@ -22,26 +22,30 @@ def mode_of(image: Any) -> str:
     return "L" if image.mode in ("1", "L", "LA", "La") else "RGB"
 
 
+def converted(image: Any, mode: str, *, where: str) -> Any:
+    """Return the image in a mode. Raises ConfigError for pixels of more than 8 bits, which Pillow
+    would clip.
+    """
+    said = f"{where} has Pillow's mode {image.mode}"
+    if image.mode.startswith(("I", "F")):
+        raise ConfigError(
+            f"{said}, whose pixels have more than 8 bits. Convert the images to 8 bits."
+        )
+    try:
+        return image.convert(mode)
+    except ValueError as error:  # a mode that Pillow does not convert, such as LAB
+        raise ConfigError(f"{said} ({error}). Convert it to RGB.") from error
+
+
 def read(image: Any, mode: str, *, typed: bool, where: str) -> NDArray[np.uint8]:
     """Return pixels (C, H, W) in a mode, which the user may have typed.
 
-    Raises ConfigError for pixels of more than 8 bits, and for an image that shows more than a mode
-    that is not typed.
+    Raises ConfigError for an image that shows more than a mode that is not typed.
     """
-    if image.mode.startswith(("I", "F")):
-        raise ConfigError(
-            f"{where} has Pillow's mode {image.mode}, whose pixels have more than 8 bits. "
-            "Convert the images to 8 bits."
-        )
+    pixels = np.array(converted(image, mode, where=where))
     if not typed and MODES.index(mode_of(image)) > MODES.index(mode):
         raise ConfigError(
             f"{where} has Pillow's mode {image.mode}, which shows more than {mode}, the mode of "
             "the first image. Type data.image_mode=RGB for all (RGBA: with transparency; L: grey)."
         )
-    try:
-        pixels = np.array(image.convert(mode))
-    except ValueError as error:  # a mode that Pillow does not convert, such as LAB
-        raise ConfigError(
-            f"{where} has Pillow's mode {image.mode} ({error}). Convert it to RGB."
-        ) from error
     return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1).copy()

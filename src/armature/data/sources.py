@@ -140,25 +140,6 @@ def _nothing_found(typed: str, pattern: Path) -> str:
     return f"data.path={typed}: {there.absolute()} has no {'/'.join(missing)}. {hint}"
 
 
-def check_heads(files: list[SourceFile]) -> None:
-    """Check the first bytes of each file.
-
-    Raises ConfigError with the names of the files that are not text.
-    """
-    problems = []
-    for file in files:
-        with _open(file) as stream:
-            head = stream.read(4096)
-        try:
-            _decode(file, head[: _whole_characters(head)] if len(head) == 4096 else head, 0)
-        except ConfigError as error:
-            problems += error.problems
-    if len(problems) > 10:
-        problems = [*problems[:10], f"… and {len(problems) - 10} more files that are not text."]
-    if problems:
-        raise ConfigError(problems)
-
-
 def pieces(file: SourceFile, *, field: str, piece_bytes: int = PIECE_BYTES) -> Iterator[Piece]:
     """Yield the text of a file: pieces of a plain file, cut at line ends if there are any, or the
     records of JSONL.

@@ -1,4 +1,4 @@
-"""Rows of CSV or Parquet files: numbers to learn from, and a column to predict."""
+"""Rows of CSV, JSON lines or Parquet files: numbers to learn from, and a column to predict."""
 
 from __future__ import annotations
 
@@ -41,24 +41,92 @@ class Rows(Dataset[dict[str, Tensor]]):
         return {"inputs": self.inputs[indices], **targets}
 
 
-class TableData(LabeledData):
-    """Rows of numbers (B, F), and classes (B,) int64 or numbers (B,) float32.
+class ColumnData(LabeledData):
+    """Base class of rows of files, of which a column holds the targets. All are held in memory.
 
-    All rows are held in memory.
-
-    Predictions need no target column.
+    Predictions are of all rows, and need no targets.
 
     Args:
-        path: a file, folder, pattern or list of .csv files (with a header) or .parquet files.
+        path: a file, folder, pattern or list of .csv (with a header), .jsonl, .jsonl.gz or .parquet
+            files.
         target: the column to predict.
-        features: the columns to learn from; None: all others.
+        texts: other columns, which stay texts as they are typed.
         classes: the target is a class: its values are numbered from 0 (`labels.ordered`). False:
             it is a number.
+        held_out: arguments of `columns.split_indices`.
+    """
+
+    predict_split = "predict"
+
+    def __init__(
+        self,
+        path: str | list[str],
+        target: str,
+        *,
+        texts: list[str],
+        classes: bool,
+        **held_out: Any,
+    ) -> None:
+        super().__init__()
+        self.path = path
+        self.target, self.classes_are_targets, self.held_out = target, classes, held_out
+        self._texts = [*texts, target] if classes else texts
+
+    def rows(self, split: Split) -> tuple[Tensor, Tensor | None]:
+        """Return the indices of a split's rows, and their targets, if they are known."""
+        column = self._table[self.target] if self.target in self._table.column_names else None
+        if split == "predict" and (
+            column is None
+            or column.null_count
+            or (self.classes_are_targets and not self.knows(self._labels[0]))
+        ):
+            return torch.arange(self._table.num_rows), None
+        targets = self._targets()
+        indices = torch.from_numpy(columns.split_indices(len(targets), **self.held_out)[split])
+        return indices, targets[indices]
+
+    @override
+    def names(self) -> dict[str, list[str]]:
+        return {"classes": ordered(self._labels[0])} if self.classes_are_targets else {}
+
+    @cached_property
+    def _table(self) -> Any:
+        return columns.read(self.path, texts=self._texts)
+
+    @cached_property
+    def _labels(self) -> tuple[list[str], Any]:
+        """The classes of the target column, and the index of each row's."""
+        return columns.classes(self._column(self.target, "target"), name=self.target)
+
+    def _targets(self) -> Tensor:
+        """Return classes, as the trained model numbers them, or numbers. Raises ConfigError."""
+        if not self.classes_are_targets:
+            column = self._column(self.target, "target")
+            return torch.from_numpy(columns.numbers(column, name=self.target))
+        names, indices = self._labels
+        where = f"data.path={self.path}, column {self.target},"
+        return torch.tensor(self.numbers(names, where=where))[torch.from_numpy(indices)]
+
+    def _column(self, name: str, key: str) -> Any:
+        there = self._table.column_names
+        if name not in there:
+            spaced = [repr(each) if each != each.strip() else each for each in there]
+            raise ConfigError(
+                f"data.path={self.path} has no column {name}. Its columns: {', '.join(spaced)}. "
+                f"Type data.{key}=…, or name the columns in the file so."
+            )
+        return self._table[name]
+
+
+class TableData(ColumnData):
+    """Rows of numbers (B, F), and classes (B,) int64 or numbers (B,) float32.
+
+    Args:
+        path, target, classes: as of `ColumnData`.
+        features: the columns to learn from; None: all others.
         val_fraction, test_fraction: shares of the rows, drawn at random, always the same.
         fold, folds: hold out this one of so many parts of the other samples, not val_fraction.
     """
-
-    predict_split = "predict"  # all rows
 
     def __init__(
         self,
@@ -72,50 +140,28 @@ class TableData(LabeledData):
         fold: int | None = None,
         folds: int | None = None,
     ) -> None:
-        super().__init__()
-        self.path = path if isinstance(path, str) else list(path)
-        self.target, self.features = target, None if features is None else list(features)
-        self.classes_are_targets = classes
-        self.held_out: Any = {"val_fraction": val_fraction, "test_fraction": test_fraction}
-        self.held_out |= {"fold": fold, "folds": folds}
+        super().__init__(
+            path, target, texts=[], classes=classes, val_fraction=val_fraction,
+            test_fraction=test_fraction, fold=fold, folds=folds,
+        )  # fmt: skip
+        self.features = features
 
     @override
     def dataset(self, split: Split) -> Rows:
-        column = self._table[self.target] if self.target in self._table.column_names else None
-        if split == "predict" and (column is None or column.null_count):
-            return Rows(self._inputs, None)
-        targets = self._targets()
-        indices = torch.from_numpy(columns.split_indices(len(targets), **self.held_out)[split])
-        return Rows(self._inputs[indices], targets[indices])
+        indices, targets = self.rows(split)
+        return Rows(self._inputs[indices], targets)
 
     @override
     def names(self) -> dict[str, list[str]]:
         _ = self._inputs
-        own = {"features": self._features}
-        return {**own, "classes": ordered(self._labels[0])} if self.classes_are_targets else own
-
-    @cached_property
-    def _table(self) -> Any:
-        return columns.read(self.path, texts=[self.target] if self.classes_are_targets else [])
+        return {"features": self._features, **super().names()}
 
     @cached_property
     def _inputs(self) -> Tensor:
-        found = [columns.numbers(self._column(name), name=name) for name in self._features]
+        found = [
+            columns.numbers(self._column(name, "features"), name=name) for name in self._features
+        ]
         return torch.from_numpy(np.stack(found, axis=1))
-
-    @cached_property
-    def _labels(self) -> tuple[list[str], Any]:
-        """The classes of the target column, and the index of each row's."""
-        return columns.classes(self._column(self.target), name=self.target)
-
-    def _targets(self) -> Tensor:
-        """Return classes, as the trained model numbers them, or numbers. Raises ConfigError."""
-        if not self.classes_are_targets:
-            column = self._column(self.target)
-            return torch.from_numpy(columns.numbers(column, name=self.target))
-        names, indices = self._labels
-        where = f"data.path={self.path}, column {self.target},"
-        return torch.tensor(self.numbers(names, where=where))[torch.from_numpy(indices)]
 
     @cached_property
     def _features(self) -> list[str]:
@@ -129,7 +175,7 @@ class TableData(LabeledData):
         if known or typed:
             features = known or typed or []
         else:  # all columns but the target
-            self._column(self.target)
+            self._column(self.target, "target")
             others = [name for name in self._table.column_names if name != self.target]
             features = [name for name in others if not _ROW_NUMBERS.fullmatch(name)]
             if features != others:
@@ -143,14 +189,3 @@ class TableData(LabeledData):
                 f"{self.target}; null: all others. Columns: {', '.join(self._table.column_names)}."
             )
         return features
-
-    def _column(self, name: str) -> Any:
-        there = self._table.column_names
-        if name not in there:
-            key = "target" if name == self.target else "features"
-            spaced = [repr(each) if each != each.strip() else each for each in there]
-            raise ConfigError(
-                f"data.path={self.path} has no column {name}. Its columns: {', '.join(spaced)}. "
-                f"Type data.{key}=…, or name the columns in the file so."
-            )
-        return self._table[name]

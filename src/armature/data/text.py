@@ -123,17 +123,6 @@ class TextData(TokenData):
         statistics = self.source.header["splits"][split]
         return statistics["bytes"] / (statistics["tokens"] - 1)
 
-    def baselines(self) -> list[str]:
-        """Return baselines to compare the model's metrics with, one line each."""
-        bits = {
-            split: self.source.header["splits"][split]["zlib_bits_per_byte"]
-            for split in ("val", "test")
-        }
-        return [
-            f"{split}: zlib level 9 needs {b:.3f} bits per byte for the same files"
-            for split, b in bits.items()
-        ]
-
 
 class Windows(Dataset[Batch]):
     """Sample i predicts tokens [i·T + 1, (i + 1)·T + 1) from the T = `context` tokens one place

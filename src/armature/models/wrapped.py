@@ -62,30 +62,6 @@ class WrappedModel(nn.Module):
                 setattr(module, name, before.to(now.device))
         return self
 
-    def disable_dropout(self) -> bool:
-        """Let the model compute in training what it does in evaluation, adapters apart.
-
-        Return whether it had dropout.
-
-        Some models have a rate in place of a module.
-        """
-        found = False
-        for module in self.inner.modules():
-            if any(is_adapter(name) for name, _ in module.named_parameters(recurse=False)):
-                continue
-            # some read the rate from there
-            for holder in filter(None, (module, getattr(module, "config", None))):
-                for key, value in list(vars(holder).items()):
-                    is_rate = (
-                        "dropout" in key
-                        or "pdrop" in key
-                        or (key == "p" and isinstance(holder, nn.Dropout))
-                    )
-                    if is_rate and isinstance(value, float) and value > 0:
-                        setattr(holder, key, 0.0)
-                        found = True
-        return found
-
     def match(self, saved: Mapping[str, Any]) -> Match:
         """Return how the folder fits the model; `saved` are its tensors, each with its `shape`."""
         raise NotImplementedError

@@ -8,7 +8,6 @@ as AdamW's.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -19,8 +18,6 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from armature.optim.groups import transferred_rates
-
-log = logging.getLogger(__name__)
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
@@ -83,15 +80,6 @@ class Muon(Optimizer):
                         "parameter "
                         f"{tuple(param.shape)}"
                     )
-        others = [p for group in self.param_groups if not group["hidden"] for p in group["params"]]
-        if stacks := [tuple(p.shape) for p in others if p.ndim == 3 and p.shape[0] > 1]:
-            log.warning(
-                "Muon leaves %d three-dimensional parameters to AdamW, such as one of %s. If they "
-                "are stacks of "
-                "matrices inside the model's blocks, set `stacked = True` on the class of the "
-                "module that holds them.",
-                len(stacks), stacks[0],
-            )  # fmt: skip
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]

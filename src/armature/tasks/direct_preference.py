@@ -4,13 +4,8 @@ the rejected one.
 
 from __future__ import annotations
 
-import inspect
-import logging
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -21,18 +16,13 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from armature.errors import ConfigError
-from armature.finetune.lora import Lora, without_adapters
+from armature.finetune.lora import Lora, LoraLinear, without_adapters
 from armature.models.loss import IGNORED, token_losses
-from armature.models.wrapped import WrappedModel
 from armature.tasks.base import Batch, inputs_and_targets, mean_metric
 from armature.tasks.language_modeling import LanguageModeling
-from armature.training.progress import feed_of
 from armature.training.step_log import StepLog
-from armature.training.stop import StopOnSignal
 from armature.training.timings import Window
-from armature.validation.preferences import decided_reference
-
-log = logging.getLogger(__name__)
+from armature.validation.preferences import reference_problem
 
 
 class DirectPreference(LanguageModeling):
@@ -40,8 +30,8 @@ class DirectPreference(LanguageModeling):
 
     The loss is -log sigmoid(m), where m is the reward of the chosen answer less that of the
     rejected one, and an answer's reward is beta × (its log-probability - its log-probability under
-    the reference, the model before training). It is a mean over pairs, so it begins at ln 2 =
-    0.6931 in any layout.
+    the reference, which is the model without its adapters, in one more forward pass of each step).
+    It is a mean over pairs, so it begins at ln 2 = 0.6931 in any layout.
 
     Logs, per pair: loss, `reward_accuracy` (share of pairs with m > 0), `reward_margin` (m), both
     rewards, and the
@@ -56,10 +46,6 @@ class DirectPreference(LanguageModeling):
         label_smoothing: the share of pairs whose order is taken to be wrong (conservative DPO);
             with sigmoid only.
         length_normalized: rewards are divided by the number of tokens of the answer.
-        reference: how the reference's log-probabilities are known: "adapters_off" computes them in
-            each step, with the model without its adapters; "cached" once, before training, and
-            keeps them with the run. "auto" is adapters_off if adapters are all that is trained,
-            otherwise cached.
     """
 
     reads = "pairs"  # read from the source before launch
@@ -91,7 +77,6 @@ class DirectPreference(LanguageModeling):
         loss: str = "sigmoid",
         label_smoothing: float = 0.0,
         length_normalized: bool = False,
-        reference: str = "auto",
         preview_prompt: str = "",
         preview_tokens: int = 0,
         preview_temperature: float = 0.6,
@@ -107,23 +92,26 @@ class DirectPreference(LanguageModeling):
         )
         self.beta, self.loss, self.label_smoothing = beta, loss, label_smoothing
         self.length_normalized = length_normalized
-        train = None if adapter is None else adapter.train
-        self.reference = decided_reference(reference, adapter=adapter, train=train)
+        if found := reference_problem(adapter is not None, adapter.train if adapter else None):
+            raise ConfigError(found)
         self._sums: list[Tensor] = []  # of this step's micro-batches: the columns' means
 
-    @property
-    def start_note(self) -> str:
-        """What the line at the start of a run says of the reference."""
-        return {
-            "adapters_off": "reference: the model without its adapters, in each step",
-            "cached": "reference: log-probabilities that were computed once, before training",
-        }[self.reference]
+    start_note = "reference: the model without its adapters, in each step"
 
     @override
     def configure_model(self) -> None:
         super().configure_model()
-        if isinstance(self.model, WrappedModel) and self.model.disable_dropout():
-            log.info("The model's dropout, of its config.json, is off: the reference has none.")
+        self.train()
+
+    @override
+    def train(self, mode: bool = True) -> Self:
+        """Let the model compute in training what it does in evaluation, as its reference does: only
+        its adapters have dropout.
+        """
+        super().train(mode)
+        for module in self.model.modules() if self.model is not None else ():
+            module.training = mode and isinstance(module, LoraLinear)
+        return self
 
     # ------------------------------------------------------------ the loss
     def log_probabilities(self, batch: Batch) -> Tensor:
@@ -135,10 +123,7 @@ class DirectPreference(LanguageModeling):
                 f"inputs are {tuple(inputs.shape)}, not (pairs, 2, tokens). Type data=preference."
             )
         inputs, targets = inputs.flatten(0, 1), targets.flatten(0, 1)
-        if "per_token" in inspect.signature(type(self.model).forward).parameters:
-            losses = self.model(inputs, targets, per_token=True)
-        else:
-            losses = token_losses(self.model(inputs), targets)
+        losses = token_losses(self.model(inputs), targets)
         return -losses.sum(dim=-1).view(-1, 2)
 
     def compare(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -166,20 +151,9 @@ class DirectPreference(LanguageModeling):
 
     def reference_of(self, batch: Batch) -> Tensor:
         """Return each answer's log-probability (B, 2) under the reference."""
-        if self.reference == "adapters_off":
-            assert self.model is not None
-            with torch.no_grad(), without_adapters(self.model), evaluating(self.model):
-                return self.log_probabilities(batch)
-        if "reference" not in batch:
-            raise ConfigError(
-                "The reference's log-probabilities of these pairs are not known: "
-                "task.reference=cached computed those "
-                "of the run's own pairs. Name these (if reference.npz is gone, resume once, which "
-                "writes it again), "
-                "or train with task.reference=adapters_off."
-            )
-        found = batch["reference"]
-        return found if found.is_floating_point() else found.view(torch.float32)
+        assert self.model is not None
+        with torch.no_grad(), without_adapters(self.model):
+            return self.log_probabilities(batch)
 
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -238,95 +212,15 @@ class DirectPreference(LanguageModeling):
     def on_train_epoch_start(self) -> None:
         self._sums = []  # an epoch may have been left within a step
 
-    # ------------------------------------------------------------ the reference, before training
     @override
     def on_train_start(self) -> None:
         callbacks = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         step_log = next((each for each in callbacks if isinstance(each, StepLog)), None)
         if step_log is not None and self not in step_log.monitors:
             step_log.monitors.append(self)
-        if self.reference == "cached":
-            self._compute_reference()
-        elif getattr(self.trainer.strategy, "initial_weights", None) is not None:
+        if getattr(self.trainer.strategy, "initial_weights", None) is not None:
             raise ConfigError(
                 "The run begins with the weights of a checkpoint, whose adapters may be trained: "
-                "without them, the "
-                "model is not the one that training begins with. Type task.reference=cached."
+                "without them, the model is not the one that training begins with. Export that run "
+                "with scripts/convert.py, and name the folder in model.pretrained."
             )
-        if step_log is not None:
-            step_log.restart_clock()
-
-    @torch.no_grad()
-    def _compute_reference(self) -> None:
-        """Compute the log-probabilities of all pairs with the weights that training begins with,
-        unless it resumes.
-        """
-        assert self.model is not None
-        data: Any = self.trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
-        if not hasattr(data, "set_reference"):
-            raise ConfigError(
-                f"task.reference=cached: {type(data).__name__} cannot keep the reference's "
-                "log-probabilities. Type "
-                "data=preference, or train adapters with task.reference=adapters_off."
-            )
-        if data.reference is not None:
-            return
-        feed = feed_of(self.trainer)
-        if feed.samples_seen:
-            raise ConfigError(
-                "task.reference=cached, but the checkpoint has no log-probabilities of the "
-                "reference, and its weights "
-                "are trained already. Type task.reference=adapters_off, as the run began, or "
-                "resume=never."
-            )
-        sizes, started, found = data.splits(), time.monotonic(), {}
-        rank, ranks = feed.rank_and_ranks()
-        micro = feed.batches.micro_batch_size
-        if self.trainer.is_global_zero:
-            # trainer.limit_train_batches takes other pairs in each epoch
-            log.info("Computing the reference of all %s pairs, once.", f"{sum(sizes.values()):,}")
-        callbacks = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        stop = next((each for each in callbacks if isinstance(each, StopOnSignal)), None)
-        for split, size in sizes.items():
-            indices, values = [], []
-            with evaluating(self.model):
-                for some, batch in data.share(split, size=micro, rank=rank, ranks=ranks):
-                    batch = self.trainer.strategy.batch_to_device(batch)
-                    columns: Any = self.trainer.strategy.predict_step(batch, 0)
-                    if [*columns] != ["chosen_logp", "rejected_logp"]:
-                        raise ConfigError(
-                            f"task.reference=cached: predict_step of {type(self).__name__} returns "
-                            f"{[*columns]}, not "
-                            "chosen_logp and rejected_logp. Type task.reference=adapters_off."
-                        )
-                    values.append(torch.stack([*columns.values()], dim=1).float())
-                    indices += some
-                    if stop is not None:
-                        stop.step_ended(self.trainer)  # hours may pass here
-            of_ranks: Any = self.all_gather(
-                {"at": torch.tensor(indices, device=self.device), "is": torch.cat(values)}
-            )
-            found[split] = torch.empty(size, 2, dtype=torch.float32)
-            found[split][of_ranks["at"].flatten().cpu()] = of_ranks["is"].reshape(-1, 2).cpu()
-        data.set_reference(found)
-        if self.trainer.is_global_zero:
-            data.write_reference(Path(self.trainer.default_root_dir))
-            seconds = time.monotonic() - started
-            log.info(
-                "Computed the reference of %s pairs in %.0f s.", f"{sum(sizes.values()):,}", seconds
-            )
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Let all of a model's modules be in evaluation mode, as without dropout, and then in the mode
-    of each before.
-    """
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,8 +17,6 @@ from armature.errors import ConfigError
 from armature.finetune.lora import Lora
 from armature.models.decoder.generation import complete
 from armature.tasks.base import Batch, Task, inputs_and_targets
-
-log = logging.getLogger(__name__)
 
 
 class LanguageModeling(Task):
@@ -47,7 +44,6 @@ class LanguageModeling(Task):
         super().__init__(model, optimizer=optimizer, scheduler=scheduler, adapter=adapter)
         self.preview_prompt, self.preview_tokens = preview_prompt, preview_tokens
         self.preview_temperature = preview_temperature
-        self._named_limits: set[str] = set()
 
     @override
     def loss_of(self, batch: Batch) -> Tensor:
@@ -73,29 +69,8 @@ class LanguageModeling(Task):
             getattr(self.trainer, "datamodule", None), "bytes_per_token", None
         )
         if bytes_per_token is not None:
-            self._name_limit(split)
             metrics["bits_per_byte"] = loss / math.log(2) / bytes_per_token(split)
         return metrics
-
-    def _name_limit(self, split: str) -> None:
-        """Log once if only a part of a split is measured: the bytes per token are those of the
-        whole split.
-        """
-        key = f"limit_{split}_batches"
-        limit = getattr(self.trainer, key, None)
-        if (
-            limit is None
-            or (isinstance(limit, float) and limit == 1.0)
-            or key in self._named_limits
-        ):
-            return
-        self._named_limits.add(key)
-        if self.trainer.is_global_zero:
-            log.info(
-                "trainer.%s=%s: %s/bits_per_byte is approximate, since the bytes per token are "
-                "those of all batches.",
-                key, limit, split,
-            )  # fmt: skip
 
     @override
     def preview(self) -> str | None:

@@ -126,10 +126,7 @@ def finish(
     run.display.show_metrics(metrics)
     checkpoint = last_checkpoint(run.cfg)
     saved = "no checkpoint was saved" if checkpoint is None else f"checkpoint {checkpoint}"
-    # not a user's attribute of that name
-    baselines = getattr(type(run.feed.assets), "baselines", None)
-    lines = baselines(run.feed.assets) if baselines else []
-    lines.append(f"{reason} at step {summary['global_step']} after {seconds:.0f} s; {saved}")
+    lines = [f"{reason} at step {summary['global_step']} after {seconds:.0f} s; {saved}"]
     if run.guard.skipped:
         lines.append(f"{run.guard.skipped} steps skipped (trainer.on_nan=skip); see {FILE}")
     if preview:

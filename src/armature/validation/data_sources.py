@@ -42,7 +42,7 @@ def problems(cfg: DictConfig, *, prepare: bool) -> list[str]:
 
 
 def _open(node: DictConfig, *, prepare: bool) -> None:
-    source = instantiate(node)
+    source = instantiate(node, _convert_="all")
     if prepare:
         source.prepare()
     elif hasattr(source, "check"):

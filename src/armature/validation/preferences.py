@@ -36,32 +36,26 @@ def problems(cfg: Mapping[str, Any]) -> list[str]:
             'conversations. (A task of yours that reads pairs says so: reads = "pairs".)'
         ]
     ours = task["_target_"] == "armature.tasks.direct_preference.DirectPreference"
-    return [*_settings(task), *_worker_problems(task, data)] if ours else []
+    return [*_settings(task)] if ours else []
 
 
-def decided_reference(reference: str, *, adapter: Any, train: Any) -> str:
-    """Return how the reference is known: what "auto" means, or `reference` itself.
+def reference_problem(has_adapter: bool, train: Any) -> str | None:
+    """Return why the model without its adapters is not the reference, or None.
 
     Args:
-        adapter: `task.adapter`, or what was built of it; None: all weights are trained.
         train: `task.adapter.train`, which changes the model without its adapters, too.
     """
-    if reference != "auto":
-        return reference
-    return "adapters_off" if adapter is not None and not train else "cached"
-
-
-def _worker_problems(task: Mapping[str, Any], data: Mapping[str, Any]) -> list[str]:
-    adapter = task.get("adapter")
-    train = None if adapter is None else adapter.get("train")
-    decided = decided_reference(task.get("reference", "auto"), adapter=adapter, train=train)
-    if decided != "cached" or not data.get("num_workers"):
-        return []
-    return [
-        f"data.num_workers={data['num_workers']}: workers would begin without the reference's "
-        "log-probabilities "
-        "(task.reference=cached). Type data.num_workers=0: tokens come from memory-mapped files."
-    ]
+    if not has_adapter:
+        return (
+            "task.adapter=null: preferences are learned by adapters, since the reference is the "
+            "model without them. Leave task.adapter=null out."
+        )
+    if train:
+        return (
+            f"task.adapter.train={train} changes the model without its adapters, too, which is the "
+            "reference. Type task.adapter.train=null."
+        )
+    return None
 
 
 def _settings(task: Mapping[str, Any]) -> Iterator[str]:
@@ -76,10 +70,5 @@ def _settings(task: Mapping[str, Any]) -> Iterator[str]:
             f"task.adapter.quantize={quantize}: preferences have not been compared on weights of 4 "
             "bits. Type task.adapter.quantize=null."
         )
-    if task.get("reference") == "adapters_off" and not adapter:
-        yield "task.reference=adapters_off, but task.adapter=null. Type task.reference=cached."
-    elif task.get("reference") == "adapters_off" and adapter.get("train"):
-        yield (
-            f"task.reference=adapters_off, but task.adapter.train={adapter['train']} changes the "
-            "model without its adapters, too. Type task.reference=cached."
-        )
+    if problem := reference_problem(bool(adapter), adapter.get("train")):
+        yield problem

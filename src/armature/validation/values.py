@@ -180,6 +180,7 @@ class OfSource:
     tokenizer_bytes: Count
     val_fraction: DataFraction
     test_fraction: DataFraction
+    too_long: Literal["cut", "drop"]
 
 
 # names that most optimizers share; torch's would refuse the values in the rank
@@ -229,7 +230,6 @@ class OfPreference:
     beta: Positive
     loss: Literal["sigmoid", "ipo"]
     label_smoothing: Annotated[Number, Field(ge=0, lt=0.5)]
-    reference: Literal["auto", "adapters_off", "cached"]
 
 
 class OfEMA:

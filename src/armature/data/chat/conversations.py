@@ -14,7 +14,6 @@ from armature.errors import ConfigError
 
 T = TypeVar("T")
 _SHOWN = 10  # different problems in one message
-_LINES = 1_000  # with a problem, after which no more are read
 _EITHER = '"…", or [{"role": "user", "content": "…"}]'
 _CALL = '{"type": "function", "function": {"name": "…", "arguments": {}}}'
 FORM = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
@@ -27,21 +26,22 @@ class Conversation:
     Attributes:
         where: its file and line, for messages.
         learned: indices of assistant messages.
+        prompt: the number of messages that decide the split; None: all.
     """
 
     where: str
     messages: list[Message]
     tools: list[Any] | None
     learned: tuple[int, ...]
+    prompt: int | None = None
 
     @property
     def place(self) -> float:
-        """A number in [0, 1) that depends on the content alone: equal conversations are never in
-        two splits.
+        """A number in [0, 1) that depends on the content alone: equal conversations, and all pairs
+        of a prompt, are never in two splits.
         """
-        return sources.hash_place(
-            json.dumps([self.messages, self.tools], sort_keys=True, ensure_ascii=False)
-        )
+        decides = [self.messages[: self.prompt], self.tools]
+        return sources.hash_place(json.dumps(decides, sort_keys=True, ensure_ascii=False))
 
 
 def read(files: list[SourceFile], parse: Callable[..., T]) -> Iterator[T]:
@@ -51,7 +51,6 @@ def read(files: list[SourceFile], parse: Callable[..., T]) -> Iterator[T]:
     and at most ten.
     """
     found: dict[str, list[str]] = {}  # where it is, by what is wrong
-    lines = 0
     for file in files:
         for where, record in sources.json_lines(file):
             try:
@@ -59,8 +58,7 @@ def read(files: list[SourceFile], parse: Callable[..., T]) -> Iterator[T]:
             except ConfigError as error:
                 for problem in error.problems:
                     found.setdefault(problem.removeprefix(where), []).append(where)
-                lines += 1
-                if len(found) >= _SHOWN or lines == _LINES:
+                if len(found) >= _SHOWN:
                     raise ConfigError([*_counted(found), "There may be more such lines."]) from None
                 continue
             if not found:
@@ -77,60 +75,68 @@ def _counted(found: dict[str, list[str]]) -> list[str]:
     ]
 
 
-def parse(record: object, *, where: str) -> Conversation:
+def parse(record: object, *, where: str) -> tuple[Conversation]:
     """Return the conversation of one record. Raises ConfigError.
 
     A record has `messages`, or `prompt` and `completion`, each a text or a list of messages; of
     these only the completion is learned. `tools` go to the chat template. An assistant message with
     `"weight": 0` is not learned.
     """
-    if not isinstance(record, dict):
-        raise ConfigError(f"{where}: {sources.shown(record)} is no object. Write {FORM}.")
-    if "messages" in record:
+    if "messages" in (record := checked(record, FORM, where=where)):
         read, first = messages(record["messages"], "messages", where=where), 0
     elif "prompt" in record and "completion" in record:
         prompt = messages(record["prompt"], "prompt", where=where, role="user")
         read = prompt + messages(record["completion"], "completion", where=where, role="assistant")
         first = len(prompt)
     else:
-        there = ", ".join(map(str, sorted(record))) or "nothing"
         raise ConfigError(
-            f"{where}: neither messages, nor prompt and completion (there: {there}). Write {FORM}."
+            f"{where}: neither messages, nor prompt and completion (there: {there(record)}). Write "
+            f"{FORM}."
         )
-    learned = learned_of(read, first)
-    if not learned:
-        unlearned = any(message["role"] == "assistant" for message in read[first:])
-        found = (
-            "all messages of the role assistant have weight 0"
-            if unlearned
-            else "no message of the role assistant"
-        )
-        raise ConfigError(f"{where}: {found}, so there is nothing to learn. Remove the line.")
-    return Conversation(where, read, tools(record, where=where), learned)
+    return (made(record, read, first, where=where),)
 
 
-def learned_of(read: list[Message], first: int) -> tuple[int, ...]:
-    """Return the indices from `first` on of assistant messages that are learned, and remove all
-    messages' weights.
+def checked(record: object, form: str, *, where: str) -> dict[str, Any]:
+    """Return a record that is an object. Raises ConfigError."""
+    if not isinstance(record, dict):
+        raise ConfigError(f"{where}: {sources.shown(record)} is no object. Write {form}.")
+    return record
+
+
+def there(record: dict[str, Any]) -> str:
+    """Return the keys of a record, for messages."""
+    return ", ".join(map(str, sorted(record))) or "nothing"
+
+
+def made(
+    record: dict[str, Any],
+    read: list[Message],
+    first: int,
+    *,
+    where: str,
+    prompt: int | None = None,
+) -> Conversation:
+    """Return the conversation of a record's messages, of which those from `first` on are learned.
+
+    Raises ConfigError.
     """
-    learned = tuple(
-        i for i, message in enumerate(read)
-        if i >= first and message["role"] == "assistant" and message.get("weight", 1)
-    )  # fmt: skip
-    for message in read:
-        message.pop("weight", None)
-    return learned
-
-
-def tools(record: dict[str, Any], *, where: str) -> list[Any] | None:
-    """Return a record's tools. Raises ConfigError."""
-    found = record.get("tools")
-    if found is not None and not isinstance(found, list):
+    answers = [i for i in range(first, len(read)) if read[i]["role"] == "assistant"]
+    learned = tuple(i for i in answers if read[i].get("weight", 1))
+    if not learned:
+        found = "all messages of the role assistant have weight 0"
         raise ConfigError(
-            f"{where}: tools must be a list. Got {sources.shown(found)}. Write a list of JSON "
+            f"{where}: {found if answers else 'no message of the role assistant'}, so there is "
+            "nothing to learn. Remove the line."
+        )
+    tools = record.get("tools")
+    if tools is not None and not isinstance(tools, list):
+        raise ConfigError(
+            f"{where}: tools must be a list. Got {sources.shown(tools)}. Write a list of JSON "
             "schemas."
         )
-    return found or None
+    # what is learned is known now: no template asks for weights
+    read = [{k: v for k, v in message.items() if k != "weight"} for message in read]
+    return Conversation(where, read, tools or None, learned, prompt)
 
 
 def messages(value: object, key: str, *, where: str, role: str | None = None) -> list[Message]:

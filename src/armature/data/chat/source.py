@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 SPLITS = ("train", "val", "test")
 _VERSION = 4  # layout of the cache, and what a template is given of a message
 _TOGETHER = 1024  # conversations that are encoded in one call
+LEFT_OUT = "too long, without an answer within the context, or pairs of equal answers"
 
 
 class Conversations:
@@ -67,10 +68,14 @@ class Conversations:
     """
 
     kind: ClassVar[str] = "chat"  # begins the name of the cache's folder
+    unit = "rows"
+    # makes of a line so many conversations, which are kept or left out together
+    parse: Callable[..., tuple[Conversation, ...]] = staticmethod(conversations.parse)
+    sides = 1
 
     def __init__(
         self,
-        path: str | Sequence[str],
+        path: str | list[str],
         *,
         tokenizer: str | None,
         context: int,
@@ -83,7 +88,7 @@ class Conversations:
         test_fraction: float = 0.0,
         cache_dir: str | None = None,
     ) -> None:
-        self.path = path if isinstance(path, str) else list(path)
+        self.path = path
         self.tokenizer_path, self.template_path, self.template_arguments = (
             tokenizer,
             template,
@@ -103,20 +108,11 @@ class Conversations:
 
     def check(self) -> list[SourceFile]:
         """Return the files: the part of `prepare` that takes no time. Raises ConfigError."""
-        problems = []
-        if self.too_long not in ("cut", "drop"):
-            problems.append(f"data.source.too_long={self.too_long}: type cut or drop.")
-        if self.context < 2:
-            problems.append(f"data.context={self.context}: a row needs at least 2 tokens.")
-        fractions = (self.val_fraction, self.test_fraction)
-        if min(fractions) < 0 or sum(fractions) > 0.9:
-            problems.append(
-                f"data.source.val_fraction={self.val_fraction} and "
-                f"test_fraction={self.test_fraction}: each must be 0 "
-                "or more, and together at most 0.9."
+        if self.val_fraction + self.test_fraction > 0.9:
+            raise ConfigError(
+                f"data.source.val_fraction={self.val_fraction} and test_fraction="
+                f"{self.test_fraction}: together they must be at most 0.9."
             )
-        if problems:
-            raise ConfigError(problems)
         _ = self.template
         if self.template_path in BUILT_IN and (problem := self._end_problem()):
             raise ConfigError(problem)
@@ -279,7 +275,12 @@ class Conversations:
             split: writer.pack(self._rows_of(writer.lengths)) for split, writer in writers.items()
         }
         if not statistics["train"]["conversations"]:
-            raise ConfigError(self._nothing_left(statistics["train"]))
+            raise ConfigError(
+                f"data.path={self.path}: of {statistics['train']['read']:,} lines none is left for "
+                f"training, since they are {LEFT_OUT}. Type a longer data.context than "
+                f"{self.context} (data.source.too_long={self.too_long}), a lower "
+                f"data.source.val_fraction, or name other files."
+            )
         largest = max(writer.largest for writer in writers.values())
         return {
             "version": _VERSION,
@@ -289,17 +290,27 @@ class Conversations:
         }
 
     def _write(self, files: list[SourceFile], writers: dict[str, Writer]) -> None:
-        for encoded in self._encoded(conversations.read(files, conversations.parse)):
-            writer = writers[self._split(encoded.conversation)]
+        read = (each for line in conversations.read(files, self.parse) for each in line)
+        encoded = self._encoded(read)
+        for sides in zip(*[encoded] * self.sides, strict=True):  # of one iterator: those of a line
+            place = sides[0].conversation.place
+            writer = writers[sources.split_of(place, self.val_fraction, self.test_fraction)]
             writer.counts["read"] += 1
             # of n tokens, n - 1 are inputs, which predict the tokens after them
-            cut = len(encoded.ids) - 1 > self.context
-            kept = encoded.up_to(self.context + 1)
-            if (cut and self.too_long == "drop") or not kept.has_targets:
+            cut = any(len(side.ids) - 1 > self.context for side in sides)
+            kept = [side.up_to(self.context + 1) for side in sides]
+            first, last = kept[0], kept[-1]
+            same = first.ids == last.ids and np.array_equal(first.learned, last.learned)
+            if (
+                (cut and self.too_long == "drop")
+                or (same and self.sides > 1)
+                or not all(side.has_targets for side in kept)
+            ):
                 writer.counts["dropped"] += 1
-            else:
-                writer.counts["cut"] += cut
-                writer.add(kept)
+                continue
+            writer.counts["cut"] += cut
+            for side in kept:
+                writer.add(side)
 
     def _rows_of(self, lengths: list[int]) -> list[list[int]]:
         """Return the conversations of each row, given their numbers of inputs."""
@@ -309,9 +320,6 @@ class Conversations:
             else [[i] for i in range(len(lengths))]
         )
 
-    def _split(self, conversation: Conversation) -> str:
-        return sources.split_of(conversation.place, self.val_fraction, self.test_fraction)
-
     def _encoded(self, read: Iterable[Conversation]) -> Iterator[Encoded]:
         with tokens.all_cores():
             read = iter(read)
@@ -319,27 +327,13 @@ class Conversations:
                 yield from encode(some, self.template, self.tokenizer)
 
     def _described(self, counts: dict[str, Any]) -> str:
-        filled = counts["tokens"] / max(counts["rows"] * self.context, 1)
+        places = max(counts["rows"] * self.sides * self.context, 1)
+        words = {"cut": "cut to the context", "dropped": f"left out: {LEFT_OUT}"}
         return (
-            f"{counts['conversations']:,} conversations in {counts['rows']:,} rows of "
-            f"{self.context:,} tokens, {filled:.0%} filled; "
+            f"{counts['conversations']:,} conversations in {counts['rows']:,} {self.unit} of "
+            f"{self.context:,} tokens, {counts['tokens'] / places:.0%} filled; "
             f"{counts['targets'] / max(counts['tokens'], 1):.0%} of the tokens are the assistant's."
-            + left_out(counts, "too long, or without an answer within the context")
-        )
-
-    def _nothing_left(self, counts: dict[str, Any]) -> str:
-        if not counts["read"]:
-            return (
-                f"data.path={self.path}: no conversation is left for training. Name more of them, "
-                "or lower "
-                f"data.source.val_fraction={self.val_fraction}."
-            )
-        return (
-            f"data.context={self.context}: of the {counts['read']:,} conversations nothing that "
-            "the assistant wrote is "
-            f"left: they are longer (data.source.too_long={self.too_long}), or its answers are "
-            "empty. Type a longer "
-            "data.context."
+            + "".join(f" {counts[key]:,} {each}." for key, each in words.items() if counts[key])
         )
 
 
@@ -433,9 +427,3 @@ class Writer:
             name: self.counts[name] for name in ("read", "cut", "dropped", "tokens", "targets")
         }
         return {"conversations": len(self._starts) - 1, "rows": len(rows), **counts}
-
-
-def left_out(counts: dict[str, Any], why: str) -> str:
-    """Return what is said of the conversations that were cut or left out, if any were."""
-    words = {"cut": "cut to the context", "dropped": f"left out: {why}"}
-    return "".join(f" {counts[key]:,} {each}." for key, each in words.items() if counts[key])

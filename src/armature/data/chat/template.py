@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
@@ -47,11 +47,8 @@ _ENDS = ("</s>", "<eos>", "<|end_of_text|>", tokens.END_OF_TEXT)
 # what rendering passes itself
 _RENDERED = {"messages", "tools", "documents", "add_generation_prompt"}
 _END_OF_TURN = r"<[^<>\s]{1,40}>"
-_QUESTION = [{"role": "user", "content": "a"}]
-# of a message, not asked for by every template: the role is what it is, and a result's call is the
-# one in its place
-_PASSIVE = {"role", "tool_call_id"}
-
+_QUESTION, _ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+_UNCHECKED = {"role", "tool_call_id"}  # of a message: a result's call is the one in its place
 Message = dict[str, Any]
 Span = tuple[int, int]
 
@@ -65,54 +62,9 @@ class NotRenderable(ValueError):
 
 
 class UnreadKey(NotRenderable):
-    """A message holds what the template does not read, so that it would be lost."""
+    """A message holds what the template does not write, so that it would be lost."""
 
     remedy = "Rename the key to one that it reads, remove it, or name another data.source.template"
-
-
-class _Watched(dict[str, Any]):
-    """A message that adds the keys a template asks it for to `_asked`."""
-
-    __slots__ = ("_asked",)
-
-    def __init__(self, message: Message, asked: set[str]) -> None:
-        super().__init__(message)
-        self._asked = asked
-
-    def __getitem__(self, key: str) -> Any:
-        self._asked.add(key)
-        return super().__getitem__(key)
-
-    def __contains__(self, key: object) -> bool:
-        self._asked.add(str(key))
-        return super().__contains__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self._asked.add(key)
-        return super().get(key, default)
-
-    def _asked_for_all(self) -> None:
-        self._asked.update(super().keys())
-
-    def __iter__(self) -> Iterator[str]:
-        self._asked_for_all()
-        return super().__iter__()
-
-    def keys(self) -> Any:
-        self._asked_for_all()
-        return super().keys()
-
-    def values(self) -> Any:
-        self._asked_for_all()
-        return super().values()
-
-    def items(self) -> Any:
-        self._asked_for_all()
-        return super().items()
-
-    def copy(self) -> Message:
-        self._asked_for_all()
-        return super().copy()
 
 
 @dataclass(frozen=True)
@@ -121,6 +73,8 @@ class ChatTemplate:
 
     source: str
     special: Mapping[str, str] = field(default_factory=dict)
+    # whether the template writes a key of a message of a role
+    _written: dict[tuple[str, str], bool] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
@@ -145,20 +99,11 @@ class ChatTemplate:
         return re.sub(f"[{_BEGIN}{_END}]", "", self._render(messages, tools, add_generation_prompt))
 
     def _render(
-        self,
-        messages: Sequence[Message],
-        tools: list[Any] | None,
-        prompt: bool = False,
-        *,
-        asked: Mapping[str, set[str]] | None = None,
+        self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool = False
     ) -> str:
-        """As `render`, and add the keys that the template asks messages for to their role's."""
-        given = [_with_thoughts(message) for message in messages]
-        if asked is not None:
-            given = [_Watched(message, asked[message["role"]]) for message in given]
         try:
             return self._compiled.render(
-                messages=given,
+                messages=[_with_thoughts(message) for message in messages],
                 tools=tools,
                 documents=None,
                 add_generation_prompt=prompt,
@@ -179,81 +124,51 @@ class ChatTemplate:
         to write.
 
         These are what the template makes of the message, and the mark of the turn's end after it:
-        the model must learn to stop. They are found by rendering the conversation once more with a
-        mark in place of each message, so the template need not tell; where it changes messages, by
-        one mark at a time, by the text before and after the turn, or by the template's own {%
-        generation %} tags. Raises NotRenderable.
+        the model must learn to stop. They stand in the template's own {% generation %} tags, or are
+        found by rendering the conversation once more per message, with a mark in its place. Raises
+        NotRenderable.
         """
-        asked: dict[str, set[str]] = {message["role"]: set() for message in messages}
-        marked = self._render(messages, tools, asked=asked)
-        _check_read(messages, asked)
-        if tools and self._ignores_tools(messages, marked):
-            raise NotRenderable("the chat template does not write the tools")
+        marked = self._render(messages, tools)
+        self._check_written(messages, tools)
         text = re.sub(f"[{_BEGIN}{_END}]", "", marked)
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        spans = self._by_marks(text, messages, turns, tools)
-        if spans is None:
-            spans = {i: self._alone(text, messages, i, tools) for i in turns}
-        if None in spans.values() and marked != text:
-            spans = (
-                dict(zip(turns, _tagged(marked), strict=False))
-                if len(_tagged(marked)) == len(turns)
-                else spans
-            )
-        if lost := [i + 1 for i, span in spans.items() if span is None]:
-            raise NotRenderable(
-                f"the chat template does not let message {lost[0]} be found in its text"
-            )
-        found = {i: span for i, span in spans.items() if span is not None}
-        for i, (start, end) in found.items():
-            for call in messages[i].get("tool_calls") or []:
-                function = call.get("function", call) if isinstance(call, dict) else {}
-                if str(function.get("name", "")) not in text[start:end]:
-                    raise NotRenderable(
-                        f"the chat template does not write the tool call of message {i + 1}"
-                    )
+        if len(tagged := _tagged(marked)) == len(turns):
+            return text, dict(zip(turns, tagged, strict=True))
+        found = {i: self._span(text, messages, i, tools) for i in turns}
         return text, {i: self._with_end(text, span) for i, span in found.items()}
 
-    def _ignores_tools(self, messages: Sequence[Message], written: str) -> bool:
-        try:
-            return self._render(messages, None) == written
-        except NotRenderable:
-            return False
+    def _check_written(self, messages: Sequence[Message], tools: list[Any] | None) -> None:
+        """Raise NotRenderable for a key that the template writes for no message of its role."""
+        if tools and not self._writes("user", "tools", tools):
+            raise NotRenderable("the chat template does not write the tools")
+        for number, message in enumerate(messages, start=1):
+            for key, value in message.items():
+                empty = key in _UNCHECKED or value in (None, "", [], {})
+                if not empty and not self._writes(message["role"], key, value):
+                    raise UnreadKey(
+                        f"the chat template does not read {key}={shown(value)} of message {number} "
+                        f"({message['role']})"
+                    )
 
-    def _by_marks(
-        self, text: str, messages: Sequence[Message], turns: list[int], tools: list[Any] | None
-    ) -> dict[int, Span | None] | None:
-        """Return the spans of all turns if the template writes each message as it is, or
-        stripped.
-        """
-        if any(messages[i].get(key) for i in turns for key in _ALSO_WRITTEN):
-            return None
-        marks = {i: f"{_MARK}{i}{_MARK}" for i in turns}
-        hidden = [
-            {**message, "content": marks.get(i, message["content"])}
-            for i, message in enumerate(messages)
-        ]
-        try:
-            shadow = self.render(hidden, tools=tools)
-        except NotRenderable:
-            return None
-        if any(shadow.count(mark) != 1 for mark in marks.values()):
-            return None
-        written = {i: messages[i]["content"] for i in turns}
-        for contents in (written, {i: content.strip() for i, content in written.items()}):
-            spans: dict[int, Span | None] = {}
-            made, rest = "", shadow
-            for i in turns:
-                before, _, rest = rest.partition(marks[i])
-                made += before + contents[i]
-                spans[i] = (len(made) - len(contents[i]), len(made))
-            if made + rest == text:
-                return spans
-        return None
+    def _writes(self, role: str, key: str, value: Any) -> bool:
+        """Return whether the text of a short conversation shows a key."""
+        if role == "tool":  # which no short conversation begins with
+            return True
+        if (role, key) not in self._written:
+            texts = []
+            for given in ({}, {key: value}):
+                tools = given.pop("tools", None)
+                message = {"role": role, "content": _MARK, **given}
+                begin = [_QUESTION] if role == "assistant" else []
+                end = {"assistant": [], "user": [_ANSWER]}.get(role, [_QUESTION, _ANSWER])
+                with suppress(NotRenderable):
+                    texts.append(self._render([*begin, message, *end], tools))
+            self._written[role, key] = len(texts) < 2 or texts[0] != texts[1]
+        return self._written[role, key]
 
-    def _alone(
+    def _span(
         self, text: str, messages: Sequence[Message], index: int, tools: list[Any] | None
-    ) -> Span | None:
+    ) -> Span:
         """Return the span of one turn, by a mark in its place or by the text before and after the
         turn.
         """
@@ -266,24 +181,19 @@ class ChatTemplate:
             # a template may put a space before words, and none before a call
             if not text.startswith(before):
                 before = before.rstrip()
-            room = len(text) - len(before) - len(after)
-            if (
-                mark
-                and room >= 0
-                and _MARK not in after
-                and text.startswith(before)
-                and text.endswith(after)
-            ):
+            fits = len(before) + len(after) <= len(text) and _MARK not in after
+            if mark and fits and text.startswith(before) and text.endswith(after):
                 return len(before), len(text) - len(after)
-        with suppress(NotRenderable):
+        with suppress(NotRenderable):  # where it changes the message
             start = self.render(messages[:index], tools=tools, add_generation_prompt=True)
             end = self.render(messages[: index + 1], tools=tools)
             if text.startswith(end) and end.startswith(start):
                 closed = re.search(rf"({self._ends.pattern})\s*$", end)
-                return len(start), closed.start() if closed and closed.start() >= len(
-                    start
-                ) else len(end)
-        return None
+                closes = closed is not None and closed.start() >= len(start)
+                return len(start), closed.start() if closed and closes else len(end)
+        raise NotRenderable(
+            f"the chat template does not let message {index + 1} be found in its text"
+        )
 
     @cached_property
     def _ends(self) -> re.Pattern[str]:
@@ -298,26 +208,16 @@ class ChatTemplate:
         return span[0], closed.end() if closed else span[1]
 
     @cached_property
-    def _short(self) -> tuple[str, Span] | None:
-        """The text of the shortest conversation, and its answer's span.
-
-        None: the template cannot write it.
-        """
-        try:
-            text, spans = self.assistant_spans([*_QUESTION, {"role": "assistant", "content": "b"}])
-        except NotRenderable:
-            return None
-        return text, spans[1]
-
-    @cached_property
     def end_of_turn(self) -> str | None:
         """What the template writes after an assistant's message for the model to stop at.
 
         None: nothing is found.
         """
-        if self._short is None:
+        try:
+            text, spans = self.assistant_spans([_QUESTION, _ANSWER])
+        except NotRenderable:
             return None
-        text, (start, end) = self._short
+        start, end = spans[1]
         # thoughts have marks of their own
         closed = re.search(rf"({self._ends.pattern})\s*$", text[start:end])
         return closed.group(1) if closed else None
@@ -349,28 +249,6 @@ def _with_thoughts(message: Message) -> Message:
         "reasoning_content": thoughts,
         "thinking": thoughts if thinking is None else thinking,
     }
-
-
-def _check_read(messages: Sequence[Message], asked: Mapping[str, set[str]]) -> None:
-    """Raise UnreadKey for a message with a key that the template asks no message of its role for.
-
-    What is written of an assistant's content and calls is compared with the text instead.
-    """
-    for number, message in enumerate(messages, start=1):
-        role = message["role"]
-        read = asked[role] | _PASSIVE
-        if read & {*_THOUGHTS}:
-            read |= {*_THOUGHTS}  # it gets them under each of these names
-        if role == "assistant":
-            read |= {"content", "tool_calls"}
-        if role == "tool":
-            read |= {"name"}  # of the call in its place
-        for key, value in message.items():
-            if key not in read and value not in (None, "", [], {}):
-                raise UnreadKey(
-                    f"the chat template does not read {key}={shown(value)} of message {number} "
-                    f"({role})"
-                )
 
 
 def _to_json(
@@ -464,24 +342,14 @@ def _defaults(source: str, arguments: Mapping[str, Any], *, passed: Iterable[str
     if unused := [name for name in arguments if name not in used]:
         there = ", ".join(sorted(used - {*environment.globals})) or "nothing"
         raise ConfigError(
-            f"data.source.template_arguments={dict(arguments)}: the chat template does not ask for "
+            f"data.source.template_arguments={arguments}: the chat template does not ask for "
             f"{', '.join(unused)} "
             f"(it asks for: {there}). Leave it out."
         )
     return "".join(
-        f"{{% if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}\n"
+        f"{{% if {name} is not defined %}}{{% set {name} = {value!r} %}}{{% endif %}}\n"
         for name, value in arguments.items()
     )
-
-
-def _literal(value: Any) -> str:
-    """Return a value as Jinja2 writes it."""
-    if isinstance(value, Mapping):
-        items = (f"{_literal(str(key))}: {_literal(each)}" for key, each in value.items())
-        return f"{{{', '.join(items)}}}"
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return f"[{', '.join(map(_literal, value))}]"
-    return repr(value)
 
 
 def load_tokenizer(file: Path) -> Tokenizer:

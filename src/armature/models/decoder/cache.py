@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 
@@ -29,14 +28,11 @@ class KeyValueCache:
         self.layers: dict[str, tuple[Tensor, ...]] = {}  # keys and values (B, G, C, K)
         # each position's document number, if attention stays within documents
         self.documents_BS: Tensor | None = None
-        # the position in the first place of a layer's room, 0 without a window
-        self._first: dict[str, int] = {}
         self._rotary_C2K: Tensor | None = None
 
     def clear(self) -> None:
         """Forget all positions, and keep the room."""
         self.length, self.documents_BS = 0, None
-        self._first.clear()
 
     def rotary(self, table: Callable[[], Tensor]) -> Tensor:
         """Return the rows of the rotary table from the next position on.
@@ -57,33 +53,15 @@ class KeyValueCache:
     def extend(
         self, name: str, k_BGTK: Tensor, v_BGTK: Tensor, *, window: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Append one layer's new keys and values, and return all that the new positions see.
-
-        With a window there is room for about two windows. When it is full, what is still in reach
-        moves to its front.
-        """
+        """Append one layer's new keys and values, and return all that the new positions see."""
         batch, groups, new, head_dim = k_BGTK.shape
-        kept, first = self.layers.get(name), self._first.get(name, 0)
-        oldest = 0 if window is None else max(0, self.length - window + 1)
-        end = self.length - first + new
-        if kept is None or end > kept[0].shape[2]:
+        if name not in self.layers:
             assert self._rotary_C2K is not None
-            reach = 0 if kept is None else self.length - oldest
-            positions = self.positions or self._rotary_C2K.shape[0]
-            places = positions if window is None else min(positions, max(2 * window, reach + new))
-            shape = batch, groups, places, head_dim
-            room = tuple(
-                torch.empty(shape, dtype=v_BGTK.dtype, device=v_BGTK.device) for _ in range(2)
-            )
-            if kept is not None:
-                for to, old in zip(room, kept, strict=True):
-                    to[:, :, :reach] = old[:, :, oldest - first : self.length - first]
-                first = self._first[name] = oldest
-            kept, end = room, self.length - first + new
-            self.layers[name] = kept
+            shape = batch, groups, self.positions or self._rotary_C2K.shape[0], head_dim
+            self.layers[name] = (v_BGTK.new_empty(shape), v_BGTK.new_empty(shape))
+        oldest = 0 if window is None else max(0, self.length - window + 1)
+        kept = self.layers[name]
         for all_BGCK, new_BGTK in zip(kept, (k_BGTK, v_BGTK), strict=True):
-            all_BGCK.narrow(2, end - new, new).copy_(new_BGTK)
-        k_BGSK, v_BGSK = (
-            all_BGCK.narrow(2, oldest - first, end - oldest + first) for all_BGCK in kept
-        )
+            all_BGCK.narrow(2, self.length, new).copy_(new_BGTK)
+        k_BGSK, v_BGSK = (all_BGCK[:, :, oldest : self.length + new] for all_BGCK in kept)
         return k_BGSK, v_BGSK

@@ -1,16 +1,13 @@
 """Cross-entropy of the decoder's head, computed in chunks so that the logits of all tokens never
 exist at once.
 
-`ChunkedCrossEntropy` is the mean loss, `ChunkedTokenLosses` each target's own.
-
 Shapes: N tokens, D width, V vocabulary, R rows (tokens) of one chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -55,12 +52,10 @@ class Head(nn.Linear):
         return [key for registered in hooks for key in registered]
 
     @override
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, x: Tensor, targets: Tensor | None = None, *, per_token: bool = False
-    ) -> Tensor:
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         if targets is None:
             return F.linear(x, self.weight)
-        return chunked_loss(x, self.weight, targets, self.vocabulary, per_token=per_token)
+        return chunked_loss(x, self.weight, targets, self.vocabulary)
 
 
 def computes_loss(head: nn.Module | None) -> TypeIs[Head]:
@@ -77,23 +72,14 @@ def computes_loss(head: nn.Module | None) -> TypeIs[Head]:
 
 
 def chunked_loss(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    vocabulary: VocabularyShard | None = None,
-    *,
-    per_token: bool = False,
+    x: Tensor, weight: Tensor, targets: Tensor, vocabulary: VocabularyShard | None = None
 ) -> Tensor:
     """Return the mean loss of the logits of x (..., D) under a head's weight (V, D), without the
     logits.
-
-    With `per_token`, each target's own loss, of the targets' shape: 0 where a target does not
-    count.
     """
-    x_ND, targets_N = x.flatten(0, -2), targets.flatten()
-    if per_token:
-        return ChunkedTokenLosses.apply(x_ND, weight, targets_N, vocabulary).view(targets.shape)  # pyright: ignore[reportAttributeAccessIssue]
-    return ChunkedCrossEntropy.apply(x_ND, weight, targets_N, torch.is_grad_enabled(), vocabulary)
+    return ChunkedCrossEntropy.apply(
+        x.flatten(0, -2), weight, targets.flatten(), torch.is_grad_enabled(), vocabulary
+    )
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -124,15 +110,35 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), device=x_ND.device, dtype=torch.float32)
         share = 1 / (targets_N != IGNORED).sum(dtype=torch.float32).clamp(min=1)
         product_VD = torch.empty_like(weight_low_VD) if needs_weight else None
-        for chunk in _chunks(x_low_ND, weight_low_VD, targets_N, part):
-            total -= (chunk.log_p_R1 * chunk.keep_R1).sum()
+        softmax = _softmax if part is None else partial(_sharded_softmax, part=part)
+        device, vocabulary = x_ND.device, weight_VD.shape[0]
+        rows = max(1, CHUNK_LOGITS.get(device.type, OTHER_CHUNK_LOGITS) // vocabulary)
+        rows = min(len(x_ND), rows)
+        # all chunks share these buffers: on a CPU, newly allocated memory costs more than the
+        # softmax
+        logits_all, p_all = (
+            torch.empty(rows, vocabulary, dtype=dtype, device=device)
+            for dtype in (x_low_ND.dtype, torch.float32)
+        )
+        for start in range(0, len(x_ND), rows or 1):
+            place = slice(start, min(start + rows, len(x_ND)))
+            x_RD, target_R1 = x_low_ND[place], targets_N[place, None]
+            logits_RV = torch.mm(x_RD, weight_low_VD.T, out=logits_all[: len(x_RD)])
+            keep_R1 = (target_R1 != IGNORED).float()
+            target_R1 = target_R1.masked_fill(keep_R1 == 0, 0)
+            p_RV, log_p_R1, target_R1, hit_R1 = softmax(
+                logits_RV, target_R1, out_RV=p_all[: len(x_RD)]
+            )
+            total -= (log_p_R1 * keep_R1).sum()
             if gx_ND is None and gweight_VD is None:
                 continue
-            g_RV = chunk.gradient(chunk.keep_R1)
+            g_RV = p_RV.scatter_add_(1, target_R1, -hit_R1).mul_(keep_R1)
+            if logits_RV.dtype != torch.float32:
+                g_RV = logits_RV.copy_(g_RV)
             if gx_ND is not None:
-                torch.mm(g_RV, weight_low_VD, out=gx_ND[chunk.rows])
+                torch.mm(g_RV, weight_low_VD, out=gx_ND[place])
             if gweight_VD is not None:
-                gweight_VD += torch.mm(g_RV.T, x_low_ND[chunk.rows], out=product_VD)
+                gweight_VD += torch.mm(g_RV.T, x_RD, out=product_VD)
         # backward applies `share` together with the scaler's factor: fp16 gradients would underflow
         # before
         ctx.save_for_backward(gx_ND, gweight_VD, share)
@@ -150,92 +156,6 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             (gweight_VD * (grad * share)).to(ctx.dtypes[1]) if gweight_VD is not None else None
         )
         return gx_ND, gweight_VD, None, None, None
-
-
-class ChunkedTokenLosses(torch.autograd.Function):
-    """Each target's cross-entropy (N,), in fp32 and nats, or 0 if it is IGNORED, without the logits
-    of all tokens.
-
-    Its gradients depend on what the caller makes of the losses, so backward computes each chunk's
-    logits once more.
-    Arguments: as those of `ChunkedCrossEntropy`, without `with_gradients`.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_ND: Tensor,
-        weight_VD: Tensor,
-        targets_N: Tensor,
-        part: VocabularyShard | None = None,
-    ) -> Tensor:
-        weight_low_VD = to_compute_dtype(weight_VD)
-        x_low_ND = x_ND.to(weight_low_VD.dtype)
-        # the default may be bf16
-        losses_N = torch.empty(len(x_ND), device=x_ND.device, dtype=torch.float32)
-        for chunk in _chunks(x_low_ND, weight_low_VD, targets_N, part):
-            losses_N[chunk.rows] = -(chunk.log_p_R1 * chunk.keep_R1).squeeze(1)
-        ctx.save_for_backward(x_low_ND, weight_low_VD, targets_N)
-        ctx.part, ctx.dtypes = part, (x_ND.dtype, weight_VD.dtype)
-        return losses_N
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grad_outputs: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None]:
-        (grad_N,), (x_low_ND, weight_low_VD, targets_N) = grad_outputs, ctx.saved_tensors
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
-        gx_ND = torch.empty_like(x_low_ND) if needs_x else None
-        gweight_VD = torch.zeros_like(weight_low_VD, dtype=torch.float32) if needs_weight else None
-        for chunk in _chunks(x_low_ND, weight_low_VD, targets_N, ctx.part):
-            g_RV = chunk.gradient(chunk.keep_R1 * grad_N[chunk.rows, None])
-            if gx_ND is not None:
-                torch.mm(g_RV, weight_low_VD, out=gx_ND[chunk.rows])
-            if gweight_VD is not None:
-                gweight_VD += torch.mm(g_RV.T, x_low_ND[chunk.rows])
-        gx_ND = gx_ND.to(ctx.dtypes[0]) if gx_ND is not None else None
-        return gx_ND, gweight_VD.to(ctx.dtypes[1]) if gweight_VD is not None else None, None, None
-
-
-class _Chunk(NamedTuple):
-    """Some rows of the head's logits and what is made of them, until the next chunk overwrites
-    it.
-    """
-
-    rows: slice
-    logits_RV: Tensor
-    keep_R1: Tensor  # 1, or 0 for a target that does not count
-    p_RV: Tensor
-    log_p_R1: Tensor  # of the targets
-    target_R1: Tensor  # the targets' columns here
-    hit_R1: Tensor  # 1 for each target that is among the columns
-
-    def gradient(self, weight_R1: Tensor) -> Tensor:
-        """Return the logits' gradient of the losses' weighted sum, in the logits' type and in place
-        of p or logits.
-        """
-        g_RV = self.p_RV.scatter_add_(1, self.target_R1, -self.hit_R1).mul_(weight_R1)
-        return g_RV if self.logits_RV.dtype == torch.float32 else self.logits_RV.copy_(g_RV)
-
-
-def _chunks(
-    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, part: VocabularyShard | None
-) -> Iterator[_Chunk]:
-    device, tokens, vocabulary = x_ND.device, x_ND.shape[0], weight_VD.shape[0]
-    rows = min(tokens, max(1, CHUNK_LOGITS.get(device.type, OTHER_CHUNK_LOGITS) // vocabulary))
-    # all chunks share these buffers: on a CPU, newly allocated memory costs more than the softmax
-    logits_all, p_all = (
-        torch.empty(rows, vocabulary, dtype=d, device=device) for d in (x_ND.dtype, torch.float32)
-    )
-    softmax = _softmax if part is None else partial(_sharded_softmax, part=part)
-    for start in range(0, tokens, rows):
-        place = slice(start, min(start + rows, tokens))
-        x_RD, targets_R1 = x_ND[place], targets_N[place, None]
-        logits_RV = torch.mm(x_RD, weight_VD.T, out=logits_all[: len(x_RD)])
-        ignored_R1 = targets_R1 == IGNORED
-        found = softmax(logits_RV, targets_R1.masked_fill(ignored_R1, 0), out_RV=p_all[: len(x_RD)])
-        yield _Chunk(place, logits_RV, (~ignored_R1).float(), *found)
 
 
 def _softmax(

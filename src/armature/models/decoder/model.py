@@ -26,7 +26,7 @@ from armature.models.decoder import names, rope
 from armature.models.decoder.cache import KeyValueCache
 from armature.models.decoder.check import ffn_hidden_of, problems, windows_of
 from armature.models.decoder.loss import Head, computes_loss
-from armature.models.loss import mean_cross_entropy, token_losses
+from armature.models.loss import mean_cross_entropy
 from armature.models.plan import by_rows
 
 
@@ -282,12 +282,10 @@ class Decoder(nn.Module):
 
     def forward(
         self, inputs: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None,
-        documents: Tensor | None = None, per_token: bool = False,
+        documents: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Return logits (B, T, V) of token ids (B, T), or their loss if targets (B, T) are given.
 
-        `per_token`: in place of the mean loss, that of each target (B, T), in fp32 and 0 where a
-        target is -100.
         `documents` (B, T) numbers the documents that a row packs, in order: attention stays within
         each. A pipeline stage without an embedding takes (B, T, D); one without a head returns (B,
         T, D).
@@ -321,12 +319,10 @@ class Decoder(nn.Module):
             x_BTD = self.norm(x_BTD)
         # a tensor axis replaces it
         own_loss = getattr(self.loss, "unsharded", self.loss) is Decoder.loss
-        if targets is not None and (own_loss or per_token) and computes_loss(self.head):
+        if targets is not None and own_loss and computes_loss(self.head):
             # `self.loss` of the head's outputs, without holding all of them
-            return self.head(x_BTD, targets, per_token=per_token)
+            return self.head(x_BTD, targets)
         outputs = self.head(x_BTD) if self.head is not None else x_BTD
-        if targets is not None and per_token:
-            return token_losses(outputs, targets)
         return outputs if targets is None else self.loss(outputs, targets)
 
     @staticmethod
