@@ -117,14 +117,3 @@ def test_hooks_of_lightning_are_not_called_again():
     assert [owner for owner, _ in epoch_start.users_hooks(trainer, epoch_start.HOOK)] == [
         trainer.lightning_module
     ]
-
-
-def test_the_mode_of_each_module_is_kept():
-    module = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.Dropout()))
-    module[1].eval()
-    saved = epoch_start.in_eval(module)
-    assert saved == ["1", "1.0"]
-    module.train()
-    epoch_start.set_modes(module, saved)
-    assert epoch_start.in_eval(module) == saved
-    assert module.training

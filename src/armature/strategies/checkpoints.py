@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as L
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -54,8 +53,6 @@ class CheckpointMixin(LayoutMixin):
     Attributes:
         random_state: this rank's random state of the loaded checkpoint, which training restores
             before its first draw.
-        first_flags: `state.flags` of the module when it was set up.
-        first_sizes: sizes of the module's buffers when it was built.
         built_groups: the settings of each optimizer's groups when it was set up.
         saves_files: whether `trainer.save_checkpoint("x.ckpt")` can write one file: every rank
             holds the whole model.
@@ -72,8 +69,6 @@ class CheckpointMixin(LayoutMixin):
 
     seed: int
     random_state: RankRandomState
-    first_flags: dict[str, bool]
-    first_sizes: state.Sizes
     built_groups: Sequence[list[dict[str, Any]]] = ()
     _gradients: dict[Tensor, Tensor] | None = None
     saves_files: bool = False
@@ -162,7 +157,7 @@ class CheckpointMixin(LayoutMixin):
         if storage_options is None:
             # ModelCheckpoint's holds a metric of this rank
             filepath = process_group.broadcast_object(filepath)
-        path, (meta, tensors) = resume.to_path(filepath), _parts_of(checkpoint, self.module)
+        path, (meta, tensors) = resume.to_path(filepath), _parts_of(checkpoint)
         if storage_options is None and self.saves_files and directory.is_named_as_file(path):
             self._save_file(path, checkpoint, meta, tensors)
             return
@@ -198,14 +193,9 @@ class CheckpointMixin(LayoutMixin):
         """Return our entries of meta.pt on rank 0, which writes it, and nothing elsewhere: what all
         ranks know of the modules that they have.
         """
-        saved, flags = checkpoint.get(state.OPTIMIZER, ()), state.flags(self.module)
+        saved = checkpoint.get(state.OPTIMIZER, ())
         everyones = process_group.gather_object(
-            {
-                "flags": {k: v for k, v in flags.items() if self.first_flags.get(k, v) != v},
-                "resized": state.resized_buffers(self.module, self.first_sizes),
-                "groups": [each.get("groups", []) for each in saved],
-                "random": self.random_state.current(),
-            }
+            ([each.get("groups", []) for each in saved], self.random_state.current())
         )
         if not everyones:
             return {}
@@ -214,13 +204,11 @@ class CheckpointMixin(LayoutMixin):
             for index, each in enumerate(saved)
             if "whole" in each
         }
-        groups = zip(*(facts["groups"] for facts in everyones), strict=True)
+        groups, random = zip(*everyones, strict=True)
         return {
-            state.GROUPS: [optimizers.merge_groups([*each]) for each in groups],
+            state.GROUPS: [optimizers.merge_groups([*of]) for of in zip(*groups, strict=True)],
             optimizers.CLASSES: [*map(optimizers.class_of, self.inner_optimizers())],
-            state.RANDOM: {"layout": self.layout, "ranks": [each["random"] for each in everyones]},
-            state.FLAGS: {k: v for facts in everyones for k, v in facts["flags"].items()},
-            state.RESIZED: sorted({name for facts in everyones for name in facts["resized"]}),
+            state.RANDOM: {"layout": self.layout, "ranks": [*random]},
             **plain.plain_checkpoint(whole),
         }
 
@@ -264,7 +252,6 @@ class CheckpointMixin(LayoutMixin):
         second copy.
         """
         checkpoint = self._read_checkpoint(resume.to_path(checkpoint_path))
-        plain.remake(self.module, checkpoint)
         for function in self.before_loading:
             function(checkpoint)
         return checkpoint
@@ -280,9 +267,7 @@ class CheckpointMixin(LayoutMixin):
             meta.get(f"{optimizers.WHOLE}.{index}", SavedOptimizer(param_groups=groups))
             for index, groups in enumerate(meta.get(state.GROUPS, ()))
         ]
-        # since an older checkpoint was saved
-        grown = state.resized_buffers(self.module, self.first_sizes)
-        state.resize_buffers(path, self.module, {*meta.pop(state.RESIZED, ()), *grown})
+        state.resize_buffers(path, self.module)
         if self._hooks_change_weights or not self.restore_checkpoint_after_setup:
             meta["state_dict"] = self.read_weights(path)
         self._loading = path
@@ -340,7 +325,6 @@ class CheckpointMixin(LayoutMixin):
             self._place_again()
             self._place_again = None
         states, path, self._loading = checkpoint[state.OPTIMIZER], self._loading, None
-        state.set_flags(self.module, checkpoint.get(state.FLAGS, {}))
         if path is None:  # a file, which holds them as Lightning does
             super().load_optimizer_state_dict(checkpoint)
             return
@@ -381,12 +365,11 @@ class CheckpointMixin(LayoutMixin):
         Adapters that the checkpoint does not have begin anew.
         """
         if not directory.is_file(path):
-            state.resize_buffers(path, self.module, storage.read_meta(path).get(state.RESIZED, ()))
+            state.resize_buffers(path, self.module)
             weights = state.read_weights(path, self.module, in_place=True)
             state.place_weights(path, self.module, weights, may_lack=self._may_lack)
             return
         checkpoint = lightning_file.read(path)
-        plain.remake(self.module, checkpoint)
         self.module.on_load_checkpoint(checkpoint)
         state.place_weights(
             path,
@@ -400,9 +383,7 @@ class CheckpointMixin(LayoutMixin):
         return is_adapter(name) or name in self.from_base
 
 
-def _parts_of(
-    checkpoint: dict[str, Any], module: L.LightningModule
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _parts_of(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return Lightning's entries made plain, with what modules keep beside tensors, and the
     weights.
     """
@@ -418,7 +399,7 @@ def _parts_of(
     tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
     if others := {name: value for name, value in weights.items() if name not in tensors}:
         rest[state.OTHER] = others
-    return plain.plain_checkpoint(rest, module=module), tensors
+    return plain.plain_checkpoint(rest), tensors
 
 
 def _stepped(optimizer: Optimizer) -> set[Tensor]:

@@ -51,10 +51,6 @@ class RestoreProgress(RunHooks, Callback):
         self._data_ranks: list[int] = []  # of each rank
         self._logged: list[epoch_metrics.Facts] = []  # of each rank
         self._states: list[epoch_metrics.Facts] = []  # of each rank
-        self._left: epoch_metrics.Facts = {}  # of this rank: not logged again since the resume
-        self._newest: list[epoch_metrics.Newest] = []  # of each rank
-        self._restored: epoch_metrics.Facts = {}
-        self._in_eval: list[str] | None = None  # None: the checkpoint does not know
         # of this rank, when its epoch began; None: no hook can draw
         self._random: dict[str, Any] | None = None
         self._user_state: user_state.UserState | None = None  # None: training has not begun
@@ -82,17 +78,17 @@ class RestoreProgress(RunHooks, Callback):
         strategy, module = StrategyMixin.of(trainer), trainer.lightning_module
         results = trainer.fit_loop.epoch_loop._results
         evaluated = trainer.fit_loop.epoch_loop.val_loop._results
+        validation = trainer.fit_loop.epoch_loop.before_validation
+        before = {} if validation is None else validation.attributes
         own = (
-            self._left | epoch_metrics.collect(results, module),
+            epoch_metrics.collect(results),
             epoch_metrics.metric_states(module, evaluated=evaluated),
             strategy.data_rank,
-            trainer.fit_loop.epoch_loop.modules_in_eval,
             self._random,
-            epoch_metrics.newest_of(results),
-            {} if self._user_state is None else self._user_state.changed(),
+            {} if self._user_state is None else self._user_state.changed(before),
         )
         everyones = zip(*process_group.all_gather_object(own), strict=True)
-        logged, states, data_ranks, in_eval, random, newest, attributes = everyones
+        logged, states, data_ranks, random, attributes = everyones
         return {
             "epoch": trainer.current_epoch,
             "metrics": epoch_metrics.numbers(trainer.callback_metrics),
@@ -100,8 +96,6 @@ class RestoreProgress(RunHooks, Callback):
             "data_ranks": list(data_ranks),
             "logged": list(logged),
             "states": list(states),
-            "in_eval": sorted({name for names in in_eval for name in names}),
-            "newest": list(newest),
             "random": {"layout": strategy.layout, "ranks": list(random)},
             "attributes": user_state.of_ranks(attributes),
             "built": self._built,
@@ -115,8 +109,8 @@ class RestoreProgress(RunHooks, Callback):
         self._epoch, self._metrics = state_dict["epoch"], state_dict["metrics"]
         self._logged, self._states = state_dict["logged"], state_dict["states"]
         self._step_values = state_dict["step_values"]
-        self._data_ranks, self._newest = state_dict["data_ranks"], state_dict["newest"]
-        self._in_eval, self._attributes = state_dict["in_eval"], state_dict["attributes"]
+        self._data_ranks = state_dict["data_ranks"]
+        self._attributes = state_dict["attributes"]
         self._model_checkpoints = state_dict["model_checkpoints"]
         random = state_dict["random"]
         assert self._trainer is not None
@@ -220,13 +214,9 @@ class RestoreProgress(RunHooks, Callback):
         restored = {name: torch.as_tensor(value) for name, value in self._metrics.items()}
         trainer.callback_metrics.update(restored)
         trainer.step_metrics.step_values.update(self._step_values)
-        module, own, newest = trainer.lightning_module, {}, {}
+        module, own = trainer.lightning_module, {}
         if self._logged and (closing or mid_epoch):
             own = epoch_metrics.for_rank(self._logged, **self._ranks(trainer))
-        if self._newest and mid_epoch:
-            newest = self._newest[
-                trainer.global_rank if len(self._newest) == trainer.world_size else 0
-            ]
         # A module may reset its metrics in on_train_start, which an undisturbed run does once
         states = [epoch_metrics.metric_states(module)]
 
@@ -241,17 +231,15 @@ class RestoreProgress(RunHooks, Callback):
                 StrategyMixin.of(trainer).loads_optimizers_last = False
                 epoch_start.load_again(trainer)
             user_state.put_back(trainer, user_state.of_rank(self._attributes))
-            if self._in_eval is not None:
-                epoch_start.set_modes(module, self._in_eval)
             epoch_metrics.restore_states(module, states)
-            results, self._left = trainer.fit_loop.epoch_loop._results, own
             trainer.callback_metrics.update(restored)
-            results.clear()
-            results.continue_from(newest)
-            if closing:
-                self._restore_left(trainer)
-            elif own:
-                results.left = own
+            epoch_metrics.restore(
+                trainer.fit_loop.epoch_loop._results,
+                own,
+                module,
+                reduce=trainer.strategy.reduce,
+                device=trainer.strategy.root_device,
+            )
 
         self._restore_last = restore_last
 
@@ -260,30 +248,12 @@ class RestoreProgress(RunHooks, Callback):
         if self._restore_last is not None:
             self._restore_last()
 
-    def epoch_ends(self, trainer: OurTrainer) -> None:
-        if self._left:
-            self._restore_left(trainer)
-
-    def _restore_left(self, trainer: OurTrainer) -> None:
-        """Restore the values that are not logged again in this epoch."""
-        self._restored, self._left = self._left, {}
-        results, strategy = trainer.fit_loop.epoch_loop._results, trainer.strategy
-        epoch_metrics.restore(
-            results,
-            self._restored,
-            trainer.lightning_module,
-            reduce=strategy.reduce,
-            device=strategy.root_device,
-        )
-
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(trainer, OurTrainer)
         trainer.fit_loop.epoch_loop.close_epoch()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(trainer, OurTrainer)
-        epoch_metrics.clear(trainer.fit_loop.epoch_loop._results, self._restored)
-        self._restored = {}
         self._random = epoch_start.random_state(trainer)
 
 
