@@ -175,15 +175,6 @@ def test_a_stop_at_every_step_leaves_no_trace(runs):
     assert_every_sample_once_an_epoch(resumed, size=21)
 
 
-def test_a_killed_run_repeats_the_steps_after_its_checkpoint(runs):
-    saving = ["checkpoint.every_n_steps=2", "trainer.log_every_n_steps=1"]
-    straight = runs.straight(*saving)
-    resumed = runs.stopped(*saving, at=[3, 7], signal="SIGKILL")
-    assert_equal(straight, resumed)
-    lines = seen(resumed)
-    assert lines[:3] + lines[4:8] + lines[9:] == seen(straight)  # 3 was made anew, and 7
-
-
 def test_a_run_killed_before_its_first_checkpoint_says_that_it_begins_again(runs):
     run_dir = runs.new()
     runs.stop(run_dir, at=2, signal="SIGKILL")
@@ -291,18 +282,6 @@ def test_hooks_of_ones_own_draw_and_keep_what_they_would_have(runs):
     assert_equal(straight, runs.stopped("task=drawing", at=[3, 4, 5, 7]))
     saved = ["task=drawing", "checkpoint.every_n_steps=2"]
     assert_equal(runs.straight(*saved), runs.stopped(*saved, at=[5, 9], signal="SIGKILL"))
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["callbacks=ema", "callbacks.ema.decay=0.8"],
-        ["checkpoint.background=true", "checkpoint.every_n_steps=1"],
-    ],
-    ids=["ema", "background saves"],
-)
-def test_what_else_is_kept(runs, overrides):
-    assert_equal(runs.straight(*overrides), runs.stopped(*overrides, at=[3, 8]))
 
 
 def test_patience_and_best_so_far_go_on(runs):

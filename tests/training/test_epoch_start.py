@@ -79,15 +79,6 @@ def test_the_same_is_drawn_again_and_training_draws_what_it_would_have_drawn():
     assert torch.equal(torch.get_rng_state(), later)
 
 
-def test_nothing_is_kept_of_a_run_without_such_hooks():
-    class Plain(L.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Linear(2, 2)
-
-    assert epoch_start.random_state(Stub(Plain())) is None
-
-
 def test_a_hook_that_cannot_be_called_again_is_named(caplog):
     epoch_start.repeat(Stub(Hooked(), Fails()), None)
     assert "Fails.on_train_epoch_start failed when it was called again" in caplog.text

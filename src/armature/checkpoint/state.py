@@ -30,7 +30,6 @@ OPTIMIZER_TENSORS = f"{RESERVED}{OPTIMIZER}"
 EXTRA = f"{RESERVED}extra"
 GRADIENTS = f"{EXTRA}.grad."
 # entries in meta.pt
-GROUPS = f"{RESERVED}param_groups"  # of each optimizer
 RANDOM = f"{RESERVED}random"  # the random state of each rank
 OTHER = f"{RESERVED}extra_state"  # what modules keep beside tensors, by name
 

@@ -53,9 +53,18 @@ class Results(_ResultCollection):
     Attributes:
         restored: keys of the values that `restore` has set. If the code logs one of them in another
             way now, it begins anew.
+        continues: whether the values of this epoch are such ones.
     """
 
     restored: frozenset[str] = frozenset()
+    continues: bool = False
+
+    @override
+    def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
+        if fx is not None and self.continues:
+            return  # Lightning resets a hook's values in the first batch of a start
+        self.continues = False
+        super().reset(metrics, fx)
 
     @override
     def log(self, fx: str, name: str, value: Any, **settings: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -129,7 +138,7 @@ def restore(
 ) -> None:
     """Let a collection hold what `collect` returned, and nothing else."""
     results.clear()
-    results.restored = frozenset(saved)
+    results.restored, results.continues = frozenset(saved), bool(saved)
     metrics = dict(_metrics(module))
     for key, facts in saved.items():
         meta = _Metadata(**facts["meta"], reduce_fx=facts["reduce_fx"])
