@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import copy
 import dataclasses
 import enum
 import functools
@@ -125,86 +124,6 @@ def test_hyperparameters_of_every_kind_are_saved_or_left_out_by_name(tmp_path, c
         "'net' is a functools.partial, which no checkpoint can hold. It is left out" in caplog.text
     )
     assert caplog.text.count("left out") == 1
-
-
-class LateTeacher(Module):
-    """Its teacher is made in on_fit_start, after a checkpoint's weights are loaded."""
-
-    teacher_is_made = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.teacher: nn.Module | None = None
-
-    def on_fit_start(self) -> None:
-        if self.teacher_is_made:
-            self.teacher = copy.deepcopy(self.layer).requires_grad_(False)
-
-
-def test_weights_of_a_module_that_is_made_in_on_fit_start_come_back(tmp_path):
-    first, again = LateTeacher(), LateTeacher()
-    path = saved_by(tmp_path, first)
-    fit(tmp_path, again, ckpt=path, max_steps=3)
-    assert first.teacher is not None
-    assert again.teacher is not None
-    assert torch.equal(again.teacher.weight, first.teacher.weight)
-    assert not torch.equal(again.teacher.weight, first.layer.weight)
-    never = LateTeacher()
-    never.teacher_is_made = (
-        False  # torch's load_state_dict would pass over the teacher's weights without a word
-    )
-    with pytest.raises(ConfigError, match=r"Not in the model: teacher\.bias, teacher\.weight"):
-        fit(tmp_path, never, ckpt=path, max_steps=3)
-    never.strict_loading = False
-    fit(tmp_path, never, ckpt=path, max_steps=3)
-
-
-class LateBuffer(Module):
-    def __init__(self, *, made: bool = True) -> None:
-        super().__init__()
-        self.made = made
-
-    def on_fit_start(self) -> None:
-        if self.made:
-            self.register_buffer("moving", torch.zeros(2))
-
-    def on_train_batch_end(self, outputs, batch, batch_idx) -> None:
-        if self.made:
-            self.moving += 1
-
-
-def test_a_buffer_that_on_fit_start_registers_comes_back(tmp_path):
-    path = saved_by(tmp_path, first := LateBuffer())
-    fit(tmp_path, again := LateBuffer(), ckpt=path, max_steps=3)
-    assert again.moving.tolist() == (first.moving + 1).tolist() == [3, 3]
-    with pytest.raises(ConfigError, match="Not in the model: moving"):
-        fit(tmp_path, LateBuffer(made=False), ckpt=path, max_steps=3)
-
-
-class Renames(LateBuffer):
-    """Has another name for its layer since the checkpoint was saved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = self.layer
-        del self.layer
-        self.register_load_state_dict_pre_hook(self.rename)
-
-    def rename(self, module, state_dict, prefix, *args) -> None:
-        for name in [name for name in state_dict if name.startswith("layer.")]:
-            state_dict[name.replace("layer.", "first.")] = state_dict.pop(name)
-
-    def training_step(self, batch, batch_idx):
-        return self.head(self.first(batch)).square().mean()
-
-
-def test_hooks_of_load_state_dict_see_names_that_are_gone(tmp_path):
-    """Also if a hook `on_fit_start` may still make what the module lacks."""
-    path = saved_by(tmp_path, first := LateBuffer())
-    renamed = Renames()
-    fit(tmp_path, renamed, ckpt=path, max_steps=2)
-    assert torch.equal(renamed.first.weight, first.layer.weight)
-    assert renamed.moving.tolist() == first.moving.tolist()
 
 
 def test_a_resume_reads_the_index_of_tensors_once(tmp_path, monkeypatch):
