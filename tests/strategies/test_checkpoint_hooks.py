@@ -7,7 +7,6 @@ import dataclasses
 import enum
 import functools
 import io
-import itertools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -339,30 +338,6 @@ def test_extra_state_is_the_same_in_a_file_and_a_directory(tmp_path, name, way):
         strategy.load_initial_weights(path)
     assert isinstance(module.note, np.ndarray)
     assert module.note.tolist() == [0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("way", "name"),
-    [
-        *itertools.product(("resume", "evaluate"), ("step=000002", "two.ckpt")),
-        ("initial_weights", "two.ckpt"),
-    ],
-)
-def test_hooks_get_arrays_whoever_loads_the_checkpoint(tmp_path, name, way):
-    fit(tmp_path, Puts(np.arange(3.0))).save_checkpoint(path := tmp_path / name)
-    module = Puts(None)
-    if way == "resume":
-        fit(tmp_path, module, ckpt=path, max_steps=3)
-    elif way == "evaluate":
-        module.on_load_checkpoint(
-            state.read_whole(path) if path.is_dir() else lightning_file.read(path)
-        )
-    else:
-        strategy = SingleDevice()
-        strategy.connect(module)
-        strategy.load_initial_weights(path)
-    assert isinstance(module.got, np.ndarray)
-    assert module.got.tolist() == [0, 1, 2]
 
 
 class Reads(Module):

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
 
 from armature.checkpoint import changes, plain, schedules
 from armature.parallel import process_group
@@ -45,18 +44,11 @@ class RestoreProgress(RunHooks, Callback):
     """
 
     def __init__(self) -> None:
-        self._epoch = 0  # when the checkpoint was saved
-        self._metrics: Mapping[str, Tensor] = {}
-        self._step_values: list[str] = []
-        self._data_ranks: list[int] = []  # of each rank
-        self._logged: list[epoch_metrics.Facts] = []  # of each rank
-        self._states: list[epoch_metrics.Facts] = []  # of each rank
+        self._saved: Mapping[str, Any] = {}  # `state_dict` of the checkpoint
         # of this rank, when its epoch began; None: no hook can draw
         self._random: dict[str, Any] | None = None
         self._user_state: user_state.UserState | None = None  # None: training has not begun
-        self._attributes: list[dict[str, Any]] = []  # of each rank, or once, if they are equal
         self._checkpoint: Mapping[str, Any] = {}  # that is loaded
-        self._model_checkpoints: Mapping[str, Mapping[str, Any]] = {}  # by state key
         self._trainer: OurTrainer | None = None
         self._built: dict[str, Any] = {"schedules": [], "callbacks": {}}  # states before training
         self._then: Mapping[str, Any] = {}  # the same of the start that saved the checkpoint
@@ -106,12 +98,7 @@ class RestoreProgress(RunHooks, Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._epoch, self._metrics = state_dict["epoch"], state_dict["metrics"]
-        self._logged, self._states = state_dict["logged"], state_dict["states"]
-        self._step_values = state_dict["step_values"]
-        self._data_ranks = state_dict["data_ranks"]
-        self._attributes = state_dict["attributes"]
-        self._model_checkpoints = state_dict["model_checkpoints"]
+        self._saved = state_dict
         random = state_dict["random"]
         assert self._trainer is not None
         layout = StrategyMixin.of(self._trainer).layout
@@ -167,10 +154,8 @@ class RestoreProgress(RunHooks, Callback):
 
         A run that was stopped after its last step still has to end its epoch.
         """
-        if self._states:
-            epoch_metrics.restore_states(
-                trainer.lightning_module, self._states, **self._ranks(trainer)
-            )
+        if states := self._saved.get("states"):
+            epoch_metrics.restore_states(trainer.lightning_module, states, **self._ranks(trainer))
         loop = trainer.fit_loop
         progress: Any = loop.epoch_progress.current
         if loop.restarting and not loop.epoch_loop.last_batch_is_done:
@@ -186,7 +171,7 @@ class RestoreProgress(RunHooks, Callback):
         data_ranks = process_group.all_gather_object(StrategyMixin.of(trainer).data_rank)
         return {
             "rank": trainer.global_rank,
-            "saved_data_ranks": self._data_ranks,
+            "saved_data_ranks": self._saved["data_ranks"],
             "data_ranks": data_ranks,
         }
 
@@ -197,11 +182,11 @@ class RestoreProgress(RunHooks, Callback):
         if not step:
             return
         for each in _model_checkpoints(trainer):
-            vars(each).update(self._model_checkpoints.get(each.state_key, {}))
+            vars(each).update(self._saved["model_checkpoints"].get(each.state_key, {}))
         feed = feed_of(trainer)
         epoch, position = divmod(feed.samples_seen, feed.train_size)
         batches = position // feed.global_batch_size * trainer.accumulate_grad_batches
-        closing = not batches and self._epoch < epoch
+        closing = not batches and self._saved["epoch"] < epoch
         if closing:
             epoch, batches = epoch - 1, int(trainer.num_training_batches)
         fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
@@ -211,12 +196,12 @@ class RestoreProgress(RunHooks, Callback):
         fit_loop.owes_schedules = bool(batches)
 
     def _restore_metrics(self, trainer: OurTrainer, *, closing: bool, mid_epoch: bool) -> None:
-        restored = {name: torch.as_tensor(value) for name, value in self._metrics.items()}
+        restored = {name: torch.as_tensor(value) for name, value in self._saved["metrics"].items()}
         trainer.callback_metrics.update(restored)
-        trainer.step_metrics.step_values.update(self._step_values)
+        trainer.step_metrics.step_values.update(self._saved["step_values"])
         module, own = trainer.lightning_module, {}
-        if self._logged and (closing or mid_epoch):
-            own = epoch_metrics.for_rank(self._logged, **self._ranks(trainer))
+        if closing or mid_epoch:
+            own = epoch_metrics.for_rank(self._saved["logged"], **self._ranks(trainer))
         # A module may reset its metrics in on_train_start, which an undisturbed run does once
         states = [epoch_metrics.metric_states(module)]
 
@@ -230,7 +215,7 @@ class RestoreProgress(RunHooks, Callback):
             if _hooks_of_the_start(trainer):
                 StrategyMixin.of(trainer).loads_optimizers_last = False
                 epoch_start.load_again(trainer)
-            user_state.put_back(trainer, user_state.of_rank(self._attributes))
+            user_state.put_back(trainer, user_state.of_rank(self._saved["attributes"]))
             epoch_metrics.restore_states(module, states)
             trainer.callback_metrics.update(restored)
             epoch_metrics.restore(
