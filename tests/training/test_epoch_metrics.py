@@ -4,7 +4,6 @@ others.
 
 import pytest
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import nn
 from torchmetrics import (
@@ -265,14 +264,16 @@ def test_logged_values_continue_as_if_the_run_had_not_stopped():
     assert resumed.metrics(on_step=True)["log"] == {}
 
 
-def test_a_value_that_is_logged_in_another_way_now_begins_anew():
+def test_a_value_continues_in_the_way_that_the_code_logs_it_now():
+    """Lightning synchronizes nothing in one process, whatever `sync_dist` says."""
     stopped = epoch_metrics.Results(training=True)
     log(stopped, "loss", 2.0)
+    log(stopped, "top", 2.0, reduce_fx="max")
     resumed = resumed_from(stopped)
-    log(resumed, "loss", 1.0, on_epoch=False)
-    assert resumed.metrics(on_step=True)["log"] == {"loss": 1.0}
-    with pytest.raises(MisconfigurationException, match="twice"):
-        log(resumed, "loss", 1.0)
+    log(resumed, "loss", 1.0, sync_dist=True)
+    log(resumed, "top", 1.0, reduce_fx="max", prog_bar=True)
+    values = resumed.metrics(on_step=False)["log"]
+    assert values == {"loss_epoch": 1.5, "top_epoch": 2.0}
 
 
 def test_logged_values_keep_their_type():

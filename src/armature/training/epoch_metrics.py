@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Metadata,
     _ResultCollection,
@@ -51,8 +50,8 @@ class Results(_ResultCollection):
     """Lightning's, with whole values of sharded weights: rank 0 alone reads them, for the bar.
 
     Attributes:
-        restored: keys of the values that `restore` has set. If the code logs one of them in another
-            way now, it begins anew.
+        restored: keys of the values that `restore` has set and no hook has logged again. The first
+            one that does decides how, since that may depend on the layout, and continues from them.
         continues: whether the values of this epoch are such ones.
     """
 
@@ -68,14 +67,13 @@ class Results(_ResultCollection):
 
     @override
     def log(self, fx: str, name: str, value: Any, **settings: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        try:
-            super().log(fx, name, value, **settings)  # pyright: ignore[reportAttributeAccessIssue]
-        except MisconfigurationException:
-            if f"{fx}.{name}" not in self.restored:
-                raise
-            self.restored -= {f"{fx}.{name}"}
-            del self[f"{fx}.{name}"]
-            super().log(fx, name, value, **settings)  # pyright: ignore[reportAttributeAccessIssue]
+        key = f"{fx}.{name}"
+        before = self.pop(key) if key in self.restored else None
+        self.restored -= {key}
+        super().log(fx, name, value, **settings)  # pyright: ignore[reportAttributeAccessIssue]
+        own = self[key]
+        if before is not None and own.is_tensor and own.meta.on_epoch:
+            vars(own).update(_combined(before.metric_state, own.metric_state, own.meta.reduce_fx))
 
     @override
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
@@ -204,7 +202,12 @@ def for_rank(
     combined: Facts = {}
     for facts in _one_per_data_rank(of_ranks, saved_data_ranks):
         for key, new in facts.items():
-            combined[key] = new if key not in combined else _combined(combined[key], new)
+            if key in combined and new["state"] is not None:
+                reduce_fx = getattr(torch, new["reduce_fx"])
+                state = _combined(combined[key]["state"], new["state"], reduce_fx)
+                combined[key] = combined[key] | {"state": state}
+            else:
+                combined.setdefault(key, new)
     if data_ranks[rank] == 0:
         return combined
     return {
@@ -215,12 +218,16 @@ def for_rank(
     }
 
 
-def _combined(facts: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    if facts["state"] is None:
-        return facts
-    combine = {"max": torch.maximum, "min": torch.minimum}.get(facts["reduce_fx"], torch.add)
-    state = {name: combine(value, more["state"][name]) for name, value in facts["state"].items()}
-    return facts | {"state": state}
+def _combined(
+    state: Mapping[str, Tensor], more: Mapping[str, Tensor], reduce_fx: Callable[..., Any]
+) -> dict[str, Tensor]:
+    """Return a sum (with its number of samples), maximum or minimum of two parts of an epoch."""
+    combine = {torch.max: torch.maximum, torch.min: torch.minimum}.get(reduce_fx, torch.add)
+    return {
+        name: combine(value.to(more[name].device), more[name])
+        for name, value in state.items()
+        if name in more
+    }
 
 
 def restore_states(
