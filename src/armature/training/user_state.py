@@ -120,12 +120,14 @@ def generators(trainer: L.Trainer) -> dict[str, str]:
 
 
 def snapshot(trainer: L.Trainer) -> dict[str, _Kept]:
-    """Return copies of all attributes that `put_back` can put back."""
-    return {
-        path: _kept(value)
-        for path, value in _attributes(trainer).items()
-        if isinstance(_mark(value), bytes)
-    }
+    """Return copies of all attributes that `put_back` can put back, and of all buffers."""
+    attributes = _attributes(trainer).items()
+    found = {path: value for path, value in attributes if isinstance(_mark(value), bytes)}
+    for owner in _owners(trainer):
+        for name, value in owner.attributes.items() if owner.path.endswith(".buffers") else ():
+            if value is not None:
+                found[f"{owner.path}.{name}"] = value
+    return {path: _kept(value) for path, value in found.items()}
 
 
 def put_back(trainer: L.Trainer, saved: Mapping[str, tuple[Any, bool]]) -> None:
