@@ -4,7 +4,7 @@ micro-batch size.
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -52,6 +52,7 @@ class RestoreProgress(RunHooks, Callback):
         self._trainer: OurTrainer | None = None
         self._built: dict[str, Any] = {"schedules": [], "callbacks": {}}  # states before training
         self._then: Mapping[str, Any] = {}  # the same of the start that saved the checkpoint
+        self._within_epoch = False  # the resume is, or at its end with hooks that are due
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         assert isinstance(trainer, OurTrainer)
@@ -67,6 +68,8 @@ class RestoreProgress(RunHooks, Callback):
         trainer = self._trainer
         if trainer is None:  # an error before `setup`, after which a callback saves
             return {}
+        if self._user_state is None and self._saved:  # a resume that had no step left
+            return {**self._saved, "built": self._built}
         strategy, module = StrategyMixin.of(trainer), trainer.lightning_module
         results = trainer.fit_loop.epoch_loop._results
         evaluated = trainer.fit_loop.epoch_loop.val_loop._results
@@ -150,12 +153,7 @@ class RestoreProgress(RunHooks, Callback):
             saved[number] = schedules.with_objects(config.scheduler, state)
 
     def training_begins(self, trainer: OurTrainer) -> None:
-        """Restore metric objects.
-
-        A run that was stopped after its last step still has to end its epoch.
-        """
-        if states := self._saved.get("states"):
-            epoch_metrics.restore_states(trainer.lightning_module, states, **self._ranks(trainer))
+        """Note that a run which was stopped after its last step still has to end its epoch."""
         loop = trainer.fit_loop
         progress: Any = loop.epoch_progress.current
         if loop.restarting and not loop.epoch_loop.last_batch_is_done:
@@ -167,18 +165,9 @@ class RestoreProgress(RunHooks, Callback):
         ):
             loop.owes_epoch_end = True
 
-    def _ranks(self, trainer: OurTrainer) -> dict[str, Any]:
-        data_ranks = process_group.all_gather_object(StrategyMixin.of(trainer).data_rank)
-        return {
-            "rank": trainer.global_rank,
-            "saved_data_ranks": self._saved["data_ranks"],
-            "data_ranks": data_ranks,
-        }
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(trainer, OurTrainer)
         step = completed_batches(trainer)
-        self._restore_last: Callable[[], None] | None = None
         if not step:
             return
         for each in _model_checkpoints(trainer):
@@ -192,46 +181,44 @@ class RestoreProgress(RunHooks, Callback):
         fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
         fit_loop.restore_progress(epoch=epoch, started=bool(batches))
         epoch_loop.restore_progress(step=step, batches=batches, closing=closing)
-        self._restore_metrics(trainer, closing=closing, mid_epoch=bool(batches) and not closing)
-        fit_loop.owes_schedules = bool(batches)
+        fit_loop.owes_schedules = self._within_epoch = bool(batches)
+        self._restore_values(trainer)
 
-    def _restore_metrics(self, trainer: OurTrainer, *, closing: bool, mid_epoch: bool) -> None:
-        restored = {name: torch.as_tensor(value) for name, value in self._saved["metrics"].items()}
-        trainer.callback_metrics.update(restored)
+    def _restore_values(self, trainer: OurTrainer) -> None:
+        values = {name: torch.as_tensor(value) for name, value in self._saved["metrics"].items()}
+        trainer.callback_metrics.update(values)
         trainer.step_metrics.step_values.update(self._saved["step_values"])
-        module, own = trainer.lightning_module, {}
-        if closing or mid_epoch:
-            own = epoch_metrics.for_rank(self._saved["logged"], **self._ranks(trainer))
-        # A module may reset its metrics in on_train_start, which an undisturbed run does once
-        states = [epoch_metrics.metric_states(module)]
-
-        def restore_last() -> None:
-            """Let the checkpoint have the last word, after all hooks of the start; replace what
-            they have logged, which an undisturbed run logs once, by what was collected.
-            """
-            if mid_epoch or closing:
-                self._random = self._random or epoch_start.random_state(trainer)
-                epoch_start.repeat(trainer, self._random)
-            if _hooks_of_the_start(trainer):
-                StrategyMixin.of(trainer).loads_optimizers_last = False
-                epoch_start.load_again(trainer)
-            user_state.put_back(trainer, user_state.of_rank(self._saved["attributes"]))
-            epoch_metrics.restore_states(module, states)
-            trainer.callback_metrics.update(restored)
-            epoch_metrics.restore(
-                trainer.fit_loop.epoch_loop._results,
-                own,
-                module,
-                reduce=trainer.strategy.reduce,
-                device=trainer.strategy.root_device,
-            )
-
-        self._restore_last = restore_last
 
     def first_batch_follows(self, trainer: OurTrainer) -> None:
+        """Let the checkpoint have the last word, after all hooks of the start; replace what they
+        have logged, which an undisturbed run logs once, by what was collected.
+        """
         self._user_state = user_state.UserState(trainer)
-        if self._restore_last is not None:
-            self._restore_last()
+        if not completed_batches(trainer):
+            return
+        strategy, module = StrategyMixin.of(trainer), trainer.lightning_module
+        if self._within_epoch:
+            self._random = self._random or epoch_start.random_state(trainer)
+            epoch_start.repeat(trainer, self._random)
+        if _hooks_of_the_start(trainer):
+            strategy.loads_optimizers_last = False
+            epoch_start.load_again(trainer)
+        user_state.put_back(trainer, user_state.of_rank(self._saved["attributes"]))
+        ranks = {
+            "rank": trainer.global_rank,
+            "saved_data_ranks": self._saved["data_ranks"],
+            "data_ranks": process_group.all_gather_object(strategy.data_rank),
+        }
+        epoch_metrics.restore_states(module, self._saved["states"], **ranks)
+        self._restore_values(trainer)
+        logged = self._saved["logged"] if self._within_epoch else ()
+        epoch_metrics.restore(
+            trainer.fit_loop.epoch_loop._results,
+            epoch_metrics.for_rank(logged, **ranks) if logged else {},
+            module,
+            reduce=trainer.strategy.reduce,
+            device=trainer.strategy.root_device,
+        )
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(trainer, OurTrainer)
