@@ -173,7 +173,8 @@ def trained(steps, folder=None):
         CheckpointWriter().save(folder / "step=2", tensors, {})
         module, optimizer = made()
         state.read_weights(folder / "step=2", module, in_place=True)
-        optimizers.load_optimizers(folder / "step=2", module, [optimizer], groups=[groups])
+        saved = [{"param_groups": groups}]
+        optimizers.load_optimizers(folder / "step=2", module, [optimizer], saved=saved)
     for _ in range(3):
         step(module, optimizer, ["a", "b"])
     return module.state_dict()

@@ -90,20 +90,6 @@ def train(*overrides: str, folder, corpus, check: bool = True):
 
 
 @pytest.mark.slow
-def test_a_killed_rank_comes_back_and_the_metrics_are_those_of_an_undisturbed_run(
-    undisturbed, corpus, tmp_path
-):
-    output, run_dir = train(
-        *DDP, *fault("SIGKILL", step=5, folder=tmp_path), folder=tmp_path, corpus=corpus
-    )
-    assert (
-        "restart 1 of 3: rank 1 was killed by SIGKILL; the run resumes from step 4; 2 more restarts"
-        in output
-    )
-    assert (run_dir / "metrics.csv").read_text() == (undisturbed / "metrics.csv").read_text()
-
-
-@pytest.mark.slow
 def test_a_single_rank_comes_back_where_that_was_asked_for(undisturbed, corpus, tmp_path):
     single = [
         "run.name=run",
@@ -120,17 +106,6 @@ def test_a_single_rank_comes_back_where_that_was_asked_for(undisturbed, corpus, 
     )
     assert running.summary(run_dir)["world_size"] == 1
     assert running.losses(run_dir) == pytest.approx(running.losses(undisturbed), rel=1e-5)
-
-
-@pytest.mark.slow
-def test_a_stopped_rank_is_found_and_brought_back(undisturbed, corpus, tmp_path):
-    overrides = [*DDP, "launch.hang_timeout=5", *fault("SIGSTOP", step=5, folder=tmp_path)]
-    output, run_dir = train(*overrides, folder=tmp_path, corpus=corpus)
-    assert re.search(
-        r"restart 1 of 3: rank 1 made no step for [5-9] s \(stopped by a signal such as SIGSTOP\)",
-        output,
-    )
-    assert (run_dir / "metrics.csv").read_text() == (undisturbed / "metrics.csv").read_text()
 
 
 @pytest.mark.slow
@@ -174,16 +149,6 @@ def test_an_error_is_retried_only_after_a_checkpoint(undisturbed, corpus, tmp_pa
 
 
 @pytest.mark.slow
-def test_attempts_without_progress_end_the_run(corpus, tmp_path):
-    faulty = fault("SIGKILL", step=1, folder=tmp_path, attempts=9)
-    output, _ = train(*DDP, *faulty, folder=tmp_path, corpus=corpus, check=False)
-    assert "restart 1 of 3: rank 1 was killed by SIGKILL; the run resumes from the start" in output
-    assert "restart 2" not in output
-    assert "no progress: 2 attempts in a row ended without a new checkpoint" in output
-    assert "Rank 1 was killed by SIGKILL; its log is outputs/run/logs/rank_0001.log." in output
-
-
-@pytest.mark.slow
 def test_a_run_goes_on_with_fewer_ranks(undisturbed, corpus, tmp_path):
     overrides = [*DDP, "launch.min_ranks=1", *fault("SIGKILL", step=1, folder=tmp_path)]
     output, run_dir = train(*overrides, folder=tmp_path, corpus=corpus)
@@ -215,21 +180,6 @@ def test_a_signal_within_a_callback_that_drops_exceptions_still_ends_the_run(cap
             time.sleep(10)
     assert "Traceback" not in capfd.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is usual
-
-
-@pytest.mark.slow
-def test_ctrl_c_between_two_attempts_ends_the_run(corpus, tmp_path):
-    faulty = fault("SIGKILL", step=1, folder=tmp_path, attempts=9)
-    process = running.start(*DDP, *faulty, cwd=tmp_path, corpus=corpus, PYTHONPATH=str(tmp_path))
-    assert process.stdout is not None
-    line = next(line for line in process.stdout if "restart 1" in line)
-    process.send_signal(signal.SIGINT)
-    members = running.family(process)
-    output = process.communicate(timeout=20)[0]
-    assert process.returncode == 130, line + output
-    assert "restart" not in output
-    assert "Traceback" not in output
-    running.wait_for(lambda: not alive(members), seconds=2, what="no orphan")
 
 
 @pytest.mark.slow
@@ -312,15 +262,6 @@ def test_two_attempts_must_follow_each_other_to_end_a_run(attempts):
     attempts((2, KILLED), (2, KILLED), (4, KILLED), (6, None))
     with pytest.raises(RunFailed, match="no progress: 2 attempts in a row"):
         attempts((2, KILLED), (2, KILLED), (2, KILLED))
-
-
-def test_a_smaller_micro_batch_is_no_restart(attempts, monkeypatch, capsys):
-    too_large = Failure("Memory ran out.", "Memory ran out.", is_error=True, too_large=True)
-    recorded = iter(OmegaConf.create({"run": {"micro_batch_size": size}}) for size in (4, 2))
-    monkeypatch.setattr(supervise.run_dir, "read", lambda _: next(recorded))
-    attempts((-1, too_large), (-1, too_large), (-1, KILLED), (8, None))
-    assert attempts.made == [0, 1, 2, 3]
-    assert capsys.readouterr().err.startswith("Memory ran out. The run resumes from ")
 
 
 def test_an_error_without_progress_ends_the_run(attempts):

@@ -122,9 +122,7 @@ def assert_every_sample_once_an_epoch(run_dir: Path, *, size: int = 20) -> None:
     ("workers", "kind", "accumulate"),
     [
         (0, "mapped", 2),
-        (2, "streamed", 2),
-        (2, "mapped", 1),
-        (0, "streamed", 1),
+        (2, "streamed", 1),
     ],
 )
 def test_stops_in_the_middle_and_at_the_end_of_an_epoch_leave_no_trace(
@@ -173,15 +171,6 @@ def test_a_stop_at_every_step_leaves_no_trace(runs):
     assert_equal(straight, resumed)
     assert seen(resumed) == seen(straight)
     assert_every_sample_once_an_epoch(resumed, size=21)
-
-
-def test_a_killed_run_repeats_the_steps_after_its_checkpoint(runs):
-    saving = ["checkpoint.every_n_steps=2", "trainer.log_every_n_steps=1"]
-    straight = runs.straight(*saving)
-    resumed = runs.stopped(*saving, at=[3, 7], signal="SIGKILL")
-    assert_equal(straight, resumed)
-    lines = seen(resumed)
-    assert lines[:3] + lines[4:8] + lines[9:] == seen(straight)  # 3 was made anew, and 7
 
 
 def test_a_run_killed_before_its_first_checkpoint_says_that_it_begins_again(runs):
@@ -259,8 +248,7 @@ def rates(run_dir: Path) -> list[float]:
         ("plateau", None),
     ],
 )
-@pytest.mark.parametrize("at", [[2, 8], [5, 6, 10]])
-def test_schedules_go_on(runs, task, expected, at):
+def test_schedules_go_on(runs, task, expected):
     """One asks the Trainer for the run's length, one moves on an epoch, one follows a metric (of
     steps 3, 6, …).
     """
@@ -268,7 +256,7 @@ def test_schedules_go_on(runs, task, expected, at):
     if expected is not None:
         assert rates(straight) == pytest.approx(expected)
     assert len(set(rates(straight))) > 1
-    assert_equal(straight, runs.stopped(f"task={task}", at=at))
+    assert_equal(straight, runs.stopped(f"task={task}", at=[2, 5, 6, 10]))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -291,18 +279,6 @@ def test_hooks_of_ones_own_draw_and_keep_what_they_would_have(runs):
     assert_equal(straight, runs.stopped("task=drawing", at=[3, 4, 5, 7]))
     saved = ["task=drawing", "checkpoint.every_n_steps=2"]
     assert_equal(runs.straight(*saved), runs.stopped(*saved, at=[5, 9], signal="SIGKILL"))
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["callbacks=ema", "callbacks.ema.decay=0.8"],
-        ["checkpoint.background=true", "checkpoint.every_n_steps=1"],
-    ],
-    ids=["ema", "background saves"],
-)
-def test_what_else_is_kept(runs, overrides):
-    assert_equal(runs.straight(*overrides), runs.stopped(*overrides, at=[3, 8]))
 
 
 def test_patience_and_best_so_far_go_on(runs):
@@ -399,14 +375,6 @@ def test_tensorboard_has_each_step_once_in_one_directory(runs):
         assert [event.step for event in events.Scalars("val/loss")] == [3, 6, 9, 12]
     assert [step for step, _ in values[1]] == list(range(1, STEPS + 1))
     assert values[0] == values[1]
-
-
-def test_wandb_goes_on_in_the_same_run(runs):
-    pytest.importorskip("wandb", reason="wandb is not installed")
-    run_dir = runs.stopped("logger=wandb", "logger.wandb.offline=true", at=[5])
-    names = [path.name for path in (run_dir / "wandb").glob("offline-run-*")]
-    assert len({name.rsplit("-", 1)[1] for name in names}) == 1
-    assert names
 
 
 def test_a_signal_that_does_not_exist_is_refused():

@@ -24,7 +24,6 @@ from armature.checkpoint import (
     directory,
     huggingface,
     lightning_file,
-    plain,
     resume,
     state,
     storage,
@@ -286,8 +285,8 @@ def _read(
             found = convert.averages_of(checkpoint, weights)
             weights |= {k: v.to(weights[k].dtype) if k in weights else v for k, v in found.items()}
             vars(task)["_armature_averaged"] = bool(found)
-    state.resize_buffers(checkpoint, task, saved.pop(state.RESIZED, ()))
-    plain.remake(task, saved)
+    if not is_file:
+        state.resize_buffers(checkpoint, task)
     task.on_load_checkpoint(saved)
     weights = saved["state_dict"]
     lacking = set()

@@ -1,6 +1,5 @@
 """What the monitors say is true, costs no waiting, and leaves metrics.csv alone."""
 
-import csv
 import time
 from functools import partial
 from pathlib import Path
@@ -15,16 +14,12 @@ from armature.callbacks.monitors import Monitors
 from armature.data.base import DataModule
 from armature.data.feed import Feed
 from armature.models.decoder.model import Decoder
-from armature.models.vit.model import VisionTransformer
 from armature.strategies.single import SingleDevice
 from armature.tasks.base import Task
 from armature.training import flops, step_log, timings
 from armature.training.metrics_csv import MetricsCSV, read
 from armature.training.step_log import StepLog
-from armature.training.timings import TimingsCSV
 from armature.training.trainer import Trainer
-from tests.forked import Forks
-from tests.running import TINY, rows, summary, write_corpus
 
 torch.set_num_threads(1)
 
@@ -194,14 +189,6 @@ def test_each_second_of_a_step_is_in_one_phase(tmp_path):
         assert min(row[f"time/{name}"] for row in have) < 0.004
 
 
-def test_norms_are_those_of_the_weights(tmp_path):
-    _, task, _ = fit(tmp_path, Monitors(norms_every_n_steps=3), steps=3)
-    have = table(tmp_path / "metrics.csv")
-    assert ["train/weight_norm" in row for row in have] == [False, False, True]
-    norm = torch.cat([w.flatten() for w in task.parameters()]).norm().item()
-    assert have[2]["train/weight_norm"] == pytest.approx(norm, rel=1e-5)
-
-
 def test_what_is_logged_is_the_mean_over_all_targets_of_a_step(tmp_path):
     for name, micro, accumulate in (("whole", 16, 1), ("parts", 4, 4)):
         fit(tmp_path / name, micro=micro, accumulate=accumulate, rows=Padded)
@@ -248,23 +235,6 @@ def test_no_step_reads_a_tensor(tmp_path):
     assert few == many > 0  # what the set-up reads
 
 
-def test_rows_after_the_checkpoint_are_dropped(tmp_path):
-    file = TimingsCSV(tmp_path)
-    file.write_rows([{"step": step, "data_wait": 0.1234567} for step in (2, 4)])
-    file.write_rows([{"step": 6, "data_wait": 0.1}])
-    file.flush()
-    again = TimingsCSV(tmp_path)
-    again.resume_from(4)
-    again.write_rows([{"step": 6, "data_wait": 0.5, "mfu": 0.25}])
-    assert table(tmp_path / "timings.csv") == [
-        {"step": 2, "data_wait": 0.123457},
-        {"step": 4, "data_wait": 0.123457},
-        {"step": 6, "data_wait": 0.5, "mfu": 0.25},
-    ]
-    with (tmp_path / "timings.csv").open() as stream:
-        assert next(csv.reader(stream)) == ["step", "data_wait", "mfu"]
-
-
 def test_impossible_settings_are_refused():
     with pytest.raises(
         ValueError, match=r"callbacks\.monitors\.peak_tflops must be positive, or null. Got 0"
@@ -286,65 +256,4 @@ def test_the_formula_is_what_the_operators_add_up_to():
     assert flops.flops_per_sample(make, ids, ids) == model.flops_per_sample(ids)
 
 
-def test_other_models_are_counted_by_operator_or_say_it_themselves():
-    inputs, targets = torch.zeros(5, 8), torch.zeros(5, dtype=torch.long)
-    state = torch.get_rng_state()
-    # forward, and backward of both factors; the first layer's inputs need no gradient
-    assert flops.flops_per_sample(Net, inputs, targets) == 3 * 2 * (8 * 16 + 16 * 2) - 2 * 8 * 16
-    assert torch.equal(torch.get_rng_state(), state)
-    make = partial(
-        VisionTransformer,
-        image_size=8,
-        patch_size=2,
-        channels=1,
-        classes=10,
-        width=16,
-        layers=1,
-        heads=2,
-    )
-    assert (
-        flops.flops_per_sample(make, torch.zeros(2, 1, 8, 8), targets[:2]) or 0
-    ) > 6 * 16 * 12 * 16 * 16
-    own = type("Own", (Net,), {"flops_per_sample": lambda self, inputs: 7})
-    assert flops.flops_per_sample(own, inputs, targets) == 7
-    broken = type("Broken", (Net,), {"forward": lambda self, inputs, targets: inputs.sum().item()})
-    assert flops.flops_per_sample(broken, inputs, targets) is None
-
-
 # ------------------------------------------------------------ several ranks
-@pytest.mark.slow
-def test_norms_do_not_depend_on_the_layout(tmp_path):
-    corpus = write_corpus(tmp_path / "corpus")
-    common = [
-        "callbacks=[ema,monitors]",
-        "callbacks.monitors.norms_every_n_steps=2",
-        "model.tied=false",
-    ]
-    layouts = {
-        "single": [],
-        "ddp": ["trainer.devices=2", "data.micro_batch_size=2"],
-        "fsdp": ["trainer.devices=2"],
-        "pipeline": ["trainer.devices=2"],
-    }
-    with Forks(tmp_path) as forks:
-        for name, extra in layouts.items():
-            overrides = [
-                *TINY,
-                f"data.path={corpus}",
-                *common,
-                f"strategy={name}",
-                f"run.name={name}",
-                *extra,
-            ]
-            forks.train(*overrides, ranks=1 if name == "single" else 2)
-    runs = {name: rows(tmp_path / "outputs" / name) for name in layouts}
-    for name, have in runs.items():
-        norms = [row["train/weight_norm"] for row in have]
-        for norm, reference in zip(norms, runs["single"], strict=True):
-            expected = reference["train/weight_norm"]
-            assert (norm == "") == (expected == ""), name
-            assert not norm or float(norm) == pytest.approx(float(expected), rel=1e-4), name
-    assert any(row["train/weight_norm"] for row in runs["single"])
-    last = table(tmp_path / "outputs/ddp/timings.csv")[-1]
-    assert {"samples_per_second_per_rank", "time/backward"} <= last.keys()
-    assert summary(tmp_path / "outputs/ddp")["world_size"] == 2

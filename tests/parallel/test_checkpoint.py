@@ -50,17 +50,19 @@ def save(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer, **opti
     tensors = checkpoint.module_state(module) | optimizer_states.by_weight(
         optimizer, names, index=0
     )
-    groups = [
-        optimizer_states.param_groups(optimizer, optimizer_states.group_names(optimizer, names))
-    ]
-    CheckpointWriter().save(path, tensors, {"global_step": 1, "param_groups": groups}, **options)
+    groups = optimizer_states.param_groups(
+        optimizer, optimizer_states.group_names(optimizer, names)
+    )
+    entry = {"param_groups": groups, optimizer_states.CLASS: optimizer_states.class_of(optimizer)}
+    meta = {"global_step": 1, "optimizer_states": [entry]}
+    CheckpointWriter().save(path, tensors, meta, **options)
 
 
 def load(path: Path, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
     meta = storage.read_meta(path)
     weights = checkpoint.read_weights(path, module)
     checkpoint.place_weights(path, module, weights)
-    optimizer_states.load_optimizers(path, module, optimizers, groups=meta["param_groups"])
+    optimizer_states.load_optimizers(path, module, optimizers, saved=meta["optimizer_states"])
     return meta
 
 
@@ -106,11 +108,9 @@ def test_another_models_checkpoint_is_refused_by_name(saved: Path) -> None:
 def test_another_optimizers_state_is_refused(saved: Path) -> None:
     module = Holder()
     sgd = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    groups = storage.read_meta(saved)["param_groups"]
+    entries = storage.read_meta(saved)["optimizer_states"]
     with pytest.raises(ValueError, match=r"another optimizer: it holds the state of .*AdamW, and"):
-        optimizer_states.load_optimizers(
-            saved, module, [sgd], groups=groups, classes=["torch.optim.adamw.AdamW"]
-        )
+        optimizer_states.load_optimizers(saved, module, [sgd], saved=entries)
 
 
 def full_disk(*args: object) -> None:

@@ -67,15 +67,6 @@ def test_a_test_after_fit_makes_no_further_groups():
         process_group.destroy()
 
 
-def test_one_rank_on_a_cpu_meets_nobody_on_a_port(joined):
-    made = DDP()
-    made.parallel_devices = [torch.device("cpu")]
-    made.join_group()
-    [(backend, named)] = joined
-    assert (backend, named["device_id"]) == ("gloo", None)
-    assert isinstance(named["store"], dist.HashStore)
-
-
 @pytest.mark.parametrize("strategy", [SingleDevice, DDP, DeepSpeed, MeshStrategy])
 def test_what_configure_model_makes_has_the_random_numbers_of_the_cpu(strategy):
     """Else initial weights would depend on the strategy.
@@ -86,11 +77,6 @@ def test_what_configure_model_makes_has_the_random_numbers_of_the_cpu(strategy):
     made.parallel_devices = [torch.device("meta")]
     with made.tensor_init_context():
         assert torch.nn.Linear(2, 2).weight.device.type == "cpu"
-
-
-def test_a_single_process_needs_no_group(joined):
-    process_group.init()
-    assert not joined
 
 
 def test_one_rank_of_a_group_votes_alone(monkeypatch):

@@ -56,7 +56,7 @@ def test_a_state_dict_of_one_rank_is_not_pickled_and_works_otherwise() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["pipeline", "tensor", "deepspeed_zero3"])
+@pytest.mark.parametrize("strategy", ["pipeline", "deepspeed_zero3"])
 def test_a_part_is_refused_and_the_whole_is_that_of_the_checkpoint(
     strategy: str, tmp_path: Path
 ) -> None:

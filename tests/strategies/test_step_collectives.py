@@ -144,38 +144,3 @@ def test_ranks_stop_after_the_step_of_the_signal():
             "fsdp, after the step": (5, "SIGTERM"),
             "fsdp, nobody": (8, None),
         }
-
-
-def gradients_that_are_sums() -> tuple[list[str], list[list[float]]]:
-    """Return the collectives that reduce three gradients which are sums, and the gradients of four
-    weights.
-    """
-    import torch
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-
-    from armature.parallel import gradients
-    from tests.support.volume import CollectiveCounter
-
-    mesh = init_device_mesh("cpu", (2,))
-    own, params = float(mesh.get_local_rank() + 1), []
-    for size, placement in ((2, Partial()), (3, Shard(0)), (1, Partial()), (4, Partial())):
-        kept = placement if isinstance(placement, Shard) else Replicate()
-        weight = DTensor.from_local(torch.zeros(size), mesh, [kept])
-        weight.requires_grad_().grad = DTensor.from_local(
-            torch.full((size,), own * size), mesh, [placement]
-        )
-        params.append(weight)
-    with CollectiveCounter() as counter:
-        parts = gradients.local_gradients([*params, torch.zeros(1)])
-    assert not any(
-        placement.is_partial() for param in params for placement in param.grad.placements
-    )
-    return [each["kind"] for each in counter.collectives], [part.tolist() for part, _ in parts]
-
-
-@pytest.mark.slow
-def test_gradients_that_are_sums_over_ranks_are_reduced_together():
-    for rank, (kinds, grads) in enumerate(on_ranks(gradients_that_are_sums, ranks=2)):
-        assert kinds == ["all_reduce"]
-        assert grads == [[6.0] * 2, [3.0 * (rank + 1)] * 3, [3.0], [12.0] * 4]

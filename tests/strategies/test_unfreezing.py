@@ -104,11 +104,8 @@ OTHER_VIEWS = {"gradient_as_bucket_view": False}
     ("strategy", "options", "accumulate", "where"),
     [
         ("DDP", {}, 2, "batch"),
-        ("DDP", OTHER_VIEWS, 1, "batch"),
-        ("DDP", {}, 1, "turns"),
         ("DDP", OTHER_VIEWS, 1, "turns"),
         ("DDP", {}, 4, "micro"),
-        ("DDP", {"find_unused_parameters": True}, 4, "micro"),
         ("MeshStrategy", {"shard": 2}, 1, "turns"),
         ("MeshStrategy", {"shard": 2, "reduce_every_microbatch": False}, 4, "micro"),
         ("MeshStrategy", {"shard": 2}, 2, "batch"),

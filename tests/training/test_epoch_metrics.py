@@ -118,17 +118,6 @@ def test_the_objects_of_a_validation_are_saved_as_its_end_leaves_them():
     assert epoch_metrics.metric_states(module, evaluated=results)["mean"]["updates"] == 1
 
 
-def test_a_save_leaves_metric_objects_as_they_are():
-    saved, plain = Module(), Module()
-    for seed in range(4):
-        for module in (saved, plain):
-            module.update(seed)
-        epoch_metrics.metric_states(saved)
-    assert {k: float(v) for k, v in saved.compute().items()} == {
-        k: float(v) for k, v in plain.compute().items()
-    }
-
-
 def test_other_ranks_continue_with_what_all_had_collected():
     """From two data ranks, of two tensor ranks each, to three: the sums over all samples stay."""
     whole, ranks = Module(), [Module(), Module()]
@@ -231,67 +220,65 @@ def test_states_that_torchmetrics_stacks_or_a_function_reduces_count_once(caplog
         assert "correlation: mean_x, mean_y" in caplog.text
 
 
+def log(results, name, value, **settings) -> None:
+    how = {"on_step": True, "on_epoch": True, "batch_size": 1, "sync_dist_fn": reduce} | settings
+    results.log("training_step", name, torch.tensor(value), **how)
+
+
+def reduce(value, *args, **kwargs):
+    return value
+
+
+def resumed_from(*ranks, rank: int = 0, now: int = 1) -> epoch_metrics.Results:
+    results, places = epoch_metrics.Results(training=True), [*range(len(ranks))]
+    saved = epoch_metrics.for_rank(
+        [epoch_metrics.collect(each) for each in ranks],
+        rank=rank, saved_data_ranks=places, data_ranks=[*range(now)],
+    )  # fmt: skip
+    epoch_metrics.restore(results, saved, Module(), reduce=reduce, device=torch.device("cpu"))
+    return results
+
+
 def test_logged_values_are_combined_over_ranks():
-    logged = [
-        {
-            "mean": {"reduce_fx": "mean", "value": 6.0, "samples": 3},
-            "top": {"reduce_fx": "max", "value": 1.0, "samples": 0},
-            "object": {"reduce_fx": "mean", "metric": "accuracy"},
-        },
-        {
-            "mean": {"reduce_fx": "mean", "value": 2.0, "samples": 1},
-            "top": {"reduce_fx": "max", "value": 9.0, "samples": 0},
-        },
-    ]
-    first, second = (
-        epoch_metrics.for_rank(logged, rank=rank, saved_data_ranks=[0, 1], data_ranks=[0, 1, 2])
-        for rank in (0, 1)
-    )
-    assert (first["mean"]["value"], first["mean"]["samples"]) == (8.0, 4)
-    assert (second["mean"]["value"], second["mean"]["samples"]) == (0.0, 0)
-    assert first["object"] == second["object"] == {"reduce_fx": "mean", "metric": "accuracy"}
-    assert first["top"]["value"] == second["top"]["value"] == 9.0
+    ranks = [epoch_metrics.Results(training=True) for _ in range(2)]
+    for results, (mean, samples, top) in zip(ranks, [(2.0, 3, 1.0), (2.5, 1, 9.0)], strict=True):
+        log(results, "mean", mean, batch_size=samples)
+        log(results, "top", top, reduce_fx="max")
+    first, second = (resumed_from(*ranks, rank=rank, now=3) for rank in (0, 1))
+    mean = first["training_step.mean"]
+    assert (float(mean.value), int(mean.cumulated_batch_size)) == (8.5, 4)
+    assert float(second["training_step.mean"].cumulated_batch_size) == 0
+    assert float(second["training_step.top"].value) == 9.0
 
 
-def test_values_of_steps_before_a_resume_stand_until_they_are_logged_again_or_the_epoch_ends():
-    def log(results, name, value):
-        results.log(
-            "training_step", name, torch.tensor(value), on_step=True, on_epoch=False, batch_size=1
-        )
-
-    stopped, resumed = epoch_metrics.Results(training=True), epoch_metrics.Results(training=True)
+def test_logged_values_continue_as_if_the_run_had_not_stopped():
+    straight = epoch_metrics.Results(training=True)
     for name, value in (("penalty", 0.5), ("loss", 2.0)):
-        log(stopped, name, value)
-    resumed.continue_from(epoch_metrics.newest_of(stopped))
-    assert resumed.metrics(on_step=True)["log"] == {"penalty": 0.5, "loss": 2.0}
-    log(resumed, "loss", 1.0)
-    assert [*resumed.metrics(on_step=True)["log"].items()] == [("penalty", 0.5), ("loss", 1.0)]
-    assert resumed.metrics(on_step=False)["log"] == {}
+        log(straight, name, value)
+    resumed = resumed_from(straight)
+    for results in (straight, resumed):
+        log(results, "loss", 1.0)
+    for on_step in (True, False):
+        assert resumed.metrics(on_step=on_step) == straight.metrics(on_step=on_step)
     resumed.reset()
     assert resumed.metrics(on_step=True)["log"] == {}
 
 
+def test_a_value_continues_in_the_way_that_the_code_logs_it_now():
+    """Lightning synchronizes nothing in one process, whatever `sync_dist` says."""
+    stopped = epoch_metrics.Results(training=True)
+    log(stopped, "loss", 2.0)
+    log(stopped, "top", 2.0, reduce_fx="max")
+    resumed = resumed_from(stopped)
+    log(resumed, "loss", 1.0, sync_dist=True)
+    log(resumed, "top", 1.0, reduce_fx="max", prog_bar=True)
+    values = resumed.metrics(on_step=False)["log"]
+    assert values == {"loss_epoch": 1.5, "top_epoch": 2.0}
+
+
 def test_logged_values_keep_their_type():
-    saved = {
-        "mean": {
-            "reduce_fx": "mean",
-            "fx": "training_step",
-            "name": "mean",
-            "value": 0.5,
-            "samples": 2,
-            "type": "float64",
-            "sync": False,
-            "rank_zero_only": False,
-        }
-    }
-    results = _ResultCollection(training=True)
-    epoch_metrics.restore(
-        results, saved, Module(), reduce=lambda value: value, device=torch.device("cpu")
-    )
-    mean = results["mean"]
-    assert (mean.value.dtype, float(mean.compute())) == (torch.float64, 0.25)
-    newest = epoch_metrics.Results(training=True)
-    value = epoch_metrics.numbers({"x": torch.tensor(0.5, dtype=torch.float64)})["x"]
-    newest.continue_from({"log": {"x": value}, "pbar": {"x": value}})
-    found = newest.metrics(on_step=True)
-    assert (found["log"]["x"].dtype, found["pbar"]["x"]) == (torch.float64, 0.5)
+    stopped = epoch_metrics.Results(training=True)
+    results = stopped
+    results.log("training_step", "x", torch.tensor(0.1, dtype=torch.float64), on_step=True)
+    value = resumed_from(stopped).metrics(on_step=True)["log"]["x_step"]
+    assert (value.dtype, float(value)) == (torch.float64, 0.1)

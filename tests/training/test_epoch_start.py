@@ -79,15 +79,6 @@ def test_the_same_is_drawn_again_and_training_draws_what_it_would_have_drawn():
     assert torch.equal(torch.get_rng_state(), later)
 
 
-def test_nothing_is_kept_of_a_run_without_such_hooks():
-    class Plain(L.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Linear(2, 2)
-
-    assert epoch_start.random_state(Stub(Plain())) is None
-
-
 def test_a_hook_that_cannot_be_called_again_is_named(caplog):
     epoch_start.repeat(Stub(Hooked(), Fails()), None)
     assert "Fails.on_train_epoch_start failed when it was called again" in caplog.text
@@ -117,14 +108,3 @@ def test_hooks_of_lightning_are_not_called_again():
     assert [owner for owner, _ in epoch_start.users_hooks(trainer, epoch_start.HOOK)] == [
         trainer.lightning_module
     ]
-
-
-def test_the_mode_of_each_module_is_kept():
-    module = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.Dropout()))
-    module[1].eval()
-    saved = epoch_start.in_eval(module)
-    assert saved == ["1", "1.0"]
-    module.train()
-    epoch_start.set_modes(module, saved)
-    assert epoch_start.in_eval(module) == saved
-    assert module.training

@@ -3,7 +3,6 @@
 import lightning.pytorch as L
 import pytest
 import torch
-from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -112,25 +111,6 @@ def test_the_same_hooks_are_called_and_the_same_is_learned(accumulate):
     assert torch.equal(weights, own_weights)
 
 
-def test_modes_of_training_are_known_after_a_stop_inside_validation():
-    class Stops(L.Callback):
-        def on_train_start(self, trainer, module):
-            module.frozen.eval()
-
-        def on_validation_batch_end(self, trainer, *args, **kwargs):
-            assert not trainer.lightning_module.training
-            raise RuntimeError("stop")
-
-        def on_exception(self, trainer, module, exception):
-            self.in_eval = trainer.fit_loop.epoch_loop.modules_in_eval
-
-    stops, module = Stops(), Module([])
-    module.frozen = nn.Dropout()
-    with pytest.raises(RuntimeError, match="stop"):
-        make(OURS, stops, max_epochs=1, num_sanity_val_steps=0).fit(module, *loaders())
-    assert stops.in_eval == ["frozen"]
-
-
 def test_validation_runs_after_the_last_step_in_the_middle_of_an_epoch():
     into: list[str] = []
     make(
@@ -146,41 +126,12 @@ def test_new_loops_have_the_state_of_lightnings():
     )
 
 
-def test_the_progress_of_the_last_validation_is_kept_until_the_next_one():
-    seen = []
-
-    class Look(L.Callback):
-        def on_train_epoch_start(self, trainer, module):
-            seen.append(trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.completed)
-
-    trainer = make(OURS, Look(), max_epochs=2, num_sanity_val_steps=0)
-    trainer.fit(Module([]), *loaders())
-    assert seen == [0, *trainer.num_val_batches]
-
-
 @pytest.mark.parametrize("limit", [{"max_steps": 3, "max_epochs": -1}, {"max_epochs": 1}])
 def test_the_limit_that_ended_the_run_is_named(limit, caplog):
     with caplog.at_level("INFO", logger="lightning.pytorch"):
         make(OURS, **limit).fit(Module([]), *loaders())
     key, value = next(iter(limit.items()))
     assert f"`Trainer.fit` stopped: `{key}={value}` reached." in caplog.text
-
-
-def test_loggers_receive_metrics_by_name():
-    class OnlyByName(DummyLogger):
-        def __init__(self):
-            super().__init__()
-            self.received = []
-
-        def log_metrics(self, *, metrics, step):
-            self.received.append((sorted(metrics), step))
-
-    logger = OnlyByName()
-    make(OURS, max_epochs=1, limit_val_batches=0, logger=logger, log_every_n_steps=1).fit(
-        Module([]), *loaders()
-    )
-    assert logger.received
-    assert all("epoch" in names for names, _ in logger.received)
 
 
 class Scheduled(Module):
@@ -230,16 +181,6 @@ def test_a_schedule_s_frequency_counts_global_batches_of_any_accumulation(kind, 
         trainer.fit(Scheduled([], kind, frequency), loader, loader)
         rates[accumulate] = trainer.optimizers[0].param_groups[0]["lr"]
     assert rates == {1: rate, 2: rate, 4: rate}
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_without_a_limit_of_global_batches_frequency_is_lightnings(accumulate):
-    rates = []
-    for trainer in (OURS, LIGHTNINGS):
-        made = make(trainer, max_epochs=2, accumulate_grad_batches=accumulate, limit_val_batches=0)
-        made.fit(Scheduled([], "step", 2), *loaders())
-        rates.append(made.optimizers[0].param_groups[0]["lr"])
-    assert rates[0] == rates[1]
 
 
 class ReadsLimits(Module):

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -14,9 +13,7 @@ import armature
 from armature import run_dir, worker
 from armature.checkpoint import storage
 from armature.checkpoint.state import load_tensors
-from armature.data.batching import Batches
 from armature.data.feed import Feed
-from armature.data.sampler import TrainSampler
 from armature.errors import ConfigError, NotFinite
 from armature.strategies.single import SingleDevice
 from armature.strategies.update_mask import UpdateMask
@@ -104,32 +101,6 @@ def test_a_run_ends_with_the_step_the_rank_and_the_samples(train):
 
 
 @pytest.mark.slow
-def test_a_save_that_is_due_reads_the_rows_first(train):
-    folder, error = train(
-        *bad("stop", BAD), "trainer.log_every_n_steps=100", "checkpoint.every_n_steps=1"
-    )
-    assert "at step 7" in str(error)
-    assert (folder / "checkpoints" / "last").read_text().strip() == "step=000006"
-
-
-@pytest.mark.slow
-def test_a_users_save_reads_the_rows_first_too(train, tmp_path):
-    target = "_target_:lightning.pytorch.callbacks.ModelCheckpoint"
-    values = f"dirpath:{tmp_path}/own,every_n_train_steps:1,save_top_k:-1"
-    saves = f"+callbacks.own={{{target},{values}}}"
-    _, error = train(*bad("stop", BAD), "trainer.log_every_n_steps=100", saves)
-    assert "at step 7" in str(error)
-    assert sorted(int(path.stem.rpartition("=")[2]) for path in (tmp_path / "own").iterdir()) == [
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-    ]
-
-
-@pytest.mark.slow
 def test_ignore_trains_on(train, caplog):
     folder, error = train(*bad("ignore", BAD))
     assert error is None
@@ -163,38 +134,6 @@ def test_a_run_with_a_skipped_step_resumes_exactly(train):
     train(*bad("skip", BAD), EMA_ON, name="resumed")
     assert_same(resumed, straight)
     assert running.summary(resumed)["skipped_steps"] == 1
-
-
-def test_parts_that_are_left_out_move_the_rest_of_the_order_up():
-    parts: list[tuple[int, int]] = []
-    batches = Batches(4, 2, 1, 2)
-    samplers = [
-        TrainSampler(
-            20, seed=0, batches=batches, rank=rank, position=lambda: 0, left_out=lambda: parts
-        )
-        for rank in (0, 1)
-    ]
-
-    def order() -> list[list[int]]:
-        return [[*first, *second] for first, second in zip(*samplers, strict=True)]
-
-    whole = order()
-    parts += [(12, 4), (4, 4)]
-    assert order()[:3] == [whole[0], whole[2], whole[4]]
-    assert samplers[0].places_of(np.arange(12)).tolist() == [
-        0,
-        1,
-        2,
-        3,
-        8,
-        9,
-        10,
-        11,
-        16,
-        17,
-        18,
-        19,
-    ]
 
 
 # ---------------------------------------------------------------- the mask
@@ -315,11 +254,3 @@ def test_what_cannot_be_right_is_refused(overrides, message, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=message):
         armature.compose(*PARTS, *overrides)
-
-
-def test_skip_is_refused_for_a_task_that_optimizes_manually():
-    from armature.validation import manual
-
-    (found,) = manual.setting_problems("Gan", clip=None, micro="auto", size=None, on_nan="skip")
-    assert "trainer.on_nan=stop" in found
-    assert not manual.setting_problems("Gan", clip=None, micro="auto", size=None, on_nan="stop")

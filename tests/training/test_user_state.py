@@ -88,6 +88,8 @@ def change(trainer: Any) -> None:
     module.array += 1
     module.net[1].rng.random()
     module.net[2].p = 0.3
+    module.net[2].eval()
+    module.net[0].weight.requires_grad = False
     module.table += 2
     module.criterion.center += 1
     module.meter.count += 4
@@ -103,6 +105,7 @@ def change(trainer: Any) -> None:
 def values(trainer: Any) -> list[Any]:
     module = trainer.lightning_module
     own = [module.norms, module.seen, module.best, module.queue, module.color, module.folder]
+    own += [module.net[2].training, module.net[0].weight.requires_grad]
     own += [module.array.tolist(), module.net[2].p, module.table.tolist(), module.score]
     own += [module.criterion.center.tolist(), module.meter, module.new["made"].tolist()]
     own += [trainer.callbacks[0].bad, float(trainer.callbacks[0].mean.compute())]

@@ -136,11 +136,7 @@ def to_ckpt(
         weights_of(checkpoint, average=average, base=base),
     )
     saved: dict[str, Any] = storage.read_metadata(checkpoint).state_dict_metadata
-    groups, others = meta.pop(state.GROUPS, []), meta.pop(state.OTHER, {})
-    whole = [meta.pop(f"{optimizers.WHOLE}.{i}", None) for i in range(len(groups))]
-    for own in filter(None, whole):
-        for key in (optimizers.INNER, optimizers.BUILT):
-            own.pop(key, None)  # Lightning's files hold what `state_dict` returns
+    entries, others = meta.pop(state.OPTIMIZER, []), meta.pop(state.OTHER, {})
     meta = {key: value for key, value in meta.items() if not str(key).startswith(state.RESERVED)}
     result = {
         "pytorch-lightning_version": version("lightning"),
@@ -151,7 +147,10 @@ def to_ckpt(
     result["state_dict"] = weights | others
     if not average:
         result[state.OPTIMIZER] = [
-            whole[i] or _torchs(checkpoint, saved, of, index=i) for i, of in enumerate(groups)
+            {key: value for key, value in entry.items() if not str(key).startswith(state.RESERVED)}
+            if optimizers.BUILT in entry
+            else _torchs(checkpoint, saved, entry["param_groups"], index=i)
+            for i, entry in enumerate(entries)
         ]
     lightning_file.write(file, result)
     return list(result["state_dict"])

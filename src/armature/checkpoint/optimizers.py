@@ -36,9 +36,10 @@ from armature.checkpoint.state import GRADIENTS, OPTIMIZER_TENSORS, RESERVED
 from armature.errors import ConfigError
 from armature.parallel import whole_weights
 
-CLASSES = f"{RESERVED}optimizer_classes"  # in meta.pt: by index
-WHOLE = f"{RESERVED}optimizer_state"  # in meta.pt, with its index: of one that is saved whole
-# in a saved parameter group, and in a whole state
+# in an entry of meta.pt, which holds parameter groups or a whole state
+CLASS = f"{RESERVED}class"
+TENSORS = f"{RESERVED}tensors"  # moved to those of the checkpoint while it is saved
+# in a saved parameter group; BUILT also in a whole state, and only there in an entry
 NAMES = f"{RESERVED}names"  # of its parameters
 ADDED = f"{RESERVED}added"  # a hook had added it while the run trained
 BUILT = f"{RESERVED}built"  # settings as the run's last start had built them
@@ -260,8 +261,7 @@ def load_optimizers(
     module: nn.Module,
     optimizers: list[Optimizer],
     *,
-    groups: list[list[dict[str, Any]] | None],
-    classes: Sequence[str] = (),
+    saved: Sequence[Mapping[str, Any]],
     built: Sequence[Sequence[Mapping[str, Any]]] = (),
     extra: dict[str, Tensor] | None = None,
 ) -> dict[Tensor, Tensor]:
@@ -270,49 +270,47 @@ def load_optimizers(
     A weight that had no gradient before the save has no state, as it had then.
 
     Args:
-        groups: each optimizer's parameter groups, as saved; one without them keeps its state.
-        classes: the optimizers' classes, as saved.
+        saved: each optimizer's entry in meta.pt.
         built: each optimizer's groups as they are built now.
         extra: further tensors to fill if the checkpoint has them, such as the averaged weights.
     """
-    saved = storage.read_metadata(checkpoint).state_dict_metadata
+    held = storage.read_metadata(checkpoint).state_dict_metadata
     names = state.parameter_names(module)
-    targets: dict[str, Any] = {
-        name: value for name, value in (extra or {}).items() if name in saved
-    }
+    targets: dict[str, Any] = {name: value for name, value in (extra or {}).items() if name in held}
     gradients: dict[Tensor, Tensor] = {}
     places: list[tuple[dict[Any, Any], Any, Tensor, str]] = []  # where values go, and their names
     for param, name in names.items() if optimizers else ():
-        if (key := f"{GRADIENTS}{name}") in saved:
-            targets[key] = _target(param, {}, saved[key])
+        if (key := f"{GRADIENTS}{name}") in held:
+            targets[key] = _target(param, {}, held[key])
             places.append((gradients, param, param, key))
-    for index, (optimizer, of_optimizer) in enumerate(zip(optimizers, groups, strict=False)):
-        if of_optimizer is None:
+    for index, (optimizer, entry) in enumerate(zip(optimizers, saved, strict=False)):
+        now = built[index] if index < len(built) else ()
+        if BUILT in entry:
+            load_whole(optimizer, entry, now)
             continue
-        own = entry_names(saved, index)
+        own = entry_names(held, index)
         if own:
-            _check_class(checkpoint, optimizer, classes[index : index + 1])
-        add_groups(optimizer, names, of_optimizer)
+            _check_class(checkpoint, optimizer, entry.get(CLASS))
+        add_groups(optimizer, names, entry["param_groups"])
         optimizer.state.clear()
         for param, group in _params(optimizer):
             for full in own.get(names[param], ()):
                 name = full.rpartition(".")[2]
-                targets[full] = _target(param, group, saved[full], name)
+                targets[full] = _target(param, group, held[full], name)
                 places.append((optimizer.state[param], key_of(name), param, full))
-        now = built[index] if index < len(built) else ()
-        restore_groups(optimizer, group_names(optimizer, names), of_optimizer, now)
+        restore_groups(optimizer, group_names(optimizer, names), entry["param_groups"], now)
     storage.read_tensors(checkpoint, targets)
     for owner, key, param, name in places:
         owner[key] = value_of(targets[name], param)
     return gradients
 
 
-def _check_class(checkpoint: Path, optimizer: Optimizer, saved: Sequence[str]) -> None:
+def _check_class(checkpoint: Path, optimizer: Optimizer, saved: str | None) -> None:
     own = class_of(optimizer)
     # by name: the file of a user's class may have moved
-    if saved and own.rpartition(".")[2] != saved[0].rpartition(".")[2]:
+    if saved and own.rpartition(".")[2] != saved.rpartition(".")[2]:
         raise ConfigError(
-            f"{checkpoint} was saved with another optimizer: it holds the state of {saved[0]}, and "
+            f"{checkpoint} was saved with another optimizer: it holds the state of {saved}, and "
             f"configure_optimizers returns {own}. Resume with the optimizer that the run began "
             "with."
         )
@@ -418,8 +416,8 @@ def load_whole(
     optimizer: Optimizer, saved: Mapping[str, Any], built: Sequence[Mapping[str, Any]] = ()
 ) -> None:
     """Load what `whole_state` returned. Groups and states that optimizers share stay shared."""
-    own = dict(saved)
-    held, then = own.pop(INNER, {}), own.pop(BUILT, ())
+    held, then = saved.get(INNER, {}), saved.get(BUILT, ())
+    own = {key: value for key, value in saved.items() if key not in (INNER, BUILT, CLASS)}
     methods = (type(optimizer).state_dict, type(optimizer).load_state_dict)
     if methods == (Optimizer.state_dict, Optimizer.load_state_dict):
         _load_in_place(optimizer, own)

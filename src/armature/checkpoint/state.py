@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,9 @@ OPTIMIZER_TENSORS = f"{RESERVED}{OPTIMIZER}"
 EXTRA = f"{RESERVED}extra"
 GRADIENTS = f"{EXTRA}.grad."
 # entries in meta.pt
-GROUPS = f"{RESERVED}param_groups"  # of each optimizer
-FLAGS = f"{RESERVED}flags"  # what has been frozen or unfrozen
 RANDOM = f"{RESERVED}random"  # the random state of each rank
 OTHER = f"{RESERVED}extra_state"  # what modules keep beside tensors, by name
-RESIZED = f"{RESERVED}resized_buffers"  # names of buffers whose size training has changed
 
-Sizes = dict[str, tuple[int, ...] | None]
 _OTHER_SIZE = re.compile(
     r"size mismatch for (\S+): .*?torch\.Size\(\[(.*?)\]\).*?torch\.Size\(\[(.*?)\]\)"
 )
@@ -247,70 +243,21 @@ def _names_of_all_ranks(own: Iterable[str]) -> set[str]:
     return {name for names in process_group.all_gather_object([*own]) for name in names}
 
 
-# ---------------------------------------------------------------- what is frozen
-def flags(module: nn.Module) -> dict[str, bool]:
-    """Return which weights are trained and which layers keep running statistics: what freezing a
-    part changes.
-    """
-    layers = {
-        f"{name}.track_running_stats": getattr(layer, "track_running_stats", None)
-        for name, layer in module.named_modules()
-    }
-    trained = {f"{name}.requires_grad": p.requires_grad for name, p in module.named_parameters()}
-    return trained | {name: kept for name, kept in layers.items() if isinstance(kept, bool)}
-
-
-def set_flags(module: nn.Module, changed: Mapping[str, bool]) -> None:
-    """Set flags by their names in `flags`, as far as the module has them."""
-    owners: dict[str, Any] = dict(module.named_modules()) | dict(module.named_parameters())
-    for name, value in changed.items():
-        owner, _, flag = name.rpartition(".")
-        if owner in owners:
-            setattr(owners[owner], flag, value)
-
-
 # ---------------------------------------------------------------- buffers that change their size
-def buffer_sizes(module: nn.Module) -> Sizes:
-    """Return the sizes of all buffers; None of one that has no value yet."""
-    return {
-        name: None if buffer is None else tuple(buffer.shape)
-        for name, buffer in _buffers(module).items()
-    }
-
-
-def _buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the buffers by name, also those that are None; one that several modules share by its
-    first name.
+def resize_buffers(checkpoint: Path, module: L.LightningModule) -> None:
+    """Give buffers the sizes that they had when the checkpoint was saved: training may change
+    them.
     """
-    found, seen = {}, set()
+    saved = storage.read_metadata(checkpoint).state_dict_metadata
     for path, part in module.named_modules():
-        for key, buffer in part._buffers.items():
-            if buffer is None or id(buffer) not in seen:
-                found[f"{path}.{key}" if path else key] = buffer
-                seen.add(id(buffer))
-    return found
-
-
-def resized_buffers(module: nn.Module, first: Sizes) -> list[str]:
-    """Return the names of the buffers that do not have the sizes that they had at `first`."""
-    return [name for name, size in buffer_sizes(module).items() if first.get(name, size) != size]
-
-
-def resize_buffers(checkpoint: Path, module: L.LightningModule, names: Iterable[str]) -> None:
-    """Give these buffers the sizes that they had when the checkpoint was saved.
-
-    None to those that it does not have.
-    """
-    own, kept = _buffers(module), nn.Module.state_dict(module).keys()
-    for name in [name for name in names if name in own]:
-        value, facts = own[name], storage.read_metadata(checkpoint).state_dict_metadata.get(name)
-        if isinstance(facts, TensorStorageMetadata):
-            like = torch.empty(0, dtype=facts.properties.dtype, device=module.device)
-            value = (like if value is None else value).new_empty(facts.size)
-        elif name in kept:
-            value = None
-        owner, _, key = name.rpartition(".")
-        setattr(module.get_submodule(owner), key, value)
+        for key, value in part._buffers.items():
+            facts = saved.get(f"{path}.{key}".removeprefix("."))
+            if not isinstance(facts, TensorStorageMetadata):
+                continue
+            if value is None:
+                value = torch.empty(0, dtype=facts.properties.dtype, device=module.device)
+            if value.shape != facts.size:
+                part._buffers[key] = value.new_empty(facts.size)
 
 
 # ---------------------------------------------------------------- reading checkpoints

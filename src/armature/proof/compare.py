@@ -179,7 +179,7 @@ def compare_checkpoints(reference: Path, other: Path, *, exact: bool) -> dict[st
         RANDOM: NOT_COMPARED,
     }
     if exact:
-        plain = ("lr_schedulers", state.GROUPS)
+        plain = ("lr_schedulers", state.OPTIMIZER)
         found = _first_difference([{key: m.get(key) for key in plain} for m in (meta, other_meta)])
         if found:
             cells[OPTIMIZER] = _worse(cells[OPTIMIZER], Cell(math.inf, broken=True, what=found))

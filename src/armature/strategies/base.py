@@ -97,7 +97,6 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         self.cluster_environment = process_group.RankEnvironment()
         self.grad_norm, self.target_weights, self.steps_made = None, TargetWeights(), Counter()
         self.random_state, self._extra_state = randomness.RankRandomState(), {}
-        self.first_flags, self.first_sizes = {}, {}
 
     @classmethod
     def of(cls, trainer: L.Trainer) -> Self:
@@ -157,7 +156,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
                 optimizers.refuse_parts(optimizer)
             if isinstance(optimizer, Muon):
                 optimizer.matrix_work = self.matrices()
-        self.first_flags, names = state.flags(self.module), state.parameter_names(self.module)
+        names = state.parameter_names(self.module)
         for optimizer in self.optimizers if trainer.state.fn == TrainerFn.FITTING else ():
             if isinstance(optimizer, Optimizer):  # DeepSpeed's are no Optimizer of torch's
                 optimizers.check(optimizer, names, held=self.module.state_dict())
@@ -182,7 +181,6 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         for name, model in models:
             if self.imported[name]:
                 huggingface.read(model, self.imported[name])
-        self.first_sizes = state.buffer_sizes(self.module)
         if self.initial_weights is not None:
             self.load_initial_weights(self.initial_weights)
         self.module.__dict__["_armature_built"] = True

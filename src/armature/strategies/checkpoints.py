@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as L
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -32,17 +31,10 @@ from armature.models.adapters import is_adapter
 from armature.parallel import process_group
 from armature.parallel.randomness import RankRandomState
 from armature.strategies.layout import LayoutMixin
-from armature.training import epoch_start
 from armature.training.progress import completed_batches
 
 HOOK = "on_load_checkpoint"
 SCHEDULES = "lr_schedulers"
-
-
-class SavedOptimizer(dict[str, Any]):
-    """An optimizer in `checkpoint["optimizer_states"]` of a checkpoint that is loaded: its
-    parameter groups.
-    """
 
 
 class CheckpointMixin(LayoutMixin):
@@ -54,8 +46,6 @@ class CheckpointMixin(LayoutMixin):
     Attributes:
         random_state: this rank's random state of the loaded checkpoint, which training restores
             before its first draw.
-        first_flags: `state.flags` of the module when it was set up.
-        first_sizes: sizes of the module's buffers when it was built.
         built_groups: the settings of each optimizer's groups when it was set up.
         saves_files: whether `trainer.save_checkpoint("x.ckpt")` can write one file: every rank
             holds the whole model.
@@ -72,8 +62,6 @@ class CheckpointMixin(LayoutMixin):
 
     seed: int
     random_state: RankRandomState
-    first_flags: dict[str, bool]
-    first_sizes: state.Sizes
     built_groups: Sequence[list[dict[str, Any]]] = ()
     _gradients: dict[Tensor, Tensor] | None = None
     saves_files: bool = False
@@ -82,7 +70,6 @@ class CheckpointMixin(LayoutMixin):
     frozen_base: Set[str] = frozenset()
     _extra_state: dict[str, Callable[[], Mapping[str, Tensor]]]
     _loading: Path | None = None  # between `load_checkpoint` and the optimizers' state
-    _place_again: Callable[[], None] | None = None  # once `on_fit_start` has made modules
     before_loading: Sequence[Callable[[dict[str, Any]], None]] = ()
     loads_optimizers_last: bool = False
     restore_checkpoint_after_setup = False  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
@@ -119,8 +106,8 @@ class CheckpointMixin(LayoutMixin):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state tensors by parameter name, and the groups' hyperparameters with their
-        parameters' names.
+        """Return the entry of meta.pt: the groups' hyperparameters with their parameters' names,
+        and for now the state tensors by parameter name. Or its whole state.
         """
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
@@ -128,14 +115,14 @@ class CheckpointMixin(LayoutMixin):
         if optimizers.is_saved_whole(optimizer):
             if not self.saves_files:  # it was not known before
                 optimizers.refuse_parts(optimizer)
-            return {"whole": optimizers.whole_state(optimizer, self.built_groups[index])}
+            return optimizers.whole_state(optimizer, self.built_groups[index])
         names = state.parameter_names(self.module)
         # a hook may have unfrozen a weight
         optimizers.check(optimizer, names, held=self.module.state_dict())
         of_groups = optimizers.group_names(optimizer, names)
         return {
-            "tensors": optimizers.by_weight(optimizer, names, index=index),
-            "groups": optimizers.param_groups(optimizer, of_groups, self.built_groups[index]),
+            optimizers.TENSORS: optimizers.by_weight(optimizer, names, index=index),
+            "param_groups": optimizers.param_groups(optimizer, of_groups, self.built_groups[index]),
         }
 
     @override
@@ -162,7 +149,7 @@ class CheckpointMixin(LayoutMixin):
         if storage_options is None:
             # ModelCheckpoint's holds a metric of this rank
             filepath = process_group.broadcast_object(filepath)
-        path, (meta, tensors) = resume.to_path(filepath), _parts_of(checkpoint, self.module)
+        path, (meta, tensors) = resume.to_path(filepath), _parts_of(checkpoint)
         if storage_options is None and self.saves_files and directory.is_named_as_file(path):
             self._save_file(path, checkpoint, meta, tensors)
             return
@@ -191,37 +178,28 @@ class CheckpointMixin(LayoutMixin):
         if self._keeps_gradients and state.OPTIMIZER in checkpoint:
             found |= state.pending_gradients(self.module)
         for saved in checkpoint.get(state.OPTIMIZER, ()):
-            found |= saved.get("tensors", {})
+            found |= saved.pop(optimizers.TENSORS, {})
         return found
 
     def _entries(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return our entries of meta.pt on rank 0, which writes it, and nothing elsewhere: what all
         ranks know of the modules that they have.
         """
-        saved, flags = checkpoint.get(state.OPTIMIZER, ()), state.flags(self.module)
-        everyones = process_group.gather_object(
-            {
-                "flags": {k: v for k, v in flags.items() if self.first_flags.get(k, v) != v},
-                "resized": state.resized_buffers(self.module, self.first_sizes),
-                "groups": [each.get("groups", []) for each in saved],
-                "random": self.random_state.current(),
-            }
-        )
+        own = checkpoint.get(state.OPTIMIZER, ())
+        parts = [[] if optimizers.BUILT in each else each["param_groups"] for each in own]
+        everyones = process_group.gather_object((parts, self.random_state.current()))
         if not everyones:
             return {}
-        whole = {
-            f"{optimizers.WHOLE}.{index}": each["whole"]
-            for index, each in enumerate(saved)
-            if "whole" in each
-        }
-        groups = zip(*(facts["groups"] for facts in everyones), strict=True)
+        of_ranks, random = zip(*everyones, strict=True)
+        groups = [optimizers.merge_groups([*of]) for of in zip(*of_ranks, strict=True)]
+        saved = [
+            {optimizers.CLASS: optimizers.class_of(optimizer)}
+            | (each if optimizers.BUILT in each else {"param_groups": merged})
+            for optimizer, each, merged in zip(self.inner_optimizers(), own, groups, strict=False)
+        ]
         return {
-            state.GROUPS: [optimizers.merge_groups([*each]) for each in groups],
-            optimizers.CLASSES: [*map(optimizers.class_of, self.inner_optimizers())],
-            state.RANDOM: {"layout": self.layout, "ranks": [each["random"] for each in everyones]},
-            state.FLAGS: {k: v for facts in everyones for k, v in facts["flags"].items()},
-            state.RESIZED: sorted({name for facts in everyones for name in facts["resized"]}),
-            **plain.plain_checkpoint(whole),
+            state.RANDOM: {"layout": self.layout, "ranks": [*random]},
+            **plain.plain_checkpoint({state.OPTIMIZER: saved}),
         }
 
     @property
@@ -264,7 +242,6 @@ class CheckpointMixin(LayoutMixin):
         second copy.
         """
         checkpoint = self._read_checkpoint(resume.to_path(checkpoint_path))
-        plain.remake(self.module, checkpoint)
         for function in self.before_loading:
             function(checkpoint)
         return checkpoint
@@ -276,13 +253,8 @@ class CheckpointMixin(LayoutMixin):
             return lightning_file.read(path)
         storage.keep_metadata(path)
         meta = self.load_random_state(plain.restored(storage.read_meta(path)))
-        meta[state.OPTIMIZER] = [
-            meta.get(f"{optimizers.WHOLE}.{index}", SavedOptimizer(param_groups=groups))
-            for index, groups in enumerate(meta.get(state.GROUPS, ()))
-        ]
-        # since an older checkpoint was saved
-        grown = state.resized_buffers(self.module, self.first_sizes)
-        state.resize_buffers(path, self.module, {*meta.pop(state.RESIZED, ()), *grown})
+        meta.setdefault(state.OPTIMIZER, [])
+        state.resize_buffers(path, self.module)
         if self._hooks_change_weights or not self.restore_checkpoint_after_setup:
             meta["state_dict"] = self.read_weights(path)
         self._loading = path
@@ -317,15 +289,18 @@ class CheckpointMixin(LayoutMixin):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights, as `on_load_checkpoint` of the module left them."""
         fits, weights = self.module.trainer.state.fn == TrainerFn.FITTING, checkpoint["state_dict"]
-        # users' `on_fit_start` may make modules and buffers
-        grows = fits and bool(epoch_start.users_hooks(self.module.trainer, "on_fit_start"))
-        place = partial(state.place_weights, self._source, self.module, weights)
-        may_lack = self.from_base.__contains__
-        place(strict=strict and not grows, may_lack=may_lack)
-        self._place_again = partial(place, strict=strict, may_lack=may_lack) if grows else None
+        # users' `on_fit_start` may make modules and buffers, before the second load
+        strict = strict and not (fits and self.loads_optimizers_last)
+        state.place_weights(
+            self._source,
+            self.module,
+            weights,
+            strict=strict,
+            may_lack=self.from_base.__contains__,
+        )
         if self._loading is not None and not fits:
             optimizers.load_optimizers(
-                self._loading, self.module, [], groups=[], extra=self.extra_tensors()
+                self._loading, self.module, [], saved=[], extra=self.extra_tensors()
             )
             storage.forget_metadata()
 
@@ -336,26 +311,15 @@ class CheckpointMixin(LayoutMixin):
         """
         if self.loads_optimizers_last:
             return
-        if self._place_again is not None:
-            self._place_again()
-            self._place_again = None
-        states, path, self._loading = checkpoint[state.OPTIMIZER], self._loading, None
-        state.set_flags(self.module, checkpoint.get(state.FLAGS, {}))
+        path, self._loading = self._loading, None
         if path is None:  # a file, which holds them as Lightning does
             super().load_optimizer_state_dict(checkpoint)
             return
-        saved = [s["param_groups"] if isinstance(s, SavedOptimizer) else None for s in states]
-        for optimizer, given, built in zip(
-            self.optimizers, states, self.built_groups, strict=False
-        ):
-            if not isinstance(given, SavedOptimizer):
-                optimizers.load_whole(optimizer, given, built)
         self._gradients = optimizers.load_optimizers(
             path,
             self.module,
             self.optimizers,
-            groups=saved,
-            classes=checkpoint.get(optimizers.CLASSES, ()),
+            saved=checkpoint[state.OPTIMIZER],
             built=self.built_groups,
             extra=self.extra_tensors(),
         )
@@ -381,12 +345,11 @@ class CheckpointMixin(LayoutMixin):
         Adapters that the checkpoint does not have begin anew.
         """
         if not directory.is_file(path):
-            state.resize_buffers(path, self.module, storage.read_meta(path).get(state.RESIZED, ()))
+            state.resize_buffers(path, self.module)
             weights = state.read_weights(path, self.module, in_place=True)
             state.place_weights(path, self.module, weights, may_lack=self._may_lack)
             return
         checkpoint = lightning_file.read(path)
-        plain.remake(self.module, checkpoint)
         self.module.on_load_checkpoint(checkpoint)
         state.place_weights(
             path,
@@ -400,9 +363,7 @@ class CheckpointMixin(LayoutMixin):
         return is_adapter(name) or name in self.from_base
 
 
-def _parts_of(
-    checkpoint: dict[str, Any], module: L.LightningModule
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _parts_of(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return Lightning's entries made plain, with what modules keep beside tensors, and the
     weights.
     """
@@ -418,7 +379,7 @@ def _parts_of(
     tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
     if others := {name: value for name, value in weights.items() if name not in tensors}:
         rest[state.OTHER] = others
-    return plain.plain_checkpoint(rest, module=module), tensors
+    return plain.plain_checkpoint(rest), tensors
 
 
 def _stepped(optimizer: Optimizer) -> set[Tensor]:

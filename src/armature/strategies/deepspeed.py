@@ -311,7 +311,7 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
                     prefix + key: value for key, value in sample.items() if key not in shaped
                 }
         groups = optimizers.param_groups(inner, self._groups, next(iter(self.built_groups), ()))
-        return {"tensors": tensors, "groups": groups}
+        return {optimizers.TENSORS: tensors, "param_groups": groups}
 
     @override
     def inner_optimizers(self) -> list[Any]:

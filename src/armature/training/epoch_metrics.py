@@ -28,7 +28,7 @@ from typing_extensions import override
 
 log = logging.getLogger(__name__)
 
-Newest = Mapping[str, Mapping[str, Any]]
+_CPU = torch.device("cpu")
 # by key of the collection, or by name of the metric in the module
 Facts = dict[str, dict[str, Any]]
 _ALIKE = (dim_zero_max, dim_zero_min, dim_zero_mean)  # of equal values, each is that value
@@ -38,9 +38,11 @@ _META = (
     "prog_bar",
     "logger",
     "on_step",
-    "metric_attribute",
+    "on_epoch",
+    "enable_graph",
     "add_dataloader_idx",
     "dataloader_idx",
+    "metric_attribute",
 )
 
 
@@ -48,62 +50,36 @@ class Results(_ResultCollection):
     """Lightning's, with whole values of sharded weights: rank 0 alone reads them, for the bar.
 
     Attributes:
-        newest: what `newest_of` returned when the checkpoint was saved that this epoch was resumed
-            from. The values stand in the rows until they are logged again or the epoch ends, as in
-            a run that was not stopped.
-        left: what `collect` returned then. Each value continues from there when it is logged for
-            the first time, and is removed; `restore` takes the others, which no hook logs again in
-            this epoch, such as `on_train_epoch_start`.
+        restored: keys of the values that `restore` has set and no hook has logged again. The first
+            one that does decides how, since that may depend on the layout, and continues from them.
+        continues: whether the values of this epoch are such ones.
     """
 
-    newest: Mapping[str, dict[str, Any]] = MappingProxyType({})
-    left: Mapping[str, dict[str, Any]] = MappingProxyType({})
-
-    @override
-    def metrics(self, on_step: bool) -> Any:
-        found = super().metrics(on_step)
-        if not on_step or not self.newest:
-            return found
-        kinds: dict[str, Any] = {**found}
-        for kind, values in kinds.items():
-            old = self.newest.get(kind, {})
-            for name in [name for name in old if name in values]:
-                del old[name]
-            kinds[kind] = old | values
-        if not any(self.newest.values()):
-            self.newest = {}
-        return kinds
-
-    def continue_from(self, newest: Newest) -> None:
-        """Take what `newest_of` returned; Lightning's bars take numbers, all else tensors."""
-        self.newest = {
-            kind: {
-                name: float(value) if kind == "pbar" else torch.as_tensor(value)
-                for name, value in values.items()
-            }
-            for kind, values in newest.items()
-        }
+    restored: frozenset[str] = frozenset()
+    continues: bool = False
 
     @override
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
+        if fx is not None and self.continues:
+            return  # Lightning resets a hook's values in the first batch of a start
+        self.continues = False
         super().reset(metrics, fx)
-        if metrics is None and fx is None:  # the epoch ends
-            self.newest = {}
+
+    @override
+    def log(self, fx: str, name: str, value: Any, **settings: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        key = f"{fx}.{name}"
+        before = self.pop(key) if key in self.restored else None
+        self.restored -= {key}
+        super().log(fx, name, value, **settings)  # pyright: ignore[reportAttributeAccessIssue]
+        own = self[key]
+        if before is not None and own.is_tensor and own.meta.on_epoch:
+            vars(own).update(_combined(before.metric_state, own.metric_state, own.meta.reduce_fx))
 
     @override
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
-        if key in self.left and "value" in (facts := self.left.pop(key)):  # pyright: ignore[reportAttributeAccessIssue]
-            _restore(self[key], facts)
         super().update_metrics(  # pyright: ignore[reportAttributeAccessIssue]
             key, value.full_tensor() if isinstance(value, DTensor) else value, batch_size
         )
-
-
-def newest_of(results: Results) -> dict[str, dict[str, Tensor]]:
-    """Return the values that were logged last in steps of this epoch, by what they are for, and by
-    name.
-    """
-    return {kind: numbers(values) for kind, values in results.metrics(on_step=True).items()}
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -130,33 +106,50 @@ def without_logging(*owners: Any) -> Iterator[None]:
                 vars(each)["log"] = log_of_its_own
 
 
-def collect(results: Any, module: nn.Module) -> Facts:
-    """Return, by key, this rank's sum (with its number of samples), maximum or minimum, and how it
-    was logged.
+def collect(results: Results) -> Facts:
+    """Return, by key, what this rank has logged in this epoch: how, the newest value, and what was
+    collected: a sum (with its number of samples), maximum or minimum.
 
-    For a metric object: its name in the module. Its state is one of `metric_states`.
+    The state of a metric object is one of `metric_states`.
     """
-    names = {id(metric): name for name, metric in _metrics(module)}
-    collected = {}
-    for key, metric in results.items():
-        if not metric.meta.on_epoch or metric.has_reset:
-            continue
-        facts = {name: getattr(metric.meta, name) for name in _META}
-        facts |= {"reduce_fx": metric.meta.reduce_fx.__name__}
-        if metric.is_tensor:
-            facts |= {
-                "value": float(metric.value),
-                "type": str(metric.value.dtype).removeprefix("torch."),
-                "samples": int(getattr(metric, "cumulated_batch_size", 0)),
-                "sync": metric.meta.sync.should,
-                "rank_zero_only": metric.meta.sync.rank_zero_only,
-            }
-        elif (name := names.get(id(metric.value))) is not None:
-            facts |= {"metric": name}
-        else:
-            continue
-        collected[key] = facts
-    return collected
+    return {
+        key: {
+            "meta": {name: getattr(metric.meta, name) for name in _META},
+            "reduce_fx": metric.meta.reduce_fx.__name__,
+            "sync": metric.meta.sync.should,
+            "rank_zero_only": metric.meta.sync.rank_zero_only,
+            "newest": _to_device(metric._forward_cache, _CPU),
+            "state": _to_cpu(metric.metric_state) if metric.is_tensor else None,
+        }
+        for key, metric in results.items()
+        if not metric.has_reset
+    }
+
+
+def restore(
+    results: Results,
+    saved: Facts,
+    module: nn.Module,
+    *,
+    reduce: Callable[..., Any],
+    device: torch.device,
+) -> None:
+    """Let a collection hold what `collect` returned, and nothing else."""
+    results.clear()
+    results.restored, results.continues = frozenset(saved), bool(saved)
+    metrics = dict(_metrics(module))
+    for key, facts in saved.items():
+        meta = _Metadata(**facts["meta"], reduce_fx=facts["reduce_fx"])
+        meta.sync = _Sync(reduce, facts["sync"], facts["rank_zero_only"])
+        metric = _ResultMetric(meta, is_tensor=facts["state"] is not None)
+        for name, value in (facts["state"] or {}).items():
+            setattr(metric, name, value)
+        if not metric.is_tensor:
+            if meta.metric_attribute not in metrics:
+                continue
+            metric.value = metrics[meta.metric_attribute]
+        metric._forward_cache, metric._update_count = facts["newest"], 1
+        results[key] = metric.to(device)
 
 
 def metric_states(module: nn.Module, *, evaluated: Any = MappingProxyType({})) -> Facts:
@@ -209,26 +202,31 @@ def for_rank(
     combined: Facts = {}
     for facts in _one_per_data_rank(of_ranks, saved_data_ranks):
         for key, new in facts.items():
-            combined[key] = new if key not in combined else _combined(combined[key], new)
+            if key in combined and new["state"] is not None:
+                reduce_fx = getattr(torch, new["reduce_fx"])
+                state = _combined(combined[key]["state"], new["state"], reduce_fx)
+                combined[key] = combined[key] | {"state": state}
+            else:
+                combined.setdefault(key, new)
     if data_ranks[rank] == 0:
         return combined
-    sums = [
-        key
+    return {
+        key: facts | {"state": {n: v.new_zeros(()) for n, v in facts["state"].items()}}
+        if facts["state"] and facts["reduce_fx"] in ("mean", "sum")
+        else facts
         for key, facts in combined.items()
-        if "value" in facts and facts["reduce_fx"] in ("mean", "sum")
-    ]
-    return combined | {key: combined[key] | {"value": 0.0, "samples": 0} for key in sums}
+    }
 
 
-def _combined(facts: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    if "value" not in facts:
-        return facts
-    choose = {"max": max, "min": min}.get(facts["reduce_fx"])
-    if choose is not None:
-        return facts | {"value": choose(facts["value"], more["value"])}
-    return facts | {
-        "value": facts["value"] + more["value"],
-        "samples": facts["samples"] + more["samples"],
+def _combined(
+    state: Mapping[str, Tensor], more: Mapping[str, Tensor], reduce_fx: Callable[..., Any]
+) -> dict[str, Tensor]:
+    """Return a sum (with its number of samples), maximum or minimum of two parts of an epoch."""
+    combine = {torch.max: torch.maximum, torch.min: torch.minimum}.get(reduce_fx, torch.add)
+    return {
+        name: combine(value.to(more[name].device), more[name])
+        for name, value in state.items()
+        if name in more
     }
 
 
@@ -310,56 +308,6 @@ def _set_state(metric: Metric, name: str, found: list[dict[str, Any]], *, takes:
         )  # fmt: skip
 
 
-def restore(
-    results: Any,
-    before: Facts,
-    module: nn.Module,
-    *,
-    reduce: Callable[..., Any],
-    device: torch.device,
-) -> None:
-    """Restore values as if they had been logged: the end of the epoch needs those that nobody logs
-    again.
-    """
-    metrics = dict(_metrics(module))
-    for key, facts in before.items():
-        meta = _Metadata(
-            **{name: facts[name] for name in _META if name in facts},
-            on_epoch=True,
-            reduce_fx=facts["reduce_fx"],
-        )
-        if "value" in facts:
-            meta.sync = _Sync(
-                fn=reduce, _should=facts["sync"], rank_zero_only=facts["rank_zero_only"]
-            )
-            metric = _ResultMetric(meta, is_tensor=True).to(device)
-            _restore(metric, facts)
-        elif facts["metric"] in metrics:
-            meta.sync = _Sync()
-            metric = _ResultMetric(meta, is_tensor=False)
-            metric.value = metrics[facts["metric"]]
-        else:
-            continue
-        metric._update_count = 1
-        results[key] = metric
-
-
-def clear(results: Any, restored: Facts) -> None:
-    """Discard restored values after their epoch, so that they are logged anew with the caller's own
-    settings.
-    """
-    results.newest = results.left = {}
-    for key in restored:
-        results.pop(key, None)
-
-
-def _restore(metric: Any, facts: dict[str, Any]) -> None:
-    dtype = getattr(torch, facts["type"])
-    metric.value = torch.full_like(metric.value, facts["value"], dtype=dtype)
-    if metric.meta.is_mean_reduction:
-        metric.cumulated_batch_size = torch.full_like(metric.cumulated_batch_size, facts["samples"])
-
-
 # of torchmetrics' running means: the place of the next value in the window
 _COUNTERS = ("_num_vals_seen",)
 
@@ -389,7 +337,7 @@ def _one_per_data_rank(of_ranks: list[Facts], data_ranks: Sequence[int]) -> list
 
 
 def _to_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _to_device(value, torch.device("cpu")) for key, value in state.items()}
+    return {key: _to_device(value, _CPU) for key, value in state.items()}
 
 
 def _to_device(value: Any, device: torch.device) -> Any:

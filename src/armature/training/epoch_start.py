@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch.loggers.logger import DummyLogger
-from torch import nn
 
 from armature.errors import error_line
 from armature.parallel import randomness
@@ -107,15 +106,3 @@ def silent(trainer: Any) -> Iterator[None]:
     finally:
         trainer.loggers = loggers
         randomness.restore(drawn)
-
-
-def in_eval(module: nn.Module) -> list[str]:
-    """Return the names of the modules that are in eval mode."""
-    return [name for name, part in module.named_modules() if not part.training]
-
-
-def set_modes(module: nn.Module, evaluating: list[str]) -> None:
-    """Set the mode of each module."""
-    names = set(evaluating)
-    for name, part in module.named_modules():
-        part.training = name not in names

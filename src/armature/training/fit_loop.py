@@ -93,7 +93,6 @@ class FitLoop(_FitLoop):
     @override
     def on_advance_end(self) -> None:
         self.owes_epoch_end = False
-        call(self.trainer, "epoch_ends")
         super().on_advance_end()
         self._stop_together()
 

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from armature.errors import end_of_data
 from armature.strategies.base import StrategyMixin
-from armature.training import epoch_metrics, epoch_start, run_hooks, stopped_validation
+from armature.training import epoch_metrics, run_hooks, stopped_validation
 from armature.training.progress import feed_of
 from armature.training.stop import StoppedBySignal, agree
 from armature.training.timings import DataWait
@@ -49,7 +49,8 @@ class EpochLoop(_TrainingEpochLoop):
         self._results = epoch_metrics.Results(training=True)
         self.max_global_batches = max_global_batches
         self.data_wait: DataWait | None = None
-        self._in_eval: list[str] | None = None  # while it validates
+        # what a stop within the validation that runs goes back to
+        self.before_validation: stopped_validation.Before | None = None
 
     @override
     def advance(self, data_fetcher: _DataFetcher) -> None:
@@ -182,32 +183,23 @@ class EpochLoop(_TrainingEpochLoop):
         trainer = self.trainer
         trainer.validating = True
         first_loop_iter = trainer._logger_connector._first_loop_iter
-        self._in_eval = epoch_start.in_eval(trainer.lightning_module)
         if not self._should_accumulate():  # gradients are not needed during validation
             call._call_lightning_module_hook(trainer, "on_validation_model_zero_grad")
         # a resumed validation starts anew, since its values are not saved
         self.val_loop.restarting = False
-        before = stopped_validation.Before(trainer)
+        self.before_validation = stopped_validation.Before(trainer)
         try:
             self.val_loop.run()
         except StoppedBySignal:
-            before.put_back()
+            self.before_validation.put_back()
             raise
-        self._in_eval = None  # after an exception it stays: a checkpoint saved at a stop holds it
+        # after an exception it stays: a checkpoint saved at a stop holds its modes
+        self.before_validation = None
         # while `callback_metrics` are the validation's
         run_hooks.call(trainer, "validation_ended")
         trainer.training = True
         trainer._logger_connector._first_loop_iter = first_loop_iter
         agree(trainer)
-
-    @property
-    def modules_in_eval(self) -> list[str]:
-        """The names of the modules that training has in eval mode, also while it validates."""
-        return (
-            epoch_start.in_eval(self.trainer.lightning_module)
-            if self._in_eval is None
-            else self._in_eval
-        )
 
     # ------------------------------------------------------------ resume
     def restore_progress(self, *, step: int, batches: int, closing: bool) -> None:

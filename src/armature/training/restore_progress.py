@@ -4,7 +4,7 @@ micro-batch size.
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
 
 from armature.checkpoint import changes, plain, schedules
 from armature.parallel import process_group
@@ -45,25 +44,15 @@ class RestoreProgress(RunHooks, Callback):
     """
 
     def __init__(self) -> None:
-        self._epoch = 0  # when the checkpoint was saved
-        self._metrics: Mapping[str, Tensor] = {}
-        self._step_values: list[str] = []
-        self._data_ranks: list[int] = []  # of each rank
-        self._logged: list[epoch_metrics.Facts] = []  # of each rank
-        self._states: list[epoch_metrics.Facts] = []  # of each rank
-        self._left: epoch_metrics.Facts = {}  # of this rank: not logged again since the resume
-        self._newest: list[epoch_metrics.Newest] = []  # of each rank
-        self._restored: epoch_metrics.Facts = {}
-        self._in_eval: list[str] | None = None  # None: the checkpoint does not know
+        self._saved: Mapping[str, Any] = {}  # `state_dict` of the checkpoint
         # of this rank, when its epoch began; None: no hook can draw
         self._random: dict[str, Any] | None = None
         self._user_state: user_state.UserState | None = None  # None: training has not begun
-        self._attributes: list[dict[str, Any]] = []  # of each rank, or once, if they are equal
         self._checkpoint: Mapping[str, Any] = {}  # that is loaded
-        self._model_checkpoints: Mapping[str, Mapping[str, Any]] = {}  # by state key
         self._trainer: OurTrainer | None = None
         self._built: dict[str, Any] = {"schedules": [], "callbacks": {}}  # states before training
         self._then: Mapping[str, Any] = {}  # the same of the start that saved the checkpoint
+        self._within_epoch = False  # the resume is, or at its end with hooks that are due
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         assert isinstance(trainer, OurTrainer)
@@ -79,20 +68,22 @@ class RestoreProgress(RunHooks, Callback):
         trainer = self._trainer
         if trainer is None:  # an error before `setup`, after which a callback saves
             return {}
+        if self._user_state is None and self._saved:  # a resume that had no step left
+            return {**self._saved, "built": self._built}
         strategy, module = StrategyMixin.of(trainer), trainer.lightning_module
         results = trainer.fit_loop.epoch_loop._results
         evaluated = trainer.fit_loop.epoch_loop.val_loop._results
+        validation = trainer.fit_loop.epoch_loop.before_validation
+        before = {} if validation is None else validation.attributes
         own = (
-            self._left | epoch_metrics.collect(results, module),
+            epoch_metrics.collect(results),
             epoch_metrics.metric_states(module, evaluated=evaluated),
             strategy.data_rank,
-            trainer.fit_loop.epoch_loop.modules_in_eval,
             self._random,
-            epoch_metrics.newest_of(results),
-            {} if self._user_state is None else self._user_state.changed(),
+            {} if self._user_state is None else self._user_state.changed(before),
         )
         everyones = zip(*process_group.all_gather_object(own), strict=True)
-        logged, states, data_ranks, in_eval, random, newest, attributes = everyones
+        logged, states, data_ranks, random, attributes = everyones
         return {
             "epoch": trainer.current_epoch,
             "metrics": epoch_metrics.numbers(trainer.callback_metrics),
@@ -100,8 +91,6 @@ class RestoreProgress(RunHooks, Callback):
             "data_ranks": list(data_ranks),
             "logged": list(logged),
             "states": list(states),
-            "in_eval": sorted({name for names in in_eval for name in names}),
-            "newest": list(newest),
             "random": {"layout": strategy.layout, "ranks": list(random)},
             "attributes": user_state.of_ranks(attributes),
             "built": self._built,
@@ -112,12 +101,7 @@ class RestoreProgress(RunHooks, Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._epoch, self._metrics = state_dict["epoch"], state_dict["metrics"]
-        self._logged, self._states = state_dict["logged"], state_dict["states"]
-        self._step_values = state_dict["step_values"]
-        self._data_ranks, self._newest = state_dict["data_ranks"], state_dict["newest"]
-        self._in_eval, self._attributes = state_dict["in_eval"], state_dict["attributes"]
-        self._model_checkpoints = state_dict["model_checkpoints"]
+        self._saved = state_dict
         random = state_dict["random"]
         assert self._trainer is not None
         layout = StrategyMixin.of(self._trainer).layout
@@ -169,14 +153,7 @@ class RestoreProgress(RunHooks, Callback):
             saved[number] = schedules.with_objects(config.scheduler, state)
 
     def training_begins(self, trainer: OurTrainer) -> None:
-        """Restore metric objects.
-
-        A run that was stopped after its last step still has to end its epoch.
-        """
-        if self._states:
-            epoch_metrics.restore_states(
-                trainer.lightning_module, self._states, **self._ranks(trainer)
-            )
+        """Note that a run which was stopped after its last step still has to end its epoch."""
         loop = trainer.fit_loop
         progress: Any = loop.epoch_progress.current
         if loop.restarting and not loop.epoch_loop.last_batch_is_done:
@@ -188,92 +165,59 @@ class RestoreProgress(RunHooks, Callback):
         ):
             loop.owes_epoch_end = True
 
-    def _ranks(self, trainer: OurTrainer) -> dict[str, Any]:
-        data_ranks = process_group.all_gather_object(StrategyMixin.of(trainer).data_rank)
-        return {
-            "rank": trainer.global_rank,
-            "saved_data_ranks": self._data_ranks,
-            "data_ranks": data_ranks,
-        }
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(trainer, OurTrainer)
         step = completed_batches(trainer)
-        self._restore_last: Callable[[], None] | None = None
         if not step:
             return
         for each in _model_checkpoints(trainer):
-            vars(each).update(self._model_checkpoints.get(each.state_key, {}))
+            vars(each).update(self._saved["model_checkpoints"].get(each.state_key, {}))
         feed = feed_of(trainer)
         epoch, position = divmod(feed.samples_seen, feed.train_size)
         batches = position // feed.global_batch_size * trainer.accumulate_grad_batches
-        closing = not batches and self._epoch < epoch
+        closing = not batches and self._saved["epoch"] < epoch
         if closing:
             epoch, batches = epoch - 1, int(trainer.num_training_batches)
         fit_loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
         fit_loop.restore_progress(epoch=epoch, started=bool(batches))
         epoch_loop.restore_progress(step=step, batches=batches, closing=closing)
-        self._restore_metrics(trainer, closing=closing, mid_epoch=bool(batches) and not closing)
-        fit_loop.owes_schedules = bool(batches)
+        fit_loop.owes_schedules = self._within_epoch = bool(batches)
+        self._restore_values(trainer)
 
-    def _restore_metrics(self, trainer: OurTrainer, *, closing: bool, mid_epoch: bool) -> None:
-        restored = {name: torch.as_tensor(value) for name, value in self._metrics.items()}
-        trainer.callback_metrics.update(restored)
-        trainer.step_metrics.step_values.update(self._step_values)
-        module, own, newest = trainer.lightning_module, {}, {}
-        if self._logged and (closing or mid_epoch):
-            own = epoch_metrics.for_rank(self._logged, **self._ranks(trainer))
-        if self._newest and mid_epoch:
-            newest = self._newest[
-                trainer.global_rank if len(self._newest) == trainer.world_size else 0
-            ]
-        # A module may reset its metrics in on_train_start, which an undisturbed run does once
-        states = [epoch_metrics.metric_states(module)]
-
-        def restore_last() -> None:
-            """Let the checkpoint have the last word, after all hooks of the start; replace what
-            they have logged, which an undisturbed run logs once, by what was collected.
-            """
-            if mid_epoch or closing:
-                self._random = self._random or epoch_start.random_state(trainer)
-                epoch_start.repeat(trainer, self._random)
-            if _hooks_of_the_start(trainer):
-                StrategyMixin.of(trainer).loads_optimizers_last = False
-                epoch_start.load_again(trainer)
-            user_state.put_back(trainer, user_state.of_rank(self._attributes))
-            if self._in_eval is not None:
-                epoch_start.set_modes(module, self._in_eval)
-            epoch_metrics.restore_states(module, states)
-            results, self._left = trainer.fit_loop.epoch_loop._results, own
-            trainer.callback_metrics.update(restored)
-            results.clear()
-            results.continue_from(newest)
-            if closing:
-                self._restore_left(trainer)
-            elif own:
-                results.left = own
-
-        self._restore_last = restore_last
+    def _restore_values(self, trainer: OurTrainer) -> None:
+        values = {name: torch.as_tensor(value) for name, value in self._saved["metrics"].items()}
+        trainer.callback_metrics.update(values)
+        trainer.step_metrics.step_values.update(self._saved["step_values"])
 
     def first_batch_follows(self, trainer: OurTrainer) -> None:
+        """Let the checkpoint have the last word, after all hooks of the start; replace what they
+        have logged, which an undisturbed run logs once, by what was collected.
+        """
         self._user_state = user_state.UserState(trainer)
-        if self._restore_last is not None:
-            self._restore_last()
-
-    def epoch_ends(self, trainer: OurTrainer) -> None:
-        if self._left:
-            self._restore_left(trainer)
-
-    def _restore_left(self, trainer: OurTrainer) -> None:
-        """Restore the values that are not logged again in this epoch."""
-        self._restored, self._left = self._left, {}
-        results, strategy = trainer.fit_loop.epoch_loop._results, trainer.strategy
+        if not completed_batches(trainer):
+            return
+        strategy, module = StrategyMixin.of(trainer), trainer.lightning_module
+        if self._within_epoch:
+            self._random = self._random or epoch_start.random_state(trainer)
+            epoch_start.repeat(trainer, self._random)
+        if _hooks_of_the_start(trainer):
+            strategy.loads_optimizers_last = False
+            epoch_start.load_again(trainer)
+        user_state.put_back(trainer, user_state.of_rank(self._saved["attributes"]))
+        ranks = {
+            "rank": trainer.global_rank,
+            "saved_data_ranks": self._saved["data_ranks"],
+            "data_ranks": process_group.all_gather_object(strategy.data_rank),
+        }
+        epoch_metrics.restore_states(module, self._saved["states"], **ranks)
+        self._restore_values(trainer)
+        logged = self._saved["logged"] if self._within_epoch else ()
         epoch_metrics.restore(
-            results,
-            self._restored,
-            trainer.lightning_module,
-            reduce=strategy.reduce,
-            device=strategy.root_device,
+            trainer.fit_loop.epoch_loop._results,
+            epoch_metrics.for_rank(logged, **ranks) if logged else {},
+            module,
+            reduce=trainer.strategy.reduce,
+            device=trainer.strategy.root_device,
         )
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -282,8 +226,6 @@ class RestoreProgress(RunHooks, Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(trainer, OurTrainer)
-        epoch_metrics.clear(trainer.fit_loop.epoch_loop._results, self._restored)
-        self._restored = {}
         self._random = epoch_start.random_state(trainer)
 
 

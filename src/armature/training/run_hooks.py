@@ -30,9 +30,6 @@ class RunHooks:
     def validation_ended(self, trainer: Any) -> None:
         """When every hook of a validation's end has run, the module's own too."""
 
-    def epoch_ends(self, trainer: Any) -> None:
-        """Before ranks reduce the epoch's values."""
-
     def training_ends(self, trainer: Any) -> None:
         """Before all `on_train_end` hooks."""
 

@@ -6,7 +6,6 @@ small values finds that before it is saved.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,12 +15,12 @@ import lightning.pytorch as L
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from armature.errors import ConfigError
-from armature.parallel import process_group
+from armature.parallel import gradients, process_group
 from armature.strategies.base import StrategyMixin
+from armature.training import user_state
 from armature.training.progress import completed_batches
 
 log = logging.getLogger(__name__)
@@ -225,10 +224,5 @@ def sums(tensors: Mapping[str, Tensor]) -> Sums:
 
 def digest(batch: Any) -> str:
     """Return a fingerprint of a batch's tensors."""
-    found = hashlib.sha256()
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-            part = leaf.to_local() if isinstance(leaf, DTensor) else leaf
-            values = part.detach().cpu().contiguous().flatten().view(torch.uint8)
-            found.update(values.numpy().tobytes())
-    return found.hexdigest()
+    leaves = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    return user_state.digest([gradients.local_part(leaf) for leaf in leaves]).hex()

@@ -338,23 +338,21 @@ class StepLog(RunHooks, Callback):
         table[trainer.global_rank] = torch.cat([mine, torch.tensor([*given, *own], device=device)])
         if trainer.world_size > 1:
             table = process_group.all_sum(table)
-        rest = [number(row[name]) for row, name in others]
-        numbers = torch.cat([table.flatten(), torch.stack([*rest, mine[0]])]).tolist()
-        width, count = table.shape[1], len(means)
-        ranks = [numbers[i : i + width] for i in range(0, table.numel(), width)]
+        rest = [number(row[name]).reshape(1) for row, name in others]
+        found = torch.cat([table.flatten(), *rest]).cpu()  # in one copy
+        ranks: list[list[float]] = found[: table.numel()].view(table.shape).tolist()
+        for (row, name), value in zip(others, found[table.numel() :].tolist(), strict=True):
+            row[name] = value
+        self._bad_ranks = {}
         for i, (row, name) in enumerate(means):
-            if having := sum(each[count + i] for each in ranks):
+            if having := sum(each[len(means) + i] for each in ranks):
                 row[name] = sum(each[i] for each in ranks) / having
             else:
                 row.pop(name, None)
-        self._bad_ranks = {
-            row["step"]: [rank for rank, each in enumerate(ranks) if not math.isfinite(each[i])]
-            for i, (row, name) in enumerate(means)
-            if name == "train/loss" and not math.isfinite(row.get(name, 0.0))
-        }
-        for (row, name), value in zip(others, numbers[table.numel() :], strict=False):
-            row[name] = value
-        return [[*by_rank] for by_rank in zip(*(each[2 * count :] for each in ranks), strict=True)]
+            if name == "train/loss" and not math.isfinite(row.get(name, 0.0)):
+                bad = [rank for rank, each in enumerate(ranks) if not math.isfinite(each[i])]
+                self._bad_ranks[row["step"]] = bad
+        return [[*by_rank] for by_rank in zip(*ranks, strict=True)][2 * len(means) :]
 
     def _write(
         self, trainer: Trainer, rows: list[dict[str, Any]], timing: dict[str, float]

@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
-from torch import nn
 
 from armature.parallel import randomness
-from armature.parallel.gradients import local_part
 from armature.training import epoch_metrics, epoch_start, user_state
 
 _START = ("on_validation_start", "on_validation_epoch_start")
@@ -32,43 +30,18 @@ class Before:
     """
 
     def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-        module = trainer.lightning_module
-        self.drawn, self.metrics = randomness.capture(), epoch_metrics.metric_states(module)
+        self.trainer, self.drawn = trainer, randomness.capture()
+        self.metrics = epoch_metrics.metric_states(trainer.lightning_module)
         # on the CPU: a GPU that holds the model may have no room for an average of its weights
         # twice
-        self.buffers = {
-            n: local_part(v.detach()).to("cpu", copy=True)
-            for n, v in _saved_buffers(module).items()
-        }
         self.attributes = user_state.snapshot(trainer)
 
     def put_back(self) -> None:
         """Called by all ranks, after the last hook of a batch."""
         _end(self.trainer)
-        module = self.trainer.lightning_module
-        now = _saved_buffers(module)
-        with torch.no_grad():
-            for name, value in self.buffers.items():
-                here = local_part(now[name]) if name in now else None
-                if here is not None and here.shape == value.shape and not here.is_inference():
-                    here.copy_(value)
-                else:  # the validation has made another one
-                    owner, _, own = name.rpartition(".")
-                    setattr(module.get_submodule(owner), own, value.to(module.device))
-        epoch_metrics.restore_states(module, [self.metrics])
+        epoch_metrics.restore_states(self.trainer.lightning_module, [self.metrics])
         user_state.put_back(self.trainer, self.attributes)
         randomness.restore(self.drawn)
-
-
-def _saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return them without `state_dict`, whose hooks may gather or write what they like."""
-    return {
-        f"{path}.{name}".removeprefix("."): buffer
-        for path, part in module.named_modules()
-        for name, buffer in part.named_buffers(recurse=False)
-        if name not in part._non_persistent_buffers_set
-    }
 
 
 def _end(trainer: Any) -> None:

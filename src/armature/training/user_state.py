@@ -19,7 +19,7 @@ from argparse import Namespace
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import PurePath
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import lightning.pytorch as L
@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 _MOST_BYTES, _MOST_PARTS = 4_000_000, 100_000  # of a value: a save should not take long
 _FRAMEWORKS = ("armature", "lightning", "pytorch_lightning", "torch", "torchmetrics")
+_MODES = ("training", "track_running_stats")  # of a module: what hooks freeze and unfreeze
 _OF_TRAINER = ("gradient_clip_val", "gradient_clip_algorithm")  # which hooks may change
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
@@ -68,10 +69,16 @@ class UserState:
         }
         self._named: set[str] = set()
 
-    def changed(self) -> dict[str, _Kept]:
-        """Return what has changed since, by its path. Names once what has and cannot be saved."""
+    def changed(self, before: Mapping[str, _Kept] = MappingProxyType({})) -> dict[str, _Kept]:
+        """Return what has changed since, by its path. Names once what has and cannot be saved.
+
+        Args:
+            before: a snapshot from before the validation that runs now, which has all modules in
+                eval mode; else nothing.
+        """
         found, lost = {}, set()
-        for path, value in _attributes(self._trainer).items():
+        modes = {path: kept.value for path, kept in before.items() if path.endswith(".training")}
+        for path, value in (_attributes(self._trainer) | modes).items():
             mark, (kind, first) = _mark(value), self._first.get(path, (None, None))
             if mark is None or (mark == first and type(value) is kind):
                 continue
@@ -113,12 +120,14 @@ def generators(trainer: L.Trainer) -> dict[str, str]:
 
 
 def snapshot(trainer: L.Trainer) -> dict[str, _Kept]:
-    """Return copies of all attributes that `put_back` can put back."""
-    return {
-        path: _kept(value)
-        for path, value in _attributes(trainer).items()
-        if isinstance(_mark(value), bytes)
-    }
+    """Return copies of all attributes that `put_back` can put back, and of all buffers."""
+    attributes = _attributes(trainer).items()
+    found = {path: value for path, value in attributes if isinstance(_mark(value), bytes)}
+    for owner in _owners(trainer):
+        for name, value in owner.attributes.items() if owner.path.endswith(".buffers") else ():
+            if value is not None:
+                found[f"{owner.path}.{name}"] = value
+    return {path: _kept(value) for path, value in found.items()}
 
 
 def put_back(trainer: L.Trainer, saved: Mapping[str, tuple[Any, bool]]) -> None:
@@ -141,6 +150,28 @@ class _Owner(NamedTuple):
     path: str
     attributes: MutableMapping[str, Any]
     keeps: Callable[[str, Any], bool]  # whether an attribute, of a name and value, is the user's
+
+
+class _Trained(MutableMapping[str, bool]):
+    """Which of a module's own parameters are trained."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._params = {n: p for n, p in module._parameters.items() if p is not None}
+
+    def __getitem__(self, name: str) -> bool:
+        return self._params[name].requires_grad
+
+    def __setitem__(self, name: str, value: bool) -> None:
+        self._params[name].requires_grad = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._params[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._params)
+
+    def __len__(self) -> int:
+        return len(self._params)
 
 
 def _attributes(trainer: L.Trainer) -> dict[str, Any]:
@@ -182,6 +213,8 @@ def _owners(trainer: L.Trainer) -> Iterator[_Owner]:
                 path += f".{numbers[path]}"
             yield from _nested(path, owner, names, seen, package=_package(owner))
         if isinstance(owner, nn.Module):
+            yield _Owner(path, vars(owner), lambda name, value: name in _MODES)
+            yield _Owner(f"{path}.requires_grad", _Trained(owner), lambda name, value: True)
             unsaved = owner._non_persistent_buffers_set
             yield _Owner(f"{path}.buffers", owner._buffers, lambda n, v, names=unsaved: n in names)
     yield _Owner("trainer", vars(trainer), lambda name, value: name in _OF_TRAINER)
@@ -275,6 +308,8 @@ def _mark(value: Any) -> bytes | tuple[int, int] | object | None:
     """Return a digest of a value that can be saved; of another one, what tells whether it changes:
     its identity and length, or for an iterator an object that equals nothing. None: it is no state.
     """
+    if isinstance(value, bool):  # most are, of modules
+        return repr(value).encode()
     if isinstance(value, Iterator):
         return None if isinstance(value, io.IOBase) else object()
     try:
