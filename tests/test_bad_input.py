@@ -259,10 +259,6 @@ FILES = {
         "Type trainer.max_steps=… or trainer.max_epochs=…, and callbacks=early_stopping to end "
         "earlier. And there is no key 'trainer.max_stps'. Did you mean 'trainer.max_steps'?"
     ),
-    "# @package _global_\ncallbacks: [{_target_: a.B}]\n": (
-        "callbacks: it is [{_target_: a.B}], where keys belong. Write callbacks: {NAME: {_target_: "
-        "…}}."
-    ),
     "# @package _global_\n- a\n": "it holds a list, where keys belong. Write KEY: VALUE.",
     "# @package _global_\ndefaults: [override model: example]\n": "as in '- override /model: "
     "example'.",

@@ -154,7 +154,8 @@ def test_what_an_answer_says_to_type_is_a_key_here():
 
     with module._hydra():
         groups = module._groups([CONFIGS])
-        known = {*groups, *module._known([]), *module._known(["strategy=ddp"]), "data.path"}
+        made = [module.compose("train", typed) for typed in ([], ["strategy=ddp"])]
+        known = {*groups, "data.path", *(key for cfg in made for key in module._keys(cfg))}
         for key, sentence in (foreign_keys.FOREIGN | foreign_keys.INEFFECTIVE).items():
             for typed, value in re.findall(
                 r"(?<![\w./+])\+?([a-z_]+(?:\.[a-z_]+)*)=([\w.-]*)", sentence

@@ -1,11 +1,9 @@
 """Turns what Hydra says of a command line into all its mistakes at once, each with the nearest
 thing that would work.
 
-Hydra stops at the first mistake. On this path alone, each override is tried by itself on top of the
-sound ones.
+Hydra stops at the first mistake. On this path alone, the overrides are tried one by one.
 """
 
-import codecs
 import difflib
 import re
 import time
@@ -23,7 +21,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from armature import config
@@ -33,7 +31,6 @@ from armature.sweeps import space
 from armature.validation import foreign_keys, values
 from armature.validation.composing import composing
 
-_ONE_CLASS = ("task", "model", "data", "optimizer", "scheduler", "strategy")
 OPEN = ("callbacks", "logger")  # groups to which a key may be added
 MOST_VALUES = 50  # of a sweep that are tried
 # of CPU time for trying all but the first: a machine that stands still must not skip any
@@ -52,24 +49,40 @@ CONFIG_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
 def explain(error: Exception, overrides: list[str], *, sweep: bool = False) -> list[str]:
-    """All problems of the overrides; of the configuration files, where the overrides are sound."""
+    """All problems of the overrides; of the configuration files, where the overrides are sound.
+
+    The options of groups are composed once, and each other override is applied to the result.
+    """
     with _hydra(overrides):
-        if (problem := _try([])) is not None:
-            return [f"The configuration files do not compose: {plain_text(problem)}"]
-        folders = _folders()
-        groups, overrides = _groups(folders), [each for each in overrides if each not in _searched]
-        chooses = {
-            each: each.split("=")[0].lstrip("+~").split("@")[0] in groups for each in overrides
-        }
-        problems, sound = [], []
-        # options of groups first
-        for override in sorted(overrides, key=lambda override: not chooses[override]):
-            if (problem := _try([*sound, override])) is not None:
-                problems.append(_describe(problem, override, groups, sound, folders))
-            elif chooses[override]:
-                sound.append(override)
-        if sweep:  # values of a sweep do not compose as they stand, and are no mistake
-            problems = [problem for problem in problems if "is a sweep" not in problem]
+        folders, sound, keys, problems = _folders(), [], [], []
+        groups, failed = _groups(folders), []
+        for each in (each for each in overrides if each not in _searched):
+            parsed = _parsed(each)
+            if parsed is None:
+                problems.append(_of_no_form(each))
+            elif parsed.is_sweep_override():
+                # values of a sweep do not compose as they stand, and are no mistake
+                problems += [] if sweep else [_several(each)]
+            elif not ("/" in parsed.key_or_group or parsed.key_or_group in groups):
+                keys.append((each, parsed))
+            elif parsed.key_or_group in groups and None in _files(parsed, folders).values():
+                failed.append((each, MissingConfigException("")))
+            else:
+                sound.append(each)
+        if isinstance(_composed((*sound,)), Exception):
+            if isinstance(problem := _composed(()), Exception):
+                return [f"The configuration files do not compose: {plain_text(problem)}"]
+            options, sound = sound, []
+            for each in options:
+                if isinstance(problem := _composed((*sound, each)), Exception):
+                    failed.append((each, problem))
+                else:
+                    sound.append(each)
+        cfg: Any = _composed((*sound,))
+        for each, parsed in keys:
+            if (problem := _apply(cfg, parsed)) is not None:
+                failed.append((each, problem))
+        problems += [_describe(problem, each, cfg, groups, folders) for each, problem in failed]
     # Hydra makes a sweep's folder
     if isinstance(error, OSError) and error.filename and not problems:
         return [
@@ -83,6 +96,57 @@ def explain(error: Exception, overrides: list[str], *, sweep: bool = False) -> l
             "(configs/), or neither."
         ]
     return problems or [plain_text(error)]
+
+
+def _parsed(override: str) -> Override | None:
+    try:
+        return OverridesParser.create().parse_override(override)
+    except HydraException:
+        return None
+
+
+def _of_no_form(override: str) -> str:
+    form = "key=value (quote values that hold spaces or commas: 'key=\"a b\"')"
+    return f"{override}: this is not of the form {form}."
+
+
+def _several(override: str) -> str:
+    one = override.split(",")[0]
+    return (
+        f"{override}: several values is a sweep, a run for each. Type -m before it, or one value, "
+        f"as in {one}."
+    )
+
+
+def _files(parsed: Override, folders: list[Path]) -> dict[str, Path | None]:
+    """Return the file of each option that is chosen of a group, or None if it has none."""
+    chosen, typed = parsed.value(), str(parsed.input_line).partition("=")[2].strip("'\"")
+    if chosen is None or parsed.is_delete():
+        return {}
+    return {
+        str(name): next(filter(Path.is_file, files), None)
+        for name in (chosen if isinstance(chosen, list) else [typed])
+        for files in [[each / parsed.key_or_group / f"{name}.yaml" for each in folders]]
+    }
+
+
+def _apply(cfg: DictConfig, override: Override) -> Exception | None:
+    """Apply an override to a composed configuration as Hydra does, or return why it cannot be."""
+    key, value = override.key_or_group, override.value()
+    there = OmegaConf.select(cfg, key, throw_on_missing=False)
+    adds, container = override.is_add(), isinstance(value, dict | list)
+    if (override.is_delete() and there is None) or (adds and there is not None and not container):
+        return KeyError(key)
+    try:
+        if override.is_delete():
+            parent, _, last = key.rpartition(".")
+            with open_dict(cfg):
+                del (OmegaConf.select(cfg, parent) if parent else cfg)[last]
+        else:
+            OmegaConf.update(cfg, key, value, force_add=adds or override.is_force_add())
+    except Exception as error:
+        return error
+    return None
 
 
 def explain_sweep(overrides: list[str], check: Callable[[DictConfig], object]) -> list[str]:
@@ -105,7 +169,11 @@ def explain_sweep(overrides: list[str], check: Callable[[DictConfig], object]) -
             return []  # Hydra meets it, too
         found, end = [], None
         # a sweep of one trial
-        if here and not values and isinstance(only := _composed(tuple(fixed)), DictConfig):
+        if (
+            here
+            and not values
+            and isinstance(only := _composed((*fixed,), hydra=False), DictConfig)
+        ):
             try:
                 check(only)
             except ConfigError as error:
@@ -116,9 +184,9 @@ def explain_sweep(overrides: list[str], check: Callable[[DictConfig], object]) -
             if end is not None and time.process_time() > end:
                 break
             others = [*fixed, *(each[0] for j, each in enumerate(values) if j != i)]
-            made = _composed((*others, value))
+            made = _composed((*others, value), hydra=False)
             if isinstance(made, Exception):
-                found.append(_describe(made, value, _groups(folders), others, folders))
+                found.append(_describe_trial(made, value, others, folders))
             elif here:
                 try:
                     check(made)
@@ -192,22 +260,13 @@ def _grid(hydra: DictConfig, parsed: list[Override], parser: OverridesParser) ->
     return [of_one for of_one in values if of_one]
 
 
-def _try(overrides: list[str]) -> Exception | None:
-    made = _composed(tuple(overrides))
-    return made if isinstance(made, Exception) else None
-
-
 @cache
-def _composed(overrides: tuple[str, ...]) -> DictConfig | Exception:
+def _composed(overrides: tuple[str, ...], *, hydra: bool = True) -> DictConfig | Exception:
+    """Return the configuration, with the group of Hydra itself, or why it does not compose."""
     try:
-        return compose("train", overrides=[*_searched, *overrides])
+        return compose("train", [*_searched, *overrides], return_hydra_config=hydra)
     except Exception as error:  # for a group that is no word, Hydra raises ValueError and TypeError
         return error
-
-
-def _known(overrides: list[str]) -> list[str]:
-    made = _composed(tuple(overrides))
-    return [] if isinstance(made, Exception) else [*_keys(made)]
 
 
 def _of_option(group: str, option: str) -> list[str]:
@@ -220,7 +279,8 @@ def _of_option(group: str, option: str) -> list[str]:
             # in a tenth of the time
             return [*_keys(compose(f"{group}/{option}", overrides=_searched))]
     except Exception:  # a file that changes other groups composes with them only
-        return _known([f"{group}={option}"])
+        made = _composed((f"{group}={option}",))
+        return [] if isinstance(made, Exception) else [*_keys(made)]
 
 
 def searching(folder: str | Path) -> str:
@@ -247,36 +307,36 @@ def _groups(folders: list[Path]) -> dict[str, list[str]]:
     return {group: sorted(options) for group, options in found.items()}
 
 
+def _describe_trial(error: Exception, override: str, others: list[str], folders: list[Path]) -> str:
+    """Return what is wrong with one value of a sweep beside those of its other keys."""
+    made = _composed((*others,))
+    cfg = OmegaConf.create() if isinstance(made, Exception) else made
+    return _describe(error, override, cfg, _groups(folders), folders)
+
+
 def _describe(
     error: Exception,
     override: str,
+    cfg: DictConfig,
     groups: dict[str, list[str]],
-    sound: list[str],
     folders: list[Path],
 ) -> str:
-    try:
-        parsed = OverridesParser.create().parse_override(override)
-    except Exception:
-        form = "key=value (quote values that hold spaces or commas: 'key=\"a b\"')"
-        return f"{override}: this is not of the form {form}."
-    key = parsed.key_or_group
-    if parsed.is_sweep_override():
-        one = override.split(",")[0]
-        return (
-            f"{override}: several values is a sweep, a run for each. Type -m before it, or one "
-            f"value, as in {one}."
-        )
+    """Return what is wrong with an override, and what to type instead."""
+    if (parsed := _parsed(override)) is None:
+        return _of_no_form(override)
+    key, value = parsed.key_or_group, override.partition("=")[2]
     if key == _PARAMS[:-1]:
         return (
             f"{override}: it takes no values from here. Type each key by itself, as in -m "
             "optimizer.lr=A,B."
         )
-    value, known = override.partition("=")[2], [*_known(sound), *groups]
+    known = [*_keys(cfg), *groups]
     if override.startswith("+") and key in known:
         without = override.lstrip("+")
-        wrong = _try([*sound, without])
+        plain = _parsed(without)
+        wrong = _apply(cfg, plain) if plain is not None and key not in groups else None
         return (
-            _describe(wrong, without, groups, sound, folders)
+            _describe(wrong, without, cfg, groups, folders)
             if wrong is not None
             else f"{override}: '{key}' exists already. Leave out the plus: type {without}."
         )
@@ -286,21 +346,17 @@ def _describe(
         remedy = f"Type {of_task}={value}."
     if key.partition(".")[0] == "hardware":
         return f"{override}: {_PLANNED}"
-    if isinstance(error, MissingConfigException) or key in groups:
-        if key not in groups:  # Hydra's own
-            return f"{override}: {remedy or plain_text(error)}"
-        options = groups[key]
-        if value in options:
-            file = next(
-                file for each in folders if (file := each / key / f"{value}.yaml").is_file()
-            )
-            return f"{override}: {_inside(error, file, sound)}"
-        given: Any = parsed.value()
-        listed = given if isinstance(given, list) else [value]
-        lacking = [str(each) for each in listed if each not in options] or [value]
+    if key in groups:
+        files, options = _files(parsed, folders), groups[key]
+        lacking = [each for each, file in files.items() if file is None]
+        if not lacking:
+            *_, file = [None, *files.values()]
+            return f"{override}: {_inside(error, file, known) if file else plain_text(error)}"
         hint = f" {remedy}" if remedy else _nearest(lacking[0], options)
         named = ", ".join(f"'{each}'" for each in lacking)
         return f"{override}: {key} has no option {named}.{hint} Options: {', '.join(options)}."
+    if isinstance(error, MissingConfigException):  # Hydra's own
+        return f"{override}: {remedy or plain_text(error)}"
     if isinstance(error.__cause__, ValidationError) or isinstance(error, ValidationError):
         hint = values.OF_CORE.get(key)
         answer = values.answer_to(key, hint, parsed.value()) if hint is not None else None
@@ -311,13 +367,12 @@ def _describe(
     if remedy:
         return f"{override}: there is no key '{key}'. {remedy}"
     if key in known:
-        made = _composed(tuple(sound))
-        is_list = isinstance(made, DictConfig) and OmegaConf.is_list(OmegaConf.select(made, key))
+        is_list = OmegaConf.is_list(OmegaConf.select(cfg, key))
         remedy = f"it is a list. Type {key}=[a,b]" if is_list else plain_text(error)
         return f"{override}: {key} takes no such value: {remedy}."
     group, _, name = key.partition(".")
     add = ""  # the class may take an argument that the option's file does not name
-    is_open = group in OPEN or _has_class(key.rpartition(".")[0], sound)
+    is_open = group in OPEN or _has_class(cfg, key.rpartition(".")[0])
     if is_open and name and not override.startswith("+"):
         add = f" To add it, type +{override}."
     options = _candidates(group, name.rpartition(".")[2], folders) if name else []
@@ -325,23 +380,12 @@ def _describe(
     if having:
         have = "has" if len(having) == 1 else "have"
         return f"{override}: there is no key '{key}' here, but {', '.join(having)} {have} it.{add}"
-    if key.startswith("hydra."):
-        known = _of_hydra(sound)
     return f"{override}: there is no key '{key}'.{_nearest(key, known)}{add}"
 
 
-def _of_hydra(sound: list[str]) -> list[str]:
-    """Return the keys of Hydra itself, and of the sweep that is chosen."""
-    return [
-        f"hydra.{each}"
-        for each in _keys(compose("train", [*_searched, *sound], return_hydra_config=True).hydra)
-    ]
-
-
-def _has_class(key: str, sound: list[str]) -> bool:
+def _has_class(cfg: DictConfig, key: str) -> bool:
     """Return whether a class or function is called with the keys of a node."""
-    made = _composed(tuple(sound))
-    node = OmegaConf.select(made, key) if isinstance(made, DictConfig) and key else None
+    node = OmegaConf.select(cfg, key) if key else None
     return isinstance(node, DictConfig) and "_target_" in node
 
 
@@ -366,23 +410,12 @@ def _candidates(group: str, word: str, folders: list[Path]) -> list[str]:
     return [option for option in texts if option[0] != "_" and has(option)]
 
 
-def _inside(error: Exception, file: Path, sound: list[str]) -> str:
+def _inside(error: Exception, file: Path, known: list[str]) -> str:
     where = f"in {file.parent.parent.name}/{file.parent.name}/{file.name}"
     if isinstance(error, yaml.YAMLError):
         return f"{where}: {plain_text(error)}."
-    if file.read_bytes().startswith(codecs.BOM_UTF8):
-        return (
-            f"{where}: it begins with a byte order mark, which hides its first line. Save it "
-            "as UTF-8 without one."
-        )
-    if isinstance(error, UnicodeDecodeError):
-        return f"{where}: it is not UTF-8 text (byte {error.start:,}). Save it as UTF-8."
-    first, *_ = [
-        *filter(
-            None, map(str.strip, file.read_text(encoding="utf-8", errors="replace").splitlines())
-        ),
-        "",
-    ]
+    lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    first = next(filter(None, map(str.strip, lines)), "")
     if file.parent.name in GLOBAL and first != HEADER:
         return f"{where}: its first line must be '{HEADER}', and is '{first}'."
     if isinstance(_content(file), list):
@@ -397,10 +430,6 @@ def _inside(error: Exception, file: Path, sound: list[str]) -> str:
             f"'{missing}'.{f' {remedy}' if remedy else _nearest(option, options)}"
         )
     said = str(error.__cause__ or error)
-    if ("Cannot merge DictConfig with ListConfig" in said or "Merge error" in said) and (
-        wrong := _no_groups(file)
-    ):
-        return f"{where}: {' And '.join(wrong)}"
     if "Could not override" in said or "To override a value" in said:
         form = (
             "Write '- override /GROUP: NAME' for a group of configs/, as in '- override "
@@ -413,7 +442,6 @@ def _inside(error: Exception, file: Path, sound: list[str]) -> str:
     keys = _unknown_keys(file) if file.parent.name in GLOBAL else {}
     found = []
     for key, value in ({unknown[1]: "…"} | keys).items():
-        known = _of_hydra(sound) if key.startswith("hydra.") else _known(sound)
         remedy = foreign_keys.remedy(key, value, known=known)
         found.append(f"there is no key '{key}'.{f' {remedy}' if remedy else _nearest(key, known)}")
     return f"{where}: {' And '.join(found)}"
@@ -424,19 +452,6 @@ def _content(file: Path) -> Any:
     with suppress(OSError, yaml.YAMLError, OmegaConfBaseException):
         return OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     return {}
-
-
-def _no_groups(file: Path) -> list[str]:
-    """Return the groups that a file makes something else."""
-    found, read = [], _content(file)
-    groups = {*OPEN, *_ONE_CLASS, *(f.name for f in fields(config.Config) if is_dataclass(f.type))}
-    for key in groups & read.keys():
-        if not isinstance(value := read[key], dict) and value is not None:
-            form = "{NAME: {_target_: …}}" if key in OPEN else "{KEY: VALUE}"
-            found.append(
-                f"{key}: it is {_as_typed(value)}, where keys belong. Write {key}: {form}."
-            )
-    return sorted(found)
 
 
 def _unknown_keys(file: Path) -> dict[str, str]:
@@ -462,6 +477,8 @@ def _as_typed(value: Any) -> str:
 
 def _nearest(word: str, known: list[str]) -> str:
     """' Did you mean …?' Compares whole keys, and last parts: `trainer.lr` finds `optimizer.lr`."""
+    of_hydra = word.startswith("hydra.")
+    known = [each for each in known if each.startswith("hydra.") == of_hydra]
     known = [each for each in known if not foreign_keys.is_opposite(word, each)]
     if not word.rpartition(".")[2].startswith("_"):  # Hydra's own, which `_val_test_` would find
         known = [each for each in known if not each.rpartition(".")[2].startswith("_")]
