@@ -140,7 +140,7 @@ def restore(
     metrics = dict(_metrics(module))
     for key, facts in saved.items():
         meta = _Metadata(**facts["meta"], reduce_fx=facts["reduce_fx"])
-        meta.sync = _Sync(reduce, facts["sync"], facts["rank_zero_only"])
+        meta.sync = _Sync(fn=reduce, _should=facts["sync"], rank_zero_only=facts["rank_zero_only"])
         metric = _ResultMetric(meta, is_tensor=facts["state"] is not None)
         for name, value in (facts["state"] or {}).items():
             setattr(metric, name, value)
