@@ -220,7 +220,6 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ),
     (f"{CONNECTORS}.result:_Metadata", "sync", None, "training/epoch_metrics.py"),
     (f"{CONNECTORS}.result:_ResultMetric", "_forward_cache", None, "training/epoch_metrics.py"),
-    (f"{CONNECTORS}.result:_Sync", "_should", None, "training/epoch_metrics.py"),
     (PRECISION, "_after_closure", ("self", "model", "optimizer"), "strategies/gradients.py"),
     (
         PRECISION,
