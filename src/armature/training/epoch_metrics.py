@@ -14,12 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from lightning.pytorch.trainer.connectors.logger_connector.result import (
-    _Metadata,
-    _ResultCollection,
-    _ResultMetric,
-    _Sync,
-)
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric, MetricCollection, MetricTracker
@@ -41,7 +36,6 @@ _META = (
     "on_epoch",
     "enable_graph",
     "add_dataloader_idx",
-    "dataloader_idx",
     "metric_attribute",
 )
 
@@ -135,21 +129,22 @@ def restore(
     device: torch.device,
 ) -> None:
     """Let a collection hold what `collect` returned, and nothing else."""
-    results.clear()
-    results.restored, results.continues = frozenset(saved), bool(saved)
     metrics = dict(_metrics(module))
+    results.clear()
+    results.restored = frozenset()
     for key, facts in saved.items():
-        meta = _Metadata(**facts["meta"], reduce_fx=facts["reduce_fx"])
-        meta.sync = _Sync(reduce, facts["sync"], facts["rank_zero_only"])
-        metric = _ResultMetric(meta, is_tensor=facts["state"] is not None)
-        for name, value in (facts["state"] or {}).items():
-            setattr(metric, name, value)
-        if not metric.is_tensor:
-            if meta.metric_attribute not in metrics:
-                continue
-            metric.value = metrics[meta.metric_attribute]
-        metric._forward_cache, metric._update_count = facts["newest"], 1
-        results[key] = metric.to(device)
+        how, state = facts["meta"], facts["state"]
+        value = metrics.get(how["metric_attribute"]) if state is None else torch.zeros(())
+        if value is None:
+            continue
+        value = value.to(device)
+        how = {**how, "reduce_fx": facts["reduce_fx"], "rank_zero_only": facts["rank_zero_only"]}
+        results.log(value=value, **how, sync_dist_fn=reduce, batch_size=1)
+        for name, kept in (state or {}).items():
+            setattr(results[key], name, kept.to(device))
+        results[key]._forward_cache = _to_device(facts["newest"], device)
+        results[key].meta.sync.should = facts["sync"]
+    results.restored, results.continues = frozenset(saved), bool(saved)
 
 
 def metric_states(module: nn.Module, *, evaluated: Any = MappingProxyType({})) -> Facts:
