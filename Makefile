@@ -165,5 +165,8 @@ clean: ## Remove caches; runs and the environment stay
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 	rm -rf .site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
-.PHONY: help setup new train test test-guarantees test-fast test-all test-gpu prove \
+test-gpus: $(VENV)/.installed ## On 8 to 16 GPUs, half an hour: links, layouts, speed, a resume; writes gpus.json
+	$(BIN)/python scripts/gpus.py $(ARGS)
+
+.PHONY: help setup new train test test-guarantees test-fast test-all test-gpu test-gpus prove \
 	runs docs notebooks docs-check lock bench checks schema size format clean

@@ -4,7 +4,7 @@
     python scripts/gpus.py --out gpus.json --skip simulated
     python scripts/gpus.py --model gpt_nano --accelerator cpu --devices 4   # the same in small
 
-Eight GPUs or more are needed for every line, fewer for most. It checks links and versions
+The large model needs eight GPUs of 80 GB. It checks links and versions
 (scripts/doctor.py), proves a small model under every layout (scripts/prove.py: losses, weights, a
 stop and a kill), trains a large model for some steps under several layouts and schedules beside
 what scripts/simulate.py predicts, and resumes a save on half of the GPUs.
@@ -44,10 +44,10 @@ def main() -> None:
     parser.add_argument("--skip", default=[], nargs="+", choices=SECTIONS, help="left out")
     args = parser.parse_args()
     devices = args.devices or hardware.gpu_count()
-    if devices < 2 or devices % 2:
+    if devices < 4 or devices % 4:
         parser.error(
-            f"{devices} GPUs are here, and an even number of at least 2 is needed. Type --devices, "
-            "or --accelerator cpu --model gpt_nano --devices 4 to try this script."
+            f"{devices} GPUs: a multiple of 4 is needed. Type --devices N, or "
+            "--accelerator cpu --model gpt_nano --devices 4 to try this script without a GPU."
         )
     trial = Trial(args.out, model=args.model, devices=devices, accelerator=args.accelerator)
     for section in SECTIONS:
@@ -80,10 +80,10 @@ class Trial:
 
     def layouts(self) -> None:
         """Prove a small model, whose layouts must be those of one process."""
-        half, n = self.devices // 2, self.devices
-        pairs = [("ddp", n), ("fsdp", n), ("tensor", 2), ("pipeline", 2), ("context", 2)]
-        pairs += [("fsdp_tensor", n), ("fsdp_pipeline", n)] + [("hsdp", n)] * (half > 1)
-        names = ",".join(f"{name}:{count}" for name, count in pairs)
+        on_all = ("ddp", "fsdp", "hsdp", "fsdp_tensor", "fsdp_pipeline")
+        counts = dict.fromkeys(("tensor", "pipeline", "context"), 2)
+        counts |= dict.fromkeys(on_all, self.devices)
+        names = ",".join(f"{name}:{count}" for name, count in counts.items())
         accelerator = f"trainer.accelerator={self.accelerator}"
         self._run("layouts", "prove.py", "--layouts", names, *SMALL, accelerator)
 
@@ -106,8 +106,7 @@ class Trial:
         name, half = "resume", self.devices // 2
         first = self._train(name, *SMALL, *self._layout("fsdp"), "trainer.max_steps=10")
         if first is not None:
-            strategy = "fsdp" if half > 1 else "single"
-            layout = (*self._layout(strategy), f"trainer.devices={half}")
+            layout = (*self._layout("fsdp"), f"trainer.devices={half}")
             self._train(name, *SMALL, *layout, "resume=required", "trainer.max_steps=20")
 
     def _layout(self, strategy: str) -> tuple[str, ...]:

@@ -57,7 +57,7 @@ from armature.training.samples import Samples, can_sample, preview_of
 from armature.training.step_log import StepLog
 from armature.training.stop import StopOnSignal, StoppedBySignal, seconds_of
 from armature.training.trainer import Trainer
-from armature.training.users_callbacks import CheckCallbacks
+from armature.training.users_callbacks import BeginAverages, CheckCallbacks
 from armature.training.watchdog import Watchdog
 from armature.validation import manual, micro_batch, parallelism, relations, resize
 from armature.validation.composing import instantiate
@@ -169,6 +169,7 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
         guard,
         step_log,  # before monitors, which add columns to it
         same,
+        BeginAverages(),
         *chosen,
         stop,  # before a save, which it may make the last one
         display,

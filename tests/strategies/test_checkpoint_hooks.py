@@ -226,6 +226,15 @@ def test_what_cannot_be_plain_is_refused_by_name_when_it_is_saved(tmp_path, valu
     assert [path.name for path in tmp_path.iterdir()] == []
 
 
+def test_what_a_modules_hook_gives_and_cannot_be_plain_comes_from_the_hook_again(tmp_path, caplog):
+    plain._name_once.cache_clear()
+    saved = saved_by(tmp_path, Puts({"make": nn.Linear}))
+    assert "checkpoint['mine']['make'] is a type, which no checkpoint can hold" in caplog.text
+    again = Puts({"make": nn.Conv2d})
+    fit(tmp_path, again, ckpt=saved, max_steps=3)
+    assert again.got == {"make": nn.Conv2d}
+
+
 # ---------------------------------------------------------------- what is changed on loading
 class Renamed(Module):
     """Its first layer had another name, and its head was another size."""

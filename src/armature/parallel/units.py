@@ -89,7 +89,9 @@ def _of_plan(model: nn.Module, plan: Plan, min_num_params: int) -> list[list[nn.
     )
     inside = {part for each in (*first, *blocks, *last) for part in each.modules()}
     leaves = [each for each in model.modules() if isinstance(each, LEAVES) and each not in inside]
-    ends = [each for each in (*first, *leaves, *last) if 0 < size(each) >= min_num_params]
+    ends: list[nn.Module] = [
+        each for each in (*first, *leaves, *last) if 0 < size(each) >= min_num_params
+    ]
     before = [[each] for each in ends if each in first]
     after = [[each] for each in ends if each not in first]
     return before + _together(blocks, min_num_params) + after

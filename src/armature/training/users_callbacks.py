@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 from omegaconf import DictConfig
 from typing_extensions import override
 
@@ -35,3 +36,31 @@ class CheckCallbacks(RunHooks, Callback):
         found = [lightning_callbacks.problem_of_object(kind, self._cfg, layout) for kind in kinds]
         if found := [*filter(None, found)]:
             raise ConfigError(found)
+
+
+class BeginAverages(Callback):
+    """Let each `WeightAveraging` hold the weights until its first update.
+
+    Lightning validates, saves and ends the training with the average, which holds the initial
+    weights as long as it has no update: one that starts late would judge those.
+    """
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+            average = getattr(callback, "_average_model", None)
+            if not isinstance(callback, WeightAveraging) or average is None:
+                continue
+            if not average.n_averaged:
+                average.update_parameters(pl_module)
+                average.n_averaged.zero_()
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.on_validation_start(trainer, pl_module)
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self.on_validation_start(trainer, pl_module)
