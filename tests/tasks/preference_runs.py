@@ -39,7 +39,8 @@ class Job:
     folder: str  # with pairs.jsonl and tokenizer/
     layout: str = "single"
     task: dict[str, Any] = field(default_factory=dict)
-    adapter: dict[str, Any] | None = None
+    adapter: dict[str, Any] | None = None  # None: all weights of `pretrained` are trained
+    pretrained: str | None = None
     data: dict[str, Any] = field(default_factory=dict)
     steps: int = 4
     micro: int | str = 2
@@ -77,15 +78,26 @@ def data_of(folder: str | Path, *, micro: int | str = 2, **changes: Any) -> Any:
     return Feed(data, **{**loader, **changes})
 
 
-def task_of(*, adapter: dict[str, Any] | None = None, lr: float = 1e-2, **settings: Any) -> Any:
+def task_of(
+    *,
+    adapter: dict[str, Any] | None = None,
+    pretrained: str | None = None,
+    lr: float = 1e-2,
+    **settings: Any,
+) -> Any:
     import torch
 
+    from armature.finetune import architecture, folder
     from armature.finetune.lora import Lora
     from armature.models.decoder.model import Decoder
     from armature.tasks.direct_preference import DirectPreference
 
+    model: dict[str, Any] = MODEL
+    if pretrained is not None:
+        of_folder = architecture.arguments(folder.config(Path(pretrained)), name=pretrained)
+        model = {**of_folder, "context": MODEL["context"], "pretrained": pretrained}
     return DirectPreference(
-        partial(Decoder, **MODEL), optimizer=partial(torch.optim.AdamW, lr=lr, eps=1e-6),
+        partial(Decoder, **model), optimizer=partial(torch.optim.AdamW, lr=lr, eps=1e-6),
         adapter=None if adapter is None else Lora(**adapter), **settings,
     )  # fmt: skip
 
@@ -132,7 +144,10 @@ def _fit(job: Job) -> Run:
     strategy = import_object(STRATEGIES[layout.strategy])(
         seed=3, **{**layout.options, **job.options}
     )
-    task, record = task_of(adapter=job.adapter, lr=job.lr, **job.task), Record()
+    task, record = (
+        task_of(adapter=job.adapter, pretrained=job.pretrained, lr=job.lr, **job.task),
+        Record(),
+    )
     data_ranks = layout.ranks // layout.options.get("tensor", 1)
     accumulate = 1 if job.micro == "auto" else feed.global_batch_size // job.micro // data_ranks
     trainer = L.Trainer(

@@ -20,8 +20,9 @@ from armature.models.wrapped import WrappedModel
 from armature.parallel.initialization import initialize_by_name, materialize
 from armature.tasks.direct_preference import DirectPreference
 from tests.data.chat_parts import folder
+from tests.finetune.folders import write_random_model
 from tests.support.parity.harness import difference
-from tests.tasks.preference_runs import Job, data_of, fit, task_of, write_pairs
+from tests.tasks.preference_runs import VOCABULARY, Job, data_of, fit, task_of, write_pairs
 
 ADAPTER = {"rank": 4, "alpha": 8.0}
 
@@ -162,8 +163,6 @@ def test_padding_in_evaluation_does_not_count(pairs):
 
 
 def test_a_task_without_its_reference_and_batches_that_are_no_pairs_are_refused(pairs):
-    with pytest.raises(ConfigError, match=r"task\.adapter=null: preferences are learned by"):
-        ready()
     with pytest.raises(ConfigError, match=r"task\.adapter\.train=\['embed'\] changes the model"):
         ready(adapter={**ADAPTER, "train": ["embed"]})
     one = {name: value[:, 0] for name, value in batch_of(pairs).items()}
@@ -210,6 +209,20 @@ def test_layouts_learn_preferences_as_one_process_does(run, layout):
         assert other.facts[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
     assert single.facts["val/reward_accuracy"] == 1.0
     assert single.facts["train/reward_margin 3"] > single.facts["train/reward_margin 1"] > 0.0
+
+
+@pytest.mark.slow
+def test_all_weights_are_trained_beside_a_frozen_copy(pairs, tmp_path):
+    base = str(write_random_model(tmp_path / "base", vocab_size=VOCABULARY))
+    single, *others = (
+        fit(Job(pairs, layout=layout, pretrained=base, lr=1e-3))
+        for layout in ("single", "ddp 2", "fsdp 2")
+    )
+    assert single.losses[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert single.losses[-1] < 0.6
+    for other in others:
+        far = difference(other, single)
+        assert max(far.values()) <= 1e-5, far
 
 
 @pytest.mark.slow

@@ -118,11 +118,11 @@ def test_pairs_without_their_task_and_the_other_way_round_are_refused(task, data
             {"adapter": {"quantize": "nf4"}},
             "task.adapter.quantize=nf4: preferences have not been compared",
         ),
-        ({"adapter": None}, "task.adapter=null: preferences are learned by adapters"),
+        ({"adapter": None}, "reference is a copy of the model of a folder. Type model.pretrained="),
         ({"adapter": {"train": ["embed"]}}, "changes the model without its adapters"),
     ],
 )
 def test_settings_that_cannot_be_right_are_refused(settings, says):
-    cfg = {"task": {"_target_": DPO, **settings}, "data": {"_target_": PAIRS}}
+    cfg = {"task": {"_target_": DPO, **settings}, "data": {"_target_": PAIRS}, "model": {}}
     (problem,) = preferences.problems(cfg)
     assert says in problem

@@ -128,15 +128,19 @@ class Task(L.LightningModule):
         """Build the model: without memory if it can initialize itself by name, which the strategy
         then does.
         """
-        if self.model is not None:
-            return
+        if self.model is None:
+            self.model = self.new_model()
+
+    def new_model(self) -> nn.Module:
+        """Return a model with the task's adapters, on the meta device if it can leave it."""
         model_class = getattr(self._make_model, "func", self._make_model)
         with (
             torch.device("meta") if hasattr(model_class, "initialize_parameter") else nullcontext()
         ):
-            self.model = self._make_model()
+            model = self._make_model()
             if isinstance(self.adapter, Lora):
-                self.adapter.add_to(self.model)
+                self.adapter.add_to(model)
+        return model
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:

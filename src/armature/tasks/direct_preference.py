@@ -30,8 +30,9 @@ class DirectPreference(LanguageModeling):
 
     The loss is -log sigmoid(m), where m is the reward of the chosen answer less that of the
     rejected one, and an answer's reward is beta × (its log-probability - its log-probability under
-    the reference, which is the model without its adapters, in one more forward pass of each step).
-    It is a mean over pairs, so it begins at ln 2 = 0.6931 in any layout.
+    the reference). The reference is the model without its adapters; if all weights are trained, a
+    frozen copy of the folder's model. It takes one more forward pass of each step. The loss is a
+    mean over pairs, so it begins at ln 2 = 0.6931 in any layout.
 
     Logs, per pair: loss, `reward_accuracy` (share of pairs with m > 0), `reward_margin` (m), both
     rewards, and the
@@ -92,15 +93,22 @@ class DirectPreference(LanguageModeling):
         )
         self.beta, self.loss, self.label_smoothing = beta, loss, label_smoothing
         self.length_normalized = length_normalized
-        if found := reference_problem(adapter is not None, adapter.train if adapter else None):
+        if found := reference_problem(adapter.train if adapter else None):
             raise ConfigError(found)
+        self.reference: nn.Module | None = None  # None: the model without its adapters
         self._sums: list[Tensor] = []  # of this step's micro-batches: the columns' means
 
-    start_note = "reference: the model without its adapters, in each step"
+    @property
+    def start_note(self) -> str:
+        """What the line at the start of a run says of the reference."""
+        which = "a frozen copy of the model" if self.adapter is None else "without the adapters"
+        return f"reference: {which}"
 
     @override
     def configure_model(self) -> None:
         super().configure_model()
+        if self.adapter is None and self.reference is None:
+            self.reference = self.new_model().requires_grad_(False)
         self.train()
 
     @override
@@ -109,21 +117,23 @@ class DirectPreference(LanguageModeling):
         its adapters have dropout.
         """
         super().train(mode)
-        for module in self.model.modules() if self.model is not None else ():
-            module.training = mode and isinstance(module, LoraLinear)
+        for model in (each for each in (self.model, self.reference) if each is not None):
+            for module in model.modules():
+                module.training = mode and isinstance(module, LoraLinear)
         return self
 
     # ------------------------------------------------------------ the loss
-    def log_probabilities(self, batch: Batch) -> Tensor:
+    def log_probabilities(self, batch: Batch, model: nn.Module | None = None) -> Tensor:
         """Return each answer's log-probability (B, 2), in nats: the sum over its targets."""
-        assert self.model is not None
+        model = self.model if model is None else model
+        assert model is not None
         inputs, targets = inputs_and_targets(batch)
         if inputs.ndim != 3 or inputs.shape[1] != 2:
             raise TypeError(
                 f"inputs are {tuple(inputs.shape)}, not (pairs, 2, tokens). Type data=preference."
             )
         inputs, targets = inputs.flatten(0, 1), targets.flatten(0, 1)
-        losses = token_losses(self.model(inputs), targets)
+        losses = token_losses(model(inputs), targets)
         return -losses.sum(dim=-1).view(-1, 2)
 
     def compare(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -153,7 +163,7 @@ class DirectPreference(LanguageModeling):
         """Return each answer's log-probability (B, 2) under the reference."""
         assert self.model is not None
         with torch.no_grad(), without_adapters(self.model):
-            return self.log_probabilities(batch)
+            return self.log_probabilities(batch, self.reference)
 
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -220,7 +230,7 @@ class DirectPreference(LanguageModeling):
             step_log.monitors.append(self)
         if getattr(self.trainer.strategy, "initial_weights", None) is not None:
             raise ConfigError(
-                "The run begins with the weights of a checkpoint, whose adapters may be trained: "
-                "without them, the model is not the one that training begins with. Export that run "
-                "with scripts/convert.py, and name the folder in model.pretrained."
+                "The run begins with the weights of a checkpoint, and the reference with those of "
+                "model.pretrained. Export that run with scripts/convert.py, and name the folder in "
+                "model.pretrained."
             )

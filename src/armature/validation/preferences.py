@@ -36,20 +36,15 @@ def problems(cfg: Mapping[str, Any]) -> list[str]:
             'conversations. (A task of yours that reads pairs says so: reads = "pairs".)'
         ]
     ours = task["_target_"] == "armature.tasks.direct_preference.DirectPreference"
-    return [*_settings(task)] if ours else []
+    return [*_settings(task, cfg["model"])] if ours else []
 
 
-def reference_problem(has_adapter: bool, train: Any) -> str | None:
+def reference_problem(train: Any) -> str | None:
     """Return why the model without its adapters is not the reference, or None.
 
     Args:
         train: `task.adapter.train`, which changes the model without its adapters, too.
     """
-    if not has_adapter:
-        return (
-            "task.adapter=null: preferences are learned by adapters, since the reference is the "
-            "model without them. Leave task.adapter=null out."
-        )
     if train:
         return (
             f"task.adapter.train={train} changes the model without its adapters, too, which is the "
@@ -58,7 +53,7 @@ def reference_problem(has_adapter: bool, train: Any) -> str | None:
     return None
 
 
-def _settings(task: Mapping[str, Any]) -> Iterator[str]:
+def _settings(task: Mapping[str, Any], model: Mapping[str, Any]) -> Iterator[str]:
     smoothing, adapter = task.get("label_smoothing"), task.get("adapter") or {}
     if smoothing and task.get("loss") == "ipo":
         yield (
@@ -70,5 +65,10 @@ def _settings(task: Mapping[str, Any]) -> Iterator[str]:
             f"task.adapter.quantize={quantize}: preferences have not been compared on weights of 4 "
             "bits. Type task.adapter.quantize=null."
         )
-    if problem := reference_problem(bool(adapter), adapter.get("train")):
+    if not adapter and not model.get("pretrained"):
+        yield (
+            "task.adapter=null: all weights are trained, and the reference is a copy of the model "
+            "of a folder. Type model.pretrained=FOLDER, or leave task.adapter=null out."
+        )
+    if problem := reference_problem(adapter.get("train")):
         yield problem
