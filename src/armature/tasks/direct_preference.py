@@ -124,7 +124,9 @@ class DirectPreference(LanguageModeling):
 
     # ------------------------------------------------------------ the loss
     def log_probabilities(self, batch: Batch, model: nn.Module | None = None) -> Tensor:
-        """Return each answer's log-probability (B, 2), in nats: the sum over its targets."""
+        """Return the log-probability of each target of both answers (B, 2, T), in nats; 0 where
+        there is none.
+        """
         model = self.model if model is None else model
         assert model is not None
         inputs, targets = inputs_and_targets(batch)
@@ -134,14 +136,15 @@ class DirectPreference(LanguageModeling):
             )
         inputs, targets = inputs.flatten(0, 1), targets.flatten(0, 1)
         losses = token_losses(model(inputs), targets)
-        return -losses.sum(dim=-1).view(-1, 2)
+        return -losses.view(-1, 2, losses.shape[-1])
 
     def compare(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return each pair's loss (B,), and by name the values (B,) that are logged beside it."""
         # first, before the activations that backward needs take memory
         reference = self.reference_of(batch)
         policy = self.log_probabilities(batch)
-        ratio = policy - reference
+        # differences first: an answer's log-probability is a large number, and so its rounding
+        ratio = (policy - reference).sum(dim=-1)
         if self.length_normalized:
             ratio = ratio / (batch["targets"] != IGNORED).sum(dim=-1).clamp(min=1)
         margin = ratio[:, 0] - ratio[:, 1]
@@ -150,7 +153,7 @@ class DirectPreference(LanguageModeling):
         else:
             right, wrong = F.logsigmoid(self.beta * margin), F.logsigmoid(-self.beta * margin)
             losses = -(1 - self.label_smoothing) * right - self.label_smoothing * wrong
-        rewards, logp = self.beta * ratio.detach(), policy.detach()
+        rewards, logp = self.beta * ratio.detach(), policy.detach().sum(dim=-1)
         values = [
             (margin > 0).float(),
             rewards[:, 0] - rewards[:, 1],
@@ -160,7 +163,7 @@ class DirectPreference(LanguageModeling):
         return losses, dict(zip(self.COLUMNS, values, strict=True))
 
     def reference_of(self, batch: Batch) -> Tensor:
-        """Return each answer's log-probability (B, 2) under the reference."""
+        """Return `log_probabilities` under the reference."""
         assert self.model is not None
         with torch.no_grad(), without_adapters(self.model):
             return self.log_probabilities(batch, self.reference)
@@ -181,7 +184,7 @@ class DirectPreference(LanguageModeling):
         return dict(
             zip(
                 ("chosen_logp", "rejected_logp"),
-                self.log_probabilities(batch).unbind(1),
+                self.log_probabilities(batch).sum(dim=-1).unbind(1),
                 strict=True,
             )
         )

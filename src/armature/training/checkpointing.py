@@ -18,6 +18,7 @@ from armature.checkpoint import directory
 from armature.checkpoint.writer import CheckpointWriter
 from armature.errors import NotFinite, NotSaved
 from armature.parallel import process_group
+from armature.parallel.process_group import Vote
 from armature.training.progress import completed_batches
 from armature.training.run_hooks import RunHooks
 from armature.training.step_log import StepLog
@@ -96,6 +97,7 @@ class Checkpointing(RunHooks, Checkpoint):
         # a validation was due at the checkpoint's step, but did not run
         self._owes_validation = False
         self._due = False
+        self._time_vote = Vote()
         self._warned_of_monitor = False
         self._owed_step = -1  # the loaded checkpoint's, when its validation has run
 
@@ -173,9 +175,11 @@ class Checkpointing(RunHooks, Checkpoint):
         Not in on_train_batch_end, since later callbacks' hooks may still change what is saved.
         """
         step = completed_batches(trainer)
-        by_step = bool(self.every_n_steps and step % self.every_n_steps == 0)
-        time_is_up = self._time_is_up(trainer)  # asked by all ranks in the same steps
-        self._due = self._due or by_step or time_is_up
+        # at every step: a vote that was sent must be read at the next one
+        time_is_up = self._time_is_up(trainer)
+        self._due = (
+            self._due or bool(self.every_n_steps and step % self.every_n_steps == 0) or time_is_up
+        )
         if self._due and not trainer.fit_loop.epoch_loop.validation_is_due:
             self._save(trainer)
 
@@ -212,6 +216,7 @@ class Checkpointing(RunHooks, Checkpoint):
 
     def training_ends(self, trainer: OurTrainer) -> None:
         """Save before the hooks of the end, one of which may fail."""
+        self._time_vote.finish()
         if self._owed_step == self._saved_step:  # that checkpoint owes the validation that has run
             self._saved_step = -1
         if self.at_end or trainer.should_stop:
@@ -253,10 +258,18 @@ class Checkpointing(RunHooks, Checkpoint):
         self.writer.finish()
 
     def _time_is_up(self, trainer: Trainer) -> bool:
-        if self.every is None or completed_batches(trainer) % VOTE_STEPS:
+        if self.every is None:
             return False
-        due = time.monotonic() - self._saved_at > self.every.total_seconds()
-        return bool(process_group.all_max(due)[0])
+        step, due = (
+            completed_batches(trainer),
+            time.monotonic() - self._saved_at > self.every.total_seconds(),
+        )
+        if process_group.ranks() == 1:
+            return due and step % VOTE_STEPS == 0
+        # a step before it is read, so that no rank waits for the others
+        if step % VOTE_STEPS == VOTE_STEPS - 1:
+            self._time_vote(due)
+        return step % VOTE_STEPS == 0 and any(self._time_vote.finish())
 
     def _is_best(self, score: float | None) -> bool:
         if not self.keep_best or score is None:
