@@ -259,6 +259,12 @@ FILES = {
         "Type trainer.max_steps=… or trainer.max_epochs=…, and callbacks=early_stopping to end "
         "earlier. And there is no key 'trainer.max_stps'. Did you mean 'trainer.max_steps'?"
     ),
+    "# @package _global_\ncallbacks: [{_target_: a.B}]\n": (
+        "callbacks: it is [{_target_: a.B}], where keys belong. Write callbacks: {NAME: {_target_: "
+        "…}}."
+    ),
+    "\ufeff# @package _global_\nseed: 1\n": "it begins with a byte order mark",
+    "# @package _global_\nrun: {name: caf\udce9}\n": "it is not UTF-8 text (byte 35). Save it as",
     "# @package _global_\n- a\n": "it holds a list, where keys belong. Write KEY: VALUE.",
     "# @package _global_\ndefaults: [override model: example]\n": "as in '- override /model: "
     "example'.",
@@ -271,7 +277,8 @@ FILES = {
 def test_a_mistake_in_an_option_s_file_is_told_as_what_it_is(tmp_path, text):
     config.register()
     (tmp_path / "own" / "experiment").mkdir(parents=True)
-    (tmp_path / "own" / "experiment" / "mine.yaml").write_text(text)
+    written = text.encode(errors="surrogateescape")  # "\udce9" is é in Latin-1
+    (tmp_path / "own" / "experiment" / "mine.yaml").write_bytes(written)
     searched = searching(tmp_path / "own")
     (problem,) = explain(Exception(), [searched, "experiment=mine"])
     assert problem.startswith("experiment=mine: in own/experiment/mine.yaml: ")

@@ -4,6 +4,8 @@ thing that would work.
 Hydra stops at the first mistake. On this path alone, the overrides are tried one by one.
 """
 
+import codecs
+import copy
 import difflib
 import re
 import time
@@ -30,6 +32,8 @@ from armature.project import FOLDERS
 from armature.sweeps import space
 from armature.validation import foreign_keys, values
 from armature.validation.composing import composing
+
+_ONE_CLASS = ("task", "model", "data", "optimizer", "scheduler", "strategy")
 
 OPEN = ("callbacks", "logger")  # groups to which a key may be added
 MOST_VALUES = 50  # of a sweep that are tried
@@ -78,7 +82,7 @@ def explain(error: Exception, overrides: list[str], *, sweep: bool = False) -> l
                     failed.append((each, problem))
                 else:
                     sound.append(each)
-        cfg: Any = _composed((*sound,))
+        cfg: Any = copy.deepcopy(_composed((*sound,)))  # which is kept
         for each, parsed in keys:
             if (problem := _apply(cfg, parsed)) is not None:
                 failed.append((each, problem))
@@ -414,6 +418,13 @@ def _inside(error: Exception, file: Path, known: list[str]) -> str:
     where = f"in {file.parent.parent.name}/{file.parent.name}/{file.name}"
     if isinstance(error, yaml.YAMLError):
         return f"{where}: {plain_text(error)}."
+    if file.read_bytes().startswith(codecs.BOM_UTF8):
+        return (
+            f"{where}: it begins with a byte order mark, which hides its first line. Save it "
+            "as UTF-8 without one."
+        )
+    if isinstance(error, UnicodeDecodeError):
+        return f"{where}: it is not UTF-8 text (byte {error.start:,}). Save it as UTF-8."
     lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
     first = next(filter(None, map(str.strip, lines)), "")
     if file.parent.name in GLOBAL and first != HEADER:
@@ -430,6 +441,10 @@ def _inside(error: Exception, file: Path, known: list[str]) -> str:
             f"'{missing}'.{f' {remedy}' if remedy else _nearest(option, options)}"
         )
     said = str(error.__cause__ or error)
+    if ("Cannot merge DictConfig with ListConfig" in said or "Merge error" in said) and (
+        wrong := _no_groups(file)
+    ):
+        return f"{where}: {' And '.join(wrong)}"
     if "Could not override" in said or "To override a value" in said:
         form = (
             "Write '- override /GROUP: NAME' for a group of configs/, as in '- override "
@@ -452,6 +467,19 @@ def _content(file: Path) -> Any:
     with suppress(OSError, yaml.YAMLError, OmegaConfBaseException):
         return OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     return {}
+
+
+def _no_groups(file: Path) -> list[str]:
+    """Return the groups that a file makes something else."""
+    found, read = [], _content(file)
+    groups = {*OPEN, *_ONE_CLASS, *(f.name for f in fields(config.Config) if is_dataclass(f.type))}
+    for key in groups & read.keys():
+        if not isinstance(value := read[key], dict) and value is not None:
+            form = "{NAME: {_target_: …}}" if key in OPEN else "{KEY: VALUE}"
+            found.append(
+                f"{key}: it is {_as_typed(value)}, where keys belong. Write {key}: {form}."
+            )
+    return sorted(found)
 
 
 def _unknown_keys(file: Path) -> dict[str, str]:
