@@ -101,8 +101,8 @@ class DirectPreference(LanguageModeling):
     @property
     def start_note(self) -> str:
         """What the line at the start of a run says of the reference."""
-        which = "a frozen copy of the model" if self.adapter is None else "without the adapters"
-        return f"reference: {which}"
+        copied = "a frozen copy of the model" if self.adapter is None else None
+        return f"reference: {copied or 'the model without its adapters'}, in each step"
 
     @override
     def configure_model(self) -> None:
