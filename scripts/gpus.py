@@ -28,7 +28,14 @@ sys.path.insert(0, str(SCRIPTS.parent / "src"))
 from armature import hardware
 
 SECTIONS = ("doctor", "layouts", "speed", "simulated", "resume")
-SMALL = ("model=gpt_nano", "data=synthetic", "optimizer=adamw", "trainer.matmul_precision=highest")
+SMALL = (
+    "model=gpt_nano",
+    "data=synthetic",
+    "data.context=64",
+    "data.global_batch_size=16",
+    "optimizer=adamw",
+    "trainer.matmul_precision=highest",
+)
 STEPS = 20
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 
@@ -133,6 +140,7 @@ class Trial:
             "logger=none",
             "trainer.log_every_n_steps=1",
             "trainer.test_at_end=false",
+            "trainer.limit_val_batches=1",
             "task.preview_tokens=0",
         )
         printed = self._run(name, "train.py", *words, *decided)
