@@ -31,8 +31,10 @@ SECTIONS = ("doctor", "layouts", "speed", "simulated", "resume")
 SMALL = (
     "model=gpt_nano",
     "data=synthetic",
+    "model.tied=false",
     "data.context=64",
-    "data.global_batch_size=16",
+    "data.global_batch_size=64",
+    "data.micro_batch_size=4",
     "optimizer=adamw",
     "trainer.matmul_precision=highest",
 )
@@ -73,7 +75,7 @@ class Trial:
     def __init__(self, out: Path, *, model: str, devices: int, accelerator: str) -> None:
         self.out, self.devices, self.accelerator = out, devices, accelerator
         self.folder = out.with_suffix("")
-        self.large = (f"model={model}", "data=synthetic", "optimizer=adamw")
+        self.large = (f"model={model}", "model.tied=false", "data=synthetic", "optimizer=adamw")
         self.results: dict[str, Any] = {
             "date": time.strftime("%Y-%m-%d"),
             "devices": devices,
@@ -129,6 +131,7 @@ class Trial:
                 *saving,
                 *self._layout("fsdp_pipeline"),
                 f"strategy.schedule={schedule}",
+                "data.micro_batch_size=4",  # four pieces
             )
         return found
 

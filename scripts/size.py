@@ -47,12 +47,12 @@ class Limit(NamedTuple):
 
 
 LIMITS = {
-    "core": Limit(201_550, 145_000),
+    "core": Limit(201_570, 145_000),
     "optional": Limit(86_300, 60_000),
     "scripts, benchmarks": Limit(27_400, 27_400),
     "tests": Limit(283_250, 220_000),
     "documentation": Limit(20_900, 20_900),
-    "private names": Limit(199, 110),
+    "private names": Limit(200, 110),
     "wide lines": Limit(0, 0),
 }
 UNITS = {"documentation": "words", "private names": "rows", "wide lines": "lines"}  # else tokens

@@ -528,6 +528,7 @@ DEEPSPEED = [
         None,
     ),
     ("deepspeed.runtime.fp16.loss_scaler:LossScalerBase", "cur_scale", None),
+    ("deepspeed.ops", "__compatible_ops__", None),
 ]
 TRANSFORMERS = [  # models/huggingface/ and finetune/built.py
     ("transformers.modeling_utils:PreTrainedModel", "_no_split_modules"),

@@ -131,6 +131,11 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
 
     @override
     def setup_distributed(self) -> None:
+        import deepspeed.ops
+
+        if self.root_device.type == "cpu":
+            # DeepSpeed would compile an operator that only its inference calls, for a minute
+            deepspeed.ops.__dict__["__compatible_ops__"] = {}
         self.set_world_ranks()
         self._init_deepspeed_distributed()
 

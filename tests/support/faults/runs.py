@@ -131,8 +131,6 @@ class Run:
             PYTHONPATH=os.pathsep.join([str(running.ROOT / "src"), str(running.ROOT)]),
             FAULTS_FOLDER=str(self.folder),  # identifies the run's processes
             DS_ACCELERATOR="cpu",
-            # DeepSpeed compiles extensions once
-            TORCH_EXTENSIONS_DIR=str(self.session.folder / "extensions"),
         )
         # otherwise every start compiles all Python files again
         variables.pop("PYTHONDONTWRITEBYTECODE", None)
