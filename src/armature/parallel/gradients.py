@@ -83,14 +83,19 @@ def total_norm(
             `sharded`.
     """
     pieces = [piece for part in parts for piece in _pieces(*part)]
-    total = _squares(pieces, ranks=ranks, sharded=sharded, device=device).sum()
-    return (add_up(total) if sharded else total).sqrt()
+    norms = _norms(pieces, device=device)
+    if not sharded:  # as torch's clip_grad_norm_, to the last bit
+        return torch.linalg.vector_norm(norms)
+    squares = norms.square()
+    shares = [parts / ranks for _, parts in pieces]  # a sum over all ranks counts each once
+    if shares:
+        same = shares.count(shares[0]) == len(shares)
+        squares *= shares[0] if same else _copy_of(shares, dtype=torch.float32, device=device)
+    return add_up(squares.sum()).sqrt()
 
 
-def _squares(pieces: Sequence[Part], *, ranks: int, sharded: bool, device: torch.device) -> Tensor:
-    """Return the square of each piece's 2-norm, (len(pieces),) in fp32, so that a sum over all
-    ranks counts it once.
-    """
+def _norms(pieces: Sequence[Part], *, device: torch.device) -> Tensor:
+    """Return the 2-norm of each piece, (len(pieces),) in fp32."""
     if not pieces:
         return torch.zeros(0, dtype=torch.float32, device=device)
     own = [torch.view_as_real(piece) if piece.is_complex() else piece for piece, _ in pieces]
@@ -100,12 +105,7 @@ def _squares(pieces: Sequence[Part], *, ranks: int, sharded: bool, device: torch
     # one copy for all norms of offloaded gradients
     alike = [torch.stack([*norms]) for _, norms in groupby(each, key=lambda norm: norm.device)]
     alike = [norms.to(device, torch.float32) for norms in alike]
-    squares = (alike[0] if len(alike) == 1 else torch.cat(alike)).square()
-    if sharded:
-        shares = [parts / ranks for _, parts in pieces]
-        same = shares.count(shares[0]) == len(shares)
-        squares *= shares[0] if same else _copy_of(shares, dtype=torch.float32, device=device)
-    return squares
+    return alike[0] if len(alike) == 1 else torch.cat(alike)
 
 
 def _copy_of(values: Sequence[float], *, dtype: torch.dtype, device: torch.device) -> Tensor:
