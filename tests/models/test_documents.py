@@ -79,7 +79,7 @@ def test_selective_recomputation_keeps_attention(flex, monkeypatch):
     )
     formula = inner.math_attention
     monkeypatch.setattr(inner, "math_attention", lambda *args: (calls.append(1), formula(*args))[1])
-    for mode, computed in (("none", 2), ("every", 4), ("selective", 2)):
+    for mode, computed in (("none", 2), ("every", 4), ("selective", 2), ("half", 2)):
         model = decoder()
         blocks.checkpoint_activations(model.blocks.values(), mode=mode)
         model(ids[:, :-1], ids[:, 1:]).backward()

@@ -222,6 +222,7 @@ def test_a_users_model_with_a_plan_of_ten_lines_trains_under_every_strategy(job:
         ("every", {"shard": 2}),
         (3, {"shard": 2, "min_num_params": 10_000}),
         ("selective", {"tensor": 2}),
+        ("half", {"shard": 2, "min_num_params": 10_000}),
         (2, {"pipe": 2}),
     ],
     ids=str,

@@ -133,7 +133,7 @@ def test_published_throughput_lies_in_the_predicted_range(
 def test_recomputation_trades_seconds_for_memory() -> None:
     setups = [
         Setup(cost=cost_of("llama3_8b"), recompute=n, **mesh(shard=8))
-        for n in ("none", "selective", "every")
+        for n in ("none", "selective", "half", "every")
     ]
     peaks = [memory.peak(setup).total_bytes for setup in setups]
     times = [seconds.step_seconds(setup, H100).compute for setup in setups]

@@ -36,6 +36,7 @@ CASES = {
         "strategy=fsdp",
         "trainer.precision=32-true",
         "strategy.reduce_dtype=float64",
+        "strategy.activation_checkpointing=half",
         "data.global_batch_size=8",
     ],
     "tensor": [

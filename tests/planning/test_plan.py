@@ -157,7 +157,7 @@ def test_for_a_model_of_wide_blocks_on_several_machines_a_tensor_axis_comes_firs
         ),
         (
             ["hardware=t4", "strategy.activation_checkpointing=banana"],
-            "must be one of none, every, selective, or",
+            "must be one of none, every, half, selective, or",
         ),
     ],
 )

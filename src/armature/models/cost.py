@@ -21,7 +21,7 @@ class Cost:
         shared_inputs: elements that a block's column-sharded matrices take and keep; a tensor axis
             gathers them.
         inner: other elements that a block keeps for backward; a tensor axis divides them.
-        products: elements that selective recomputation keeps: results of matrix products and
+        products: elements that `selective` recomputation keeps: results of matrix products and
             attention. `outputs` of them are sums over the tensor axis, of which a rank keeps its
             positions.
         block_matrices, head_matrices: parameters of matrices, which make the FLOPs.

@@ -9,6 +9,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ EXPENSIVE_OPERATORS = (
     "_c10d_functional.all_reduce", "_c10d_functional.all_to_all_single", "aten._grouped_mm",
     "flex_attention", "inductor_compiled_code",  # inside a compiled block, and compiled on its own
 )  # fmt: skip
+MATRIX_PRODUCTS = ("aten.mm.default", "aten.addmm.default")  # of weights with activations
 # what FSDP calls around units inside a block, such as experts: not as often when the block is
 # computed again
 _PROFILER = (
@@ -69,25 +71,33 @@ def checkpoint_activations(blocks: Iterable[nn.Module], *, mode: str | int) -> N
     """Store less of the forward pass, and compute it again in backward.
 
     That is for `every` block, or every n-th if the mode is a number. `selective` stores the results
-    of matrix products, attention and sums over ranks in every block, and recomputes the rest.
+    of matrix products, attention and sums over ranks in every block, and recomputes the rest;
+    `half` recomputes every second product of weights, too.
     """
     if mode == "none":
         return
-    step = 1 if mode in ("every", "selective") else int(mode)
+    step = int(mode) if str(mode).isdigit() else 1
     options: dict[str, Any] = {"use_reentrant": False}
-    if mode == "selective":
+    if mode in ("selective", "half"):
         SAC_IGNORED_OPS.update(LABELS)
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _selective_policy)
+        options["context_fn"] = partial(_selective_contexts, half=mode == "half")
     for i, block in enumerate(blocks):
         if i % step == 0:
             block.forward = partial(checkpoint, block.forward, **options)
 
 
-def _selective_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    name = str(op)
-    if name in EXPENSIVE_OPERATORS or name.rpartition(".")[0] in EXPENSIVE_OPERATORS:
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+def _selective_contexts(*, half: bool) -> tuple[Any, Any]:
+    products = {False: count(), True: count()}  # of the forward pass, and of its repetition
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = str(op)
+        if half and name in MATRIX_PRODUCTS and next(products[ctx.is_recompute]) % 2:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if name in EXPENSIVE_OPERATORS or name.rpartition(".")[0] in EXPENSIVE_OPERATORS:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def compile_forward(modules: Iterable[nn.Module], *, mode: str = "default") -> None:

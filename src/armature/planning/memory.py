@@ -16,6 +16,7 @@ CONTEXT_BYTES = GIB // 2  # CUDA's context and cuBLAS's workspace
 COMMUNICATION_BYTES = GIB  # NCCL's buffers, if there are several ranks
 FRAGMENTATION = 0.05  # share of the peak that the caching allocator reserves beyond it
 CHUNK = {"cpu": 2**23, "gpu": 2**27}  # logits of one chunk of the loss (models/decoder/loss.py)
+HALF_KEPT = 0.6  # of what `selective` keeps: every second product, and attention
 LOGIT_BYTES = 12  # without chunks: fp32 log-probabilities, their gradient, and the logits' gradient
 MUON_ROUND = 2**28  # a rank's elements per exchange (parallel/distributed_matrices.py), at most
 # of DeepSpeed's defaults: elements that are reduced or gathered at once, and that stay gathered
@@ -185,7 +186,7 @@ def kept_by_block(setup: Setup, recompute: str | int) -> float:
         norms = cost.norms * cost.norm_bytes / (2 if rank else 1) * cost.width / between
         return positions * (norms + c * (cost.shared_inputs + hidden + cost.inner / tensor))
     stream = setup.residual_bytes * cost.width / between
-    if recompute != "selective":
+    if recompute not in ("selective", "half"):
         return positions * stream
     products = (cost.products - cost.outputs) / tensor + cost.outputs
     if rank:  # each Linear has two more products
@@ -193,6 +194,8 @@ def kept_by_block(setup: Setup, recompute: str | int) -> float:
         products += (rows - cost.outputs) / tensor + cost.outputs + hidden
     if setup.expert > 1:  # the rows that arrive and return are kept, too
         products += 2 * cost.rows / tensor
+    if recompute == "half":
+        products *= HALF_KEPT
     return positions * (stream + c * products)
 
 

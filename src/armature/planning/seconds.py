@@ -77,6 +77,7 @@ def _compute(setup: Setup, device: Device) -> float:
     towards = 1 if adapted else 2
     backward = towards * products + 2.5 * attention + BACKWARD_TRAFFIC * traffic + unpacked
     again = {"none": 0.0, "selective": FORWARD_TRAFFIC * traffic, "every": forward}
+    again["half"] = again["selective"] + products / 2
     recomputed = again.get(str(setup.recompute))
     if recomputed is None:
         recomputed = forward / int(setup.recompute)
@@ -171,10 +172,9 @@ def _of_tensor_axis(setup: Setup, blocks: int) -> float:
     and the next gather.
     """
     sequence = setup.sequence_parallel
-    repeated = {"none": 0, "selective": 2 if sequence else 0}.get(
-        str(setup.recompute), 3 if sequence else 2
-    )
-    again = blocks if setup.recompute == "selective" else memory.recomputed_blocks(setup, blocks)
+    kept = setup.recompute in ("selective", "half")
+    repeated = (2 if sequence else 0) if kept else (3 if sequence else 2)
+    again = memory.recomputed_blocks(setup, blocks)
     # head; embedding, both forward and backward
     ends = 2 * (setup.compute_bytes + setup.residual_bytes)
     return setup.cost.width * (setup.compute_bytes * (8 * blocks + repeated * again) + ends)

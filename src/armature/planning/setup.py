@@ -37,7 +37,7 @@ class Setup:
             DeepSpeed, `offload` (weights, gradients and optimizer state in the host's memory) to
             a mesh, too.
         micro: samples per rank in one forward pass; `accumulate` of them make a step.
-        recompute: none, selective, every, or a number n: each n-th block.
+        recompute: none, selective, half, every, or a number n: each n-th block.
         adapter_rank: of adapters of all Linears inside the blocks, which alone are trained; 0:
             none. The matrices may have 4 bits.
         expert: ranks that share out a mixture's experts, which get equally many tokens.

@@ -81,8 +81,9 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
         """Called by constructors, after Lightning's own.
 
         Args:
-            activation_checkpointing: none; every block; n, for every n-th; or selective, which
-                recomputes all but matrix products and attention.
+            activation_checkpointing: none; every block; n, for every n-th; selective, which
+                recomputes all but matrix products and attention; or half, which recomputes every
+                second matrix product, too.
             compile: none, block (each block on its own) or model (the whole).
             compile_mode: torch.compile's.
             float8: whether the blocks' matrix products run in float8; "emulate" computes the same

@@ -56,7 +56,7 @@ def _candidates(
     if micro > 1:
         smaller = max(n for n in range(1, micro // 2 + 1) if micro % n == 0)
         yield _key("data.micro_batch_size", smaller, HALF_MICRO_BATCH * activations)
-    if layout.options.get("activation_checkpointing", "every") in ("none", "selective"):
+    if layout.options.get("activation_checkpointing", "every") in ("none", "selective", "half"):
         yield _key("strategy.activation_checkpointing", "every", RECOMPUTED * activations)
     if cfg.trainer.precision == "32-true":
         yield _key("trainer.precision", "bf16-mixed", SIXTEEN_BITS * activations)

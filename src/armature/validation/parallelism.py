@@ -447,10 +447,11 @@ def _pipeline(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     if schedule == "zero_bubble" and strategy["compile"] != "none":
         why = "splits backward, which compiled blocks cannot"
         problems.append(f"strategy.schedule=zero_bubble {why}. Type strategy.compile=none.")
-    if schedule == "zero_bubble" and strategy["activation_checkpointing"] == "selective":
+    mode = strategy["activation_checkpointing"]
+    if schedule == "zero_bubble" and mode in ("selective", "half"):
         problems.append(
             "strategy.schedule=zero_bubble computes a block again for each part of its backward, "
-            "which strategy.activation_checkpointing=selective does once only. Type "
+            f"which strategy.activation_checkpointing={mode} does once only. Type "
             "strategy.activation_checkpointing=every, or strategy.schedule=1f1b."
         )
     return problems

@@ -149,7 +149,7 @@ class OfStrategy:
     async_tensor: Literal["auto"] | bool
     schedule: Literal[tuple(SCHEDULES)]  # pyright: ignore[reportInvalidTypeForm]
     seed: Seed
-    activation_checkpointing: Literal["none", "every", "selective"] | Count
+    activation_checkpointing: Literal["none", "every", "half", "selective"] | Count
     virtual_stages: Annotated[int, Field(ge=2)]
     prefetch: Count0
     min_num_params: Count0
