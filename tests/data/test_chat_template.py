@@ -6,7 +6,7 @@ import pytest
 
 from armature.data.chat import template
 from armature.data.chat.conversations import Conversation
-from armature.data.chat.source import encode
+from armature.data.chat.source import encode, token_ids
 from armature.data.chat.template import ChatTemplate, NotRenderable
 from armature.errors import ConfigError
 from armature.finetune import folder as model_folder
@@ -107,7 +107,7 @@ def test_the_mask_is_right_token_by_token(style):
         ChatTemplate(STYLES[style], SPECIALS),
         small_tokenizer(),
     )
-    found = list(zip(encoded.ids, encoded.learned.tolist(), strict=True))
+    found = list(zip(token_ids(encoded).tolist(), (encoded >= 0).tolist(), strict=True))
     assert found == expected_tokens(WRITTEN[style])
     learned = small_tokenizer().decode(
         [i for i, is_learned in found if is_learned], skip_special_tokens=False
@@ -123,7 +123,7 @@ def test_tools_and_system_turns_are_written_as_the_template_does_and_calls_are_l
     [encoded] = encode(
         [conversation], ChatTemplate(TOOL_STYLES[style], SPECIALS), small_tokenizer()
     )
-    found = list(zip(encoded.ids, encoded.learned.tolist(), strict=True))
+    found = list(zip(token_ids(encoded).tolist(), (encoded >= 0).tolist(), strict=True))
     assert found == expected_tokens(WRITTEN_TOOLS[style])
 
 
@@ -311,9 +311,9 @@ def test_texts_tokens_and_tagged_masks_are_those_of_transformers(tmp_path):
         [encoded] = encode([Conversation("a", chat, tools, learned)], own, small_tokenizer())
         assert own.render(chat, tools=tools) == text
         assert own.render(chat[:2], tools=tools, add_generation_prompt=True) == prompt
-        assert encoded.ids == ids
+        assert token_ids(encoded).tolist() == ids
         if mask is not None:
-            assert encoded.learned.tolist() == [bool(each) for each in mask]
+            assert (encoded >= 0).tolist() == [bool(each) for each in mask]
 
 
 # of a merge into a token that is not there, at which the library panics: what it raises is no

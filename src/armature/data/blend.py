@@ -81,8 +81,8 @@ class Blend:
         return made
 
     @property
-    def tokenizer(self) -> Any:
-        return next(iter(self.corpora.values())).tokenizer
+    def loaded_tokenizer(self) -> Any:
+        return next(iter(self.corpora.values())).loaded_tokenizer
 
     @property
     def fingerprint(self) -> str:

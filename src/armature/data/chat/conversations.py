@@ -1,10 +1,13 @@
-"""Conversations in JSON lines, checked and brought into one form. Torch-free."""
+"""Conversations, and pairs of answers to one prompt of which one was chosen, in JSON lines: checked
+and brought into one form. Torch-free.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, TypeVar
 
 from armature.data import sources
@@ -16,6 +19,8 @@ T = TypeVar("T")
 _SHOWN = 10  # different problems in one message
 _EITHER = '"…", or [{"role": "user", "content": "…"}]'
 _CALL = '{"type": "function", "function": {"name": "…", "arguments": {}}}'
+PAIR_FORM = '{"prompt": "…", "chosen": "…", "rejected": "…"}'
+SIDES = ("chosen", "rejected")
 FORM = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
 
 
@@ -94,6 +99,51 @@ def parse(record: object, *, where: str) -> tuple[Conversation]:
             f"{FORM}."
         )
     return (made(record, read, first, where=where),)
+
+
+def parse_pair(record: object, *, where: str) -> tuple[Conversation, Conversation]:
+    """Return the chosen and the rejected conversation of one record. Raises ConfigError.
+
+    A record has `chosen` and `rejected`: answers to a `prompt` (or `messages`), each a text or a
+    list of messages; or whole conversations, lists of messages whose common beginning is the
+    prompt. `tools` go to the chat template.
+    """
+    record = checked(record, PAIR_FORM, where=where)
+    if missing := [side for side in SIDES if record.get(side) is None]:
+        raise ConfigError(
+            f"{where}: no {' and no '.join(missing)} (there: {there(record)}). Write {PAIR_FORM}."
+        )
+    answers = [messages(record[side], side, where=where, role="assistant") for side in SIDES]
+    if all(answer[0]["role"] != "assistant" for answer in answers):
+        pairs = zip(*answers, strict=False)
+        prompt = [message for message, _ in takewhile(lambda each: each[0] == each[1], pairs)]
+        # identical: all up to the last answer is the prompt
+        if len(answers[0]) == len(answers[1]) == len(prompt):
+            prompt = prompt[:-1]
+        if not prompt:
+            raise ConfigError(
+                f"{where}: chosen and rejected are answers to different prompts. Remove the line."
+            )
+        answers = [answer[len(prompt) :] for answer in answers]
+    else:
+        key = next((key for key in ("prompt", "messages") if record.get(key) is not None), None)
+        if key is None:
+            raise ConfigError(
+                f"{where}: no prompt, and chosen and rejected are no whole  Write {PAIR_FORM}."
+            )
+        prompt = messages(record[key], key, where=where, role="user")
+    for side, answer in zip(SIDES, answers, strict=True):
+        if answer and answer[0]["role"] != "assistant":
+            raise ConfigError(
+                f"{where}: {side} begins with a message of the role {answer[0]['role']} after the "
+                "prompt, not with the assistant's answer. Both must answer the same prompt."
+            )
+    size = len(prompt)
+    chosen, rejected = (
+        made(record, prompt + answer, size, where=f"{where}: {side}", prompt=size)
+        for side, answer in zip(SIDES, answers, strict=True)
+    )
+    return chosen, rejected
 
 
 def checked(record: object, form: str, *, where: str) -> dict[str, Any]:
