@@ -320,18 +320,18 @@ def test_weights_that_change_count_from_the_next_draw_on_and_a_resume_repeats_th
 
     draw = Draw(sampler, owner="mine", seed=0, whole_batches=False)
     change(3)
-    assert set(draw.keep(0).tolist()) == {3}
+    assert set(draw(0, keep=True).tolist()) == {3}
     change(4)
-    assert set(draw.keep(0).tolist()) == set(draw(0).tolist()) == {3}
+    assert set(draw(0, keep=True).tolist()) == set(draw(0).tolist()) == {3}
     saved = draw.state_dict(since=0)
-    assert set(draw.keep(1).tolist()) == {4}
+    assert set(draw(1, keep=True).tolist()) == {4}
     assert {epoch: drawn.dtype for epoch, drawn in saved.items()} == {0: torch.int32}
     assert draw.state_dict(since=1).keys() == {1}
     resumed = Draw(Shuffles(), owner="mine", seed=0, whole_batches=False)
     resumed.load_state_dict(saved, population=20)
-    assert set(resumed.keep(0).tolist()) == {3}
+    assert set(resumed(0, keep=True).tolist()) == {3}
     resumed.load_state_dict(saved, population=3)  # the data have changed
-    assert len(set(resumed.keep(0).tolist())) == 20
+    assert len(set(resumed(0, keep=True).tolist())) == 20
 
 
 class Stateful(ByEpoch):
