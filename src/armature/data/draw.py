@@ -134,7 +134,7 @@ class Draw:
                     "has no length. Give it a method __len__: the samples or batches of an epoch."
                 ) from None
             drawn = itertools.islice(sampler, limit)
-            indices = [*map(self._batch if self.whole_batches else self._index, drawn)]
+            indices: list[Any] = [*map(self._batch if self.whole_batches else self._index, drawn)]
         if not indices:
             raise self._refused(f"yields no samples in epoch {epoch}.")
         if self.whole_batches:
