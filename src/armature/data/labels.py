@@ -66,7 +66,7 @@ def numbered_as(head: Sequence[str], found: Sequence[str]) -> list[str] | None:
     of their names are neither.
     """
     known = {name.casefold(): i for i, name in enumerate(head)}
-    numbers = [known.get(name.casefold()) for name in found]
+    numbers: list[Any] = [known.get(name.casefold()) for name in found]
     if None in numbers:
         if not all(re.fullmatch(r"\d{1,9}", name, re.ASCII) for name in found):
             return None
