@@ -224,25 +224,23 @@ def test_a_template_that_fails_or_reaches_out_is_refused(source, says):
         ChatTemplate(source).render(CHAT)
 
 
-@pytest.mark.parametrize(
-    ("style", "end"),
-    [
-        *(
-            ("chatml", "<|im_end|>"),
-            ("trimmed", "<|eot_id|>"),
-            ("instruct", "</s>"),
-            ("thinking", "<|im_end|>"),
-        ),
-        *(
-            ("headers", "<|eot_id|>"),
-            ("hermes", "<|im_end|>"),
-            ("reasoning", "<|im_end|>"),
-            ("brackets", "</s>"),
-        ),
-    ],
-)
-def test_the_end_of_a_turn_is_known(style, end):
-    assert ChatTemplate({**STYLES, **TOOL_STYLES}[style], SPECIALS).end_of_turn == end
+ENDS = {
+    "chatml": "<|im_end|>",
+    "trimmed": "<|eot_id|>",
+    "instruct": "</s>",
+    "thinking": "<|im_end|>",
+    "headers": "<|eot_id|>",
+    "hermes": "<|im_end|>",
+    "reasoning": "<|im_end|>",
+    "brackets": "</s>",
+    "plain": "</s>",
+}
+
+
+def test_the_end_of_a_turn_is_known():
+    sources = {**template.BUILT_IN, **STYLES, **TOOL_STYLES}
+    found = {style: ChatTemplate(sources[style], SPECIALS).end_of_turn for style in ENDS}
+    assert found == ENDS
     assert ChatTemplate("{% for m in messages %}{{ m.content }} {% endfor %}").end_of_turn is None
 
 
@@ -267,9 +265,8 @@ def test_templates_are_found_where_the_tools_keep_them(tmp_path):
 
 
 @pytest.mark.parametrize("name", template.BUILT_IN)
-def test_built_in_templates_learn_to_stop(name):
+def test_built_in_templates_begin_an_answer_as_they_write_it(name):
     built_in = ChatTemplate(template.BUILT_IN[name], SPECIALS)
-    assert built_in.end_of_turn == ("</s>" if name == "plain" else "<|im_end|>")
     prompt = built_in.render(CHAT[:1], add_generation_prompt=True)
     assert built_in.render(CHAT[:2]).startswith(prompt + "I am fine")
 
