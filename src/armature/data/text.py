@@ -56,13 +56,10 @@ class TokenData(DataModule):
         none can be read.
         """
         samples: Any = self._dataset("val")
-        if self.tokenizer is None or not hasattr(samples, "__getitem__") or not len(samples):
+        if self.tokenizer is None or not len(samples):
             return []
-        places = [len(samples) * (2 * i + 1) // (2 * count) for i in range(count)]
-        texts = [
-            self.tokenizer.decode(samples[place]["inputs"][:PROMPT_WINDOW].tolist())
-            for place in places
-        ]
+        found = [samples[len(samples) * (2 * i + 1) // (2 * count)]["inputs"] for i in range(count)]
+        texts = [self.tokenizer.decode(inputs[:PROMPT_WINDOW].tolist()) for inputs in found]
         return [prompt for text in texts if (prompt := beginning(text))]
 
     @override
