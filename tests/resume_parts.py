@@ -186,8 +186,6 @@ class Mapped(Dataset):
 
 
 class Streamed(Stream):
-    block = 3
-
     def __init__(self, samples: int) -> None:
         self.samples = samples
 

@@ -17,7 +17,7 @@ from armature.checkpoint import state
 from armature.data.chat.conversations import parse
 from armature.data.chat.data import ChatData
 from armature.data.chat.packing import best_fit
-from armature.data.chat.source import Conversations
+from armature.data.chat.source import Conversations, token_ids
 from armature.errors import ConfigError
 from armature.models.decoder.model import Decoder
 from armature.models.loss import IGNORED
@@ -126,7 +126,8 @@ def test_equal_conversations_are_held_out_together_and_stay_when_others_come(sou
 def _texts(source: Conversations, split: str) -> set[str]:
     arrays = source.arrays(split)
     parts = zip(arrays["starts"][:-1], arrays["starts"][1:], strict=True)
-    return {source.tokenizer.decode(arrays["ids"][a:b].tolist()) for a, b in parts}
+    ids = token_ids(arrays["tokens"])
+    return {source.loaded_tokenizer.decode(ids[a:b].tolist()) for a, b in parts}
 
 
 def test_prompt_and_completion_are_a_conversation_of_which_the_completion_is_learned():
@@ -217,8 +218,8 @@ def test_the_run_directory_gets_what_reading_the_same_chats_needs(source, tmp_pa
         val_fraction=0.0,
         cache_dir=str(tmp_path / "cache"),
     )
-    assert again.template == made.template
-    assert np.array_equal(again.arrays("train")["ids"], made.arrays("train")["ids"])
+    assert again.chat_template == made.chat_template
+    assert np.array_equal(again.arrays("train")["tokens"], made.arrays("train")["tokens"])
 
 
 @pytest.fixture

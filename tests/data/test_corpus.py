@@ -58,10 +58,10 @@ def corpus(tmp_path: Path):
 def decoded(corpus: Corpus, split: str) -> list[str]:
     """Return the documents of a split."""
     tokens = np.array(corpus.tokens(split))
-    end = corpus.tokenizer.token_to_id("<|endoftext|>")
+    end = corpus.loaded_tokenizer.token_to_id("<|endoftext|>")
     assert tokens[0] == end
     documents = np.split(tokens, np.flatnonzero(tokens == end))[1:]
-    return [corpus.tokenizer.decode(document[1:].tolist()) for document in documents]
+    return [corpus.loaded_tokenizer.decode(document[1:].tolist()) for document in documents]
 
 
 def test_every_file_is_in_one_split_and_decodes_to_itself(files, corpus):
@@ -245,7 +245,7 @@ def test_an_external_tokenizer_is_used_unchanged(files, corpus, tmp_path):
         str(other), tokenizer=given, vocab_size=400
     )  # the model may have a larger vocabulary
     made.prepare()
-    assert made.tokenizer.get_vocab() == first.tokenizer.get_vocab()
+    assert made.loaded_tokenizer.get_vocab() == first.loaded_tokenizer.get_vocab()
     assert "".join(chain(*(decoded(made, split) for split in SPLITS)))
     own = corpus(str(other), vocab_size=400)
     own.prepare()

@@ -28,7 +28,6 @@ from torch.utils.data import (
 from armature.data import feed as feeds
 from armature.data import iterable, same_data
 from armature.data.base import DataModule
-from armature.data.draw import Draw
 from armature.errors import ConfigError
 from armature.strategies.single import SingleDevice
 from armature.training.trainer import Trainer
@@ -206,14 +205,14 @@ class Shuffles(ByEpoch):
     """Shuffles in place what it keeps, as pytorch-metric-learning's MPerClassSampler does."""
 
     def __init__(self):
-        self.order, self.only = np.arange(20), None
+        self.order = np.arange(20)
 
     def set_epoch(self, epoch):
         np.random.shuffle(self.order)
 
     def __iter__(self):
         np.random.shuffle(self.order)
-        return iter(self.order.tolist() if self.only is None else [self.only] * 20)
+        return iter(self.order.tolist())
 
 
 class Numbered(IterableDataset):
@@ -306,32 +305,6 @@ def test_the_split_of_an_unseeded_random_split_depends_on_the_seed_alone():
         assert torch.equal(torch.get_rng_state(), before)
         splits.append(module.train.indices)
     assert splits[0] == splits[1] != splits[2]
-
-
-@pytest.mark.parametrize("kept", [True, False], ids=["keeps its state", "changes as it draws"])
-def test_weights_that_change_count_from_the_next_draw_on_and_a_resume_repeats_the_last(kept):
-    sampler: Any = WeightedRandomSampler([1.0] * 20, 20) if kept else Shuffles()
-
-    def change(only):
-        if isinstance(sampler, Shuffles):
-            sampler.only = only
-        else:
-            sampler.weights = torch.eye(20)[only]
-
-    draw = Draw(sampler, owner="mine", seed=0, whole_batches=False)
-    change(3)
-    assert set(draw.keep(0).tolist()) == {3}
-    change(4)
-    assert set(draw.keep(0).tolist()) == set(draw(0).tolist()) == {3}
-    saved = draw.state_dict(since=0)
-    assert set(draw.keep(1).tolist()) == {4}
-    assert {epoch: drawn.dtype for epoch, drawn in saved.items()} == {0: torch.int32}
-    assert draw.state_dict(since=1).keys() == {1}
-    resumed = Draw(Shuffles(), owner="mine", seed=0, whole_batches=False)
-    resumed.load_state_dict(saved, population=20)
-    assert set(resumed.keep(0).tolist()) == {3}
-    resumed.load_state_dict(saved, population=3)  # the data have changed
-    assert len(set(resumed.keep(0).tolist())) == 20
 
 
 class Stateful(ByEpoch):

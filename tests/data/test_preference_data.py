@@ -5,8 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from armature.data.chat.pairs import PreferenceData
-from armature.data.chat.preferences import Preferences, parse
+from armature.data.chat.conversations import parse_pair as parse
+from armature.data.chat.data import PreferenceData
+from armature.data.chat.source import Preferences
 from armature.errors import ConfigError
 from armature.models.loss import IGNORED
 from tests.data.chat_parts import small_tokenizer

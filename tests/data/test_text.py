@@ -81,4 +81,4 @@ def test_the_standard_library_is_a_corpus(standard_library):
     assert splits["train"]["bytes"] > 5e6
     for split in ("val", "test"):
         assert 0.02 < splits[split]["bytes"] / splits["train"]["bytes"] < 0.2
-        assert 3.0 < text_data(standard_library, context=256).bytes_per_token(split) < 4.0
+        assert 3.0 < text_data(standard_library).bytes_per_token(split) < 4.0

@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from armature.data.chat.preferences import Preferences
-from armature.data.chat.source import Conversations
+from armature.data.chat.source import Conversations, Preferences
 from armature.errors import ConfigError
 from tests.data.chat_parts import CHATML, REASONING, TOOLS
 
@@ -123,7 +122,7 @@ def test_keys_of_every_role_count_and_empty_ones_do_not(tokens):
     expected = tokens("messages", ITEMS, [QUESTION, ANSWER])
     empty = {"refusal": None, "audio": None, "annotations": [], "function_call": {}, "name": ""}
     found = tokens("messages", ITEMS, [QUESTION | empty, ANSWER | empty])
-    assert np.array_equal(expected["ids"], found["ids"])
+    assert np.array_equal(expected["tokens"], found["tokens"])
 
 
 @pytest.mark.guarantee
@@ -134,7 +133,7 @@ def test_keys_of_every_role_count_and_empty_ones_do_not(tokens):
 def test_a_key_is_read_however_the_template_asks_for_it(tokens, reads):
     template = CHATML.replace("+ m['content']", f"+ m['content'] + ({reads} or '')")
     people = [each | {"name": "Ann"} for each in (QUESTION, ANSWER)]
-    assert len(tokens("messages", template, people)["ids"])
+    assert len(tokens("messages", template, people)["tokens"])
 
 
 @pytest.mark.guarantee

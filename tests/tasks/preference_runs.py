@@ -49,7 +49,7 @@ class Job:
 
 
 def source_of(folder: str | Path, **settings: Any) -> Any:
-    from armature.data.chat.preferences import Preferences
+    from armature.data.chat.source import Preferences
 
     options = {
         "context": MODEL["context"],
@@ -68,7 +68,7 @@ def source_of(folder: str | Path, **settings: Any) -> Any:
 
 def data_of(folder: str | Path, *, micro: int | str = 2, **changes: Any) -> Any:
     """Return a feed of the pairs."""
-    from armature.data.chat.pairs import PreferenceData
+    from armature.data.chat.data import PreferenceData
     from armature.data.feed import Feed
 
     data = PreferenceData(

@@ -12,7 +12,7 @@ from armature.models.vit.model import VisionTransformer
 from armature.optim import schedules
 from armature.optim.muon import Muon
 from armature.parallel.initialization import initialize_by_name, materialize
-from armature.tasks.base import Task, inputs_and_targets, mean_metric
+from armature.tasks.base import Task, WeightedMean, inputs_and_targets
 from armature.tasks.image_classification import ImageClassification
 from armature.tasks.language_modeling import LanguageModeling
 
@@ -128,7 +128,7 @@ class Distance(nn.Module):
 def test_a_number_to_predict_may_be_minus_100():
     task = Task(nn.Identity, **FACTORIES)
     task.model = Distance()
-    metrics = {"loss": mean_metric()}
+    metrics = {"loss": WeightedMean()}
     for targets in (
         torch.tensor([0.0, -100.0]),
         torch.tensor([1.0, 1.0]),

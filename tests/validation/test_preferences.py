@@ -77,7 +77,7 @@ def test_what_a_layout_or_the_data_cannot_have_is_refused_by_name(checked, words
 
 DPO, PAIRS = (
     "armature.tasks.direct_preference.DirectPreference",
-    "armature.data.chat.pairs.PreferenceData",
+    "armature.data.chat.data.PreferenceData",
 )
 CHAT, LANGUAGE = (
     "armature.data.chat.data.ChatData",

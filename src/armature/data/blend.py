@@ -11,9 +11,8 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch.utils.data import ConcatDataset, Dataset
+from torch.utils.data import ConcatDataset, Dataset, default_collate
 from typing_extensions import override
 
 from armature.data.base import Batch, Split
@@ -44,7 +43,7 @@ class Blend:
         **corpus: Any,
     ) -> None:
         self.paths, self.weights = paths, weights or dict.fromkeys(paths, 1.0)
-        self.tokenizer_path, self.arguments = tokenizer, corpus
+        self.tokenizer, self.arguments = tokenizer, corpus
 
     def check(self) -> None:
         """Raise ConfigError if the weights do not fit, or files of a corpus are missing."""
@@ -57,7 +56,7 @@ class Blend:
         for name, path in self.paths.items():
             try:
                 with _naming(name):
-                    Corpus(path, tokenizer=self.tokenizer_path, **self.arguments).check()
+                    Corpus(path, tokenizer=self.tokenizer, **self.arguments).check()
             except ConfigError as error:
                 problems += [each for each in error.problems if each not in problems]
         if problems:
@@ -66,23 +65,22 @@ class Blend:
     def prepare(self) -> None:
         """Prepare all corpora. Several processes may call this at once."""
         self.check()
-        for name, corpus in self.corpora.items():
-            with _naming(name):
-                corpus.prepare()
+        _ = self.corpora
 
     @cached_property
     def corpora(self) -> dict[str, Corpus]:
-        """The corpora by name; the first may have to be prepared, for its tokenizer."""
-        made, tokenizer = {}, self.tokenizer_path
+        """The prepared corpora by name."""
+        made, tokenizer = {}, self.tokenizer
         for name, path in self.paths.items():
-            made[name] = Corpus(path, tokenizer=tokenizer, **self.arguments)
+            made[name] = corpus = Corpus(path, tokenizer=tokenizer, **self.arguments)
             with _naming(name):
-                tokenizer = tokenizer or str(made[name].folder / TOKENIZER_FILE)
+                corpus.prepare()
+            tokenizer = tokenizer or str(corpus.folder / TOKENIZER_FILE)
         return made
 
     @property
-    def tokenizer(self) -> Any:
-        return next(iter(self.corpora.values())).tokenizer
+    def loaded_tokenizer(self) -> Any:
+        return next(iter(self.corpora.values())).loaded_tokenizer
 
     @property
     def fingerprint(self) -> str:
@@ -133,21 +131,22 @@ class BlendData(TokenData):
         """Return the windows of an epoch: of corpus k, the next weight_k × N of its own order."""
         every = self._dataset("train")
         assert isinstance(every, Joined)
-        sizes, total = [len(part) for part in every.datasets], size  # pyright: ignore[reportArgumentType]
         weights = np.array([self.source.weights[name] for name in self.source.corpora])
-        ends = np.round(np.cumsum(weights) / weights.sum() * total).astype(np.int64)
-        continued = 0 if limited else epoch
-        chosen, start, offset = [], 0, 0
-        for number, (size, end) in enumerate(zip(sizes, ends.tolist(), strict=True)):
-            rounds, places = np.divmod(continued * (end - start) + np.arange(end - start), size)
-            for each in np.unique(rounds).tolist():
-                own = permuted(
-                    places[rounds == each], size=size, seed=f"{seed}/{number}", epoch=each
-                )
+        starts = np.round(np.cumsum([0, *weights]) / weights.sum() * size).astype(np.int64)
+        chosen, offset = [], 0
+        for number, windows in enumerate(every.datasets):
+            own_size: int = len(windows)  # pyright: ignore[reportArgumentType]
+            count = starts[number + 1] - starts[number]
+            # of the corpus's own stream, in which its own epochs follow each other
+            taken = (0 if limited else epoch) * count + np.arange(count)
+            for own_epoch in np.unique(taken // own_size).tolist():
+                places = taken[taken // own_size == own_epoch] % own_size
+                seed_of_own = f"{seed}/{number}"
+                own = permuted(places, size=own_size, seed=seed_of_own, epoch=own_epoch)
                 chosen.append(own + offset)
-            start, offset = end, offset + size
+            offset += own_size
         drawn = np.concatenate(chosen)
-        return drawn[permuted(np.arange(total), size=total, seed=f"{seed}/blend", epoch=epoch)]
+        return drawn[permuted(np.arange(size), size=size, seed=f"{seed}/blend", epoch=epoch)]
 
 
 class Joined(ConcatDataset[Batch]):
@@ -155,5 +154,4 @@ class Joined(ConcatDataset[Batch]):
 
     def batch(self, indices: list[int]) -> Batch:
         """Return inputs and targets, each (B, T) and int64."""
-        found = [self[index] for index in indices]
-        return {name: torch.stack([each[name] for each in found]) for name in found[0]}
+        return default_collate([self[index] for index in indices])

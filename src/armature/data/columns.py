@@ -25,18 +25,17 @@ def read(path: str | list[str], *, texts: list[str]) -> Any:
     Raises ConfigError.
     """
     arrow = extras.load("pyarrow", needed_by=f"data.path={path}")
-    tables = {file.path: _read(file.path, texts) for file in sources.find(path)}
-    (first, table), *others = tables.items()
-    for file, other in others:
-        if {*other.column_names} != {*table.column_names}:
+    tables = [_read(file.path, texts) for file in sources.find(path)]
+    columns = tables[0].column_names
+    for table in tables:
+        if {*table.column_names} != {*columns}:
             raise ConfigError(
-                f"data.path={path}: the files differ in their columns: {first} has "
-                f"{', '.join(table.column_names)}, and {file} {', '.join(other.column_names)}."
+                f"data.path={path}: the files differ in their columns: one has "
+                f"{', '.join(columns)}, and another {', '.join(table.column_names)}."
             )
     try:
         table = arrow.concat_tables(
-            [each.select(table.column_names) for each in tables.values()],
-            promote_options="permissive",
+            [each.select(columns) for each in tables], promote_options="permissive"
         )
     except arrow.ArrowException as error:
         raise ConfigError(f"data.path={path}: the files differ: {error_line(error)}.") from error
@@ -54,35 +53,32 @@ def _read(file: Path, texts: list[str]) -> Any:
         raise ConfigError(f"data.path={file}: name .csv, .jsonl or .parquet files.")
     try:
         if form == ".parquet":
-            names, table = parquet.read_schema(file).names, None
-        elif form == ".jsonl":
+            return parquet.read_table(file)
+        if form == ".jsonl":
             # one thread alone knows the number of a wrong row
             options = json.ReadOptions(use_threads=False, block_size=_LONGEST_ROW_BYTES)
             return json.read_json(file, read_options=options)
-        else:
-            table = csv.read_csv(
-                file,
-                read_options=csv.ReadOptions(use_threads=False, block_size=_LONGEST_ROW_BYTES),
-                parse_options=csv.ParseOptions(newlines_in_values=True),
-                convert_options=csv.ConvertOptions(
-                    column_types=dict.fromkeys(texts, pyarrow.string()),
-                    null_values=[""],  # NA, null and nan are texts
-                    strings_can_be_null=True,
-                ),
-            )
-            names = table.column_names
-        if repeated := sorted({name for name in names if names.count(name) > 1}):
-            raise ConfigError(
-                f"data.path={file}: two columns are named {', '.join(repeated)}. Rename one of "
-                "them; the first line of a CSV file holds the names."
-            )
-        if table is None:
-            return parquet.read_table(file)
+        table = csv.read_csv(
+            file,
+            read_options=csv.ReadOptions(use_threads=False, block_size=_LONGEST_ROW_BYTES),
+            parse_options=csv.ParseOptions(newlines_in_values=True),
+            convert_options=csv.ConvertOptions(
+                column_types=dict.fromkeys(texts, pyarrow.string()),
+                null_values=[""],  # NA, null and nan are texts
+                strings_can_be_null=True,
+            ),
+        )
     except (OSError, ValueError, NotImplementedError) as error:
         raise ConfigError(
             f"data.path={file} cannot be read as {KINDS[form]} ({error_line(error)[:200]}). Mend "
             "it, write it again, or remove it."
         ) from error
+    names = table.column_names
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(
+            f"data.path={file}: two columns are named {', '.join(repeated)}. Rename one of them; "
+            "the first line of a CSV file holds the names."
+        )
     last = table[-1][-1].as_py() if table.num_rows else None
     # pyarrow takes the rest of the file into such a cell
     if isinstance(last, str) and "\n" in last and file.read_bytes().count(b'"') % 2:

@@ -40,8 +40,7 @@ class Draw:
     (seed, epoch).
 
     They may depend on more than these: on weights that change while training. So a checkpoint holds
-    what the training
-    loop has drawn of the epoch that it is in.
+    what the training loop has drawn of the epoch that it is in.
 
     Attributes:
         size: samples per epoch.
@@ -51,164 +50,123 @@ class Draw:
     """
 
     def __init__(self, sampler: Any, *, owner: str, seed: int, whole_batches: bool) -> None:
-        self.sampler, self.owner, self.seed, self.whole_batches = (
-            sampler,
-            owner,
-            seed,
-            whole_batches,
-        )
-        self.name = type(sampler).__name__
+        self.sampler, self.seed, self.whole_batches = sampler, seed, whole_batches
+        self.name, self.owner = type(sampler).__name__, owner
         if getattr(sampler, "num_replicas", 1) not in (None, 1):
-            raise ConfigError(
-                f"{owner}: {self.name} divides the samples among ranks itself "
-                f"(num_replicas={sampler.num_replicas}). "
+            raise self._refused(
+                f"divides the samples among ranks itself (num_replicas={sampler.num_replicas}). "
                 "Build it with num_replicas=1 and rank=0: they are divided over the data ranks "
                 "here."
             )
         self.draws_from_copies = self._told = False
+        # of the epochs that the training loop has begun
+        self._kept: dict[int, NDArray[np.int64]] = {}
+        self.size = self.batch_size = 0
         untouched = copied(sampler)
         first, again = self._draw(0), self._draw(0)
-        if first != again and untouched is not None:  # it changes as it draws
+        if not np.array_equal(first, again) and untouched is not None:  # it changes as it draws
             vars(sampler).clear()
             vars(sampler).update(vars(untouched))
             self.draws_from_copies = True
             first, again = self._draw(0), self._draw(0)
-        if first != again or (self.draws_from_copies and self._draw(1) == first):
-            raise ConfigError(
-                f"{owner}: {self.name} draws other samples the second time from the same seed, so "
-                "a resume could not "
+        if not np.array_equal(first, again) or (
+            self.draws_from_copies and np.array_equal(self._draw(1), first)
+        ):
+            raise self._refused(
+                "draws other samples the second time from the same seed, so a resume could not "
                 "repeat them. Let it draw from torch's, NumPy's or Python's global generator or "
-                "from an attribute "
-                "`generator` (a torch.Generator), shuffle a copy of what it keeps, and count "
-                "epochs in "
-                "set_epoch(epoch) only."
+                "from an attribute `generator` (a torch.Generator), shuffle a copy of what it "
+                "keeps, and count epochs in set_epoch(epoch) only."
             )
-        self.size, self.batch_size = len(first), 0
-        if whole_batches:
-            sizes = sorted({len(batch) for batch in first})
-            if len(sizes) != 1:
-                raise ConfigError(
-                    f"{owner}: {self.name} yields batches of {sizes[0] if sizes else 0} to "
-                    f"{sizes[-1] if sizes else 0} "
-                    "samples. A step trains on data.global_batch_size samples: yield batches of "
-                    "one size (drop_last), "
-                    "or pass the DataLoader a sampler and a collate_fn instead of a batch_sampler."
-                )
-            (self.batch_size,) = sizes
-            self.size *= self.batch_size
-        if not self.size:
-            raise ConfigError(f"{owner}: {self.name} yields no samples.")
-        self._first: NDArray[np.int64] | None = self._indices(first)  # until training begins
-        # of the epochs that the training loop has begun
-        self._kept: dict[int, NDArray[np.int64]] = {}
-
-    def keep(self, epoch: int) -> NDArray[np.int64]:
-        """Return the samples of an epoch for the training loop: drawn once, in a resumed run before
-        it was stopped.
-        """
-        self._first = None  # weights may have changed since
-        if epoch not in self._kept:
-            self._kept = {e: drawn for e, drawn in self._kept.items() if e >= epoch - 1} | {
-                epoch: self(epoch)
-            }
-        return self._kept[epoch]
+        self.size = first.size
 
     def state_dict(self, *, since: int) -> dict[int, Tensor]:
         """Return what the training loop has drawn, from an epoch on."""
-        kind = (
-            torch.int32
-            if all(drawn.max() < 2**31 for drawn in self._kept.values())
-            else torch.int64
-        )
-        return {
-            epoch: torch.from_numpy(drawn).to(kind)
-            for epoch, drawn in self._kept.items()
-            if epoch >= since
-        }
+        kept = {e: torch.from_numpy(drawn) for e, drawn in self._kept.items() if e >= since}
+        return {e: drawn.int() if drawn.max() < 2**31 else drawn for e, drawn in kept.items()}
 
     def load_state_dict(self, state: dict[int, Tensor], *, population: int) -> None:
         """Keep what was drawn before the run was stopped, unless the data have changed."""
-        fits = {
-            e: drawn
-            for e, drawn in state.items()
+        self._kept = {
+            epoch: drawn.numpy().astype(np.int64)
+            for epoch, drawn in state.items()
             if len(drawn) == self.size and int(drawn.max()) < population
         }
-        self._kept = {}
-        self._kept = {epoch: drawn.numpy().astype(np.int64) for epoch, drawn in fits.items()}
 
-    def __call__(self, epoch: int) -> NDArray[np.int64]:
+    def __call__(self, epoch: int, *, keep: bool = False) -> NDArray[np.int64]:
+        """Return the samples of an epoch: those of the training loop, once it has begun it.
+
+        Args:
+            keep: this is the training loop, which draws them once, in a resumed run before it was
+                stopped.
+        """
         if epoch in self._kept:
             return self._kept[epoch]
-        if epoch == 0 and self._first is not None:
-            return self._first
         drawn = self._draw(epoch)
-        if not drawn:
-            raise ConfigError(f"{self.owner}: {self.name} yields no samples in epoch {epoch}.")
-        if self.whole_batches and {len(batch) for batch in drawn} != {self.batch_size}:
-            raise ConfigError(
-                f"{self.owner}: {self.name} yields a batch of another size than {self.batch_size} "
-                f"in epoch {epoch}. A "
-                "step trains on data.global_batch_size samples: yield batches of one size."
-            )
-        indices = self._indices(drawn)
-        if len(indices) != self.size:
+        if len(drawn) != self.size:
             if not self._told:
                 log.warning(
                     "%s: %s yields %d samples in epoch %d, but %d in epoch 0. A resume finds its "
-                    "place by counting, so "
-                    "every epoch has as many as epoch 0: surplus ones are left out, and missing "
-                    "ones taken from the "
-                    "epoch's beginning.", self.owner, self.name, len(indices), epoch, self.size,
+                    "place by counting, so every epoch has as many as epoch 0: surplus ones are "
+                    "left out, and missing ones taken from the epoch's beginning.",
+                    self.owner, self.name, len(drawn), epoch, self.size,
                 )  # fmt: skip
             self._told = True
-            indices = np.resize(indices, self.size)
-        return indices
+            drawn = np.resize(drawn, self.size)
+        if keep:
+            self._kept = {e: kept for e, kept in self._kept.items() if e >= epoch - 1}
+            self._kept[epoch] = drawn
+        return drawn
 
-    def _indices(self, drawn: list[Any]) -> NDArray[np.int64]:
-        return np.array(list(itertools.chain(*drawn)) if self.whole_batches else drawn, np.int64)
-
-    def _draw(self, epoch: int) -> list[Any]:
+    def _draw(self, epoch: int) -> NDArray[np.int64]:
         sampler = copied(self.sampler) if self.draws_from_copies else self.sampler
         with seeded(f"{self.seed}/order/{epoch}"):
             for each in (sampler, getattr(sampler, "sampler", None)):
                 if each is not None and hasattr(each, "generator"):
-                    each.generator = torch.Generator().manual_seed(
-                        seed_of(f"{self.seed}/generator", epoch)
-                    )
+                    seed = seed_of(f"{self.seed}/generator", epoch)
+                    each.generator = torch.Generator().manual_seed(seed)
                 if callable(set_epoch := getattr(each, "set_epoch", None)):
                     set_epoch(epoch)
             try:
                 limit = len(sampler)  # an endless one has the length of its epochs
             except (TypeError, NotImplementedError):
-                raise ConfigError(
-                    f"{self.owner}: {self.name} has no length. Give it a method __len__: the "
-                    "samples or batches of an "
-                    "epoch."
+                raise self._refused(
+                    "has no length. Give it a method __len__: the samples or batches of an epoch."
                 ) from None
             drawn = itertools.islice(sampler, limit)
-            return [*map(self._batch if self.whole_batches else self._index, drawn)]
+            indices: list[Any] = [*map(self._batch if self.whole_batches else self._index, drawn)]
+        if not indices:
+            raise self._refused(f"yields no samples in epoch {epoch}.")
+        if self.whole_batches:
+            sizes = {self.batch_size or len(indices[0]), *map(len, indices)}
+            if len(sizes) > 1:
+                raise self._refused(
+                    f"yields batches of {min(sizes)} to {max(sizes)} samples. A step trains on "
+                    "data.global_batch_size samples: yield batches of one size (drop_last), or "
+                    "pass the DataLoader a sampler and a collate_fn instead of a batch_sampler."
+                )
+            (self.batch_size,) = sizes
+        return np.array(indices, np.int64).reshape(-1)
 
     def _batch(self, drawn: Any) -> list[int]:
         if not isinstance(drawn, Iterable):
-            raise ConfigError(
-                f"{self.owner}: {self.name} yields {drawn!r:.80}. A batch sampler yields lists of "
-                "indices."
-            )
+            raise self._refused(f"yields {drawn!r:.80}. A batch sampler yields lists of indices.")
         return [*map(self._index, drawn)]
 
     def _index(self, drawn: Any) -> int:
         try:
             return operator.index(drawn)
         except TypeError:
-            raise ConfigError(
-                f"{self.owner}: {self.name} yields {drawn!r:.80} for a sample. Here a sample is "
-                "known by its index, a "
-                "whole number. For keys of another kind, yield their places in a list, and let the "
-                "dataset's "
-                "__getitem__ look them up there. Draw what goes with a whole batch, such as the "
-                "size of its pictures, "
-                "in collate_fn: its random numbers are the same in each run."
+            raise self._refused(
+                f"yields {drawn!r:.80} for a sample. Here a sample is known by its index, a whole "
+                "number. For keys of another kind, yield their places in a list, and let the "
+                "dataset's __getitem__ look them up there. Draw what goes with a whole batch, such "
+                "as the size of its pictures, in collate_fn: its random numbers are the same in "
+                "each run."
             ) from None
+
+    def _refused(self, why: str) -> ConfigError:
+        return ConfigError(f"{self.owner}: {self.name} {why}")
 
 
 @dataclass(kw_only=True)

@@ -11,8 +11,9 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as L
 from hydra.utils import get_object
@@ -26,7 +27,7 @@ from armature.data.base import DataModule
 from armature.data.batching import FOLD_KEYS, LOADER_KEYS, Batches, plan_batches
 from armature.data.draw import ReadLoader
 from armature.data.loader import FedLoader, Unchanged, copies_ahead, fed
-from armature.data.sampler import DrawnSampler, EpochSampler, EvalSampler, TrainSampler
+from armature.data.sampler import EpochSampler, EvalSampler, TrainSampler
 from armature.data.samples import Samples, has_targets, preserved_generators, seeded
 from armature.data.stream import Stream
 from armature.errors import ConfigError
@@ -360,15 +361,12 @@ class Feed(L.Callback):
             changes: to the arguments.
         """
         read, size, population = self._train, self.train_size, self._train_samples
-        order: Callable[[int], Any] | None = None
+        draw: Callable[[int], Any] | None = None
         if self._ours and is_overridden("order", self.data, DataModule):
-            data: Any = self.data
-            order = lambda epoch: data.order(  # noqa: E731
-                epoch, size=size, seed=self.seed, limited=self.train_limit is not None
-            )
+            limited, data = self.train_limit is not None, cast(DataModule, self.data)
+            draw = partial(data.order, size=size, seed=self.seed, limited=limited)
         elif (drawn := read.draw) is not None:
-            get = drawn.keep if in_loop else drawn
-            order = lambda epoch: get(self._drawn(epoch))  # noqa: E731
+            draw = lambda epoch: drawn(self._drawn(epoch), keep=in_loop)  # noqa: E731
         arguments: dict[str, Any] = {
             "seed": self.seed,
             "batches": self.batches,
@@ -376,10 +374,11 @@ class Feed(L.Callback):
             "epoch": self._epoch,
             "position": lambda: self.samples_seen,
             "left_out": lambda: self._parts().values(),
-        } | changes
-        if order is not None:
-            return DrawnSampler(size, draw=order, population=len(read.dataset), **arguments)
-        return TrainSampler(size, shuffled=read.shuffled, population=population, **arguments)
+            "shuffled": read.shuffled,
+            "draw": draw,
+            "population": population if draw is None else len(read.dataset),
+        }
+        return TrainSampler(size, **arguments | changes)
 
     def _drawn(self, epoch: int) -> int:
         """Return the epoch whose draw an epoch has: limited ones all have the first."""
@@ -428,14 +427,6 @@ class Feed(L.Callback):
 
     def train_loader(self) -> FedLoader:
         """Return the loader of the training loop: this rank's batches from the position on."""
-        batches, trainer = self.batches, self.trainer
-        if trainer is not None and trainer.accumulate_grad_batches != batches.accumulate:
-            raise ConfigError(
-                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}), but a global "
-                f"batch of {self.global_batch_size} is {batches.micro_batch_size} micro × "
-                f"{batches.accumulate} accumulation × {batches.data_ranks} data ranks. Pass "
-                f"accumulate_grad_batches={batches.accumulate}."
-            )
         if not self._ours:
             self._compare_ranks(self._train, "train")
         sampler = self.train_sampler(in_loop=True)
@@ -452,7 +443,7 @@ class Feed(L.Callback):
         """Return what the data module's `train_dataloader` returns: all samples of the epoch, on
         every rank, in global batches, so that its length is that of the epoch in steps.
         """
-        return self._loader(self._train, EpochSampler(self.train_sampler), persistent=False)
+        return self._loader(self._train, EpochSampler(self.train_sampler()), persistent=False)
 
     def _evaluated(self, loader: Any, split: str) -> FedLoader:
         loader = loader.loader if isinstance(loader, Unchanged) else loader

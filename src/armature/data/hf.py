@@ -66,8 +66,7 @@ class HFData(LabeledData):
         self.streaming = streaming
         self.source = {"name": name, "data_dir": data_dir, "data_files": data_files}
         self.splits = splits or {"train": "train", "val": "validation", "test": "test"}
-        self.inputs = inputs
-        self.targets = targets
+        self.inputs, self.targets = inputs, targets
         if not self.inputs:
             raise ConfigError(
                 f"data.inputs={inputs}: name a column, or several columns of numbers."
@@ -88,30 +87,28 @@ class HFData(LabeledData):
         inputs = [self.inputs] if isinstance(self.inputs, str) else self.inputs
         has_targets = split != "predict" or targets in (rows.column_names or [targets])
         self._check(rows, [*inputs, targets] if has_targets else inputs)
-        numbers = None
-        if has_targets and (names := self._class_names(rows)) is not None:
-            keys = names if _is_text(rows, targets) else range(len(names))
-            if split == "predict" and not self.knows(names):
-                has_targets = False  # they are not needed, and have no numbers
-            elif split != "predict" and self._has_unlabeled(rows, split, where):
+        names, numbers = self._class_names(rows) if has_targets else None, None
+        if names is not None and split == "predict" and not self.knows(names):
+            has_targets = False  # they are not needed, and have no numbers
+        elif names is not None:
+            if split != "predict" and self._has_unlabeled(rows, split, where):
                 return None
-            else:
-                found = self.numbers(names, where=f"{where}, column {targets},")
-                numbers = dict(zip(keys, found, strict=True)) | {-1: -1}  # -1: not labeled
-        datasets = extras.load("datasets", needed_by="data=hf")
-        features = rows.features or {}
-        images = [each for each in inputs if isinstance(features.get(each), datasets.Image)]
+            found = self.numbers(names, where=f"{where}, column {targets},")
+            keys = names if _is_text(rows, targets) else range(len(names))
+            numbers = dict(zip(keys, found, strict=True)) | {-1: -1}  # -1: not labeled
+        image = extras.load("datasets", needed_by="data=hf").Image
+        images = [each for each in inputs if isinstance((rows.features or {}).get(each), image)]
         for column in images:  # else a damaged one is no answer that names it
-            rows = rows.cast_column(column, datasets.Image(decode=False))
+            rows = rows.cast_column(column, image(decode=False))
         if images and self._mode is None:
             for first in rows.take(1):
-                self._mode = pixels.mode_of(_opened(datasets.Image(), first[images[0]], where))
+                self._mode = pixels.mode_of(_opened(image(), first[images[0]], where))
         read = Reader(
             where=where,
             inputs=self.inputs,
             targets=targets if has_targets else None,
             numbers=numbers,
-            images=dict.fromkeys(images, datasets.Image()),
+            images=dict.fromkeys(images, image()),
             mode=self._mode or "RGB",
             mode_is_typed=self.image_mode is not None,
         )
@@ -189,8 +186,7 @@ class HFData(LabeledData):
                     self.path, split=name, streaming=self.streaming, **options
                 )
             else:
-                rows = _from_disk(datasets, folder, name)
-                rows = rows.to_iterable_dataset() if self.streaming else rows
+                rows = _from_disk(datasets, folder, name, streaming=self.streaming)
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
             is_theirs = isinstance(error, datasets.exceptions.DatasetsError)
             said = error_line((error.__cause__ if is_theirs else None) or error).rstrip(".!")
@@ -293,15 +289,16 @@ def _saved_folder(path: str) -> str | None:
     return str(folder) if one or (folder / "dataset_dict.json").is_file() else None
 
 
-def _from_disk(datasets: Any, folder: str, name: str | None) -> Any:
+def _from_disk(datasets: Any, folder: str, name: str | None, *, streaming: bool) -> Any:
     """Return a split of a saved folder, of the same expressions as load_dataset's."""
     found = datasets.load_from_disk(folder)
     splits = {**found} if isinstance(found, datasets.DatasetDict) else {"train": found}
     sizes = {split: len(rows) for split, rows in splits.items()}
-    return datasets.concatenate_datasets([
+    rows = datasets.concatenate_datasets([
         splits[part.splitname].with_format(None).select(range(part.from_, part.to))
         for part in datasets.ReadInstruction.from_spec(name).to_absolute(sizes)
     ])  # fmt: skip
+    return rows.to_iterable_dataset() if streaming else rows
 
 
 def _opened(feature: Any, cell: Any, where: str) -> Any:

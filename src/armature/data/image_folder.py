@@ -8,7 +8,7 @@ import logging
 import os
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -35,20 +35,18 @@ class ImageFiles(Dataset[Batch]):
     """Images (3, S, S), normalized, and classes, where they are known.
 
     In training a random crop is taken, and flipped half of the time.
+
+    Args:
+        files: images and the numbers of their classes.
+        data: the sizes, and how images are normalized.
+        margin: as of `ImageFolderData`; 0: the middle is cropped.
     """
 
     def __init__(
-        self,
-        files: list[tuple[Path, int | None]],
-        *,
-        size: int,
-        mean: list[float],
-        std: list[float],
-        flip: bool,
-        margin: float,
+        self, files: list[tuple[Path, int | None]], data: ImageFolderData, *, margin: float
     ) -> None:
-        self.files, self.size, self.flip, self.margin = files, size, flip, margin
-        self.mean, self.std = (torch.tensor(values).view(3, 1, 1) for values in (mean, std))
+        self.files, self.size, self.flip, self.margin = files, data.size, data.flip, margin
+        self.mean, self.std = (torch.tensor(v).view(3, 1, 1) for v in (data.mean, data.std))
 
     def __len__(self) -> int:
         return len(self.files)
@@ -71,12 +69,7 @@ class ImageFiles(Dataset[Batch]):
             ) from error
         image = pixels.converted(upright, "RGB", where=f"data.path: {path}")
         side = round(self.size * (1 + self.margin))
-        scale = side / min(image.size)
-        width, height = (max(side, round(length * scale)) for length in image.size)
-        left, top = (width - side) // 2, (height - side) // 2
-        image = image.resize((width, height), Image.Resampling.BILINEAR).crop(
-            (left, top, left + side, top + side)
-        )
+        image = ImageOps.fit(image, (side, side), Image.Resampling.BILINEAR)
         values = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
         targets = {} if target is None else {"targets": torch.tensor(target)}
         return {"inputs": (values - self.mean) / self.std, **targets}
@@ -86,17 +79,14 @@ class ImageFiles(Dataset[Batch]):
         return {"file": str(self.files[index][0])}
 
     def augment(self, sample: Batch, generator: torch.Generator) -> Batch:
-        inputs = sample["inputs"]
-        room = inputs.shape[-1] - self.size
+        inputs, size = sample["inputs"], self.size
+        room = inputs.shape[-1] - size
         top, left, flipped = (
             torch.randint(0, high, (), generator=generator).item()
             for high in (room + 1, room + 1, 2)
         )
-        inputs = inputs[:, top : top + self.size, left : left + self.size]
-        return {
-            "inputs": inputs.flip(-1) if self.flip and flipped else inputs,
-            "targets": sample["targets"],
-        }
+        inputs = inputs[:, top : top + size, left : left + size]
+        return {**sample, "inputs": inputs.flip(-1) if self.flip and flipped else inputs}
 
 
 class ImageFolderData(LabeledData):
@@ -138,38 +128,32 @@ class ImageFolderData(LabeledData):
     ) -> None:
         super().__init__()
         self.path, self.size, self.flip, self.margin = Path(path).expanduser(), size, flip, margin
-        self.mean, self.std = (
-            mean or [0.485, 0.456, 0.406],
-            std or [0.229, 0.224, 0.225],
-        )
-        self.held_out: Any = {"val_fraction": val_fraction, "test_fraction": test_fraction}
-        self.held_out |= {"fold": fold, "folds": folds}
+        self.mean, self.std = mean or [0.485, 0.456, 0.406], std or [0.229, 0.224, 0.225]
+        self.held_out = {"val_fraction": val_fraction, "test_fraction": test_fraction}
+        self.fold, self.folds = fold, folds
 
     @override
     def dataset(self, split: Split) -> ImageFiles:
         extras.load("PIL.Image", needed_by="data=image_folder")
-        training = split == "train"
         files = self._to_predict if split == "predict" else self._files[split]
-        return ImageFiles(
-            files, size=self.size, mean=self.mean, std=self.std, flip=self.flip,
-            margin=self.margin if training else 0.0,
-        )  # fmt: skip
+        return ImageFiles(files, self, margin=self.margin if split == "train" else 0.0)
 
     @override
     def names(self) -> dict[str, list[str]]:
         folder = self._split_folders().get("train", self.path)
-        found = {name: bool(_images(folder / name)) for name in _folders(folder)}
-        if not found:
+        names = _folders(folder)
+        if not names:
             raise ConfigError(
                 f"data.path={folder}: it has no folder. Put the images of each class into one, as "
                 f"in {folder}/cat/1.jpg."
             )
-        if empty := [name for name, has_images in found.items() if not has_images]:
-            raise ConfigError(
-                f"data.path={folder}: the folder {empty[0]} has no images ({_KINDS}). Put some "
-                "there, or remove it: each folder is a class."
-            )
-        return {"classes": [*found]}
+        for name in names:
+            if not _images(folder / name)[0]:
+                raise ConfigError(
+                    f"data.path={folder}: the folder {name} has no images ({_KINDS}). Put some "
+                    "there, or remove it: each folder is a class."
+                )
+        return {"classes": names}
 
     @cached_property
     def _files(self) -> dict[str, list[tuple[Path, int | None]]]:
@@ -180,25 +164,24 @@ class ImageFolderData(LabeledData):
         for split, folder in (folders or {"train": self.path}).items():
             names = _folders(folder)
             numbers = self.numbers(names, where=f"data.path: {folder}")
-            for name, number in sorted(zip(names, numbers, strict=True), key=lambda pair: pair[1]):
-                found[split] += [(file, number) for file in _images(folder / name, left_out)]
-            loose = (each for each in folder.iterdir() if each.is_file() and each.name[0] != ".")
-            left_out += loose  # in no class folder
-        if not folders or self.held_out["folds"]:
+            for number, name in sorted(zip(numbers, names, strict=True)):
+                images, others = _images(folder / name)
+                found[split] += [(file, number) for file in images]
+                left_out += others
+            # in no class folder
+            left_out += [each for each in folder.iterdir() if each.is_file() and _is_shown(each)]
+        if not folders or self.folds:
             every, test = found["train"] + found["val"], found["test"]
-            held_out = self.held_out | ({"val_fraction": 0, "test_fraction": 0} if folders else {})
-            parts = split_indices(len(every), **held_out)
+            held_out = dict.fromkeys(self.held_out, 0) if folders else self.held_out
+            parts = split_indices(len(every), **held_out, fold=self.fold, folds=self.folds)
             found = {split: [every[i] for i in parts[split].tolist()] for split in found}
             found["test"] += test
+        sizes = ", ".join(f"{split} {len(files):,}" for split, files in found.items())
+        rest = f" {len(left_out):,} files are no images in class folders and left out, such as "
         log.info(
-            "data.path=%s: %s images.%s",
-            self.path,
-            ", ".join(f"{split} {len(files):,}" for split, files in found.items()),
-            f" {len(left_out):,} files are no images in class folders and left out, such as "
-            f"{min(left_out)}."
-            if left_out
-            else "",
-        )
+            "data.path=%s: %s images.%s", self.path, sizes,
+            f"{rest}{min(left_out)}." if left_out else "",
+        )  # fmt: skip
         return found
 
     def _split_folders(self) -> dict[str, Path]:
@@ -218,10 +201,9 @@ class ImageFolderData(LabeledData):
                     f"the {split} split. Put their images into one folder, or rename one."
                 )
             found[split] = self.path / name
-        is_class = self.saved is not None and any(
-            folder.name in (self.classes or []) for folder in found.values()
-        )
-        return {} if is_class or ("train" not in found and self.saved is None) else found
+        if self.saved is None:
+            return found if "train" in found else {}
+        return {} if any(self.knows([folder.name]) for folder in found.values()) else found
 
     @cached_property
     def _to_predict(self) -> list[tuple[Path, int | None]]:
@@ -229,46 +211,49 @@ class ImageFolderData(LabeledData):
         are known.
         """
         folders = self._split_folders()
-        folder = folders.get("test") or folders.get("val") or folders.get("train") or self.path
-        if not (every := _images(folder)):
+        folder = next((folders[s] for s in ("test", "val", "train") if s in folders), self.path)
+        every, _ = _images(folder)
+        if not every:
             raise ConfigError(f"data.path={folder}: there are no images below it ({_KINDS}).")
         names = [file.relative_to(folder).parts[0] for file in every]
-        known = self.knows(names)
-        where = f"data.path: {folder}"
-        numbers = self.numbers(names, where=where) if known else [None] * len(every)
+        numbers = self.numbers(names, where="") if self.knows(names) else [None] * len(every)
         return list(zip(every, numbers, strict=True))
 
 
 _KINDS = ", ".join(sorted(SUFFIXES))
 
 
+def _is_shown(path: Path) -> bool:
+    return path.name[0] != "."
+
+
 def _folders(folder: Path) -> list[str]:
     """Return the names of the folders in a folder, except hidden ones, in the classes' order."""
-    return ordered(p.name for p in folder.iterdir() if p.is_dir() and p.name[0] != ".")
+    return ordered(p.name for p in folder.iterdir() if p.is_dir() and _is_shown(p))
 
 
-def _images(root: Path, left_out: list[Path] | None = None) -> list[Path]:
-    """Return the files with an image's suffix below a folder, except hidden ones, and add the
-    others to `left_out`.
+def _images(root: Path) -> tuple[list[Path], list[Path]]:
+    """Return the files with an image's suffix below a folder, except hidden ones, and the others.
 
     Links are followed, but to no folder that holds the root, nor to one a second time: they would
     never end. Raises ConfigError for a link to what is not there.
     """
     found: list[Path] = []
+    others: list[Path] = []
     visited = {root.resolve(), *root.resolve().parents}
     for folder, folders, names in os.walk(root, followlinks=True):
-        below = [Path(folder, name) for name in folders if name[0] != "."]
+        below = [Path(folder, name) for name in folders]
         folders.clear()
         # links last, so that a folder has its own name where a link leads to it as well
         for path in sorted(below, key=lambda path: (path.is_symlink(), path.name)):
-            if path.resolve() not in visited:
+            if _is_shown(path) and path.resolve() not in visited:
                 visited.add(path.resolve())
                 folders.append(path.name)
-        for path in (Path(folder, name) for name in names if name[0] != "."):
+        for path in filter(_is_shown, (Path(folder, name) for name in names)):
             if path.suffix.lower() in SUFFIXES:
                 found.append(path)
-            elif not path.exists():
+            elif path.exists():
+                others.append(path)
+            else:
                 raise ConfigError(f"data.path: {path} is a link to what is not there. Remove it.")
-            elif left_out is not None:
-                left_out.append(path)
-    return sorted(found)
+    return sorted(found), others

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-import torch
+from torch import Tensor
 from torch.utils.data import Dataset
 from typing_extensions import override
 
 from armature.data import tokenizer
 from armature.data.base import Batch, Split
 from armature.data.table import ColumnData
+from armature.data.text import padded
 from armature.errors import ConfigError
 from armature.finetune.folder import TOKENIZER
 from armature.models.loss import IGNORED
@@ -32,7 +33,7 @@ class Texts(Dataset[Batch]):
         self,
         texts: list[str],
         ids: list[np.ndarray],
-        targets: np.ndarray | None,
+        targets: Tensor | None,
         *,
         context: int,
         multiple: int,
@@ -52,15 +53,11 @@ class Texts(Dataset[Batch]):
 
         T is rounded up to `multiple`, and at most `context`.
         """
-        longest = max(len(self.ids[i]) for i in indices)
-        length = min(self.context, -(-longest // self.multiple) * self.multiple)
-        inputs = np.full((len(indices), length), IGNORED, np.int64)
-        for row, i in enumerate(indices):
-            inputs[row, : len(self.ids[i])] = self.ids[i]
-        targets = (
-            {} if self.targets is None else {"targets": torch.from_numpy(self.targets[indices])}
+        inputs = padded(
+            [self.ids[i] for i in indices], fill=IGNORED, most=self.context, multiple=self.multiple
         )
-        return {"inputs": torch.from_numpy(inputs), **targets}
+        targets = {} if self.targets is None else {"targets": self.targets[indices]}
+        return {"inputs": inputs, **targets}
 
     def describe(self, index: int) -> dict[str, str]:
         """Return what a row of predictions says of the sample."""
@@ -114,7 +111,7 @@ class LabeledTextData(ColumnData):
         return Texts(
             [texts[i] for i in indices.tolist()],
             [ids[i] for i in indices.tolist()],
-            None if targets is None else targets.numpy(),
+            targets,
             context=self.context,
             multiple=self.multiple,
         )

@@ -66,17 +66,14 @@ def numbered_as(head: Sequence[str], found: Sequence[str]) -> list[str] | None:
     of their names are neither.
     """
     known = {name.casefold(): i for i, name in enumerate(head)}
-    numbers = [known.get(name.casefold()) for name in found]
+    numbers: list[Any] = [known.get(name.casefold()) for name in found]
     if None in numbers:
-        numbers = [
-            int(name) if re.fullmatch(r"\d{1,9}", name, re.ASCII) else None for name in found
-        ]
-        if any(
-            number is None or number >= len(head) or known.get(name.casefold(), number) != number
-            for name, number in zip(found, numbers, strict=True)
-        ):
+        if not all(re.fullmatch(r"\d{1,9}", name, re.ASCII) for name in found):
             return None
-    if len({*numbers}) < len(found):
+        numbers = [*map(int, found)]
+        if any(known.get(name, i) != i for name, i in zip(found, numbers, strict=True)):
+            return None
+    if len({*numbers}) < len(found) or max(numbers, default=0) >= len(head):
         return None
     spelled = dict(zip(numbers, found, strict=True))
     return [spelled.get(i, name) for i, name in enumerate(head)]
@@ -148,9 +145,8 @@ class LabeledData(DataModule):
 
     @override
     def setup(self, stage: str) -> None:
-        if stage != "fit" or (classes := self._own_names.get("classes")) is None:
-            return
-        if len(classes) < 2:
+        classes = self._own_names.get("classes") if stage == "fit" else None
+        if classes is not None and len(classes) < 2:
             raise ConfigError(
                 f"data.path={self.path}: the training data have "
                 f"{f'the class {classes[0]} alone' if classes else 'no classes'}. Name data of at "
@@ -159,7 +155,7 @@ class LabeledData(DataModule):
 
     @override
     def save_assets(self, run_dir: Path) -> None:
-        files.replace(run_dir / CLASSES_FILE, json.dumps(self._known, indent=2) + "\n")
+        write(run_dir, self._known)
 
     @override
     def load_assets(self, run_dir: Path) -> None:
@@ -186,13 +182,12 @@ class LabeledData(DataModule):
         Raises ConfigError for one that the trained model does not know.
         """
         number = {name: i for i, name in enumerate(self.classes or [])}
-        if unknown := sorted({name for name in found if name not in number}):
+        if unknown := sorted({*found} - number.keys()):
             raise ConfigError(
                 f"{where} has the class{'es' * (len(unknown) > 1)} {_shown(unknown)}, which the "
-                "training data lack. "
-                f"They have {len(number)}: {_shown([*number])}. Remove or rename what is of "
-                "another class; to predict "
-                "samples of unknown classes, leave the classes out."
+                f"training data lack. They have {len(number)}: {_shown([*number])}. Remove or "
+                "rename what is of another class; to predict samples of unknown classes, leave the "
+                "classes out."
             )
         return [number[name] for name in found]
 
@@ -215,7 +210,7 @@ class DatasetClasses:
     def save_assets(self, run_dir: Path) -> None:
         loader: Any = self._data.train_dataloader()
         if (names := of_dataset(loader.dataset)) is not None:
-            files.replace(run_dir / CLASSES_FILE, json.dumps({"classes": names}, indent=2) + "\n")
+            write(run_dir, {"classes": names})
 
     def load_assets(self, run_dir: Path) -> None:
         self._saved = (read(run_dir / CLASSES_FILE) or {}).get("classes")
@@ -257,15 +252,9 @@ def of_dataset(dataset: Any) -> list[str] | None:
 
 def difference(then: list[str], now: list[str]) -> str | None:
     """Return how two lists of names differ, or None if they are equal."""
-    lost, new = (
-        [name for name in then if name not in now],
-        [name for name in now if name not in then],
-    )
-    parts = [
-        f"{_shown(names)} {what}"
-        for names, what in ((lost, "is missing"), (new, "is new"))
-        if names
-    ]
+    lost, new = ([n for n in a if n not in b] for a, b in ((then, now), (now, then)))
+    parts = [f"{_shown(lost)} is missing"] if lost else []
+    parts += [f"{_shown(new)} is new"] if new else []
     if not parts and then != now:
         parts = [f"their order was {_shown(then)}, and is {_shown(now)}"]
     return " and ".join(parts) or None
@@ -273,7 +262,7 @@ def difference(then: list[str], now: list[str]) -> str | None:
 
 def _shown(names: list[str]) -> str:
     rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(map(str, names[:_NAMED])) + rest
+    return ", ".join(names[:_NAMED]) + rest
 
 
 def read(file: Path) -> dict[str, list[str]] | None:
@@ -285,13 +274,13 @@ def read(file: Path) -> dict[str, list[str]] | None:
         return None
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-        if all(
-            isinstance(names, list) and all(isinstance(n, str) for n in names)
-            for names in found.values()
-        ):
-            return found
-    except (OSError, ValueError, AttributeError, RecursionError):
-        pass
-    raise ConfigError(
-        f"{file} is damaged. Copy it from another run on the same data, or type rm {file}."
-    )
+        return {key: [*map(str, names)] for key, names in found.items()}
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            f"{file} is damaged. Copy it from another run on the same data, or type rm {file}."
+        ) from error
+
+
+def write(run_dir: Path, names: dict[str, list[str]]) -> None:
+    """Keep names beside a run."""
+    files.replace(run_dir / CLASSES_FILE, json.dumps(names, indent=2) + "\n")

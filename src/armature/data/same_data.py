@@ -32,13 +32,10 @@ def check(
     size, rank = len(read.dataset), strategy.global_rank
     own = _digest([size, None if read.draw is None else read.draw(0), *_subsets(read.dataset)])
     same = own == strategy.broadcast(own)
-    if same and samples:
-        first = _few(read.dataset, seed=seed)
-        theirs = strategy.broadcast(first)
-        same = first is None or theirs is None or first == theirs
-        same = same or first != _few(read.dataset, seed=seed)
-    elif samples:
-        strategy.broadcast(None)
+    first = _few(read.dataset, seed=seed) if samples else None
+    theirs = strategy.broadcast(first)
+    if same and None not in (first, theirs) and first != theirs:
+        same = first != _few(read.dataset, seed=seed)
     if not strategy.reduce_boolean_decision(same):
         raise ConfigError(
             f"data: {owner} has other {split} data on "

@@ -10,11 +10,11 @@ N: samples per epoch, G: global batch, R: data ranks, m: micro-batch.
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import override
 
 from armature.data.batching import Batches
 
@@ -37,6 +37,9 @@ class TrainSampler:
         epoch: returns the epoch to serve, for a caller that counts epochs itself; None: the one of
             `position`.
         shuffled: False for a stream, whose samples come in the order in which they are read.
+        draw: returns the N indices of an epoch, perhaps with repetitions, the same on each rank:
+            another order. Then the key is position × population + index, so that a sample that is
+            drawn twice is augmented twice.
         population: samples that an epoch's order is made of; None: the N that it has.
         left_out: returns the parts (start, length) of the order that are left out: what comes after
             them moves up.
@@ -52,21 +55,18 @@ class TrainSampler:
         position: Callable[[], int],
         epoch: Callable[[], int] | None = None,
         shuffled: bool = True,
+        draw: Callable[[int], NDArray[np.int64]] | None = None,
         population: int | None = None,
         left_out: Callable[[], Iterable[tuple[int, int]]] = tuple,
     ) -> None:
-        self.size, self.seed, self.batches, self.rank, self.shuffled = (
-            size,
-            seed,
-            batches,
-            rank,
-            shuffled,
-        )
+        self.size, self.seed, self.batches, self.rank = size, seed, batches, rank
+        self.shuffled, self.draw = shuffled, draw
         self.population = size if population is None else population
         self.batch_size = batches.micro_batch_size  # DeepSpeed asks the sampler for it
         self._position = position
         self._epoch = epoch or (lambda: position() // size)
         self._left_out = left_out
+        self._drawn: dict[int, NDArray[np.int64]] = {}
 
     def __len__(self) -> int:
         """Return the micro-batches of the *whole* epoch, also after a resume in its middle, where
@@ -79,99 +79,53 @@ class TrainSampler:
 
     def __iter__(self) -> Iterator[list[int]]:
         position, end = self._position(), (self._epoch() + 1) * self.size
-        step, micro = self.batches.global_batch_size, self.batches.micro_batch_size
+        step = self.batches.global_batch_size
         # the step that straddles two epochs alone: the next order is drawn as late as possible
         while position < end:
             steps = max(1, min((end - position) // step, _BLOCK_SAMPLES // step))
-            positions = position + np.arange(steps)[:, None, None] * step + self._share()
-            yield from self._keys(self.places_of(positions.reshape(-1, micro))).tolist()
+            yield from self.step_keys(position + np.arange(steps)[:, None, None] * step)
             position += steps * step
 
-    def _share(self) -> NDArray[np.int64]:
-        """Return this rank's offsets in a step: (accumulate, micro)."""
-        micro = self.batches.micro_batch_size
-        starts = (
-            np.arange(self.batches.accumulate) * (micro * self.batches.data_ranks)
-            + self.rank * micro
-        )
-        return starts[:, None] + np.arange(micro)
+    def step_keys(self, positions: Any) -> list[list[int]]:
+        """Return this rank's keys of the steps that start at positions, one list per
+        micro-batch.
+        """
+        micro, ranks = self.batches.micro_batch_size, self.batches.data_ranks
+        starts = (np.arange(self.batches.accumulate) * ranks + self.rank) * micro
+        share = starts[:, None] + np.arange(micro)
+        return self._keys((positions + share).reshape(-1, micro)).tolist()
 
     def epoch_keys(self) -> Iterator[list[int]]:
         """Yield the keys of all samples of the epoch, in global batches."""
         start, step = self._epoch() * self.size, self.batches.global_batch_size
         for place in range(0, self.size, step):
-            positions = start + np.arange(place, min(place + step, self.size))
-            yield self._keys(self.places_of(positions)).tolist()
+            yield self._keys(start + np.arange(place, min(place + step, self.size))).tolist()
 
     def first_position(self) -> int:
         """Return the position of the epoch's first step."""
         start = self._epoch() * self.size
         return start + (self._position() - start) % self.batches.global_batch_size
 
-    def step_keys(self, position: int) -> list[list[int]]:
-        """Return this rank's keys of the step that starts at a position, one list per
-        micro-batch.
-        """
-        return self._keys(self.places_of(position + self._share())).tolist()
-
-    def places_of(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return where samples are in the order with nothing left out, by their positions in the
-        stream.
-        """
+    def _keys(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         for start, length in sorted(self._left_out()):
             positions = positions + length * (positions >= start)
-        return positions
-
-    def _keys(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        return positions // self.size * self.population + self._indices(positions)
-
-    def _indices(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         epochs, places = np.divmod(positions, self.size)
         indices = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
             indices[here] = self._order(places[here], epoch=epoch)
-        return indices
+        return (epochs if self.draw is None else positions) * self.population + indices
 
     def _order(self, places: NDArray[np.int64], *, epoch: int) -> NDArray[np.int64]:
         """Return the indices of the samples at places of an epoch."""
-        return (
-            permuted(places, size=self.population, seed=self.seed, epoch=epoch)
-            if self.shuffled
-            else places
-        )
-
-
-class DrawnSampler(TrainSampler):
-    """TrainSampler for an order that another sampler draws, once per epoch, perhaps with
-    repetitions.
-
-    The key is (epoch × N + place) × population + index, so a sample that is drawn twice is
-    augmented twice.
-
-    Args:
-        draw: returns the N indices of an epoch: the same on each rank.
-        population: samples of the dataset, which the indices lie below.
-    """
-
-    def __init__(
-        self, size: int, *, draw: Callable[[int], NDArray[np.int64]], population: int, **kwargs: Any
-    ) -> None:
-        super().__init__(size, population=population, **kwargs)
-        self.draw = draw
-        self._drawn: dict[int, NDArray[np.int64]] = {}
-
-    @override
-    def _keys(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        return positions * self.population + self._indices(positions)
-
-    @override
-    def _order(self, places: NDArray[np.int64], *, epoch: int) -> NDArray[np.int64]:
-        if epoch not in self._drawn:
-            for old in self._drawn.keys() - {epoch - 1}:
-                del self._drawn[old]
-            self._drawn[epoch] = self.draw(epoch)
-        return self._drawn[epoch][places]
+        if self.draw is not None:
+            if epoch not in self._drawn:
+                kept = {e: drawn for e, drawn in self._drawn.items() if e == epoch - 1}
+                self._drawn = {**kept, epoch: self.draw(epoch)}
+            return self._drawn[epoch][places]
+        if not self.shuffled:
+            return places
+        return permuted(places, size=self.population, seed=self.seed, epoch=epoch)
 
 
 class EpochSampler:
@@ -180,27 +134,17 @@ class EpochSampler:
 
     In global batches, as the user's own loader: a schedule that is made from its length must not
     depend on the micro-batch.
-
-    Args:
-        sampler: returns the sampler of any rank.
     """
 
-    def __init__(self, sampler: Callable[[], TrainSampler]) -> None:
-        self._sampler = sampler
-
-    @property
-    def population(self) -> int:
-        return self._sampler().population
-
-    @property
-    def batch_size(self) -> int:
-        return self._sampler().batches.global_batch_size
+    def __init__(self, sampler: TrainSampler) -> None:
+        self._sampler, self.population = sampler, sampler.population
+        self.batch_size = sampler.batches.global_batch_size
 
     def __len__(self) -> int:
-        return -(-self._sampler().size // self.batch_size)
+        return -(-self._sampler.size // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._sampler().epoch_keys()
+        return self._sampler.epoch_keys()
 
 
 class EvalSampler:
@@ -215,45 +159,33 @@ class EvalSampler:
 
     Args:
         pads: False: a rank has no batch in place of one of padding, as no other rank waits for it.
+
+    Attributes:
+        has_padding: whether the last batch of some rank is `[PADDING]`.
     """
 
     def __init__(
         self, size: int, *, batch_size: int, rank: int, ranks: int, pads: bool = True
     ) -> None:
-        self.size, self.batch_size, self.rank, self.ranks, self.pads = (
-            size,
-            batch_size,
-            rank,
-            ranks,
-            pads,
-        )
-        self.population = size
-
-    @property
-    def has_padding(self) -> bool:
-        """Whether the last batch of some rank is `[PADDING]`."""
-        rest = self.size % self.ranks if self.batch_size == 1 else self.size
-        return self.pads and 0 < rest < self.ranks
+        self.size, self.batch_size, self.ranks, self.population = size, batch_size, ranks, size
+        # where the batches of all ranks begin that are read at once, and the end
+        bounds = [*range(0, size, batch_size * ranks), size]
+        if len(bounds) > 2 and size - bounds[-2] < ranks and batch_size > 1:
+            bounds[-2] = (bounds[-3] + size) // 2  # or the last would be too small
+        self.has_padding = pads and 0 < bounds[-1] - bounds[-2:][0] < ranks
+        shares = [
+            range(
+                start + (end - start) * rank // ranks, start + (end - start) * (rank + 1) // ranks
+            )
+            for start, end in pairwise(bounds)
+        ]
+        self._shares = shares if pads else [*filter(None, shares)]
 
     def __len__(self) -> int:
-        batches = -(-self.size // (self.batch_size * self.ranks))
-        if self.pads or not batches or (batches > 1 and self.batch_size > 1):
-            return batches
-        last = self.size - (batches - 1) * self.batch_size * self.ranks
-        return batches - (last * self.rank // self.ranks == last * (self.rank + 1) // self.ranks)
+        return len(self._shares)
 
     def __iter__(self) -> Iterator[list[int]]:
-        full, end = self.batch_size * self.ranks, 0
-        for left in range(len(self), 0, -1):
-            start, rest = end, self.size - end
-            # or the last would be too small
-            even = left == 2 and rest - full < self.ranks and self.batch_size > 1
-            end = start + (rest // 2 if even else min(full, rest))
-            lower, upper = (
-                start + (end - start) * r // self.ranks for r in (self.rank, self.rank + 1)
-            )
-            if self.pads or upper > lower:
-                yield list(range(lower, upper)) or [PADDING]
+        return ([*share] or [PADDING] for share in self._shares)
 
 
 def permuted(

@@ -32,7 +32,7 @@ class Samples(Dataset[Batch]):
     A sample's random numbers depend on (seed, epoch, index) alone, whether they come from the
     generator that `augment` gets, or from the global generators of Python, NumPy and torch, which
     are seeded for each sample. So they are the same under any number of ranks and workers, and
-    after any resume. Only in training are samples augmented, and a stream's blocks shuffled.
+    after any resume. Only in training are samples augmented.
 
     Args:
         size: samples that a key's index may name.
@@ -51,15 +51,9 @@ class Samples(Dataset[Batch]):
         augment = getattr(dataset, "augment", None) if training and not foreign else None
         self._augment = augment if callable(augment) else None
         self.describe = None if foreign else getattr(dataset, "describe", None)
-        self._batch = (
-            None
-            if foreign or self._augment or self._collate_fn
-            else getattr(dataset, "batch", None)
-        )
-        shuffle_seed = seed if training else None
-        self._reader = (
-            Reader(dataset, size=size, seed=shuffle_seed) if isinstance(dataset, Stream) else None
-        )
+        whole = not (foreign or self._augment or self._collate_fn)
+        self._batch = getattr(dataset, "batch", None) if whole else None
+        self._reader = Reader(dataset, size=size) if isinstance(dataset, Stream) else None
 
     @property
     def of_user(self) -> Any:
@@ -102,23 +96,19 @@ class Samples(Dataset[Batch]):
             if self._foreign:
                 remedy = "Pass DataLoader(collate_fn=…) a function of the list of samples that"
             raise ConfigError(
-                f"The samples of {_name(self._source)} cannot be stacked into a batch ({what}). "
-                f"{remedy} returns a "
-                "batch, for example padded (docs/data.md)."
+                f"The samples of {type(self.of_user).__name__} cannot be stacked into a batch "
+                f"({what}). {remedy} returns a batch, for example padded (docs/data.md)."
             ) from error
 
     def _sample(self, key: int, generator: torch.Generator) -> Any:
-        seed = self._seed_of(key)
-        source = (
-            key % self._size
-            if self._reader is None
-            else self._reader.record(*divmod(key, self._size))
-        )
+        seed, place = self._seed_of(key), divmod(key, self._size)
+        record = self._reader.record(*place) if self._reader is not None else None
         seed_generators(seed)
-        sample = self._source[source] if self._reader is None else self._source.sample(source)
-        return (
-            sample if self._augment is None else self._augment(sample, generator.manual_seed(seed))
-        )
+        streamed = self._reader is not None
+        sample = self._source.sample(record) if streamed else self._source[place[1]]
+        if self._augment is None:
+            return sample
+        return self._augment(sample, generator.manual_seed(seed))
 
     def _seed_of(self, key: int) -> int:
         return seed_of(self._seed, *divmod(key, self._size))
@@ -160,10 +150,6 @@ def has_targets(batch: Any) -> bool:
     return isinstance(batch, dict) and isinstance(batch.get("targets"), Tensor)
 
 
-def _name(dataset: Any) -> str:
-    return type(getattr(dataset, "dataset", dataset)).__name__
-
-
 def seed_generators(seed: int) -> None:
     """Seed the global generators of torch's CPU, Python and NumPy."""
     # not torch.manual_seed, which is slow and seeds the GPU's generators too
@@ -189,11 +175,8 @@ def preserved_generators() -> Iterator[None]:
         yield
         return
     global_numpy: Any = np.random
-    python, numpy, pytorch = (
-        random.getstate(),
-        global_numpy.get_bit_generator(),
-        torch.get_rng_state(),
-    )
+    python, pytorch = random.getstate(), torch.get_rng_state()
+    numpy = global_numpy.get_bit_generator()
     # swapped, since NumPy takes ten times as long to copy its state
     global_numpy.set_bit_generator(_SPARE)
     try:

@@ -45,6 +45,7 @@ class Piece(NamedTuple):
     `number` counts the file's pieces; `starts` is True if a document begins here.
     """
 
+    file: SourceFile
     number: int
     starts: bool
     text: str
@@ -156,10 +157,10 @@ def pieces(file: SourceFile, *, field: str, piece_bytes: int = PIECE_BYTES) -> I
             rest += block
             cut = rest.rfind(b"\n") + 1 or _whole_characters(rest)
             if cut:
-                yield Piece(number, number == 0, _decode(file, rest[:cut], offset), cut)
+                yield Piece(file, number, number == 0, _decode(file, rest[:cut], offset), cut)
                 rest, offset, number = rest[cut:], offset + cut, number + 1
         if rest:
-            yield Piece(number, number == 0, _decode(file, rest, offset), len(rest))
+            yield Piece(file, number, number == 0, _decode(file, rest, offset), len(rest))
 
 
 def json_lines(file: SourceFile) -> Iterator[tuple[str, object]]:
@@ -202,7 +203,7 @@ def _records(file: SourceFile, stream: BinaryIO, field: str) -> Iterator[Piece]:
                 f"{where}: {shown(record)} has no text in the field {field!r}. Correct the line, "
                 "or name the field with the text: data.source.field=…"
             ) from error
-        yield Piece(number, True, text, size)
+        yield Piece(file, number, True, text, size)
 
 
 @contextmanager

@@ -7,30 +7,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 from torch import Tensor
-
-from armature.data.sampler import permuted
 
 
 class Stream:
     """Base class of what `DataModule.dataset` returns if samples cannot be fetched by number.
 
-    A subclass defines how many samples an epoch has, how to read records from a given place, and
-    how to make a sample
-    of a record. A resume needs the position only: reading starts there again, with any number of
-    ranks and workers.
-    Each rank and worker reads all records and makes samples of its share. So `records` should be
-    cheap (and skip whole files by an index), and costly work (decoding, tokenizing) belongs in
-    `sample`.
-
-    Attributes:
-        block: number of consecutive records that are shuffled among each other in training. Each
-            rank and worker holds them in memory. 1: no shuffling. `records` itself may use another
-            order in each epoch.
+    A subclass defines how many samples an epoch has, how to read records from a given place, in an
+    order of its own for each epoch, and how to make a sample of a record. A resume needs the
+    position only: reading starts there again, with any number of ranks and workers. Each rank and
+    worker reads all records and makes samples of its share. So `records` should be cheap (and skip
+    whole files by an index), and costly work (decoding, tokenizing) belongs in `sample`.
     """
-
-    block: int = 1
 
     def __len__(self) -> int:
         """Return the samples per epoch.
@@ -52,47 +40,27 @@ class Reader:
     """Fetches a stream's records by (epoch, place). Cheap if places are requested in rising order.
 
     If `size`, the samples per epoch, is not the whole stream, each epoch has the first epoch's
-    samples. `seed` decides the order within blocks; None: no shuffling.
+    samples.
     """
 
-    def __init__(self, stream: Stream, *, size: int, seed: int | None) -> None:
-        self.stream, self.size, self.seed = stream, size, seed
-        self.block = 1 if seed is None else stream.block
+    def __init__(self, stream: Stream, *, size: int) -> None:
+        self.stream, self.size = stream, size
         self._records: Iterator[Any] = iter(())
-        self._next = (0, -1)  # epoch and place of the next record of `_records`
-        self._held: list[Any] = []
-        self._held_at = (0, -1)  # epoch and place of the first record in `_held`
+        self._record: Any = None
+        self._place = (-1, 0)  # epoch and place of the record that was read last
 
     def record(self, epoch: int, place: int) -> Any:
-        start = place - place % self.block
-        size = min(self.block, self.size - start)
-        if self._held_at != (epoch, start):
-            self._seek(epoch, start)
-            self._held, self._held_at = [self._read() for _ in range(size)], (epoch, start)
-        if size == 1:
-            return self._held[0]
-        (number,) = permuted(
-            np.array([place - start]), size=size, seed=f"{self.seed}/{start}", epoch=epoch
-        ).tolist()
-        return self._held[number]
-
-    def _seek(self, epoch: int, place: int) -> None:
-        if self._next[0] != epoch or not 0 <= self._next[1] <= place:
+        if self._place[0] != epoch or self._place[1] > place:
             read = epoch if self.size == len(self.stream) else 0
-            self._records, self._next = self.stream.records(read, place), (epoch, place)
-        while self._next[1] < place:
-            self._read()
-
-    def _read(self) -> Any:
-        epoch, place = self._next
-        try:
-            record = next(self._records)
-        except StopIteration:
-            self._next = (0, -1)
-            raise ValueError(
-                f"{type(self.stream).__name__} ended at record {place} of epoch {epoch}, but its "
-                "len() is "
-                f"{len(self.stream)}. Resuming needs the exact number of records: correct __len__."
-            ) from None
-        self._next = (epoch, place + 1)
-        return record
+            self._records, self._place = self.stream.records(read, place), (epoch, place - 1)
+        for number in range(self._place[1] + 1, place + 1):
+            try:
+                self._record = next(self._records)
+            except StopIteration:
+                raise ValueError(
+                    f"{type(self.stream).__name__} ended at record {number} of epoch {epoch}, but "
+                    f"its len() is {len(self.stream)}. Resuming needs the exact number of records: "
+                    "correct __len__."
+                ) from None
+            self._place = (epoch, number)
+        return self._record

@@ -74,16 +74,18 @@ class ColumnData(LabeledData):
 
     def rows(self, split: Split) -> tuple[Tensor, Tensor | None]:
         """Return the indices of a split's rows, and their targets, if they are known."""
-        column = self._table[self.target] if self.target in self._table.column_names else None
-        if split == "predict" and (
-            column is None
-            or column.null_count
-            or (self.classes_are_targets and not self.knows(self._labels[0]))
-        ):
-            return torch.arange(self._table.num_rows), None
+        every = torch.arange(self._table.num_rows)
+        if split == "predict" and not self._has_targets:
+            return every, None
         targets = self._targets()
-        indices = torch.from_numpy(columns.split_indices(len(targets), **self.held_out)[split])
+        indices = every[columns.split_indices(len(every), **self.held_out)[split]]
         return indices, targets[indices]
+
+    @property
+    def _has_targets(self) -> bool:
+        if self.target not in self._table.column_names or self._table[self.target].null_count:
+            return False
+        return not self.classes_are_targets or self.knows(self._labels[0])
 
     @override
     def names(self) -> dict[str, list[str]]:
@@ -172,9 +174,8 @@ class TableData(ColumnData):
                 f"data.features={typed}, but the model was trained with {known}. Leave "
                 "data.features out."
             )
-        if known or typed:
-            features = known or typed or []
-        else:  # all columns but the target
+        features = known if typed is None else typed
+        if features is None:  # all columns but the target
             self._column(self.target, "target")
             others = [name for name in self._table.column_names if name != self.target]
             features = [name for name in others if not _ROW_NUMBERS.fullmatch(name)]
@@ -183,7 +184,7 @@ class TableData(ColumnData):
                     "data.path=%s: columns without a name hold row numbers of pandas, and are left "
                     "out. To learn from them, type data.features=…", self.path,
                 )  # fmt: skip
-        if typed == [] or not features or self.target in features:
+        if not features or self.target in features:
             raise ConfigError(
                 f"data.features={typed}: these are the columns to learn from, without the target "
                 f"{self.target}; null: all others. Columns: {', '.join(self._table.column_names)}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,12 +35,8 @@ class TokenData(DataModule):
 
     def __init__(self, source: Any, *, context: int, path: str | list[str] | None = None) -> None:
         super().__init__()
-        self.source, self.context, self.tokens_per_sample, self.path = (
-            source,
-            context,
-            context,
-            path,
-        )
+        self.source, self.context, self.path = source, context, path
+        self.tokens_per_sample = context
 
     @override
     def prepare_data(self) -> None:
@@ -47,7 +44,7 @@ class TokenData(DataModule):
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        return self.source.tokenizer
+        return self.source.loaded_tokenizer
 
     @override
     def save_assets(self, run_dir: Path) -> None:
@@ -59,13 +56,10 @@ class TokenData(DataModule):
         none can be read.
         """
         samples: Any = self._dataset("val")
-        if self.tokenizer is None or not hasattr(samples, "__getitem__") or not len(samples):
+        if self.tokenizer is None or not len(samples):
             return []
-        places = [len(samples) * (2 * i + 1) // (2 * count) for i in range(count)]
-        texts = [
-            self.tokenizer.decode(samples[place]["inputs"][:PROMPT_WINDOW].tolist())
-            for place in places
-        ]
+        found = [samples[len(samples) * (2 * i + 1) // (2 * count)]["inputs"] for i in range(count)]
+        texts = [self.tokenizer.decode(inputs[:PROMPT_WINDOW].tolist()) for inputs in found]
         return [prompt for text in texts if (prompt := beginning(text))]
 
     @override
@@ -77,11 +71,9 @@ class TokenData(DataModule):
         if state_dict["corpus"] != self.source.fingerprint:
             raise ConfigError(
                 f"The checkpoint was made with other tokens ({state_dict['corpus']}) than "
-                "data.path has now "
-                f"({self.source.fingerprint}): files or settings of the corpus have changed. "
-                "Restore the corpus that "
-                "it was trained on, or type resume=never. To use its weights alone, see "
-                "docs/resume.md."
+                f"data.path has now ({self.source.fingerprint}): files or settings of the corpus "
+                "have changed. Restore the corpus that it was trained on, or type resume=never. "
+                "To use its weights alone, see docs/resume.md."
             )
         super().load_state_dict(state_dict)
 
@@ -95,6 +87,22 @@ def beginning(text: str) -> str:
     ]
     line = min(lines, key=lambda line: len(line) - len(line.lstrip()))
     return " ".join(line.split()[:PROMPT_WORDS])
+
+
+def padded(
+    rows: Sequence[NDArray[Any]], *, fill: int, most: int, multiple: int | None = None
+) -> torch.Tensor:
+    """Return rows of tokens as one tensor (B, T), int64, filled up at their ends.
+
+    T is the longest one's length, rounded up to a multiple, and at most `most`; without a multiple
+    it is `most`.
+    """
+    longest = max(map(len, rows))
+    length = most if multiple is None else min(most, -(-longest // multiple) * multiple)
+    found = np.full((len(rows), length), fill, np.int64)
+    for row, own in zip(found, rows, strict=True):
+        row[: len(own)] = own
+    return torch.from_numpy(found)
 
 
 class TextData(TokenData):

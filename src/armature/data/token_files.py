@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 from torch.utils.data import Dataset
 from typing_extensions import override
 
-from armature.data import tokenizer
+from armature.data import tokenizer as tokenizers
 from armature.data.base import Split
 from armature.data.text import TokenData, Windows
 from armature.errors import ConfigError
@@ -19,10 +20,11 @@ from armature.errors import ConfigError
 _CHECKED_FIRST = 1 << 20  # tokens of each split that are checked before a run
 
 
+@dataclass(eq=False)
 class TokenFiles:
     """Tokens of each split, memory-mapped.
 
-    Args:
+    Attributes:
         path: a folder with train.bin, val.bin and perhaps test.bin; or one .bin file, whose end is
             held out.
         dtype: of the tokens; nanoGPT writes uint16.
@@ -31,42 +33,28 @@ class TokenFiles:
         tokenizer: the tokenizer.json that made the tokens, for generate.py; None: there is none.
     """
 
-    def __init__(
-        self,
-        path: str,
-        *,
-        context: int,
-        vocab_size: int,
-        dtype: str = "uint16",
-        val_fraction: float = 0.01,
-        test_fraction: float = 0.01,
-        tokenizer: str | None = None,
-    ) -> None:
-        self.path, self.context, self.vocab_size, self.dtype = (
-            Path(path).expanduser(),
-            context,
-            vocab_size,
-            dtype,
-        )
-        self.val_fraction, self.test_fraction, self.tokenizer_path = (
-            val_fraction,
-            test_fraction,
-            tokenizer,
-        )
+    path: str
+    _: KW_ONLY
+    context: int
+    vocab_size: int
+    dtype: str = "uint16"
+    val_fraction: float = 0.01
+    test_fraction: float = 0.01
+    tokenizer: str | None = None
 
     def prepare(self) -> None:
         """Check the files. Raises ConfigError."""
         self.check()
 
     def check(self) -> None:
-        if self.tokenizer_path is not None:
-            tokenizer.require_file(self.tokenizer_path)
+        if self.tokenizer is not None:
+            tokenizers.require_file(self.tokenizer)
         train = self.tokens("train")
         if len(train) <= self.context:
             raise ConfigError(
                 f"data.context={self.context} is longer than the {len(train):,} tokens of "
-                f"{self.path}. Type "
-                f"data.context={max(len(train) - 1, 1)} or less, or name more tokens."
+                f"{self.path}. Type data.context={max(len(train) - 1, 1)} or less, or name more "
+                "tokens."
             )
         for split in ("train", "val", "test"):
             if not len(tokens := self.tokens(split)[:_CHECKED_FIRST]):
@@ -84,27 +72,22 @@ class TokenFiles:
         """Return the token ids of a split, shape (tokens,), or an empty array if there is no such
         file.
         """
-        if self.path.is_dir():
-            file = self.path / f"{split}.bin"
-            if split == "train" and not file.is_file():
-                raise ConfigError(
-                    f"data.path={self.path}: it holds no train.bin. Name a .bin file, or its "
-                    "folder."
-                )
-            return self._open(file) if file.is_file() else np.empty(0, np.uint16)
-        if not self.path.is_file():
+        path = Path(self.path).expanduser()
+        if path.is_dir():
+            file = path / f"{split}.bin"
+            if file.is_file():
+                return self._open(file)
+            if split != "train":
+                return np.empty(0, np.uint16)
+        if not path.is_file():
             raise ConfigError(
-                f"data.path={self.path}: there is no such folder or .bin file. Name one that is "
-                "there."
+                f"data.path={path}: there is no such .bin file, nor a folder with train.bin. Name "
+                "one that is there."
             )
-        every = self._open(self.path)
-        val, test = (
-            int(len(every) * fraction) for fraction in (self.val_fraction, self.test_fraction)
-        )
+        every = self._open(path)
+        val, test = (int(len(every) * share) for share in (self.val_fraction, self.test_fraction))
         end = len(every) - val - test
-        return {"train": every[:end], "val": every[end : end + val], "test": every[end + val :]}[
-            split
-        ]
+        return np.split(every, [end, end + val])[("train", "val", "test").index(split)]
 
     def _open(self, file: Path) -> Any:
         dtype, size = np.dtype(self.dtype), file.stat().st_size
@@ -124,8 +107,8 @@ class TokenFiles:
         return hashlib.sha256(f"{len(train)}/{self.context}/".encode() + ends).hexdigest()[:16]
 
     @cached_property
-    def tokenizer(self) -> Any:
-        return None if self.tokenizer_path is None else tokenizer.load_external(self.tokenizer_path)
+    def loaded_tokenizer(self) -> Any:
+        return None if self.tokenizer is None else tokenizers.load_external(self.tokenizer)
 
 
 class TokenFileData(TokenData):

@@ -47,10 +47,6 @@ class WeightedMean(MeanMetric):
         self.weight += weight.sum()
 
 
-def mean_metric() -> WeightedMean:
-    return WeightedMean()
-
-
 def inputs_and_targets(batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the batch's inputs and targets. Raises TypeError for a batch of another form."""
     try:
@@ -185,7 +181,7 @@ class Task(L.LightningModule):
 
         Each is a sum over samples and ranks, so it is exact.
         """
-        return {"loss": mean_metric()}
+        return {"loss": WeightedMean()}
 
     def update(self, metrics: dict[str, Metric], batch: Batch) -> None:
         """Add one batch. A batch of padding, whose targets are all -100, has no weight."""

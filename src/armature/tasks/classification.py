@@ -7,7 +7,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from armature.models.loss import IGNORED
-from armature.tasks.base import Batch, Task, inputs_and_targets, mean_metric
+from armature.tasks.base import Batch, Task, WeightedMean, inputs_and_targets
 
 
 class Classification(Task):
@@ -29,7 +29,7 @@ class Classification(Task):
 
     @override
     def metrics(self) -> dict[str, Metric]:
-        return {"loss": mean_metric(), "accuracy": mean_metric()}
+        return {"loss": WeightedMean(), "accuracy": WeightedMean()}
 
     @override
     def update(self, metrics: dict[str, Metric], batch: Batch) -> None:

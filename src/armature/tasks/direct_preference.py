@@ -18,7 +18,7 @@ from typing_extensions import override
 from armature.errors import ConfigError
 from armature.finetune.lora import Lora, LoraLinear, without_adapters
 from armature.models.loss import IGNORED, token_losses
-from armature.tasks.base import Batch, inputs_and_targets, mean_metric
+from armature.tasks.base import Batch, WeightedMean, inputs_and_targets
 from armature.tasks.language_modeling import LanguageModeling
 from armature.training.step_log import StepLog
 from armature.training.timings import Window
@@ -181,18 +181,13 @@ class DirectPreference(LanguageModeling):
     @override
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Return the answers' log-probabilities: columns of scripts/predict.py."""
-        return dict(
-            zip(
-                ("chosen_logp", "rejected_logp"),
-                self.log_probabilities(batch).sum(dim=-1).unbind(1),
-                strict=True,
-            )
-        )
+        chosen, rejected = self.log_probabilities(batch).sum(dim=-1).unbind(1)
+        return {"chosen_logp": chosen, "rejected_logp": rejected}
 
     # ------------------------------------------------------------ what is logged
     @override
     def metrics(self) -> dict[str, Metric]:
-        return {name: mean_metric() for name in ("loss", *self.COLUMNS)}
+        return {name: WeightedMean() for name in ("loss", *self.COLUMNS)}
 
     @override
     def update(self, metrics: dict[str, Metric], batch: Batch) -> None:

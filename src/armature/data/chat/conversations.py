@@ -1,10 +1,14 @@
-"""Conversations in JSON lines, checked and brought into one form. Torch-free."""
+"""Conversations, and pairs of answers to one prompt of which one was chosen, in JSON lines: checked
+and brought into one form. Torch-free.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain, takewhile
 from typing import Any, TypeVar
 
 from armature.data import sources
@@ -13,9 +17,11 @@ from armature.data.sources import SourceFile
 from armature.errors import ConfigError
 
 T = TypeVar("T")
-_SHOWN = 10  # different problems in one message
+_SHOWN = 10  # problems in one message
 _EITHER = '"…", or [{"role": "user", "content": "…"}]'
 _CALL = '{"type": "function", "function": {"name": "…", "arguments": {}}}'
+PAIR_FORM = '{"prompt": "…", "chosen": "…", "rejected": "…"}'
+SIDES = ("chosen", "rejected")
 FORM = '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
 
 
@@ -47,32 +53,21 @@ class Conversation:
 def read(files: list[SourceFile], parse: Callable[..., T]) -> Iterator[T]:
     """Yield what `parse(record, where=…)` makes of each line.
 
-    Raises ConfigError with the bad lines: each problem once, with the number of lines that have it,
-    and at most ten.
+    Raises ConfigError with the bad lines, at most ten.
     """
-    found: dict[str, list[str]] = {}  # where it is, by what is wrong
-    for file in files:
-        for where, record in sources.json_lines(file):
-            try:
-                parsed = parse(record, where=where)
-            except ConfigError as error:
-                for problem in error.problems:
-                    found.setdefault(problem.removeprefix(where), []).append(where)
-                if len(found) >= _SHOWN:
-                    raise ConfigError([*_counted(found), "There may be more such lines."]) from None
-                continue
-            if not found:
-                yield parsed
-    if found:
-        raise ConfigError(_counted(found))
-
-
-def _counted(found: dict[str, list[str]]) -> list[str]:
-    more = {1: "", 2: " and 1 more line"}
-    return [
-        f"{lines[0]}{more.get(len(lines), f' and {len(lines) - 1:,} more lines')}{problem}"
-        for problem, lines in found.items()
-    ]
+    problems: list[str] = []
+    for where, record in chain.from_iterable(map(sources.json_lines, files)):
+        try:
+            parsed = parse(record, where=where)
+        except ConfigError as error:
+            problems += error.problems
+            if len(problems) >= _SHOWN:
+                raise ConfigError([*problems, "There may be more such lines."]) from None
+            continue
+        if not problems:
+            yield parsed
+    if problems:
+        raise ConfigError(problems)
 
 
 def parse(record: object, *, where: str) -> tuple[Conversation]:
@@ -94,6 +89,51 @@ def parse(record: object, *, where: str) -> tuple[Conversation]:
             f"{FORM}."
         )
     return (made(record, read, first, where=where),)
+
+
+def parse_pair(record: object, *, where: str) -> tuple[Conversation, Conversation]:
+    """Return the chosen and the rejected conversation of one record. Raises ConfigError.
+
+    A record has `chosen` and `rejected`: answers to a `prompt` (or `messages`), each a text or a
+    list of messages; or whole conversations, lists of messages whose common beginning is the
+    prompt. `tools` go to the chat template.
+    """
+    record = checked(record, PAIR_FORM, where=where)
+    if missing := [side for side in SIDES if record.get(side) is None]:
+        raise ConfigError(
+            f"{where}: no {' and no '.join(missing)} (there: {there(record)}). Write {PAIR_FORM}."
+        )
+    answers = [messages(record[side], side, where=where, role="assistant") for side in SIDES]
+    if all(answer[0]["role"] != "assistant" for answer in answers):
+        pairs = zip(*answers, strict=False)
+        prompt = [message for message, _ in takewhile(lambda each: each[0] == each[1], pairs)]
+        # identical: all up to the last answer is the prompt
+        if len(answers[0]) == len(answers[1]) == len(prompt):
+            prompt = prompt[:-1]
+        if not prompt:
+            raise ConfigError(
+                f"{where}: chosen and rejected are answers to different prompts. Remove the line."
+            )
+        answers = [answer[len(prompt) :] for answer in answers]
+    else:
+        key = next((key for key in ("prompt", "messages") if record.get(key) is not None), None)
+        if key is None:
+            raise ConfigError(
+                f"{where}: no prompt, and chosen and rejected are no whole  Write {PAIR_FORM}."
+            )
+        prompt = messages(record[key], key, where=where, role="user")
+    for side, answer in zip(SIDES, answers, strict=True):
+        if answer and answer[0]["role"] != "assistant":
+            raise ConfigError(
+                f"{where}: {side} begins with a message of the role {answer[0]['role']} after the "
+                "prompt, not with the assistant's answer. Both must answer the same prompt."
+            )
+    size = len(prompt)
+    chosen, rejected = (
+        made(record, prompt + answer, size, where=f"{where}: {side}", prompt=size)
+        for side, answer in zip(SIDES, answers, strict=True)
+    )
+    return chosen, rejected
 
 
 def checked(record: object, form: str, *, where: str) -> dict[str, Any]:
@@ -147,13 +187,9 @@ def messages(value: object, key: str, *, where: str, role: str | None = None) ->
     if isinstance(value, str) and role is not None:
         value = [{"role": role, "content": value}]
     if not isinstance(value, list) or not value:
-        kind, form = (
-            ("a list of messages", FORM)
-            if role is None
-            else ("a text or a list of messages", _EITHER)
-        )
         raise ConfigError(
-            f"{where}: {key} must be {kind}. Got {sources.shown(value)}. Write {form}."
+            f"{where}: {key} must be {'' if role is None else 'a text or '}a list of messages. Got "
+            f"{sources.shown(value)}. Write {FORM if role is None else _EITHER}."
         )
     return [_message(each, where=f"{where}: {key}[{number}]") for number, each in enumerate(value)]
 
@@ -165,8 +201,8 @@ def _message(value: object, *, where: str) -> Message:
         )
     # an optional key of null is none: tables that were made into JSON lines have such ones
     value = {key: each for key, each in value.items() if each is not None or key == "content"}
-    content, calls = value.get("content"), value.get("tool_calls")
-    if calls is not None and not isinstance(calls, list):
+    content, calls = value.get("content"), value.get("tool_calls", [])
+    if not isinstance(calls, list):
         raise ConfigError(
             f"{where}: tool_calls must be a list. Got {sources.shown(calls)}. Write a list of "
             "calls."
@@ -175,8 +211,6 @@ def _message(value: object, *, where: str) -> Message:
         value["tool_calls"] = [
             _call(call, where=f"{where}.tool_calls[{number}]") for number, call in enumerate(calls)
         ]
-    if isinstance(content, list) and all(map(_is_text, content)):
-        content = "".join(each["text"] for each in content)
     if value.get("weight", 1) not in (0, 1):
         raise ConfigError(
             f"{where}: weight must be 1, or 0 for a message not to learn. Got "
@@ -184,6 +218,8 @@ def _message(value: object, *, where: str) -> Message:
         )
     if content is None and value["role"] == "assistant" and calls:
         return value  # templates may ask whether it is none
+    if isinstance(content, list) and all(map(_is_text, content)):
+        content = "".join(each["text"] for each in content)
     if not isinstance(content, str):
         others = ", ".join(sorted(value.keys() - {"role", "content", "weight"}))
         instead = f" beside {others}" if content is None and others else ""
@@ -191,12 +227,10 @@ def _message(value: object, *, where: str) -> Message:
             f"{where}: content must be text. Got {sources.shown(content)}{instead}. Images and "
             "sound are not read, and calls only as tool_calls."
         )
-    try:
-        content.encode()
-    except UnicodeEncodeError as error:
+    if re.search("[\ud800-\udfff]", content):
         raise ConfigError(
             f"{where}: content has half a surrogate pair, which is not text. Remove it."
-        ) from error
+        )
     return {**value, "content": content}
 
 

@@ -1,4 +1,6 @@
-"""Chat data: rows of conversations, in which only what the assistant wrote is a target."""
+"""Chat data: rows of conversations, in which only what the assistant wrote is a target, and pairs
+of them, of which one was preferred.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from typing_extensions import override
 
 from armature import files
 from armature.data.base import Batch, Split
-from armature.data.chat.source import Conversations
-from armature.data.text import TokenData
+from armature.data.chat.source import Conversations, Preferences, token_ids
+from armature.data.text import TokenData, padded
 from armature.finetune.folder import CHAT_TEMPLATE, TOKENIZER_CONFIG
 from armature.models.loss import IGNORED
 
@@ -43,31 +45,55 @@ class Rows(Dataset[Batch]):
         """Return inputs, targets and, if packed, documents: each (B, T), of int64, int64 and
         int32.
         """
-        shape = (len(indices), self.context)
-        inputs, targets = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
-        documents = np.zeros(shape, np.int32)
-        rows = self.arrays["rows"]
-        for b, index in enumerate(indices):
-            t = 0
-            members = self.arrays["members"][rows[index] : rows[index + 1]]
-            for document, member in enumerate(members):
-                own_inputs, own_targets = self.conversation(member)
-                end = t + len(own_inputs)
-                inputs[b, t:end], targets[b, t:end], documents[b, t:end] = (
-                    own_inputs,
-                    own_targets,
-                    document,
-                )
-                t = end
-            documents[b, t:] = len(members)
-        found = {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(targets)}
-        return found | {"documents": torch.from_numpy(documents)} if self.packing else found
+        rows = [self.conversations(index) for index in indices]
+        inputs, targets = (
+            [np.concatenate([each[i] for each in row]) for row in rows] for i in (0, 1)
+        )
+        found = {
+            "inputs": padded(inputs, fill=0, most=self.context),
+            "targets": padded(targets, fill=IGNORED, most=self.context),
+        }
+        if not self.packing:
+            return found
+        documents = []
+        for row in rows:
+            lengths = [len(inputs) for inputs, _ in row]
+            lengths.append(self.context - sum(lengths))
+            documents.append(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
+        return found | {"documents": torch.from_numpy(np.stack(documents))}
 
-    def conversation(self, member: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Return one conversation's inputs and targets."""
-        first, end = self.arrays["starts"][member : member + 2]
-        ids, learned = self.arrays["ids"][first:end], self.arrays["learned"][first + 1 : end]
-        return ids[:-1], np.where(learned, ids[1:].astype(np.int64), IGNORED)
+    def conversations(self, index: int) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+        """Return the inputs and targets of each conversation of a row."""
+        rows, found = self.arrays["rows"], []
+        for member in self.arrays["members"][rows[index] : rows[index + 1]]:
+            first, end = self.arrays["starts"][member : member + 2]
+            tokens = self.arrays["tokens"][first:end]
+            found.append((token_ids(tokens[:-1]), np.where(tokens[1:] < 0, IGNORED, tokens[1:])))
+        return found
+
+
+class Pairs(Rows):
+    """Pairs as inputs and targets (2, T), of which -100 are not scored.
+
+    Args:
+        multiple: T is the length of the batch's longest conversation, rounded up to a multiple of
+            this, and at most `context`; None: always `context`.
+    """
+
+    def __init__(self, source: Preferences, split: Split, *, multiple: int | None = None) -> None:
+        super().__init__(source, split)
+        self.multiple = multiple
+
+    @override
+    def batch(self, indices: list[int]) -> Batch:
+        """Return inputs and targets, each (B, 2, T) of int64."""
+        sides = [side for index in indices for side in self.conversations(index)]
+        return {
+            name: padded(
+                [side[i] for side in sides], fill=fill, most=self.context, multiple=self.multiple
+            ).unflatten(0, (len(indices), 2))
+            for i, (name, fill) in enumerate({"inputs": 0, "targets": IGNORED}.items())
+        }
 
 
 class ChatData(TokenData):
@@ -84,10 +110,9 @@ class ChatData(TokenData):
 
     @override
     def dataset(self, split: Split) -> Rows | None:
-        if split == "predict" or (
-            split != "train" and not self.source.header["splits"][split]["rows"]
-        ):
-            return None
+        return self.rows(split) if self.source.header["splits"].get(split, {}).get("rows") else None
+
+    def rows(self, split: Split) -> Rows:
         return Rows(self.source, split)
 
     @property
@@ -97,8 +122,30 @@ class ChatData(TokenData):
     @override
     def save_assets(self, run_dir: Path) -> None:
         super().save_assets(run_dir)
-        template = self.source.template
+        template = self.source.chat_template
         files.replace(run_dir / CHAT_TEMPLATE, template.source)
-        files.replace(
-            run_dir / TOKENIZER_CONFIG, json.dumps(dict(template.special), indent=2) + "\n"
-        )
+        special = json.dumps(dict(template.special), indent=2)
+        files.replace(run_dir / TOKENIZER_CONFIG, f"{special}\n")
+
+
+class PreferenceData(ChatData):
+    """Pairs of conversations; see `Preferences`, the source. Batch sizes count pairs.
+
+    Args:
+        multiple: rows of a batch are as long as its longest conversation, rounded up to a multiple
+            of this; None: of `context` tokens.
+    """
+
+    gives = "pairs"  # read from the source before launch
+    source: Preferences  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(
+        self, source: Preferences, *, context: int, path: Any = None, multiple: int | None = 64
+    ) -> None:
+        super().__init__(source, context=context, path=path)
+        self.multiple = multiple
+        self.tokens_per_sample = None  # it differs from pair to pair
+
+    @override
+    def rows(self, split: Split) -> Pairs:
+        return Pairs(self.source, split, multiple=self.multiple)

@@ -9,9 +9,9 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from armature.data import cache, sources
 from armature.data import tokenizer as tokens
@@ -35,11 +36,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SPLITS = ("train", "val", "test")
-_VERSION = 4  # layout of the cache, and what a template is given of a message
-_TOGETHER = 1024  # conversations that are encoded in one call
+_VERSION = 5  # layout of the cache, and what a template is given of a message
+_TOGETHER = 1024  # lines that are encoded in one call
 LEFT_OUT = "too long, without an answer within the context, or pairs of equal answers"
 
 
+@dataclass(eq=False)
 class Conversations:
     """Conversations in JSON lines as rows of tokens, of which those that the assistant wrote are
     learned.
@@ -47,7 +49,7 @@ class Conversations:
     The tokenizer's chat template writes each conversation. Conversations are held out by a hash of
     their content, so equal ones are in one split, and stay there when others come or go.
 
-    Args:
+    Attributes:
         path: files, folders or patterns of .jsonl or .jsonl.gz (`conversations.parse` says in which
             form).
         tokenizer: a folder with a tokenizer.json and its chat template: a model's from Hugging
@@ -67,44 +69,22 @@ class Conversations:
             ~/.cache/armature.
     """
 
+    path: str | list[str]
+    _: KW_ONLY
+    tokenizer: str | None
+    context: int
+    vocab_size: int | None = None
+    template: str | None = None
+    template_arguments: Mapping[str, Any] | None = None
+    packing: bool = True
+    too_long: Literal["cut", "drop"] = "cut"
+    val_fraction: float = 0.05
+    test_fraction: float = 0.0
+    cache_dir: str | None = None
     kind: ClassVar[str] = "chat"  # begins the name of the cache's folder
-    unit = "rows"
+    unit: ClassVar[str] = "rows"
     # makes of a line so many conversations, which are kept or left out together
-    parse: Callable[..., tuple[Conversation, ...]] = staticmethod(conversations.parse)
-    sides = 1
-
-    def __init__(
-        self,
-        path: str | list[str],
-        *,
-        tokenizer: str | None,
-        context: int,
-        vocab_size: int | None = None,
-        template: str | None = None,
-        template_arguments: Mapping[str, Any] | None = None,
-        packing: bool = True,
-        too_long: Literal["cut", "drop"] = "cut",
-        val_fraction: float = 0.05,
-        test_fraction: float = 0.0,
-        cache_dir: str | None = None,
-    ) -> None:
-        self.path = path
-        self.tokenizer_path, self.template_path, self.template_arguments = (
-            tokenizer,
-            template,
-            template_arguments,
-        )
-        self.context, self.vocab_size, self.packing, self.too_long = (
-            context,
-            vocab_size,
-            packing,
-            too_long,
-        )
-        self.val_fraction, self.test_fraction, self.cache_dir = (
-            val_fraction,
-            test_fraction,
-            cache_dir,
-        )
+    parse: ClassVar[Callable[..., tuple[Conversation, ...]]] = staticmethod(conversations.parse)
 
     def check(self) -> list[SourceFile]:
         """Return the files: the part of `prepare` that takes no time. Raises ConfigError."""
@@ -113,17 +93,16 @@ class Conversations:
                 f"data.source.val_fraction={self.val_fraction} and test_fraction="
                 f"{self.test_fraction}: together they must be at most 0.9."
             )
-        _ = self.template
-        if self.template_path in BUILT_IN and (problem := self._end_problem()):
+        stops = self.chat_template.end_of_turn is not None
+        if stops and self.template in BUILT_IN and (problem := self._end_problem()):
             raise ConfigError(problem)
         files = sources.find(self.path)
-        if wrong := [
-            file for file in files if not file.name.removesuffix(".gz").endswith(".jsonl")
-        ]:
-            raise ConfigError(
-                f"data.path={self.path}: {wrong[0].path} is no .jsonl file. Name files of JSON "
-                "lines."
-            )
+        for file in files:
+            if not file.name.removesuffix(".gz").endswith(".jsonl"):
+                raise ConfigError(
+                    f"data.path={self.path}: {file.path} is no .jsonl file. Name files of JSON "
+                    "lines."
+                )
         return files
 
     def prepare(self) -> None:
@@ -132,35 +111,35 @@ class Conversations:
         Several processes may call this at once. Raises ConfigError for files that are no
         conversations, or of which nothing is left to learn.
         """
-        self._report(self.header)
+        for split, counts in self.header["splits"].items():
+            if counts["read"]:
+                log.info("%s: %s", split, self._described(counts))
+        if problem := self._end_problem():
+            log.warning(problem)
 
     @cached_property
-    def template(self) -> ChatTemplate:
+    def chat_template(self) -> ChatTemplate:
         return load(
-            self.tokenizer_file.parent,
-            template=self.template_path,
-            arguments=self.template_arguments,
+            self.tokenizer_file.parent, template=self.template, arguments=self.template_arguments
         )
 
     @cached_property
-    def tokenizer(self) -> Tokenizer:
+    def loaded_tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.tokenizer_file)
 
     @property
     def tokenizer_file(self) -> Path:
         """The tokenizer.json. Raises ConfigError."""
-        if self.tokenizer_path is None:
+        if self.tokenizer is None:
             raise ConfigError(
                 "data.source.tokenizer=null: name the folder of the model that you start from, "
-                "which has a "
-                f"{tokens.TOKENIZER_FILE} and a chat template, or a run directory."
+                f"which has a {tokens.TOKENIZER_FILE} and a chat template, or a run directory."
             )
-        path = Path(self.tokenizer_path).expanduser()
+        path = Path(self.tokenizer).expanduser()
         file = path / tokens.TOKENIZER_FILE if path.is_dir() else path
         if not file.is_file():
             raise ConfigError(
-                f"data.source.tokenizer={self.tokenizer_path}: there is no "
-                f"{tokens.TOKENIZER_FILE}. "
+                f"data.source.tokenizer={self.tokenizer}: there is no {tokens.TOKENIZER_FILE}. "
                 "Name a folder that holds one: a model's, or a run's."
             )
         return file
@@ -178,24 +157,15 @@ class Conversations:
         return cache.fingerprint(self.header)
 
     def arrays(self, split: str) -> dict[str, NDArray[Any]]:
-        """Return the arrays of a split, memory-mapped.
+        """Return the arrays of a split that has rows.
 
-        `ids` and `learned` hold all conversations one after the other; `starts` where each begins,
-        and the end; `members` the conversations of all rows; `rows` where in it each row begins,
-        and the end.
+        `tokens`, memory-mapped, holds all conversations one after the other: of `t` that is not
+        learned `~t`, which is negative. `starts` has where each begins, and the end; `members` the
+        conversations of all rows; `rows` where in it each row begins, and the end.
         """
-        folder = self._opened[0]
-        flat = {"ids": self.header["dtype"], "learned": "?"}
-        found: dict[str, NDArray[Any]] = {
-            name: np.fromfile(file, kind)
-            if not file.stat().st_size
-            else np.memmap(file, kind, mode="r")
-            for name, kind in flat.items()
-            for file in [folder / f"{split}.{name}"]
-        }
-        return found | {
-            name: np.load(folder / f"{split}.{name}.npy") for name in ("starts", "members", "rows")
-        }
+        stem = self._opened[0] / split
+        flat = np.memmap(stem.with_suffix(".tokens"), np.int32, mode="r")
+        return {"tokens": flat, **np.load(stem.with_suffix(".npz"))}
 
     @cached_property
     def _opened(self) -> tuple[Path, dict[str, Any]]:
@@ -203,57 +173,39 @@ class Conversations:
         folder = cache.root(self.cache_dir) / f"{self.kind}-{self._key(files)}"
         header = cache.open_or_build(folder, lambda part: self._build(part, files))
         if self.vocab_size is not None and header["largest_id"] >= self.vocab_size:
-            size = self.tokenizer.get_vocab_size()
+            size = self.loaded_tokenizer.get_vocab_size()
             raise ConfigError(
-                f"data.source.tokenizer={self.tokenizer_path} has {size:,} tokens, and the model "
-                "only "
+                f"data.source.tokenizer={self.tokenizer} has {size:,} tokens, and the model only "
                 f"data.source.vocab_size={self.vocab_size}. Name the tokenizer of the model, or "
-                "leave "
-                "data.source.vocab_size out; for a model that begins at random type "
+                "leave data.source.vocab_size out; for a model that begins at random type "
                 f"data.source.vocab_size={size}."
             )
         return folder, header
 
-    def _report(self, header: dict[str, Any]) -> None:
-        for split, counts in header["splits"].items():
-            if counts["read"]:
-                log.info("%s: %s", split, self._described(counts))
-        if self.template.end_of_turn is None:
-            log.warning(
-                "The chat template marks no end of the assistant's messages, or none could be "
-                "found: the model may not "
-                "learn to stop. Name another with data.source.template."
-            )
-        elif problem := self._end_problem():
-            log.warning(problem)
-
     def _end_problem(self) -> str | None:
-        """Return a problem if the end of a turn is no token: what serves the model could not stop
-        at it.
-        """
-        end = self.template.end_of_turn
-        if end is None or len(self.tokenizer.encode(end, add_special_tokens=False).ids) == 1:
+        """Return a problem if no token ends a turn: what serves the model could not stop at it."""
+        end = self.chat_template.end_of_turn
+        if end is None:
+            return (
+                "The chat template marks no end of the assistant's messages, or none could be "
+                "found: the model may not learn to stop. Name another with data.source.template."
+            )
+        if len(self.loaded_tokenizer.encode(end, add_special_tokens=False).ids) == 1:
             return None
-        named = (
-            "the chat template"
-            if self.template_path is None
-            else f"data.source.template={self.template_path}"
-        )
-        plain = (
+        remedy = (
             "Type data.source.template=plain, which ends them with the tokenizer's own last token."
         )
         return (
-            f"{named} ends the assistant's messages with {end}, which is no token of "
-            f"{self.tokenizer_file}: no program "
-            "would know where an answer ends. "
-            f"{plain if self.template_path != 'plain' else 'Name another tokenizer.'}"
+            f"data.source.template={self.template} ends the assistant's messages with {end}, which "
+            f"is no token of {self.tokenizer_file}: no program would know where an answer ends. "
+            f"{remedy if self.template != 'plain' else 'Name another tokenizer.'}"
         )
 
     def _key(self, files: list[SourceFile]) -> str:
         settings = [
             _VERSION,
-            self.template.source,
-            dict(self.template.special),
+            self.chat_template.source,
+            dict(self.chat_template.special),
             self.context,
             self.packing,
             self.too_long,
@@ -267,13 +219,29 @@ class Conversations:
 
     def _build(self, part: Path, files: list[SourceFile]) -> dict[str, Any]:
         log.info("Preparing the conversations of %s.", self.path)
-        dtype = np.dtype("<u2" if self.tokenizer.get_vocab_size() <= 1 << 16 else "<u4")
-        with ExitStack() as opened:
-            writers = {split: Writer(part / split, dtype, opened) for split in SPLITS}
-            self._write(files, writers)
-        statistics = {
-            split: writer.pack(self._rows_of(writer.lengths)) for split, writer in writers.items()
-        }
+        lines = conversations.read(files, self.parse)
+        with ExitStack() as opened, tokens.all_cores():
+            writers = {
+                split: Writer(opened.enter_context((part / f"{split}.tokens").open("wb")))
+                for split in SPLITS
+            }
+            while some := list(islice(lines, _TOGETHER)):
+                sides = [side for line in some for side in line]
+                encoded = encode(sides, self.chat_template, self.loaded_tokenizer)
+                for line in some:
+                    split = sources.split_of(line[0].place, self.val_fraction, self.test_fraction)
+                    self._add([*islice(encoded, len(line))], writers[split])
+        statistics = {}
+        for split, writer in writers.items():
+            rows = self._rows_of([length - 1 for length in writer.lengths])
+            starts, ends = (np.cumsum([0, *each]) for each in (writer.lengths, map(len, rows)))
+            members = np.array([i for row in rows for i in row], np.int64)
+            np.savez(part / f"{split}.npz", starts=starts, members=members, rows=ends)
+            statistics[split] = {
+                "conversations": len(writer.lengths),
+                "rows": len(rows),
+                **{name: writer.counts[name] for name in COUNTED},
+            }
         if not statistics["train"]["conversations"]:
             raise ConfigError(
                 f"data.path={self.path}: of {statistics['train']['read']:,} lines none is left for "
@@ -282,82 +250,66 @@ class Conversations:
                 f"data.source.val_fraction, or name other files."
             )
         largest = max(writer.largest for writer in writers.values())
-        return {
-            "version": _VERSION,
-            "dtype": dtype.str,
-            "splits": statistics,
-            "largest_id": largest,
-        }
+        return {"version": _VERSION, "splits": statistics, "largest_id": largest}
 
-    def _write(self, files: list[SourceFile], writers: dict[str, Writer]) -> None:
-        read = (each for line in conversations.read(files, self.parse) for each in line)
-        encoded = self._encoded(read)
-        for sides in zip(*[encoded] * self.sides, strict=True):  # of one iterator: those of a line
-            place = sides[0].conversation.place
-            writer = writers[sources.split_of(place, self.val_fraction, self.test_fraction)]
-            writer.counts["read"] += 1
-            # of n tokens, n - 1 are inputs, which predict the tokens after them
-            cut = any(len(side.ids) - 1 > self.context for side in sides)
-            kept = [side.up_to(self.context + 1) for side in sides]
-            first, last = kept[0], kept[-1]
-            same = first.ids == last.ids and np.array_equal(first.learned, last.learned)
-            if (
-                (cut and self.too_long == "drop")
-                or (same and self.sides > 1)
-                or not all(side.has_targets for side in kept)
-            ):
-                writer.counts["dropped"] += 1
-                continue
-            writer.counts["cut"] += cut
-            for side in kept:
-                writer.add(side)
+    def _add(self, sides: list[NDArray[np.int32]], writer: Writer) -> None:
+        """Write the conversations of a line, unless they are left out."""
+        writer.counts["read"] += 1
+        # of n tokens, n - 1 are inputs, which predict the tokens after them
+        kept = [side[: self.context + 1] for side in sides]
+        cut = any(len(side) > self.context + 1 for side in sides)
+        if (
+            (cut and self.too_long == "drop")
+            or (len(sides) > 1 and np.array_equal(kept[0], kept[1]))
+            or not all((side[1:] >= 0).any() for side in kept)
+        ):
+            writer.counts["dropped"] += 1
+            return
+        writer.counts["cut"] += cut
+        for side in kept:
+            writer.add(side)
 
     def _rows_of(self, lengths: list[int]) -> list[list[int]]:
         """Return the conversations of each row, given their numbers of inputs."""
-        return (
-            best_fit(lengths, room=self.context)
-            if self.packing
-            else [[i] for i in range(len(lengths))]
-        )
-
-    def _encoded(self, read: Iterable[Conversation]) -> Iterator[Encoded]:
-        with tokens.all_cores():
-            read = iter(read)
-            while some := list(islice(read, _TOGETHER)):
-                yield from encode(some, self.template, self.tokenizer)
+        if self.packing:
+            return best_fit(lengths, room=self.context)
+        return [[i] for i in range(len(lengths))]
 
     def _described(self, counts: dict[str, Any]) -> str:
-        places = max(counts["rows"] * self.sides * self.context, 1)
+        rows = counts["rows" if self.packing else "conversations"]
         words = {"cut": "cut to the context", "dropped": f"left out: {LEFT_OUT}"}
         return (
             f"{counts['conversations']:,} conversations in {counts['rows']:,} {self.unit} of "
-            f"{self.context:,} tokens, {counts['tokens'] / places:.0%} filled; "
-            f"{counts['targets'] / max(counts['tokens'], 1):.0%} of the tokens are the assistant's."
+            f"{self.context:,} tokens, {counts['tokens'] / max(rows * self.context, 1):.0%} "
+            f"filled; {counts['targets'] / max(counts['tokens'], 1):.0%} of the tokens are the "
+            "assistant's."
             + "".join(f" {counts[key]:,} {each}." for key, each in words.items() if counts[key])
         )
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """A conversation's token ids, and which of them the model is to write."""
+@dataclass(eq=False)
+class Preferences(Conversations):
+    """Pairs in JSON lines as tokens: row i of a split is its pair i, the chosen conversation and
+    then the rejected one.
 
-    conversation: Conversation
-    ids: list[int]
-    learned: NDArray[np.bool_]
+    As `Conversations`, but without packing (`conversations.parse_pair` says in which form). Pairs
+    are held out by a hash of their prompt. One of which a side is too long is cut or dropped.
+    """
 
-    def up_to(self, tokens: int) -> Encoded:
-        """Return the beginning, of at most so many tokens."""
-        return Encoded(self.conversation, self.ids[:tokens], self.learned[:tokens])
+    packing: bool = field(default=False, init=False)
+    kind: ClassVar[str] = "preferences"
+    unit: ClassVar[str] = "pairs"
+    parse = staticmethod(conversations.parse_pair)
 
-    @property
-    def has_targets(self) -> bool:
-        return bool(self.learned[1:].any())
+    @override
+    def _rows_of(self, lengths: list[int]) -> list[list[int]]:
+        return [[first, first + 1] for first in range(0, len(lengths), 2)]
 
 
 def encode(
     some: Sequence[Conversation], template: ChatTemplate, tokenizer: Tokenizer
-) -> Iterator[Encoded]:
-    """Yield conversations as tokens.
+) -> Iterator[NDArray[np.int32]]:
+    """Yield conversations as tokens: `t` if the model is to write it, else `~t`.
 
     A token counts as the assistant's if it has one of its characters.
 
@@ -373,57 +325,35 @@ def encode(
             raise ConfigError(f"{each.where}: {error}. {remedy}.") from error
     encodings = tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
     for conversation, (_, spans), encoding in zip(some, rendered, encodings, strict=True):
-        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-        learned = np.zeros(len(offsets), np.bool_)
+        starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+        ids = np.array(encoding.ids, np.int32)
+        learned = np.zeros(len(ids), np.bool_)
         for i in conversation.learned:
             start, end = spans[i]
-            # trimmed spaces have no length
-            learned |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
-        yield Encoded(conversation, encoding.ids, learned)
+            learned |= (starts < end) & (ends > start)  # trimmed spaces have no length
+        yield np.where(learned, ids, ~ids)
+
+
+def token_ids(tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return the ids of tokens, whether they are learned or not."""
+    return np.where(tokens < 0, ~tokens, tokens)
+
+
+COUNTED = ("read", "cut", "dropped", "tokens", "targets")
 
 
 @dataclass
 class Writer:
-    """Appends the conversations of one split to its files, and counts them."""
+    """Appends the conversations of one split to a file, and counts them."""
 
-    stem: Path
-    dtype: np.dtype[Any]
-    opened: ExitStack
+    file: BinaryIO
     largest: int = 0
+    lengths: list[int] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    _starts: list[int] = field(default_factory=lambda: [0])
-    _files: dict[str, BinaryIO] = field(init=False)
 
-    def __post_init__(self) -> None:
-        paths = {name: self.stem.with_suffix(f".{name}") for name in ("ids", "learned")}
-        self._files = {
-            name: self.opened.enter_context(path.open("wb")) for name, path in paths.items()
-        }
-
-    def add(self, encoded: Encoded) -> None:
-        self.counts["tokens"] += len(encoded.ids) - 1
-        self.counts["targets"] += int(encoded.learned[1:].sum())
-        self.largest = max(self.largest, *encoded.ids)
-        self._files["ids"].write(np.array(encoded.ids, self.dtype).tobytes())
-        self._files["learned"].write(encoded.learned.tobytes())
-        self._starts.append(self._starts[-1] + len(encoded.ids))
-
-    @property
-    def lengths(self) -> list[int]:
-        """The number of inputs of each conversation."""
-        return (np.diff(np.array(self._starts, np.int64)) - 1).tolist()
-
-    def pack(self, rows: list[list[int]]) -> dict[str, Any]:
-        """Write the conversations' places and rows, and return what was counted."""
-        members = np.array([i for row in rows for i in row], np.int64)
-        ends = np.cumsum([0, *map(len, rows)], dtype=np.int64)
-        for name, array in {
-            "starts": np.array(self._starts, np.int64),
-            "members": members,
-            "rows": ends,
-        }.items():
-            np.save(self.stem.with_suffix(f".{name}.npy"), array)
-        counts = {
-            name: self.counts[name] for name in ("read", "cut", "dropped", "tokens", "targets")
-        }
-        return {"conversations": len(self._starts) - 1, "rows": len(rows), **counts}
+    def add(self, tokens: NDArray[np.int32]) -> None:
+        self.counts["tokens"] += len(tokens) - 1
+        self.counts["targets"] += int((tokens[1:] >= 0).sum())
+        self.largest = max(self.largest, int(token_ids(tokens).max()))
+        self.file.write(tokens.tobytes())
+        self.lengths.append(len(tokens))
