@@ -371,16 +371,6 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             (param, reduced or param.requires_grad) for param, reduced in self._reduced
         ]
 
-    @contextmanager
-    @override
-    def _step_context(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            if (remedy := self.remedy(error)) is None:
-                raise
-            raise ConfigError(f"{type(self.module).__name__}, {self.layout}: {remedy}") from error
-
     @override
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], *args: Any,
@@ -410,21 +400,6 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
                     f"{type(self.module).__name__}: {name} has a hook that {self.layout} would "
                     "never call. Change the gradient in on_after_backward, or type strategy=fsdp."
                 )
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step_context():
-            return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step_context():
-            return super().test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step_context():
-            return super().predict_step(*args, **kwargs)
 
     @contextmanager
     @override
