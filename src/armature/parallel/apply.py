@@ -279,14 +279,8 @@ def shard_units(
     if not isinstance(model, FSDPModule):
         fully_shard(model, **{**stay_gathered, "ignored_params": found.whole})
     for module in [*exact, *(unit[-1] for unit in found.modules), model]:
-        module.register_forward_hook(_reshard_without_grad)
+        module.register_forward_hook(experts.reshard_without_grad)
     found.of_model.clear()  # others took their places
-
-
-def _reshard_without_grad(module: Any, *_: Any) -> None:
-    # no backward follows, and the next forward would use the weights of this one
-    if not torch.is_grad_enabled():
-        module.reshard()
 
 
 def begin(model: nn.Module) -> None:

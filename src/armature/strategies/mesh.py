@@ -217,7 +217,6 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         # bf16-true: weights that are created from here on have this type
         self.precision_plugin.convert_module(module)
         sharded.guard()
-        self._check_hooks()
         self._models = models = models_of(module)
         options = self._resolved(several=len(models) > 1)
         plans = {name: apply.plan_of(model) for name, model in models}
@@ -387,19 +386,6 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         for applied in self.applied if self.sizes["pipe"] == 1 else ():
             apply.reshard(applied.parts[0])
         return result
-
-    def _check_hooks(self) -> None:
-        """Raise ConfigError if hooks of weights would never be called: these axes replace the
-        weights.
-        """
-        if self.sizes["pipe"] == self.sizes["tensor"] == self.options["expert"] == 1:
-            return
-        for name, param in self.module.named_parameters():
-            if param._backward_hooks or param._post_accumulate_grad_hooks:
-                raise ConfigError(
-                    f"{type(self.module).__name__}: {name} has a hook that {self.layout} would "
-                    "never call. Change the gradient in on_after_backward, or type strategy=fsdp."
-                )
 
     @contextmanager
     @override
