@@ -128,8 +128,7 @@ def parallelize(
                 "strategy=fsdp."
             )
         positions.divide(model, plan)
-        if stages is None:
-            positions.divide_calls(model)
+        positions.divide_calls(model)  # not those of stages, which share no hooks with it
     # 2. experts, on ranks of their own. Their weights are sharded here: what follows leaves them
     # alone
     spread = None
@@ -220,7 +219,6 @@ def parallelize(
         schedule=options.schedule,
         microbatches=options.microbatches,
         unshard_outputs=unshard or torch.clone,
-        positions=positions,
         data_ranks=data_mesh.size(),
     )
     pipeline.install_runner(model, runner)

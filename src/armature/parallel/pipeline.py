@@ -19,10 +19,8 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from armature.errors import ConfigError
-from armature.models.loss import IGNORED
 from armature.models.plan import Plan
-from armature.parallel import process_group, randomness
-from armature.parallel.context import Positions
+from armature.parallel import process_group
 from armature.parallel.scheduled_loss import ScheduledLoss, without_gradients
 from armature.parallel.split import (
     Schedule,
@@ -30,7 +28,7 @@ from armature.parallel.split import (
     stage_ownership_problems,
     stages_of_rank,
 )
-from armature.parallel.targets import TARGETS_PER_UNIT, TargetWeights, weigh
+from armature.parallel.targets import count, weigh
 
 SCHEDULE_CLASSES = {
     "gpipe": pipelining.ScheduleGPipe,
@@ -153,18 +151,12 @@ class Runner:
     microbatches: int
     # all-gathers the last stage's outputs if the tensor axis shards them
     unshard_outputs: Callable[[Tensor], Tensor]
-    positions: Positions | None = None  # this rank's on the context axis
     data_ranks: int = 1
-    # None: each batch's loss is the mean over its own targets
-    target_weights: TargetWeights | None = None
     # returns fp16's factor of the loss, 0-dim, or None
     loss_scale: Callable[[], Tensor | None] = lambda: None
     # torch's, by whether they only evaluate, and the inputs' shape and dtype
     schedules: dict[Any, Any] = field(default_factory=dict)
     step_scale: Tensor | None = None  # this step's `loss_scale`
-    # number of targets that divides a micro-batch's summed loss, 0-dim
-    # None: the targets are no classes, and the mean over micro-batches is the loss
-    loss_divisor: Tensor | None = None
 
     def __call__(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
         for part in self.stages.parts:
@@ -175,32 +167,13 @@ class Runner:
                     "A pipeline trains only through a call with targets. Got model(inputs): write "
                     "loss = model(inputs, targets) in training_step."
                 )
-            with (
-                nullcontext()
-                if self.positions is None
-                else randomness.own_draws(self.positions.rank)
-            ):
-                return self.train(inputs, targets)
+            return self.train(inputs, targets)
         outputs = self.evaluate(inputs)
         if targets is not None:
-            loss = None if outputs is None else self._loss(outputs, targets)
-            return self._mean(self._broadcast_from_last(loss, scalar=True))
+            loss = None if outputs is None else self.model.loss(outputs, targets)  # pyright: ignore[reportCallIssue]
+            return self._broadcast_from_last(loss, scalar=True)
         outputs = None if outputs is None else self.unshard_outputs(outputs)
-        outputs = self._broadcast_from_last(outputs, scalar=False)
-        return outputs if self.positions is None else self.positions.whole(outputs)
-
-    def _loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of outputs of this rank's positions, whose mean over the context axis is
-        that of all.
-        """
-        if self.positions is None:
-            return self.model.loss(outputs, targets)  # pyright: ignore[reportCallIssue]
-        loss = self.model.loss(outputs, self.positions.part(targets))  # pyright: ignore[reportCallIssue]
-        share = self.positions.share(targets)
-        return weigh(loss, share)
-
-    def _mean(self, loss: Tensor) -> Tensor:
-        return loss if self.positions is None else self.positions.mean(loss)
+        return self._broadcast_from_last(outputs, scalar=False)
 
     @property
     def holds_last(self) -> bool:
@@ -214,29 +187,20 @@ class Runner:
         Only if a rank has one stage, since torch calls all of a rank's stages with the same
         arguments.
         """
-        alone = self.stages.indices == [self.stages.count - 1] and self.positions is None
+        alone = self.stages.indices == [self.stages.count - 1]
         return alone and getattr(self.model, "computes_loss_in_forward", False)
 
     def train(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Run forward and backward of all micro-batches, and return the mean loss over their valid
         targets, 0-dim.
 
-        If `target_weights` counts targets, gradients are computed of the loss multiplied by their
-        number, and with fp16 by `loss_scale`, since they pass through fp16 here.
+        Gradients are computed of the loss multiplied by the number of targets, and with fp16 by
+        `loss_scale`, since they pass through fp16 here.
         """
         schedule, is_new = self._schedule(inputs, self._weighted_loss)
         losses: list[Tensor] = []
         params = list({param: None for part in self.stages.parts for param in part.parameters()})
-        target_count = None if self.target_weights is None else self.target_weights.batch_targets
-        self.step_scale = self.loss_scale()
-        if target_count is not None:
-            self.loss_divisor = torch.full_like(target_count, TARGETS_PER_UNIT)
-        elif targets.is_floating_point():
-            self.loss_divisor = None
-        else:
-            self.loss_divisor = (targets != IGNORED).sum().clamp(min=1)
-        if self.positions is not None:
-            targets = self.positions.part(targets)
+        self.step_scale, target_count = self.loss_scale(), count(targets)
         # of a mixture's tokens: torch finds shapes with a first pass of its own
         limit: Any = getattr(self.model, "counted_passes", None) if is_new else None
         with (
@@ -252,7 +216,7 @@ class Runner:
             )
             grads = [param.grad for param in params]
         mean = torch.stack([loss.detach() for loss in losses]).mean() if losses else None
-        loss = self._mean(self._broadcast_from_last(mean, scalar=True))
+        loss = self._broadcast_from_last(mean, scalar=True)
         factors = [factor for factor in (target_count, self.step_scale) if factor is not None]
         factor = torch.stack(factors).prod() if factors else None
         if factor is not None:
@@ -260,18 +224,13 @@ class Runner:
         return ScheduledLoss.apply(loss.requires_grad_(), params, grads, factor)  # pyright: ignore[reportReturnType]
 
     def _weighted_loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return a micro-batch's loss, weighted so that the mean over micro-batches is the mean
-        over valid targets.
-
-        With a context axis these are targets of this rank's positions, and the mean is also over
-        the axis.
+        """Return a micro-batch's loss, multiplied so that the mean over micro-batches is the mean
+        over valid targets times their number.
         """
         loss = outputs if self.forward_takes_targets else self.model.loss(outputs, targets)  # pyright: ignore[reportCallIssue]
         loss = loss if self.step_scale is None else loss * self.step_scale
-        if self.loss_divisor is None:
-            return loss
-        pieces = self.microbatches * (1 if self.positions is None else self.positions.size)
-        return weigh(loss, (targets != IGNORED).sum() * pieces / self.loss_divisor)
+        number = count(targets)
+        return loss if number is None else weigh(loss, number * self.microbatches)
 
     def _schedule(self, inputs: Tensor, loss: Callable[..., Tensor] | None) -> tuple[Any, bool]:
         """Return torch's schedule for inputs of this shape, and whether it is new: then its first
@@ -347,10 +306,10 @@ def install_runner(model: nn.Module, runner: Runner) -> None:
     """
     base = type(model)
 
-    def call(self: nn.Module, *args: Any) -> Tensor:
+    def forward(self: nn.Module, *args: Any) -> Tensor:
         return self.__dict__["_runner"](*args)
 
     model.__dict__["_runner"] = runner
     model.__class__ = type(
-        base.__name__, (base,), {"__call__": call, "__module__": base.__module__}
+        base.__name__, (base,), {"forward": forward, "__module__": base.__module__}
     )

@@ -28,6 +28,15 @@ def weigh(loss: Tensor, weight: Tensor | None) -> Tensor:
     return loss if weight is None else torch.where(weight > MIN_TARGETS, loss * weight, 0.0)
 
 
+def count(targets: Tensor) -> Tensor | None:
+    """Return the number of targets, never 0, in units of `TARGETS_PER_UNIT`; a 0-dim fp32 tensor,
+    or None if they are no classes.
+    """
+    if targets.is_floating_point():
+        return None
+    return (targets != IGNORED).sum(dtype=torch.float32).clamp(min=MIN_TARGETS) / TARGETS_PER_UNIT
+
+
 class TargetWeights:
     """Weighs one rank's micro-batches by their numbers of targets.
 
@@ -50,12 +59,8 @@ class TargetWeights:
         """Count the targets of a batch if it is a dictionary whose "targets" are whole numbers."""
         if self._gradient_scale is not None:
             self.reset()
-        self.batch_targets = None
         targets = batch.get("targets") if isinstance(batch, dict) else None
-        if isinstance(targets, Tensor) and not targets.is_floating_point():
-            count = (targets != IGNORED).sum(dtype=torch.float32)
-            # never 0: a pipeline divides by it
-            self.batch_targets = count.clamp(min=MIN_TARGETS) / TARGETS_PER_UNIT
+        self.batch_targets = count(targets) if isinstance(targets, Tensor) else None
 
     def weight_loss(self, loss: Tensor, *, micro_batches: int, ranks: int) -> Tensor:
         """Return the loss multiplied by the number of targets, to call backward on.

@@ -247,10 +247,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
                 listed=isinstance(module.get_submodule(name.rpartition(".")[0]), units.LISTS),
             )
             if applied.runner is not None:
-                applied.runner.target_weights, applied.runner.loss_scale = (
-                    self.target_weights,
-                    self.loss_scale,
-                )
+                applied.runner.loss_scale = self.loss_scale
             self.applied.append(applied)
             whole_weights.accept(model)
         self._carry_attributes(attributes)
