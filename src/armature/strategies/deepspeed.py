@@ -386,16 +386,10 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         for name, value in self.extra_tensors().items():
             if name in saved:
                 value.copy_(state.load_tensors(path, [name], saved)[name])
-        for name, value in self.module.named_buffers():
-            if name in held:
-                value.copy_(whole([name])[name])
-        tensors = {
-            *dict(self.module.named_parameters(remove_duplicate=False)),
-            *dict(self.module.named_buffers()),
-        }
-        own = [name for name in self.module.state_dict() if name in held and name not in tensors]
+        weights = dict(self.module.named_parameters(remove_duplicate=False))
+        own = [name for name in self.module.state_dict() if name in held and name not in weights]
         kept = {name: others[name] if name in others else whole([name])[name] for name in own}
-        # of get_extra_state, and metrics
+        # buffers, what get_extra_state gave, and metrics
         state.load_tensors_of(path, self.module, kept, strict=False)
         if fitting:
             optimizers.restore_groups(
