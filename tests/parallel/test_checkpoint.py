@@ -105,14 +105,6 @@ def test_another_models_checkpoint_is_refused_by_name(saved: Path) -> None:
         load(saved, Holder(vocab_size=48), [])
 
 
-def test_another_optimizers_state_is_refused(saved: Path) -> None:
-    module = Holder()
-    sgd = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    entries = storage.read_meta(saved)["optimizer_states"]
-    with pytest.raises(ValueError, match=r"another optimizer: it holds the state of .*AdamW, and"):
-        optimizer_states.load_optimizers(saved, module, [sgd], saved=entries)
-
-
 def full_disk(*args: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -126,26 +118,6 @@ def test_a_failed_save_leaves_the_older_checkpoint_and_no_complete_looking_one(
         save(saved, module, stepped(module, steps=2))
     assert load(saved, Holder(), [])["global_step"] == 1
     assert sorted(path.name for path in saved.parent.iterdir()) == ["step=1", "step=1.part"]
-
-
-def test_the_manifest_is_written_last_and_names_every_file(tmp_path: Path, monkeypatch) -> None:
-    module, seen, write = Holder(), [], directory.write_manifest
-
-    def watched(part: Path, files: dict, entries: dict) -> None:
-        seen.append(
-            (
-                part.name,
-                (tmp_path / "step=1").exists(),
-                sorted(p.name for p in part.iterdir()) == sorted(files),
-            )
-        )
-        write(part, files, entries)
-
-    monkeypatch.setattr(directory, "write_manifest", watched)
-    save(tmp_path / "step=1", module, stepped(module), entries={"step": 1})
-    assert seen == [("step=1.part", False, True)]
-    assert directory.problem(tmp_path / "step=1") is None
-    assert directory.checksum_problem(tmp_path / "step=1") is None
 
 
 def test_a_checkpoint_becomes_one_file_and_a_checkpoint_again(saved: Path, tmp_path: Path) -> None:

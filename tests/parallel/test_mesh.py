@@ -20,7 +20,6 @@ def test_auto_takes_the_processes_that_are_left() -> None:
         (sizes(shard=2, tensor=2), 8, "4 does not make up the 8 processes. Type trainer.devices=4"),
         (sizes(shard="auto", tensor=3), 8, "Type trainer.devices=9"),
         (sizes(shard="auto", pipe="auto"), 8, "only one axis may be auto"),
-        (sizes(shard=0), 1, "strategy.shard=0: an axis has at least one rank"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_with_a_remedy(

@@ -100,13 +100,6 @@ def test_accumulation_is_the_mean_over_all_targets(task):
     )
 
 
-def test_clipping_in_the_task_changes_the_result():
-    one, other = (
-        trained(task, together(batches()), accumulate=1) for task in (Task, ClipsByItself)
-    )
-    assert not torch.allclose(one, other, atol=1e-3)
-
-
 def test_a_hook_before_the_optimizer_step_sees_the_whole_steps_gradients(monkeypatch):
     monkeypatch.setattr(Looks, "seen", parts := [], raising=False)
     trained(Looks, batches(), accumulate=4)
@@ -176,24 +169,6 @@ def test_hooks_see_the_loss_that_the_task_returned(monkeypatch):
 
     trained(Watched, batches(), accumulate=4)
     torch.testing.assert_close(seen, [loss.detach() for loss in given])
-
-
-class ReadsGradients(L.Callback):
-    """Keeps the gradients that its hook sees."""
-
-    def __init__(self) -> None:
-        self.seen: list[torch.Tensor] = []
-
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        self.seen.append(pl_module.model.weight.grad.clone())
-
-
-def test_callbacks_see_scaled_gradients():
-    parts, whole = ReadsGradients(), ReadsGradients()
-    trained(Task, batches(), accumulate=4, callbacks=[parts])
-    trained(Task, together(batches()), accumulate=1, callbacks=[whole])
-    assert len(parts.seen) == 3
-    torch.testing.assert_close(parts.seen, whole.seen)
 
 
 def test_a_loss_of_no_targets_weighs_nothing_and_is_not_nan() -> None:

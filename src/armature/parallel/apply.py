@@ -128,8 +128,7 @@ def parallelize(
                 "strategy=fsdp."
             )
         positions.divide(model, plan)
-        if stages is None:
-            positions.divide_calls(model)
+        positions.divide_calls(model)  # not those of stages, which share no hooks with it
     # 2. experts, on ranks of their own. Their weights are sharded here: what follows leaves them
     # alone
     spread = None
@@ -220,7 +219,6 @@ def parallelize(
         schedule=options.schedule,
         microbatches=options.microbatches,
         unshard_outputs=unshard or torch.clone,
-        positions=positions,
         data_ranks=data_mesh.size(),
     )
     pipeline.install_runner(model, runner)
@@ -279,14 +277,8 @@ def shard_units(
     if not isinstance(model, FSDPModule):
         fully_shard(model, **{**stay_gathered, "ignored_params": found.whole})
     for module in [*exact, *(unit[-1] for unit in found.modules), model]:
-        module.register_forward_hook(_reshard_without_grad)
+        module.register_forward_hook(experts.reshard_without_grad)
     found.of_model.clear()  # others took their places
-
-
-def _reshard_without_grad(module: Any, *_: Any) -> None:
-    # no backward follows, and the next forward would use the weights of this one
-    if not torch.is_grad_enabled():
-        module.reshard()
 
 
 def begin(model: nn.Module) -> None:

@@ -63,13 +63,15 @@ def shard(experts: nn.Module, mesh: DeviceMesh, *, loss_ranks: int, **arguments:
     # torch 2.13: without it a factor needs NCCL's PREMUL_SUM; with it, a group of one rank would
     # divide twice
     experts.set_force_sum_reduction_for_comms(rest.size() > 1)
-    experts.register_forward_hook(_reshard_without_grad)
+    experts.register_forward_hook(reshard_without_grad)
 
 
-def _reshard_without_grad(experts: Any, *_: Any) -> None:
-    # no backward follows, and the next forward would use the weights of this one
+def reshard_without_grad(module: Any, *_: Any) -> None:
+    """Forward hook of a unit: no backward follows, and the next forward would use the weights of
+    this one.
+    """
     if not torch.is_grad_enabled():
-        experts.reshard()
+        module.reshard()
 
 
 def _exchange_rows(experts: nn.Module, axis: DeviceMesh) -> None:

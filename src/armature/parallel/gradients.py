@@ -10,7 +10,7 @@ small tensor adds the squares up, whatever the layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from itertools import groupby
@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from armature.parallel import process_group
 
 # this rank's part of a tensor, and the number of different parts of that tensor
 Part = tuple[Tensor, int]
@@ -64,23 +66,14 @@ def _part_count(tensor: Tensor) -> int:
     )
 
 
-def total_norm(
-    parts: Sequence[Part],
-    *,
-    ranks: int,
-    sharded: bool,
-    device: torch.device,
-    add_up: Callable[[Tensor], Tensor],
-) -> Tensor:
+def total_norm(parts: Sequence[Part], *, ranks: int, sharded: bool, device: torch.device) -> Tensor:
     """Return the 2-norm of the unsharded model's gradient, a 0-dim fp32 tensor, the same on every
-    rank.
+    rank. Called by all ranks.
 
     Args:
         ranks: the number of ranks that together hold this rank's pipeline stage.
         sharded: whether ranks hold different parts, whose squares must be added up. The same on
             every rank.
-        add_up: returns the sum of a 0-dim fp32 tensor over all ranks; called if the parts are
-            `sharded`.
     """
     pieces = [piece for part in parts for piece in _pieces(*part)]
     norms = _norms(pieces, device=device)
@@ -91,7 +84,7 @@ def total_norm(
     if shares:
         same = shares.count(shares[0]) == len(shares)
         squares *= shares[0] if same else _copy_of(shares, dtype=torch.float32, device=device)
-    return add_up(squares.sum()).sqrt()
+    return process_group.all_sum(squares.sum()).sqrt()
 
 
 def _norms(pieces: Sequence[Part], *, device: torch.device) -> Tensor:

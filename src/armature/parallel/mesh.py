@@ -21,20 +21,7 @@ GATHERED_IN = {"bf16-mixed": "bfloat16", "bf16-true": "bfloat16", "16-mixed": "f
 def resolve(sizes: Mapping[str, int | str], *, world_size: int) -> dict[str, int]:
     """Return the axes' sizes; the one that is `auto` takes the remaining processes."""
     asked = ", ".join(f"strategy.{axis}={sizes[axis]}" for axis in AXES)
-    wrong = [
-        f"strategy.{axis}={size}"
-        for axis, size in sizes.items()
-        if size != "auto" and not _is_whole(size)
-    ]
-    if wrong:
-        raise ValueError(
-            f"{', '.join(wrong)}: must be a number of ranks, or auto. Type 1 for an unused axis."
-        )
-    known = {axis: int(size) for axis, size in sizes.items() if size != "auto"}
-    if bad := [f"strategy.{axis}={size}" for axis, size in known.items() if size < 1]:
-        raise ValueError(
-            f"{', '.join(bad)}: an axis has at least one rank. Type 1 for an unused axis."
-        )
+    known = {axis: size for axis, size in sizes.items() if isinstance(size, int)}
     unknown = [axis for axis in AXES if axis not in known]
     if len(unknown) > 1:
         raise ValueError(f"{asked}: only one axis may be auto, the others need a number.")
@@ -50,10 +37,6 @@ def resolve(sizes: Mapping[str, int | str], *, world_size: int) -> dict[str, int
     raise ValueError(
         f"{asked}: {product} does not make up the {world_size} processes. Type {remedy}."
     )
-
-
-def _is_whole(size: int | str) -> bool:
-    return isinstance(size, int) or size.removeprefix("-").isdecimal()
 
 
 def shards_sequence(option: bool | str, *, device: str, expert: int = 1) -> bool:

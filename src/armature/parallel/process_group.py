@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from torch import nn
 
 from armature.launcher import environment
@@ -22,7 +22,7 @@ from armature.launcher import environment
 T = TypeVar("T")
 
 
-class RankEnvironment(ClusterEnvironment):
+class RankEnvironment(TorchElasticEnvironment):
     """RANK, WORLD_SIZE, LOCAL_RANK, GROUP_RANK, MASTER_ADDR, MASTER_PORT; one process if they are
     not set.
 
@@ -31,18 +31,12 @@ class RankEnvironment(ClusterEnvironment):
     """
 
     @property
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
     def main_address(self) -> str:
         return environment.main_address()
 
     @property
     def main_port(self) -> int:
         return environment.main_port()
-
-    detect = staticmethod(environment.is_joined)
 
     def world_size(self) -> int:
         return environment.world_size()
@@ -55,15 +49,6 @@ class RankEnvironment(ClusterEnvironment):
 
     def node_rank(self) -> int:
         return environment.node_rank()
-
-    def set_world_size(self, size: int) -> None:
-        if size != self.world_size():
-            raise RuntimeError(
-                f"The Trainer counts {size} processes, but WORLD_SIZE={self.world_size()}"
-            )
-
-    def set_global_rank(self, rank: int) -> None:
-        pass
 
 
 def init(

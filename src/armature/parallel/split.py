@@ -86,21 +86,6 @@ def stages_of_rank(rank: int, *, ranks: int, schedule: Schedule) -> list[int]:
     return [rank + ranks * i for i in range(schedule.stages_per_rank)]
 
 
-def evaluation_slot(stage: int, micro_batch: int, *, ranks: int, schedule: Schedule) -> int:
-    """Return when a stage computes a micro-batch of an evaluation, as a position in an order that
-    all ranks share.
-
-    A stage follows the one before it by exactly one slot, and no rank has two units of work in one
-    slot. Interleaved stages take as many micro-batches in turn as there are ranks.
-    """
-    if schedule.v_shaped:
-        # a rank's two stages differ by an odd number, so one works in even slots and the other one
-        # in odd
-        return stage + 2 * micro_batch
-    rounds, place = divmod(micro_batch, ranks)
-    return stage + rounds * ranks * schedule.stages_per_rank + place
-
-
 def stage_ownership_problems(model: nn.Module) -> list[str]:
     """Return the problem that a model holds parameters itself: stages are made of submodules, so
     none owns them.

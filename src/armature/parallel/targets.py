@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from armature.models.loss import IGNORED
-from armature.parallel.step_sum import StepSum
 
 # numbers of targets are counted in units, so that a loss times a number fits into fp16
 TARGETS_PER_UNIT = 1024.0
@@ -28,66 +28,61 @@ def weigh(loss: Tensor, weight: Tensor | None) -> Tensor:
     return loss if weight is None else torch.where(weight > MIN_TARGETS, loss * weight, 0.0)
 
 
+def count(targets: Tensor) -> Tensor | None:
+    """Return the number of targets, never 0, in units of `TARGETS_PER_UNIT`; a 0-dim fp32 tensor,
+    or None if they are no classes.
+    """
+    if targets.is_floating_point():
+        return None
+    return (targets != IGNORED).sum(dtype=torch.float32).clamp(min=MIN_TARGETS) / TARGETS_PER_UNIT
+
+
 class TargetWeights:
     """Weighs one rank's micro-batches by their numbers of targets.
 
     Attributes:
         batch_targets: the number of targets in the newest batch, in units of `TARGETS_PER_UNIT`; a
             0-dim fp32 tensor, or None if its targets are not counted.
-        step_targets: the same of this step so far, on this rank.
-        step_sum: adds them up over the ranks.
     """
 
     def __init__(self) -> None:
-        self.step_sum = StepSum()
         self.reset()
 
     def reset(self) -> None:
         self.batch_targets: Tensor | None = None
-        self.step_targets: Tensor | None = None
+        self._step_targets: Tensor | None = None  # of this step so far, on this rank
         self._micro_batches = 0
+        self._sum: tuple[Tensor, Any] | None = None  # over the ranks, and what sends it
         self._gradient_scale: Tensor | None = None
-        self.step_sum.forget()
 
     def count_batch(self, batch: Any) -> None:
         """Count the targets of a batch if it is a dictionary whose "targets" are whole numbers."""
         if self._gradient_scale is not None:
             self.reset()
-        self.batch_targets = None
         targets = batch.get("targets") if isinstance(batch, dict) else None
-        if isinstance(targets, Tensor) and not targets.is_floating_point():
-            count = (targets != IGNORED).sum(dtype=torch.float32)
-            # never 0: a pipeline divides by it
-            self.batch_targets = count.clamp(min=MIN_TARGETS) / TARGETS_PER_UNIT
+        self.batch_targets = count(targets) if isinstance(targets, Tensor) else None
 
-    def weight_loss(
-        self, loss: Tensor, *, micro_batches: int, ranks: int, travels_with_norm: bool = False
-    ) -> Tensor:
+    def weight_loss(self, loss: Tensor, *, micro_batches: int, ranks: int) -> Tensor:
         """Return the loss multiplied by the number of targets, to call backward on.
 
-        With the last of the step's `micro_batches`, ranks start to add up their numbers while
-        backward runs, unless the numbers travel with the gradient's norm (`add_up`).
+        With the last of the step's `micro_batches`, ranks start to add up their numbers, which
+        travel while backward runs.
         """
         if self.batch_targets is None:
             return loss
-        so_far = self.step_targets
-        self.step_targets = (
+        so_far = self._step_targets
+        self._step_targets = (
             self.batch_targets.clone() if so_far is None else so_far + self.batch_targets
         )
         self._micro_batches += 1
-        if self._micro_batches == micro_batches and ranks > 1 and not travels_with_norm:
-            self.step_sum.start(self.step_targets)
+        if self._micro_batches == micro_batches and ranks > 1:
+            self._start_sum(self._step_targets)
         return weigh(loss, self.batch_targets)
 
-    def add_up(self, squares: Tensor) -> Tensor:
-        """Return the sum of `squares` over all ranks; the step's targets travel with it unless they
-        were sent before.
-
-        All ranks must call this, after the step's last micro-batch.
-        """
-        return self.step_sum.add_up(
-            squares, self.step_targets if self._gradient_scale is None else None
-        )
+    def _start_sum(self, targets: Tensor) -> tuple[Tensor, Any]:
+        total = targets.clone()
+        self._sum = total, dist.all_reduce(total, async_op=True)
+        return self._sum
 
     def gradient_scale(self, *, micro_batches: int, ranks: int) -> Tensor | None:
         """Return the factor still to be applied to the step's gradients, or None if no targets were
@@ -96,11 +91,10 @@ class TargetWeights:
         A 0-dim fp32 tensor, the same on every rank. All ranks must call this, after the step's last
         micro-batch.
         """
-        if self._gradient_scale is None and self.step_targets is not None:
-            targets = self.step_sum.targets() if ranks > 1 else self.step_targets
-            if targets is None:  # nothing was sent: the epoch ended with fewer micro-batches
-                self.step_sum.start(self.step_targets)
-                targets = self.step_sum.targets()
-                assert targets is not None
+        targets = self._step_targets
+        if self._gradient_scale is None and targets is not None:
+            if ranks > 1:  # not started: the epoch ended with fewer micro-batches
+                targets, work = self._sum or self._start_sum(targets)
+                work.wait()
             self._gradient_scale = micro_batches * ranks / targets
         return self._gradient_scale

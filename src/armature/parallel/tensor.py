@@ -29,7 +29,7 @@ from armature.models.adapters import is_adapter
 from armature.models.autocast import to_compute_dtype
 from armature.models.loss import VocabularyShard
 from armature.models.plan import Plan
-from armature.parallel import randomness, ties
+from armature.parallel import randomness
 from armature.parallel.functional import Ranks
 
 POSITIONS, FEATURES = 1, -1  # dims of activations
@@ -268,7 +268,8 @@ def shard_modules(
         What shows the weights of each of the `blocks`, for the caller to put around it. All other
         modules are ready.
     """
-    tied, exchange = ties.find(model), Exchange(Ranks.of(mesh), sequence_parallel=sequence_parallel)
+    exchange = Exchange(Ranks.of(mesh), sequence_parallel=sequence_parallel)
+    sharded: dict[nn.Parameter, Any] = {}  # tied ones stay tied
     scopes = {inner: block for block in blocks for inner in block.modules()}
     shown: dict[nn.Module, list[Weight]] = {}
     for name, module in [*model.named_modules()]:
@@ -285,14 +286,20 @@ def shard_modules(
             param = own[weight.name]
             if is_adapter(weight.name) and style and (problem := adapter_problem(style)):
                 raise ConfigError(problem)
-            part = distribute_tensor(param, mesh, [weight.placement], src_data_rank=None)
-            module._parameters[weight.name] = nn.Parameter(part, requires_grad=param.requires_grad)
+            if param not in sharded:
+                part = distribute_tensor(param, mesh, [weight.placement], src_data_rank=None)
+                sharded[param] = nn.Parameter(part, requires_grad=param.requires_grad)
+            elif sharded[param].placements != (weight.placement,):
+                raise ValueError(
+                    f"{name}.{weight.name} has two names, whose tensor styles shard it "
+                    "differently: give both styles that shard the same dim in plan.py."
+                )
+            module._parameters[weight.name] = sharded[param]
         # such a module is gathered by itself
         alone = getattr(module, "full_precision", False)
         shown.setdefault(module if alone else scopes.get(module, module), []).extend(weights)
         if style == "logits" and hasattr(module, "vocabulary"):
             module.vocabulary = _vocabulary(mesh, weights[0])  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
-    ties.restore(model, tied)
     found = {module: LocalWeights(mesh, weights) for module, weights in shown.items() if weights}
     of_blocks = {module: local for module, local in found.items() if scopes.get(module) is module}
     for module, local in found.items():

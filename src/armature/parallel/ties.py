@@ -13,22 +13,3 @@ def find(module: nn.Module) -> list[list[str]]:
     for name, param in module.named_parameters(remove_duplicate=False):
         groups.setdefault(param, []).append(name)
     return [names for names in groups.values() if len(names) > 1]
-
-
-def restore(module: nn.Module, groups: list[list[str]]) -> None:
-    """Tie parameters again that became separate when they were replaced.
-
-    `groups`: from `find`, before.
-    """
-    for first, *others in groups:
-        shared = module.get_parameter(first)
-        for other in others:
-            owner, _, name = other.rpartition(".")
-            own = module.get_parameter(other)
-            if getattr(own, "placements", None) != getattr(shared, "placements", None):
-                raise ValueError(
-                    f"{first} and {other} are one parameter, but their tensor styles shard it "
-                    "differently: "
-                    "give both styles that shard the same dim in plan.py."
-                )
-            module.get_submodule(owner).register_parameter(name, shared)

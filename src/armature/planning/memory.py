@@ -19,8 +19,8 @@ CHUNK = {"cpu": 2**23, "gpu": 2**27}  # logits of one chunk of the loss (models/
 HALF_KEPT = 0.6  # of what `selective` keeps: every second product, and attention
 LOGIT_BYTES = 12  # without chunks: fp32 log-probabilities, their gradient, and the logits' gradient
 MUON_ROUND = 2**28  # a rank's elements per exchange (parallel/distributed_matrices.py), at most
-# of DeepSpeed's defaults: elements that are reduced or gathered at once, and that stay gathered
-# from forward to backward
+# of DeepSpeed's defaults: elements that are reduced or gathered at once (strategies/deepspeed.py
+# takes no more than the model has), and that stay gathered from forward to backward
 DEEPSPEED_BUCKET, DEEPSPEED_KEPT = 200_000_000, 500_000_000
 
 
@@ -104,9 +104,10 @@ def _moments(setup: Setup, stage: int) -> tuple[dict[str, float], list[dict[str,
             gathered = blocks * gathered_block + setup.gathered_bytes * (first + last)
             ahead = max(0.0, gathered - last_unit)
     if setup.kind == "deepspeed":
-        gathered += 2 * c * DEEPSPEED_BUCKET
+        bucket = min(cost.parameters, DEEPSPEED_BUCKET)
+        gathered += 2 * c * bucket
         kept = min(first + last + blocks * cost.block / tensor, DEEPSPEED_KEPT)
-        ahead = c * (2 * DEEPSPEED_BUCKET + kept * sharded)
+        ahead = c * (2 * bucket + kept * sharded)
     ended = dict(state)  # when backward ends
     if pipe > 1:
         # Lightning's zero_grad comes after the schedule, so its gradients lie beside those before;

@@ -27,6 +27,9 @@ from armature.parallel import sharded, ties
 from armature.strategies.base import StrategyMixin
 from armature.strategies.gradients import StepPrecision
 
+# entries of zero_optimization: elements that are reduced or gathered at once. The engine allocates
+# them in full, and Lightning's values are of large models
+BUCKETS, BUCKET_STEP = ("reduce_bucket_size", "allgather_bucket_size"), 2**20
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -88,6 +91,8 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         # the same
         merged = OmegaConf.merge(self.config, {"zero_force_ds_cpu_optimizer": False}, config or {})
         self.config = cast(dict[str, Any], OmegaConf.to_container(merged, resolve=True))
+        typed = (config or {}).get("zero_optimization") or {}
+        self._own_buckets = [key for key in BUCKETS if key not in typed]
         self.fetches_weights = self.zero_stage_3
         self._groups: list[list[str]] = []
         # the weights of which the engine has fp32 copies and the optimizer's state
@@ -164,6 +169,10 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
     # ------------------------------------------------------------ the step
     @override
     def _init_optimizers(self) -> tuple[Optimizer, Any]:
+        assert isinstance(self.config, dict)
+        sizes, most = self.config["zero_optimization"], self.parameter_count + BUCKET_STEP
+        for key in self._own_buckets:
+            sizes[key] = min(sizes[key], most - most % BUCKET_STEP)
         optimizer, scheduler = super()._init_optimizers()
         names = state.parameter_names(self.module)
         # the engine flattens them now
@@ -212,12 +221,11 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
     @override
     def scale_gradients(self, optimizer: Optimizer) -> None:
         """Change the engine's loss scale, which it divides gradients by during its step."""
-        if self.deepspeed_engine.is_gradient_accumulation_boundary():
-            scale, self.gradients_are_scaled = self.gradient_scale(), True
-            if scale is not None:  # targets are weighed, so there is a loss scale
-                scaler = self._zero.loss_scaler
-                self._replaced_scale = (scaler.cur_scale, scaler.cur_scale / float(scale))
-                scaler.cur_scale = self._replaced_scale[1]
+        if not self.completes_step or (scale := self.gradient_scale()) is None:
+            return
+        scaler = self._zero.loss_scaler  # there is one, since targets are weighed
+        self._replaced_scale = (scaler.cur_scale, scaler.cur_scale / float(scale))
+        scaler.cur_scale = self._replaced_scale[1]
 
     @property
     @override
@@ -383,16 +391,10 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         for name, value in self.extra_tensors().items():
             if name in saved:
                 value.copy_(state.load_tensors(path, [name], saved)[name])
-        for name, value in self.module.named_buffers():
-            if name in held:
-                value.copy_(whole([name])[name])
-        tensors = {
-            *dict(self.module.named_parameters(remove_duplicate=False)),
-            *dict(self.module.named_buffers()),
-        }
-        own = [name for name in self.module.state_dict() if name in held and name not in tensors]
+        weights = dict(self.module.named_parameters(remove_duplicate=False))
+        own = [name for name in self.module.state_dict() if name in held and name not in weights]
         kept = {name: others[name] if name in others else whole([name])[name] for name in own}
-        # of get_extra_state, and metrics
+        # buffers, what get_extra_state gave, and metrics
         state.load_tensors_of(path, self.module, kept, strict=False)
         if fitting:
             optimizers.restore_groups(

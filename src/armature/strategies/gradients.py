@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -15,7 +14,6 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -27,8 +25,6 @@ from armature.parallel.scaler import SharedScaler
 from armature.parallel.targets import TargetWeights
 from armature.strategies.layout import LayoutMixin
 from armature.strategies.update_mask import StepLeftOut, UpdateMask
-
-HOOK = "on_before_optimizer_step"
 
 
 class StepPrecision(Precision):
@@ -53,14 +49,11 @@ class GradientMixin(LayoutMixin):
 
     A loss is the mean over one micro-batch's targets. Where an optimizer step has several
     micro-batches, each loss is weighted by its number of targets, and once all targets are counted
-    the gradients are multiplied by `gradient_scale`: as part of clipping, or before the first hook
-    that reads gradients.
+    the gradients are multiplied by `gradient_scale`, before any hook reads them.
 
     Attributes:
         grad_norm: norm of the unsharded model's gradient before clipping, in this optimizer step;
             0-dim fp32. None if no step has been made since it was logged.
-        gradients_are_scaled: whether this step's gradients have been multiplied by
-            `gradient_scale`.
         target_weights: the numbers of targets in this step.
         steps_made: by each optimizer in this process, those that are left out included.
         on_nan: what happens to a step whose gradient is not finite: `ignore` makes its update,
@@ -74,16 +67,12 @@ class GradientMixin(LayoutMixin):
     on_nan: str = "ignore"
     update_mask: UpdateMask | None = None
     masks_updates: bool = True
-    gradients_are_scaled: bool = False
     grad_norm: Tensor | None
     target_weights: TargetWeights
     steps_made: Counter[Any]
     _trainer: L.Trainer
     _data_ranks: int
     _weighs_targets: bool
-    _hooks_read_gradients: bool = False
-    # whether the step's targets are added up with the norm, in one collective
-    _norm_sums_targets: bool = False
     # training_step returned None, after which Lightning clips but the scaler makes no step
     _skips_step: bool = False
     # weights, and whether their gradients are reduced over the ranks; of one rank, none
@@ -106,15 +95,6 @@ class GradientMixin(LayoutMixin):
             self.module, "mean_over_targets", False
         )
         self.target_weights.reset()
-        own_hooks = any(
-            is_overridden(hook, self.module) for hook in (HOOK, "configure_gradient_clipping")
-        )
-        self._hooks_read_gradients = own_hooks or any(
-            is_overridden(HOOK, each)
-            for each in trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        )
-        clips = is_overridden("clip_gradients", self.module)
-        self._norm_sums_targets = self.sharded and not self._hooks_read_gradients and not clips
         self.update_mask = self._make_mask()
         self._mixtures = [model for model in self.module.modules() if hasattr(model, "take_load")]
 
@@ -207,42 +187,22 @@ class GradientMixin(LayoutMixin):
                 # an epoch may have been left within a step, and a closure may be called twice
                 weights.reset()
             weights.count_batch(args[0])
-            self.gradients_are_scaled = False
         elif weights.batch_targets is not None:  # accumulation has ended
             weights.reset()
         if self.update_mask is not None:
             self.update_mask.step_begins()
         if self.scaler is not None:
             self.scaler.forget_unscaled()
-        with self._step_context():
-            output = super().training_step(*args, **kwargs)
+        output = super().training_step(*args, **kwargs)
         self._skips_step = output is None and self.module.automatic_optimization
         return output
 
     @override
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if changed := [p for p, reduced in self._reduced if p.requires_grad and not reduced]:
-            raise ConfigError(
-                self._problem_of(
-                    changed, "inside training_step", "unfreeze it in on_train_batch_start"
-                )
-            )
-        with self._step_context():  # activation checkpointing computes forwards again
-            return self._backward(closure_loss, *args, **kwargs)
-
-    def _step_context(self) -> AbstractContextManager[None]:
-        """Return the context of what users' code computes in a step.
-
-        The strategy's own work stays out of it.
-        """
-        return nullcontext()
-
-    def _backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         loss = self.target_weights.weight_loss(
             closure_loss,
             micro_batches=self._trainer.accumulate_grad_batches,
             ranks=self.world_size,
-            travels_with_norm=self._norm_sums_targets,
         )
         if self.update_mask is not None:
             # a loss that is not finite makes all ranks' gradients NaN
@@ -263,19 +223,16 @@ class GradientMixin(LayoutMixin):
         Raises:
             ConfigError: if that is impossible.
         """
-        raise ConfigError(self._problem_of(changed, "during training", "type strategy=ddp"))
-
-    def _problem_of(self, changed: Sequence[Tensor], when: str, remedy: str) -> str:
         names = [
             name
             for name, param in self.module.named_parameters()
             if any(param is p for p in changed)
         ]
-        return (
+        raise ConfigError(
             f"{type(self.module).__name__}: {', '.join(names[:3])}{' …' if len(names) > 3 else ''} "
-            f"is frozen or unfrozen {when}, which {self.layout} cannot follow: {remedy}, or train "
-            "it from the first step on in a group whose learning rate is 0 while it is to stay as "
-            "it is."
+            f"is frozen or unfrozen during training, which {self.layout} cannot follow: type "
+            "strategy=ddp, or train it from the first step on in a group whose learning rate is 0 "
+            "while it is to stay as it is."
         )
 
     def gradient_scale(self) -> Tensor | None:
@@ -323,12 +280,8 @@ class GradientMixin(LayoutMixin):
         self, hooks_and_clipping: Callable[[], None], optimizer: Optimizer
     ) -> None:
         """Make a step's gradients those of the unsharded model, between backward and the step."""
-        if self._hooks_read_gradients:
-            self.scale_gradients(optimizer)  # otherwise clipping does it in its own pass
-        with self._step_context():
-            hooks_and_clipping()
-        if not self.gradients_are_scaled:
-            self.scale_gradients(optimizer)
+        self.scale_gradients(optimizer)
+        hooks_and_clipping()
         # the scaler leaves out the update itself
         if self.update_mask is not None and self.scaler is None:
             norm = self.grad_norm
@@ -337,15 +290,14 @@ class GradientMixin(LayoutMixin):
             self.update_mask.apply(norm)
 
     def scale_gradients(self, optimizer: Optimizer) -> None:
-        scale, self.gradients_are_scaled = self.gradient_scale(), True
-        if scale is not None:
+        if (scale := self.gradient_scale()) is not None:
             gradients.multiply(gradients.local_gradients(parameters_of(optimizer)), by=scale)
 
     def clip_gradients(
         self, optimizer: Optimizer, clip_val: float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:  # fmt: skip
-        """Compute the gradient's norm, then scale and clip.
+        """Compute the gradient's norm, then clip.
 
         The precision plugin calls this before every step.
 
@@ -361,35 +313,22 @@ class GradientMixin(LayoutMixin):
             # is after clipping
             scaler.unscale_(optimizer)
         parts = gradients.local_gradients(parameters_of(optimizer))
-        norm = self._norm_of(parts)  # of sharded gradients, with the numbers of targets
-        factor, self.gradients_are_scaled = (
-            None if self.gradients_are_scaled else self.gradient_scale(),
-            True,
-        )
-        self.grad_norm = norm = norm if factor is None else norm * factor
-        clips, by_value = clip_val > 0, gradient_clip_algorithm == GradClipAlgorithmType.VALUE
-        if clips and not by_value:
-            shrink = (clip_val / (norm + 1e-6)).clamp(max=1.0)
-            factor = shrink if factor is None else shrink * factor  # one pass for both
-        if factor is not None:
-            gradients.multiply(parts, by=factor)
-        if clips and by_value:
+        self.grad_norm = norm = self._norm_of(parts)
+        if clip_val > 0 and gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             gradients.clip_by_value(parts, value=clip_val)
+        elif clip_val > 0:
+            gradients.multiply(parts, by=(clip_val / (norm + 1e-6)).clamp(max=1.0))
 
     def _norm_of(self, parts: Sequence[gradients.Part]) -> Tensor:
         return gradients.total_norm(
-            parts, ranks=self.ranks_per_stage, sharded=self.sharded, device=self.root_device,
-            add_up=self.target_weights.add_up,
-        )  # fmt: skip
+            parts, ranks=self.ranks_per_stage, sharded=self.sharded, device=self.root_device
+        )
 
     def norm(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the 2-norm of weights, or of tensors that are sharded like them, as if unsharded:
         0-dim, fp32. Called by all ranks.
         """
-        return gradients.total_norm(
-            gradients.local_parts(tensors), ranks=self.ranks_per_stage, sharded=self.sharded,
-            device=self.root_device, add_up=process_group.all_sum,
-        )  # fmt: skip
+        return self._norm_of(gradients.local_parts(tensors))
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -217,7 +217,6 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         # bf16-true: weights that are created from here on have this type
         self.precision_plugin.convert_module(module)
         sharded.guard()
-        self._check_hooks()
         self._models = models = models_of(module)
         options = self._resolved(several=len(models) > 1)
         plans = {name: apply.plan_of(model) for name, model in models}
@@ -248,10 +247,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
                 listed=isinstance(module.get_submodule(name.rpartition(".")[0]), units.LISTS),
             )
             if applied.runner is not None:
-                applied.runner.target_weights, applied.runner.loss_scale = (
-                    self.target_weights,
-                    self.loss_scale,
-                )
+                applied.runner.loss_scale = self.loss_scale
             self.applied.append(applied)
             whole_weights.accept(model)
         self._carry_attributes(attributes)
@@ -371,16 +367,6 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             (param, reduced or param.requires_grad) for param, reduced in self._reduced
         ]
 
-    @contextmanager
-    @override
-    def _step_context(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            if (remedy := self.remedy(error)) is None:
-                raise
-            raise ConfigError(f"{type(self.module).__name__}, {self.layout}: {remedy}") from error
-
     @override
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], *args: Any,
@@ -397,34 +383,6 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         for applied in self.applied if self.sizes["pipe"] == 1 else ():
             apply.reshard(applied.parts[0])
         return result
-
-    def _check_hooks(self) -> None:
-        """Raise ConfigError if hooks of weights would never be called: these axes replace the
-        weights.
-        """
-        if self.sizes["pipe"] == self.sizes["tensor"] == self.options["expert"] == 1:
-            return
-        for name, param in self.module.named_parameters():
-            if param._backward_hooks or param._post_accumulate_grad_hooks:
-                raise ConfigError(
-                    f"{type(self.module).__name__}: {name} has a hook that {self.layout} would "
-                    "never call. Change the gradient in on_after_backward, or type strategy=fsdp."
-                )
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step_context():
-            return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step_context():
-            return super().test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._step_context():
-            return super().predict_step(*args, **kwargs)
 
     @contextmanager
     @override

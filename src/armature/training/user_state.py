@@ -41,7 +41,7 @@ from armature.training import epoch_metrics
 log = logging.getLogger(__name__)
 
 _MOST_BYTES, _MOST_PARTS = 4_000_000, 100_000  # of a value: a save should not take long
-_FRAMEWORKS = ("armature", "lightning", "pytorch_lightning", "torch", "torchmetrics")
+_FRAMEWORKS = ("armature", "deepspeed", "lightning", "pytorch_lightning", "torch", "torchmetrics")
 _MODES = ("training", "track_running_stats")  # of a module: what hooks freeze and unfreeze
 _OF_TRAINER = ("gradient_clip_val", "gradient_clip_algorithm")  # which hooks may change
 _CONTAINERS = (list, tuple, set, frozenset, deque)

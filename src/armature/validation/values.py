@@ -133,7 +133,15 @@ class OfScheduler:
     final: AtLeast0
 
 
+Axis = Literal["auto"] | Count  # of a mesh: its ranks
+
+
 class OfStrategy:
+    pipe: Axis
+    replicate: Axis
+    shard: Axis
+    context: Axis
+    tensor: Axis
     backend: Literal["auto", "gloo", "nccl", "mpi", "ucc", "xccl"]
     compile: Literal["none", "block", "model"]
     compile_mode: Literal[

@@ -28,7 +28,7 @@ from armature.models.decoder import loss
 from armature.models.decoder import model as decoder
 from armature.models.mixture import experts as mixture
 from armature.parallel import experts, initialization, mesh, process_group, randomness, scaler
-from armature.parallel.pipeline import Message, Runner
+from armature.parallel.pipeline import Runner
 from armature.planning.devices import Device
 from armature.planning.simulation.hooks import with_values, wrap
 from armature.planning.simulation.meter import Meter
@@ -204,7 +204,7 @@ def pipeline(boundary: Boundary | None) -> None:
 
     def receive(self: Any, source: int) -> Any:
         assert boundary is not None
-        shape, dtype = boundary.shape, boundary.dtype
+        shape, dtype = (samples, *boundary.shape[1:]), boundary.dtype
         strides = torch.empty(shape, device="meta").stride()
         forward = source < self.stage_index
         meta = _TensorMeta(
@@ -214,20 +214,14 @@ def pipeline(boundary: Boundary | None) -> None:
             return pipeline_stage._StageForwardMeta(forward_metas=(meta,))
         return pipeline_stage._StageBackwardMeta(backward_metas=(meta,))
 
-    exchange = Runner._exchange_known
+    samples = 0  # of a micro-batch of the newest schedule
+    choose = Runner._schedule
 
-    def exchange_known(self: Runner, sent: Message | None, received: Message | None) -> None:
-        if sent is not None and sent.content is not None:
-            self.activation_shapes[sent.key] = sent.content.shape, sent.content.dtype
-        if received is not None:
-            assert boundary is not None
-            shape, dtype = boundary.shape, boundary.dtype
-            self.activation_shapes[received.key] = (
-                torch.Size([received.inputs[0], *shape[1:]]),
-                dtype,
-            )
-        exchange(self, sent, received)
+    def schedule(self: Runner, inputs: Any, loss: Any) -> Any:
+        nonlocal samples
+        samples = len(inputs) // self.microbatches
+        return choose(self, inputs, loss)
 
-    Runner._exchange_known = exchange_known
+    Runner._schedule = schedule
     pipeline_stage.PipelineStage._send_meta = send
     pipeline_stage.PipelineStage._recv_meta = receive
