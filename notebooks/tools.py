@@ -69,8 +69,7 @@ def curves(runs: dict[str, Path], metric: str, *, nested: bool = False) -> None:
     """
     found = []
     for name, path in runs.items():
-        run = history.read(path)
-        found.append(replace(run, config={**run.config, "run.name": name}))
+        found.append(history.read(path, name=name))
     starts = [start["step"] for start in found[0].starts if start["step"]]
     drawn = metric_of(found, metric, raw=nested, marks=starts if len(found) == 1 else [])
     if nested:
@@ -80,7 +79,8 @@ def curves(runs: dict[str, Path], metric: str, *, nested: bool = False) -> None:
             for line, width in zip(drawn.lines, widths, strict=True)
         ]
         drawn = replace(drawn, lines=lines)
-    display(SVG(chart.standalone(chart.render(drawn))))
+    colors = chart.STYLE.read_text(encoding="utf-8").partition("* {")[0]
+    display(SVG(chart.render(drawn).replace("><", f"><style>{colors}</style><", 1)))
 
 
 def losses(path: Path) -> list[float]:

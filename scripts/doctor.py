@@ -77,13 +77,7 @@ def main(cfg: DictConfig) -> None:
             shows(finding.refused("launch", error.problems))
         code = 2
     else:
-        seconds, steps = options["--deadline"], options["--step-seconds"]
-        deadlines = {
-            "meeting": 4 * seconds,
-            "collective": seconds,
-            "building": steps,
-            "steps": steps,
-        }
+        deadlines = {"collective": options["--deadline"], "steps": options["--step-seconds"]}
         try:
             code = examine(cfg, deadlines=deadlines, show=shows)
         except Exception as error:  # exit code 1 would mean that there are only warnings

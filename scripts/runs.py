@@ -97,7 +97,6 @@ def main() -> None:
 def report_on(words: list[str]) -> None:
     """Write the page of each run again, or while it trains."""
     from armature import cli, files
-    from armature.launcher import lock
     from armature.pages import history, report
 
     paths = [Path(word) for word in words]
@@ -109,8 +108,7 @@ def report_on(words: list[str]) -> None:
     ]:  # fmt: skip
         cli.refuse(problems)
     for path, page in zip(paths, pages, strict=True):
-        running = lock.is_held(path)
-        cli.write_output("", page, report.make(path, running=running))
+        cli.write_output("", page, report.make(path))
         print(page)
 
 
@@ -135,7 +133,7 @@ def compare(words: list[str]) -> None:
     problems += cli.output_problems("out=", out, ".html")
     if problems:
         cli.refuse(problems)
-    runs = [history.read(path) for path in paths]
+    runs = [history.read(path, name=str(path)) for path in paths]
     print(compare.text(runs))
     cli.write_output("out=", out, compare.make(runs))
     print(out)

@@ -20,11 +20,7 @@ PRELOAD = [
     "armature.doctor.training",
     "armature.strategies.ddp",
 ]
-DEADLINES = {
-    "meeting": 20.0,
-    "collective": 4.0,
-    "steps": 12.0,
-}  # only a fault's own is waited for to its end
+DEADLINES = {"collective": 4.0, "steps": 12.0}  # only a fault's own is waited for to its end
 
 
 def examined(
@@ -62,7 +58,7 @@ def examined(
     for process in processes:
         process.start()
     try:
-        return results.get(timeout=sum(deadlines.values()) * 2)
+        return results.get(timeout=sum(deadlines.values()) * 4)
     except queue.Empty:
         raise AssertionError(f"{fault}: no report") from None
     finally:

@@ -21,7 +21,7 @@ def test_a_healthy_run_has_no_failures(cfg):
     cfg = cfg.copy()
     cfg.trainer.max_steps = 100
     cfg.scheduler.warmup = 10 * training.STEPS  # more than an examination has
-    found = examined(cfg, deadlines={"meeting": 60.0, "steps": 60.0, "collective": 20.0})
+    found = examined(cfg, deadlines={"steps": 60.0, "collective": 20.0})
     assert not failures(found)
     said = " ".join(each.what for each in found)
     assert "the weights that ranks share are the same" in said
@@ -31,7 +31,7 @@ def test_a_healthy_run_has_no_failures(cfg):
 
 
 def test_a_slow_rank_and_an_unsynchronized_parameter_are_named(cfg):
-    deadlines = {"meeting": 60.0, "steps": 60.0, "collective": 20.0}
+    deadlines = {"steps": 60.0, "collective": 20.0}
     found = examined(cfg, fault="a_tenth_of_the_speed+parameter_left_out", deadlines=deadlines)
     slow = [each.what for each in found if each.level == "warning"]
     assert any(
@@ -46,7 +46,7 @@ def test_a_slow_rank_and_an_unsynchronized_parameter_are_named(cfg):
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("sleeps", rf"barrier: rank 1 on {HOST} .* never came within 4 s; rank 0 waited there"),
+        ("sleeps", rf"barrier: rank 1 on {HOST} .* never came, .* Waiting there: rank 0: "),
         ("raises", r"ArithmeticError: the deliberate mistake \(faults.py:"),
         ("skips_a_collective", "rank 1"),
     ],
@@ -55,24 +55,24 @@ def test_a_rank_that_makes_the_others_wait_is_named(cfg, fault, words):
     started = time.monotonic()
     found = failures(examined(cfg, fault=fault))
     assert time.monotonic() - started < 60
-    assert len(found) == 1
+    assert len(found) == 1, found
     assert re.search(words, f"{found[0].what} {found[0].where}"), found
 
 
 def test_a_rank_that_never_starts_is_named(cfg):
-    found = failures(examined(cfg, absent=1, deadlines={"meeting": 5.0}))
+    found = failures(examined(cfg, absent=1, deadlines={"collective": 1.5}))
     assert [each.group for each in found] == ["launch"]
-    assert found[0].what.startswith("rank 1 of 2 never started within 5 s")
+    assert found[0].what.startswith("rank 1 of 2 never started within 6 s")
 
 
 def test_a_wrong_address_is_named(cfg):
     (found,) = failures(examined(cfg, fault="wrong_address"))
-    words = "MASTER_ADDR=no-such-host.invalid: this machine cannot resolve the name."
+    words = "MASTER_ADDR=no-such-host.invalid: this machine cannot resolve the name"
     assert (found.group, found.what.startswith(words)) == ("launch", True), found
 
 
 def test_other_data_on_equal_ranks_and_another_torch_are_named(tensor_cfg):
-    deadlines = {"meeting": 60.0, "steps": 60.0, "collective": 20.0}
+    deadlines = {"steps": 60.0, "collective": 20.0}
     found = failures(examined(tensor_cfg, fault="other_data+another_torch", deadlines=deadlines))
     said = " ".join(each.what for each in found)
     assert "the first batch of rank 1 is not that of rank 0, which shares it" in said, found
@@ -83,7 +83,7 @@ def test_other_data_on_equal_ranks_and_another_torch_are_named(tensor_cfg):
 
 
 def test_a_layer_with_nan_is_named_with_its_rank(cfg):
-    deadlines = {"meeting": 60.0, "steps": 60.0, "collective": 20.0}
+    deadlines = {"steps": 60.0, "collective": 20.0}
     (found,) = failures(examined(cfg, fault="nan_in_a_layer", deadlines=deadlines))
     assert re.fullmatch(rf"rank 1 on {HOST}", found.where)
     assert found.what == "The loss of batch 1 is nan."

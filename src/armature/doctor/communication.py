@@ -7,9 +7,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,8 +39,7 @@ _REMEDIES = {
 }
 
 
-@dataclass(frozen=True)
-class Rate:
+class Rate(NamedTuple):
     """What ranks that communicate have measured.
 
     Args:
@@ -64,7 +62,7 @@ def check(cfg: DictConfig, session: Session) -> None:
     if session.ranks == 1:
         return
     seconds = session.deadlines.collective
-    with session.limit("forming the process group", seconds=session.deadlines.meeting):
+    with session.limit("forming the process group", seconds=4 * seconds):
         device = _init(cfg, session)
     with session.limit("barrier", seconds=seconds):
         _wait(dist.all_reduce(torch.ones(1, device=device), async_op=True))
@@ -76,13 +74,11 @@ def check(cfg: DictConfig, session: Session) -> None:
         own = [*measure_links(device, session), *measure_axes(cfg, device)]
         everyones = [each for part in process_group.all_gather_object(own) for each in part]
     if session.rank == 0:
-        rates = {(each.axis, each.ranks): each for each in everyones}
+        rates = [*{(each.axis, each.ranks): each for each in everyones}.values()]
         expected = expected_links(device)
         session.add(*rank_findings(speeds, name=session.name))
         session.add(
-            *rate_findings(
-                [*rates.values()], hosts=session.hosts, name=session.name, expected=expected
-            )
+            *rate_findings(rates, hosts=session.hosts, name=session.name, expected=expected)
         )
 
 
@@ -275,7 +271,7 @@ def rate_findings(
         # CPU ranks of a machine share its cores: their speed varies
         judged = kind == "between" or bool(expected)
         slow = [each for each in own if judged and each.bandwidth < SLOW * typical]
-        for each in _blamed(slow)[:MOST_NAMED]:
+        for each in slow[:MOST_NAMED]:
             who = listed([name(rank) for rank in each.ranks])
             share = f"{each.bandwidth / typical:.0%} of the others' bandwidth"
             remedy = "Check the network adapter, the cable and the switch, or leave the machine out"
@@ -287,15 +283,6 @@ def rate_findings(
             yield warning(GROUP, what, remedy=_REMEDIES[kind])
         elif not slow:
             yield ok(GROUP, f"{what}.")
-
-
-def _blamed(slow: list[Rate]) -> list[Rate]:
-    """Return what is slow; one of the rank alone that all of it has in common, if there is one."""
-    common = set.intersection(*({*each.ranks} for each in slow)) if len(slow) > 1 else set()
-    if len(common) != 1:
-        return slow
-    bandwidth = statistics.median(each.bandwidth for each in slow)
-    return [Rate(slow[0].axis, tuple(common), 0.0, bandwidth)]
 
 
 def _rate(bytes_per_second: float) -> str:

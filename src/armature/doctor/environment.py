@@ -1,10 +1,12 @@
-"""This machine: packages, GPUs, memory, shared memory and cores. Torch-free."""
+"""This machine: packages, GPUs, memory, shared memory, cores, and what another launcher has left.
+Torch-free.
+"""
 
 import os
 import shutil
 import socket
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -15,10 +17,21 @@ from packaging.requirements import Requirement
 from armature import hardware
 from armature.doctor import finding
 from armature.doctor.finding import Finding, failure, ok, warning
+from armature.launcher import environment
 
 GROUP = "environment"
 REQUIREMENTS = Path(__file__).parents[3] / "requirements.txt"
 GiB = 2**30
+LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK")  # each sets one
+OF_RANKS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    *environment.SET_FOR_RANKS,
+)
 # bytes: NCCL's buffers between the ranks of a machine, and batches of loader workers
 SHM_PER_RANK = GiB // 4
 # bytes: a rank's imports take 0.7 GiB, a small model and its data the rest
@@ -29,26 +42,23 @@ def check(cfg: DictConfig) -> list[Finding]:
     """Return the findings about this machine."""
     checks = (partial(each, cfg) for each in (gpus, shared_memory, memory, cores))
     found = finding.gathered(GROUP, versions, *checks)
-    return [replace(each, where=socket.gethostname()) for each in found]
+    return [each._replace(where=socket.gethostname()) for each in found]
 
 
 def versions() -> Iterator[Finding]:
     """Compare the installed packages with requirements.txt, if this is a clone."""
     lines = REQUIREMENTS.read_text().splitlines() if REQUIREMENTS.is_file() else []
-    required = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    found = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    required = [each for each in found if each.marker is None or each.marker.evaluate()]
     wrong = False
     for each in required:
-        if each.marker is not None and not each.marker.evaluate():
-            continue
-        try:
+        with suppress(metadata.PackageNotFoundError):
             version = metadata.version(each.name)
-        except metadata.PackageNotFoundError:
-            version = None
-        if version is None or not each.specifier.contains(version, prereleases=True):
-            wrong = True
-            here = "is not installed" if version is None else f"{version} is installed"
-            what = f"{each.name} {here}; this project needs {each.specifier}."
-            yield failure(GROUP, what, remedy=f"Type pip install '{each.name}{each.specifier}'.")
+            if each.specifier.contains(version, prereleases=True):
+                continue
+        wrong = True
+        what = f"This project needs {each}, and another version or none is installed."
+        yield failure(GROUP, what, remedy=f"Type pip install '{each}'.")
     if required and not wrong:
         yield ok(GROUP, f"All {len(required)} required packages have versions that go together.")
 
@@ -115,6 +125,20 @@ def cores(cfg: DictConfig) -> Iterator[Finding]:
         yield warning(GROUP, f"{what}.", remedy=remedy)
     else:
         yield ok(GROUP, f"{cpus} cores for {ranks} rank{'s' * (ranks > 1)}.")
+
+
+def leftovers(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """Find variables of ranks that no launcher of this process has set: the shell kept them from
+    another job.
+    """
+    present = [name for name in OF_RANKS if environ.get(name)]
+    if present and not any(name in environ for name in LAUNCHERS):
+        known = ", ".join(f"{name}={environ[name]}" for name in present)
+        what = f"{known}: set, but neither torchrun nor srun started this process."
+        remedy = f"If they are left from another job, type unset {' '.join(present)}"
+        yield warning("launch", what, remedy=remedy)
+    else:
+        yield ok("launch", "No variables are left from another job.")
 
 
 def _workers(cfg: DictConfig) -> int:

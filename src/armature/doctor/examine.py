@@ -13,14 +13,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from armature import launch as run
 from armature.doctor import environment as machine
-from armature.doctor import finding, launch, rank, run_directory
+from armature.doctor import finding, rank, run_directory
 from armature.doctor.finding import Finding
 from armature.errors import ConfigError, masked
 from armature.launcher import environment, supervise
 from armature.launcher.watch import RankWatcher
 
 START_SECONDS = 60.0  # imports, on a slow file system
-COLLECTIVES = 12  # checks that may each take deadlines["collective"]
+COLLECTIVES = 16  # checks that may each take deadlines["collective"]
 SHOWN = 600  # characters of a rank's last output
 
 
@@ -34,41 +34,41 @@ def examine(
         deadlines: see `session.Deadlines`.
         show: prints the findings. Of several ranks, one calls it.
     """
-    shown: list[int] = []
+    reported: list[Finding] = []
 
     def report(found: list[Finding]) -> None:
         show(found)
-        shown.append(finding.exit_code(found))
+        reported.extend(found)
 
     try:
         joined = run.join(cfg)
     except ConfigError as error:
         if environment.is_first("LOCAL_RANK", "SLURM_LOCALID"):
-            report(finding.refused(launch.GROUP, error.problems))
-        return max(shown, default=0)
-    own, fatal = finding.gathered(launch.GROUP, launch.leftovers), False
-    if environment.is_first("LOCAL_RANK"):
-        of_machine = machine.check(cfg)
-        fatal = finding.exit_code(of_machine) == finding.EXIT_CODES[finding.FAILURE]
-        own = [*of_machine, *own, *run_directory.check(cfg)]
-    if fatal:  # the ranks would only fail for the same reason
+            report(finding.refused("launch", error.problems))
+        return finding.exit_code(reported)
+    own = machine.check(cfg) if environment.is_first("LOCAL_RANK") else []
+    if finding.exit_code(own) == 2:  # the ranks would only fail for the same reason
         report(own)
-    elif joined:
+        return 2
+    own += finding.gathered("launch", machine.leftovers)
+    if environment.is_first("LOCAL_RANK"):
+        own += run_directory.check(cfg)
+    if joined:
         rank.run(cfg, deadlines=deadlines, own=own, report=report)
     else:
         report(own + start_ranks(cfg, deadlines=deadlines))
-    return max(shown, default=0)
+    return finding.exit_code(reported)
 
 
 def start_ranks(cfg: DictConfig, *, deadlines: dict[str, float]) -> list[Finding]:
     """Start the ranks of this machine, and return their report, or why there is none."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    seconds = START_SECONDS + sum(deadlines.values()) + COLLECTIVES * deadlines["collective"]
+    seconds = START_SECONDS + COLLECTIVES * deadlines["collective"] + 2 * deadlines["steps"]
     with tempfile.TemporaryDirectory(prefix="armature-doctor-", ignore_cleanup_errors=True) as name:
         folder, how = Path(name), "ended"
         OmegaConf.save(cfg, folder / rank.CONFIG)
-        (folder / rank.SETTINGS).write_text(json.dumps(deadlines))
+        (folder / rank.DEADLINES).write_text(json.dumps(deadlines))
         watcher = RankWatcher(folder / "heartbeats", ranks=cfg.trainer.devices)
         timer = threading.Timer(seconds, watcher.kill)
         timer.start()
@@ -84,13 +84,12 @@ def start_ranks(cfg: DictConfig, *, deadlines: dict[str, float]) -> list[Finding
         finally:
             timer.cancel()
         if (report := folder / rank.REPORT).is_file():
-            return finding.from_records(json.loads(report.read_text()))
+            return [Finding(*each) for each in json.loads(report.read_text())]
         if how == "ended" and cfg.launch.rdzv_endpoint:
             what = "The ranks of this machine have finished; another machine has the report."
-            return [finding.ok(launch.GROUP, what)]
-        output = " ".join(
-            " ".join(f.read_text(errors="replace") for f in folder.rglob("std*.log")).split()
-        )
+            return [finding.ok("launch", what)]
+        files = folder.rglob("std*.log")
+        output = " ".join(" ".join(file.read_text(errors="replace") for file in files).split())
         what = f"The ranks left no report ({how}). Their last output: {masked(output)[-SHOWN:]}"
         remedy = "Correct the error, then examine again. Exit code -9: memory may have run out."
-        return [finding.failure(launch.GROUP, what, remedy=remedy)]
+        return [finding.failure("launch", what, remedy=remedy)]

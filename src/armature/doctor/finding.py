@@ -2,8 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import NamedTuple
 
 from armature.errors import error_line, masked
 
@@ -13,8 +12,7 @@ GROUPS = ("environment", "launch", "communication", "gradients", "data", "run di
 MOST_NAMES = 8  # of ranks or machines, in a sentence
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """The result of one check.
 
     Args:
@@ -64,14 +62,6 @@ def gathered(group: str, *checks: Callable[[], Iterable[Finding]]) -> list[Findi
     return found
 
 
-def from_records(records: Iterable[dict[str, Any]]) -> list[Finding]:
-    return [Finding(**record) for record in records]
-
-
-def to_records(findings: Iterable[Finding]) -> list[dict[str, Any]]:
-    return [asdict(finding) for finding in findings]
-
-
 def exit_code(findings: Iterable[Finding]) -> int:
     """Return 0 if all is well, 1 for warnings, 2 for failures."""
     return max((EXIT_CODES[finding.level] for finding in findings), default=0)
@@ -92,12 +82,13 @@ def merged(findings: Iterable[Finding]) -> list[Finding]:
     """Return the findings in the order of GROUPS, those that several machines or ranks share as
     one.
     """
-    places: dict[tuple[str, str, str, str], list[str]] = {}
+    places: dict[Finding, dict[str, None]] = {}
     for each in findings:
-        known = places.setdefault((each.level, each.group, each.what, each.remedy), [])
-        if each.where and each.where not in known:
-            known.append(each.where)
-    joined = [Finding(*key, listed(names)) for key, names in places.items()]
+        places.setdefault(each._replace(where=""), {})[each.where] = None
+    joined = [
+        each._replace(where=listed([name for name in names if name]))
+        for each, names in places.items()
+    ]
     return sorted(joined, key=lambda each: GROUPS.index(each.group))
 
 
@@ -122,4 +113,5 @@ def as_text(findings: Iterable[Finding]) -> str:
 
 def as_json(findings: Iterable[Finding]) -> str:
     found = merged(findings)
-    return json.dumps({"exit_code": exit_code(found), "findings": to_records(found)}, indent=2)
+    records = [each._asdict() for each in found]
+    return json.dumps({"exit_code": exit_code(found), "findings": records}, indent=2)

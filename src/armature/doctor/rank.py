@@ -24,7 +24,7 @@ from armature.errors import ConfigError, error_line, masked, own_frames
 from armature.launcher import rank
 
 # in the folder of an examination
-REPORT, CONFIG, SETTINGS = ("report.json", "config.yaml", "settings.json")
+REPORT, CONFIG, DEADLINES = ("report.json", "config.yaml", "deadlines.json")
 
 
 def run(
@@ -50,15 +50,14 @@ def run(
 
     process.quiet()
     torch.set_float32_matmul_precision(cfg.trainer.matmul_precision)
-    try:
-        on_gpus = cfg.trainer.accelerator == "gpu"
-        limits = session.Deadlines(**deadlines)
-        met = session.meet(
-            deadlines=limits, report=report, own=own, alike=_alike(cfg), on_gpus=on_gpus
-        )
-    except session.Unreachable as error:
-        report([*own, error.finding])
-        return
+    on_gpus = cfg.trainer.accelerator == "gpu"
+    met = session.meet(
+        deadlines=session.Deadlines(**deadlines),
+        report=report,
+        own=own,
+        alike=_alike(cfg),
+        on_gpus=on_gpus,
+    )
     with _naming_errors(met, "communication"):
         communication.check(cfg, met)
     L.seed_everything(cfg.seed, workers=True, verbose=False)
@@ -90,28 +89,26 @@ def _naming_errors(met: Any, group: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        what, remedy = masked(error_line(error)), "Correct it, then examine again."
         if isinstance(error, ConfigError):
-            what = masked(" ".join(error.problems))
+            what = " ".join(error.problems)
         else:
             traceback.print_exc()
-            own = own_frames(traceback.extract_tb(error.__traceback__))
-            place = f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else "unknown place"
-            what = f"{what[:400]} ({place})"
-        met.fail(finding.failure(group, what, remedy=remedy, where=met.name()))
+            last = own_frames(traceback.extract_tb(error.__traceback__))[-1]
+            what = f"{error_line(error)[:400]} ({Path(last.filename).name}:{last.lineno})"
+        remedy = "Correct it, then examine again."
+        met.fail(finding.failure(group, masked(what), remedy=remedy, where=met.name()))
 
 
 def main() -> None:
     """Run a rank that the doctor itself started. Its report is a file in the folder."""
     rank.end_with_parent()
     folder = Path(sys.argv[1])
-    settings = json.loads((folder / SETTINGS).read_text())
+    deadlines = json.loads((folder / DEADLINES).read_text())
 
     def report(found: list[Finding]) -> None:
-        files.replace(folder / REPORT, json.dumps(finding.to_records(found)))
+        files.replace(folder / REPORT, json.dumps(found))
 
-    cfg = config.load(folder / CONFIG)
-    run(cfg, deadlines=settings, own=[], report=report)
+    run(config.load(folder / CONFIG), deadlines=deadlines, own=[], report=report)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # a thread of gloo can abort the interpreter's teardown

@@ -39,7 +39,7 @@ def check(cfg: DictConfig, session: Session) -> None:
     ) as folder:
         session.folder = Path(folder)
         with session.limit(
-            "building the model and the data", seconds=session.deadlines.building, group="data"
+            "building the model and the data", seconds=session.deadlines.steps, group="data"
         ):
             run = worker.build(rehearsal(cfg, Path(folder)), StopOnSignal())
         watch = Watch(session)
@@ -107,7 +107,7 @@ class Watch(L.Callback):
     def __init__(self, session: Session) -> None:
         self.session = session
         self.losses: list[Tensor] = []
-        self.batches: list[tuple[int, str]] = []  # data rank and first batch of each rank
+        self.batches: list[dict[str, Any]] = []  # the first of each rank, by its digest
         self.compared = False
         self._began = 0.0
         self.steps = 0  # fewer than STEPS if the run is shorter
@@ -122,7 +122,8 @@ class Watch(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if not self.batches:
-            own = (StrategyMixin.of(trainer).data_rank, same_everywhere.digest(batch))
+            place = StrategyMixin.of(trainer).data_rank
+            own = {"data rank": place, "batch": same_everywhere.digest(batch)}
             self.batches = process_group.all_gather_object(own)
 
     def on_before_optimizer_step(
@@ -187,20 +188,16 @@ class Watch(L.Callback):
             session.add(failure(GROUP, what, remedy=remedy, where=session.name()))
         if session.rank == 0:
             if first == math.inf:
-                ran = f"{self.steps} step{'s' * (self.steps != 1)} ran on {session.ranks} rank"
-                what = f"{ran}{'s' * (session.ranks > 1)}; the loss is finite"
+                what = f"Steps: {self.steps}, ranks: {session.ranks}. The loss is finite"
                 same = ", and the weights that ranks share are the same" * (session.ranks > 1)
                 session.add(ok(GROUP, f"{what}{same}."))
             self._add_batches()
         self._add_loader((STEPS - 1) * trainer.accumulate_grad_batches)
 
     def _add_batches(self) -> None:
-        by_batch: dict[str, set[int]] = {}
-        for place, batch in self.batches:
-            by_batch.setdefault(batch, set()).add(place)
-        count = len({place for place, _ in self.batches})
-        if any(len(places) > 1 for places in by_batch.values()):
-            what = "Ranks train on the same samples: each must have its own part of the batch."
+        count = len({each["data rank"] for each in self.batches})
+        if found := same_everywhere.repeated(self.batches):
+            what = f"{found}: each must have its own part of the batch."
             remedy = (
                 "The data module serves the same batches on every rank: leave the sampler to "
                 "armature, and let no IterableDataset ignore the rank."

@@ -151,14 +151,14 @@ def meets_nowhere() -> bool:
     return not os.environ.get("MASTER_ADDR") and store_file() is None
 
 
-def wait_for_main_address() -> None:
+def wait_for_main_address(*, seconds: float = NAME_SECONDS) -> None:
     """Return when the name MASTER_ADDR resolves: a cluster may know it some seconds after the
     processes start.
 
     Raises:
-        ConfigError: it does not in NAME_SECONDS. torch would try for many minutes without a word.
+        ConfigError: it does not within `seconds`. torch would try for many minutes without a word.
     """
-    deadline = time.monotonic() + NAME_SECONDS
+    deadline = time.monotonic() + seconds
     while True:
         try:
             socket.getaddrinfo(main_address(), None)

@@ -28,9 +28,7 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 def state(path: Path, summary: dict[str, Any]) -> str:
     """Return running, finished, stopped (REASON) or failed."""
-    if lock.is_held(path):
-        return "running"
     reason = summary.get("stop_reason")
     if reason is None:
-        return "failed"
+        return "running" if lock.is_held(path) else "failed"
     return "finished" if reason == "finished" else f"stopped ({reason})"

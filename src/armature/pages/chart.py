@@ -15,8 +15,7 @@ from statistics import fmean
 WIDTH, HEIGHT = 560, 280  # pixels, without the legend
 LEFT, RIGHT, TOP, BOTTOM = 58, 16, 34, 38  # of them around the plot
 LEGEND_LINE, LETTER = 18, 6.6
-POINTS = 500  # of a line, at most twice as many: a chart has fewer pixels
-BUCKETS = 120  # of a smoothed line
+BUCKETS = 240  # of a long line: a chart has few more pixels
 LARGEST = 1e300  # values beyond it are drawn there
 SERIES = 8  # colors of lines, used in turn: --c0 to --c7 of the style sheet
 STYLE = Path(__file__).with_name("page.css")
@@ -53,33 +52,34 @@ class Chart:
     x_ticks: Sequence[tuple[float, str]] = ()
 
 
-def smooth(xs: Sequence[float], ys: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return the means of values that follow each other, without those that are not finite."""
-    parts = [(xs[i], [y for y in ys[i:j] if math.isfinite(y)]) for i, j in _parts(len(xs), BUCKETS)]
-    return [x for x, part in parts if part], [fmean(part) for _, part in parts if part]
+def buckets(
+    xs: Sequence[float], ys: Sequence[float]
+) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """Return the lowest and the highest value of each of BUCKETS parts, so that peaks stay, and
+    the parts' means.
 
-
-def _parts(count: int, most: int) -> list[tuple[int, int]]:
-    most = min(count, most)
-    return [(i * count // most, (i + 1) * count // most) for i in range(most)]
-
-
-def thin(line: Line) -> list[tuple[float, float]]:
-    """Return at most about two points per bucket, the lowest and the highest: peaks stay."""
-    points = [*zip(line.xs, line.ys, strict=True)]
-    if len(points) <= 2 * POINTS:
-        return points
-    kept = [points[0], points[-1]]
-    for i, j in _parts(len(points), POINTS):
-        finite = [p for p in points[i:j] if math.isfinite(p[1])]
-        kept += [min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])] if finite else []
-        kept += points[i : i + 1] if not finite else []
-    return sorted(set(kept))
+    A part without a finite value interrupts the first, and is left out of the means.
+    """
+    extremes, means, count = [], [], len(xs)
+    for i in range(BUCKETS):
+        first, end = i * count // BUCKETS, (i + 1) * count // BUCKETS
+        pairs = zip(xs[first:end], ys[first:end], strict=True)
+        part = [(x, y) for x, y in pairs if math.isfinite(y)]
+        if part:
+            by_height = sorted(part, key=lambda point: point[1])
+            extremes += sorted((by_height[0], by_height[-1]))
+            means.append((part[0][0], fmean(y for _, y in part)))
+        else:
+            extremes.append((xs[first], math.nan))
+    return extremes, means
 
 
 def render(chart: Chart) -> str:
     """Return an <svg> element whose colors are CSS variables."""
-    drawn = [(line, [(x, _height(y, chart.log)) for x, y in thin(line)]) for line in chart.lines]
+    drawn = [
+        (line, [(x, _height(y, chart.log)) for x, y in zip(line.xs, line.ys, strict=True)])
+        for line in chart.lines
+    ]
     every = [point for _, points in drawn for point in points if point[1] == point[1]]
     x_low, x_high = _range([x for x, _ in every], margin=0.02)
     y_low, y_high = _range([y for _, y in every], margin=0.05)

@@ -7,12 +7,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from html import escape
+from statistics import median
 from typing import Any
 
 from armature.errors import masked
-from armature.pages import chart, columns, curves
+from armature.pages import columns, curves
 from armature.pages.history import History
 from armature.pages.page import charts, code, number, page, shown, table
 
@@ -25,18 +25,14 @@ IGNORED = ("run.name", "run.notes", "run.tags", "run.group", "resume")
 
 def make(runs: Sequence[History]) -> str:
     """Return a page that compares runs."""
-    runs = named_apart(runs)
     head = ["", *(run.name for run in runs)]
     body = [
         f"<h1>{len(runs)} runs</h1>",
         f'<p class="quiet">as of {time.strftime("%Y-%m-%d %H:%M")}</p>',
-        table(
-            [[_swatch(i) + escape(run.name), escape(f"{run.path}")] for i, run in enumerate(runs)]
-        ),
         "<h2>Results</h2>",
         table(([escape(name), *map(_cell, cells)] for name, cells in _results(runs)), head),
         "<h2>Curves</h2>",
-        charts(curves.learning(runs), switch="log"),
+        charts(curves.learning(runs), log=True),
         "<h2>Learning rate and speed</h2>",
         charts(curves.speed(runs)),
         "<h2>Configurations</h2>",
@@ -48,17 +44,6 @@ def make(runs: Sequence[History]) -> str:
     return masked(page(" · ".join(run.name for run in runs), body))
 
 
-def named_apart(runs: Sequence[History]) -> list[History]:
-    """Return the runs, with those of one name called by their paths."""
-    names = [run.name for run in runs]
-    return [
-        replace(run, config={**run.config, "run.name": str(run.path)})
-        if names.count(run.name) > 1
-        else run
-        for run in runs
-    ]
-
-
 def rate(runs: Sequence[History]) -> str:
     return (
         "tokens_per_second"
@@ -67,30 +52,20 @@ def rate(runs: Sequence[History]) -> str:
     )
 
 
-def _values(runs: Sequence[History]) -> list[str]:
-    return [*dict.fromkeys(name for run in runs for name in run.values)]
-
-
-def _is_of_validation(name: str, runs: Sequence[History]) -> bool:
-    return any(run.is_of_validation(name) for run in runs)
-
-
-def _swatch(i: int) -> str:
-    return f'<span class="swatch" style="background:var(--c{i % chart.SERIES})"></span>'
-
-
 def results(runs: Sequence[History]) -> dict[str, list[float | None]]:
     """Return by name each run's value: the last of a training metric, the best of a validation
     metric, totals.
     """
     found = {"optimizer steps": [_value(run, "step", None) for run in runs]}
-    for name in _values(runs):
-        of_validation = _is_of_validation(name, runs)
+    for name in dict.fromkeys(name for run in runs for name in run.values):
+        of_validation = any(run.is_of_validation(name) for run in runs)
         if of_validation or name.startswith(("train/loss", "train_loss", "test/", "test_")):
             aim = goal(name, runs) if of_validation else None
             found[name] = [_value(run, name, aim) for run in runs]
+    speed = rate(runs)
+    rates = [run.curve(speed)[1] for run in runs]
+    found[speed.replace("_", " ")] = [median(each) if each else None for each in rates]
     for title, key, unit in (
-        (rate(runs).replace("_", " "), rate(runs), 1),
         ("seconds of the newest start", "seconds", 1),
         ("peak memory, GiB", "peak_memory_bytes", 2**30),
     ):
@@ -165,7 +140,6 @@ def text(runs: Sequence[History]) -> str:
     """Return the results and differences as a table for a terminal, the best values marked with
     *.
     """
-    runs = named_apart(runs)
     rows = [["", *(run.name for run in runs)]]
     rows += [
         [name, *(f"{cell}*" if best else cell for cell, best in cells)]

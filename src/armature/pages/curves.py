@@ -6,10 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from armature.pages.chart import Chart, Line, smooth
+from armature.pages.chart import BUCKETS, Chart, Line, buckets
 from armature.pages.history import History
 
-SMOOTHED = 240  # fewer values are shown as they are
 # charts of values under other names than ours: a callback may log a hundred of them
 MOST_OTHERS = 24
 PHASES = ("data", "forward", "backward", "optimizer", "other")
@@ -37,12 +36,15 @@ def curve(
     xs: Sequence[float], ys: Sequence[float], *, label: str, color: int, raw: bool = False
 ) -> list[Line]:
     """Return the lines of a curve: one, or the raw values and their means."""
-    if raw or len(xs) < SMOOTHED:
+    if len(xs) <= BUCKETS:
         line = Line(xs=xs, ys=ys, label=label, color=color, dots=len(xs) <= 40)
         return [line] if xs else []
-    means, heights = smooth(xs, ys)
-    faint = Line(xs=xs, ys=ys, color=color, width=1.0, opacity=0.3)
-    return [faint, Line(xs=means, ys=heights, label=label, color=color)]
+    extremes, means = ([*zip(*points, strict=True)] for points in buckets(xs, ys))
+    outer = Line(xs=extremes[0], ys=extremes[1], color=color)
+    if raw or not means:
+        return [replace(outer, label=label)]
+    faint = replace(outer, width=1.0, opacity=0.3)
+    return [faint, Line(xs=means[0], ys=means[1], label=label, color=color)]
 
 
 def together(run: History, columns: Mapping[str, str], title: str) -> list[Chart]:

@@ -44,15 +44,12 @@ class History:
     """
 
     path: Path
+    name: str
     metrics: Table
     timings: Table
     summary: dict[str, Any]
     events: list[dict[str, Any]]
     config: dict[str, Any]
-
-    @property
-    def name(self) -> str:
-        return str(self.config.get("run.name") or self.path.name)
 
     @property
     def values(self) -> list[str]:
@@ -94,15 +91,17 @@ class History:
         return [], []
 
 
-def read(path: Path) -> History:
-    """Return what the files of a run directory hold."""
+def read(path: Path, *, name: str | None = None) -> History:
+    """Return what the files of a run directory hold; `name`: instead of its own."""
+    config = read_config(path / "config.yaml")
     return History(
         path,
+        name or str(config.get("run.name") or path.name),
         metrics=read_table(path / "metrics.csv"),
         timings=read_table(path / "timings.csv"),
         summary=read_summary(path),
         events=read_events(path / EVENTS),
-        config=read_config(path / "config.yaml"),
+        config=config,
     )
 
 

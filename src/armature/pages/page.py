@@ -34,25 +34,22 @@ def page(title: str, body: Iterable[str]) -> str:
     )
 
 
-def charts(drawn: Sequence[chart.Chart], *, switch: str = "") -> str:
-    """Return charts; with a switch between a linear and a logarithmic axis, which needs no script.
-
-    Args:
-        switch: its name, unique on the page; "": there is none.
+def charts(drawn: Sequence[chart.Chart], *, log: bool = False) -> str:
+    """Return charts; `log`, of one group on a page: with a switch between a linear and a
+    logarithmic axis, which needs no script.
     """
     boxes = []
     for each in drawn:
-        linear = chart.render(each)
-        if switch:
+        box = chart.render(each)
+        if log:
             logarithmic = chart.render(replace(each, log=True))
-            linear = (
-                f'<div class="linear">{linear}</div><div class="logarithmic">{logarithmic}</div>'
-            )
-        boxes.append(f'<div class="chart">{linear}</div>')
-    box = f'<input type="checkbox" class="log" id="{switch}"> '
-    box += f'<label for="{switch}">logarithmic axis</label>'
-    grid = f'<div class="charts">{"".join(boxes)}</div>' if boxes else ""
-    return f"<div>{box}{grid}</div>" if switch and boxes else grid
+            box = f'<div class="linear">{box}</div><div class="logarithmic">{logarithmic}</div>'
+        boxes.append(f'<div class="chart">{box}</div>')
+    grid = f'<div class="charts">{"".join(boxes)}</div>'
+    switch = (
+        '<input type="checkbox" class="log" id="log"> <label for="log">logarithmic axis</label>'
+    )
+    return f"<div>{switch if log else ''}{grid}</div>"
 
 
 def tile(name: str, value: str) -> str:
@@ -92,11 +89,3 @@ def number(value: Any) -> str:
     if isinstance(value, int) or (abs(value) >= 1e4 and math.isfinite(value)):
         return f"{value:,.0f}"
     return f"{value:.5g}"
-
-
-def duration(seconds: float) -> str:
-    seconds = round(max(0.0, seconds))
-    hours, minutes = seconds // 3600, seconds % 3600 // 60
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {seconds % 60} s" if minutes else f"{seconds} s"

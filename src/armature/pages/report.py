@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import base64
-import math
 import struct
 import time
 import zlib
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from armature.errors import masked
+from armature.launcher import run_state
 from armature.pages import curves
-from armature.pages.history import History, changed, read
-from armature.pages.page import charts, code, duration, number, page, table, tile
+from armature.pages.compare import results
+from armature.pages.history import History, changed, flat, read
+from armature.pages.page import charts, code, number, page, table, tile
 
 NAME = "report.html"
 SAMPLES = 12  # shown at most: the first, the newest and those between
 HOW_TO_SPLIT = "callbacks=monitors splits a step into data, forward, backward and optimizer."
 
 
-def make(path: Path, *, running: bool = False) -> str:
-    """Return the page of a run directory; `running`: it has not ended."""
+def make(path: Path) -> str:
+    """Return the page of a run directory."""
     run = read(path)
-    body = [*_head(run, running=running), _tiles(run)]
+    body = [*_head(run), _tiles(run)]
     for title, drawn in (
         ("Learning", curves.learning([run])),
         ("Experts", curves.experts(run)),
@@ -34,24 +34,16 @@ def make(path: Path, *, running: bool = False) -> str:
         ("Memory", curves.memory(run)),
     ):
         if drawn:
-            switch = "log" if title == "Learning" else ""
-            body += [f"<h2>{title}</h2>", charts(drawn, switch=switch)]
+            body += [f"<h2>{title}</h2>", charts(drawn, log=title == "Learning")]
     if not any(name.startswith("time/") for name in run.timings):
         body.append(f'<p class="quiet">{escape(HOW_TO_SPLIT)}</p>')
     body += [*_samples(run), *_starts(run), *_configuration(run), *_environment(run)]
     return masked(page(f"{run.name} · {run.config.get('task._target_') or 'run'}", body))
 
 
-def _head(run: History, *, running: bool) -> Iterator[str]:
-    if run.summary:
-        reason = str(run.summary.get("stop_reason"))
-        state, kind = (
-            (reason, "finished") if reason == "finished" else (f"stopped ({reason})", "stopped")
-        )
-    else:
-        state, kind = (
-            ("running when this was written", "") if running else ("not finished", "failed")
-        )
+def _head(run: History) -> Iterator[str]:
+    state = run_state.state(run.path, run.summary)
+    kind = state.partition(" ")[0]
     made = time.strftime("%Y-%m-%d %H:%M")
     yield f'<h1>{escape(run.name)}</h1><p><span class="state {kind}">{escape(state)}</span> '
     yield f'<span class="quiet">as of {made} · {escape(str(run.path))}</span></p>'
@@ -63,35 +55,17 @@ def _head(run: History, *, running: bool) -> Iterator[str]:
 
 
 def _tiles(run: History) -> str:
-    summary, start = run.summary, _newest_start(run)
-    steps = max(filter(math.isfinite, run.curve("step")[0]), default=0)
-    step = summary.get("global_step")
-    step = number(step if isinstance(step, int) else int(steps))
-    planned = summary.get("planned_steps") or start.get("planned_steps")
-    found: dict[str, Any] = {"optimizer step": f"{step} of {number(planned)}" if planned else step}
-    if losses := run.curve("train/loss")[1]:
-        found["newest train/loss"] = losses[-1]
-    monitor, mode = run.config.get("checkpoint.monitor"), run.config.get("checkpoint.mode")
-    if scores := [score for score in run.curve(str(monitor))[1] if math.isfinite(score)]:
-        found[f"best {monitor}"] = max(scores) if mode == "max" else min(scores)
-    final = summary.get("metrics")
-    for name, value in (final if isinstance(final, dict) else {}).items():
-        if name.startswith("test/"):
-            found[name] = value
-    for key in ("tokens_per_second", "samples_per_second"):
-        if rates := run.curve(key)[1]:
-            found[key.replace("_", " ")] = round(median(rates))
-            break
-    if isinstance(seconds := summary.get("seconds"), int | float):
-        found["newest start took"] = duration(seconds)
-    found["parameters"] = summary.get("parameters") or start.get("parameters")
+    start = run.starts[-1] if run.starts else {}
+    planned = run.summary.get("planned_steps") or start.get("planned_steps")
+    found = {
+        f"best {name}" if run.is_of_validation(name) else name: number(value)
+        for name, (value,) in results([run]).items()
+    }
+    found["parameters"] = number(run.summary.get("parameters") or start.get("parameters"))
     found["restarts"] = str(max(0, len(run.starts) - 1))
-    tiles = [tile(name, number(value)) for name, value in found.items() if value is not None]
-    return f'<div class="tiles">{"".join(tiles)}</div>'
-
-
-def _newest_start(run: History) -> dict[str, Any]:
-    return run.starts[-1] if run.starts else {}
+    if planned:
+        found["optimizer steps"] = f"{found.get('optimizer steps', 0)} of {number(planned)}"
+    return f'<div class="tiles">{"".join(tile(*each) for each in found.items())}</div>'
 
 
 def _samples(run: History) -> Iterator[str]:
@@ -195,18 +169,8 @@ def _configuration(run: History) -> Iterator[str]:
 
 
 def _environment(run: History) -> Iterator[str]:
-    start = _newest_start(run)
-    facts: dict[str, Any] = {}
-    commit = start.get("commit")
-    if commit:
-        facts["commit"] = f"{commit}{' and uncommitted changes' if start.get('dirty') else ''}"
-    facts |= {
-        key: start[key]
-        for key in ("python", "system", "processor", "devices", "host")
-        if start.get(key)
-    }
-    versions = start.get("versions")
-    facts |= versions if isinstance(versions, dict) else {}
-    if facts:
+    if run.starts:
         yield "<h2>Environment of the newest start</h2>"
-        yield table([[escape(str(key)), code(value)] for key, value in facts.items()])
+        facts = {key: value for key, value in flat(run.starts[-1]) if value is not None}
+        del facts["event"]
+        yield table([[escape(key), code(value)] for key, value in facts.items()])

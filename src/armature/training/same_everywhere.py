@@ -104,7 +104,7 @@ class SameEverywhere(Callback):
             self._named |= {name for name, _ in unlike(everyones, kind)}
             if new:
                 log.warning("Ranks have different values: %s. %s", "; ".join(new[:SHOWN]), text)
-        if found := _repeated(everyones):
+        if found := repeated(everyones):
             log.warning(
                 "%s: each then learns the same. Let your dataset give other samples for other "
                 "numbers, and no generator of one seed on all ranks.",
@@ -131,7 +131,7 @@ def differences(everyones: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"the first batch of rank {rank} is not that of rank {first}, which shares it"
 
 
-def _repeated(everyones: Sequence[Mapping[str, Any]]) -> str | None:
+def repeated(everyones: Sequence[Mapping[str, Any]]) -> str | None:
     """Return which ranks have begun with the same samples, instead of with their own."""
     first: dict[str, int] = {}
     for rank, own in enumerate(everyones):
