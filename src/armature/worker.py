@@ -128,26 +128,17 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
     if step is not None:
         limits = limits.reached(step, **sizes)
 
-    csv, guard, same = (
-        MetricsCSV(directory),
-        NotFiniteGuard(cfg.trainer.on_nan, directory),
-        SameEverywhere(),
-    )
+    csv, guard = MetricsCSV(directory), NotFiniteGuard(cfg.trainer.on_nan, directory)
+    same = SameEverywhere()
     step_log = StepLog(
-        csv,
-        every_n_steps=cfg.trainer.log_every_n_steps,
-        global_batch_size=fed.global_batch_size,
-        train_size=fed.train_size,
-        tokens_per_sample=fed.assets.tokens_per_sample,
-        rows_read=guard.rows_read,
+        csv, fed, every_n_steps=cfg.trainer.log_every_n_steps, rows_read=guard.rows_read
     )
-    left_out = ("root", "trust", "include_base")
     checkpointing = Checkpointing(
         resume.folder(directory, cfg),
         step_log,
+        cfg.checkpoint,
         manifest_entries={"config_hash": run_dir.fingerprint(cfg)},
         before_save=[watchdog.rest, same.check],
-        **{key: value for key, value in cfg.checkpoint.items() if key not in left_out},
     )
     start_line = partial(report.start_line, cfg, batches, checkpoint)
     chosen = [instantiate(node) for node in (cfg.callbacks or {}).values()]

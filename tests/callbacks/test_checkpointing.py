@@ -32,6 +32,7 @@ POLICY = {
     "mode": "min",
     "at_end": True,
     "background": False,
+    "on_failure": "continue",
 }
 
 
@@ -67,7 +68,7 @@ class Quiet:
 def test_modules_find_folder_and_last_checkpoint_by_lightnings_names(tmp_path):
     trainer: Any = Trainer(set())
     log: Any = Quiet()
-    callback = Checkpointing(tmp_path, log, **POLICY, on_failure="continue")
+    callback = Checkpointing(tmp_path, log, POLICY)
     assert (callback.dirpath, callback.last_model_path, callback.best_model_path) == (
         str(tmp_path),
         "",
@@ -83,7 +84,7 @@ def saves(
 ) -> list[str]:
     trainer: Any = Trainer(full_at)
     log: Any = Quiet()
-    callback = Checkpointing(folder, log, **POLICY, on_failure=on_failure)
+    callback = Checkpointing(folder, log, POLICY | {"on_failure": on_failure})
     for step in range(1, steps + 1):
         trainer.global_step = step
         callback._save(trainer)
@@ -132,9 +133,7 @@ def test_a_save_in_the_background_is_complete_when_training_ends(tmp_path, monke
     monkeypatch.setattr(directory, "write_manifest", slow_write)
     log: Any = Quiet()
     trainer: Any = Trainer(set())
-    callback = Checkpointing(
-        tmp_path, log, **{**POLICY, "background": True, "at_end": False}, on_failure="continue"
-    )
+    callback = Checkpointing(tmp_path, log, POLICY | {"background": True, "at_end": False})
     trainer.global_step, trainer.should_stop = 1, False
     callback._save(trainer)
     assert not (tmp_path / "step=000001").exists()
@@ -157,7 +156,7 @@ def test_a_rank_that_fails_reports_its_save_and_keeps_its_own_error(tmp_path, mo
     log: Any = Quiet()
     trainer: Any = Trainer(set())
     trainer.global_step = 1
-    callback = Checkpointing(tmp_path, log, **{**POLICY, "background": True}, on_failure="continue")
+    callback = Checkpointing(tmp_path, log, POLICY | {"background": True})
     callback._save(trainer)
     callback.on_exception(trainer, log, ValueError("the rank's own"))
     assert (
@@ -187,7 +186,7 @@ def in_the_background(
     trainer.fit_loop = SimpleNamespace(epoch_loop=SimpleNamespace(validation_is_due=False))
     monkeypatch.setattr(checkpointing, "OurTrainer", Trainer)
     callback = Checkpointing(
-        folder, log, **{**POLICY, "background": True, "keep_best": 1}, on_failure=on_failure
+        folder, log, POLICY | {"background": True, "keep_best": 1, "on_failure": on_failure}
     )
     callback._save(trainer, 0.5)
     return callback, trainer
@@ -229,8 +228,7 @@ def saved_by_time() -> tuple[list[int], list[tuple[int, str]]]:
     callback = Checkpointing(
         Path(),
         log,
-        **{**POLICY, "every_n_steps": None, "every_n_minutes": minutes},
-        on_failure="stop",
+        POLICY | {"every_n_steps": None, "every_n_minutes": minutes},
     )
     trainer: Any = SimpleNamespace(
         world_size=2, fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(validation_is_due=False))
@@ -305,9 +303,7 @@ def test_scores_of_another_monitor_do_not_count_after_a_resume(tmp_path, caplog)
     log: Any = Quiet()
 
     def made(**changes: Any) -> Checkpointing:
-        return Checkpointing(
-            tmp_path, log, **{**POLICY, "keep_best": 1, **changes}, on_failure="continue"
-        )
+        return Checkpointing(tmp_path, log, POLICY | {"keep_best": 1, **changes})
 
     (tmp_path / "step=000002").mkdir()
     first = made()
@@ -338,7 +334,7 @@ def test_the_best_one_stays_until_a_better_one_is_written(tmp_path, monkeypatch)
         "keep_every_n_steps": None,
         "background": True,
     }
-    callback = Checkpointing(tmp_path, log, **policy, on_failure="continue")
+    callback = Checkpointing(tmp_path, log, policy)
     write, finish, finishing = directory.write_manifest, callback.writer.finish, threading.Event()
     monkeypatch.setattr(
         directory, "write_manifest", lambda *args: (finishing.wait(60), write(*args))

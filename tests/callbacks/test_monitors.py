@@ -94,13 +94,7 @@ def fit(
     data = rows()
     data.pause = data_pause
     feed = Feed(data, global_batch_size=micro * accumulate, micro_batch_size=micro)
-    log = StepLog(
-        MetricsCSV(folder),
-        every_n_steps=every,
-        global_batch_size=micro * accumulate,
-        train_size=1000,
-        tokens_per_sample=None,
-    )
+    log = StepLog(MetricsCSV(folder), feed, every_n_steps=every)
     task = Task(model, optimizer=partial(torch.optim.SGD, lr=0.1))
     trainer = Trainer(
         strategy=SingleDevice(seed=0),

@@ -142,7 +142,7 @@ def scores_of_ranks(folder: str) -> list[Any]:
     from tests.callbacks.test_checkpointing import POLICY, Checkpointing, Quiet, Trainer
 
     log: Any = Quiet()
-    callback = Checkpointing(Path(folder), log, **{**POLICY, "keep_best": 1}, on_failure="continue")
+    callback = Checkpointing(Path(folder), log, POLICY | {"keep_best": 1})
     found = []
     for step, score in ((1, 1.0), (2, 2.0), (3, 0.5)):
         trainer: Any = Trainer(set())

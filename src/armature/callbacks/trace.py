@@ -126,9 +126,7 @@ class Trace(Callback):
         if self._file is not None and completed_batches(trainer) <= self.steps:
             self._write({"step": completed_batches(trainer), "logged": _logged(trainer)})
 
-    @override
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: L.LightningModule) -> None:
-        self.on_validation_end(trainer, pl_module)  # now the averages of the epoch are there
+    on_train_epoch_end = on_validation_end  # then the averages of the epoch are there
 
     def _write(self, record: dict[str, Any]) -> None:
         assert self._file is not None
@@ -192,10 +190,10 @@ def _named_weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _random_state() -> bytes:
-    digest = hashlib.blake2b(torch.get_rng_state().numpy().tobytes())
+    states = [torch.get_rng_state()]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        digest.update(torch.cuda.get_rng_state().numpy().tobytes())
-    return digest.digest()
+        states.append(torch.cuda.get_rng_state())
+    return b"".join(state.numpy().tobytes() for state in states)
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

@@ -5,9 +5,9 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -40,11 +40,7 @@ class Checkpointing(RunHooks, Checkpoint):
 
     Args:
         folder: where the checkpoints are, on this machine or in an object store.
-        monitor: the logged value that decides which are best; `mode` is min or max.
-        keep_every_n_steps: checkpoints at multiples of it are never removed.
-        background: write in a thread, while training continues; with `idle` only where cores are
-            idle, until the next save or the end of the run waits for it.
-        on_failure: what the run does if a save fails (a full disk): `continue` or `stop`.
+        policy: the `checkpoint` group of the configuration.
         manifest_entries: what the manifests state about the run.
         before_save: called on all ranks before a save, and before they wait for the previous one.
 
@@ -58,33 +54,16 @@ class Checkpointing(RunHooks, Checkpoint):
         self,
         folder: Path,
         step_log: StepLog,
+        policy: Any,
         *,
-        every_n_steps: int | None,
-        every_n_minutes: float | None,
-        keep_last: int,
-        keep_best: int,
-        keep_every_n_steps: int | None,
-        monitor: str,
-        mode: str,
-        at_end: bool,
-        background: bool,
-        on_failure: str,
         manifest_entries: dict[str, Any] | None = None,
         before_save: Sequence[Callable[[Trainer], None]] = (),
     ) -> None:
         self.folder = folder
-        self.step_log = step_log
-        self.every_n_steps = every_n_steps
-        self.every = timedelta(minutes=every_n_minutes) if every_n_minutes is not None else None
-        self.keep_last, self.keep_best, self.keep_every_n_steps = (
-            keep_last,
-            keep_best,
-            keep_every_n_steps,
-        )
-        self.monitor, self.mode, self.at_end = monitor, mode, at_end
-        self.on_failure, self.before_save = on_failure, before_save
+        self.step_log, self.before_save = step_log, before_save
+        self.policy = SimpleNamespace(**policy)  # which is read in each step
         self.writer = CheckpointWriter(
-            background=background,
+            background=self.policy.background,
             entries=manifest_entries,
             on_saved=self._saved,
             keeps_plan=True,
@@ -102,11 +81,15 @@ class Checkpointing(RunHooks, Checkpoint):
         self._owed_step = -1  # the loaded checkpoint's, when its validation has run
 
     def state_dict(self) -> dict[str, Any]:
-        own = {"scores": dict(self.scores), "owes_validation": self._owes_validation}
-        return own | {"monitor": self.monitor, "mode": self.mode}
+        return {
+            "scores": dict(self.scores),
+            "owes_validation": self._owes_validation,
+            "monitor": self.policy.monitor,
+            "mode": self.policy.mode,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        saved, own = state_dict["scores"], (self.monitor, self.mode)
+        saved, own = state_dict["scores"], (self.policy.monitor, self.policy.mode)
         of = state_dict["monitor"], state_dict["mode"]
         if saved and of != own:
             saved = {}
@@ -125,11 +108,7 @@ class Checkpointing(RunHooks, Checkpoint):
     @property
     def best(self) -> Path | None:
         """The checkpoint with the best score so far, or None without any score."""
-        if not self.scores:
-            return None
-        return self._path(
-            (min if self.mode == "min" else max)(self.scores, key=self.scores.__getitem__)
-        )
+        return self._path(self._best_first()[0]) if self.scores else None
 
     @property
     def best_model_path(self) -> str:
@@ -152,7 +131,11 @@ class Checkpointing(RunHooks, Checkpoint):
     @property
     def best_score(self) -> float | None:
         """The score of `best`."""
-        return (min if self.mode == "min" else max)(self.scores.values(), default=None)
+        return self.scores[self._best_first()[0]] if self.scores else None
+
+    def _best_first(self) -> list[int]:
+        """Return the steps with a score, from the best to the worst."""
+        return sorted(self.scores, key=self.scores.__getitem__, reverse=self.policy.mode == "max")
 
     def training_begins(self, trainer: OurTrainer) -> None:
         """Remove leftovers, and let the validation that the loaded checkpoint owes
@@ -176,10 +159,8 @@ class Checkpointing(RunHooks, Checkpoint):
         """
         step = completed_batches(trainer)
         # at every step: a vote that was sent must be read at the next one
-        time_is_up = self._time_is_up(trainer)
-        self._due = (
-            self._due or bool(self.every_n_steps and step % self.every_n_steps == 0) or time_is_up
-        )
+        time_is_up, every = self._time_is_up(trainer), self.policy.every_n_steps
+        self._due = self._due or bool(every and step % every == 0) or time_is_up
         if self._due and not trainer.fit_loop.epoch_loop.validation_is_due:
             self._save(trainer)
 
@@ -193,13 +174,13 @@ class Checkpointing(RunHooks, Checkpoint):
         self._validated_step = completed_batches(trainer)
         if self._owes_validation:
             self._owed_step, self._owes_validation = self._validated_step, False
-        value = trainer.callback_metrics.get(self.monitor)
+        value = trainer.callback_metrics.get(self.policy.monitor)
         score = None if value is None or not math.isfinite(value) else float(value)
         # whatever each rank has logged, all ranks save or none does
         score = process_group.broadcast_object(score)
         if (
             value is None
-            and self.keep_best
+            and self.policy.keep_best
             and trainer.is_global_zero
             and not self._warned_of_monitor
         ):
@@ -208,7 +189,7 @@ class Checkpointing(RunHooks, Checkpoint):
             log.warning(
                 "checkpoint.monitor=%s: no logged value has that name, so no checkpoint is kept as "
                 "best. Type checkpoint.monitor= with one of %s, or checkpoint.keep_best=0.",
-                self.monitor,
+                self.policy.monitor,
                 ", ".join(logged) or "the names that validation logs",
             )
         if self._due or self._is_best(score):
@@ -219,14 +200,14 @@ class Checkpointing(RunHooks, Checkpoint):
         self._time_vote.finish()
         if self._owed_step == self._saved_step:  # that checkpoint owes the validation that has run
             self._saved_step = -1
-        if self.at_end or trainer.should_stop:
+        if self.policy.at_end or trainer.should_stop:
             self._save(trainer, last=True)
 
     def training_ended(self, trainer: OurTrainer) -> None:
         """Save again if hooks of the end may have changed the weights, as averaging does: the test
         measures these.
         """
-        if not (self.at_end or trainer.should_stop):
+        if not (self.policy.at_end or trainer.should_stop):
             self._finish_pending(trainer, last=True)
             return
         if any(is_overridden("on_train_end", each) for each in _users(trainer)):
@@ -258,12 +239,10 @@ class Checkpointing(RunHooks, Checkpoint):
         self.writer.finish()
 
     def _time_is_up(self, trainer: Trainer) -> bool:
-        if self.every is None:
+        if (minutes := self.policy.every_n_minutes) is None:
             return False
-        step, due = (
-            completed_batches(trainer),
-            time.monotonic() - self._saved_at > self.every.total_seconds(),
-        )
+        step = completed_batches(trainer)
+        due = time.monotonic() - self._saved_at > 60 * minutes
         if process_group.ranks() == 1:
             return due and step % VOTE_STEPS == 0
         # a step before it is read, so that no rank waits for the others
@@ -272,12 +251,10 @@ class Checkpointing(RunHooks, Checkpoint):
         return step % VOTE_STEPS == 0 and any(self._time_vote.finish())
 
     def _is_best(self, score: float | None) -> bool:
-        if not self.keep_best or score is None:
+        count, sign = self.policy.keep_best, 1 if self.policy.mode == "min" else -1
+        if not count or score is None:
             return False
-        better = sum(
-            (s <= score) if self.mode == "min" else (s >= score) for s in self.scores.values()
-        )
-        return better < self.keep_best
+        return sum(sign * each <= sign * score for each in self.scores.values()) < count
 
     def _path(self, step: int) -> Path:
         return directory.path_of(self.folder, step)
@@ -346,7 +323,7 @@ class Checkpointing(RunHooks, Checkpoint):
         Called by all ranks. NotSaved: the run ends because of it.
         """
         self.scores.pop(step, None)
-        if final or self.on_failure == "stop":
+        if final or self.policy.on_failure == "stop":
             what = process_group.on_rank_0(partial(self._describe, step, error))
             why = (
                 "The run is not finished without it"
@@ -391,15 +368,10 @@ class Checkpointing(RunHooks, Checkpoint):
 
     def _prune(self, newest: int) -> None:
         existing = [*directory.checkpoints_in(self.folder)]
-        best = sorted(self.scores, key=self.scores.__getitem__, reverse=self.mode == "max")[
-            : self.keep_best
-        ]
-        milestones = [
-            step
-            for step in existing
-            if self.keep_every_n_steps and step % self.keep_every_n_steps == 0
-        ]
-        last = [step for step in existing if step <= newest][-self.keep_last :]
+        best = self._best_first()[: self.policy.keep_best]
+        every = self.policy.keep_every_n_steps
+        milestones = [step for step in existing if every and step % every == 0]
+        last = [step for step in existing if step <= newest][-self.policy.keep_last :]
         for step in directory.prune(self.folder, keep={newest, *last, *best, *milestones}):
             self.scores.pop(step, None)
 

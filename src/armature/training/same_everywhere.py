@@ -120,8 +120,9 @@ def differences(everyones: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         expected = everyones[first]["facts"]
         for name in dict.fromkeys((*expected, *own["facts"])):
             one, other = expected.get(name), own["facts"].get(name)
-            close = isinstance(one, float) and isinstance(other, float) and _close(one, other)
-            if one != other and not close:
+            rates = isinstance(one, float) and isinstance(other, float)
+            close = rates and math.isclose(one, other, rel_tol=1e-6)
+            if f"{one}" != f"{other}" and not close:  # as text: NaN is NaN
                 yield f"{name} is {one} on rank {first} and {other} on rank {rank}"
     yield from (text for _, text in unlike(everyones, "weights"))
     places = [own["data rank"] for own in everyones]
@@ -157,10 +158,6 @@ def _differ(one: tuple[float, float, float], other: tuple[float, float, float]) 
     if not math.isfinite(largest):
         return False  # trainer.on_nan reports it
     return max(abs(one[0] - other[0]), abs(one[1] - other[1])) > max(one[2], other[2]) * largest
-
-
-def _close(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=1e-6) or (math.isnan(one) and math.isnan(other))
 
 
 def _facts(trainer: L.Trainer, strategy: StrategyMixin) -> dict[str, Any]:

@@ -19,12 +19,13 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 
+from armature.data.feed import Feed
 from armature.parallel import process_group
 from armature.parallel.targets import weigh
 from armature.strategies.base import StrategyMixin
 from armature.training.expert_load import ExpertLoad
 from armature.training.metrics_csv import MetricsCSV
-from armature.training.progress import completed_batches, feed_of
+from armature.training.progress import completed_batches
 from armature.training.run_hooks import RunHooks
 from armature.training.timings import (
     OWN_SECONDS,
@@ -76,10 +77,8 @@ class StepLog(RunHooks, Callback):
 
     Args:
         csv: receives every row, like the trainer's loggers.
+        feed: knows the position in the training data.
         every_n_steps: optimizer steps between two writes; no row is left out.
-        global_batch_size: samples per optimizer step.
-        train_size: samples per epoch.
-        tokens_per_sample: None if the data are not tokens.
         rows_read: called on all ranks with rows that were read and written, and the ranks whose
             own loss was not finite by step; it may end the run.
 
@@ -106,19 +105,16 @@ class StepLog(RunHooks, Callback):
     def __init__(
         self,
         csv: MetricsCSV,
+        feed: Feed,
         *,
         every_n_steps: int,
-        global_batch_size: int,
-        train_size: int,
-        tokens_per_sample: int | None,
         rows_read: Callable[[OurTrainer, list[dict[str, Any]], dict[int, list[int]]], None]
         | None = None,
     ) -> None:
         self.rows_read = rows_read
         self.csv, self.timings = csv, TimingsCSV(csv.file.parent)
         self.every_n_steps = every_n_steps
-        self.global_batch_size, self.train_size = global_batch_size, train_size
-        self.tokens_per_sample = tokens_per_sample
+        self.feed, self.tokens_per_sample = feed, feed.assets.tokens_per_sample
         self.samples_seen = 0
         self.last: dict[str, float] = {}
         self.rate = float("nan")
@@ -168,12 +164,12 @@ class StepLog(RunHooks, Callback):
         return self._epoch_of(self.samples_seen)
 
     def _epoch_of(self, samples: int) -> float:
-        return round(max(0, samples - self.global_batch_size) / self.train_size, 6)
+        return round(max(0, samples - self.feed.global_batch_size) / self.feed.train_size, 6)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.wait = trainer.fit_loop.epoch_loop.data_wait = DataWait(trainer)  # pyright: ignore[reportAttributeAccessIssue]
         self.work = OwnWork(self.wait.marks) if trainer.world_size > 1 else None
-        self.samples_seen = _samples_seen(trainer)
+        self.samples_seen = self.feed.samples_seen
         # for what on_train_start of the user's callbacks and module logs
         self.csv.is_silent = completed_batches(trainer) > 0
         self.expert_load = ExpertLoad.of(pl_module)
@@ -221,7 +217,7 @@ class StepLog(RunHooks, Callback):
             self._loss = loss if self._loss is None else self._loss + loss
         if not stepped:
             return
-        self.samples_seen = _samples_seen(trainer)
+        self.samples_seen = self.feed.samples_seen
         # any number of optimizers may have stepped, or none
         if not pl_module.automatic_optimization:
             self._lr = _first_rate(trainer.optimizers)
@@ -278,14 +274,14 @@ class StepLog(RunHooks, Callback):
         assert self.wait is not None
         waited = self.wait.read()
         rows, self._pending = self._pending, []
-        seconds, samples = time.perf_counter() - self._since, len(rows) * self.global_batch_size
+        seconds = time.perf_counter() - self._since
+        samples = len(rows) * self.feed.global_batch_size
         window = Window(steps=len(rows), samples=samples, seconds=seconds, data_wait=waited)
         own = {"data_wait": waited / seconds}
         if self.work is not None:
             own[OWN_SECONDS] = self.work.read() / len(rows)
         for monitor in self.monitors:
             own |= monitor.measured(trainer, window)
-        self.wait.marks.reset()
         ranks = self._read(trainer, rows, [*own.values()])
         over_all_ranks = {
             name: over_ranks(name, values) for name, values in zip(own, ranks, strict=True)
@@ -407,11 +403,6 @@ class StepLog(RunHooks, Callback):
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         self._write_files(trainer)
-
-
-def _samples_seen(trainer: Trainer) -> int:
-    """Position in the stream of training samples, which the data module owns."""
-    return feed_of(trainer).samples_seen
 
 
 def _first_rate(optimizers: list[Optimizer]) -> float | Tensor | None:

@@ -63,15 +63,11 @@ class Marks:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._events: list[torch.cuda.Event] = []
-        self._used = 0
+        self._newest: torch.cuda.Event | None = None
         self.mark: Callable[[], Any] = self._record if self._on_gpu else time.perf_counter
 
     def _record(self) -> torch.cuda.Event:
-        if self._used == len(self._events):
-            self._events.append(torch.cuda.Event(enable_timing=True))
-        event = self._events[self._used]
-        self._used += 1
+        self._newest = event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
@@ -81,12 +77,8 @@ class Marks:
 
     def settle(self) -> None:
         """Wait until the device has reached the newest mark."""
-        if self._used:
-            self._events[self._used - 1].synchronize()
-
-    def reset(self) -> None:
-        """Reuse the marks made so far."""
-        self._used = 0
+        if self._newest is not None:
+            self._newest.synchronize()
 
 
 class DataWait:

@@ -152,26 +152,15 @@ class _Owner(NamedTuple):
     keeps: Callable[[str, Any], bool]  # whether an attribute, of a name and value, is the user's
 
 
-class _Trained(MutableMapping[str, bool]):
+class _Trained(dict[str, bool]):
     """Which of a module's own parameters are trained."""
 
     def __init__(self, module: nn.Module) -> None:
         self._params = {n: p for n, p in module._parameters.items() if p is not None}
-
-    def __getitem__(self, name: str) -> bool:
-        return self._params[name].requires_grad
+        super().__init__({n: p.requires_grad for n, p in self._params.items()})
 
     def __setitem__(self, name: str, value: bool) -> None:
         self._params[name].requires_grad = value
-
-    def __delitem__(self, name: str) -> None:
-        del self._params[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._params)
-
-    def __len__(self) -> int:
-        return len(self._params)
 
 
 def _attributes(trainer: L.Trainer) -> dict[str, Any]:

@@ -45,8 +45,9 @@ class BeginAverages(Callback):
     weights as long as it has no update: one that starts late would judge those.
     """
 
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _begin(
+        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
         for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
             average = getattr(callback, "_average_model", None)
             if not isinstance(callback, WeightAveraging) or average is None:
@@ -55,12 +56,4 @@ class BeginAverages(Callback):
                 average.update_parameters(pl_module)
                 average.n_averaged.zero_()
 
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.on_validation_start(trainer, pl_module)
-
-    @override
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        self.on_validation_start(trainer, pl_module)
+    on_validation_start = on_train_end = on_save_checkpoint = _begin
