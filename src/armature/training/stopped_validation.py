@@ -8,7 +8,6 @@ validates anew, from the state that `Before` has kept.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,11 +15,8 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
 
-from armature.errors import error_line
 from armature.parallel import randomness
 from armature.training import epoch_metrics, epoch_start, user_state
-
-log = logging.getLogger(__name__)
 
 _START = ("on_validation_start", "on_validation_epoch_start")
 _END = ("on_validation_epoch_end", "on_validation_end")
@@ -49,22 +45,24 @@ class Before:
 
 
 def _end(trainer: Any) -> None:
-    """Call the hooks of the end. One that fails is reported: it may need the whole validation."""
+    """Call the hooks of the end."""
     starting = {id(owner) for name in _START for owner, _ in _hooks(trainer, name)}
-    ending = [(name, *pair) for name in _END for pair in _hooks(trainer, name)]
+    ending = [
+        (owner, name, hook)
+        for name in _END
+        for owner, hook in _hooks(trainer, name)
+        if id(owner) in starting
+    ]
+    if not ending:
+        return
     with torch.no_grad(), epoch_start.silent(trainer):
-        for name, owner, hook in ending:
-            if id(owner) not in starting:
-                continue
-            try:
-                hook()
-            except Exception as error:
-                log.warning(
-                    "%s.%s failed when the run was stopped within a validation (%s). If it puts "
-                    "weights back that were replaced for the validation, the checkpoint of this "
-                    "stop holds the replaced ones.",
-                    type(owner).__name__, name, error_line(error),
-                )  # fmt: skip
+        epoch_start.call_all(
+            ending,
+            when="the run was stopped within a validation",
+            then="If it puts weights back that were replaced for the validation, the checkpoint of "
+            "this stop holds the "
+            "replaced ones.",
+        )
 
 
 def _hooks(trainer: Any, name: str) -> list[tuple[Any, Callable[[], Any]]]:
