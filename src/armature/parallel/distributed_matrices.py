@@ -23,6 +23,8 @@ Function = Callable[[Tensor], Tensor]  # from an unsharded matrix to one of the 
 # What a rank holds at once besides its weights: all results, or its shards and its share of the
 # work
 MAX_ROUND_ELEMENTS, MAX_SHARD_ELEMENTS = 2**28, 2**26
+# torch 2.13 warns of the older name
+ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class DistributedMatrices:
@@ -146,13 +148,18 @@ def _broadcast(
     rank, ranks = group.rank(), group.size()
     shares = _shares(matrices, ranks=ranks)
     sizes = [sum(matrices[i].numel() for i in share) for share in shares]
-    flat = matrices[0].new_empty(sum(sizes))
-    everyones = flat.split(sizes)
+    even = ranks * max(sizes) <= 2 * sum(sizes)
+    places = [max(sizes)] * ranks if even else sizes
+    flat = matrices[0].new_empty(sum(places))
+    everyones = flat.split(places)
     for i, place in zip(shares[rank], _parts(everyones[rank], matrices, shares[rank]), strict=True):
         place.copy_(function(matrices[i]))
-    for source, result in enumerate(everyones):
-        if sizes[source]:
-            dist.broadcast(result, group_src=source, group=group)
+    if even:
+        ALL_GATHER(flat, everyones[rank].clone(), group=group)
+    else:  # ranks with little work, or none, would send as much as those with the most
+        for source, result in enumerate(everyones):
+            if sizes[source]:
+                dist.broadcast(result, group_src=source, group=group)
     results: dict[int, Tensor] = {}
     for share, result in zip(shares, everyones, strict=True):
         results |= zip(share, _parts(result, matrices, share), strict=True)
@@ -162,7 +169,10 @@ def _broadcast(
 def _parts(flat: Tensor, matrices: Sequence[Tensor], share: Sequence[int]) -> list[Tensor]:
     """Return views of a flat tensor, one after the other, of the shapes of these matrices."""
     sizes = [matrices[i].numel() for i in share]
-    return [part.view(matrices[i].shape) for i, part in zip(share, flat.split(sizes), strict=True)]
+    return [
+        part.view(matrices[i].shape)
+        for i, part in zip(share, flat[: sum(sizes)].split(sizes), strict=True)
+    ]
 
 
 def _exchanged(
