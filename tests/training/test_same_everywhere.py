@@ -122,7 +122,7 @@ def test_buffers_and_logged_values_are_named_once(check, caplog):
 
 def test_ranks_that_begin_with_the_same_samples_are_named():
     one, other = ({"batch": "x", "data rank": place} for place in (0, 1))
-    found = same_everywhere._repeated([one, one, other])
+    found = same_everywhere.repeated([one, one, other])
     assert found is not None
     assert "ranks 0 and 2" in found
-    assert same_everywhere._repeated([one, one, other | {"batch": "y"}]) is None
+    assert same_everywhere.repeated([one, one, other | {"batch": "y"}]) is None
