@@ -1,14 +1,12 @@
 """The pipeline axis: a model split into stages, and a schedule that runs when the model is called
 with targets.
-
-What a schedule computes inside training_step is handed to backward: `scheduled_loss.py`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -21,7 +19,7 @@ from torch.distributed import pipelining
 from armature.errors import ConfigError
 from armature.models.plan import Plan
 from armature.parallel import process_group
-from armature.parallel.scheduled_loss import ScheduledLoss, without_gradients
+from armature.parallel.gradients import local_part, local_parts, multiply
 from armature.parallel.split import (
     Schedule,
     balance_blocks,
@@ -204,7 +202,7 @@ class Runner:
         # of a mixture's tokens: torch finds shapes with a first pass of its own
         limit: Any = getattr(self.model, "counted_passes", None) if is_new else None
         with (
-            without_gradients(params),
+            _without_gradients(params),
             nullcontext() if limit is None else limit(self.microbatches),
         ):
             schedule.step(
@@ -297,6 +295,59 @@ class Runner:
         value = value.float().contiguous()  # the default type is not fp32 under bf16-true
         dist.broadcast(value, src=source, group=self.group)
         return value
+
+
+class ScheduledLoss(torch.autograd.Function):
+    """The loss of one step of the schedule, whose backward adds the gradients that the schedule
+    computed.
+
+    Lightning calls zero_grad between training_step and backward, but a schedule computes gradients
+    inside training_step. They are removed from the parameters there, and added in backward, so that
+    accumulation, the division of the loss and clipping need no special case.
+
+    `grads` are those of the loss multiplied by `factor` (0-dim; None: 1).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        loss: Tensor,
+        params: list[Tensor],
+        grads: list[Tensor | None],
+        factor: Tensor | None,
+    ) -> Tensor:
+        ctx.pairs = [
+            (param, grad) for param, grad in zip(params, grads, strict=True) if grad is not None
+        ]
+        ctx.factor = factor
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, None, None, None]:
+        (scale,) = grad_outputs
+        scale = scale if ctx.factor is None else scale / ctx.factor
+        multiply(local_parts(grad for _, grad in ctx.pairs), by=scale)
+        for param, grad in ctx.pairs:
+            if param.grad is None:
+                param.grad = grad
+            else:
+                local_part(param.grad).add_(local_part(grad))
+        return None, None, None, None
+
+
+@contextmanager
+def _without_gradients(params: list[nn.Parameter]) -> Iterator[None]:
+    """Remove the parameters' gradients inside the context, and restore the previous ones at its
+    end.
+    """
+    previous = [param.grad for param in params]
+    for param in params:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for param, grad in zip(params, previous, strict=True):
+            param.grad = grad
 
 
 def install_runner(model: nn.Module, runner: Runner) -> None:

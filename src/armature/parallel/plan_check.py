@@ -11,11 +11,11 @@ from armature.errors import ConfigError
 from armature.finetune.lora import Lora, LoraLinear
 from armature.layout import Layout
 from armature.models.plan import Plan
-from armature.parallel import ties
 from armature.parallel.context import match
 from armature.parallel.pipeline import blocks_of_stages
 from armature.parallel.split import Schedule, stage_ownership_problems, stages_of_rank
 from armature.parallel.tensor import adapter_problem, match_styles
+from armature.parallel.units import tied_names
 
 
 def problems(make: Callable[[], nn.Module], plan: Plan, sizes: Mapping[str, int]) -> list[str]:
@@ -51,7 +51,7 @@ def problems(make: Callable[[], nn.Module], plan: Plan, sizes: Mapping[str, int]
         found += stage_ownership_problems(model)
         found += [
             f"{' and '.join(names)} are one parameter, which two pipeline stages cannot share."
-            for names in ties.find(model)
+            for names in tied_names(model)
             if len({_stage_part(name, plan) for name in names}) > 1
         ]
     if sizes["context"] > 1:

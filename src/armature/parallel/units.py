@@ -149,6 +149,16 @@ def _fits(owner: nn.Module, param: nn.Parameter) -> bool:
     return shaped and not (hooked or sparse or isinstance(owner, torch.jit.ScriptModule))
 
 
+def tied_names(module: nn.Module) -> list[list[str]]:
+    """Return a list of names for each parameter that has several, as if the embedding's weight is
+    the head's.
+    """
+    groups: dict[nn.Parameter, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        groups.setdefault(param, []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Return whether ranks with different samples hold parts of a tensor."""
     return isinstance(tensor, DTensor) and crosses_data(tensor.device_mesh)

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from armature.checkpoint import optimizers, plain, state, storage
-from armature.parallel import sharded, ties
+from armature.parallel import sharded, units
 from armature.strategies.base import StrategyMixin
 from armature.strategies.gradients import StepPrecision
 
@@ -284,7 +284,7 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
             )
             if i % self.world_size == self.global_rank:
                 tensors[name] = full.detach().to("cpu", copy=True)
-        for first, *others in ties.find(self.module):
+        for first, *others in units.tied_names(self.module):
             tensors |= {other: tensors[first] for other in others if first in tensors}
         if self.global_rank == 0:
             weights = dict(self.module.named_parameters(remove_duplicate=False))
