@@ -39,10 +39,7 @@ from armature.layout import Layout
 from armature.loading import build_task, constructors
 from armature.parallel import process_group, scaler
 from armature.strategies.base import StrategyMixin
-from armature.training import (
-    process,
-    report,
-)
+from armature.training import process, report
 from armature.training.checkpointing import Checkpointing
 from armature.training.display import Bar, Display
 from armature.training.errors import RecordError, record, refusal_of
@@ -344,12 +341,8 @@ def _trainer_arguments(
         "accumulate_grad_batches": batches.accumulate,
         "gradient_clip_val": _gradient_clip_val(trainer, task),
         "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
-        "limit_val_batches": 1.0
-        if trainer.limit_val_batches is None
-        else trainer.limit_val_batches,
-        "limit_test_batches": 1.0
-        if trainer.limit_test_batches is None
-        else trainer.limit_test_batches,
+        "limit_val_batches": trainer.limit_val_batches,
+        "limit_test_batches": trainer.limit_test_batches,
         "val_check_interval": every and every * batches.accumulate,
         "check_val_every_n_epoch": 1 if every is None else None,
         "num_sanity_val_steps": 0,

@@ -227,7 +227,7 @@ def test_what_cannot_be_plain_is_refused_by_name_when_it_is_saved(tmp_path, valu
 
 
 def test_what_a_modules_hook_gives_and_cannot_be_plain_comes_from_the_hook_again(tmp_path, caplog):
-    plain._name_once.cache_clear()
+    plain._warn_once.cache_clear()
     saved = saved_by(tmp_path, Puts({"make": nn.Linear}))
     assert "checkpoint['mine']['make'] is a type, which no checkpoint can hold" in caplog.text
     again = Puts({"make": nn.Conv2d})

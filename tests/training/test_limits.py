@@ -13,15 +13,9 @@ def limits(steps, epochs, *, samples=52, batch=8):
     return found.global_batches, found.epochs
 
 
-def test_epochs_are_as_typed():
-    assert limits(None, 5) == (33, 5)  # 5 × 52 samples in steps of 8
-
-
-def test_epochs_that_were_not_typed_are_those_that_the_steps_begin():
-    assert limits(20, None) == (20, 4)  # 160 samples of 52
-
-
 def test_the_first_limit_ends_the_run():
+    assert limits(None, 5) == (33, 5)  # 5 × 52 samples in steps of 8
+    assert limits(20, None) == (20, 4)  # 160 samples of 52: epochs are those that steps begin
     assert limits(20, 5) == (20, 5)
     assert limits(100, 5) == (33, 5)
 
@@ -55,8 +49,3 @@ def test_a_typed_limit_replaces_the_one_of_a_file(typed, expected):
 def test_a_composed_configuration_is_what_a_command_would_train():
     cfg = armature.compose("trainer.max_epochs=3")
     assert (cfg.trainer.max_epochs, cfg.trainer.max_steps) == (3, None)
-
-
-def test_null_is_no_typed_limit():
-    cfg = OmegaConf.create({"trainer": {"max_steps": 500, "max_epochs": None}})
-    assert prefer_typed(cfg, ["trainer.max_epochs=null"]).trainer.max_steps == 500

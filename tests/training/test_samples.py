@@ -63,17 +63,6 @@ def test_samples_take_a_hundredth_of_the_time(kept):
     assert not is_due()
 
 
-def test_an_error_is_logged_once_and_goes_no_further(kept, caplog, monkeypatch):
-    def fail(*args, **kwargs):
-        raise ValueError("no such thing")
-
-    monkeypatch.setattr(samples.report, "make", fail)
-    trainer = SimpleNamespace(is_global_zero=True, completed_batches=3)
-    kept.finish(trainer, None)
-    kept.finish(trainer, "text")
-    assert caplog.text.count("report.html lacks a part: ValueError: no such thing") == 1
-
-
 def test_a_preview_that_needs_arguments_has_another_purpose():
     class Module:
         def preview(self, *names, **more): ...
@@ -84,14 +73,6 @@ def test_a_preview_that_needs_arguments_has_another_purpose():
     assert samples.preview_of(Module()) is not None  # pyright: ignore[reportArgumentType]
     for other in (Needs(), object(), SimpleNamespace(preview="text")):
         assert samples.preview_of(other) is None  # pyright: ignore[reportArgumentType]
-
-
-def test_a_sample_leaves_the_random_streams_as_they_were():
-    torch.manual_seed(0)
-    expected = torch.rand(3)
-    torch.manual_seed(0)
-    samples._alone(lambda: torch.rand(1000))
-    assert torch.equal(torch.rand(3), expected)
 
 
 def test_images_become_bytes_of_one_scale_with_the_names_of_their_classes():

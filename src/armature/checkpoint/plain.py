@@ -209,7 +209,12 @@ def plain_checkpoint(
     ]:
         raise ConfigError(problems)
     for key, error in failed.items():
-        _name_once(f"checkpoint{error.path}", error.type, key)
+        _warn_once(
+            f"checkpoint{error.path} is a {error.type}, which no checkpoint can hold: loading it "
+            f"would run code. A resume takes checkpoint['{key}'] from on_save_checkpoint of the "
+            "module that it builds. If training changes it, put numbers, text, lists, dicts or "
+            "tensors there instead."
+        )
     return result | ({REMADE: [*failed]} if failed else {})
 
 
@@ -235,18 +240,6 @@ def remake(module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint |= {name: given[name] for name in names if name in given}
 
 
-@functools.cache
-def _name_once(place: str, kind: str, key: str) -> None:
-    log.warning(
-        "%s is a %s, which no checkpoint can hold: loading it would run code. A resume takes "
-        "checkpoint['%s'] from on_save_checkpoint of the module that it builds. If training "
-        "changes it, put numbers, text, lists, dicts or tensors there instead.",
-        place,
-        kind,
-        key,
-    )
-
-
 def problem(place: str, kind: str) -> str:
     """Return what is wrong with a value of a type at a place, and what to do."""
     advice = (
@@ -264,23 +257,25 @@ def problem(place: str, kind: str) -> str:
 def _plain_hyper_parameters(parameters: Any, path: str) -> dict[str, Any]:
     result = {}
     for key in parameters:
+        silence = f"To silence this: self.save_hyperparameters(ignore=['{key}'])."
         try:
             value = plain(parameters[key], str(key))
             result[plain(key)] = made = values.without_secrets(value, name=str(key))
             if repr(made) != repr(value):
-                _warn_once(f"'{key}' holds a secret by its name: checkpoints hold {MASK} in its "
-                           "place", key)  # fmt: skip
+                _warn_once(
+                    f"save_hyperparameters: '{key}' holds a secret by its name: checkpoints hold "
+                    f"{MASK} in its place. {silence}"
+                )
         except NotPlain as error:
             if not error.type.startswith("hydra."):  # what only a configuration makes
                 _warn_once(
-                    f"'{error.path}' is a {error.type}, which no checkpoint can hold. It is left "
-                    "out; armature.load builds it from the run's config.yaml",
-                    key,
+                    f"save_hyperparameters: '{error.path}' is a {error.type}, which no checkpoint "
+                    "can hold. It is left out; armature.load builds it from the run's "
+                    f"config.yaml. {silence}"
                 )
     return result
 
 
 @functools.cache
-def _warn_once(text: str, key: str) -> None:
-    silence = f"To silence this: self.save_hyperparameters(ignore=['{key}'])."
-    log.warning("save_hyperparameters: %s. %s", text, silence)
+def _warn_once(text: str) -> None:
+    log.warning("%s", text)
