@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from IPython.display import SVG, display
+from IPython.display import HTML, display
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
@@ -80,7 +80,7 @@ def curves(runs: dict[str, Path], metric: str, *, nested: bool = False) -> None:
         ]
         drawn = replace(drawn, lines=lines)
     colors = chart.STYLE.read_text(encoding="utf-8").partition("* {")[0]
-    display(SVG(chart.render(drawn).replace("><", f"><style>{colors}</style><", 1)))
+    display(HTML(f"<style>{colors}</style>{chart.render(drawn)}"))
 
 
 def losses(path: Path) -> list[float]:

@@ -117,7 +117,7 @@ def compare(words: list[str]) -> None:
     from armature import cli
     from armature.pages import compare, history
 
-    if any(trials.is_sweep(Path(word)) for word in words):
+    if any(trials.begun(Path(word)) for word in words):
         return compare_configurations(words)
     words, out = cli.out_file(words, None)
     out, named = out or Path("compare.html"), [Path(word) for word in words]
@@ -146,10 +146,10 @@ def compare_configurations(words: list[str]) -> None:
 
     found, labels = [], []
     for word in words:
-        sweep = trials.read(Path(word)) if trials.is_sweep(Path(word)) else None
+        sweep = trials.read(Path(word))
         if sweep is None:
             cli.refuse([f"{word}: no sweep. Name directories of sweeps, or of runs alone."])
-        of_sweep = repeats.configurations(sweep.trials)
+        of_sweep = repeats.configurations(sweep)
         found += of_sweep
         several = len(of_sweep) > 1
         labels += [f"{word} {i}" if several else word for i, _ in enumerate(of_sweep, start=1)]

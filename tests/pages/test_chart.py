@@ -32,10 +32,9 @@ def test_values_that_are_not_finite_interrupt_a_line():
 @pytest.mark.parametrize(
     "ys", [[], [math.nan], [0.0, 0.0], [5.0], [1e-320, 1e300], [-1e308, 1e308]]
 )
-@pytest.mark.parametrize("log", [False, True])
-def test_any_values_make_a_valid_chart(ys, log):
+def test_any_values_make_a_valid_chart(ys):
     lines = [chart.Line(xs=range(len(ys)), ys=ys)]
-    text = chart.render(chart.Chart(title="x", lines=lines, log=log))
+    text = chart.render(chart.Chart(title="x", lines=lines))
     ET.fromstring(text)
     numbers = re.findall(r'(?:x1|y1|x|y|cx|cy|points)="([^"]*)"', text)
     assert not re.search("nan|inf", " ".join(numbers))
@@ -46,13 +45,5 @@ def test_texts_are_escaped():
     lines = [chart.Line(xs=[0], ys=[1], label=hostile), chart.Line(xs=[0], ys=[2], label="b")]
     drawn = chart.Chart(title=hostile, lines=lines, marks=[0], note=hostile, x_label=hostile)
     assert "<script" not in chart.render(drawn)
-    texts = [text.text for text in parsed(drawn).iter(f"{NS}text")]
-    assert texts.count(hostile) == 4
-
-
-@pytest.mark.parametrize(("low", "high"), [(1e-8, 1e3), (0.5, 4.0), (2.0, 2.1), (1e-300, 1e300)])
-def test_ticks_of_a_logarithmic_axis_are_few(low, high):
-    lines = [chart.Line(xs=[0, 1], ys=[low, high])]
-    drawn = parsed(chart.Chart(title="x", lines=lines, log=True))
-    levels = [text for text in drawn.iter(f"{NS}text") if text.attrib.get("text-anchor") == "end"]
-    assert 2 <= len(levels) - 2 <= 14  # without the note and the axis's title
+    texts = [*parsed(drawn).itertext()]
+    assert len([text for text in texts if text.strip(" \xa0") == hostile]) == 4

@@ -53,7 +53,7 @@ def test_a_sweep_has_a_row_per_configuration_the_best_first(tmp_path):
     write(tmp_path / "a", {(0, 0): 0.25, (1, 0): 0.75})
     sweep = trials.read(tmp_path / "a")
     assert sweep is not None
-    assert repeats.averages(sweep.trials) == [
+    assert repeats.averages(sweep) == [
         ["runs", "val/accuracy"],
         ["2", "0.5 ± 0.35"],
     ]

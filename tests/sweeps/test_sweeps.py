@@ -400,8 +400,7 @@ def test_hopeless_trials_are_pruned_and_trials_may_have_several_ranks(tmp_path):
     [
         (["hydra.sweeper.sampler.name=TPSampler"], "Did you mean 'TPESampler'?"),
         (["+hydra.sweeper.pruner.patience=3"], "MedianPruner does not take n_startup_trials=5"),
-        (["hydra.sweeper.trials=0"], "hydra.sweeper.trials=0: type a whole number"),
-        (["hydra.sweeper.trials=1000000000000"], "type a whole number from 1 to 1,000,000."),
+        (["hydra.sweeper.trials=0"], "hydra.sweeper.trials=0: type 1 or more."),
         (["hydra/launcher=joblib"], "type sweep.parallel=auto for several trials at once"),
     ],
 )

@@ -85,33 +85,20 @@ def shared_memory(cfg: DictConfig, folder: Path = Path("/dev/shm")) -> Iterator[
     """Check the room in /dev/shm, which loader workers and NCCL need; a container has 64 MiB by
     default.
     """
-    if not folder.is_dir() or (not _workers(cfg) and cfg.trainer.accelerator != "gpu"):
-        return
-    free, needed = shutil.disk_usage(folder).free, SHM_PER_RANK * cfg.trainer.devices
-    what = f"{folder} has {free / GiB:.2f} GiB free"
-    if free < needed:
-        ranks = f"{cfg.trainer.devices} ranks need about {needed / GiB:.1f} GiB"
-        what = f"{what}; {ranks}, or loader workers die with a bus error."
-        remedy = "In Docker type --shm-size=16g or --ipc=host; otherwise remove old files from it."
-        yield warning(GROUP, what, remedy=remedy)
-    else:
-        yield ok(GROUP, f"{what}.")
+    if folder.is_dir() and (_workers(cfg) or cfg.trainer.accelerator == "gpu"):
+        free, needed = shutil.disk_usage(folder).free, SHM_PER_RANK * cfg.trainer.devices
+        what = f"{folder} has {free / GiB:.2f} GiB free; {needed / GiB:.2f} GiB are needed."
+        remedy = "In Docker type --shm-size=16g or --ipc=host; else remove old files from it."
+        yield judged(free >= needed, what, remedy=remedy)
 
 
 def memory(cfg: DictConfig) -> Iterator[Finding]:
     """Compare the memory of the machine or the container with what its ranks need at least."""
-    if (limit := hardware.ram_bytes()) is None:
-        return
-    devices, workers = cfg.trainer.devices, _workers(cfg)
-    needed = devices * (MEMORY_PER_RANK + workers * MEMORY_PER_WORKER)
-    what = f"This machine or container has {limit / GiB:.1f} GiB of memory"
-    if limit < needed:
-        ranks = f"{devices} ranks with {workers} loader workers each"
-        what = f"{what}; {ranks} need at least about {needed / GiB:.1f} GiB."
-        remedy = "Ask for more memory (Slurm: --mem=0; Docker: --memory), or type fewer "
-        yield warning(GROUP, what, remedy=f"{remedy}trainer.devices or data.num_workers.")
-    else:
-        yield ok(GROUP, f"{what}.")
+    if (limit := hardware.ram_bytes()) is not None:
+        needed = cfg.trainer.devices * (MEMORY_PER_RANK + _workers(cfg) * MEMORY_PER_WORKER)
+        what = f"Memory: {limit / GiB:.1f} GiB; ranks and loader workers need {needed / GiB:.1f}."
+        remedy = "Ask for more (Slurm: --mem=0; Docker: --memory), or type fewer data.num_workers."
+        yield judged(limit >= needed, what, remedy=remedy)
 
 
 def cores(cfg: DictConfig) -> Iterator[Finding]:
@@ -119,12 +106,13 @@ def cores(cfg: DictConfig) -> Iterator[Finding]:
     cpus, ranks, workers = hardware.cpu_count(), cfg.trainer.devices, _workers(cfg)
     if "SLURM_STEP_ID" in os.environ and os.environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         ranks = 1  # each task has cores of its own
-    if cpus < ranks or cpus < ranks * (1 + workers) // 2:
-        what = f"{cpus} cores for {ranks} ranks with {workers} loader workers each: they take turns"
-        remedy = f"Ask for {ranks * (1 + workers)} cores, or type fewer data.num_workers."
-        yield warning(GROUP, f"{what}.", remedy=remedy)
-    else:
-        yield ok(GROUP, f"{cpus} cores for {ranks} rank{'s' * (ranks > 1)}.")
+    what = f"Cores: {cpus}; ranks: {ranks}, with {workers} loader workers each."
+    remedy = f"They take turns: ask for {ranks * (1 + workers)} cores, or fewer data.num_workers."
+    yield judged(cpus >= max(ranks, ranks * (1 + workers) // 2), what, remedy=remedy)
+
+
+def judged(enough: bool, what: str, *, remedy: str) -> Finding:
+    return ok(GROUP, what) if enough else warning(GROUP, what, remedy=remedy)
 
 
 def leftovers(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:

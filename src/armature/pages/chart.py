@@ -14,7 +14,7 @@ from statistics import fmean
 
 WIDTH, HEIGHT = 560, 280  # pixels, without the legend
 LEFT, RIGHT, TOP, BOTTOM = 58, 16, 34, 38  # of them around the plot
-LEGEND_LINE, LETTER = 18, 6.6
+LETTER = 6.6  # pixels of a digit
 BUCKETS = 240  # of a long line: a chart has few more pixels
 LARGEST = 1e300  # values beyond it are drawn there
 SERIES = 8  # colors of lines, used in turn: --c0 to --c7 of the style sheet
@@ -45,7 +45,6 @@ class Chart:
     title: str
     lines: Sequence[Line]
     x_label: str = "step"
-    log: bool = False
     marks: Sequence[float] = ()
     note: str = ""
     from_zero: bool = False
@@ -75,15 +74,15 @@ def buckets(
 
 
 def render(chart: Chart) -> str:
-    """Return an <svg> element whose colors are CSS variables."""
+    """Return a <div> of the plot and its legend, whose colors are CSS variables."""
     drawn = [
-        (line, [(x, _height(y, chart.log)) for x, y in zip(line.xs, line.ys, strict=True)])
+        (line, [(x, _height(y)) for x, y in zip(line.xs, line.ys, strict=True)])
         for line in chart.lines
     ]
     every = [point for _, points in drawn for point in points if point[1] == point[1]]
     x_low, x_high = _range([x for x, _ in every], margin=0.02)
     y_low, y_high = _range([y for _, y in every], margin=0.05)
-    if chart.from_zero and not chart.log:
+    if chart.from_zero:
         y_low = min(0.0, *[y for _, y in every], 0.0)
 
     def at(x: float) -> float:
@@ -92,23 +91,20 @@ def render(chart: Chart) -> str:
     def level(y: float) -> float:
         return HEIGHT - BOTTOM - (y - y_low) / (y_high - y_low) * (HEIGHT - TOP - BOTTOM)
 
-    legend, legend_height = _legend(chart)
     title, bottom = escape(chart.title, quote=True), HEIGHT - BOTTOM
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT + legend_height}" '
+        '<div class="chart">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         f'role="img" aria-label="{title}" font-size="12" '
         'font-family="system-ui,-apple-system,Segoe UI,Helvetica,Arial,sans-serif">',
         f'<text x="{LEFT - 46}" y="20" font-size="14" font-weight="600" '
         f'fill="var(--text)">{title}</text>',
         label(WIDTH - RIGHT, 20, chart.note, anchor="end"),
         label(WIDTH - RIGHT, bottom + 32, chart.x_label, anchor="end"),
-        label(LEFT - 46, bottom + 32, "log scale") if chart.log else "",
     ]
-    powers = range(math.ceil(y_low), math.floor(y_high) + 1, max(1, int(y_high - y_low) // 6))
-    for y in powers if chart.log and len(powers) > 1 else ticks(y_low, y_high):
-        text = number(10.0 ** min(y, 300)) if chart.log else number(y)
+    for y in ticks(y_low, y_high):
         parts.append(_rule((LEFT, level(y)), (WIDTH - RIGHT, level(y)), "grid"))
-        parts.append(label(LEFT - 8, level(y) + 4, text, anchor="end"))
+        parts.append(label(LEFT - 8, level(y) + 4, number(y), anchor="end"))
     free = 0.0
     for x, text in chart.x_ticks or [(x, number(x)) for x in ticks(x_low, x_high)]:
         half = LETTER * len(text) / 2
@@ -122,13 +118,11 @@ def render(chart: Chart) -> str:
         parts += _curve(line, [(at(x), level(y)) for x, y in points])
     if not every:
         parts.append(label(WIDTH / 2, HEIGHT / 2, "no values yet", anchor="middle"))
-    return "".join([*parts, *legend, "</svg>"])
+    return "".join([*parts, "</svg>", _legend(chart), "</div>"])
 
 
-def _height(y: float, log: bool) -> float:
-    if not math.isfinite(y) or (log and y <= 0):
-        return math.nan
-    return math.log10(y) if log else max(-LARGEST, min(y, LARGEST))
+def _height(y: float) -> float:
+    return max(-LARGEST, min(y, LARGEST)) if math.isfinite(y) else math.nan
 
 
 def _range(values: list[float], *, margin: float) -> tuple[float, float]:
@@ -167,34 +161,22 @@ def _rule(start: tuple[float, float], end: tuple[float, float], color: str, more
     )
 
 
-def label(x: float, y: float, text: str, *, anchor: str = "start", color: str = "quiet") -> str:
-    """Return a text whose color is one of the style sheet."""
+def label(x: float, y: float, text: str, *, anchor: str = "start") -> str:
+    """Return a text beside the plot."""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" '
-        f'fill="var(--{color})">{escape(text)}</text>'
+        f'fill="var(--quiet)">{escape(text)}</text>'
     )
 
 
-def _legend(chart: Chart) -> tuple[list[str], int]:
-    """Return the legend's elements below the plot, and the pixels that they take.
-
-    A single curve needs none.
-    """
+def _legend(chart: Chart) -> str:
+    """Return what the colors mean. A single curve needs no legend."""
     named = [line for line in chart.lines if line.label]
-    if len(named) < 2:
-        return [], 0
-    parts, x, row = [], float(LEFT - 46), 0
-    for line in named:
-        name = line.label if len(line.label) <= 60 else line.label[:59] + "…"
-        need = 26 + LETTER * len(name)
-        if x > LEFT and x + need > WIDTH - RIGHT:
-            x, row = float(LEFT - 46), row + 1
-        y = HEIGHT + 8.0 + row * LEGEND_LINE
-        color = f"c{line.color % SERIES}"
-        parts.append(_rule((x, y), (x + 16, y), color, 'stroke-width="2.5"'))
-        parts.append(label(x + 21, y + 4, name, color="text"))
-        x += need + 10
-    return parts, 10 + LEGEND_LINE * (row + 1)
+    marks = (
+        f'<span style="color:var(--c{line.color % SERIES})">■</span> {escape(line.label)}'
+        for line in named
+    )
+    return f"<p>{' &#160; '.join(marks)}</p>" if len(named) > 1 else ""
 
 
 def ticks(low: float, high: float, *, count: int = 6) -> list[float]:

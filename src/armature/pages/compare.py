@@ -32,7 +32,7 @@ def make(runs: Sequence[History]) -> str:
         "<h2>Results</h2>",
         table(([escape(name), *map(_cell, cells)] for name, cells in _results(runs)), head),
         "<h2>Curves</h2>",
-        charts(curves.learning(runs), log=True),
+        charts(curves.learning(runs)),
         "<h2>Learning rate and speed</h2>",
         charts(curves.speed(runs)),
         "<h2>Configurations</h2>",

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from armature.pages.chart import BUCKETS, Chart, Line, buckets
 from armature.pages.history import History
 
-# charts of values under other names than ours: a callback may log a hundred of them
-MOST_OTHERS = 24
 PHASES = ("data", "forward", "backward", "optimizer", "other")
 OF_SPEED = {
     "tokens_per_second": "tokens per second",
@@ -70,11 +68,10 @@ def learning(runs: Sequence[History]) -> list[Chart]:
         and max(len(run.curve(name)[0]) for run in runs) > (not is_of_validation(name))
     ]
     first = dict.fromkeys(["train/loss", *filter(is_of_validation, names), "train/grad_norm"])
-    others, left = some(name for name in names if name not in first)
     options: dict[str, Any] = {}
     if len(runs) == 1 and (marks := [each["step"] for each in runs[0].starts if each["step"]]):
         options = {"marks": marks, "note": "dashed: restarts"}
-    ordered = [*(name for name in first if name in names), *others]
+    ordered = [name for name in first | dict.fromkeys(names) if name in names]
     drawn = {name: metric(runs, name, **options) for name in ordered}
     validated = next((name for name in ("val/loss", "val_loss") if name in drawn), None)
     if len(runs) == 1 and validated is not None and "train/loss" in drawn:
@@ -82,36 +79,13 @@ def learning(runs: Sequence[History]) -> list[Chart]:
         (both,) = together(runs[0], columns, "loss")
         drawn["train/loss"] = replace(both, **options, from_zero=False)
         del drawn[validated]
-    charts = [*drawn.values()]
-    return [*charts[:-1], replace(charts[-1], note=left)] if left else charts
-
-
-def some(names: Iterable[str]) -> tuple[list[str], str]:
-    """Return the columns that are drawn, and a note about others: ours all, and so many that the
-    module logged.
-    """
-    names = list(names)
-    ours = [name for name in names if name.startswith("train/")]
-    others = [name for name in names if name not in ours]
-    left = len(others) - MOST_OTHERS
-    return [*ours, *others[:MOST_OTHERS]], f"{left} more in metrics.csv" if left > 0 else ""
+    return [*drawn.values()]
 
 
 def experts(run: History) -> list[Chart]:
-    """Return the load of a mixture's experts: its extremes in every step, and each expert's in the
-    last one.
-    """
-    title = "tokens of the most and the least used expert, times the mean"
-    drawn = together(run, {f"experts/load_{name}": name for name in ("max", "min")}, title)
-    loads = run.summary.get("expert_load")
-    blocks = [
-        Line(xs=[*range(len(load))], ys=load, label=f"block {block}", color=i, dots=True)
-        for i, (block, load) in enumerate(loads.items() if isinstance(loads, dict) else ())
-        if isinstance(load, list) and all(isinstance(value, int | float) for value in load)
-    ]
-    title = "tokens of each expert in the last step, times the mean"
-    last = Chart(title=title, lines=blocks, x_label="expert", from_zero=True)
-    return [*drawn, *([last] if blocks else [])]
+    """Return the load of the most and the least used expert of a mixture, times the mean."""
+    columns = {f"experts/load_{name}": name for name in ("max", "min")}
+    return together(run, columns, "tokens of the most and the least used expert, times the mean")
 
 
 def speed(runs: Sequence[History]) -> list[Chart]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from html import escape
 from typing import Any
 
@@ -34,22 +33,8 @@ def page(title: str, body: Iterable[str]) -> str:
     )
 
 
-def charts(drawn: Sequence[chart.Chart], *, log: bool = False) -> str:
-    """Return charts; `log`, of one group on a page: with a switch between a linear and a
-    logarithmic axis, which needs no script.
-    """
-    boxes = []
-    for each in drawn:
-        box = chart.render(each)
-        if log:
-            logarithmic = chart.render(replace(each, log=True))
-            box = f'<div class="linear">{box}</div><div class="logarithmic">{logarithmic}</div>'
-        boxes.append(f'<div class="chart">{box}</div>')
-    grid = f'<div class="charts">{"".join(boxes)}</div>'
-    switch = (
-        '<input type="checkbox" class="log" id="log"> <label for="log">logarithmic axis</label>'
-    )
-    return f"<div>{switch if log else ''}{grid}</div>"
+def charts(drawn: Iterable[chart.Chart]) -> str:
+    return f'<div class="charts">{"".join(map(chart.render, drawn))}</div>'
 
 
 def tile(name: str, value: str) -> str:

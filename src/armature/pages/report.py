@@ -34,7 +34,7 @@ def make(path: Path) -> str:
         ("Memory", curves.memory(run)),
     ):
         if drawn:
-            body += [f"<h2>{title}</h2>", charts(drawn, log=title == "Learning")]
+            body += [f"<h2>{title}</h2>", charts(drawn)]
     if not any(name.startswith("time/") for name in run.timings):
         body.append(f'<p class="quiet">{escape(HOW_TO_SPLIT)}</p>')
     body += [*_samples(run), *_starts(run), *_configuration(run), *_environment(run)]

@@ -55,12 +55,12 @@ def conclude(folder: Path, *, asked: int | None = None) -> None:
     """
     from armature.sweeps import repeats, report, trials
 
-    sweep = trials.read(folder, asked=asked) if folder.is_dir() else None
+    sweep = trials.read(folder, asked=asked)
     if sweep is None:
         return
     rows, shares = trials.table(sweep), trials.importance(sweep)
     _write(folder / "trials.csv", rows)
-    averages = repeats.averages(sweep.trials)
+    averages = repeats.averages(sweep)
     if averages:
         _write(folder / "configurations.csv", averages)
     files.replace(folder / "report.html", report.html(sweep, shares))

@@ -23,16 +23,16 @@ from typing import Any
 
 from omegaconf import DictConfig, open_dict
 
-from armature import config, hardware
-from armature.checkpoint import resume
+from armature import hardware
 from armature.errors import EXIT_CONFIG, ConfigError, RunFailed, masked
-from armature.launcher import environment, lock, rank, run_state
+from armature.launcher import environment, lock, rank
 from armature.launcher.supervise import EXIT_CODES, SIGNALS
 from armature.sweeps import conclude
 from armature.sweeps import trials as files
 from armature.validation import checks
 
 CLAIMS = ".claims"
+LOG = Path("logs") / "output.log"  # in a trial's run directory
 POLL_SECONDS = 0.1
 STOPPED = {*EXIT_CODES.values()}  # a trial that the same command resumes
 
@@ -95,9 +95,9 @@ def run_grid(launcher: Any, overrides: Sequence[Sequence[str]], *, first: int) -
                 yield Trial(number, typed, taken)
 
     failed: list[Result] = []
-    begun = {number for number in range(first + len(overrides)) if _is_begun(folder, number)}
+    begun = {path.name for path in files.begun(folder)}
     for result in launcher.results(claimed(), asked=first + len(overrides)):
-        if result.is_refused and result.trial.number in begun:
+        if result.is_refused and str(result.trial.number) in begun:
             sys.exit(EXIT_CONFIG)  # its message names both values
         if result.error is not None:
             failed.append(result)
@@ -107,10 +107,6 @@ def run_grid(launcher: Any, overrides: Sequence[Sequence[str]], *, first: int) -
         ended = "\n".join(f"  trial {each.trial.number}: {_line(each)}" for each in failed)
         code = EXIT_CONFIG if all(each.is_refused for each in failed) else 1
         raise RunFailed(f"{len(failed)} of {len(overrides)} trials failed:\n{ended}", code)
-
-
-def _is_begun(folder: Path, number: int) -> bool:
-    return files.has_begun(folder / str(number))
 
 
 def _line(result: Result) -> str:
@@ -149,8 +145,8 @@ def results(launcher: Any, trials: Iterator[Trial], *, asked: int) -> Iterator[R
 class _Process:
     trial: Trial
     cfg: DictConfig
-    devices: list[str]
-    begun: float = field(default_factory=time.monotonic)
+    devices: list[str] = field(default_factory=list)
+    begun: float = 0.0
     process: Any = None
     log_begin: int = 0  # of this start in the file of its output
 
@@ -185,25 +181,15 @@ class _Pool:
             sys.exit(EXIT_CODES.get(self.received, 1))
 
     def _results(self, trials: Iterator[Trial]) -> Iterator[Result]:
-        waiting: tuple[Trial, DictConfig] | None = None
+        waiting: _Process | None = None
         while True:
-            while self.received is None:
-                if waiting is None:
-                    if self.most != "auto" and len(self.running) >= self.most:
-                        break
-                    if (trial := next(trials, None)) is None:
-                        break
-                    waiting = trial, self._composed(trial)
-                if _is_finished(self.folder / str(waiting[0].number), waiting[1]):
-                    each = _Process(*waiting, devices=[])
-                    waiting = None
-                    yield self._finished(each)
-                    each.trial.claim.release()
-                    continue
+            while self.received is None and (self.most == "auto" or len(self.running) < self.most):
+                if waiting is None and (trial := next(trials, None)) is not None:
+                    waiting = _Process(trial, self._composed(trial))
                 # a trial of more devices than there are is refused by its own check
-                if len(self.free) < self._needed(waiting[1]) and self.running:
+                if waiting is None or (self.running and len(self.free) < self._needed(waiting.cfg)):
                     break
-                self._start(*waiting)
+                self._start(waiting)
                 waiting = None
             if not self.running:
                 return
@@ -225,15 +211,15 @@ class _Pool:
     def _needed(self, cfg: DictConfig) -> int:
         return _devices(cfg) if self.on_gpus or self.most == "auto" else 0
 
-    def _start(self, trial: Trial, cfg: DictConfig) -> None:
-        needed = self._needed(cfg)
-        taken, self.free = self.free[:needed], self.free[needed:]
+    def _start(self, each: _Process) -> None:
         from armature import cli
 
-        run_dir = self.folder / str(trial.number)
-        log = run_dir / "logs" / "output.log"
+        needed = self._needed(each.cfg)
+        each.devices, self.free = self.free[:needed], self.free[needed:]
+        each.begun = time.monotonic()
+        run_dir = self.folder / str(each.trial.number)
+        log = run_dir / LOG
         log.parent.mkdir(parents=True, exist_ok=True)
-        each = _Process(trial, cfg, taken)
         with log.open("ab") as stream:
             each.log_begin = stream.tell()
             each.process = subprocess.Popen(
@@ -241,62 +227,54 @@ class _Pool:
                 stdin=subprocess.PIPE,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
-                env=self._environment(cfg, taken),
+                env=self._environment(each),
                 start_new_session=True,  # Ctrl-C reaches it once, through this process
             )
         with suppress(BrokenPipeError), each.process.stdin as pipe:
-            pickle.dump((os.getpid(), cfg), pipe)
+            pickle.dump((os.getpid(), each.cfg), pipe)
         self.running.append(each)
-        where = f" on GPU {','.join(taken)}" if self.on_gpus else ""
+        where = f" on GPU {','.join(each.devices)}" if self.on_gpus else ""
         self._say(each, f"started{where}")
 
-    def _environment(self, cfg: DictConfig, taken: list[str]) -> dict[str, str]:
+    def _environment(self, each: _Process) -> dict[str, str]:
         from armature import cli
 
         here = environment.of_lone_process()
         if not cli.full_error:
             here.pop("HYDRA_FULL_ERROR", None)
         if self.on_gpus:
-            here["CUDA_VISIBLE_DEVICES"] = ",".join(taken)
-        ranks = _devices(cfg)
+            here["CUDA_VISIBLE_DEVICES"] = ",".join(each.devices)
+        ranks = _devices(each.cfg)
         many = max(1, self.places // ranks) if self.most == "auto" else self.most
         threads = hardware.cpu_count() // (min(many, self.asked) * ranks)
         here.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
         return here
 
     def _result(self, each: _Process) -> Result:
-        trial, code = each.trial, each.process.returncode
-        run_dir = self.folder / str(trial.number)
-        log = run_dir / "logs" / "output.log"
-        result = Result(trial)
-        if code == 0:
-            return self._finished(each)
+        code, run_dir = each.process.returncode, self.folder / str(each.trial.number)
         self.ended += 1
+        if code == 0:
+            monitor = each.cfg.checkpoint.monitor
+            metric = files.metric(run_dir, monitor)
+            self._say(each, f"{monitor} {'–' if metric is None else f'{metric:.5g}'}")
+            return Result(each.trial, metric)
         if code == EXIT_CODES["time_limit"]:  # it comes for all
             self.received = self.received or "SIGUSR1"
         if code in STOPPED or code < 0:
             name = signal.Signals(-code if code < 0 else code - 128).name
             text = f"{'killed' if code < 0 else 'stopped'} by {name}; the same command resumes it"
         else:
+            log = run_dir / LOG
             written = log.read_bytes()[each.log_begin :].decode("utf-8", "replace").strip()
-            lines = written.splitlines() or ["failed"]
-            text = f"{lines[-1].strip()} ({log})"
+            text = f"{written.splitlines()[-1].strip() if written else 'failed'} ({log})"
             if code == EXIT_CONFIG:
                 text = f"refused: {written.partition(' was refused: ')[2] or written}"
-        result.error = RunFailed(text, code)
         self._say(each, text)
-        return result
-
-    def _finished(self, each: _Process) -> Result:
-        self.ended += 1
-        monitor = each.cfg.checkpoint.monitor
-        metric = files.metric(self.folder / str(each.trial.number), monitor)
-        self._say(each, f"{monitor} {'–' if metric is None else f'{metric:.5g}'}")
-        return Result(each.trial, metric)
+        return Result(each.trial, error=RunFailed(text, code))
 
     def _say(self, each: _Process, text: str) -> None:
-        fixed = [key.lower() for key in self.launcher.config.hydra.overrides.task]
-        keys = [key.lstrip("+") for key in each.trial.overrides if key.lower() not in fixed]
+        fixed = self.launcher.config.hydra.overrides.task
+        keys = [key.lstrip("+") for key in each.trial.overrides if key not in fixed]
         values = ", ".join(key for key in keys if not key.startswith(files.OWN))
         if each not in self.running:
             seconds = time.monotonic() - each.begun
@@ -324,22 +302,6 @@ class _Pool:
         for each in self.running:
             with suppress(ProcessLookupError):
                 os.kill(each.process.pid, number)
-
-
-def _is_finished(run_dir: Path, cfg: DictConfig) -> bool:
-    """Return whether a run of these very settings has finished. If in doubt its process decides."""
-    if cfg.resume == "never" or run_state.read_summary(run_dir).get("stop_reason") != "finished":
-        return False
-    recorded = config.load(run_dir / "config.yaml")
-    here, there = config.without_secrets(cfg), config.without_secrets(recorded)
-    found = resume.differences(here, there, resume.RESULT_GROUPS)
-    found |= {
-        key: (cfg.trainer[key], recorded.trainer[key])
-        for key in ("max_steps", "max_epochs", "max_time")
-        # null: another limit was typed instead
-        if recorded.trainer[key] not in (None, cfg.trainer[key])
-    }
-    return all(now == "auto" for now, _ in found.values())
 
 
 def _devices(cfg: DictConfig) -> int:

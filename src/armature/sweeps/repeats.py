@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from armature.pages import columns
-from armature.sweeps.trials import Trial, short
+from armature.sweeps.trials import Sweep, Trial, short
 
 KEYS = ("seed", "data.fold")
 CONFIDENCE = 0.95
@@ -23,39 +23,40 @@ class Configuration:
 
     values: dict[str, str]  # what was typed for all of them
     trials: list[Trial]
+    monitor: str
 
     def metric(self, name: str) -> dict[tuple[int, int | None], float]:
         """Return the final values of a metric by seed and fold."""
         return {trial.repeat: trial.metrics[name] for trial in self.trials if name in trial.metrics}
 
 
-def configurations(trials: Iterable[Trial]) -> list[Configuration]:
-    """Return the configurations, the best mean of the monitored metric first if it is one."""
+def configurations(sweep: Sweep) -> list[Configuration]:
+    """Return the configurations, the best mean of the monitored metric first."""
     groups: dict[tuple[tuple[str, str], ...], list[Trial]] = defaultdict(list)
-    for trial in trials:
+    for trial in sweep.trials:
         if trial.state == "finished":
             fixed = {key: value for key, value in trial.values.items() if key not in KEYS}
             groups[tuple(fixed.items())].append(trial)
-    found = [Configuration(dict(values), members) for values, members in groups.items()]
-    goals = {(trial.monitor, trial.mode) for each in found for trial in each.trials}
-    if len(goals) == 1:
-        ((monitor, mode),) = goals
-        sign = -1 if mode == "max" else 1
 
-        def order(each: Configuration) -> float:
-            values = each.metric(monitor).values()
-            return sign * fmean(values) if values else math.inf
+    def order(each: Configuration) -> float:
+        values = each.metric(sweep.monitor).values()
+        return sweep.order(fmean(values) if values else None)
 
-        found.sort(key=order)
-    return found
+    found = (
+        Configuration(dict(values), members, sweep.monitor) for values, members in groups.items()
+    )
+    return sorted(found, key=order)
 
 
 def names(found: Sequence[Configuration]) -> list[str]:
     """Return the metrics of validation and test, the monitored one first."""
-    every = [trial for each in found for trial in each.trials]
-    first = dict.fromkeys(trial.monitor for trial in every)
+    first = dict.fromkeys(each.monitor for each in found)
     others = dict.fromkeys(
-        name for trial in every for name in trial.metrics if not name.startswith("train")
+        name
+        for each in found
+        for trial in each.trials
+        for name in trial.metrics
+        if not name.startswith("train")
     )
     return [name for name in first | others if name in others]
 
@@ -73,9 +74,9 @@ def table(found: Sequence[Configuration]) -> list[list[str]]:
     return rows
 
 
-def averages(trials: Iterable[Trial]) -> list[list[str]]:
+def averages(sweep: Sweep) -> list[list[str]]:
     """Return the table of a sweep whose trials repeat a configuration; [] if none does."""
-    found = configurations(trials)
+    found = configurations(sweep)
     return table(found) if any(len(each.trials) > 1 for each in found) else []
 
 

@@ -23,7 +23,7 @@ def html(sweep: Sweep, shares: Mapping[str, float]) -> str:
         f'<p class="quiet">{escape(sweep.headline)}</p>',
         table([[escape(cell) for cell in row] for row in rows], head, classes=best),
     ]
-    if averages := repeats.averages(sweep.trials):
+    if averages := repeats.averages(sweep):
         body.append("<h2>Mean ± standard deviation over seeds and folds</h2>")
         rows = [[escape(cell) for cell in row] for row in averages]
         body.append(table(rows[1:], rows[0]))
@@ -31,9 +31,7 @@ def html(sweep: Sweep, shares: Mapping[str, float]) -> str:
         body.append(
             '<h2>Importance</h2><p class="quiet">Share in the differences of the metric.</p>'
         )
-        body.append(
-            table([[escape(key), f"{share:.0%}", _bar(share)] for key, share in shares.items()])
-        )
+        body.append(table([escape(key), f"{share:.0%}"] for key, share in shares.items()))
     if len(sweep.ranked) > 1:
         title = f"{sweep.monitor} by value"
         body.append(
@@ -41,10 +39,6 @@ def html(sweep: Sweep, shares: Mapping[str, float]) -> str:
         )
         body.append(charts([_scatter(sweep, key) for key in sweep.keys]))
     return masked(page(name, body))
-
-
-def _bar(share: float) -> str:
-    return f'<div class="bar" style="width:{max(1, 140 * share):.0f}px"></div>'
 
 
 def _scatter(sweep: Sweep, key: str) -> chart.Chart:

@@ -27,7 +27,6 @@ from armature.sweeps.study import load_optuna, open_study, plugin_of
 
 log = logging.getLogger(__name__)
 
-MOST_TRIALS = 1_000_000  # each has a directory
 HOPELESS = 5  # so many trials, all of them failed, end the search
 OF_GRIDS = ("GridSampler", "BruteForceSampler")
 PRUNE = "+callbacks.prune={_target_:armature.callbacks.prune.Prune,monitor:'${checkpoint.monitor}'}"
@@ -190,11 +189,8 @@ def _sampler(node: Mapping[str, Any], *, number: int) -> Any:
 
 def _check(settings: Mapping[str, Any], launcher: Any) -> None:
     problems = []
-    if not isinstance(settings["trials"], int) or not 1 <= settings["trials"] <= MOST_TRIALS:
-        problems.append(
-            f"hydra.sweeper.trials={settings['trials']}: type a whole number from 1 to "
-            f"{MOST_TRIALS:,}."
-        )
+    if settings["trials"] < 1:
+        problems.append(f"hydra.sweeper.trials={settings['trials']}: type 1 or more.")
     if type(launcher).__name__ != "TrialLauncher":
         problems.append(
             f"hydra/launcher: sweep=optuna does not use {type(launcher).__name__}. Leave it out, "

@@ -4,7 +4,6 @@ range(…), choice(a,b).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -96,14 +95,12 @@ def _parameter(override: Override) -> Parameter | str:
         assert low is not None
         assert high is not None
     elif isinstance(value, RangeSweep):
-        low, step, log = value.start, value.step, False
-        if not isinstance(low, int | float) or not isinstance(value.stop, int | float) or step <= 0:
-            return f"{text}: type range(FIRST,END) or range(FIRST,END,STEP) with a step above 0."
-        count = math.ceil((value.stop - low) / step - 1e-9)
-        if count < 1:
+        found = value.range()
+        numbers = found if isinstance(found, range) else [*found]
+        if not numbers:
             return f"{text}: holds no value."
         # Optuna wants a last number that the steps reach to the last digit
-        high = round(low + (count - 1) * step, 12)
+        low, high, step, log = numbers[0], round(numbers[-1], 12), value.step, False
     else:
         choices = tuple(dict.fromkeys(override.sweep_string_iterator()))
         return Parameter(key, text, known.CategoricalDistribution(choices))

@@ -54,17 +54,17 @@ def plugin_of(kind: str, node: Mapping[str, Any]) -> Any:
     module = importlib.import_module(f"optuna.{kind}s")
     known = [
         each
-        for each in dir(module)
+        for each in module.__all__
         if each.endswith(kind.capitalize()) and not each.startswith("Base")
     ]
-    name, key = str(node.get("name")), f"hydra.sweeper.{kind}.name"
+    name, arguments = str(node.get("name")), {k: v for k, v in node.items() if k != "name"}
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
         hint = f" Did you mean '{near[0]}'?" if near else ""
         raise ConfigError(
-            f"{key}={name}: optuna.{kind}s has no such class.{hint} Options: {', '.join(known)}."
+            f"hydra.sweeper.{kind}.name={name}: optuna.{kind}s has no such class.{hint} "
+            f"Options: {', '.join(known)}."
         )
-    arguments = {each: value for each, value in node.items() if each != "name"}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that some arguments are experimental

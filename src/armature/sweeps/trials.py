@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,8 @@ class Trial:
     path: Path
     state: str  # finished, stopped (REASON), running or failed
     step: int | None
-    metric: float | None  # of the best checkpoint; None: it has none
+    metric: float | None  # of the best checkpoint; None: it has none, or monitors another metric
     values: dict[str, str]  # what was typed for it
-    monitor: str  # what the metric is
-    mode: str
     metrics: dict[str, float]  # of its end
     repeat: tuple[Any, Any]  # seed and fold
 
@@ -35,44 +32,30 @@ class Trial:
 class Sweep:
     """`trials` are ranked: those with a metric first, by it.
 
-    Trials with different metrics are in order of number.
+    The metric is what the first of them monitors.
     """
 
     path: Path
+    monitor: str
+    mode: str
     keys: tuple[str, ...]  # what differs between the trials
     trials: tuple[Trial, ...]
     asked: int  # trials that the command was to run, or as many as have begun
 
-    @cached_property
-    def goals(self) -> list[str]:
-        return list(dict.fromkeys(f"{trial.monitor} ({trial.mode})" for trial in self.trials))
-
     @property
-    def monitor(self) -> str:
-        return self.trials[0].monitor if len(self.goals) == 1 else "metric"
-
-    @cached_property
     def ranked(self) -> list[Trial]:
-        return (
-            [trial for trial in self.trials if trial.metric is not None]
-            if len(self.goals) == 1
-            else []
-        )
-
-    @property
-    def finished(self) -> int:
-        return sum(trial.state == "finished" for trial in self.trials)
+        return [trial for trial in self.trials if trial.metric is not None]
 
     @property
     def headline(self) -> str:
         """How many trials have finished, and how they are ranked."""
-        if len(self.goals) > 1:
-            order = f"not ranked, since checkpoint.monitor differs: {', '.join(self.goals)}"
-        else:
-            order = (
-                f"{self.monitor}, {'highest' if self.trials[0].mode == 'max' else 'lowest'} first"
-            )
-        return f"{self.finished} of {self.asked} trials finished; {order}"
+        finished = sum(trial.state == "finished" for trial in self.trials)
+        order = "highest" if self.mode == "max" else "lowest"
+        return f"{finished} of {self.asked} trials finished; {self.monitor}, {order} first"
+
+    def order(self, metric: float | None) -> float:
+        """Return a key that sorts metrics, the best first."""
+        return math.inf if metric is None else -metric if self.mode == "max" else metric
 
 
 def read(folder: Path, *, asked: int | None = None) -> Sweep | None:
@@ -80,24 +63,20 @@ def read(folder: Path, *, asked: int | None = None) -> Sweep | None:
 
     `asked`: the trials that it was to have.
     """
-    found = sorted(
-        int(path.name) for path in folder.iterdir() if path.name.isdecimal() and has_begun(path)
-    )
-    trials = []
-    for number in found:
-        path = folder / str(number)
+    trials, goals = [], []
+    for path in begun(folder):
         try:
             cfg = config.load(path / "config.yaml")
-            monitor, mode = str(cfg.checkpoint.monitor), str(cfg.checkpoint.mode)
         except ConfigError:
             continue  # damaged
+        goals.append((cfg.checkpoint.monitor, cfg.checkpoint.mode))
         summary = run_state.read_summary(path)
-        found_metrics = summary.get("metrics", {})
+        metrics = summary.get("metrics", {})
         trials.append(
             Trial(
-                number, path, run_state.state(path, summary), summary.get("global_step"),
-                metric(path, monitor), _typed(path), monitor, mode,
-                {name: value for name, value in found_metrics.items() if value is not None},
+                int(path.name), path, run_state.state(path, summary), summary.get("global_step"),
+                metric(path, goals[0][0]) if goals[-1] == goals[0] else None, _typed(path),
+                {name: value for name, value in metrics.items() if value is not None},
                 (cfg.get("seed"), OmegaConf.select(cfg, "data.fold")),
             )
         )  # fmt: skip
@@ -105,12 +84,10 @@ def read(folder: Path, *, asked: int | None = None) -> Sweep | None:
         return None
     keys = {key: None for trial in trials for key in trial.values}
     differ = tuple(key for key in keys if len({trial.values.get(key) for trial in trials}) > 1)
-    if len({(trial.monitor, trial.mode) for trial in trials}) == 1:
-        sign = -1 if trials[0].mode == "max" else 1
-        trials.sort(
-            key=lambda trial: (trial.metric is None, sign * (trial.metric or 0.0), trial.number)
-        )
-    return Sweep(folder, differ, tuple(trials), max(asked or 0, len(trials)))
+    monitor, mode = goals[0]
+    sweep = Sweep(folder, monitor, mode, differ, tuple(trials), max(asked or 0, len(trials)))
+    ranked = sorted(trials, key=lambda trial: sweep.order(trial.metric))
+    return replace(sweep, trials=tuple(ranked))
 
 
 def metric(path: Path, monitor: str) -> float | None:
@@ -120,10 +97,11 @@ def metric(path: Path, monitor: str) -> float | None:
     return best if best is not None else summary.get("metrics", {}).get(monitor)
 
 
-def is_sweep(folder: Path) -> bool:
-    return folder.is_dir() and any(
-        path.name.isdecimal() and has_begun(path) for path in folder.iterdir()
-    )
+def begun(folder: Path) -> list[Path]:
+    """Return the directories of the trials that have begun, in order; [] if it is no sweep."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    numbered = [path for path in found if path.name.isdecimal() and has_begun(path)]
+    return sorted(numbered, key=lambda path: int(path.name))
 
 
 def has_begun(path: Path) -> bool:
@@ -150,15 +128,12 @@ def _typed(path: Path) -> dict[str, str]:
 def table(sweep: Sweep) -> list[list[str]]:
     """Return the ranked table: a row of titles, and a row per trial."""
     rows = [["rank", "trial", sweep.monitor, *sweep.keys, "step", "state"]]
-    ranked = sweep.ranked
     for rank, trial in enumerate(sweep.trials, start=1):
-        metric = "–" if trial.metric is None else f"{trial.metric:.5g}"
-        metric += "" if trial.monitor == sweep.monitor else f" {trial.monitor}"
-        place = str(rank) if trial in ranked else "–"
+        has_metric = trial.metric is not None
+        found = [str(rank), f"{trial.metric:.5g}"] if has_metric else ["–", "–"]
         values = [short(trial.values.get(key, "–")) for key in sweep.keys]
-        rows.append(
-            [place, str(trial.number), metric, *values, str(trial.step or "–"), trial.state]
-        )
+        step = str(trial.step or "–")
+        rows.append([found[0], str(trial.number), found[1], *values, step, trial.state])
     return rows
 
 
