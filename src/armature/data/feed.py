@@ -225,7 +225,7 @@ class Feed(L.Callback):
         size, limit = self._train_samples, self.limit_train_batches
         if not size:
             raise ConfigError(f"data: {self._name} has no training samples: its dataset is empty.")
-        self._first_size = size if self._first_size is None else self._first_size
+        self._first_size = self._first_size or size
         if size != self._first_size:
             raise ConfigError(
                 f"data: there were {self._first_size} training samples when the run began, and "
@@ -316,9 +316,9 @@ class Feed(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         step, read = state_dict["step"], self._train
         labels.check_same(state_dict["classes"], labels.of_dataset(read.dataset))
-        resumed = (state_dict["samples_seen"], step)
         # a checkpoint is loaded once more after users' hooks of the start
-        again, self._resumed = self._resumed == resumed != (0, 0), resumed
+        again = self._resumed != (0, 0)
+        self._resumed = (state_dict["samples_seen"], step)
         self._skipped = {step: (start, size) for step, start, size in state_dict["skipped"]}
         if late := [s for s in self.skip_steps if s <= step and s not in self._skipped]:
             raise ConfigError(
