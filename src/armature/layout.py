@@ -47,7 +47,7 @@ class Layout:
         uses_model = signatures.accepted(cfg.task, ["model"])
         definition = signatures.find_definition(cfg.model._target_) if uses_model else None
         strategy: dict[str, Any] = OmegaConf.to_container(cfg.strategy, resolve=True)  # pyright: ignore[reportAssignmentType]
-        plan = plan_beside(definition[0]) if definition is not None else None
+        plan = plan_beside(definition.__module__) if definition is not None else None
         return cls.resolve(strategy, world_size=world_size(cfg), plan=plan)
 
     @classmethod

@@ -96,7 +96,7 @@ def _class(group: str, path: str, node: Schema, content: Schema) -> Class:
         definition = signatures.find_definition(target)
     if definition is None:
         return target, {}, True
-    signature = signatures.signature_of(*definition)
+    signature = signatures.signature_of(definition)
     types = values.schema({group: content})
     prefix = f"{group}.{path}".rstrip(".")
     keys = {

@@ -196,7 +196,7 @@ def cost_of(cfg: DictConfig) -> Cost | None:
     if all(isinstance(length, int) for length in lengths):
         args["context"] = min(lengths)
     try:
-        module = module_beside(definition[0], "cost") if definition is not None else None
+        module = module_beside(definition.__module__, "cost") if definition is not None else None
         formula = getattr(module, "cost", None)
         own = {key: value for key, value in args.items() if key not in signatures.HYDRA_KEYS}
         cost = formula(own) if formula is not None else None

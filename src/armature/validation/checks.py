@@ -133,23 +133,9 @@ def plain(node: DictConfig) -> dict[str, Any]:
 
 
 def _group_problems(cfg: DictConfig) -> list[str]:
-    """Return the core's own groups and keys that were deleted (`~seed`), or are no group any
-    more.
-    """
+    """Return the groups that are lists."""
     raw: Any = OmegaConf.to_container(cfg, resolve=False)
     found = []
-    for item in fields(Config):
-        if is_dataclass(item.type):
-            here = raw.get(item.name)  # "???" of launch=null: a value is required
-            gone = (
-                [f"{item.name}.{f.name}" for f in fields(item.type) if f.name not in here]
-                if here
-                else [item.name]
-            )
-            gone = [] if here == "???" else gone
-        else:
-            gone = [item.name] if item.name not in raw else []
-        found += [f"~{key}: every run needs {key}. Remove ~{key} from the command." for key in gone]
     for name in ("task", "model", "data", "optimizer", "scheduler", "strategy"):
         # scheduler=null arrives as []
         if isinstance(value := raw.get(name), list) and (value or name != "scheduler"):
@@ -339,7 +325,7 @@ def _model_problems(cfg: DictConfig) -> list[str]:
             "task=text_classification with model=text_classifier and data=labeled_text."
         ]
     definition = signatures.find_definition(model)
-    module = module_beside(definition[0], "check") if definition is not None else None
+    module = module_beside(definition.__module__, "check") if definition is not None else None
     arguments = {k: v for k, v in plain(cfg.model).items() if k not in signatures.HYDRA_KEYS}
     return module.problems(arguments) if module is not None else []
 

@@ -69,7 +69,7 @@ def misplaced_problems(cfg: DictConfig) -> list[str]:
         if not isinstance(node, DictConfig) or f"${{{group}" in written:
             continue
         definition = signatures.find_definition(str(node.get("_target_")))
-        taken = signatures.signature_of(*definition).parameters if definition is not None else {}
+        taken = signatures.signature_of(definition).parameters if definition is not None else {}
         own = [
             str(key)
             for key in node

@@ -45,7 +45,7 @@ def _number(cfg: DictConfig, path: str, text: str) -> Any:
     if hint is not None:
         takes = [values.accepts(hint, each) for each in (number, text)]
     elif (definition := signatures.find_definition(target) if target else None) is not None:
-        hint = signatures.signature_of(*definition).parameters.get(key)
+        hint = signatures.signature_of(definition).parameters.get(key)
         default = signatures.defaults_of(target).get(key)
         of_default = isinstance(default, int | float)
         takes = [

@@ -88,13 +88,13 @@ def _factories(cfg: dict[str, Any]) -> Iterator[str]:
         return
     model, scheduler = cfg["model"], cfg.get("scheduler")
     built = signatures.find_definition(model["_target_"])
-    if built is not None and inspect.isclass(built[1]) and not model.get("_partial_"):
+    if inspect.isclass(built) and not model.get("_partial_"):
         yield (
             "model._partial_=false: the task builds the model later, on its device. "
             "Type model._partial_=true."
         )
     found = signatures.find_definition(scheduler["_target_"]) if scheduler else None
-    takes = signatures.signature_of(*found) if found is not None else None
+    takes = signatures.signature_of(found) if found is not None else None
     if scheduler and takes is not None and not takes.open and "total_steps" not in takes.parameters:
         yield (
             f"scheduler._target_={scheduler['_target_']}: the task passes total_steps, which it "

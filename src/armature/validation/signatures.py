@@ -29,7 +29,6 @@ OUR_DATA = "armature.data.base.DataModule"
 FEED = "armature.data.feed.Feed"  # takes the LOADER_KEYS of any data
 # groups that a task's constructor gets, if it takes them
 FACTORIES = ("model", "optimizer", "scheduler")
-Definition = tuple[str, Any]  # the defining module, and the class or function
 HYDRA_KEYS = {"_target_", "_partial_", "_args_", "_convert_", "_recursive_"}
 PACKAGES_KEY = "launch.allowed_packages"
 _EMPTY = inspect.Parameter.empty
@@ -73,8 +72,8 @@ def is_under(name: str, prefixes: Iterable[str]) -> bool:
 
 
 # ---------------------------------------------------------------- classes
-def find_definition(target: str) -> Definition | None:
-    """Return the defining module and the class or function of a dotted name, or None.
+def find_definition(target: str) -> Any | None:
+    """Return the class or function of a dotted name, or None.
 
     ConfigError: its module fails when it is imported.
     """
@@ -84,9 +83,7 @@ def find_definition(target: str) -> Definition | None:
     if not module or not is_under(target, _allowed):
         return None
     found = getattr(_imported(module), name, None)
-    if not callable(found):
-        return None
-    return getattr(found, "__module__", None) or module, found
+    return found if callable(found) else None
 
 
 def _imported(module: str) -> ModuleType | None:
@@ -131,7 +128,7 @@ def targets_in(cfg: Mapping[str, Any], group: str) -> Iterator[tuple[str, str]]:
 
 def lineage(target: str, *, libraries: bool = False) -> list[type]:
     """Return a class and its bases; with `libraries` also torch's and Lightning's."""
-    _, found = find_definition(target) or ("", None)
+    found = find_definition(target)
     return [
         each
         for each in (found.__mro__ if inspect.isclass(found) else ())
@@ -139,9 +136,8 @@ def lineage(target: str, *, libraries: bool = False) -> list[type]:
     ]
 
 
-def derives(definition: Definition, names: Collection[str]) -> bool | None:
+def derives(found: Any, names: Collection[str]) -> bool | None:
     """Return whether a class is one of `names` or derives from one; None if it is a function."""
-    found = definition[1]
     return any(e.__name__ in names for e in found.__mro__) if inspect.isclass(found) else None
 
 
@@ -221,7 +217,7 @@ class Signature:
     open: bool = False  # it takes any keyword, or cannot be read
 
 
-def signature_of(module: str, found: Any) -> Signature:
+def signature_of(found: Any) -> Signature:
     """Return what a class or function takes.
 
     `**kwargs` of a constructor that calls super() are what the bases take.
@@ -278,14 +274,14 @@ def _type(annotation: Any, function: Any) -> Any:
 
 
 def argument_problems(
-    path: str, node: dict[str, Any], definition: Definition, *, known: Container[str] = ()
+    path: str, node: dict[str, Any], definition: Any, *, known: Container[str] = ()
 ) -> list[str]:
     """Return which arguments of the `_target_` node at `path` its class or function does not
     take, except the keys in `known`.
     """
-    target, signature = node["_target_"], signature_of(*definition)
+    target, signature = node["_target_"], signature_of(definition)
     if path == "data" and (feed := find_definition(FEED)) is not None:
-        of_feed = signature_of(*feed)
+        of_feed = signature_of(feed)
         for key in (each for each in LOADER_KEYS if each not in signature.parameters):
             signature.parameters[key], signature.shown[key] = (
                 of_feed.parameters[key],
@@ -378,7 +374,7 @@ def _as_yaml(value: Any) -> Any:
 def defaults_of(target: str) -> dict[str, Any]:
     """Return the defaults of what `target` names, as far as YAML can hold them, else None."""
     definition = find_definition(target)
-    defaults = signature_of(*definition).defaults if definition is not None else {}
+    defaults = signature_of(definition).defaults if definition is not None else {}
     plain = (bool, int, float, str, list, tuple, dict)
     return {k: _as_yaml(v) if isinstance(v, plain) else None for k, v in defaults.items()}
 
@@ -393,7 +389,7 @@ def accepted(task: Mapping[str, Any], names: Iterable[str] = FACTORIES) -> list[
     definition = find_definition(target)
     if definition is None:
         return names
-    signature = signature_of(*definition)
+    signature = signature_of(definition)
     own = [name for name in names if name in signature.parameters]
     if not signature.open:
         return own

@@ -28,7 +28,7 @@ from armature.data import namesakes
 from armature.errors import ConfigError, error_line
 from armature.project import SOURCES, config_file
 from armature.validation import signatures
-from armature.validation.signatures import PACKAGES_KEY, Definition, installed, is_under
+from armature.validation.signatures import PACKAGES_KEY, installed, is_under
 
 # inside these packages, only these parts may be named
 CLASSES = {
@@ -75,8 +75,6 @@ NEVER = (
     "cloudpickle",
     "dill",
     "fsspec",
-    "lightning.pytorch.cli",
-    "lightning.fabric.cli",
     "numpy.load",
     "numpy.fromfile",
     "numpy.memmap",
@@ -89,21 +87,6 @@ NEVER = (
     "pandas.read_pickle",
     "pandas.io.pickle",
     "pandas.eval",
-    "torch.hub",
-    "torch.load",
-    "torch.save",
-    "torch.serialization",
-    "torch.jit",
-    "torch.package",
-    "torch.export",
-    "torch.compile",
-    "torch.ops",
-    "torch.distributed",
-    "torch.multiprocessing",
-    "torch.utils.cpp_extension",
-    "torch.utils.model_zoo",
-    "torch.utils.bottleneck",
-    "torch.utils.checkpoint",
     "setuptools",
     "pip",
     "pkg_resources",
@@ -259,9 +242,9 @@ def _forbidden(path: str, target: str, allowed: Sequence[str]) -> str | None:
     # by its name first: a refused module is not even imported
     if refused := _refusal(what, "os" if "._" in target and _is_limited(target) else target):
         return refused
-    if (definition := signatures.find_definition(target)) is None:
+    if (found := signatures.find_definition(target)) is None:
         return None
-    module, found = definition
+    module = getattr(found, "__module__", None) or target.rpartition(".")[0]
     is_class = inspect.isclass(found)
     if not is_class and not isinstance(found, FunctionType | BuiltinFunctionType):
         module = target.rpartition(".")[0]  # a variable, such as a function that another one made
@@ -341,7 +324,7 @@ def _shape_problems(cfg: dict[str, Any]) -> Iterator[str]:
 
 
 def _role_problems(
-    path: str, node: dict[str, Any], definition: Definition, *, complete: bool
+    path: str, node: dict[str, Any], definition: Any, *, complete: bool
 ) -> list[str]:
     """Return whether a group's own class is of the wrong kind, or lacks arguments that nobody else
     passes.
@@ -379,13 +362,13 @@ def _role_problems(
 
 
 def _missing(
-    path: str, node: dict[str, Any], definition: Definition, *, passed: int, by_name: Sequence[str]
+    path: str, node: dict[str, Any], definition: Any, *, passed: int, by_name: Sequence[str]
 ) -> list[str]:
     if node.get("_args_"):
         return []
     required = [
         name
-        for name in signatures.signature_of(*definition).required[passed:]
+        for name in signatures.signature_of(definition).required[passed:]
         if name not in by_name
     ]
     lacking = [name for name in required if name not in node]
