@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 NAME = ".lock"
 REFRESH_SECONDS = 5.0
 LEASE_SECONDS = 60.0
+# another process that found the same dead holder may take our fresh lease for the old one
+CONTEST_SECONDS = 0.3
 EXIT_LOST = 1
 
 
@@ -45,13 +47,20 @@ class Lock:
         Raises:
             ConfigError: another process holds it.
         """
+        follows = _touched(self.folder) is not None
         while True:  # a process that died and that nobody has waited for keeps its lease a minute
             try:
                 self._lease.acquire(timeout=0.5)
             except Timeout:
                 wait_for_end(self.folder)
-            else:
+                continue
+            if not follows:
                 return
+            time.sleep(CONTEST_SECONDS)
+            owner = SoftFileLease(self.folder / NAME).owner
+            if owner is not None and owner.pid == os.getpid():
+                return
+            self.release()
 
     def release(self) -> None:
         with suppress(OSError):
