@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from armature import cli, config, run_dir
 from armature.errors import ConfigError
 from armature.loading import constructors
+from armature.training.limits import prefer_typed
 from armature.validation import numbers, quoting, targets, values
 from armature.validation.checks import check
 from armature.validation.composing import composing, instantiate
@@ -448,13 +449,20 @@ def test_a_text_of_the_environment_is_a_number_where_the_key_takes_one_alone(mon
     assert [OmegaConf.select(cfg, key) for key in keys] == [2, 3e-4, 3, False, 0.5, "123"]
 
 
-def test_a_variable_that_is_not_set_is_named(monkeypatch):
+def test_references_that_cannot_be_resolved_are_named_together(monkeypatch):
     monkeypatch.delenv("NOT_SET_HERE", raising=False)
-    with pytest.raises(
-        ConfigError,
-        match=r"trainer.devices: the environment has no NOT_SET_HERE. Type NOT_SET_HERE=…",
-    ):
-        check(cli.compose(["trainer.devices=${oc.env:NOT_SET_HERE}"]), prepare=False)
+    typed = [
+        "trainer.devices=${oc.env:NOT_SET_HERE}",
+        "trainer.max_steps=${trainer.max_steps}",
+        "data.context=${no.such}",  # to which model.context refers
+    ]
+    with pytest.raises(ConfigError) as error:
+        check(prefer_typed(cli.compose(typed), typed), prepare=False)
+    assert sorted(each.partition(". Type")[0] for each in error.value.problems) == [
+        "data.context: it is ${no.such}, and there is no key 'no.such'",
+        "trainer.devices: the environment has no NOT_SET_HERE",
+        "trainer.max_steps: it refers to itself",
+    ]
 
 
 def test_a_folder_that_is_no_package_is_named(tmp_path, monkeypatch):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 log = logging.getLogger(__name__)
 
@@ -55,14 +56,16 @@ class Limits:
 def prefer_typed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
     """Return the configuration without the limit that a file sets, if the other one was typed."""
     names = [override.partition("=")[0].lstrip("+") for override in overrides]
-    typed = [key for key in KEYS if f"trainer.{key}" in names and cfg.trainer[key] is not None]
+    # as written: what cannot be resolved is told by the checks
+    given: Any = OmegaConf.to_container(cfg.trainer, resolve=False)
+    typed = [key for key in KEYS if f"trainer.{key}" in names and given[key] is not None]
     if len(typed) == 1:
         (other,) = set(KEYS) - set(typed)
-        if cfg.trainer[other] is not None:
+        if given[other] is not None:
             cfg = cfg.copy()
             log.info(
                 "trainer.%s=%s replaces the configuration's trainer.%s=%s.",
-                typed[0], cfg.trainer[typed[0]], other, cfg.trainer[other],
+                typed[0], given[typed[0]], other, given[other],
             )  # fmt: skip
             cfg.trainer[other] = None
     return cfg

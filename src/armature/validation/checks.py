@@ -188,31 +188,37 @@ def _forget_unused_groups(cfg: DictConfig) -> None:
 
 
 def _interpolation_problems(cfg: DictConfig) -> list[str]:
-    try:
-        plain(cfg)
-    except OmegaConfBaseException as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        key = next(
-            (line.partition("full_key: ")[2] for line in lines if line.startswith("full_key: ")), ""
-        )
-        if key.startswith("model.") and (
-            lacking := re.search(r"key '(data\.\S+)' not found", lines[0])
-        ):
-            return _class_problems(cfg) or [
-                f"{key}: it is {lacking[1]}, which these data do not have. Type task=… and model=… "
-                f"for them (docs/data.md), or {key}=…"
-            ]
-        said = re.sub(r"^\w+ raised while resolving interpolation: ", "", lines[0])
-        if variable := re.fullmatch(r"\W*Environment variable '(\w+)' not found\W*", said):
-            name = variable[1]
-            said = (
-                f"the environment has no {name}. Type {name}=… before the command, or "
-                f"${{oc.env:{name},DEFAULT}}"
-            )
-        if "Recursive" in said:
-            said = f"it refers to itself. Type {key}=… for its value"
-        return _dangling(cfg) or [f"{key}: {said}.".removeprefix(": ")]
-    return []
+    """Return the references that cannot be resolved, with what to type instead."""
+    found = []
+    for path, value in values.walk(OmegaConf.to_container(cfg, resolve=False)):
+        if isinstance(value, str) and "${" in value:
+            try:
+                OmegaConf.select(cfg, path)
+            except OmegaConfBaseException as error:
+                said = str(error).partition("\n")[0]
+                lacking = re.search(r"key '(\S+)' not found", said)
+                if lacking and lacking[1] not in value:
+                    continue  # what it refers to is told by itself
+                if lacking and path.startswith("model.") and lacking[1].startswith("data."):
+                    if unknown := _class_problems(cfg):
+                        return unknown
+                    said = (
+                        f"it is {lacking[1]}, which these data do not have. Type task=… and "
+                        f"model=… for them (docs/data.md), or {path}=…"
+                    )
+                elif lacking:
+                    remedy = foreign_keys.remedy(lacking[1]) or f"Type {path}=… for its value."
+                    said = f"it is {value}, and there is no key '{lacking[1]}'. {remedy}"
+                elif variable := re.search(r"Environment variable '(\w+)' not found", said):
+                    name = variable[1]
+                    said = (
+                        f"the environment has no {name}. Type {name}=… before the command, or "
+                        f"${{oc.env:{name},DEFAULT}}"
+                    )
+                elif "Recursive" in said:
+                    said = f"it refers to itself. Type {path}=… for its value"
+                found.append(f"{path}: {said.rstrip('.')}.")
+    return found
 
 
 def _class_problems(cfg: DictConfig) -> list[str]:
@@ -227,20 +233,6 @@ def _class_problems(cfg: DictConfig) -> list[str]:
 def _allowed(cfg: DictConfig) -> list[str]:
     """Return the packages whose classes may be built."""
     return [*dict.fromkeys([*map(str, cfg.launch.allowed_packages), *signatures.own()])]
-
-
-def _dangling(cfg: DictConfig) -> list[str]:
-    """Return the references to keys that do not exist, with what to write instead."""
-    found = []
-    for path, value in values.walk(OmegaConf.to_container(cfg, resolve=False)):
-        for name in re.findall(r"\$\{(\w[\w.]*)\}", value) if isinstance(value, str) else ():
-            parent, _, last = name.rpartition(".")
-            node = OmegaConf.select(cfg, parent) if parent else cfg
-            if not (isinstance(node, DictConfig) and last in node):
-                remedy = foreign_keys.remedy(name)
-                hint = f" {remedy}" if remedy else f" Type {path}=… for its value."
-                found.append(f"{path}: it is {value}, and there is no key '{name}'.{hint}")
-    return found
 
 
 def _target_problems(cfg: DictConfig, *, known: Container[str] = ()) -> list[str]:
