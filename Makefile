@@ -79,7 +79,7 @@ new: $(VENV)/.installed ## Start a model, data, task and test of your own: make 
 train: $(VENV)/.installed ## Train a small language model, or what ARGS choose
 	$(BIN)/python train.py $(ARGS)
 
-test: $(VENV)/.installed-dev ## Run the tests: about 17 minutes on two cores; ARGS="-n 0" for one process
+test: $(VENV)/.installed-dev ## Run the tests: 10–20 minutes on two cores; ARGS="-n 0" for one process
 	$(PYTEST) -m "guarantee or not slow" $(ARGS)
 
 test-guarantees: $(VENV)/.installed-dev ## Run the tests that hold a sentence of docs/contract.md
