@@ -118,7 +118,7 @@ def test_killed_trials_and_a_killed_sweep_are_resumed_and_finished_ones_only_say
     assert not any(child.is_running() for child in children)
     killed = sweep(*words, cwd=tmp_path, check=False)  # each kills itself once
     assert killed.returncode == 1
-    assert "trial 1: killed by SIGKILL; the same command resumes it" in killed.stderr
+    assert "killed by SIGKILL; the same command resumes it" in killed.stderr
     ended = sweep(*words, cwd=tmp_path)
     assert "2 of 2 trials finished" in ended.stderr
     assert "mean ± standard deviation over seeds and folds:" in ended.stderr
