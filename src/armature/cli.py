@@ -97,7 +97,8 @@ def run(main: Callable[[], None], *, check: Callable[[DictConfig], object] | Non
     folders = [project.CONFIGS, *([Path(arguments.config_dir)] if arguments.config_dir else [])]
     one_mode = default_config and not any(map(_sets_mode, folders))
     typed = [*map(searching, filter(Path.is_dir, folders[1:])), *arguments.overrides]
-    problems = [*usage.misplaced(misplaced), *foreign_keys.removals(arguments.overrides)]
+    problems = [*filter(None, [environment.debug_problem()])]
+    problems += [*usage.misplaced(misplaced), *foreign_keys.removals(arguments.overrides)]
     problems += foreign_keys.ineffective(arguments.overrides) + config_dir_problems(
         arguments.config_dir
     )

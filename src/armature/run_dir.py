@@ -20,6 +20,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import secrets
 import subprocess
 import time
@@ -60,8 +61,16 @@ def default_name(label: str) -> str:
         if os.environ.get("SLURM_ARRAY_JOB_ID")
         else ("SLURM_JOB_ID",)
     )
-    if ids := [os.environ[name] for name in names if os.environ.get(name)]:
-        return "_".join(ids)
+    if any(os.environ.get(name) for name in names):
+        ids = {name: os.environ.get(name, "") for name in names}
+        if wrong := [
+            f"{name}={value}" for name, value in ids.items() if not re.fullmatch(r"\w+", value)
+        ]:
+            raise ConfigError(
+                f"{', '.join(wrong)}: must be a number; Slurm sets it. Type run.name=…, or unset "
+                f"{names[0]}."
+            )
+        return "_".join(ids.values())
     # under torchrun, the launcher's start time is the same for all ranks and all restarts
     started = (
         psutil.Process(os.getppid()).create_time() if environment.is_under_agent() else time.time()

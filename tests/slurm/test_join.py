@@ -5,6 +5,7 @@ import os
 import pytest
 from omegaconf import OmegaConf
 
+from armature import run_dir
 from armature.errors import ConfigError
 from armature.launcher import slurm
 
@@ -118,6 +119,22 @@ def test_a_time_limit_that_is_no_number_is_named(step):
     step(SLURM_JOB_END_TIME="x")
     with pytest.raises(ConfigError, match=r"SLURM_JOB_END_TIME=x: must be a number"):
         slurm.stop_at(5)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (
+            {"SLURM_JOB_ID": "../x"},
+            r"SLURM_JOB_ID=../x: must be a number; Slurm sets it. Type run.name=",
+        ),
+        ({"SLURM_ARRAY_JOB_ID": "3"}, r"SLURM_ARRAY_TASK_ID=: must be a number"),
+    ],
+)
+def test_a_run_is_not_named_after_a_job_that_cannot_be(ids, message, step):
+    step(**ids)
+    with pytest.raises(ConfigError, match=message):
+        run_dir.default_name("a")
 
 
 def test_nodes_with_different_numbers_of_tasks_are_refused(step):

@@ -99,7 +99,7 @@ def test_trials_on_a_cpu_share_its_cores(results, capsys):
 
 
 @pytest.mark.slow
-def test_killed_trials_and_a_killed_sweep_are_resumed_and_finished_ones_only_say_so(tmp_path):
+def test_killed_trials_and_a_killed_sweep_are_resumed_and_finished_ones_are_skipped(tmp_path):
     folder = tmp_path / "outputs" / "grid"
     words = [
         "seed=0,1", "run.name=grid", "sweep.parallel=2",
@@ -116,16 +116,19 @@ def test_killed_trials_and_a_killed_sweep_are_resumed_and_finished_ones_only_say
         whole.send_signal(signal.SIGKILL)
     psutil.wait_procs(children, timeout=10)
     assert not any(child.is_running() for child in children)
+    # on a busy machine one may have come to its own kill
+    left = [n for n in (0, 1) if not (folder / f"{n}" / ".stopped-at-4").exists()]
     killed = sweep(*words, cwd=tmp_path, check=False)  # each kills itself once
     assert killed.returncode == 1
-    assert "killed by SIGKILL; the same command resumes it" in killed.stderr
+    for number in left:
+        assert f"trial {number}: killed by SIGKILL; the same command resumes it" in killed.stderr
     ended = sweep(*words, cwd=tmp_path)
     assert "2 of 2 trials finished" in ended.stderr
     assert "mean ± standard deviation over seeds and folds:" in ended.stderr
     assert (folder / "1" / "overrides.txt").read_text().count("\n\n") == 1  # two starts
     again = sweep(*words, cwd=tmp_path)
-    assert "2 of 2 trials finished" in again.stderr
-    assert "is finished (8 steps)" in (folder / "1" / "logs" / "output.log").read_text()
+    assert again.stderr.count("of 2, 0 s]") == 2
+    assert "started" not in again.stderr
 
 
 @pytest.mark.slow

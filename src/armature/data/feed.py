@@ -427,6 +427,14 @@ class Feed(L.Callback):
 
     def train_loader(self) -> FedLoader:
         """Return the loader of the training loop: this rank's batches from the position on."""
+        batches, trainer = self.batches, self.trainer
+        if trainer is not None and trainer.accumulate_grad_batches != batches.accumulate:
+            raise ConfigError(
+                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}), but a global "
+                f"batch of {self.global_batch_size} is {batches.micro_batch_size} micro × "
+                f"{batches.accumulate} accumulation × {batches.data_ranks} data ranks. Pass "
+                f"accumulate_grad_batches={batches.accumulate}."
+            )
         if not self._ours:
             self._compare_ranks(self._train, "train")
         sampler = self.train_sampler(in_loop=True)

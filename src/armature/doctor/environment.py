@@ -52,13 +52,13 @@ def versions() -> Iterator[Finding]:
     required = [each for each in found if each.marker is None or each.marker.evaluate()]
     wrong = False
     for each in required:
+        version = None
         with suppress(metadata.PackageNotFoundError):
             version = metadata.version(each.name)
-            if each.specifier.contains(version, prereleases=True):
-                continue
-        wrong = True
-        what = f"This project needs {each}, and another version or none is installed."
-        yield failure(GROUP, what, remedy=f"Type pip install '{each}'.")
+        if version is None or not each.specifier.contains(version, prereleases=True):
+            wrong = True
+            what = f"This project needs {each}, and {version or 'no version'} is installed."
+            yield failure(GROUP, what, remedy=f"Type pip install '{each}'.")
     if required and not wrong:
         yield ok(GROUP, f"All {len(required)} required packages have versions that go together.")
 

@@ -21,7 +21,7 @@ GATHERED_IN = {"bf16-mixed": "bfloat16", "bf16-true": "bfloat16", "16-mixed": "f
 def resolve(sizes: Mapping[str, int | str], *, world_size: int) -> dict[str, int]:
     """Return the axes' sizes; the one that is `auto` takes the remaining processes."""
     asked = ", ".join(f"strategy.{axis}={sizes[axis]}" for axis in AXES)
-    known = {axis: size for axis, size in sizes.items() if isinstance(size, int)}
+    known = {axis: int(size) for axis, size in sizes.items() if size != "auto"}
     unknown = [axis for axis in AXES if axis not in known]
     if len(unknown) > 1:
         raise ValueError(f"{asked}: only one axis may be auto, the others need a number.")

@@ -23,9 +23,10 @@ from typing import Any
 
 from omegaconf import DictConfig, open_dict
 
-from armature import hardware
+from armature import config, hardware
+from armature.checkpoint import resume
 from armature.errors import EXIT_CONFIG, ConfigError, RunFailed, masked
-from armature.launcher import environment, lock, rank
+from armature.launcher import environment, lock, rank, run_state
 from armature.launcher.supervise import EXIT_CODES, SIGNALS
 from armature.sweeps import conclude
 from armature.sweeps import trials as files
@@ -185,7 +186,12 @@ class _Pool:
         while True:
             while self.received is None and (self.most == "auto" or len(self.running) < self.most):
                 if waiting is None and (trial := next(trials, None)) is not None:
-                    waiting = _Process(trial, self._composed(trial))
+                    waiting = _Process(trial, self._composed(trial), begun=time.monotonic())
+                if waiting is not None and _is_finished(self._run_dir(waiting), waiting.cfg):
+                    each, waiting = waiting, None
+                    yield self._finished(each)
+                    each.trial.claim.release()
+                    continue
                 # a trial of more devices than there are is refused by its own check
                 if waiting is None or (self.running and len(self.free) < self._needed(waiting.cfg)):
                     break
@@ -217,13 +223,12 @@ class _Pool:
         needed = self._needed(each.cfg)
         each.devices, self.free = self.free[:needed], self.free[needed:]
         each.begun = time.monotonic()
-        run_dir = self.folder / str(each.trial.number)
-        log = run_dir / LOG
+        log = self._run_dir(each) / LOG
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as stream:
             each.log_begin = stream.tell()
             each.process = subprocess.Popen(
-                [sys.executable, "-u", self.script, cli.TRIAL_OPTION, str(run_dir)],
+                [sys.executable, "-u", self.script, cli.TRIAL_OPTION, str(self._run_dir(each))],
                 stdin=subprocess.PIPE,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
@@ -251,13 +256,10 @@ class _Pool:
         return here
 
     def _result(self, each: _Process) -> Result:
-        code, run_dir = each.process.returncode, self.folder / str(each.trial.number)
-        self.ended += 1
+        code, run_dir = each.process.returncode, self._run_dir(each)
         if code == 0:
-            monitor = each.cfg.checkpoint.monitor
-            metric = files.metric(run_dir, monitor)
-            self._say(each, f"{monitor} {'–' if metric is None else f'{metric:.5g}'}")
-            return Result(each.trial, metric)
+            return self._finished(each)
+        self.ended += 1
         if code == EXIT_CODES["time_limit"]:  # it comes for all
             self.received = self.received or "SIGUSR1"
         if code in STOPPED or code < 0:
@@ -271,6 +273,16 @@ class _Pool:
                 text = f"refused: {written.partition(' was refused: ')[2] or written}"
         self._say(each, text)
         return Result(each.trial, error=RunFailed(text, code))
+
+    def _finished(self, each: _Process) -> Result:
+        self.ended += 1
+        monitor = each.cfg.checkpoint.monitor
+        metric = files.metric(self._run_dir(each), monitor)
+        self._say(each, f"{monitor} {'–' if metric is None else f'{metric:.5g}'}")
+        return Result(each.trial, metric)
+
+    def _run_dir(self, each: _Process) -> Path:
+        return self.folder / str(each.trial.number)
 
     def _say(self, each: _Process, text: str) -> None:
         fixed = self.launcher.config.hydra.overrides.task
@@ -302,6 +314,22 @@ class _Pool:
         for each in self.running:
             with suppress(ProcessLookupError):
                 os.kill(each.process.pid, number)
+
+
+def _is_finished(run_dir: Path, cfg: DictConfig) -> bool:
+    """Return whether a run of these very settings has finished. If in doubt its process decides."""
+    if cfg.resume == "never" or run_state.read_summary(run_dir).get("stop_reason") != "finished":
+        return False
+    recorded = config.load(run_dir / "config.yaml")
+    here, there = config.without_secrets(cfg), config.without_secrets(recorded)
+    found = resume.differences(here, there, resume.RESULT_GROUPS)
+    found |= {
+        key: (cfg.trainer[key], recorded.trainer[key])
+        for key in ("max_steps", "max_epochs", "max_time")
+        # null: another limit was typed instead
+        if recorded.trainer[key] not in (None, cfg.trainer[key])
+    }
+    return all(now == "auto" for now, _ in found.values())
 
 
 def _devices(cfg: DictConfig) -> int:

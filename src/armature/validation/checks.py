@@ -189,36 +189,38 @@ def _forget_unused_groups(cfg: DictConfig) -> None:
 
 def _interpolation_problems(cfg: DictConfig) -> list[str]:
     """Return the references that cannot be resolved, with what to type instead."""
-    found = []
+    found: list[str] = []
     for path, value in values.walk(OmegaConf.to_container(cfg, resolve=False)):
         if isinstance(value, str) and "${" in value:
             try:
                 OmegaConf.select(cfg, path)
             except OmegaConfBaseException as error:
-                said = str(error).partition("\n")[0]
-                lacking = re.search(r"key '(\S+)' not found", said)
-                if lacking and lacking[1] not in value:
-                    continue  # what it refers to is told by itself
-                if lacking and path.startswith("model.") and lacking[1].startswith("data."):
-                    if unknown := _class_problems(cfg):
-                        return unknown
-                    said = (
-                        f"it is {lacking[1]}, which these data do not have. Type task=… and "
-                        f"model=… for them (docs/data.md), or {path}=…"
-                    )
-                elif lacking:
-                    remedy = foreign_keys.remedy(lacking[1]) or f"Type {path}=… for its value."
-                    said = f"it is {value}, and there is no key '{lacking[1]}'. {remedy}"
-                elif variable := re.search(r"Environment variable '(\w+)' not found", said):
-                    name = variable[1]
-                    said = (
-                        f"the environment has no {name}. Type {name}=… before the command, or "
-                        f"${{oc.env:{name},DEFAULT}}"
-                    )
-                elif "Recursive" in said:
-                    said = f"it refers to itself. Type {path}=… for its value"
-                found.append(f"{path}: {said.rstrip('.')}.")
-    return found
+                found += _unresolved(cfg, path, value, str(error).partition("\n")[0])
+    return list(dict.fromkeys(found))
+
+
+def _unresolved(cfg: DictConfig, path: str, value: str, said: str) -> list[str]:
+    """Return why a value cannot be resolved, of which OmegaConf has `said` something."""
+    if lacking := re.search(r"key '(\S+)' not found", said):
+        name = lacking[1]
+        if name not in value:
+            return []  # what it refers to is told by itself
+        if path.startswith("model.") and name.startswith("data."):
+            return _class_problems(cfg) or [
+                f"{path}: it is {name}, which these data do not have. Type task=… and model=… for "
+                f"them (docs/data.md), or {path}=…."
+            ]
+        remedy = foreign_keys.remedy(name) or f"Type {path}=… for its value."
+        return [f"{path}: it is {value}, and there is no key '{name}'. {remedy}"]
+    if variable := re.search(r"Environment variable '(\w+)' not found", said):
+        name = variable[1]
+        said = (
+            f"the environment has no {name}. Type {name}=… before the command, or "
+            f"${{oc.env:{name},DEFAULT}}"
+        )
+    elif "Recursive" in said:
+        said = f"it refers to itself. Type {path}=… for its value"
+    return [f"{path}: {said.rstrip('.')}."]
 
 
 def _class_problems(cfg: DictConfig) -> list[str]:

@@ -119,7 +119,8 @@ def parse_pair(record: object, *, where: str) -> tuple[Conversation, Conversatio
         key = next((key for key in ("prompt", "messages") if record.get(key) is not None), None)
         if key is None:
             raise ConfigError(
-                f"{where}: no prompt, and chosen and rejected are no whole  Write {PAIR_FORM}."
+                f"{where}: no prompt, and chosen and rejected are no whole conversations. Write "
+                f"{PAIR_FORM}."
             )
         prompt = messages(record[key], key, where=where, role="user")
     for side, answer in zip(SIDES, answers, strict=True):
