@@ -393,9 +393,9 @@ class Proof:
                 if cell.broken and (cell.largest or 0) > ROUNDING * (rounding[column].largest or 0)
             }
             unsynced = set(cells[METRICS].names) - set(rounding[METRICS].names)
-            unsynced |= set(cells[METRICS].names) & locate.own_values(other)
+            unsynced |= locate.own_columns(other, cells[METRICS].names)
             left = left | {METRICS} if unsynced else left - {METRICS}
-        own = locate.own_values(other) & unsynced
+        own = locate.own_columns(other, unsynced)
         if METRICS in left and unsynced == own:
             left.remove(METRICS)
         if own:
@@ -405,8 +405,10 @@ class Proof:
                 f"own: {', '.join(sorted(own))}: logged without sync_dist=True, so that each rank "
                 "has the value of its own samples, and rank 0's is in metrics.csv"
             )
+        if not left - {METRICS}:
+            self._excuse_rounding(row, cells, left)
         if not left:
-            self._excuse_rounding(row, cells)
+            row.broken = False
             return
         if left == {METRICS}:
             row.notes.append(AVERAGES.format(names=", ".join(sorted(unsynced - own))))
@@ -428,9 +430,9 @@ class Proof:
             return {column: Cell() for column in COLUMNS}
         return compare.compare(self.straight, nudged, exact=False)
 
-    def _excuse_rounding(self, row: Row, cells: dict[str, Cell]) -> None:
-        row.broken = False
-        rounded = [c for c, cell in cells.items() if cell.broken and row.cells[c] != OWN]
+    def _excuse_rounding(self, row: Row, cells: dict[str, Cell], left: set[str]) -> None:
+        rounded = [c for c, cell in cells.items() if cell.broken and c not in left]
+        rounded = [column for column in rounded if row.cells[column] != OWN]
         for column in rounded:
             row.cells[column] = f"{cells[column].largest:.1e}*"
         if rounded:

@@ -47,10 +47,10 @@ class Limit(NamedTuple):
 
 
 LIMITS = {
-    "core": Limit(197_350, 145_000),
-    "optional": Limit(82_000, 60_000),
+    "core": Limit(197_700, 145_000),
+    "optional": Limit(82_350, 60_000),
     "scripts, benchmarks": Limit(27_400, 27_400),
-    "tests": Limit(279_900, 220_000),
+    "tests": Limit(280_300, 220_000),
     "documentation": Limit(20_900, 20_900),
     "private names": Limit(200, 110),
     "wide lines": Limit(0, 0),

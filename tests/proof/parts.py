@@ -40,7 +40,8 @@ class Sound(L.LightningModule):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = F.cross_entropy(self.net(batch[0]), batch[1])
-        self.log("own_loss", loss)  # rank 0's value: an exception that the contract names
+        # rank 0's values: an exception that the contract names
+        self.log_dict({"own_loss": loss, "train/loss": loss})
         return loss
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:

@@ -61,7 +61,7 @@ def test_a_plain_module_is_proved_under_stops_and_layouts(call, tmp_path):
     assert "run.name=mine: not used, since this script decides that" in printed
     assert re.search(r"single 1, stopped at 2 +equal +equal +equal +equal +equal +equal", printed)
     assert re.search(r"single 1, killed at 3 +equal +equal +equal +equal +equal +equal", printed)
-    assert "own: own_loss: logged without sync_dist=True" in printed
+    assert "own: own_loss, train/loss_step: logged without sync_dist=True" in printed
     assert printed.endswith("proved\n")
     assert list((tmp_path / "outputs").iterdir()) == []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from armature.run_dir import TRACE
 TOLERANCE = 1e-6  # relative, of sums in runs in float64 whose inputs may be of fp32
 NOISE = 1e-6  # of the largest tensor of its kind: a gradient that is zero but for rounding
 NORMS = ("BatchNorm", "SyncBatchNorm")
+# to what a module logs under the name of a column of ours, metrics.csv appends one of these
+RENAMED = ("_step", "_epoch", "_module")
 OWN_STATE = (
     "Use register_buffer, or on_save_checkpoint and on_load_checkpoint (state_dict and "
     "load_state_dict in a callback or data module)."
@@ -74,6 +76,13 @@ def own_values(run: Path) -> set[str]:
             if max(values) - min(values) > 1e-9 * max(map(abs, values)):
                 names.add(name)
     return names
+
+
+def own_columns(run: Path, columns: Iterable[str]) -> set[str]:
+    """Return which of these columns of metrics.csv hold such values."""
+    own = own_values(run)
+    endings = ("", *RENAMED)
+    return {c for c in columns if any(c == f"{name}{each}" for name in own for each in endings)}
 
 
 def locate(
