@@ -34,6 +34,7 @@ from armature.layout import Layout
 from armature.proof import compare, locate
 from armature.proof.compare import BOUND, COLUMNS, METRICS, Cell
 from armature.sweeps.trials import newest_start
+from armature.validation import signatures
 from armature.validation.checks import check
 
 FEWEST_STEPS = 4  # two validations, and a stop between them
@@ -233,7 +234,9 @@ class Proof:
         if strategy == MICRO:
             size = self._global_batch_size
             if size is None or size % 2:
-                return Row("2 micro-batches", SINGLE, skipped=f"a global batch of {size} samples")
+                odd = f"a batch of {size} samples is odd"
+                why = odd if size else "the data module takes no batch_size"
+                return Row("2 micro-batches", SINGLE, skipped=why)
             micro = f"++data.micro_batch_size={size // 2}"
             return self._row("2 micro-batches", (*SINGLE, micro), chosen=chosen)
         count = cli.whole_number(f"{name}: the devices of {strategy}", devices or "2")
@@ -249,14 +252,16 @@ class Proof:
         except ConfigError as error:
             if chosen:
                 raise
-            return Row(title, overrides, skipped=error.problems[0])
+            # without the key, which the title says
+            return Row(title, overrides, skipped=error.problems[0].split(": ", 1)[-1])
         return Row(title, (*overrides, *self._validation(overrides)))
 
     @cached_property
     def _global_batch_size(self) -> int | None:
         data = OmegaConf.to_container(self.check(SINGLE).data, resolve=True)
         assert isinstance(data, dict)
-        sizes = (data.get("global_batch_size"), data.get("batch_size"))
+        given = signatures.defaults_of(data["_target_"]) | data  # a user's class may have a default
+        sizes = (given.get("global_batch_size"), given.get("batch_size"))
         return next((size for size in sizes if isinstance(size, int)), None)
 
     # ------------------------------------------------------------ runs
@@ -452,9 +457,9 @@ class Proof:
             f"\nequal: bit for bit. A number: the largest relative difference, allowed up to "
             f"{BOUND:.0e} (gradient norm: {compare.NORM_BOUND:.0e}). –: not compared."
         )
-        skipped = [row for row in self.rows if row.skipped is not None]
-        for row in skipped:
-            print(f"not run: {row.title}: {row.skipped}")
+        for why in dict.fromkeys(row.skipped for row in self.rows if row.skipped is not None):
+            titles = [row.title for row in self.rows if row.skipped == why]
+            print(f"not run: {', '.join(titles)}: {why}")
         for row in self.rows:
             for note in row.notes:
                 print(f"\n{row.title}: {note}")
