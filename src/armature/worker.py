@@ -187,9 +187,9 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
 def _build_feed(cfg: DictConfig, layout: Layout) -> tuple[feed.Feed, batching.Batches, Path | None]:
     """Return the prepared data, how steps divide them, and the checkpoint to resume from."""
     directory = Path(cfg.run.dir)
-    fed = feed.build(micro_batch.decided(cfg))
-    checkpoint = _checkpoint_to_resume(cfg, directory)
-    with memory.reporting(f"the data of {type(fed.data).__name__}"):
+    with memory.reporting(f"the data of {cfg.data._target_}"):
+        fed = feed.build(micro_batch.decided(cfg))
+        checkpoint = _checkpoint_to_resume(cfg, directory)
         _prepare(fed)
         fed.set_up()
         _number_classes(cfg, fed, checkpoint, directory)

@@ -129,18 +129,16 @@ def causal_lm(inner):
         ([], ["full_attention", "linear_attention"], "it has layers of linear_attention"),
     ],
 )
-def test_packing_is_refused_for_layers_that_read_across_conversations(tmp_path, parts, kinds, says):
-    cfg = config(tmp_path)
-    cfg.data = {"source": {"packing": True}}
-    found = built._packing_problems(causal_lm(Attentive(*parts, kinds=kinds)), cfg)
+def test_packing_is_refused_for_layers_that_read_across_conversations(parts, kinds, says):
+    found = built._packing_problems(causal_lm(Attentive(*parts, kinds=kinds)))
     assert len(found) == (says is not None)
     assert all(
         says in problem and "Type data.source.packing=false." in problem for problem in found
     ), found
     if not parts:  # a convolution that reads sounds reads no tokens
         with_tower = causal_lm(Attentive(kinds=kinds, tower=[nn.Conv1d(4, 4, 3)]))
-        assert built._packing_problems(with_tower, cfg) == found
-    [problem] = built._packing_problems(causal_lm(Attentive(model_type="bloom")), cfg)
+        assert built._packing_problems(with_tower) == found
+    [problem] = built._packing_problems(causal_lm(Attentive(model_type="bloom")))
     assert "of model_type=bloom is not known to keep the conversations" in problem
 
 

@@ -6,10 +6,11 @@ import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
 
+from armature.models.decoder import loss
 from armature.models.decoder.cache import KeyValueCache
 from armature.models.decoder.loss import chunked_loss
 from armature.models.decoder.model import Decoder, rotate
-from armature.models.loss import IGNORED, VocabularyShard
+from armature.models.loss import IGNORED, VocabularyShard, token_losses
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "model"
 SMALL = {"vocab_size": 97, "context": 32, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2}
@@ -240,9 +241,28 @@ def test_sums_are_in_fp32_where_new_tensors_have_16_bits(bf16_by_default):
     x, weight = (torch.randn(64, 16) * 2).float(), torch.randn(97, 16).float()
     targets = torch.randint(0, 97, (64,))
     expected = F.cross_entropy(F.linear(x, weight), targets, reduction="none")
-    mean = chunked_loss(x, weight, targets)
-    assert mean.dtype == torch.float32
+    mean, each = (chunked_loss(x, weight, targets, reduction=word) for word in ("mean", "none"))
+    assert mean.dtype == each.dtype == torch.float32
     torch.testing.assert_close(mean, expected.mean(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(each, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_losses_of_each_target_and_their_gradients_are_those_of_all_logits(monkeypatch, frozen):
+    monkeypatch.setitem(loss.CHUNK_LOGITS, "cpu", 97 * 5)  # chunks of 5 of the 12 rows
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 4, 16, requires_grad=True), torch.randn(97, 16)
+    parts = (x,) if frozen else (x, weight.requires_grad_())
+    targets, counts = torch.randint(0, 97, (3, 4)), torch.randn(3, 4)
+    targets[1, :3] = IGNORED
+    both = (
+        chunked_loss(x, weight, targets, reduction="none"),
+        token_losses(F.linear(x, weight), targets),
+    )
+    torch.testing.assert_close(*both)
+    torch.testing.assert_close(
+        *(torch.autograd.grad((losses * counts).sum(), parts) for losses in both)
+    )
 
 
 @pytest.mark.parametrize("wrong", [-1, 97])

@@ -213,10 +213,10 @@ def test_layouts_learn_preferences_as_one_process_does(run, layout):
 
 @pytest.mark.slow
 def test_all_weights_are_trained_beside_a_frozen_copy(pairs, tmp_path):
-    base = str(write_random_model(tmp_path / "base", vocab_size=VOCABULARY))
+    base = str(write_random_model(tmp_path / "base", vocab_size=VOCABULARY, num_key_value_heads=2))
     single, *others = (
         fit(Job(pairs, layout=layout, pretrained=base, lr=1e-3))
-        for layout in ("single", "ddp 2", "fsdp 2")
+        for layout in ("single", "ddp 2", "fsdp 2", "tensor 2, sequence parallel")
     )
     assert single.losses[0] == pytest.approx(math.log(2), abs=1e-6)
     assert single.losses[-1] < 0.6

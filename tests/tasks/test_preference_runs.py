@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from armature.checkpoint import state
 from tests import running
@@ -105,3 +105,11 @@ def test_a_run_resumes_bit_for_bit_and_is_evaluated_and_exported(train, parts):
         "convert.py", str(straight), str(parts / "adapter"), "--adapter", cwd=parts
     ).stdout
     assert "14 adapters of rank 16" in exported
+
+
+def test_a_file_of_all_weights_leaves_out_the_reference(train, parts):
+    run = train("whole", "task.adapter=null", "trainer.max_steps=1", "trainer.val_every_n_steps=1")
+    running.script("convert.py", str(run), str(parts / "whole.safetensors"), cwd=parts)
+    held = {name.removeprefix("model.") for name in weights(run)}
+    written = set(load_file(parts / "whole.safetensors"))
+    assert written == {name for name in held if not name.startswith("reference.")} != held

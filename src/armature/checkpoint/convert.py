@@ -33,7 +33,8 @@ from armature.errors import ConfigError
 AVERAGES = f"{state.EXTRA}.ema."
 # the attribute of the LightningModule, which safetensors files for others do not name
 MODEL = "model."
-
+# DPO's frozen copy of the model that it began with, which only more training needs
+REFERENCE = "reference."
 
 Base = Mapping[str, Tensor]  # weights that a checkpoint leaves out
 
@@ -98,12 +99,17 @@ def to_safetensors(
     """Write the unsharded weights, or their moving average, and return their names, the model's own
     ("blocks.0.…").
 
-    A parameter with two names is written under the first.
+    A parameter with two names is written under the first, a model's frozen reference not at all.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     weights = weights_of(checkpoint, average=average, base=base)
+    weights = {
+        name: value
+        for name, value in weights.items()
+        if not name.startswith(REFERENCE) or name.replace(REFERENCE, MODEL, 1) not in weights
+    }
     first = {
         (value.data_ptr(), value.shape): name
         for name, value in reversed(weights.items())

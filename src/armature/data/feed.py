@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
-from armature.data import draw, folds, labels, memory, namesakes, same_data
+from armature.data import draw, folds, labels, same_data
 from armature.data.base import DataModule
 from armature.data.batching import FOLD_KEYS, LOADER_KEYS, Batches, plan_batches
 from armature.data.draw import ReadLoader
@@ -35,7 +35,6 @@ from armature.training.progress import completed_batches
 from armature.validation.composing import instantiate
 
 log = logging.getLogger(__name__)
-namesakes.install()  # before any class of users is found
 
 # What a data module sees of the Trainer while it is set up, which is before the Trainer is made
 BEFORE_TRAINER = SimpleNamespace(
@@ -144,9 +143,8 @@ class Feed(L.Callback):
     def _seeded(self) -> Iterator[None]:
         if self.data.trainer is None:
             self.data.trainer = BEFORE_TRAINER  # pyright: ignore[reportAttributeAccessIssue]
-        what = f"the data of {self._name}"
         try:
-            with seeded(f"{self.seed}/setup"), memory.reporting(what):
+            with seeded(f"{self.seed}/setup"):
                 yield
         except AttributeError as error:
             if error.obj is not BEFORE_TRAINER:
@@ -567,10 +565,9 @@ def build(cfg: DictConfig) -> Feed:
     }
     own |= {key: settings[key] for key in FOLD_KEYS if key in settings and key not in parameters}
     given = {key: value for key, value in settings.items() if key in parameters or key not in own}
-    with memory.reporting(f"what {cfg.data._target_} makes"):
-        # our own classes take plain lists and dicts
-        is_own = str(target.__module__).startswith("armature.")
-        data = instantiate(given, _convert_="all") if is_own else instantiate(given)
+    # our own classes take plain lists and dicts
+    is_own = str(target.__module__).startswith("armature.")
+    data = instantiate(given, _convert_="all") if is_own else instantiate(given)
     if not isinstance(data, L.LightningDataModule):
         raise ConfigError(
             f"data._target_={cfg.data._target_} makes a {type(data).__name__}. Name a "

@@ -128,15 +128,9 @@ class LabeledData(DataModule):
         if all({*names} <= {*known.get(key, [])} for key, names in self._own_names.items()):
             self.saved = known
 
-    def begin_with(self, head: Sequence[str]) -> bool:
-        """Number the classes as the head does that training begins with.
-
-        Return whether it knows all of them.
-        """
-        names = numbered_as(head, self._own_names.get("classes", []))
-        if names is not None:
-            self.saved = {**self._own_names, "classes": names}
-        return names is not None
+    def begin_with(self, classes: list[str]) -> None:
+        """Number the classes as the head does that training begins with."""
+        self.saved = {**self._own_names, "classes": classes}
 
     @property
     @override

@@ -72,11 +72,6 @@ def arguments(config: Mapping[str, Any], *, name: str) -> dict[str, Any]:
             "an ordinary "
             f"{kind}'s, remove auto_map"
         )
-    if config.get("quantization_config"):
-        found.append(
-            "quantization_config: its weights are quantized. Name the folder of the original "
-            "weights"
-        )
     if missing := [theirs for theirs in SIZES.values() if config.get(theirs) is None]:
         found.append(f"it lacks {', '.join(missing)}")
     rope, theta = _rope(config, found)

@@ -35,7 +35,8 @@ def problems(cfg: DictConfig) -> list[str]:
 
     A run that resumes reads its checkpoint: only the model is built.
     """
-    if found := _kernel_problems(cfg):
+    packs = check.is_of_transformers(cfg) and OmegaConf.select(cfg, "data.source.packing")
+    if packs and (found := _kernel_problems(cfg)):
         return found
     try:
         model = build(cfg.model)
@@ -54,7 +55,7 @@ def problems(cfg: DictConfig) -> list[str]:
             f"for {longest} "
             f"tokens: type data.context={longest} or less."
         )
-    return found + _packing_problems(model, cfg)
+    return found + (_packing_problems(model) if packs else [])
 
 
 def build(node: Any, **changes: Any) -> Any:
@@ -204,8 +205,6 @@ def _kernel_problems(cfg: DictConfig) -> list[str]:
     """Return a problem if conversations are packed for a kernel that keeps them apart only in
     batches of one row.
     """
-    if not check.is_of_transformers(cfg) or not OmegaConf.select(cfg, "data.source.packing"):
-        return []
     kernel = cfg.model.get("attention") or folder.config(Path(cfg.model.pretrained)).get(
         "attn_implementation"
     )
@@ -219,15 +218,13 @@ def _kernel_problems(cfg: DictConfig) -> list[str]:
     ]
 
 
-def _packing_problems(model: Any, cfg: DictConfig) -> list[str]:
+def _packing_problems(model: Any) -> list[str]:
     """Return whether conversations that are packed into rows would see each other in this
     architecture.
 
     transformers keeps them apart by their positions in the families of PACKABLE, and only in layers
     of attention: convolutions and recurrent layers read across.
     """
-    if not check.is_of_transformers(cfg) or not OmegaConf.select(cfg, "data.source.packing"):
-        return []
     kind = model.inner.config.get_text_config().model_type
     mixing = ", ".join(model.other_layers)
     if kind in PACKABLE and not mixing:

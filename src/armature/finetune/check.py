@@ -49,6 +49,11 @@ def fill(cfg: DictConfig) -> DictConfig:
         else locate(cfg)
     )
     config, target = folder.config(path), cfg.model._target_
+    if config.get("quantization_config"):
+        raise ConfigError(
+            f"{KEY}={name}: config.json: quantization_config: its weights are quantized. Name the "
+            "folder of the original weights."
+        )
     args = READ[target](config, name=name)
     problems = _set_sizes(cfg, args, config)
     problems += _tokenizer_problems(cfg, path, args.get("vocab_size"))
@@ -252,10 +257,10 @@ def number_classes(cfg: DictConfig, data: Any) -> list[str]:
     if head is None or classes is None:
         return []
     numbered = numbered_as(head, classes)
-    if isinstance(data, LabeledData):
-        if data.begin_with(head):
-            return []
-    elif numbered is not None and numbered[: len(classes)] == classes:
+    if numbered is not None and isinstance(data, LabeledData):
+        data.begin_with(numbered)
+        return []
+    if numbered is not None and numbered[: len(classes)] == classes:
         return []
     return [
         f"model.new_head=false: the head of {KEY}={name} numbers the classes "

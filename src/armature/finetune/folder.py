@@ -130,6 +130,10 @@ def _read_text(file: Path) -> str:
         raise ConfigError(f"{file}: it cannot be read ({error}).") from error
 
 
+def _json_if_there(file: Path) -> dict[str, Any]:
+    return read_json(file) if file.is_file() else {}
+
+
 def config(folder: Path) -> dict[str, Any]:
     return read_json(folder / CONFIG)
 
@@ -144,15 +148,13 @@ def chat_template(folder: Path) -> str | None:
         _read_text(folder / name) if (folder / name).is_file() else None
         for name in (CHAT_TEMPLATE, TOOL_TEMPLATE)
     )
-    if plain is None and (file := folder / TOKENIZER_CONFIG).is_file():
-        found = read_json(file).get("chat_template")
+    if plain is None:
+        plain = found = _json_if_there(folder / TOKENIZER_CONFIG).get("chat_template")
         if isinstance(found, list):  # several, with names
             named = {
                 each.get("name"): each.get("template") for each in found if isinstance(each, dict)
             }
             plain, tools = named.get("default"), named.get("tool_use", tools)
-        else:
-            plain = found
     if plain is None or tools is None:
         return plain
     # as Jinja2 does; + keeps spaces beside the tag
@@ -167,10 +169,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
     A chat template refers to them by these names. As in transformers, special_tokens_map.json comes
     first, unless tokenizer_config.json lists all added tokens.
     """
-    settings, older = (
-        read_json(folder / name) if (folder / name).is_file() else {}
-        for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS)
-    )
+    settings, older = (_json_if_there(folder / name) for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS))
     if "added_tokens_decoder" not in settings:
         settings |= older
     named = {key: settings.get(key) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
@@ -184,8 +183,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
 def end_tokens(folder: Path) -> list[int]:
     """Return the ids at which generation stops: of generation_config.json, else of config.json."""
     for name in ("generation_config.json", CONFIG):
-        found = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
-        if found is not None:
+        if (found := _json_if_there(folder / name).get("eos_token_id")) is not None:
             ends = found if isinstance(found, list) else [found]
             if not all(isinstance(each, int) for each in ends):
                 raise ConfigError(f"{folder / name}: eos_token_id={found}: must be a token's id.")
@@ -201,10 +199,7 @@ def tokens_problem(tokenizer_file: Path, known: Mapping[str, int] | None = None)
     if it was read before.
     """
     folder = tokenizer_file.parent
-    settings, older = (
-        read_json(folder / name) if (folder / name).is_file() else {}
-        for name in (TOKENIZER_CONFIG, ADDED_TOKENS)
-    )
+    settings, older = (_json_if_there(folder / name) for name in (TOKENIZER_CONFIG, ADDED_TOKENS))
     source, added = ADDED_TOKENS, list(older)
     if listed := settings.get("added_tokens_decoder"):
         source, added = TOKENIZER_CONFIG, [each.get("content") for each in listed.values()]

@@ -52,7 +52,7 @@ def load_run(
         )
     kept = folder.kept_in(run_dir)
     model = loading.load_task(cfg, checkpoint).get_submodule("model").to(device)
-    tokenizer = _tokenizer(run_dir / folder.TOKENIZER)
+    tokenizer = tokens.read(run_dir / folder.TOKENIZER)
     ends, begins = [] if kept is None else folder.end_tokens(kept), tokens.document_token(tokenizer)
     # a text ends where the next document begins if the folder does not say
     return Loaded(model, run_dir, tokenizer, ends or ([] if begins is None else [begins]))
@@ -79,12 +79,3 @@ def answers(
         for ids in new
     )
     return [(text.partition(end)[0] if end else text).strip() for text in decoded]
-
-
-def _tokenizer(file: Path) -> Tokenizer:
-    if file.is_file() and (problem := folder.tokens_problem(file)):
-        raise ConfigError(problem)
-    try:
-        return tokens.read(file)
-    except ConfigError as error:
-        raise ConfigError(f"{error} Copy it from another run on the same data.") from error

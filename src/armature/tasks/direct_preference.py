@@ -4,6 +4,7 @@ the rejected one.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
@@ -17,6 +18,7 @@ from typing_extensions import override
 
 from armature.errors import ConfigError
 from armature.finetune.lora import Lora, LoraLinear, without_adapters
+from armature.models.decoder.loss import computes_loss
 from armature.models.loss import IGNORED, token_losses
 from armature.tasks.base import Batch, WeightedMean, inputs_and_targets
 from armature.tasks.language_modeling import LanguageModeling
@@ -135,7 +137,11 @@ class DirectPreference(LanguageModeling):
                 f"inputs are {tuple(inputs.shape)}, not (pairs, 2, tokens). Type data=preference."
             )
         inputs, targets = inputs.flatten(0, 1), targets.flatten(0, 1)
-        losses = token_losses(model(inputs), targets)
+        takes = inspect.signature(type(model).forward).parameters
+        if "reduction" in takes and computes_loss(getattr(model, "head", None)):
+            losses = model(inputs, targets, reduction="none")  # without holding the logits
+        else:
+            losses = token_losses(model(inputs), targets)
         return -losses.view(-1, 2, losses.shape[-1])
 
     def compare(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:

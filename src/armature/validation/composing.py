@@ -8,7 +8,9 @@ import hydra
 from omegaconf import OmegaConf
 
 from armature.project import CONFIGS
+from armature.validation import namesakes
 
+namesakes.install()  # before any class of users is found
 _IS_OLD = hydra.__version__ < "1.4"
 _BASE: Any = {"version_base": "1.3"} if _IS_OLD else {}
 register_resolver: Any = getattr(OmegaConf, f"register_{'new_' * _IS_OLD}resolver")

@@ -18,7 +18,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from omegaconf import OmegaConf
 
-from armature.data import namesakes
 from armature.data.batching import FOLD_KEYS, LOADER_KEYS
 from armature.errors import ConfigError, error_line
 from armature.project import SOURCES, config_file
@@ -87,7 +86,6 @@ def find_definition(target: str) -> Any | None:
 
 
 def _imported(module: str) -> ModuleType | None:
-    namesakes.install()
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -24,10 +24,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from armature import config
-from armature.data import namesakes
 from armature.errors import ConfigError, error_line
 from armature.project import SOURCES, config_file
-from armature.validation import signatures
+from armature.validation import namesakes, signatures
 from armature.validation.signatures import PACKAGES_KEY, installed, is_under
 
 # inside these packages, only these parts may be named

@@ -52,10 +52,12 @@ class Head(nn.Linear):
         return [key for registered in hooks for key in registered]
 
     @override
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, x: Tensor, targets: Tensor | None = None, reduction: str = "mean"
+    ) -> Tensor:
         if targets is None:
             return F.linear(x, self.weight)
-        return chunked_loss(x, self.weight, targets, self.vocabulary)
+        return chunked_loss(x, self.weight, targets, self.vocabulary, reduction=reduction)
 
 
 def computes_loss(head: nn.Module | None) -> TypeIs[Head]:
@@ -72,14 +74,20 @@ def computes_loss(head: nn.Module | None) -> TypeIs[Head]:
 
 
 def chunked_loss(
-    x: Tensor, weight: Tensor, targets: Tensor, vocabulary: VocabularyShard | None = None
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocabulary: VocabularyShard | None = None,
+    *,
+    reduction: str = "mean",
 ) -> Tensor:
-    """Return the mean loss of the logits of x (..., D) under a head's weight (V, D), without the
-    logits.
+    """Return the mean loss of the logits of x (..., D) under a head's weight (V, D), or with
+    reduction "none" the loss of each target, without the logits.
     """
-    return ChunkedCrossEntropy.apply(
-        x.flatten(0, -2), weight, targets.flatten(), torch.is_grad_enabled(), vocabulary
-    )
+    x_ND, targets_N = x.flatten(0, -2), targets.flatten()
+    if reduction == "none":
+        return ChunkedTokenLosses.apply(x_ND, weight, targets_N, vocabulary).view(targets.shape)
+    return ChunkedCrossEntropy.apply(x_ND, weight, targets_N, torch.is_grad_enabled(), vocabulary)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -101,49 +109,16 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, with_gradients: bool,
         part: VocabularyShard | None = None,
     ) -> Tensor:  # fmt: skip
-        weight_low_VD = to_compute_dtype(weight_VD)
-        x_low_ND = x_ND.to(weight_low_VD.dtype)
         needs_x, needs_weight = (with_gradients and needed for needed in ctx.needs_input_grad[:2])
-        gx_ND = torch.empty_like(x_low_ND) if needs_x else None
-        gweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
-        # the default type may be bf16
-        total = torch.zeros((), device=x_ND.device, dtype=torch.float32)
-        share = 1 / (targets_N != IGNORED).sum(dtype=torch.float32).clamp(min=1)
-        product_VD = torch.empty_like(weight_low_VD) if needs_weight else None
-        softmax = _softmax if part is None else partial(_sharded_softmax, part=part)
-        device, vocabulary = x_ND.device, weight_VD.shape[0]
-        rows = max(1, CHUNK_LOGITS.get(device.type, OTHER_CHUNK_LOGITS) // vocabulary)
-        rows = min(len(x_ND), rows)
-        # all chunks share these buffers: on a CPU, newly allocated memory costs more than the
-        # softmax
-        logits_all, p_all = (
-            torch.empty(rows, vocabulary, dtype=dtype, device=device)
-            for dtype in (x_low_ND.dtype, torch.float32)
+        log_p_N, gx_ND, gweight_VD = _by_chunks(
+            x_ND, to_compute_dtype(weight_VD), targets_N, part, needs_x, needs_weight
         )
-        for start in range(0, len(x_ND), rows or 1):
-            place = slice(start, min(start + rows, len(x_ND)))
-            x_RD, target_R1 = x_low_ND[place], targets_N[place, None]
-            logits_RV = torch.mm(x_RD, weight_low_VD.T, out=logits_all[: len(x_RD)])
-            keep_R1 = (target_R1 != IGNORED).float()
-            target_R1 = target_R1.masked_fill(keep_R1 == 0, 0)
-            p_RV, log_p_R1, target_R1, hit_R1 = softmax(
-                logits_RV, target_R1, out_RV=p_all[: len(x_RD)]
-            )
-            total -= (log_p_R1 * keep_R1).sum()
-            if gx_ND is None and gweight_VD is None:
-                continue
-            g_RV = p_RV.scatter_add_(1, target_R1, -hit_R1).mul_(keep_R1)
-            if logits_RV.dtype != torch.float32:
-                g_RV = logits_RV.copy_(g_RV)
-            if gx_ND is not None:
-                torch.mm(g_RV, weight_low_VD, out=gx_ND[place])
-            if gweight_VD is not None:
-                gweight_VD += torch.mm(g_RV.T, x_RD, out=product_VD)
+        share = 1 / (targets_N != IGNORED).sum(dtype=torch.float32).clamp(min=1)
         # backward applies `share` together with the scaler's factor: fp16 gradients would underflow
         # before
         ctx.save_for_backward(gx_ND, gweight_VD, share)
         ctx.dtypes = x_ND.dtype, weight_VD.dtype
-        return total * share
+        return -log_p_N.sum() * share
 
     @staticmethod
     @once_differentiable
@@ -156,6 +131,89 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             (gweight_VD * (grad * share)).to(ctx.dtypes[1]) if gweight_VD is not None else None
         )
         return gx_ND, gweight_VD, None, None, None
+
+
+class ChunkedTokenLosses(torch.autograd.Function):
+    """The loss of each target, as `ChunkedCrossEntropy` computes their mean.
+
+    What each counts is known in the backward pass only, which computes the logits again for the
+    weight's gradient. If the head is frozen, a row's gradient only has to be scaled.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, part: VocabularyShard | None
+    ) -> Tensor:
+        weight_low_VD = to_compute_dtype(weight_VD)
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        log_p_N, gx_ND, _ = _by_chunks(
+            x_ND, weight_low_VD, targets_N, part, needs_x and not needs_weight
+        )
+        ctx.save_for_backward(gx_ND, x_ND, weight_VD, targets_N)
+        ctx.part, ctx.compute_dtype = part, weight_low_VD.dtype
+        return -log_p_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+        (grad_N,), (gx_ND, x_ND, weight_VD, targets_N) = grad_outputs, ctx.saved_tensors
+        if gx_ND is not None:
+            return (gx_ND.float() * grad_N[:, None]).to(x_ND.dtype), None, None, None
+        weight_low_VD = weight_VD.to(ctx.compute_dtype)
+        _, gx_ND, gweight_VD = _by_chunks(
+            x_ND, weight_low_VD, targets_N, ctx.part, *ctx.needs_input_grad[:2], factor_N=grad_N
+        )
+        gx_ND = None if gx_ND is None else gx_ND.to(x_ND.dtype)
+        gweight_VD = None if gweight_VD is None else gweight_VD.to(weight_VD.dtype)
+        return gx_ND, gweight_VD, None, None
+
+
+def _by_chunks(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, part: VocabularyShard | None,
+    needs_x: bool = False, needs_weight: bool = False, *, factor_N: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Return the log p of each target, 0 where it is IGNORED, and the gradients of x (N, D) and
+    of the weight (V, D) that the sum of the losses has, each times its factor.
+
+    The weight's type is that of the matrix products; its gradient is summed in fp32.
+    """
+    x_ND = x_ND.to(weight_VD.dtype)
+    device, vocabulary = x_ND.device, weight_VD.shape[0]
+    # not the default type, which may be bf16
+    log_p_N = torch.zeros(len(x_ND), device=device, dtype=torch.float32)
+    gx_ND = torch.empty_like(x_ND) if needs_x else None
+    gweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if needs_weight else None
+    product_VD = torch.empty_like(weight_VD) if needs_weight else None
+    softmax = _softmax if part is None else partial(_sharded_softmax, part=part)
+    rows = max(1, CHUNK_LOGITS.get(device.type, OTHER_CHUNK_LOGITS) // vocabulary)
+    rows = min(len(x_ND), rows)
+    # all chunks share these buffers: on a CPU, newly allocated memory costs more than the softmax
+    logits_all, p_all = (
+        torch.empty(rows, vocabulary, dtype=dtype, device=device)
+        for dtype in (x_ND.dtype, torch.float32)
+    )
+    for start in range(0, len(x_ND), rows or 1):
+        place = slice(start, min(start + rows, len(x_ND)))
+        x_RD, target_R1 = x_ND[place], targets_N[place, None]
+        logits_RV = torch.mm(x_RD, weight_VD.T, out=logits_all[: len(x_RD)])
+        keep_R1 = (target_R1 != IGNORED).float()
+        target_R1 = target_R1.masked_fill(keep_R1 == 0, 0)
+        p_RV, log_p_R1, target_R1, hit_R1 = softmax(logits_RV, target_R1, out_RV=p_all[: len(x_RD)])
+        log_p_N[place] = (log_p_R1 * keep_R1).squeeze(1)
+        if gx_ND is None and gweight_VD is None:
+            continue
+        if factor_N is not None:
+            keep_R1 *= factor_N[place, None]
+        g_RV = p_RV.scatter_add_(1, target_R1, -hit_R1).mul_(keep_R1)
+        if logits_RV.dtype != torch.float32:
+            g_RV = logits_RV.copy_(g_RV)
+        if gx_ND is not None:
+            torch.mm(g_RV, weight_VD, out=gx_ND[place])
+        if gweight_VD is not None:
+            gweight_VD += torch.mm(g_RV.T, x_RD, out=product_VD)
+    return log_p_N, gx_ND, gweight_VD
 
 
 def _softmax(

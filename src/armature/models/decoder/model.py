@@ -282,9 +282,10 @@ class Decoder(nn.Module):
 
     def forward(
         self, inputs: Tensor, targets: Tensor | None = None, cache: KeyValueCache | None = None,
-        documents: Tensor | None = None,
+        documents: Tensor | None = None, reduction: str = "mean",
     ) -> Tensor:  # fmt: skip
-        """Return logits (B, T, V) of token ids (B, T), or their loss if targets (B, T) are given.
+        """Return logits (B, T, V) of token ids (B, T), or their loss if targets (B, T) are given:
+        the mean, or with reduction "none" that of each target, if the head `computes_loss`.
 
         `documents` (B, T) numbers the documents that a row packs, in order: attention stays within
         each. A pipeline stage without an embedding takes (B, T, D); one without a head returns (B,
@@ -319,9 +320,12 @@ class Decoder(nn.Module):
             x_BTD = self.norm(x_BTD)
         # a tensor axis replaces it
         own_loss = getattr(self.loss, "unsharded", self.loss) is Decoder.loss
+        own_loss = own_loss or reduction == "none"
         if targets is not None and own_loss and computes_loss(self.head):
             # `self.loss` of the head's outputs, without holding all of them
-            return self.head(x_BTD, targets)
+            return self.head(x_BTD, targets, reduction)
+        if reduction != "mean":
+            raise ValueError("reduction: a head that does not compute the loss gives its logits")
         outputs = self.head(x_BTD) if self.head is not None else x_BTD
         return outputs if targets is None else self.loss(outputs, targets)
 
