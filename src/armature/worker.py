@@ -4,6 +4,7 @@ A rank of the elastic agent enters at `main` (`armature.launcher.rank`), a run o
 `run`.
 """
 
+import atexit
 import faulthandler
 import gc
 import logging
@@ -363,6 +364,8 @@ def _collect_garbage_again() -> None:
     # in a sweep's second trial, what is left of the first must be collected
     if not gc.get_freeze_count():
         gc.freeze()
+        # else Triton 3.9 counts at exit what it finds frozen, and prints thirty lines about leaks
+        atexit.register(gc.unfreeze)
     gc.enable()
 
 

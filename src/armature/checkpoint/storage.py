@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as RemoteFileSystem
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
@@ -30,6 +29,11 @@ from typing_extensions import override
 from armature.checkpoint import directory
 from armature.errors import ConfigError
 from armature.parallel import process_group
+
+try:
+    from torch.distributed.checkpoint import FsspecReader  # pyright: ignore[reportAttributeAccessIssue]
+except ImportError:  # before torch 2.15
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 log = logging.getLogger(__name__)
 
@@ -272,8 +276,8 @@ class _MetadataUnpickler(pickle.Unpickler):
 def use_object_store(torchs: Any, path: Path) -> None:
     """Let a reader or writer of torch's use the object store that a path is in, if it is in one."""
     if not directory.is_local(path):
-        torchs.fs, options = RemoteFileSystem(), path.storage_options  # pyright: ignore[reportAttributeAccessIssue]
-        torchs.path = torchs.fs.init_path(str(path), **options)
+        reader = FsspecReader(str(path), **path.storage_options)  # pyright: ignore[reportAttributeAccessIssue]
+        torchs.fs, torchs.path = reader.fs, reader.path
 
 
 class _Reader(dcp.FileSystemReader):

@@ -20,7 +20,6 @@ from lightning.pytorch.strategies import Strategy
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.pipelining import stage as pipeline_stage
-from torch.distributed.pipelining._utils import _TensorMeta
 from torch.nn.parallel import distributed as ddp
 from torch.utils.data import dataloader
 
@@ -198,21 +197,31 @@ def pipeline(boundary: Boundary | None) -> None:
     """
 
     def send(self: Any, meta: Any, to: Any) -> None:
-        if boundary is None:
-            (sent,) = meta.forward_metas if hasattr(meta, "forward_metas") else meta.backward_metas
-            raise BoundaryFound(Boundary(tuple(sent.shape), sent.dtype))
+        found(*(meta.forward_metas if hasattr(meta, "forward_metas") else meta.backward_metas))
 
     def receive(self: Any, source: int) -> Any:
-        assert boundary is not None
-        shape, dtype = (samples, *boundary.shape[1:]), boundary.dtype
-        strides = torch.empty(shape, device="meta").stride()
+        made = received()
         forward = source < self.stage_index
-        meta = _TensorMeta(
-            shape=torch.Size(shape), stride=strides, dtype=dtype, requires_grad=forward
+        meta = pipeline_stage._TensorMeta(
+            shape=made.shape, stride=made.stride(), dtype=made.dtype, requires_grad=forward
         )
         if forward:
             return pipeline_stage._StageForwardMeta(forward_metas=(meta,))
         return pipeline_stage._StageBackwardMeta(backward_metas=(meta,))
+
+    def send_objects(objects: list[Any], **others: Any) -> None:
+        found(*objects[0])
+
+    def receive_objects(objects: list[Any], **others: Any) -> None:
+        objects[0] = (received(),)
+
+    def found(sent: Any) -> None:
+        if boundary is None:
+            raise BoundaryFound(Boundary(tuple(sent.shape), sent.dtype))
+
+    def received() -> torch.Tensor:
+        assert boundary is not None
+        return torch.empty((samples, *boundary.shape[1:]), dtype=boundary.dtype, device="meta")
 
     samples = 0  # of a micro-batch of the newest schedule
     choose = Runner._schedule
@@ -223,5 +232,8 @@ def pipeline(boundary: Boundary | None) -> None:
         return choose(self, inputs, loss)
 
     Runner._schedule = schedule
-    pipeline_stage.PipelineStage._send_meta = send
-    pipeline_stage.PipelineStage._recv_meta = receive
+    if hasattr(pipeline_stage.PipelineStage, "_send_meta"):
+        pipeline_stage.PipelineStage._send_meta = send
+        pipeline_stage.PipelineStage._recv_meta = receive
+    else:  # torch 2.11 sends tensors without values, and forward only
+        dist.send_object_list, dist.recv_object_list = send_objects, receive_objects
