@@ -25,12 +25,11 @@ from armature.layout import Layout
 from armature.models.plan import module_beside
 from armature.planning import auto
 from armature.validation import (
+    combinations,
     data_sources,
     foreign_keys,
     lightning_parts,
-    manual,
     numbers,
-    parallelism,
     relations,
     signatures,
     targets,
@@ -83,9 +82,10 @@ def check(
                 cfg, memory_bytes=auto.device_memory_bytes(cfg), problems=layout_problems
             )
         if not any(key.startswith(OF_LAYOUT) for key in wrong):
-            problems += layout_problems(cfg) + _launch_problems(cfg)
+            problems += layout_problems(cfg)
         problems += [] if problems else relations.problems(plain(cfg))
-        problems += lightning_parts.problems(cfg) + lightning_parts.unused_problems(cfg, overrides)
+        lightning_parts.warn_of_unused_groups(cfg)
+        problems += lightning_parts.unused_problems(cfg, overrides)
     problems += _logger_problems(cfg) + lightning_parts.logger_problems(cfg)
     problems += values.switch_problems(overrides)
     problems += _name_problems(cfg.run.name) + _folder_problems("run.root", cfg.run.root)
@@ -307,18 +307,9 @@ def _loader_problems(cfg: DictConfig) -> list[str]:
 
 
 def _model_problems(cfg: DictConfig) -> list[str]:
-    task, model = cfg.task._target_, cfg.model._target_
     if not signatures.accepted(cfg.task, ["model"]):
         return []
-    trained, given = (signatures.class_attribute(target, "modality") for target in (task, model))
-    if trained != given and None not in (trained, given):
-        return [
-            f"task={task.rpartition('.')[2]} trains on {trained}, but "
-            f"model={model.rpartition('.')[2]} takes {given}. Type task=language_modeling with a "
-            "decoder and text, task=image_classification with a model and data of images, or "
-            "task=text_classification with model=text_classifier and data=labeled_text."
-        ]
-    definition = signatures.find_definition(model)
+    definition = signatures.find_definition(cfg.model._target_)
     module = module_beside(definition.__module__, "check") if definition is not None else None
     arguments = {k: v for k, v in plain(cfg.model).items() if k not in signatures.HYDRA_KEYS}
     return module.problems(arguments) if module is not None else []
@@ -330,9 +321,7 @@ def layout_problems(cfg: DictConfig) -> list[str]:
     """
     try:
         layout = Layout.of(cfg)
-        if not (
-            problems := parallelism.problems(plain(cfg), layout) + manual.problems(cfg, layout)
-        ):
+        if not (problems := combinations.problems(plain(cfg), layout)):
             size = batching.configured_batch_size(cfg.data)
             # else the loaders of a plain LightningDataModule decide it, which each rank reads
             if size is not None:
@@ -348,26 +337,6 @@ def layout_problems(cfg: DictConfig) -> list[str]:
                 ]
     except ConfigError as error:
         return error.problems
-    return problems
-
-
-def _launch_problems(cfg: DictConfig) -> list[str]:
-    launch, devices, problems = cfg.launch, cfg.trainer.devices, []
-    if launch.min_ranks is not None:
-        asked, wrong = f"launch.min_ranks={launch.min_ranks}", None
-        if not 1 <= launch.min_ranks <= devices:
-            wrong = (
-                f": must be from 1 to trainer.devices={devices}, or null for a fixed number "
-                "of ranks."
-            )
-        elif cfg.trainer.num_nodes > 1 or launch.rdzv_endpoint:
-            wrong = (
-                ": the number of ranks on several machines is fixed. Type launch.min_ranks=null."
-            )
-        elif launch.max_restarts == 0:
-            instead = "launch.max_restarts=auto, or launch.min_ranks=null"
-            wrong = f", but launch.max_restarts=0: no rank is restarted. Type {instead}."
-        problems += [f"{asked}{wrong}"] if wrong else []
     return problems
 
 
