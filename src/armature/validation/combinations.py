@@ -306,6 +306,12 @@ RULES: dict[str, Rules] = {
             "updates cannot be left out. Type trainer.on_nan=stop.",
         ),
     ],
+    "optimizer.nesterov": [
+        (
+            lambda r: not r.value("optimizer.momentum"),
+            " needs momentum. Type optimizer.momentum=0.9, or optimizer.nesterov=false.",
+        ),
+    ],
     "launch.min_ranks": [
         (
             lambda r: not 1 <= r.min_ranks <= r.devices,

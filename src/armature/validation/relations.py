@@ -36,6 +36,14 @@ def problems(cfg: dict[str, Any]) -> list[str]:
             every,
             steps,
         )
+    monitor = cfg["checkpoint"]["keep_best"] and str(cfg["checkpoint"]["monitor"])
+    if cfg["trainer"]["limit_val_batches"] == 0 and monitor and monitor.startswith("val/"):
+        log.warning(
+            "trainer.limit_val_batches=0 switches validation off: checkpoint.monitor=%s is never "
+            "known, so no checkpoint is kept as best. Type trainer.limit_val_batches=null for all "
+            "batches.",
+            monitor,
+        )
     return [
         *_monitors(cfg),
         *_factories(cfg),
