@@ -226,11 +226,10 @@ def test_trials_that_run_elsewhere_are_not_held_against_this_machine(monkeypatch
 
 @pytest.mark.guarantee
 def test_several_mistakes_are_told_together(folder):
-    stderr = refused(
-        train("trainer.devces=2", "strategy=dpp", "trainer.max_steps=many", cwd=folder)
-    )
-    assert "3 problems" in stderr
-    assert all(word in stderr for word in ("trainer.devces", "dpp", "many"))
+    typed = ["trainer.devces=2", "strategy=dpp", "trainer.max_steps=many", "optimizer.lr=-1"]
+    stderr = refused(train(*typed, cwd=folder))
+    assert "4 problems" in stderr
+    assert all(word in stderr for word in ("trainer.devces", "dpp", "many", "lr=-1"))
 
 
 @pytest.mark.guarantee

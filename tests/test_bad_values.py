@@ -225,16 +225,14 @@ SECRETS = [
 
 @pytest.mark.parametrize("name", sampled(SECRETS, 6, guarantee=True))
 def test_a_secret_is_refused_and_not_repeated(name):
-    ((_, problem),) = values.secrets(OmegaConf.create({"logger": {"x": [{name: "hunter22"}]}}))
+    ((_, problem),) = values.secrets({"logger": {"x": [{name: "hunter22"}]}})
     assert name in problem
     assert "oc.env" in problem
     assert "hunter22" not in problem
 
 
 def test_a_password_in_an_address_is_refused_and_ordinary_keys_are_not():
-    ((_, problem),) = values.secrets(
-        OmegaConf.create({"checkpoint": {"root": "s3://me:hunter22@bucket/x"}})
-    )
+    ((_, problem),) = values.secrets({"checkpoint": {"root": "s3://me:hunter22@bucket/x"}})
     assert "checkpoint.root" in problem
     assert "hunter22" not in problem
     plain = {
@@ -243,7 +241,7 @@ def test_a_password_in_an_address_is_refused_and_ordinary_keys_are_not():
         "url": "https://host:80/x@y",
         "token": "${oc.env:TOKEN}",
     }
-    assert not [*values.secrets(OmegaConf.create(plain))]
+    assert not [*values.secrets(plain)]
 
 
 @pytest.mark.guarantee

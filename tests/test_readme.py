@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from armature.validation import parallelism as checks
 from tests import running
-from tests.features import refused
+from tests.features import KINDS, TYPED, refused
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -75,13 +74,12 @@ def test_a_mistake_is_reported_in_the_words_that_are_shown(tmp_path):
 def test_the_table_of_features_is_the_one_that_is_enforced():
     page = (ROOT / "docs" / "strategies.md").read_text()
     shown = page.partition("<!-- refused: begin -->\n")[2].partition("\n<!-- refused: end -->")[0]
-    columns = ("single", "ddp", "shard", "context", "tensor", "pipeline", "deepspeed", "zero3")
-    lines = ["| | " + " | ".join(columns) + " |", "| --- |" + " :---: |" * len(columns)]
-    for feature in checks.FEATURES:
-        kinds = {kind for name, kind in refused() if name == feature}
+    lines = ["| | " + " | ".join(KINDS) + " |", "| --- |" + " :---: |" * len(KINDS)]
+    for feature in TYPED:
+        kinds = {*refused(feature)}
         kinds |= {"zero3"} if "deepspeed" in kinds else set()
         kinds |= {"context"} if "shard" in kinds else set()
-        cells = " | ".join("–" if kind in kinds else "yes" for kind in columns)
+        cells = " | ".join("–" if kind in kinds else "yes" for kind in KINDS)
         lines.append(f"| {feature} | {cells} |")
     assert shown == "\n".join(lines)
 

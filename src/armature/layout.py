@@ -81,7 +81,7 @@ class Layout:
 
     @property
     def methods(self) -> list[str]:
-        """Return which columns of `validation.parallelism.REFUSED` apply: for a mesh, one per axis
+        """Return the kinds that `validation.combinations` asks for: of a mesh, one per axis
         longer than 1.
         """
         if self.kind == "deepspeed":

@@ -88,7 +88,7 @@ def open_run(
     typed = pretrained.KEY in typed_keys
     OmegaConf.update(cfg, "run.dir", str(run_path))
     if wrong := values.wrong_of(typed_keys, OmegaConf.to_container(cfg)):  # pyright: ignore[reportArgumentType]
-        raise ConfigError(wrong)
+        raise ConfigError([*wrong.values()])
     targets.check(cfg, overrides=overrides or [], packages=packages)
     if typed and pretrained.named_by(cfg) is not None:
         pretrained.locate(cfg)

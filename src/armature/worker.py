@@ -57,7 +57,7 @@ from armature.training.stop import StopOnSignal, StoppedBySignal, seconds_of
 from armature.training.trainer import Trainer
 from armature.training.users_callbacks import BeginAverages, CheckCallbacks
 from armature.training.watchdog import Watchdog
-from armature.validation import manual, micro_batch, parallelism, relations, resize
+from armature.validation import checks, combinations, micro_batch, relations, resize
 from armature.validation.composing import instantiate
 
 log = logging.getLogger(__name__)
@@ -147,10 +147,9 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
         else Bar(start_line, step_log=step_log, total_steps=limits.global_batches)
     )
     errors, samples = RecordError(cfg), Samples(cfg, planned_steps=limits.global_batches)
-    unchanged = partial(manual.check_unchanged, task.automatic_optimization, batches.accumulate)
     callbacks = [
         errors,  # first: it records what any other raises
-        CheckCallbacks(cfg, unchanged),
+        CheckCallbacks(cfg, task.automatic_optimization, batches.accumulate),
         watchdog,
         fed,
         SaveAssets(fed.assets, directory),
@@ -197,7 +196,7 @@ def _build_feed(cfg: DictConfig, layout: Layout) -> tuple[feed.Feed, batching.Ba
     relations.check_found_sizes(cfg.model, fed.assets.found_sizes)
     fed.limit_train_batches = cfg.trainer.limit_train_batches
     batches = _plan_batches(fed, layout.data_ranks)
-    parallelism.check_graphs(layout.options["compile_mode"], batches.accumulate)
+    combinations.check_graphs(layout.options["compile_mode"], batches.accumulate)
     return fed, batches, checkpoint
 
 
@@ -328,11 +327,8 @@ def _trainer_arguments(
     """Return Lightning's arguments that follow from the `trainer` group."""
     trainer, every = cfg.trainer, cfg.trainer.val_every_n_steps
     if not task.automatic_optimization:
-        size = batches.global_batch_size if batches.accumulate > 1 else None
-        name, clip, micro = type(task).__name__, trainer.gradient_clip_val, batches.micro_batch_size
-        if found := manual.setting_problems(
-            name, clip=clip, micro=micro, size=size, on_nan=trainer.on_nan
-        ):
+        known = {"is_manual": True, "accumulates": batches.accumulate > 1}
+        if found := combinations.problems(checks.plain(cfg), layout, **known):
             raise ConfigError(found)
     return {
         "accelerator": trainer.accelerator,

@@ -20,7 +20,7 @@ from armature.models.huggingface import model
 from armature.models.huggingface.model import PretrainedModel
 from armature.models.huggingface.sharding import plan_of
 from armature.parallel import plan_check
-from armature.validation import checks, parallelism
+from armature.validation import checks, combinations
 from tests.finetune.folders import write_model
 
 
@@ -152,7 +152,7 @@ def test_pipelines_are_refused_by_name(tmp_path):
     cfg = checks.decide(
         cli.compose([*overrides, "trainer.accelerator=cpu", "data.global_batch_size=32"])
     )
-    found = parallelism.problems(checks.plain(cfg), Layout.of(cfg))
+    found = combinations.problems(checks.plain(cfg), Layout.of(cfg))
     assert any(
         "model=CausalLM does not work with this strategy (pipeline)" in problem for problem in found
     ), found

@@ -15,8 +15,14 @@ pytestmark = [pytest.mark.guarantee, pytest.mark.slow]
 EXIT_REFUSED = 2
 SEVERAL = {
     "keys, options and values": (
-        ["trainer.devces=2", "strategy=fspd", "trainer.max_steps=many", "model.witdh=3"],
-        ["'trainer.devices'", "'fsdp'", "trainer.max_steps=many", "'model.width'"],
+        [
+            "trainer.devces=2",
+            "strategy=fspd",
+            "trainer.max_steps=many",
+            "model.witdh=3",
+            "optimizer.lr=-1",
+        ],
+        ["'trainer.devices'", "'fsdp'", "trainer.max_steps=many", "'model.width'", "lr=-1"],
         {"torch", "numpy", "lightning", "transformers"},
     ),
     "values and classes": (

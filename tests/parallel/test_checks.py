@@ -14,9 +14,9 @@ from armature.errors import ConfigError
 from armature.layout import Layout
 from armature.models.decoder.plan import PLAN
 from armature.models.plan import Plan
-from armature.validation import parallelism as checks
+from armature.validation import combinations as checks
 from armature.validation.composing import composing
-from tests.features import OPTIONAL, refused
+from tests.features import KINDS, OPTIONAL, TYPED, refused
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "strategy"
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -91,26 +91,23 @@ def found(
 
 def with_feature(feature: str) -> dict[str, Any]:
     """What a feature of the table is in a configuration: arguments of `found`."""
-    key, _, value = feature.partition("=")
     if feature == "ema":
         return {"callbacks": {"ema": {"_target_": OPTIONAL["ema"]}}}
     if feature == "muon":
         return {"optimizer": {"_target_": OPTIONAL["muon"]}}
-    if feature == "float8":
-        return {"strategy": {"float8": "emulate"}}
-    if key == "clip":
-        return {"trainer": {"gradient_clip_algorithm": value}}
-    return {"strategy": {key: value}} if value else {"trainer": {"precision": feature}}
+    key, _, value = TYPED[feature].partition("=")
+    group, _, name = key.partition(".")
+    return {group: {name: value}}
 
 
-@pytest.mark.parametrize("kind", checks.KINDS)
-@pytest.mark.parametrize("feature", checks.FEATURES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("feature", TYPED)
 def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, kind: str) -> None:
     world_size, strategy = LAYOUTS[kind]
     arguments = with_feature(feature)
     problems = found(strategy | arguments.pop("strategy", {}), world_size=world_size, **arguments)
     columns = {"zero3": ("deepspeed", "zero3"), "context": ("shard", "context")}.get(kind, (kind,))
-    reasons = [refused()[feature, column] for column in columns if (feature, column) in refused()]
+    reasons = [refused(feature)[column] for column in columns if column in refused(feature)]
     assert len(problems) == len(reasons), problems
     for reason, problem in zip(reasons, problems, strict=True):
         assert reason in problem
@@ -463,7 +460,7 @@ def test_each_strategy_file_names_what_the_checks_know(file: Path) -> None:
 
 
 def test_checks_need_no_torch() -> None:
-    modules = "armature.layout, armature.validation.parallelism, armature.models.decoder.plan"
+    modules = "armature.layout, armature.validation.combinations, armature.models.decoder.plan"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     subprocess.run(
         [sys.executable, "-c", code],

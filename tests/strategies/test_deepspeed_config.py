@@ -7,7 +7,7 @@ from lightning.pytorch.plugins import DeepSpeedPrecision
 
 from armature import config
 from armature.layout import Layout
-from armature.validation import parallelism
+from armature.validation import combinations
 from armature.validation.composing import composing, instantiate
 
 
@@ -62,9 +62,9 @@ def test_entries_that_our_options_decide_are_refused(entries, says):
         axes={},
         plan=None,
     )
-    [problem] = parallelism._deepspeed_entries({}, layout)
+    [problem] = combinations._of_deepspeed(combinations.Run({}, layout))
     assert says in problem
     fine = Layout(
         kind="deepspeed", options={"config": None}, world_size=2, data_ranks=2, axes={}, plan=None
     )
-    assert parallelism._deepspeed_entries({}, fine) == []
+    assert [*combinations._of_deepspeed(combinations.Run({}, fine))] == []

@@ -9,9 +9,10 @@ import lightning.pytorch as L
 import pytest
 from lightning.pytorch import callbacks
 
-from armature.validation import lightning_callbacks, signatures
+from armature.validation import combinations, signatures
 
 STOCK = "lightning.pytorch.callbacks"
+USERS = "tests.validation.users"
 OWN = "tests.lightning_habits.callbacks.Unfreeze"  # derived from BaseFinetuning
 MODULE = {
     "task": {"_target_": "tests.lightning_habits.regression.Regressor"},
@@ -25,10 +26,12 @@ TASK = {
 
 def problems(target: str, method: str, objects: dict[str, Any]) -> list[str]:
     signatures.allow(["tests"])
-    layout: Any = SimpleNamespace(methods=[method])
-    return lightning_callbacks.problems(
-        {**objects, "callbacks": {"mine": {"_target_": target}}}, layout
-    )
+    cfg = {**objects, "callbacks": {"mine": {"_target_": target}}}
+    return [*combinations._of_callbacks(combinations.Run(cfg, layout(method)))]
+
+
+def layout(method: str) -> Any:
+    return SimpleNamespace(kind="other", methods=[method], plan=None)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +57,11 @@ def problems(target: str, method: str, objects: dict[str, Any]) -> list[str]:
         (OWN, "pipeline", MODULE, "Type strategy=ddp or strategy=fsdp"),
         (f"{STOCK}.BackboneFinetuning", "tensor", MODULE, "with this strategy (tensor)"),
         (f"{STOCK}.EarlyStopping", "shard", TASK, None),
+        (f"{STOCK}.LearningRateFinder", "single", MODULE, "Type -m sweep=lr"),
+        (f"{USERS}.FineTuneLearningRateFinder", "ddp", MODULE, "RateFinder does not work here"),
+        (f"{STOCK}.BatchSizeFinder", "single", MODULE, "Type data.micro_batch_size="),
+        (f"{STOCK}.GradientAccumulationScheduler", "single", MODULE, "data.global_batch_size"),
+        (f"{STOCK}.SpikeDetection", "single", MODULE, "a stopped run could not be resumed"),
     ],
 )
 def test_what_cannot_be_right_is_refused_by_name(target, method, objects, words):
@@ -62,17 +70,14 @@ def test_what_cannot_be_right_is_refused_by_name(target, method, objects, words)
         assert found == []
     else:
         assert len(found) == 1
-        assert found[0].startswith(f"callbacks.mine={target.rpartition('.')[2]} ")
+        assert found[0].startswith(f"callbacks.mine._target_={target}: ")
         assert words in found[0]
-
-
-class Finds(callbacks.LearningRateFinder):
-    pass
 
 
 def test_a_subclass_of_another_library_of_that_name_passes():
     class ModelPruning(L.Callback):
         pass
 
-    layout: Any = SimpleNamespace(methods=["single"])
-    assert lightning_callbacks.problem_of_object(ModelPruning, MODULE, layout) is None
+    assert combinations.callback_problems([ModelPruning], MODULE, layout("single")) == []
+    (problem,) = combinations.callback_problems([callbacks.ModelPruning], MODULE, layout("single"))
+    assert "Prune the finished model" in problem

@@ -23,37 +23,6 @@ def composed(*overrides):
         return compose("train", overrides=[ALLOWED, *overrides])
 
 
-@pytest.mark.parametrize(
-    ("target", "words"),
-    [
-        ("lightning.pytorch.callbacks.LearningRateFinder", "Type -m sweep=lr"),
-        (f"{USERS}.FineTuneLearningRateFinder", "LearningRateFinder does not work here"),
-        ("lightning.pytorch.callbacks.BatchSizeFinder", "Type data.micro_batch_size="),
-        ("lightning.pytorch.callbacks.GradientAccumulationScheduler", "data.global_batch_size"),
-        ("lightning.pytorch.callbacks.SpikeDetection", "a stopped run could not be resumed"),
-    ],
-)
-def test_a_callback_that_cannot_work_is_refused_by_name(target, words):
-    (problem,) = lightning_parts.problems(composed(f"+callbacks.mine._target_={target}"))
-    assert problem.startswith(f"callbacks.mine._target_={target}: ")
-    assert words in problem
-
-
-def test_other_callbacks_of_lightning_pass():
-    names = (
-        "DeviceStatsMonitor",
-        "RichProgressBar",
-        "ModelCheckpoint",
-        "LearningRateMonitor",
-        "EarlyStopping",
-    )
-    typed = [
-        f"+callbacks.c{i}._target_=lightning.pytorch.callbacks.{name}"
-        for i, name in enumerate(names)
-    ]
-    assert lightning_parts.problems(composed(*typed)) == []
-
-
 def test_a_logger_whose_package_is_missing_says_what_to_install(monkeypatch):
     usual = lightning_parts.importlib.util.find_spec
     monkeypatch.setattr(
@@ -83,7 +52,7 @@ def test_an_upload_of_files_that_nothing_saves_is_refused(monkeypatch):
 def test_a_module_that_builds_its_own_model_is_not_held_to_the_unused_one(caplog):
     typed = ["model.width=100", "model.heads=3", "~task.preview_prompt", "~task.preview_tokens"]
     own = composed(f"task._target_={USERS}.Plain", *typed, "~task.preview_temperature")
-    assert lightning_parts.problems(own) == []
+    lightning_parts.warn_of_unused_groups(own)
     assert "does not take the groups model, optimizer, scheduler: they are not used" in caplog.text
     assert Layout.of(checks.decide(own)).plan is None
     assert checks._model_problems(own) == []

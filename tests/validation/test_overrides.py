@@ -99,6 +99,6 @@ def test_config_yaml_keeps_references_and_no_value_of_the_environment(tmp_path, 
 def test_a_typed_value_out_of_its_range_is_refused_and_a_saved_one_is_not(tmp_path):
     cfg = changed(REFERRING, tmp_path, "data.eval_batch_size=-1", "data.seed=-1")
     plain = OmegaConf.to_container(cfg)
-    (problem,) = values.wrong_of(["data.eval_batch_size", "data.path"], plain)
+    (problem,) = values.wrong_of(["data.eval_batch_size", "data.path"], plain).values()
     assert problem.startswith("data.eval_batch_size=-1: must be a whole number from 1")
-    assert values.wrong_of(["data.path"], plain) == []
+    assert values.wrong_of(["data.path"], plain) == {}

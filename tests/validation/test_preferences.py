@@ -10,7 +10,9 @@ from hydra.core.global_hydra import GlobalHydra
 
 from armature import config
 from armature.errors import ConfigError
-from armature.validation import checks, preferences
+from armature.finetune.check import DECODER, LORA
+from armature.layout import Layout
+from armature.validation import checks, combinations
 from armature.validation.composing import composing
 from tests.data.chat_parts import folder, write
 
@@ -57,8 +59,8 @@ def test_pairs_and_a_task_that_reads_them_are_accepted(checked, words):
                 "strategy.sequence_parallel=true",
                 "data.multiple=9",
             ],
-            "does not divide data.multiple=9, so the positions of a batch cannot be sharded. Type "
-            "data.multiple=10",
+            "does not divide data.multiple=9, so its positions cannot be sharded. Type "
+            "strategy.sequence_parallel=false, or data.multiple=10",
         ),
         (
             ["strategy=deepspeed", "trainer.devices=2"],
@@ -73,6 +75,11 @@ def test_pairs_and_a_task_that_reads_them_are_accepted(checked, words):
 )
 def test_what_a_layout_or_the_data_cannot_have_is_refused_by_name(checked, words, says):
     assert says in " ".join(checked(*words).split())
+
+
+def combined(cfg: dict) -> str:
+    layout = Layout.resolve({"_target_": "armature.strategies.ddp.DDP"}, world_size=2)
+    return "\n".join(combinations.problems(cfg, layout))
 
 
 DPO, PAIRS = (
@@ -102,27 +109,32 @@ CHAT, LANGUAGE = (
     ],
 )
 def test_pairs_without_their_task_and_the_other_way_round_are_refused(task, data, says):
-    (problem,) = preferences.problems({"task": {"_target_": task}, "data": {"_target_": data}})
-    assert says in problem
-    assert preferences.problems({"task": {"_target_": LANGUAGE}, "data": {"_target_": CHAT}}) == []
+    assert says in combined({"task": {"_target_": task}, "data": {"_target_": data}})
+    assert combined({"task": {"_target_": LANGUAGE}, "data": {"_target_": CHAT}}) == ""
 
 
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
         (
-            {"adapter": {"rank": 4}, "label_smoothing": 0.1, "loss": "ipo"},
+            {"adapter": {"_target_": LORA}, "label_smoothing": 0.1, "loss": "ipo"},
             "is of task.loss=sigmoid",
         ),
         (
-            {"adapter": {"quantize": "nf4"}},
+            {"adapter": {"_target_": LORA, "quantize": "nf4"}},
             "task.adapter.quantize=nf4: preferences have not been compared",
         ),
         ({"adapter": None}, "reference is a copy of the model of a folder. Type model.pretrained="),
-        ({"adapter": {"train": ["embed"]}}, "changes the model without its adapters"),
+        (
+            {"adapter": {"_target_": LORA, "train": ["embed"]}},
+            "changes the model without its adapters",
+        ),
     ],
 )
 def test_settings_that_cannot_be_right_are_refused(settings, says):
-    cfg = {"task": {"_target_": DPO, **settings}, "data": {"_target_": PAIRS}, "model": {}}
-    (problem,) = preferences.problems(cfg)
-    assert says in problem
+    cfg = {
+        "task": {"_target_": DPO, **settings},
+        "data": {"_target_": PAIRS},
+        "model": {"_target_": DECODER},
+    }
+    assert says in combined(cfg)

@@ -5,7 +5,7 @@ import pytest
 from armature.finetune.check import LORA, adapter_of
 from armature.layout import Layout
 from armature.models.decoder.plan import PLAN
-from armature.validation import quantization
+from armature.validation import combinations
 
 MODEL = {
     "_target_": "armature.models.decoder.model.Decoder",
@@ -16,6 +16,7 @@ MODEL = {
     "ffn_hidden": 256,
     "context": 64,
 }
+SINGLE = {"_target_": "armature.strategies.single.SingleDevice"}
 MESH = "armature.strategies.mesh.MeshStrategy"
 
 
@@ -26,14 +27,15 @@ def problems(
     quantize: str | None = "nf4",
     **model,
 ) -> str:
-    strategy = {"_target_": "armature.strategies.single.SingleDevice", **(strategy or {})}
+    strategy = {**SINGLE, **(strategy or {})}
     cfg = {
+        "trainer": {"devices": ranks},
         "model": {**MODEL, **model},
         "task": {"adapter": {"_target_": LORA, "quantize": quantize}},
         "strategy": strategy,
     }
     layout = Layout.resolve(strategy, world_size=ranks, plan=PLAN)
-    found = quantization.problems(cfg, layout)
+    found = combinations.problems(cfg, layout)
     assert all("Type " in problem or "must be" in problem for problem in found)
     return " ".join(found)
 
@@ -95,11 +97,9 @@ def test_a_checkpoint_of_dense_weights_is_refused(tmp_path):
         "task": {"adapter": {"_target_": LORA, "quantize": "nf4"}},
         "resume": str(tmp_path),
     }
-    layout = Layout.resolve(
-        {"_target_": "armature.strategies.single.SingleDevice"}, world_size=1, plan=PLAN
-    )
-    assert "not from a checkpoint" in " ".join(quantization.problems(cfg, layout))
-    assert quantization.problems(cfg | {"resume": "auto"}, layout) == []
+    layout = Layout.resolve(SINGLE, world_size=1, plan=PLAN)
+    assert "not from a checkpoint" in " ".join(combinations.problems(cfg, layout))
+    assert combinations.problems(cfg | {"resume": "auto"}, layout) == []
 
 
 @pytest.mark.parametrize(
@@ -108,9 +108,11 @@ def test_a_checkpoint_of_dense_weights_is_refused(tmp_path):
 def test_a_task_of_ones_own_may_mean_something_else_by_adapter(adapter):
     cfg = {"model": MODEL, "task": {"adapter": adapter}, "strategy": {}}
     assert adapter_of(cfg) is None
-    assert quantization.problems(cfg, None) == []
+    layout = Layout.resolve(SINGLE, world_size=1, plan=PLAN)
+    assert combinations.problems(cfg, layout) == []
 
 
 def test_sizes_that_are_not_typed_are_the_models_own():
     sizes = {name: value for name, value in MODEL.items() if name != "ffn_hidden"}
-    assert quantization._size_problems(sizes, 1, typed="task.adapter.quantize=nf4") == []
+    cfg = {"model": sizes, "task": {"adapter": {"_target_": LORA, "quantize": "nf4"}}}
+    assert combinations.problems(cfg, Layout.resolve(SINGLE, world_size=1, plan=PLAN)) == []

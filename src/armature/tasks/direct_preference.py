@@ -24,7 +24,6 @@ from armature.tasks.base import Batch, WeightedMean, inputs_and_targets
 from armature.tasks.language_modeling import LanguageModeling
 from armature.training.step_log import StepLog
 from armature.training.timings import Window
-from armature.validation.preferences import reference_problem
 
 
 class DirectPreference(LanguageModeling):
@@ -95,8 +94,6 @@ class DirectPreference(LanguageModeling):
         )
         self.beta, self.loss, self.label_smoothing = beta, loss, label_smoothing
         self.length_normalized = length_normalized
-        if found := reference_problem(adapter.train if adapter else None):
-            raise ConfigError(found)
         self.reference: nn.Module | None = None  # None: the model without its adapters
         self._sums: list[Tensor] = []  # of this step's micro-batches: the columns' means
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -13,7 +12,7 @@ from typing_extensions import override
 from armature.errors import ConfigError
 from armature.layout import Layout
 from armature.training.run_hooks import RunHooks
-from armature.validation import lightning_callbacks
+from armature.validation import checks, combinations
 
 
 class CheckCallbacks(RunHooks, Callback):
@@ -21,20 +20,32 @@ class CheckCallbacks(RunHooks, Callback):
     config are checked; and after each step, that what was decided from settings still holds.
     """
 
-    def __init__(self, cfg: DictConfig, check_unchanged: Callable[[Trainer], None]) -> None:
-        self._cfg, self._check_unchanged = cfg, check_unchanged
+    def __init__(self, cfg: DictConfig, automatic: bool, accumulate: int) -> None:
+        self._cfg, self._automatic, self._accumulate = cfg, automatic, accumulate
 
     def training_begins(self, trainer: Trainer) -> None:
-        self._check_unchanged(trainer)
+        if (set_to := trainer.accumulate_grad_batches) != self._accumulate:
+            raise ConfigError(
+                f"trainer.accumulate_grad_batches was {self._accumulate} and is {set_to} now: your "
+                "code has set it. Here it is data.global_batch_size / (data.micro_batch_size × "
+                "data ranks) in every step, which positions in the data and checkpoints count by. "
+                "Type both instead."
+            )
+        module = trainer.lightning_module
+        if (now := module.automatic_optimization) != self._automatic:
+            raise ConfigError(
+                f"{type(module).__name__}.automatic_optimization was {self._automatic} after "
+                f"__init__ and is {now} now. The limit of steps, clipping and accumulation follow "
+                f"from its value after __init__. Set self.automatic_optimization = {now} there."
+            )
 
     step_ended = training_begins
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         callbacks: list[Any] = trainer.callbacks if stage == "fit" else []  # pyright: ignore[reportAttributeAccessIssue]
-        kinds, layout = dict.fromkeys(type(each) for each in callbacks), Layout.of(self._cfg)
-        found = [lightning_callbacks.problem_of_object(kind, self._cfg, layout) for kind in kinds]
-        if found := [*filter(None, found)]:
+        kinds, cfg = dict.fromkeys(map(type, callbacks)), checks.plain(self._cfg)
+        if found := combinations.callback_problems(kinds, cfg, Layout.of(self._cfg)):
             raise ConfigError(found)
 
 

@@ -25,12 +25,11 @@ from armature.layout import Layout
 from armature.models.plan import module_beside
 from armature.planning import auto
 from armature.validation import (
+    combinations,
     data_sources,
     foreign_keys,
     lightning_parts,
-    manual,
     numbers,
-    parallelism,
     relations,
     signatures,
     targets,
@@ -57,8 +56,56 @@ def check(
         overrides: as typed. One that changes nothing is refused.
     """
     values.hide_secrets(cfg)
-    if problems := _group_problems(cfg) or (_missing_problems(cfg) + _unknown_problems(cfg)):
-        raise ConfigError(problems)
+    try:
+        if problems := _group_problems(cfg) or (_missing_problems(cfg) + _unknown_problems(cfg)):
+            raise ConfigError(problems)
+        if not _of_classes(cfg, overrides) and typed_problems(cfg, overrides):
+            # importing classes takes seconds: a wrong value alone is answered at once
+            raise ConfigError(_interpolation_problems(cfg) or _own_problems(cfg))
+        return _checked(cfg, prepare=prepare, open_data=open_data, overrides=overrides)
+    except ConfigError as error:
+        problems = [*error.problems, *typed_problems(cfg, overrides)]
+        raise ConfigError([*dict.fromkeys(problems)]) from error
+
+
+def typed_problems(
+    cfg: DictConfig, overrides: Sequence[str], *, uncertain: Container[str] = ()
+) -> list[str]:
+    """Return what is wrong with typed values by themselves, whatever else is wrong.
+
+    Args:
+        uncertain: groups whose classes are not those that were meant.
+    """
+    raw: Any = OmegaConf.to_container(cfg, resolve=False)
+    typed = {each.lstrip("+~").partition("=")[0] for each in overrides}
+    found = values.wrong_of(typed, raw) | {k: v for k, v in values.secrets(raw) if k in typed}
+    of_classes = [key for key in _of_classes(cfg, overrides) if key.split(".")[0] not in uncertain]
+    nodes = {group: raw[group] for key in of_classes for group in [key.split(".")[0]]}
+    untyped = {
+        path for path, value in values.walk(raw) if path not in of_classes or "${" in str(value)
+    }
+    return [
+        *found.values(),
+        *values.switch_problems(overrides),
+        *targets.problems(nodes, _allowed(cfg), known=untyped),
+    ]
+
+
+def _of_classes(cfg: DictConfig, overrides: Sequence[str]) -> list[str]:
+    """Return the typed keys of which only their group's class knows whether it takes them."""
+    raw: Any = OmegaConf.to_container(cfg, resolve=False)
+    known = {*values.schema(raw), *values.OF_OPTIMIZERS}
+    pairs = [(each, each.lstrip("+~").partition("=")[0]) for each in overrides]
+    return [
+        key
+        for each, key in pairs
+        if "." in key and key.split(".")[0] in CLASSES and (each[0] in "+~" or key not in known)
+    ]
+
+
+def _checked(
+    cfg: DictConfig, *, prepare: bool, open_data: bool, overrides: Sequence[str]
+) -> DictConfig:
     signatures.allow(cfg.launch.allowed_packages)
     if problems := lightning_parts.misplaced_problems(cfg):
         raise ConfigError(problems)
@@ -67,14 +114,9 @@ def check(
         raise ConfigError(problems)
     cfg = pretrained.fill(numbers.written_out(cfg))
     wrong, chosen = values.wrong(cfg, plain(cfg)), None
-    problems = [*wrong.values()]
-    keys = {each.lstrip("+~").partition("=")[0] for each in overrides} - wrong.keys()
-    # importing classes takes seconds: a wrong value alone is answered at once
-    quick = wrong and overrides and not any("." in k and k.split(".")[0] in CLASSES for k in keys)
-    unsound = [] if quick else _target_problems(cfg, known=wrong)
-    unsound += _device_problems(cfg) if "trainer.devices" not in wrong else []
-    problems += unsound
-    complete = not (unsound or quick or "trainer.devices" in wrong)
+    unsound = _target_problems(cfg, known=wrong) + _device_problems(cfg)
+    problems = [*wrong.values(), *unsound]
+    complete = not (unsound or "trainer.devices" in wrong)
     if complete:
         cfg = decide(cfg)
         problems += _loader_problems(cfg) + _model_problems(cfg)
@@ -83,22 +125,32 @@ def check(
                 cfg, memory_bytes=auto.device_memory_bytes(cfg), problems=layout_problems
             )
         if not any(key.startswith(OF_LAYOUT) for key in wrong):
-            problems += layout_problems(cfg) + _launch_problems(cfg)
+            problems += layout_problems(cfg)
         problems += [] if problems else relations.problems(plain(cfg))
-        problems += lightning_parts.problems(cfg) + lightning_parts.unused_problems(cfg, overrides)
-    problems += _logger_problems(cfg) + lightning_parts.logger_problems(cfg)
-    problems += values.switch_problems(overrides)
-    problems += _name_problems(cfg.run.name) + _folder_problems("run.root", cfg.run.root)
-    problems += _folder_problems("checkpoint.root", cfg.checkpoint.root)
-    problems += _resume_problems(cfg)
+        lightning_parts.warn_of_unused_groups(cfg)
+        problems += lightning_parts.unused_problems(cfg, overrides)
+    problems += values.switch_problems(overrides) + _own_problems(cfg)
     if open_data and complete and not any(key.startswith("data.") for key in wrong):
         problems += data_sources.problems(cfg, prepare=prepare and not problems)
     if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
+        raise ConfigError(problems)
     first = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
     if chosen is not None and prepare and first:
         log.info(chosen)
     return cfg
+
+
+def _own_problems(cfg: DictConfig) -> list[str]:
+    """Return what is wrong with what needs no class: devices, loggers, folders and `resume`."""
+    return [
+        *_device_problems(cfg),
+        *_logger_problems(cfg),
+        *lightning_parts.logger_problems(cfg),
+        *_name_problems(cfg.run.name),
+        *_folder_problems("run.root", cfg.run.root),
+        *_folder_problems("checkpoint.root", cfg.checkpoint.root),
+        *_resume_problems(cfg),
+    ]
 
 
 def decide(cfg: DictConfig) -> DictConfig:
@@ -246,6 +298,8 @@ def _target_problems(cfg: DictConfig, *, known: Container[str] = ()) -> list[str
 
 def _device_problems(cfg: DictConfig) -> list[str]:
     devices, accelerator = cfg.trainer.devices, cfg.trainer.accelerator
+    if not values.accepts(values.OF_CORE["trainer.devices"], devices):
+        return []
     if accelerator == "auto":
         accelerator = hardware.default_accelerator()
     if accelerator == "gpu":
@@ -307,18 +361,9 @@ def _loader_problems(cfg: DictConfig) -> list[str]:
 
 
 def _model_problems(cfg: DictConfig) -> list[str]:
-    task, model = cfg.task._target_, cfg.model._target_
     if not signatures.accepted(cfg.task, ["model"]):
         return []
-    trained, given = (signatures.class_attribute(target, "modality") for target in (task, model))
-    if trained != given and None not in (trained, given):
-        return [
-            f"task={task.rpartition('.')[2]} trains on {trained}, but "
-            f"model={model.rpartition('.')[2]} takes {given}. Type task=language_modeling with a "
-            "decoder and text, task=image_classification with a model and data of images, or "
-            "task=text_classification with model=text_classifier and data=labeled_text."
-        ]
-    definition = signatures.find_definition(model)
+    definition = signatures.find_definition(cfg.model._target_)
     module = module_beside(definition.__module__, "check") if definition is not None else None
     arguments = {k: v for k, v in plain(cfg.model).items() if k not in signatures.HYDRA_KEYS}
     return module.problems(arguments) if module is not None else []
@@ -330,9 +375,7 @@ def layout_problems(cfg: DictConfig) -> list[str]:
     """
     try:
         layout = Layout.of(cfg)
-        if not (
-            problems := parallelism.problems(plain(cfg), layout) + manual.problems(cfg, layout)
-        ):
+        if not (problems := combinations.problems(plain(cfg), layout)):
             size = batching.configured_batch_size(cfg.data)
             # else the loaders of a plain LightningDataModule decide it, which each rank reads
             if size is not None:
@@ -348,26 +391,6 @@ def layout_problems(cfg: DictConfig) -> list[str]:
                 ]
     except ConfigError as error:
         return error.problems
-    return problems
-
-
-def _launch_problems(cfg: DictConfig) -> list[str]:
-    launch, devices, problems = cfg.launch, cfg.trainer.devices, []
-    if launch.min_ranks is not None:
-        asked, wrong = f"launch.min_ranks={launch.min_ranks}", None
-        if not 1 <= launch.min_ranks <= devices:
-            wrong = (
-                f": must be from 1 to trainer.devices={devices}, or null for a fixed number "
-                "of ranks."
-            )
-        elif cfg.trainer.num_nodes > 1 or launch.rdzv_endpoint:
-            wrong = (
-                ": the number of ranks on several machines is fixed. Type launch.min_ranks=null."
-            )
-        elif launch.max_restarts == 0:
-            instead = "launch.max_restarts=auto, or launch.min_ranks=null"
-            wrong = f", but launch.max_restarts=0: no rank is restarted. Type {instead}."
-        problems += [f"{asked}{wrong}"] if wrong else []
     return problems
 
 

@@ -87,6 +87,7 @@ def explain(error: Exception, overrides: list[str], *, sweep: bool = False) -> l
             if (problem := _apply(cfg, parsed)) is not None:
                 failed.append((each, problem))
         problems += [_describe(problem, each, cfg, groups, folders) for each, problem in failed]
+        problems += _of_values(cfg, overrides, [each for each, _ in failed]) if problems else []
     # Hydra makes a sweep's folder
     if isinstance(error, OSError) and error.filename and not problems:
         return [
@@ -100,6 +101,17 @@ def explain(error: Exception, overrides: list[str], *, sweep: bool = False) -> l
             "(configs/), or neither."
         ]
     return problems or [plain_text(error)]
+
+
+def _of_values(cfg: DictConfig, overrides: list[str], failed: list[str]) -> list[str]:
+    """Return what is wrong with the values of the other overrides."""
+    from armature.validation import checks  # which most mistakes of this kind do not need
+
+    chosen = {each.lstrip("+~").partition("=")[0] for each in failed}
+    sound = [each for each in overrides if each not in failed and _parsed(each) is not None]
+    # an experiment that is not found may choose any class
+    uncertain = {*chosen, *(checks.CLASSES if chosen & {*GLOBAL} else ())}
+    return checks.typed_problems(cfg, sound, uncertain=uncertain)
 
 
 def _parsed(override: str) -> Override | None:

@@ -12,27 +12,6 @@ from armature.validation import signatures
 
 log = logging.getLogger(__name__)
 
-# class → why not, and what to type instead
-REFUSED_CALLBACKS = {
-    "LearningRateFinder": "it trains before the run does. Type -m sweep=lr: one trial per learning "
-    "rate",
-    "BatchSizeFinder": (
-        "it trains before the run does. Type data.micro_batch_size=auto: the largest that fits. It "
-        "does not change the result"
-    ),
-    "GradientAccumulationScheduler": (
-        "accumulation is data.global_batch_size / (data.micro_batch_size × data ranks) in every "
-        "step. Type both"
-    ),
-    "ModelPruning": (
-        "it replaces parameters by masked ones, and a resume inside an epoch would train others. "
-        "Prune the finished model, from armature.load"
-    ),
-    "SpikeDetection": (
-        "Lightning cannot load its state, so a stopped run could not be resumed. Type "
-        "trainer.on_nan=skip against losses that are not finite"
-    ),
-}
 UPLOADS = ("WandbLogger", "MLFlowLogger")  # with log_model they upload what ModelCheckpoint saves
 PACKAGES = {  # module that a logger of Lightning's imports, and what to install for it
     "WandbLogger": ("wandb", "wandb"),
@@ -43,12 +22,7 @@ PACKAGES = {  # module that a logger of Lightning's imports, and what to install
 }
 
 
-def problems(cfg: DictConfig) -> list[str]:
-    _warn_of_unused_groups(cfg)
-    return _callbacks(cfg)
-
-
-def _warn_of_unused_groups(cfg: DictConfig) -> None:
+def warn_of_unused_groups(cfg: DictConfig) -> None:
     if unused := signatures.unused(cfg.task):
         log.warning(
             "%s does not take the groups %s: they are not used.",
@@ -96,16 +70,6 @@ def unused_problems(cfg: DictConfig, overrides: Sequence[str]) -> list[str]:
         if dot and group in unused and OmegaConf.select(cfg, f"task.{key}") is not None:
             found.append(f"{override}: task sets its own {group}. Type task.{key}={value}.")
     return found
-
-
-def _callbacks(cfg: DictConfig) -> list[str]:
-    return [
-        f"{key}._target_={target}: {name} does not work here: {REFUSED_CALLBACKS[name]}."
-        for key, target in signatures.targets_in(cfg, "callbacks")
-        for name in REFUSED_CALLBACKS
-        if (definition := signatures.find_definition(target)) is not None
-        and signatures.derives(definition, [name])
-    ]
 
 
 def logger_problems(cfg: DictConfig) -> list[str]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from armature.errors import ConfigError
-from armature.validation import preferences, signatures
+from armature.validation import signatures
 
 log = logging.getLogger(__name__)
 
@@ -36,27 +36,20 @@ def problems(cfg: dict[str, Any]) -> list[str]:
             every,
             steps,
         )
+    monitor = cfg["checkpoint"]["keep_best"] and str(cfg["checkpoint"]["monitor"])
+    if cfg["trainer"]["limit_val_batches"] == 0 and monitor and monitor.startswith("val/"):
+        log.warning(
+            "trainer.limit_val_batches=0 switches validation off: checkpoint.monitor=%s is never "
+            "known, so no checkpoint is kept as best. Type trainer.limit_val_batches=null for all "
+            "batches.",
+            monitor,
+        )
     return [
-        *_folds(cfg["data"]),
         *_monitors(cfg),
         *_factories(cfg),
         *_sizes(cfg),
         *_schedule(cfg),
-        *preferences.problems(cfg),
     ]
-
-
-def _folds(data: dict[str, Any]) -> Iterator[str]:
-    fold, folds = data.get("fold"), data.get("folds")
-    if fold is None and folds is None:
-        return
-    each = f"or -m 'data.fold=range({folds or 5})' data.folds={folds or 5} for a run of each."
-    if fold is None:
-        yield f"data.folds={folds}: which of them is held out? Type data.fold=0, {each}"
-    elif folds is None:
-        yield f"data.fold={fold}: of how many? Type data.folds=5, {each}"
-    elif fold >= folds:
-        yield f"data.fold={fold} of data.folds={folds}: type 0 to {folds - 1}, {each}"
 
 
 def _monitors(cfg: dict[str, Any]) -> Iterator[str]:

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -308,20 +308,27 @@ def wrong(cfg: DictConfig, plain: dict[str, Any]) -> dict[str, str]:
     """Return what is said of each key whose value is wrong; `plain` is the resolved
     configuration.
     """
-    found = dict(_wrong(schema(plain), plain))
-    for rule in (_trainer, _not_finite, _names, _optimizer):
-        found |= {key: text for key, text in rule(plain) if key not in found}
+    found = _all_wrong(plain)
     raw: Any = OmegaConf.to_container(cfg, resolve=False)
     # a reference is right where its key is
     referring = {key: str(_select(raw, key))[2:-1] for key in found}
     found = {key: text for key, text in found.items() if referring[key] not in found}
-    return found | dict(secrets(cfg))
+    return found | dict(secrets(raw))
 
 
-def wrong_of(keys: Sequence[str], plain: dict[str, Any]) -> list[str]:
-    """Return what is said of those of these keys, typed for a saved run, whose values are wrong."""
-    known = schema(plain)
-    return [text for _, text in _wrong({key: known[key] for key in keys if key in known}, plain)]
+def wrong_of(keys: Collection[str], plain: dict[str, Any]) -> dict[str, str]:
+    """Return what is said of those of these typed keys whose values are wrong; references are
+    not looked at.
+    """
+    found = {key: text for key, text in _all_wrong(plain).items() if key in keys}
+    return {key: text for key, text in found.items() if "${" not in str(_select(plain, key))}
+
+
+def _all_wrong(plain: dict[str, Any]) -> dict[str, str]:
+    found = dict(_wrong(schema(plain), plain))
+    for rule in (_endless, _not_finite, _names, _optimizer):
+        found |= {key: text for key, text in rule(plain) if key not in found}
+    return found
 
 
 def schema(plain: dict[str, Any]) -> dict[str, Any]:
@@ -448,21 +455,12 @@ def _shown(value: Any) -> str:
     return "null" if value is None else "''" if value == "" else str(value)
 
 
-def _trainer(plain: dict[str, Any]) -> Wrong:
-    trainer, checkpoint = plain["trainer"], plain["checkpoint"]
-    if trainer["max_steps"] is None and trainer["max_epochs"] is None:
+def _endless(plain: dict[str, Any]) -> Wrong:
+    if all(_select(plain, f"trainer.max_{each}") is None for each in ("steps", "epochs")):
         yield (
             "trainer.max_steps",
-            "trainer.max_steps=null and trainer.max_epochs=null: the run would never end. "
-            "Type trainer.max_steps=… or trainer.max_epochs=….",
-        )
-    monitored = checkpoint["keep_best"] and str(checkpoint["monitor"]).startswith("val/")
-    if trainer["limit_val_batches"] == 0 and monitored:
-        log.warning(
-            "trainer.limit_val_batches=0 switches validation off: checkpoint.monitor=%s is never "
-            "known, so no checkpoint is kept as best. Type trainer.limit_val_batches=null for all "
-            "batches.",
-            checkpoint["monitor"],
+            "trainer.max_steps=null and trainer.max_epochs=null: the run would never end. Type "
+            "trainer.max_steps=… or trainer.max_epochs=….",
         )
 
 
@@ -493,9 +491,6 @@ def _optimizer(plain: dict[str, Any]) -> Wrong:
         if not isinstance(node.get(key.partition(".")[2]), list | dict | None)
     }
     yield from _wrong(given, plain)
-    if node.get("nesterov") is True and not node.get("momentum"):
-        instead = "optimizer.momentum=0.9, or optimizer.nesterov=false"
-        yield "optimizer.nesterov", f"optimizer.nesterov=true needs momentum. Type {instead}."
     pairs = str(node.get("_target_")).split(".")[0] in ("armature", "torch")
     betas = Annotated[list[Fraction], Field(min_length=2, max_length=2 if pairs else None)]
     if "betas" in node and not accepts(betas, given := node["betas"]):
@@ -504,8 +499,8 @@ def _optimizer(plain: dict[str, Any]) -> Wrong:
 
 
 def _names(plain: dict[str, Any]) -> Wrong:
-    run, project = plain["run"], str(plain["project"]["name"])
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", project, re.ASCII):
+    run, project = plain.get("run", {}), _select(plain, "project.name")
+    if isinstance(project, str) and not re.fullmatch(r"[A-Za-z0-9][\w.-]*", project, re.ASCII):
         form = "letters, digits, '_', '-' and '.', beginning with a letter or a digit"
         what = f"project.name={project}: must be {form}. Type project.name=my-project."
         yield "project.name", what
@@ -538,12 +533,12 @@ def switch_problems(overrides: Sequence[str]) -> list[str]:
 
 
 # ---------------------------------------------------------------- secrets
-def secrets(cfg: DictConfig) -> Wrong:
+def secrets(raw: dict[str, Any]) -> Wrong:
     """Yield keys whose typed values look secret, because config.yaml would hold them.
 
     The values are not shown.
     """
-    for path, value in walk(OmegaConf.to_container(cfg, resolve=False)):
+    for path, value in walk(raw):
         if not isinstance(value, str) or not value or "${" in value:
             continue
         name = _leaf(path)
