@@ -30,11 +30,11 @@ from armature.checkpoint import (
     storage,
 )
 from armature.data import feed
-from armature.data.memory import is_missing
 from armature.errors import ConfigError, by_user, error_line, place_of
 from armature.finetune import base
 from armature.finetune import check as pretrained
 from armature.parallel import initialization
+from armature.training.errors import is_out_of_memory
 from armature.training.progress import feed_of
 from armature.validation import targets, values
 from armature.validation.composing import instantiate
@@ -187,7 +187,7 @@ def constructors() -> Iterator[None]:
             raise cause from error
         if (
             cause is None
-            or is_missing(cause)
+            or is_out_of_memory(cause)
             or not (isinstance(cause, TypeError | ValueError) or by_user(cause))
         ):
             raise

@@ -30,7 +30,7 @@ from armature import config, loggers, run_dir
 from armature.checkpoint import directory as checkpoint_directory
 from armature.checkpoint import resume, storage
 from armature.checkpoint.state import holds, is_weights_only
-from armature.data import batching, feed, memory
+from armature.data import batching, feed
 from armature.data.labels import LabeledData
 from armature.errors import EXIT_CONFIG, ConfigError, EndedByCode
 from armature.finetune import check as pretrained
@@ -187,12 +187,11 @@ def build(cfg: DictConfig, stop: StopOnSignal) -> Run:
 def _build_feed(cfg: DictConfig, layout: Layout) -> tuple[feed.Feed, batching.Batches, Path | None]:
     """Return the prepared data, how steps divide them, and the checkpoint to resume from."""
     directory = Path(cfg.run.dir)
-    with memory.reporting(f"the data of {cfg.data._target_}"):
-        fed = feed.build(micro_batch.decided(cfg))
-        checkpoint = _checkpoint_to_resume(cfg, directory)
-        _prepare(fed)
-        fed.set_up()
-        _number_classes(cfg, fed, checkpoint, directory)
+    fed = feed.build(micro_batch.decided(cfg))
+    checkpoint = _checkpoint_to_resume(cfg, directory)
+    _prepare(fed)
+    fed.set_up()
+    _number_classes(cfg, fed, checkpoint)
     relations.check_found_sizes(cfg.model, fed.assets.found_sizes)
     fed.limit_train_batches = cfg.trainer.limit_train_batches
     batches = _plan_batches(fed, layout.data_ranks)
@@ -255,15 +254,13 @@ def _prepare(fed: feed.Feed) -> None:
     process_group.on_all_ranks(prepare)
 
 
-def _number_classes(
-    cfg: DictConfig, fed: feed.Feed, checkpoint: Path | None, directory: Path
-) -> None:
+def _number_classes(cfg: DictConfig, fed: feed.Feed, checkpoint: Path | None) -> None:
     """Let classes have the numbers that the weights know them by. Raises ConfigError."""
-    if checkpoint is None:
-        if found := pretrained.number_classes(cfg, fed.assets):
-            raise ConfigError(found)
-    elif isinstance(fed.data, LabeledData):
-        fed.data.keep_numbers(directory)
+    if checkpoint is not None:
+        if isinstance(fed.data, LabeledData) and (run_dir := resume.run_of(checkpoint)) is not None:
+            fed.data.load_assets(run_dir)
+    elif found := pretrained.number_classes(cfg, fed.assets):
+        raise ConfigError(found)
 
 
 class SaveAssets(RunHooks, L.Callback):

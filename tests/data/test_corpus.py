@@ -268,8 +268,8 @@ def test_documents_begin_with_the_end_that_a_tokenizer_has(files, corpus, tmp_pa
 def test_a_tokenizer_that_cannot_be_is_refused(files, corpus, tmp_path):
     (tmp_path / "no.json").write_text("{}")
     for path, words in (
-        ("nowhere.json", "no such file"),
-        (str(tmp_path / "no.json"), "Name a tokenizer.json"),
+        ("nowhere.json", "there is no tokenizer.json. Name a folder"),
+        (str(tmp_path / "no.json"), "is damaged, or no tokenizer"),
     ):
         with pytest.raises(ConfigError, match=words):
             corpus(f"{files}/**/*.txt", tokenizer=path).check()

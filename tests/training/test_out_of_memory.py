@@ -9,8 +9,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 import armature
 from armature import hardware
-from armature.data.memory import is_missing
-from armature.training.errors import RecordError, bytes_by_kind
+from armature.training.errors import RecordError, bytes_by_kind, is_out_of_memory
 from armature.validation.memory import overrides
 from tests import running
 
@@ -106,7 +105,7 @@ def test_every_override_is_accepted_when_it_is_typed(composed):
     ],
 )
 def test_missing_memory_is_recognized_on_any_device(error, expected):
-    assert is_missing(error) is expected
+    assert is_out_of_memory(error) is expected
 
 
 class Greedy(BoringModel):

@@ -91,6 +91,11 @@ class DataModule(L.LightningDataModule):
         """
 
     @property
+    def known(self) -> dict[str, list[str]]:
+        """The names that numbers stand for in the trained model: of "classes", say."""
+        return {}
+
+    @property
     def class_names(self) -> list[str] | None:
         """The names of the classes in the order of their numbers, if the attribute `classes` has
         them.

@@ -26,22 +26,10 @@ def read(path: str | list[str], *, texts: list[str]) -> Any:
     """
     arrow = extras.load("pyarrow", needed_by=f"data.path={path}")
     tables = [_read(file.path, texts) for file in sources.find(path)]
-    columns = tables[0].column_names
-    for table in tables:
-        if {*table.column_names} != {*columns}:
-            raise ConfigError(
-                f"data.path={path}: the files differ in their columns: one has "
-                f"{', '.join(columns)}, and another {', '.join(table.column_names)}."
-            )
-    try:
-        table = arrow.concat_tables(
-            [each.select(columns) for each in tables], promote_options="permissive"
-        )
+    try:  # a column that a file lacks is empty there, which is refused if it is used
+        return arrow.concat_tables(tables, promote_options="permissive")
     except arrow.ArrowException as error:
         raise ConfigError(f"data.path={path}: the files differ: {error_line(error)}.") from error
-    if not table.num_rows:
-        raise ConfigError(f"data.path={path}: the files have no rows.")
-    return table
 
 
 def _read(file: Path, texts: list[str]) -> Any:
@@ -115,15 +103,8 @@ def numbers(column: Any, *, name: str) -> NDArray[np.float32]:
 def classes(column: Any, *, name: str) -> tuple[list[str], NDArray[np.int64]]:
     """Return the names of a column's classes, and the index of each row's.
 
-    Raises ConfigError for an empty cell, and for lists.
+    Raises ConfigError for an empty cell.
     """
-    import pyarrow
-
-    if pyarrow.types.is_nested(column.type):
-        raise ConfigError(
-            f"data.target: column {name} holds {column.type} in each row, not one value. Name "
-            "another column."
-        )
     encoded = _plain(column).dictionary_encode("encode").combine_chunks()
     names = [name_of(value) for value in encoded.dictionary.to_pylist()]
     indices = encoded.indices.to_numpy()

@@ -176,7 +176,7 @@ class Corpus:
         ]
         key = hashlib.sha256(json.dumps(settings).encode())
         if self.tokenizer is not None:
-            key.update(Path(self.tokenizer).read_bytes())
+            key.update(tokenizers.find(self.tokenizer).read_bytes())
         key.update(sources.stamp(files))
         return key.hexdigest()[:16]
 

@@ -306,14 +306,14 @@ class Feed(L.Callback):
             "train_size": self.train_size,
             "seed": self.seed,
             "skipped": [[step, *part] for step, part in self._parts().items() if step <= steps],
-            "classes": labels.of_dataset(self._train.dataset),
+            "names": self.assets.known,
             "drawn": {} if drawn is None else drawn.state_dict(since=self._drawn(self._epoch())),
         }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         step, read = state_dict["step"], self._train
-        labels.check_same(state_dict["classes"], labels.of_dataset(read.dataset))
+        labels.check_same(state_dict["names"], self.assets.known)
         # a checkpoint is loaded once more after users' hooks of the start
         again = self._resumed != (0, 0)
         self._resumed = (state_dict["samples_seen"], step)

@@ -59,14 +59,8 @@ class ImageFiles(Dataset[Batch]):
         from PIL import Image, ImageOps
 
         path, target = self.files[index]
-        try:
-            with Image.open(path) as opened:
-                upright = ImageOps.exif_transpose(opened)  # cameras store how to turn the picture
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            # as Pillow's formats raise
-            raise ConfigError(
-                f"data.path: {path} cannot be read as an image ({error}). Remove it."
-            ) from error
+        with pixels.readable(f"data.path: {path}"), Image.open(path) as opened:
+            upright = ImageOps.exif_transpose(opened)  # cameras store how to turn the picture
         image = pixels.converted(upright, "RGB", where=f"data.path: {path}")
         side = round(self.size * (1 + self.margin))
         image = ImageOps.fit(image, (side, side), Image.Resampling.BILINEAR)

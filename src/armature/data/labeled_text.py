@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from functools import cached_property
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -17,7 +16,6 @@ from armature.data.base import Batch, Split
 from armature.data.table import ColumnData
 from armature.data.text import padded
 from armature.errors import ConfigError
-from armature.finetune.folder import TOKENIZER
 from armature.models.loss import IGNORED
 
 log = logging.getLogger(__name__)
@@ -120,14 +118,7 @@ class LabeledTextData(ColumnData):
     def _encoded(self) -> tuple[list[str], list[np.ndarray]]:
         """The texts and their tokens. Raises ConfigError for one that has none."""
         texts = self._column(self.text, "text").to_pylist()
-        file = Path(self.tokenizer_folder) / TOKENIZER
-        if not file.is_file():
-            raise ConfigError(
-                f"data.tokenizer={file.parent}: there is no {TOKENIZER} in it. Name the folder of "
-                "the model, which must have one (transformers' save_pretrained of a fast tokenizer "
-                "writes it)."
-            )
-        encoder = tokenizer.read(file)
+        encoder = tokenizer.read(tokenizer.find(self.tokenizer_folder, key="data.tokenizer"))
         encoder.enable_truncation(self.context)  # keeps the special tokens at the end
         # so that a text that is missing, empty or no text is found below
         clean = [text if isinstance(text, str) and text.strip() else "" for text in texts]

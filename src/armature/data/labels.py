@@ -107,26 +107,12 @@ class LabeledData(DataModule):
 
         None if the targets are no classes with names.
         """
-        return self._known.get("classes")
+        return self.known.get("classes")
 
     @property
-    def _known(self) -> dict[str, list[str]]:
+    @override
+    def known(self) -> dict[str, list[str]]:
         return self._own_names if self.saved is None else self.saved
-
-    @property
-    def _present(self) -> dict[str, list[str]]:
-        """The names that these data have, in the order of their numbers."""
-        own = {key: {*names} for key, names in self._own_names.items()}
-        return {key: [n for n in self._known.get(key, ()) if n in own[key]] for key in own}
-
-    def keep_numbers(self, run_dir: Path) -> None:
-        """Number the names as the run did that is resumed, if it knows all of them.
-
-        Otherwise `load_state_dict` refuses the data.
-        """
-        known = read(run_dir / CLASSES_FILE) or {}
-        if all({*names} <= {*known.get(key, [])} for key, names in self._own_names.items()):
-            self.saved = known
 
     def begin_with(self, classes: list[str]) -> None:
         """Number the classes as the head does that training begins with."""
@@ -149,22 +135,11 @@ class LabeledData(DataModule):
 
     @override
     def save_assets(self, run_dir: Path) -> None:
-        write(run_dir, self._known)
+        write(run_dir, self.known)
 
     @override
     def load_assets(self, run_dir: Path) -> None:
         self.saved = read(run_dir / CLASSES_FILE)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "names": self._present}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        now, then = self._present, state_dict["names"]
-        for key in sorted(then.keys() | now.keys()):
-            check_same(then.get(key, []), now.get(key, []), what=key)
-        super().load_state_dict(state_dict)
 
     def knows(self, found: Iterable[str]) -> bool:
         """Return whether all of these classes have numbers."""
@@ -201,10 +176,15 @@ class DatasetClasses:
         names = self._saved or getattr(self._data, "classes", None)
         return names if isinstance(names, list) else None
 
-    def save_assets(self, run_dir: Path) -> None:
+    @property
+    def known(self) -> dict[str, list[str]]:
         loader: Any = self._data.train_dataloader()
-        if (names := of_dataset(loader.dataset)) is not None:
-            write(run_dir, {"classes": names})
+        names = of_dataset(loader.dataset)
+        return {} if names is None else {"classes": names}
+
+    def save_assets(self, run_dir: Path) -> None:
+        if self.known:
+            write(run_dir, self.known)
 
     def load_assets(self, run_dir: Path) -> None:
         self._saved = (read(run_dir / CLASSES_FILE) or {}).get("classes")
@@ -222,14 +202,15 @@ class DatasetClasses:
             )
 
 
-def check_same(then: list[str] | None, now: list[str] | None, *, what: str = "classes") -> None:
-    """Raise ConfigError if both are known and differ."""
-    if then is not None and now is not None and (found := difference(then, now)) is not None:
-        raise ConfigError(
-            f"data: the {what} are no longer those that the checkpoint was trained with: {found}. "
-            "Restore the data, or train on these from step 0: type another run.name, or "
-            "resume=never."
-        )
+def check_same(then: dict[str, list[str]], now: dict[str, list[str]]) -> None:
+    """Raise ConfigError if names that both have by their kind are others, or in another order."""
+    for what in sorted(then.keys() & now.keys()):
+        if (found := difference(then[what], now[what])) is not None:
+            raise ConfigError(
+                f"data: the {what} are no longer those that the checkpoint was trained with: "
+                f"{found}. Restore the data, or train on these from step 0: type another "
+                "run.name, or resume=never."
+            )
 
 
 def of_dataset(dataset: Any) -> list[str] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,17 @@ from numpy.typing import NDArray
 from armature.errors import ConfigError
 
 MODES = ("L", "RGB", "RGBA")  # Pillow's modes whose numbers are brightness in 8 bits
+
+
+@contextmanager
+def readable(where: str) -> Iterator[None]:
+    """Raise ConfigError for what Pillow cannot read, whose formats raise errors of many kinds."""
+    from PIL import Image
+
+    try:
+        yield
+    except (OSError, ValueError, SyntaxError, TypeError, Image.DecompressionBombError) as error:
+        raise ConfigError(f"{where} cannot be read as an image ({error}). Remove it.") from error
 
 
 def mode_of(image: Any) -> str:

@@ -148,10 +148,10 @@ def pieces(file: SourceFile, *, field: str, piece_bytes: int = PIECE_BYTES) -> I
     Raises ConfigError with the file and the byte or line, if it is not UTF-8 or not JSONL with that
     field.
     """
+    if file.path.name.removesuffix(".gz").endswith(".jsonl"):
+        yield from _records(file, field)
+        return
     with _open(file) as stream:
-        if file.path.name.removesuffix(".gz").endswith(".jsonl"):
-            yield from _records(file, stream, field)
-            return
         rest, offset, number = b"", 0, 0
         while block := stream.read(piece_bytes):
             rest += block
@@ -171,20 +171,17 @@ def json_lines(file: SourceFile) -> Iterator[tuple[str, object]]:
     Raises ConfigError with the line's number for one that is not JSON.
     """
     with _open(file) as stream:
-        yield from _json_lines(file, stream)
-
-
-def _json_lines(file: SourceFile, stream: BinaryIO) -> Iterator[tuple[str, object]]:
-    for line_number, line in enumerate(stream, start=1):
-        if not line.strip():
-            continue
-        where = f"data.path: {file.path}, line {line_number}"
-        try:
-            yield where, json.loads(line.decode())
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(
-                f"{where}: not a line of JSON in UTF-8 ({error}). Correct or remove it."
-            ) from error
+        for line_number, line in enumerate(stream, start=1):
+            if not line.strip():
+                continue
+            where = f"data.path: {file.path}, line {line_number}"
+            try:
+                value = json.loads(line.decode())
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(
+                    f"{where}: not a line of JSON in UTF-8 ({error}). Correct or remove it."
+                ) from error
+            yield where, value
 
 
 def shown(value: object, *, most: int = 60) -> str:
@@ -193,8 +190,8 @@ def shown(value: object, *, most: int = 60) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}…"
 
 
-def _records(file: SourceFile, stream: BinaryIO, field: str) -> Iterator[Piece]:
-    for number, (where, record) in enumerate(_json_lines(file, stream)):
+def _records(file: SourceFile, field: str) -> Iterator[Piece]:
+    for number, (where, record) in enumerate(json_lines(file)):
         try:
             text = cast(Any, record)[field]
             size = len(text.encode())

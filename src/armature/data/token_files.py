@@ -48,7 +48,7 @@ class TokenFiles:
 
     def check(self) -> None:
         if self.tokenizer is not None:
-            tokenizers.require_file(self.tokenizer)
+            tokenizers.find(self.tokenizer)
         train = self.tokens("train")
         if len(train) <= self.context:
             raise ConfigError(

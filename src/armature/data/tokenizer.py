@@ -84,14 +84,16 @@ def document_token(tokenizer: Tokenizer) -> int | None:
     return next((i for i in map(tokenizer.token_to_id, BEGINNINGS) if i is not None), None)
 
 
-def require_file(path: str) -> None:
-    """Raise ConfigError if there is no such tokenizer.json."""
-    if not Path(path).is_file():
+def find(name: str, *, key: str = "data.source.tokenizer") -> Path:
+    """Return the tokenizer.json of this name, or in the folder of this name. Raises ConfigError."""
+    path = Path(name).expanduser()
+    file = path / TOKENIZER_FILE if path.is_dir() else path
+    if not file.is_file():
         raise ConfigError(
-            f"data.source.tokenizer={path}: no such file. Name a tokenizer.json: a run directory "
-            "has one, and so has a "
-            "model from Hugging Face."
+            f"{key}={name}: there is no {TOKENIZER_FILE}. Name a folder that holds one: a model's "
+            "from Hugging Face, or a run's."
         )
+    return file
 
 
 def load_external(path: str) -> Tokenizer:
@@ -99,11 +101,7 @@ def load_external(path: str) -> Tokenizer:
 
     Raises ConfigError.
     """
-    require_file(path)
-    try:
-        tokenizer = load(Path(path))
-    except ConfigError as error:
-        raise ConfigError(f"data.source.tokenizer={error} Name a tokenizer.json.") from error
+    tokenizer = load(find(path))
     if document_token(tokenizer) is None:
         raise ConfigError(
             f"data.source.tokenizer={path}: it has none of {', '.join(BEGINNINGS)} to begin "

@@ -24,21 +24,15 @@ _SAMPLE = 4096  # bytes, at the start, in the middle and at the end of each tens
 def record(path: Path) -> dict[str, str]:
     """Return what a manifest says of a base model, to know it again.
 
-    `fingerprint` covers config.json and the names, types and shapes of all tensors, `values` a
-    sample of each tensor's
-    bytes: two fine-tunes of one model agree in the first only. Neither depends on where the folder
-    is, or on how its
-    tensors are spread over files. Raises ConfigError for a file that cannot be read.
+    The fingerprint covers config.json, the names, types and shapes of all tensors, and a sample of
+    each tensor's bytes. It does not depend on where the folder is, or on how its tensors are spread
+    over files. Raises ConfigError for a file that cannot be read.
     """
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(folder.fingerprint(path).encode())
     for name, tensor in sorted(folder.weights(path).tensors.items()):
         digest.update(name.encode())
         digest.update(_sample(path / tensor.file, *tensor.span))
-    return {
-        "folder": str(path.absolute()),
-        "fingerprint": folder.fingerprint(path),
-        "values": digest.hexdigest()[:16],
-    }
+    return {"folder": str(path.absolute()), "fingerprint": digest.hexdigest()[:16]}
 
 
 def _sample(file: Path, start: int, end: int) -> bytes:
@@ -58,8 +52,7 @@ def recorded(checkpoint: Path | None) -> dict[str, str] | None:
     """Return the base model that a checkpoint leaves out, or None if it holds all weights."""
     manifest = None if checkpoint is None else directory.read_manifest(checkpoint)
     found = (manifest or {}).get(KEY)
-    keys = ("folder", "fingerprint", "values")
-    return {key: str(found.get(key)) for key in keys} if isinstance(found, dict) else None
+    return {key: str(value) for key, value in found.items()} if isinstance(found, dict) else None
 
 
 def found(name: str, needed: Mapping[str, str], checkpoint: Path) -> Path:
@@ -86,18 +79,14 @@ def found(name: str, needed: Mapping[str, str], checkpoint: Path) -> Path:
 
 
 def _differences(name: str, path: Path, needed: Mapping[str, str], checkpoint: Path) -> list[str]:
-    there, run_dir = record(path), resume.run_of(checkpoint)
-    what = f"model.pretrained={name} is another model"
-    if there["fingerprint"] == needed["fingerprint"]:
-        same = there["values"] == needed["values"]
-        return [] if same else [f"{what}: its weights have other values."]
-    if there["values"] != needed["values"]:
-        return [f"{what}: its {folder.CONFIG} or its weights differ."]
+    if record(path)["fingerprint"] == needed["fingerprint"]:
+        return []
+    run_dir = resume.run_of(checkpoint)
     kept = None if run_dir is None else folder.kept_in(run_dir)
-    return [
-        f"{what}: its {folder.CONFIG} differs. Its weights are the same: type "
-        f"cp {kept}/{folder.CONFIG} {path}/ to use it."
-    ]
+    what = f"model.pretrained={name} is another model"
+    if kept is not None and folder.config(kept) != folder.config(path):
+        return [f"{what}: its {folder.CONFIG} is not the run's, {kept / folder.CONFIG}."]
+    return [f"{what}: its weights have other values."]
 
 
 def verified(cfg: Any, checkpoint: Path) -> Path | None:

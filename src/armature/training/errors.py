@@ -18,7 +18,6 @@ from omegaconf import DictConfig
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from armature.data.memory import is_missing
 from armature.errors import ConfigError, EndedByCode, MicroBatchTooLarge, is_users
 from armature.hardware import peak_resident_memory
 from armature.launcher import environment
@@ -26,6 +25,7 @@ from armature.parallel.gradients import local_part
 from armature.validation import memory
 
 _LIGHTNING = str(Path(L.__file__).parent)
+WORDS = ("out of memory", "can't allocate memory", "not enough memory", "Cannot allocate memory")
 
 
 def record(error: BaseException) -> None:
@@ -57,7 +57,7 @@ class RecordError(L.Callback):
         smaller = None
         together = isinstance(exception, StoppedBySignal)  # on all ranks
         trainer.failed = not together
-        if is_missing(exception):
+        if is_out_of_memory(exception):
             with suppress(Exception):  # an explanation must not hide the error
                 exception.add_note(memory_message(self.cfg, trainer, pl_module))
             with suppress(Exception):
@@ -94,6 +94,13 @@ def refusal_of(error: BaseException, module: L.LightningModule) -> ConfigError |
 
 
 # ------------------------------------------------------------------- memory that has run out
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory ran out, on any device."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError | OSError) and any(words in str(error) for words in WORDS)
+
+
 def memory_message(cfg: DictConfig, trainer: L.Trainer, module: L.LightningModule) -> str:
     """Return lines with what this rank held by kind, and the overrides that would help most."""
     kinds = bytes_by_kind(module, trainer.optimizers, peak=peak_bytes(trainer))

@@ -14,9 +14,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from omegaconf import DictConfig, OmegaConf
 
 from armature import run_dir
-from armature.data.memory import is_missing
 from armature.parallel import process_group
-from armature.training.errors import bytes_by_kind, peak_bytes, place
+from armature.training.errors import bytes_by_kind, is_out_of_memory, peak_bytes, place
 from armature.training.loops import EpochLoop
 from armature.training.progress import completed_batches, feed_of
 from armature.validation import micro_batch
@@ -38,7 +37,10 @@ def smaller(
     )
     fits = trainer.state.fn == TrainerFn.FITTING and in_step
     if not (
-        micro_batch.is_auto(cfg) and fits and is_missing(error) and module.automatic_optimization
+        micro_batch.is_auto(cfg)
+        and fits
+        and is_out_of_memory(error)
+        and module.automatic_optimization
     ):
         return None
     batches = feed_of(trainer).batches

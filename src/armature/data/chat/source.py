@@ -135,14 +135,7 @@ class Conversations:
                 "data.source.tokenizer=null: name the folder of the model that you start from, "
                 f"which has a {tokens.TOKENIZER_FILE} and a chat template, or a run directory."
             )
-        path = Path(self.tokenizer).expanduser()
-        file = path / tokens.TOKENIZER_FILE if path.is_dir() else path
-        if not file.is_file():
-            raise ConfigError(
-                f"data.source.tokenizer={self.tokenizer}: there is no {tokens.TOKENIZER_FILE}. "
-                "Name a folder that holds one: a model's, or a run's."
-            )
-        return file
+        return tokens.find(self.tokenizer)
 
     @property
     def header(self) -> dict[str, Any]:
