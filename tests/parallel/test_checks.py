@@ -15,6 +15,7 @@ from armature.layout import Layout
 from armature.models.decoder.plan import PLAN
 from armature.models.plan import Plan
 from armature.validation import parallelism as checks
+from armature.validation import quantization
 from armature.validation.composing import composing
 from tests.features import OPTIONAL, refused
 
@@ -390,6 +391,15 @@ def test_zero_bubble_cannot_recompute_selectively() -> None:
         "Type strategy.activation_checkpointing=every, or strategy.schedule=1f1b."
     )
     assert found(asked | {"activation_checkpointing": "every"}) == []
+
+
+def test_zero_bubble_over_gloo_needs_a_newer_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"pipe": 2, "schedule": "zero_bubble", "backend": "gloo"}
+    monkeypatch.setattr(quantization, "torch_version", lambda: (2, 12))
+    assert found(asked) == []
+    monkeypatch.setattr(quantization, "torch_version", lambda: (2, 11))
+    (message,) = found(asked)
+    assert message.endswith("Type pip install -U torch, or strategy.schedule=1f1b.")
 
 
 def test_a_module_that_builds_its_own_model_may_have_experts() -> None:

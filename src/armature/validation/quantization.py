@@ -51,8 +51,10 @@ def problems(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
             f"{typed} with strategy.compile={layout.options['compile']}: the compiler would keep "
             "each dense matrix from forward to backward. Type strategy.compile=none."
         )
-    if "shard" in layout.methods and _torch() < INTEGERS_ARE_SHARDED:
-        needed, here = (".".join(map(str, version)) for version in (INTEGERS_ARE_SHARDED, _torch()))
+    if "shard" in layout.methods and torch_version() < INTEGERS_ARE_SHARDED:
+        needed, here = (
+            ".".join(map(str, version)) for version in (INTEGERS_ARE_SHARDED, torch_version())
+        )
         found.append(
             f"{typed} with a sharded strategy needs torch {needed}; here is {here}, which shards "
             "floats only. Type pip install -U torch, or strategy=ddp, or strategy=tensor."
@@ -85,6 +87,6 @@ def _size_problems(model: Mapping[str, Any], tensor: int, *, typed: str) -> list
     return []
 
 
-def _torch() -> tuple[int, int]:
+def torch_version() -> tuple[int, int]:
     major, minor, *_ = importlib.metadata.version("torch").split(".")
     return int(major), int(minor)

@@ -19,6 +19,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import Strategy
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining import stage as pipeline_stage
 from torch.nn.parallel import distributed as ddp
 from torch.utils.data import dataloader
@@ -209,6 +210,10 @@ def pipeline(boundary: Boundary | None) -> None:
             return pipeline_stage._StageForwardMeta(forward_metas=(meta,))
         return pipeline_stage._StageBackwardMeta(backward_metas=(meta,))
 
+    def find_shapes(self: Any, stages: list[Any], *others: Any) -> None:
+        for stage in stages:
+            stage._inference_mode = pipeline_stage.InferenceMode.DYNAMIC
+
     def send_objects(objects: list[Any], **others: Any) -> None:
         found(*objects[0])
 
@@ -232,6 +237,9 @@ def pipeline(boundary: Boundary | None) -> None:
         return choose(self, inputs, loss)
 
     Runner._schedule = schedule
+    # torch 2.15 would ask no neighbor of a fake group about shapes; others call no such method
+    for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
+        kind._initialize_pipeline_distributed_state = find_shapes
     if hasattr(pipeline_stage.PipelineStage, "_send_meta"):
         pipeline_stage.PipelineStage._send_meta = send
         pipeline_stage.PipelineStage._recv_meta = receive
