@@ -305,7 +305,6 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("torch._inductor", "config", None, "models/decoder/documents.py"),
     ("torch._inductor.config", "_micro_pipeline_tp", None, "parallel/blocks.py"),
     ("torch.ops", "_c10d_functional", None, "parallel/functional.py"),
-    ("torch.utils._triton", "has_triton", None, "models/decoder/documents.py"),
     ("torch.utils._pytree", "tree_leaves", ("tree", "is_leaf"), "data/loader.py"),
     ("torch.utils._pytree", "tree_map", None, "checkpoint/optimizers.py"),
     ("torch.utils._pytree", "tree_structure", None, "checkpoint/optimizers.py"),
@@ -478,12 +477,6 @@ TABLE += [  # ---------------------------------------------------------------- t
     ),
     (
         "torch.distributed.pipelining.stage:PipelineStage",
-        "_send_meta",
-        None,
-        "planning/simulation/substitutes.py",
-    ),
-    (
-        "torch.distributed.pipelining.stage:PipelineStage",
         "_recv_meta",
         None,
         "planning/simulation/substitutes.py",
@@ -524,7 +517,6 @@ FROM = {
     "_inference_mode": (2, 12),
     "_initialize_pipeline_distributed_state": (2, 15),
     "_recv_meta": (2, 12),
-    "_send_meta": (2, 12),
     "_StageBackwardMeta": (2, 12),
     "_StageForwardMeta": (2, 12),
     "_TensorMeta": (2, 12),

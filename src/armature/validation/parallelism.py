@@ -444,12 +444,10 @@ def _pipeline(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
             "in two parts needs gathered weights until the end. Type "
             "strategy.reshard_after_forward=false, or strategy.schedule=1f1b."
         )
-    gloo = strategy["backend"] == "gloo" or (
-        strategy["backend"] == "auto" and cfg["trainer"]["accelerator"] == "cpu"
-    )
-    if schedule == "zero_bubble" and gloo and quantization.torch_version() < (2, 12):
+    on_cpus = cfg["trainer"]["accelerator"] == "cpu"
+    if schedule == "zero_bubble" and on_cpus and quantization.torch_version() < (2, 12):
         problems.append(
-            "strategy.schedule=zero_bubble over gloo needs torch 2.12: 2.11 begins with messages "
+            "strategy.schedule=zero_bubble on CPUs needs torch 2.12: 2.11 begins with messages "
             "from a rank to itself, which gloo refuses. Type pip install -U torch, or "
             "strategy.schedule=1f1b."
         )

@@ -214,7 +214,7 @@ def import_object(path: str) -> Any:
 def fit(job: Job) -> Run:
     """Run a job on its own processes."""
     if job.options.get("schedule") == "zero_bubble" and torch_version() < (2, 12):
-        needs.absent("zero bubble over gloo needs torch 2.12")
+        needs.absent("zero bubble on CPUs needs torch 2.12")
     return on_ranks(_fit, job, ranks=job.ranks)[0]
 
 
