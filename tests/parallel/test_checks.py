@@ -389,6 +389,14 @@ def test_zero_bubble_cannot_recompute_selectively() -> None:
     assert found(asked | {"activation_checkpointing": "every"}) == []
 
 
+def test_zero_bubble_on_cpus_needs_a_newer_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks.Run, "torch", (2, 11))
+    asked = {"pipe": 2, "schedule": "zero_bubble"}
+    assert found(asked) == []
+    (message,) = found(asked, trainer={"accelerator": "cpu"})
+    assert message.endswith("Type pip install -U torch, or strategy.schedule=1f1b.")
+
+
 def test_a_module_that_builds_its_own_model_may_have_experts() -> None:
     own, ours = "lightning.pytorch.demos.boring_classes.BoringModel", "armature.tasks.base.Task"
     assert found({"shard": 2, "expert": 2}, plan=None, task={"_target_": own}) == []

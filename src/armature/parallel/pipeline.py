@@ -34,7 +34,8 @@ SCHEDULE_CLASSES = {
     "interleaved_1f1b": pipelining.ScheduleInterleaved1F1B,
     "zero_bubble": pipelining.ScheduleZBVZeroBubble,
 }
-FORWARD = ("F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")  # torch's names of actions
+# torch's names of actions
+FORWARD = ("F", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD")
 
 
 @dataclass

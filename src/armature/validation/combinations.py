@@ -496,6 +496,16 @@ RULES: dict[str, Rules] = {
             "strategy.schedule=1f1b.",
         ),
         (
+            lambda r: (
+                r.pipe > 1
+                and r.schedule == "zero_bubble"
+                and r.accelerator == "cpu"
+                and r.torch < (2, 12)
+            ),
+            " on CPUs needs torch 2.12: 2.11 begins with messages from a rank to itself, which "
+            "gloo refuses. Type pip install -U torch, or strategy.schedule=1f1b.",
+        ),
+        (
             lambda r: r.pipe > 1 and r.schedule == "zero_bubble" and r.compile != "none",
             " splits backward, which compiled blocks cannot. Type strategy.compile=none.",
         ),

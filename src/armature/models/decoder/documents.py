@@ -14,18 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-from torch.utils._triton import has_triton
 
 
 def skips_blocks(device: torch.device, head_dim: int) -> bool:
-    """Return whether to use FlexAttention: its fast kernels need Triton, a GPU, and heads of at
-    least 16.
+    """Return whether to use FlexAttention: its fast kernels need Triton, a GPU that it knows, and
+    heads of at least 16.
     """
-    return device.type == "cuda" and head_dim >= 16 and has_triton()
+    if device.type != "cuda" or head_dim < 16 or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (7, 0)
 
 
 def dense_mask(document_BT: Tensor, document_BS: Tensor, *, window: int | None = None) -> Tensor:

@@ -19,6 +19,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import Strategy
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining import stage as pipeline_stage
 from torch.nn.parallel import distributed as ddp
 from torch.utils.data import dataloader
@@ -196,32 +197,31 @@ def pipeline(boundary: Boundary | None) -> None:
     All stages are taken to send the same shape, as those of equal blocks do.
     """
 
-    def send(self: Any, meta: Any, to: Any) -> None:
-        found(*(meta.forward_metas if hasattr(meta, "forward_metas") else meta.backward_metas))
+    def send(objects: list[Any], **others: Any) -> None:
+        if boundary is None:
+            (sent,) = getattr(objects[0], "forward_metas", objects[0])
+            raise BoundaryFound(Boundary(tuple(sent.shape), sent.dtype))
+
+    def receive_tensors(objects: list[Any], **others: Any) -> None:
+        assert boundary is not None
+        shape = (samples, *boundary.shape[1:])
+        objects[0] = (torch.empty(shape, dtype=boundary.dtype, device="meta"),)
 
     def receive(self: Any, source: int) -> Any:
-        made = received()
+        objects: list[Any] = [None]
+        receive_tensors(objects)
+        ((x,),) = objects
         forward = source < self.stage_index
         meta = pipeline_stage._TensorMeta(
-            shape=made.shape, stride=made.stride(), dtype=made.dtype, requires_grad=forward
+            shape=x.shape, stride=x.stride(), dtype=x.dtype, requires_grad=forward
         )
         if forward:
             return pipeline_stage._StageForwardMeta(forward_metas=(meta,))
         return pipeline_stage._StageBackwardMeta(backward_metas=(meta,))
 
-    def send_objects(objects: list[Any], **others: Any) -> None:
-        found(*objects[0])
-
-    def receive_objects(objects: list[Any], **others: Any) -> None:
-        objects[0] = (received(),)
-
-    def found(sent: Any) -> None:
-        if boundary is None:
-            raise BoundaryFound(Boundary(tuple(sent.shape), sent.dtype))
-
-    def received() -> torch.Tensor:
-        assert boundary is not None
-        return torch.empty((samples, *boundary.shape[1:]), dtype=boundary.dtype, device="meta")
+    def find_shapes(self: Any, stages: list[Any], *others: Any) -> None:
+        for stage in stages:
+            stage._inference_mode = pipeline_stage.InferenceMode.DYNAMIC
 
     samples = 0  # of a micro-batch of the newest schedule
     choose = Runner._schedule
@@ -232,8 +232,9 @@ def pipeline(boundary: Boundary | None) -> None:
         return choose(self, inputs, loss)
 
     Runner._schedule = schedule
-    if hasattr(pipeline_stage.PipelineStage, "_send_meta"):
-        pipeline_stage.PipelineStage._send_meta = send
-        pipeline_stage.PipelineStage._recv_meta = receive
-    else:  # torch 2.11 sends tensors without values, and forward only
-        dist.send_object_list, dist.recv_object_list = send_objects, receive_objects
+    # torch 2.15 would ask no neighbor of a fake group about shapes; others call no such method
+    for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
+        kind._initialize_pipeline_distributed_state = find_shapes
+    # torch 2.11 sends tensors without values, and forward only; newer torch sends descriptions
+    dist.send_object_list, dist.recv_object_list = send, receive_tensors
+    pipeline_stage.PipelineStage._recv_meta = receive
