@@ -61,7 +61,9 @@ def check(
             raise ConfigError(problems)
         if not _of_classes(cfg, overrides) and typed_problems(cfg, overrides):
             # importing classes takes seconds: a wrong value alone is answered at once
-            raise ConfigError(_interpolation_problems(cfg) or _own_problems(cfg))
+            raise ConfigError(
+                _interpolation_problems(cfg) or _device_problems(cfg) + _own_problems(cfg)
+            )
         return _checked(cfg, prepare=prepare, open_data=open_data, overrides=overrides)
     except ConfigError as error:
         problems = [*error.problems, *typed_problems(cfg, overrides)]
@@ -141,9 +143,8 @@ def _checked(
 
 
 def _own_problems(cfg: DictConfig) -> list[str]:
-    """Return what is wrong with what needs no class: devices, loggers, folders and `resume`."""
+    """Return what is wrong with what needs no class: loggers, folders and `resume`."""
     return [
-        *_device_problems(cfg),
         *_logger_problems(cfg),
         *lightning_parts.logger_problems(cfg),
         *_name_problems(cfg.run.name),
@@ -332,8 +333,10 @@ def _device_problems(cfg: DictConfig) -> list[str]:
         ]
     if accelerator == "cpu" and devices != "auto" and devices > hardware.cpu_count():
         log.warning(
-            "trainer.devices=%s processes share %s CPUs, which is slow.",
+            "trainer.devices=%s processes share %s CPUs, which is slow. Type trainer.devices=%s or "
+            "less.",
             devices,
+            hardware.cpu_count(),
             hardware.cpu_count(),
         )
     return []

@@ -455,7 +455,7 @@ RULES: dict[str, Rules] = {
         ),
         (
             lambda r: r.model.get(r.plan.tied),
-            ": the first and the last stage cannot share a parameter. Type "
+            ": the first and the last stage of a pipeline cannot share a parameter. Type "
             "model.{r.plan.tied}=false.",
         ),
         (

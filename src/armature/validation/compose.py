@@ -428,8 +428,10 @@ def _candidates(group: str, word: str, folders: list[Path]) -> list[str]:
 
 def _inside(error: Exception, file: Path, known: list[str]) -> str:
     where = f"in {file.parent.parent.name}/{file.parent.name}/{file.name}"
-    if isinstance(error, yaml.YAMLError):
-        return f"{where}: {plain_text(error)}."
+    if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark) is not None:
+        line = Path(mark.name).read_text(errors="replace").splitlines()[mark.line :][:1]
+        tab = "it begins with a tab. Indent it by spaces" if line and "\t" in line[0] else None
+        return f"{where}: line {mark.line + 1}: {tab or error.problem}."
     if file.read_bytes().startswith(codecs.BOM_UTF8):
         return (
             f"{where}: it begins with a byte order mark, which hides its first line. Save it "
@@ -522,12 +524,16 @@ def _nearest(word: str, known: list[str]) -> str:
     known = [each for each in known if not foreign_keys.is_opposite(word, each)]
     if not word.rpartition(".")[2].startswith("_"):  # Hydra's own, which `_val_test_` would find
         known = [each for each in known if not each.rpartition(".")[2].startswith("_")]
-    last = word.rpartition(".")[2]
+    group, _, last = word.rpartition(".")
     by_last = {key.rpartition(".")[2]: key for key in reversed(known)}
-    near = [by_last[last]] if last in by_last and "." in word else []
-    near = near or difflib.get_close_matches(word, known, n=1, cutoff=0.7)
-    near = near or [by_last[m] for m in difflib.get_close_matches(last, by_last, n=1, cutoff=0.75)]
-    near = near or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    own = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == group}
+    near = [by_last[last]] if last in by_last and group else []
+    # last parts are compared: a group that two keys share would make them alike
+    near = near or [own[each] for each in difflib.get_close_matches(last, own, 1, 0.6)]
+    near = near or [by_last[each] for each in difflib.get_close_matches(last, by_last, 1, 0.75)]
+    near = near or difflib.get_close_matches(word, () if own else known, 1, 0.6)
+    if not near and group and own:
+        return f" There are {', '.join([*own.values()][:8])}."
     return f" Did you mean '{near[0]}'?" if near else ""
 
 
