@@ -61,9 +61,9 @@ def explain(error: Exception, overrides: list[str], *, sweep: bool = False) -> l
         folders, sound, keys, problems = _folders(), [], [], []
         groups, failed = _groups(folders), []
         for each in (each for each in overrides if each not in _searched):
-            parsed = _parsed(each)
+            parsed = parse_override(each)
             if parsed is None:
-                problems.append(_of_no_form(each))
+                problems.append(of_no_form(each))
             elif parsed.is_sweep_override():
                 # values of a sweep do not compose as they stand, and are no mistake
                 problems += [] if sweep else [_several(each)]
@@ -84,7 +84,7 @@ def explain(error: Exception, overrides: list[str], *, sweep: bool = False) -> l
                     sound.append(each)
         cfg: Any = copy.deepcopy(_composed((*sound,)))  # which is kept
         for each, parsed in keys:
-            if (problem := _apply(cfg, parsed)) is not None:
+            if (problem := apply(cfg, parsed)) is not None:
                 failed.append((each, problem))
         problems += [_describe(problem, each, cfg, groups, folders) for each, problem in failed]
         problems += _of_values(cfg, overrides, [each for each, _ in failed]) if problems else []
@@ -108,20 +108,20 @@ def _of_values(cfg: DictConfig, overrides: list[str], failed: list[str]) -> list
     from armature.validation import checks  # which most mistakes of this kind do not need
 
     chosen = {each.lstrip("+~").partition("=")[0] for each in failed}
-    sound = [each for each in overrides if each not in failed and _parsed(each) is not None]
+    sound = [each for each in overrides if each not in failed and parse_override(each) is not None]
     # an experiment that is not found may choose any class
     uncertain = {*chosen, *(checks.CLASSES if chosen & {*GLOBAL} else ())}
     return checks.typed_problems(cfg, sound, uncertain=uncertain)
 
 
-def _parsed(override: str) -> Override | None:
+def parse_override(override: str) -> Override | None:
     try:
         return OverridesParser.create().parse_override(override)
     except HydraException:
         return None
 
 
-def _of_no_form(override: str) -> str:
+def of_no_form(override: str) -> str:
     form = "key=value (quote values that hold spaces or commas: 'key=\"a b\"')"
     return f"{override}: this is not of the form {form}."
 
@@ -146,12 +146,17 @@ def _files(parsed: Override, folders: list[Path]) -> dict[str, Path | None]:
     }
 
 
-def _apply(cfg: DictConfig, override: Override) -> Exception | None:
-    """Apply an override to a composed configuration as Hydra does, or return why it cannot be."""
+def apply(cfg: DictConfig, override: Override, *, adds: bool = False) -> Exception | None:
+    """Apply an override to a composed configuration as Hydra does, or return why it cannot be.
+
+    Args:
+        adds: its key need not be there.
+    """
     key, value = override.key_or_group, override.value()
     there = OmegaConf.select(cfg, key, throw_on_missing=False)
-    adds, container = override.is_add(), isinstance(value, dict | list)
-    if (override.is_delete() and there is None) or (adds and there is not None and not container):
+    adds, container = adds or override.is_add(), isinstance(value, dict | list)
+    exists = there is not None and not container
+    if (override.is_delete() and there is None) or (override.is_add() and exists):
         return KeyError(key)
     try:
         if override.is_delete():
@@ -338,8 +343,8 @@ def _describe(
     folders: list[Path],
 ) -> str:
     """Return what is wrong with an override, and what to type instead."""
-    if (parsed := _parsed(override)) is None:
-        return _of_no_form(override)
+    if (parsed := parse_override(override)) is None:
+        return of_no_form(override)
     key, value = parsed.key_or_group, override.partition("=")[2]
     if key == _PARAMS[:-1]:
         return (
@@ -349,8 +354,8 @@ def _describe(
     known = [*_keys(cfg), *groups]
     if override.startswith("+") and key in known:
         without = override.lstrip("+")
-        plain = _parsed(without)
-        wrong = _apply(cfg, plain) if plain is not None and key not in groups else None
+        plain = parse_override(without)
+        wrong = apply(cfg, plain) if plain is not None and key not in groups else None
         return (
             _describe(wrong, without, cfg, groups, folders)
             if wrong is not None
