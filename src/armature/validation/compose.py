@@ -6,7 +6,6 @@ Hydra stops at the first mistake. On this path alone, the overrides are tried on
 
 import codecs
 import copy
-import difflib
 import re
 import time
 import warnings
@@ -24,7 +23,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException, ValidationError
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from armature import config
 from armature.errors import ConfigError
@@ -373,7 +372,7 @@ def _describe(
         if not lacking:
             *_, file = [None, *files.values()]
             return f"{override}: {_inside(error, file, known) if file else plain_text(error)}"
-        hint = f" {remedy}" if remedy else _nearest(lacking[0], options)
+        hint = f" {remedy}" if remedy else foreign_keys.nearest(lacking[0], options)
         named = ", ".join(f"'{each}'" for each in lacking)
         return f"{override}: {key} has no option {named}.{hint} Options: {', '.join(options)}."
     if isinstance(error, MissingConfigException):  # Hydra's own
@@ -401,7 +400,7 @@ def _describe(
     if having:
         have = "has" if len(having) == 1 else "have"
         return f"{override}: there is no key '{key}' here, but {', '.join(having)} {have} it.{add}"
-    return f"{override}: there is no key '{key}'.{_nearest(key, known)}{add}"
+    return f"{override}: there is no key '{key}'.{foreign_keys.nearest(key, known)}{add}"
 
 
 def _has_class(cfg: DictConfig, key: str) -> bool:
@@ -448,37 +447,32 @@ def _inside(error: Exception, file: Path, known: list[str]) -> str:
     first = next(filter(None, map(str.strip, lines)), "")
     if file.parent.name in GLOBAL and first != HEADER:
         return f"{where}: its first line must be '{HEADER}', and is '{first}'."
-    if isinstance(_content(file), list):
+    read = _content(file)
+    if isinstance(read, list):
         return f"{where}: it holds a list, where keys belong. Write KEY: VALUE."
     if isinstance(error, MissingConfigException):
         missing = str(error.missing_cfg_file)
-        options = [str(option) for option in error.options or ()]
         group, _, option = missing.rpartition("/")
         remedy = foreign_keys.remedy(group, option)
-        return (
-            f"{where}: there is no "
-            f"'{missing}'.{f' {remedy}' if remedy else _nearest(option, options)}"
-        )
-    said = str(error.__cause__ or error)
-    if ("Cannot merge DictConfig with ListConfig" in said or "Merge error" in said) and (
-        wrong := _no_groups(file)
-    ):
-        return f"{where}: {' And '.join(wrong)}"
-    if "Could not override" in said or "To override a value" in said:
-        form = (
-            "Write '- override /GROUP: NAME' for a group of configs/, as in '- override "
-            "/model: example'"
-        )
-        return f"{where}: {plain_text(error).rstrip('.')}. {form}."
-    unknown = re.search(r"full_key: (\S+)", said)
-    if unknown is None or "not in" not in said:
-        return f"{where}: {plain_text(error)}."
-    keys = _unknown_keys(file) if file.parent.name in GLOBAL else {}
-    found = []
-    for key, value in ({unknown[1]: "…"} | keys).items():
-        remedy = foreign_keys.remedy(key, value, known=known)
-        found.append(f"there is no key '{key}'.{f' {remedy}' if remedy else _nearest(key, known)}")
-    return f"{where}: {' And '.join(found)}"
+        hint = f" {remedy}" if remedy else foreign_keys.nearest(option, error.options or ())
+        return f"{where}: there is no '{missing}'.{hint}"
+    read = read if file.parent.name in GLOBAL else {file.parent.name: read}
+    cause = error.__cause__ or error.__context__
+    unknown = {key: _as_typed(value) for key, value in values.unknown(read).items()}
+    if not unknown and isinstance(cause, ConfigKeyError):
+        unknown = {str(cause.full_key): "…"}  # of a file that this one names
+    found = [*_no_groups(read), *values.wrong_of(values.OF_CORE, read).values()]
+    for key, value in unknown.items():
+        hint = foreign_keys.remedy(key, value, known=known)
+        hint = f" {hint}" if hint else foreign_keys.nearest(key, known)
+        found.append(f"there is no key '{key}'.{hint}")
+    if found:
+        return f"{where}: {' And '.join(found)}"
+    said = plain_text(error).rstrip(".")
+    if isinstance(cause, OmegaConfBaseException):
+        return f"{where}: {said}."
+    form = "as in '- override /model: example'"  # Hydra cannot make sense of the defaults list
+    return f"{where}: {said}. Write '- override /GROUP: NAME' for a group of configs/, {form}."
 
 
 def _content(file: Path) -> Any:
@@ -488,58 +482,23 @@ def _content(file: Path) -> Any:
     return {}
 
 
-def _no_groups(file: Path) -> list[str]:
+def _no_groups(read: dict[str, Any]) -> list[str]:
     """Return the groups that a file makes something else."""
-    found, read = [], _content(file)
+    found = []
     groups = {*OPEN, *_ONE_CLASS, *(f.name for f in fields(config.Config) if is_dataclass(f.type))}
-    for key in groups & read.keys():
+    for key in sorted(groups & read.keys()):
         if not isinstance(value := read[key], dict) and value is not None:
             form = "{NAME: {_target_: …}}" if key in OPEN else "{KEY: VALUE}"
             found.append(
                 f"{key}: it is {_as_typed(value)}, where keys belong. Write {key}: {form}."
             )
-    return sorted(found)
-
-
-def _unknown_keys(file: Path) -> dict[str, str]:
-    """Return the keys of a file that the core's own groups do not have, with their values as they
-    would be typed.
-    """
-    read, groups = _content(file), {f.name: f.type for f in fields(config.Config)}
-    found = {key: value for key, value in read.items() if key not in {*groups, "defaults", "hydra"}}
-    for group, kind in groups.items():
-        if is_dataclass(kind) and isinstance(read.get(group), dict):
-            known = {f.name for f in fields(kind)}
-            found |= {
-                f"{group}.{key}": value for key, value in read[group].items() if key not in known
-            }
-    return {str(key): _as_typed(value) for key, value in found.items()}
+    return found
 
 
 def _as_typed(value: Any) -> str:
     if isinstance(value, dict):
         return "…"
     return str(value).replace("'", "").replace(", ", ",") if isinstance(value, list) else str(value)
-
-
-def _nearest(word: str, known: list[str]) -> str:
-    """' Did you mean …?' Compares whole keys, and last parts: `trainer.lr` finds `optimizer.lr`."""
-    of_hydra = word.startswith("hydra.")
-    known = [each for each in known if each.startswith("hydra.") == of_hydra]
-    known = [each for each in known if not foreign_keys.is_opposite(word, each)]
-    if not word.rpartition(".")[2].startswith("_"):  # Hydra's own, which `_val_test_` would find
-        known = [each for each in known if not each.rpartition(".")[2].startswith("_")]
-    group, _, last = word.rpartition(".")
-    by_last = {key.rpartition(".")[2]: key for key in reversed(known)}
-    own = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == group}
-    near = [by_last[last]] if last in by_last and group else []
-    # last parts are compared: a group that two keys share would make them alike
-    near = near or [own[each] for each in difflib.get_close_matches(last, own, 1, 0.6)]
-    near = near or [by_last[each] for each in difflib.get_close_matches(last, by_last, 1, 0.75)]
-    near = near or difflib.get_close_matches(word, () if own else known, 1, 0.6)
-    if not near and group and own:
-        return f" There are {', '.join([*own.values()][:8])}."
-    return f" Did you mean '{near[0]}'?" if near else ""
 
 
 def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
