@@ -6,7 +6,6 @@ Hydra stops at the first mistake. On this path alone, the overrides are tried on
 
 import codecs
 import copy
-import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -188,25 +187,17 @@ def explain_sweep(overrides: list[str], check: Callable[[DictConfig], object]) -
         except CONFIG_ERRORS:
             return []  # Hydra meets it, too
         found, end = [], None
-        # a sweep of one trial
-        if (
-            here
-            and not values
-            and isinstance(only := _composed((*fixed,), hydra=False), DictConfig)
-        ):
-            try:
-                check(only)
-            except ConfigError as error:
-                return error.problems
-        for i, value in [(i, value) for i, of_one in enumerate(values) for value in of_one][
-            :MOST_VALUES
-        ]:
+        trials = [
+            ([value], [*fixed, *(each[0] for j, each in enumerate(values) if j != i)])
+            for i, of_one in enumerate(values)
+            for value in of_one
+        ]
+        for value, others in trials[:MOST_VALUES] or [([], fixed)]:
             if end is not None and time.process_time() > end:
                 break
-            others = [*fixed, *(each[0] for j, each in enumerate(values) if j != i)]
-            made = _composed((*others, value), hydra=False)
+            made = _composed((*others, *value), hydra=False)
             if isinstance(made, Exception):
-                found.append(_describe_trial(made, value, others, folders))
+                found += [_describe_trial(made, each, others, folders) for each in value]
             elif here:
                 try:
                     check(made)
@@ -214,6 +205,7 @@ def explain_sweep(overrides: list[str], check: Callable[[DictConfig], object]) -
                     found += error.problems
             # the first one's time is that of the imports
             end = end or time.process_time() + MOST_SECONDS
+    # Hydra's own values are not there yet, which it says in this text alone
     return [problem for problem in dict.fromkeys(found) if "HydraConfig was not set" not in problem]
 
 
@@ -410,24 +402,14 @@ def _has_class(cfg: DictConfig, key: str) -> bool:
 
 
 def _candidates(group: str, word: str, folders: list[Path]) -> list[str]:
-    """Return the options of a group whose file, or one of those in its defaults list, has this
-    word.
-    """
-    pattern = re.compile(rf"\b{re.escape(word)}\b")
+    """Return the options of a group whose file has this word, or takes keys from another."""
     texts = {
         file.stem: file.read_text(encoding="utf-8", errors="replace")
         for each in folders
-        for file in sorted((each / group).glob("*.yaml"))
+        for file in sorted((each / group).glob("[!_]*.yaml"))
         if file.is_file()
     }
-
-    def has(option: str) -> bool:
-        text = texts.get(option, "")
-        listed = re.search(r"^defaults:( *\[.*\]|(\n *- .*)+)", text, re.MULTILINE)
-        others = re.findall(r"\w+", listed[1]) if listed else []
-        return bool(pattern.search(text)) or any(has(each) for each in others if each != option)
-
-    return [option for option in texts if option[0] != "_" and has(option)]
+    return [option for option, text in texts.items() if word in text or "defaults:" in text]
 
 
 def _inside(error: Exception, file: Path, known: list[str]) -> str:

@@ -98,6 +98,15 @@ BytesAndEnd = Annotated[int, Field(ge=257, le=2**24)]
 Dtype = Literal["bfloat16", "float16", "float32", "float64"]
 
 
+Betas = Annotated[
+    list[Fraction],
+    Field(
+        min_length=2,
+        description="two numbers of at least 0 and below 1, as in [0.9,0.95]",
+    ),
+]
+
+
 class OfAnyData:
     fold: Count0 | None
     folds: Annotated[int, Field(ge=2)] | None
@@ -327,8 +336,8 @@ def wrong_of(keys: Collection[str], plain: dict[str, Any]) -> dict[str, str]:
 
 def _all_wrong(plain: dict[str, Any]) -> dict[str, str]:
     found = dict(_wrong(schema(plain), plain))
-    for rule in (_endless, _not_finite, _names, _optimizer):
-        found |= {key: text for key, text in rule(plain) if key not in found}
+    for rule in (_endless, _names, _optimizer, _not_finite):
+        found |= {key: said for key, said in rule(plain) if key.partition("[")[0] not in found}
     return found
 
 
@@ -338,9 +347,9 @@ def schema(plain: dict[str, Any]) -> dict[str, Any]:
     for path, kind in OF_OURS.items():
         if _is_ours(plain.get(path.partition(".")[0])):
             found |= types_of(kind, f"{path}.")
-    for path, node in _nodes(plain):
-        if (kind := OF_CLASSES.get(str(node.get("_target_")))) is not None:
-            found |= types_of(kind, f"{path}.")
+    for path, node in walk(plain):
+        kind = OF_CLASSES.get(str(node.get("_target_"))) if isinstance(node, dict) else None
+        found |= types_of(kind, f"{path}.") if kind is not None else {}
     if select(plain, "optimizer.precision") == select(plain, "trainer.precision"):
         found.pop("optimizer.precision", None)  # reported there
     return found
@@ -354,19 +363,6 @@ def unknown(read: dict[str, Any]) -> dict[str, Any]:
             known = {each.name for each in fields(kind)}
             found |= {f"{group}.{key}": v for key, v in node.items() if key not in known}
     return {str(key): value for key, value in found.items()}
-
-
-def _nodes(plain: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    callbacks = plain.get("callbacks")
-    for path in (
-        "task",
-        "data",
-        "data.source",
-        "optimizer",
-        *(f"callbacks.{name}" for name in (callbacks if isinstance(callbacks, dict) else ())),
-    ):
-        if isinstance(node := select(plain, path), dict):
-            yield path, node
 
 
 def select(plain: dict[str, Any], key: str) -> Any:
@@ -477,15 +473,10 @@ def _endless(plain: dict[str, Any]) -> Wrong:
 
 def _not_finite(plain: dict[str, Any]) -> Wrong:
     """Yield numbers that are no numbers, in what is ours or every optimizer and scheduler has."""
-    known = {*schema(plain), *OF_OPTIMIZERS, "optimizer.betas"}
     for group, node in plain.items():
         if group in ("trainer", "checkpoint", "launch", "optimizer", "scheduler") or _is_ours(node):
             for path, value in walk(node, f"{group}."):
-                if (
-                    isinstance(value, float)
-                    and not math.isfinite(value)
-                    and path.partition("[")[0] not in known
-                ):
+                if isinstance(value, float) and not math.isfinite(value):
                     yield path, f"{path}={value}: must be a finite number."
 
 
@@ -493,20 +484,9 @@ def _optimizer(plain: dict[str, Any]) -> Wrong:
     """Yield what torch's optimizers would refuse in the rank, by the names that most optimizers
     share.
     """
-    node = plain.get("optimizer")
-    if not isinstance(node, dict):
-        return
-    given = {
-        key: hint
-        for key, hint in OF_OPTIMIZERS.items()
-        if not isinstance(node.get(key.partition(".")[2]), list | dict | None)
-    }
-    yield from _wrong(given, plain)
-    pairs = str(node.get("_target_")).split(".")[0] in ("armature", "torch")
-    betas = Annotated[list[Fraction], Field(min_length=2, max_length=2 if pairs else None)]
-    if "betas" in node and not accepts(betas, given := node["betas"]):
-        form = "two numbers of at least 0 and below 1, as in [0.9,0.95]"
-        yield "optimizer.betas", f"optimizer.betas={_shown(given)}: must be {form}."
+    others = {key for key in OF_OPTIMIZERS if isinstance(select(plain, key), list | dict | None)}
+    of_numbers = {key: OF_OPTIMIZERS[key] for key in OF_OPTIMIZERS.keys() - others}
+    yield from _wrong(of_numbers | {"optimizer.betas": Betas}, plain)
 
 
 def _names(plain: dict[str, Any]) -> Wrong:
