@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -431,6 +432,12 @@ def test_cuda_graphs_are_for_weights_that_stay_in_place(strategy: dict[str, Any]
         "Type strategy.compile=model, or strategy.compile_mode=max-autotune-no-cudagraphs."
         in problem
     )
+
+
+def test_each_rule_says_what_to_do_instead() -> None:
+    told = [said for rules in (checks.RULES | checks.CALLBACKS).values() for _, said in rules]
+    assert len(told) > 60
+    assert [said for said in told if not re.search("Type|Prune|must be|Leave it out", said)] == []
 
 
 def test_cuda_graphs_are_for_steps_of_one_micro_batch() -> None:

@@ -31,7 +31,7 @@ def problems(target: str, method: str, objects: dict[str, Any]) -> list[str]:
 
 
 def layout(method: str) -> Any:
-    return SimpleNamespace(kind="other", methods=[method], plan=None)
+    return SimpleNamespace(kind="other", methods=[method], plan=None, axes={})
 
 
 @pytest.mark.parametrize(

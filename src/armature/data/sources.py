@@ -136,7 +136,7 @@ def _nothing_found(typed: str, pattern: Path) -> str:
             "pipe. Name a file, or a folder of files."
         )
     missing, names = pattern.parts[len(there.parts) :], sorted(p.name for p in there.iterdir())
-    near = difflib.get_close_matches(missing[0], names, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(missing[0], names, n=1, cutoff=0.7)
     hint = f"Did you mean {there / near[0]}?" if near else f"It has {', '.join(names[:5])} …"
     return f"data.path={typed}: {there.absolute()} has no {'/'.join(missing)}. {hint}"
 

@@ -186,7 +186,7 @@ def hold(cfg: DictConfig) -> Iterator[None]:
             except OSError as error:
                 key = "run.root" if folder == run_dir else "checkpoint.root"
                 other = f"{key} or run.name" if folder == run_dir else key
-                why = f"{folder} cannot be written ({error.strerror or error})"
+                why = f"{folder} cannot be made ({error.strerror or error})"
                 raise ConfigError(
                     f"{key}={OmegaConf.select(cfg, key)}: {why}. Type another {other}."
                 ) from error

@@ -7,7 +7,7 @@ from omegaconf import DictConfig
 
 from armature import cli, launch, run_dir
 from armature.errors import ConfigError
-from armature.training.limits import prefer_typed
+from armature.training.limits import prefer_typed, report_replaced
 from armature.validation.checks import check
 from armature.validation.composing import MAIN
 
@@ -17,11 +17,13 @@ from armature.validation.composing import MAIN
 def main(cfg: DictConfig) -> float | None:
     overrides = cli.overrides()
     with cli.checking():
-        cfg = cli.with_run_dir(check(prefer_typed(cfg, overrides), overrides=overrides))
+        preferred = prefer_typed(cfg, overrides)
+        checked = cli.with_run_dir(check(preferred, overrides=overrides))
+        report_replaced(cfg, preferred)
     try:
-        return launch.launch(cfg, overrides)
+        return launch.launch(checked, overrides)
     except ConfigError:
-        run_dir.release(cfg)
+        run_dir.release(checked)
         raise
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import lightning as L
 import torch
@@ -78,9 +78,12 @@ class Task(L.LightningModule):
         mean_over_targets: the loss of `training_step` is a mean over `batch["targets"]` that are
             not -100. Each target of an optimizer step then has the same weight, whichever
             micro-batch it lies in.
+        metric_names: of what a task of this folder logs as val/NAME and test/NAME, for the check
+            of monitors before launch.
     """
 
     mean_over_targets = True
+    metric_names: ClassVar[tuple[str, ...]] = ("loss",)
 
     def __init__(
         self,

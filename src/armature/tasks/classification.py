@@ -18,6 +18,8 @@ class Classification(Task):
     method returns its loss from `forward(inputs, targets)`, and evaluation calls it twice.
     """
 
+    metric_names = ("loss", "accuracy")
+
     @override
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Return each sample's likeliest class, and the probability of it: columns of

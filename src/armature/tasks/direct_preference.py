@@ -66,6 +66,7 @@ class DirectPreference(LanguageModeling):
         "chosen_logp",
         "rejected_logp",
     )
+    metric_names = ("loss", *COLUMNS)
     mean_columns = frozenset(f"train/{name}" for name in COLUMNS)
 
     def __init__(

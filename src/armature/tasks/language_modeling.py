@@ -29,6 +29,7 @@ class LanguageModeling(Task):
     """
 
     modality = "tokens"
+    metric_names = ("loss", "perplexity", "bits_per_byte")
 
     def __init__(
         self,

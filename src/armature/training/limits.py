@@ -63,9 +63,12 @@ def prefer_typed(cfg: DictConfig, overrides: list[str]) -> DictConfig:
         (other,) = set(KEYS) - set(typed)
         if given[other] is not None:
             cfg = cfg.copy()
-            log.info(
-                "trainer.%s=%s replaces the configuration's trainer.%s=%s.",
-                typed[0], given[typed[0]], other, given[other],
-            )  # fmt: skip
             cfg.trainer[other] = None
     return cfg
+
+
+def report_replaced(cfg: DictConfig, preferred: DictConfig) -> None:
+    """Log which limit `prefer_typed` has left out, once nothing is refused."""
+    for key in KEYS:
+        if (left_out := cfg.trainer[key]) != preferred.trainer[key]:
+            log.info("The limit that was typed replaces trainer.%s=%s.", key, left_out)

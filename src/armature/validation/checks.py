@@ -2,22 +2,19 @@
 folders and data.
 """
 
-import difflib
 import logging
 import netrc
 import os
 import re
 from collections.abc import Container, Sequence
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from armature import files, hardware
 from armature.checkpoint import resume
-from armature.config import Config
 from armature.data import batching
 from armature.errors import ConfigError
 from armature.finetune import check as pretrained
@@ -61,7 +58,9 @@ def check(
             raise ConfigError(problems)
         if not _of_classes(cfg, overrides) and typed_problems(cfg, overrides):
             # importing classes takes seconds: a wrong value alone is answered at once
-            raise ConfigError(_interpolation_problems(cfg) or _own_problems(cfg))
+            raise ConfigError(
+                _interpolation_problems(cfg) or _device_problems(cfg) + _own_problems(cfg)
+            )
         return _checked(cfg, prepare=prepare, open_data=open_data, overrides=overrides)
     except ConfigError as error:
         problems = [*error.problems, *typed_problems(cfg, overrides)]
@@ -141,9 +140,8 @@ def _checked(
 
 
 def _own_problems(cfg: DictConfig) -> list[str]:
-    """Return what is wrong with what needs no class: devices, loggers, folders and `resume`."""
+    """Return what is wrong with what needs no class: loggers, folders and `resume`."""
     return [
-        *_device_problems(cfg),
         *_logger_problems(cfg),
         *lightning_parts.logger_problems(cfg),
         *_name_problems(cfg.run.name),
@@ -208,20 +206,14 @@ def _missing_problems(cfg: DictConfig) -> list[str]:
 
 
 def _unknown_problems(cfg: DictConfig) -> list[str]:
-    """Return the keys that `+` added to the core's own groups, where nothing would read them."""
+    """Return the keys that `+` added to the core's own groups."""
     problems = []
-    for path, kind in (
-        ("", Config),
-        *((f.name, f.type) for f in fields(Config) if is_dataclass(f.type)),
-    ):
-        known, prefix = [f.name for f in fields(kind)], f"{path}." if path else ""
-        for key in map(str, (OmegaConf.select(cfg, path) or ()) if path else cfg):
-            if key not in known:
-                known = [name for name in known if not foreign_keys.is_opposite(key, name)]
-                near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-                hint = f" Did you mean '{prefix}{near[0]}'?" if near else ""
-                hint = f" {remedy}" if (remedy := foreign_keys.remedy(f"{prefix}{key}")) else hint
-                problems.append(f"{prefix}{key}: there is no such key.{hint}")
+    for key in values.unknown(OmegaConf.to_container(cfg, resolve=False)):  # pyright: ignore[reportArgumentType]
+        remedy = foreign_keys.remedy(key)
+        hint = (
+            f" {remedy}" if remedy else foreign_keys.nearest(key, [*values.OF_CORE, *values.GROUPS])
+        )
+        problems.append(f"{key}: there is no such key.{hint}")
     return problems
 
 
@@ -241,22 +233,23 @@ def _forget_unused_groups(cfg: DictConfig) -> None:
 
 def _interpolation_problems(cfg: DictConfig) -> list[str]:
     """Return the references that cannot be resolved, with what to type instead."""
+    raw: Any = OmegaConf.to_container(cfg, resolve=False)
     found: list[str] = []
-    for path, value in values.walk(OmegaConf.to_container(cfg, resolve=False)):
+    for path, value in values.walk(raw):
         if isinstance(value, str) and "${" in value:
             try:
                 OmegaConf.select(cfg, path)
             except OmegaConfBaseException as error:
-                found += _unresolved(cfg, path, value, str(error).partition("\n")[0])
+                found += _unresolved(cfg, path, value, error)
     return list(dict.fromkeys(found))
 
 
-def _unresolved(cfg: DictConfig, path: str, value: str, said: str) -> list[str]:
-    """Return why a value cannot be resolved, of which OmegaConf has `said` something."""
-    if lacking := re.search(r"key '(\S+)' not found", said):
-        name = lacking[1]
-        if name not in value:
-            return []  # what it refers to is told by itself
+def _unresolved(cfg: DictConfig, path: str, value: str, error: OmegaConfBaseException) -> list[str]:
+    """Return why a value cannot be resolved."""
+    raw: Any = OmegaConf.to_container(cfg, resolve=False)
+    for name in re.findall(r"\$\{([\w.]+)\}", value):
+        if values.select(raw, name) is not values.UNSET:
+            continue
         if path.startswith("model.") and name.startswith("data."):
             return _class_problems(cfg) or [
                 f"{path}: it is {name}, which these data do not have. Type task=… and model=… for "
@@ -264,15 +257,17 @@ def _unresolved(cfg: DictConfig, path: str, value: str, said: str) -> list[str]:
             ]
         remedy = foreign_keys.remedy(name) or f"Type {path}=… for its value."
         return [f"{path}: it is {value}, and there is no key '{name}'. {remedy}"]
-    if variable := re.search(r"Environment variable '(\w+)' not found", said):
-        name = variable[1]
-        said = (
-            f"the environment has no {name}. Type {name}=… before the command, or "
-            f"${{oc.env:{name},DEFAULT}}"
-        )
-    elif "Recursive" in said:
-        said = f"it refers to itself. Type {path}=… for its value"
-    return [f"{path}: {said.rstrip('.')}."]
+    if isinstance(error, InterpolationKeyError):
+        return []  # what it refers to is told by itself
+    for name in re.findall(r"\$\{oc\.env:(\w+)\}", value):
+        if name not in os.environ:
+            return [
+                f"{path}: the environment has no {name}. Type {name}=… before the command, or "
+                f"${{oc.env:{name},DEFAULT}}."
+            ]
+    if ":" not in value:  # all keys are there
+        return [f"{path}: it refers to itself. Type {path}=… for its value."]
+    return [f"{path}: {str(error).partition(chr(10))[0].rstrip('.')}."]
 
 
 def _class_problems(cfg: DictConfig) -> list[str]:
@@ -332,8 +327,10 @@ def _device_problems(cfg: DictConfig) -> list[str]:
         ]
     if accelerator == "cpu" and devices != "auto" and devices > hardware.cpu_count():
         log.warning(
-            "trainer.devices=%s processes share %s CPUs, which is slow.",
+            "trainer.devices=%s processes share %s CPUs, which is slow. Type trainer.devices=%s or "
+            "less.",
             devices,
+            hardware.cpu_count(),
             hardware.cpu_count(),
         )
     return []

@@ -54,7 +54,7 @@ class Run:
     """
 
     def __init__(self, cfg: Mapping[str, Any], layout: Layout, **found: Any) -> None:
-        ours = {} if layout.kind == "other" else {**layout.options, **layout.axes}
+        ours = {**({} if layout.kind == "other" else layout.options), **layout.axes}
         self.layout, self.plan = layout, layout.plan or Plan()
         self.task, self.model, self.data = (cfg.get(key) or {} for key in ("task", "model", "data"))
         self.adapter = adapter_of(cfg) or {}
@@ -65,7 +65,7 @@ class Run:
     def __getattr__(self, name: str) -> Any:
         return None
 
-    def value(self, key: str) -> Any:
+    def __getitem__(self, key: str) -> Any:
         """Return the value of a key; of a group, the name of its class."""
         node: Any = self.cfg
         for part in key.split("."):
@@ -76,10 +76,6 @@ class Run:
     def attribute(self, group: str, name: str) -> Any:
         """Return a class attribute of what a group names."""
         return signatures.class_attribute(str((self.cfg.get(group) or {}).get("_target_")), name)
-
-    @cached_property
-    def names(self) -> dict[str, Any]:
-        return {group: self.value(group) for group in ("task", "model", "data")}
 
     @cached_property
     def methods(self) -> str:
@@ -116,7 +112,7 @@ class Run:
     @cached_property
     def own_experts(self) -> str | None:
         """The axis for which experts are on ranks of their own, as it is typed."""
-        axes = [axis for axis in ("expert", "tensor") if (self.value(f"strategy.{axis}") or 1) > 1]
+        axes = [axis for axis in ("expert", "tensor") if (self[f"strategy.{axis}"] or 1) > 1]
         return (
             f"strategy.{axes[0]}={getattr(self, axes[0])}" if axes and self.plan.experts else None
         )
@@ -190,22 +186,22 @@ RULES: dict[str, Rules] = {
     "task": [
         (
             lambda r: None not in r.modalities and len({*r.modalities}) > 1,
-            " trains on {r.modalities[0]}, but model={r.names[model]} takes {r.modalities[1]}. "
+            " trains on {r.modalities[0]}, but model={r[model]} takes {r.modalities[1]}. "
             "Type task=language_modeling with a decoder and text, task=image_classification with a "
             "model and data of images, or task=text_classification with model=text_classifier and "
             "data=labeled_text.",
         ),
         (
             lambda r: r.pairs == [True, False],
-            " learns from pairs of answers, and data={r.names[data]} gives none. Type "
+            " learns from pairs of answers, and data={r[data]} gives none. Type "
             "data=preference. (A class of yours whose batches hold pairs says so: "
             'gives = "pairs".)',
         ),
         (
             lambda r: (
-                r.task.get("_target_") == DIRECT_PREFERENCE
+                r["task._target_"] == DIRECT_PREFERENCE
                 and not r.adapter
-                and not r.model.get("pretrained")
+                and not r["model.pretrained"]
             ),
             " with task.adapter=null trains all weights, and the reference is a copy of the model "
             "of a folder. Type model.pretrained=FOLDER, or leave task.adapter=null out.",
@@ -213,31 +209,31 @@ RULES: dict[str, Rules] = {
     ],
     "task.label_smoothing": [
         (
-            lambda r: r.value("task.loss") == "ipo",
+            lambda r: r["task.loss"] == "ipo",
             " is of task.loss=sigmoid. Type task.label_smoothing=0.",
         ),
     ],
     "task.adapter.train": [
         (
-            lambda r: r.task.get("_target_") == DIRECT_PREFERENCE,
+            lambda r: r["task._target_"] == DIRECT_PREFERENCE,
             " changes the model without its adapters, too, which is the reference. Type "
             "task.adapter.train=null.",
         ),
     ],
     "task.adapter.quantize": [
         (
-            lambda r: r.task.get("_target_") == DIRECT_PREFERENCE,
+            lambda r: r["task._target_"] == DIRECT_PREFERENCE,
             ": preferences have not been compared on weights of 4 bits. Type "
             "task.adapter.quantize=null.",
         ),
         (
-            lambda r: r.model.get("_target_") != DECODER,
-            f" has been tried with {DECODER} alone, and model._target_={{r.model[_target_]}}. Type "
+            lambda r: r["model._target_"] != DECODER,
+            f" has been tried with {DECODER} alone, and model._target_={{r[model._target_]}}. Type "
             "task.adapter.quantize=null.",
         ),
         (
             lambda r: r.reads_checkpoint,
-            " with resume={r.cfg[resume]}: weights are quantized while they are read from "
+            " with resume={r[resume]}: weights are quantized while they are read from "
             "model.pretrained, not from a checkpoint. Write a folder (python scripts/convert.py "
             "RUN FOLDER) and type model.pretrained=FOLDER, or type task.adapter.quantize=null.",
         ),
@@ -255,32 +251,32 @@ RULES: dict[str, Rules] = {
     "data": [
         (
             lambda r: r.pairs == [False, True],
-            " gives pairs of answers, which task={r.names[task]} does not compare. Type task=dpo, "
+            " gives pairs of answers, which task={r[task]} does not compare. Type task=dpo, "
             "or data=chat for conversations. (A task of yours that reads pairs says so: "
             'reads = "pairs".)',
         ),
     ],
     "data.folds": [
         (
-            lambda r: r.data.get("fold") is None,
+            lambda r: r["data.fold"] is None,
             f": which of them is held out? Type data.fold=0, {_FOLDS}",
         ),
     ],
     "data.fold": [
         (
-            lambda r: r.data.get("folds") is None,
+            lambda r: r["data.folds"] is None,
             f": of how many? Type data.folds=5, {_FOLDS}",
         ),
         (
-            lambda r: r.data["fold"] >= (r.data.get("folds") or math.inf),
-            " of data.folds={r.data[folds]}: they are counted from 0. Type a smaller one, "
+            lambda r: r["data.fold"] >= (r["data.folds"] or math.inf),
+            " of data.folds={r[data.folds]}: they are counted from 0. Type a smaller one, "
             + _FOLDS,
         ),
     ],
     "data.micro_batch_size": [
         (
             lambda r: r.is_manual and r.accumulates,
-            ": {r.names[task]} optimizes manually (self.automatic_optimization = False), so it "
+            ": {r[task]} optimizes manually (self.automatic_optimization = False), so it "
             "decides itself when to step, and a larger global batch cannot be accumulated. Type "
             "data.micro_batch_size=auto.",
         ),
@@ -294,7 +290,7 @@ RULES: dict[str, Rules] = {
     "trainer.gradient_clip_val": [
         (
             lambda r: r.is_manual,
-            ": {r.names[task]} optimizes manually (self.automatic_optimization = False), where "
+            ": {r[task]} optimizes manually (self.automatic_optimization = False), where "
             "Lightning does not clip. Leave it out, and call "
             "self.clip_gradients(optimizer, gradient_clip_val=…) before optimizer.step().",
         ),
@@ -302,13 +298,13 @@ RULES: dict[str, Rules] = {
     "trainer.on_nan": [
         (
             lambda r: r.is_manual and r.on_nan == "skip",
-            ": {r.names[task]} optimizes manually (self.automatic_optimization = False), so its "
+            ": {r[task]} optimizes manually (self.automatic_optimization = False), so its "
             "updates cannot be left out. Type trainer.on_nan=stop.",
         ),
     ],
     "optimizer.nesterov": [
         (
-            lambda r: not r.value("optimizer.momentum"),
+            lambda r: not r["optimizer.momentum"],
             " needs momentum. Type optimizer.momentum=0.9, or optimizer.nesterov=false.",
         ),
     ],
@@ -437,7 +433,7 @@ RULES: dict[str, Rules] = {
     "strategy.expert": [
         (
             lambda r: not r.plan.experts and (r.layout.plan or r.uses_model),
-            ": {r.names[model]} has no experts. Type strategy.expert=1, or a mixture such as "
+            ": {r[model]} has no experts. Type strategy.expert=1, or a mixture such as "
             "model=mixture_nano.",
         ),
         (
@@ -450,12 +446,12 @@ RULES: dict[str, Rules] = {
         *_NO_PLAN,
         (
             lambda r: r.is_manual,
-            ": {r.names[task]} optimizes manually, and a pipeline makes the steps itself. Type "
+            ": {r[task]} optimizes manually, and a pipeline makes the steps itself. Type "
             "strategy=ddp or strategy=fsdp.",
         ),
         (
             lambda r: r.model.get(r.plan.tied),
-            ": the first and the last stage cannot share a parameter. Type "
+            ": the first and the last stage of a pipeline cannot share a parameter. Type "
             "model.{r.plan.tied}=false.",
         ),
         (
@@ -464,7 +460,7 @@ RULES: dict[str, Rules] = {
             "stage has them. Type model.{r.plan.needs_inputs}=null, or strategy=fsdp.",
         ),
         (
-            lambda r: r.value("data.source.packing"),
+            lambda r: r["data.source.packing"],
             ": data.source.packing=true puts several documents into a row, and only the first "
             "stage would know where they begin. Type data.source.packing=false, or strategy=fsdp.",
         ),
@@ -555,8 +551,7 @@ CALLBACKS: dict[str, Rules] = {
                 and signatures.defines(r.task["_target_"], "configure_model")
                 and signatures.defines(r.model["_target_"], "initialize_parameter")
             ),
-            " copies the model before it has weights: {r.names[task]} builds it later. "
-            + _AVERAGING,
+            " copies the model before it has weights: {r[task]} builds it later. " + _AVERAGING,
         ),
     ],
     "BaseFinetuning": [
@@ -714,7 +709,7 @@ def _of_experts(r: Run) -> Iterator[str]:
 
 def _of_quantized(r: Run) -> Iterator[str]:
     """Yield the sizes whose rows do not consist of whole blocks on every tensor rank."""
-    if not r.adapter.get("quantize") or r.model.get("_target_") != DECODER:
+    if not r.adapter.get("quantize") or r["model._target_"] != DECODER:
         return
     model, typed = r.model, f"task.adapter.quantize={r.adapter['quantize']}"
     sizes = {
@@ -759,7 +754,7 @@ DEEPSPEED_ENTRIES = {
 def _of_deepspeed(r: Run) -> Iterator[str]:
     for entry, instead in DEEPSPEED_ENTRIES.items():
         above, _, last = f"strategy.config.{entry}".rpartition(".")
-        if last in (r.value(above) or {}):
+        if last in (r[above] or {}):
             yield f"{above}.{last}: an option of armature's decides it. Type {instead}"
 
 
@@ -808,7 +803,7 @@ def callback_problems(kinds: Iterable[type], cfg: Mapping[str, Any], layout: Lay
 
 
 def _broken(r: Run, key: str, rules: Rules) -> Iterator[str]:
-    value = r.value(key)
+    value = r[key]
     if str(value) not in _ASKS_FOR_NOTHING and not (key in _AXES and value == 1):
         shown = str(value).lower() if isinstance(value, bool) else value
         yield from (f"{key}={shown}{said.format(r=r)}" for when, said in rules if when(r))
@@ -833,7 +828,7 @@ def _of_callback(r: Run, what: str, kinds: Iterable[type]) -> Iterator[str]:
 def _unsupported(r: Run) -> Iterator[str]:
     """Yield values and classes that do not work under this kind of strategy."""
     keys = {typed: typed.partition("=")[0] for typed in UNSUPPORTED}
-    asked = {t: UNSUPPORTED[t] for t, key in keys.items() if t == f"{key}={r.value(key)}"}
+    asked = {t: UNSUPPORTED[t] for t, key in keys.items() if t == f"{key}={r[key]}"}
     for key, target in _targets(r.cfg):
         of_class = signatures.class_attribute(target, "unsupported_strategies") or {}
         asked[f"{key}={target.rpartition('.')[2]}"] = of_class

@@ -6,8 +6,6 @@ Hydra stops at the first mistake. On this path alone, the overrides are tried on
 
 import codecs
 import copy
-import difflib
-import re
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +22,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException, ValidationError
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from armature import config
 from armature.errors import ConfigError
@@ -61,9 +59,9 @@ def explain(error: Exception, overrides: list[str], *, sweep: bool = False) -> l
         folders, sound, keys, problems = _folders(), [], [], []
         groups, failed = _groups(folders), []
         for each in (each for each in overrides if each not in _searched):
-            parsed = _parsed(each)
+            parsed = parse_override(each)
             if parsed is None:
-                problems.append(_of_no_form(each))
+                problems.append(of_no_form(each))
             elif parsed.is_sweep_override():
                 # values of a sweep do not compose as they stand, and are no mistake
                 problems += [] if sweep else [_several(each)]
@@ -84,7 +82,7 @@ def explain(error: Exception, overrides: list[str], *, sweep: bool = False) -> l
                     sound.append(each)
         cfg: Any = copy.deepcopy(_composed((*sound,)))  # which is kept
         for each, parsed in keys:
-            if (problem := _apply(cfg, parsed)) is not None:
+            if (problem := apply(cfg, parsed)) is not None:
                 failed.append((each, problem))
         problems += [_describe(problem, each, cfg, groups, folders) for each, problem in failed]
         problems += _of_values(cfg, overrides, [each for each, _ in failed]) if problems else []
@@ -108,20 +106,20 @@ def _of_values(cfg: DictConfig, overrides: list[str], failed: list[str]) -> list
     from armature.validation import checks  # which most mistakes of this kind do not need
 
     chosen = {each.lstrip("+~").partition("=")[0] for each in failed}
-    sound = [each for each in overrides if each not in failed and _parsed(each) is not None]
+    sound = [each for each in overrides if each not in failed and parse_override(each) is not None]
     # an experiment that is not found may choose any class
     uncertain = {*chosen, *(checks.CLASSES if chosen & {*GLOBAL} else ())}
     return checks.typed_problems(cfg, sound, uncertain=uncertain)
 
 
-def _parsed(override: str) -> Override | None:
+def parse_override(override: str) -> Override | None:
     try:
         return OverridesParser.create().parse_override(override)
     except HydraException:
         return None
 
 
-def _of_no_form(override: str) -> str:
+def of_no_form(override: str) -> str:
     form = "key=value (quote values that hold spaces or commas: 'key=\"a b\"')"
     return f"{override}: this is not of the form {form}."
 
@@ -146,12 +144,17 @@ def _files(parsed: Override, folders: list[Path]) -> dict[str, Path | None]:
     }
 
 
-def _apply(cfg: DictConfig, override: Override) -> Exception | None:
-    """Apply an override to a composed configuration as Hydra does, or return why it cannot be."""
+def apply(cfg: DictConfig, override: Override, *, adds: bool = False) -> Exception | None:
+    """Apply an override to a composed configuration as Hydra does, or return why it cannot be.
+
+    Args:
+        adds: its key need not be there.
+    """
     key, value = override.key_or_group, override.value()
     there = OmegaConf.select(cfg, key, throw_on_missing=False)
-    adds, container = override.is_add(), isinstance(value, dict | list)
-    if (override.is_delete() and there is None) or (adds and there is not None and not container):
+    adds, container = adds or override.is_add(), isinstance(value, dict | list)
+    exists = there is not None and not container
+    if (override.is_delete() and there is None) or (override.is_add() and exists):
         return KeyError(key)
     try:
         if override.is_delete():
@@ -184,25 +187,17 @@ def explain_sweep(overrides: list[str], check: Callable[[DictConfig], object]) -
         except CONFIG_ERRORS:
             return []  # Hydra meets it, too
         found, end = [], None
-        # a sweep of one trial
-        if (
-            here
-            and not values
-            and isinstance(only := _composed((*fixed,), hydra=False), DictConfig)
-        ):
-            try:
-                check(only)
-            except ConfigError as error:
-                return error.problems
-        for i, value in [(i, value) for i, of_one in enumerate(values) for value in of_one][
-            :MOST_VALUES
-        ]:
+        trials = [
+            ([value], [*fixed, *(each[0] for j, each in enumerate(values) if j != i)])
+            for i, of_one in enumerate(values)
+            for value in of_one
+        ]
+        for value, others in trials[:MOST_VALUES] or [([], fixed)]:
             if end is not None and time.process_time() > end:
                 break
-            others = [*fixed, *(each[0] for j, each in enumerate(values) if j != i)]
-            made = _composed((*others, value), hydra=False)
+            made = _composed((*others, *value), hydra=False)
             if isinstance(made, Exception):
-                found.append(_describe_trial(made, value, others, folders))
+                found += [_describe_trial(made, each, others, folders) for each in value]
             elif here:
                 try:
                     check(made)
@@ -210,6 +205,7 @@ def explain_sweep(overrides: list[str], check: Callable[[DictConfig], object]) -
                     found += error.problems
             # the first one's time is that of the imports
             end = end or time.process_time() + MOST_SECONDS
+    # Hydra's own values are not there yet, which it says in this text alone
     return [problem for problem in dict.fromkeys(found) if "HydraConfig was not set" not in problem]
 
 
@@ -338,8 +334,8 @@ def _describe(
     folders: list[Path],
 ) -> str:
     """Return what is wrong with an override, and what to type instead."""
-    if (parsed := _parsed(override)) is None:
-        return _of_no_form(override)
+    if (parsed := parse_override(override)) is None:
+        return of_no_form(override)
     key, value = parsed.key_or_group, override.partition("=")[2]
     if key == _PARAMS[:-1]:
         return (
@@ -349,8 +345,8 @@ def _describe(
     known = [*_keys(cfg), *groups]
     if override.startswith("+") and key in known:
         without = override.lstrip("+")
-        plain = _parsed(without)
-        wrong = _apply(cfg, plain) if plain is not None and key not in groups else None
+        plain = parse_override(without)
+        wrong = apply(cfg, plain) if plain is not None and key not in groups else None
         return (
             _describe(wrong, without, cfg, groups, folders)
             if wrong is not None
@@ -368,7 +364,7 @@ def _describe(
         if not lacking:
             *_, file = [None, *files.values()]
             return f"{override}: {_inside(error, file, known) if file else plain_text(error)}"
-        hint = f" {remedy}" if remedy else _nearest(lacking[0], options)
+        hint = f" {remedy}" if remedy else foreign_keys.nearest(lacking[0], options)
         named = ", ".join(f"'{each}'" for each in lacking)
         return f"{override}: {key} has no option {named}.{hint} Options: {', '.join(options)}."
     if isinstance(error, MissingConfigException):  # Hydra's own
@@ -396,7 +392,7 @@ def _describe(
     if having:
         have = "has" if len(having) == 1 else "have"
         return f"{override}: there is no key '{key}' here, but {', '.join(having)} {have} it.{add}"
-    return f"{override}: there is no key '{key}'.{_nearest(key, known)}{add}"
+    return f"{override}: there is no key '{key}'.{foreign_keys.nearest(key, known)}{add}"
 
 
 def _has_class(cfg: DictConfig, key: str) -> bool:
@@ -406,30 +402,22 @@ def _has_class(cfg: DictConfig, key: str) -> bool:
 
 
 def _candidates(group: str, word: str, folders: list[Path]) -> list[str]:
-    """Return the options of a group whose file, or one of those in its defaults list, has this
-    word.
-    """
-    pattern = re.compile(rf"\b{re.escape(word)}\b")
+    """Return the options of a group whose file has this word, or takes keys from another."""
     texts = {
         file.stem: file.read_text(encoding="utf-8", errors="replace")
         for each in folders
-        for file in sorted((each / group).glob("*.yaml"))
+        for file in sorted((each / group).glob("[!_]*.yaml"))
         if file.is_file()
     }
-
-    def has(option: str) -> bool:
-        text = texts.get(option, "")
-        listed = re.search(r"^defaults:( *\[.*\]|(\n *- .*)+)", text, re.MULTILINE)
-        others = re.findall(r"\w+", listed[1]) if listed else []
-        return bool(pattern.search(text)) or any(has(each) for each in others if each != option)
-
-    return [option for option in texts if option[0] != "_" and has(option)]
+    return [option for option, text in texts.items() if word in text or "defaults:" in text]
 
 
 def _inside(error: Exception, file: Path, known: list[str]) -> str:
     where = f"in {file.parent.parent.name}/{file.parent.name}/{file.name}"
-    if isinstance(error, yaml.YAMLError):
-        return f"{where}: {plain_text(error)}."
+    if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark) is not None:
+        line = Path(mark.name).read_text(errors="replace").splitlines()[mark.line :][:1]
+        tab = "it begins with a tab. Indent it by spaces" if line and "\t" in line[0] else None
+        return f"{where}: line {mark.line + 1}: {tab or error.problem}."
     if file.read_bytes().startswith(codecs.BOM_UTF8):
         return (
             f"{where}: it begins with a byte order mark, which hides its first line. Save it "
@@ -441,37 +429,32 @@ def _inside(error: Exception, file: Path, known: list[str]) -> str:
     first = next(filter(None, map(str.strip, lines)), "")
     if file.parent.name in GLOBAL and first != HEADER:
         return f"{where}: its first line must be '{HEADER}', and is '{first}'."
-    if isinstance(_content(file), list):
+    read = _content(file)
+    if isinstance(read, list):
         return f"{where}: it holds a list, where keys belong. Write KEY: VALUE."
     if isinstance(error, MissingConfigException):
         missing = str(error.missing_cfg_file)
-        options = [str(option) for option in error.options or ()]
         group, _, option = missing.rpartition("/")
         remedy = foreign_keys.remedy(group, option)
-        return (
-            f"{where}: there is no "
-            f"'{missing}'.{f' {remedy}' if remedy else _nearest(option, options)}"
-        )
-    said = str(error.__cause__ or error)
-    if ("Cannot merge DictConfig with ListConfig" in said or "Merge error" in said) and (
-        wrong := _no_groups(file)
-    ):
-        return f"{where}: {' And '.join(wrong)}"
-    if "Could not override" in said or "To override a value" in said:
-        form = (
-            "Write '- override /GROUP: NAME' for a group of configs/, as in '- override "
-            "/model: example'"
-        )
-        return f"{where}: {plain_text(error).rstrip('.')}. {form}."
-    unknown = re.search(r"full_key: (\S+)", said)
-    if unknown is None or "not in" not in said:
-        return f"{where}: {plain_text(error)}."
-    keys = _unknown_keys(file) if file.parent.name in GLOBAL else {}
-    found = []
-    for key, value in ({unknown[1]: "…"} | keys).items():
-        remedy = foreign_keys.remedy(key, value, known=known)
-        found.append(f"there is no key '{key}'.{f' {remedy}' if remedy else _nearest(key, known)}")
-    return f"{where}: {' And '.join(found)}"
+        hint = f" {remedy}" if remedy else foreign_keys.nearest(option, error.options or ())
+        return f"{where}: there is no '{missing}'.{hint}"
+    read = read if file.parent.name in GLOBAL else {file.parent.name: read}
+    cause = error.__cause__ or error.__context__
+    unknown = {key: _as_typed(value) for key, value in values.unknown(read).items()}
+    if not unknown and isinstance(cause, ConfigKeyError):
+        unknown = {str(cause.full_key): "…"}  # of a file that this one names
+    found = [*_no_groups(read), *values.wrong_of(values.OF_CORE, read).values()]
+    for key, value in unknown.items():
+        hint = foreign_keys.remedy(key, value, known=known)
+        hint = f" {hint}" if hint else foreign_keys.nearest(key, known)
+        found.append(f"there is no key '{key}'.{hint}")
+    if found:
+        return f"{where}: {' And '.join(found)}"
+    said = plain_text(error).rstrip(".")
+    if isinstance(cause, OmegaConfBaseException):
+        return f"{where}: {said}."
+    form = "as in '- override /model: example'"  # Hydra cannot make sense of the defaults list
+    return f"{where}: {said}. Write '- override /GROUP: NAME' for a group of configs/, {form}."
 
 
 def _content(file: Path) -> Any:
@@ -481,54 +464,23 @@ def _content(file: Path) -> Any:
     return {}
 
 
-def _no_groups(file: Path) -> list[str]:
+def _no_groups(read: dict[str, Any]) -> list[str]:
     """Return the groups that a file makes something else."""
-    found, read = [], _content(file)
+    found = []
     groups = {*OPEN, *_ONE_CLASS, *(f.name for f in fields(config.Config) if is_dataclass(f.type))}
-    for key in groups & read.keys():
+    for key in sorted(groups & read.keys()):
         if not isinstance(value := read[key], dict) and value is not None:
             form = "{NAME: {_target_: …}}" if key in OPEN else "{KEY: VALUE}"
             found.append(
                 f"{key}: it is {_as_typed(value)}, where keys belong. Write {key}: {form}."
             )
-    return sorted(found)
-
-
-def _unknown_keys(file: Path) -> dict[str, str]:
-    """Return the keys of a file that the core's own groups do not have, with their values as they
-    would be typed.
-    """
-    read, groups = _content(file), {f.name: f.type for f in fields(config.Config)}
-    found = {key: value for key, value in read.items() if key not in {*groups, "defaults", "hydra"}}
-    for group, kind in groups.items():
-        if is_dataclass(kind) and isinstance(read.get(group), dict):
-            known = {f.name for f in fields(kind)}
-            found |= {
-                f"{group}.{key}": value for key, value in read[group].items() if key not in known
-            }
-    return {str(key): _as_typed(value) for key, value in found.items()}
+    return found
 
 
 def _as_typed(value: Any) -> str:
     if isinstance(value, dict):
         return "…"
     return str(value).replace("'", "").replace(", ", ",") if isinstance(value, list) else str(value)
-
-
-def _nearest(word: str, known: list[str]) -> str:
-    """' Did you mean …?' Compares whole keys, and last parts: `trainer.lr` finds `optimizer.lr`."""
-    of_hydra = word.startswith("hydra.")
-    known = [each for each in known if each.startswith("hydra.") == of_hydra]
-    known = [each for each in known if not foreign_keys.is_opposite(word, each)]
-    if not word.rpartition(".")[2].startswith("_"):  # Hydra's own, which `_val_test_` would find
-        known = [each for each in known if not each.rpartition(".")[2].startswith("_")]
-    last = word.rpartition(".")[2]
-    by_last = {key.rpartition(".")[2]: key for key in reversed(known)}
-    near = [by_last[last]] if last in by_last and "." in word else []
-    near = near or difflib.get_close_matches(word, known, n=1, cutoff=0.7)
-    near = near or [by_last[m] for m in difflib.get_close_matches(last, by_last, n=1, cutoff=0.75)]
-    near = near or difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f" Did you mean '{near[0]}'?" if near else ""
 
 
 def _keys(node: DictConfig, prefix: str = "") -> Iterator[str]:

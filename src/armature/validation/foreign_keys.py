@@ -4,6 +4,7 @@ here instead.
 The table answers before any search for a similar name.
 """
 
+import difflib
 import re
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
@@ -199,6 +200,26 @@ def removals(overrides: Iterable[str]) -> list[str]:
             )
         found.append(f"{override}: no run is without {key}. {instead}.")
     return found
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """' Did you mean …?' Compares whole keys, and last parts: `trainer.lr` finds `optimizer.lr`."""
+    of_hydra = word.startswith("hydra.")
+    known = [each for each in known if each.startswith("hydra.") == of_hydra]
+    known = [each for each in known if not is_opposite(word, each)]
+    if not word.rpartition(".")[2].startswith("_"):  # Hydra's own, which `_val_test_` would find
+        known = [each for each in known if not each.rpartition(".")[2].startswith("_")]
+    group, _, last = word.rpartition(".")
+    by_last = {key.rpartition(".")[2]: key for key in reversed(known)}
+    own = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == group}
+    near = [by_last[last]] if last in by_last and group else []
+    # last parts are compared: a group that two keys share would make them alike
+    near = near or [own[each] for each in difflib.get_close_matches(last, own, 1, 0.6)]
+    near = near or [by_last[each] for each in difflib.get_close_matches(last, by_last, 1, 0.75)]
+    near = near or difflib.get_close_matches(word, () if own else known, 1, 0.6)
+    if not near and group and own:
+        return f" There are {', '.join([*own.values()][:8])}."
+    return f" Did you mean '{near[0]}'?" if near else ""
 
 
 def is_opposite(word: str, other: str) -> bool:

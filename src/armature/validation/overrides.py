@@ -7,9 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hydra import compose
+import hydra
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from armature import config
@@ -17,11 +16,12 @@ from armature.data.batching import LOADER_KEYS
 from armature.data.tokenizer import TOKENIZER_FILE
 from armature.errors import ConfigError
 from armature.project import config_file
-from armature.validation.compose import CONFIG_ERRORS
+from armature.validation import compose
 from armature.validation.composing import composing
+from armature.validation.quoting import quoted
 
 _REFERENCE = re.compile(r"\$\{[^:{}]+\}")  # to another key, as in ${data.path}
-_MISSING = object()
+_OF_LOADERS = [f"data.{name}" for name in LOADER_KEYS]
 
 
 def apply(
@@ -38,29 +38,29 @@ def apply(
     """
     if not overrides:
         return
-    source = _source(cfg)
+    source, problems = _source(cfg), []
     # options first
     for override in sorted(overrides, key=lambda override: "." in override.partition("=")[0]):
-        if override.lstrip("+~").startswith("callbacks."):
-            if override[0] in "+~" and not calls_callbacks:
-                raise ConfigError(
-                    f"{override}: only evaluate.py and predict.py call callbacks. Leave it out."
-                )
-            _override_callback(cfg, override)
+        parsed = compose.parse_override(quoted(override))
+        if parsed is None or parsed.is_sweep_override():
+            problems.append(compose.of_no_form(override))
             continue
-        key, equals, value = override.partition("=")
-        if not equals:
-            raise ConfigError(f"{override}: type KEY=VALUE, as in data.eval_batch_size=64.")
-        if config_file(key, value):
+        key, _, value = override.partition("=")
+        of_callback = parsed.key_or_group.startswith("callbacks.")
+        changes = not (parsed.is_add() or parsed.is_delete())
+        if of_callback and not changes and not calls_callbacks:
+            problems.append(
+                f"{override}: only evaluate.py and predict.py call callbacks. Leave it out."
+            )
+        elif config_file(key, value):
             with open_dict(cfg):
                 cfg[key] = _option(key, value)
-            continue
-        missing = OmegaConf.select(cfg, key, default=_MISSING, throw_on_missing=False) is _MISSING
-        loaders = {f"data.{name}" for name in LOADER_KEYS}  # of a plain LightningDataModule
-        if missing and not _is_required(cfg, key) and key not in loaders:
-            raise ConfigError(f"{override}: the run's configuration has no key '{key}'.")
-        with open_dict(cfg):
-            OmegaConf.update(cfg, key, OmegaConf.from_dotlist([f"value={value}"]).value)
+        # keys of a loader are of a plain LightningDataModule
+        elif not (changes or of_callback) or compose.apply(cfg, parsed, adds=key in _OF_LOADERS):
+            add = f" To add it, type +{override}." if of_callback and changes else ""
+            problems.append(f"{override}: the run's configuration has no key '{key}'.{add}")
+    if problems:
+        raise ConfigError(problems)
     nodes = {
         group: cfg[group]
         for group in ("model", "data", "task")
@@ -75,35 +75,8 @@ def apply(
         raise ConfigError(f"{', '.join(empty)}: without a value. Type {empty[0]}=…, too.")
     tokenizer = run_dir / TOKENIZER_FILE
     changed = _source(cfg)
-    if changed != source and changed.get("tokenizer", _MISSING) is None and tokenizer.is_file():
+    if changed != source and changed.get("tokenizer", "") is None and tokenizer.is_file():
         cfg.data.source.tokenizer = str(tokenizer)
-
-
-def _override_callback(cfg: DictConfig, override: str) -> None:
-    """Add, change or remove a callback, or a key of one, as train.py does."""
-    try:
-        parsed = OverridesParser.create().parse_override(override)
-        key, value = parsed.key_or_group, parsed.value()
-    except CONFIG_ERRORS as error:
-        raise ConfigError(f"{override}: {error}") from error
-    group, _, leaf = key.rpartition(".")
-    exists = OmegaConf.select(cfg, key, default=_MISSING, throw_on_missing=False) is not _MISSING
-    if not exists and not parsed.is_add():
-        remedy = "" if parsed.is_delete() else f" To add it, type '+{override.lstrip('+')}'."
-        raise ConfigError(f"{override}: the run's configuration has no key '{key}'.{remedy}")
-    with open_dict(cfg):
-        if parsed.is_delete():
-            del OmegaConf.select(cfg, group)[leaf]
-        else:
-            cfg.callbacks = cfg.callbacks or {}
-            OmegaConf.update(cfg, key, value)
-
-
-def _is_required(cfg: DictConfig, key: str) -> bool:
-    """Return whether the key is there and waits for a value (???)."""
-    group, _, leaf = key.rpartition(".")
-    node = OmegaConf.select(cfg, group, throw_on_missing=False) if group else cfg
-    return isinstance(node, DictConfig) and OmegaConf.is_missing(node, leaf)
 
 
 def _source(cfg: DictConfig) -> dict[str, Any]:
@@ -119,8 +92,8 @@ def _option(group: str, name: str) -> Any:
     GlobalHydra.instance().clear()
     try:
         with composing():
-            return compose("train", overrides=[f"{group}='{name}'"])[group]
-    except CONFIG_ERRORS as error:
+            return hydra.compose("train", overrides=[f"{group}='{name}'"])[group]
+    except compose.CONFIG_ERRORS as error:
         raise ConfigError(f"{group}={name}: {error}") from error
 
 

@@ -58,7 +58,9 @@ def _monitors(cfg: dict[str, Any]) -> Iterator[str]:
     What other tasks and callbacks log is not known.
     """
     callbacks = cfg.get("callbacks") or {}
-    known = signatures.texts_in(str(cfg["task"]["_target_"]), ("metrics", "final_metrics"))
+    task = str(cfg["task"]["_target_"])
+    is_ours = task.startswith("armature.tasks.")
+    known = signatures.class_attribute(task, "metric_names") if is_ours else None
     if not known or any(not str(e["_target_"]).startswith(SILENT) for e in callbacks.values()):
         return
     asked = {f"callbacks.{name}": node.get("monitor") for name, node in callbacks.items()}

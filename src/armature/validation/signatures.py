@@ -179,19 +179,6 @@ def class_attribute(target: str, name: str) -> Any | None:
     return next((vars(each)[name] for each in lineage(target) if name in vars(each)), None)
 
 
-def texts_in(target: str, methods: Collection[str]) -> list[str]:
-    """Return the words that methods of a task of ours hold as texts, such as names of metrics."""
-    found = [
-        text
-        for name, method in _methods(target if target.startswith("armature.tasks.") else "")
-        if name in methods
-        for each in method.__code__.co_consts
-        for text in (each if isinstance(each, tuple) else (each,))
-    ]
-    words = {text for text in found if isinstance(text, str) and text.isidentifier()}
-    return sorted(words - {"datamodule"})  # of the trainer
-
-
 def assigns(target: str, name: str, value: bool) -> bool:
     """Return whether a method of a class sets `self.<name>` to true or false."""
     for _, method in _methods(target):

@@ -98,6 +98,15 @@ BytesAndEnd = Annotated[int, Field(ge=257, le=2**24)]
 Dtype = Literal["bfloat16", "float16", "float32", "float64"]
 
 
+Betas = Annotated[
+    list[Fraction],
+    Field(
+        min_length=2,
+        description="two numbers of at least 0 and below 1, as in [0.9,0.95]",
+    ),
+]
+
+
 class OfAnyData:
     fold: Count0 | None
     folds: Annotated[int, Field(ge=2)] | None
@@ -281,7 +290,7 @@ OF_CLASSES = {  # which would refuse them in the rank
     "armature.optim.muon.Muon": OfMuon,
     "lightning.pytorch.callbacks.EarlyStopping": OfEarlyStopping,
 }
-_UNSET = object()
+UNSET = object()
 
 
 def types_of(kind: type, path: str = "") -> dict[str, Any]:
@@ -298,6 +307,7 @@ def types_of(kind: type, path: str = "") -> dict[str, Any]:
 
 
 OF_CORE = types_of(Config)
+GROUPS: dict[str, Any] = {each.name: each.type for each in fields(Config)}
 OF_OPTIMIZERS = types_of(OfOptimizer, "optimizer.")
 
 
@@ -311,7 +321,7 @@ def wrong(cfg: DictConfig, plain: dict[str, Any]) -> dict[str, str]:
     found = _all_wrong(plain)
     raw: Any = OmegaConf.to_container(cfg, resolve=False)
     # a reference is right where its key is
-    referring = {key: str(_select(raw, key))[2:-1] for key in found}
+    referring = {key: str(select(raw, key))[2:-1] for key in found}
     found = {key: text for key, text in found.items() if referring[key] not in found}
     return found | dict(secrets(raw))
 
@@ -321,13 +331,13 @@ def wrong_of(keys: Collection[str], plain: dict[str, Any]) -> dict[str, str]:
     not looked at.
     """
     found = {key: text for key, text in _all_wrong(plain).items() if key in keys}
-    return {key: text for key, text in found.items() if "${" not in str(_select(plain, key))}
+    return {key: text for key, text in found.items() if "${" not in str(select(plain, key))}
 
 
 def _all_wrong(plain: dict[str, Any]) -> dict[str, str]:
     found = dict(_wrong(schema(plain), plain))
-    for rule in (_endless, _not_finite, _names, _optimizer):
-        found |= {key: text for key, text in rule(plain) if key not in found}
+    for rule in (_endless, _names, _optimizer, _not_finite):
+        found |= {key: said for key, said in rule(plain) if key.partition("[")[0] not in found}
     return found
 
 
@@ -337,33 +347,30 @@ def schema(plain: dict[str, Any]) -> dict[str, Any]:
     for path, kind in OF_OURS.items():
         if _is_ours(plain.get(path.partition(".")[0])):
             found |= types_of(kind, f"{path}.")
-    for path, node in _nodes(plain):
-        if (kind := OF_CLASSES.get(str(node.get("_target_")))) is not None:
-            found |= types_of(kind, f"{path}.")
-    if _select(plain, "optimizer.precision") == _select(plain, "trainer.precision"):
+    for path, node in walk(plain):
+        kind = OF_CLASSES.get(str(node.get("_target_"))) if isinstance(node, dict) else None
+        found |= types_of(kind, f"{path}.") if kind is not None else {}
+    if select(plain, "optimizer.precision") == select(plain, "trainer.precision"):
         found.pop("optimizer.precision", None)  # reported there
     return found
 
 
-def _nodes(plain: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    callbacks = plain.get("callbacks")
-    for path in (
-        "task",
-        "data",
-        "data.source",
-        "optimizer",
-        *(f"callbacks.{name}" for name in (callbacks if isinstance(callbacks, dict) else ())),
-    ):
-        if isinstance(node := _select(plain, path), dict):
-            yield path, node
+def unknown(read: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys that the core's own groups do not have, where nothing would read them."""
+    found = {key: v for key, v in read.items() if key not in {*GROUPS, "defaults", "hydra"}}
+    for group, kind in GROUPS.items():
+        if is_dataclass(kind) and isinstance(node := read.get(group), dict):
+            known = {each.name for each in fields(kind)}
+            found |= {f"{group}.{key}": v for key, v in node.items() if key not in known}
+    return {str(key): value for key, value in found.items()}
 
 
-def _select(plain: dict[str, Any], key: str) -> Any:
-    """Return the value of a key, or _UNSET if the configuration has no such key."""
+def select(plain: dict[str, Any], key: str) -> Any:
+    """Return the value of a key, or UNSET if the configuration has no such key."""
     node: Any = plain
     for part in key.split("."):
         if not isinstance(node, dict) or part not in node:
-            return _UNSET
+            return UNSET
         node = node[part]
     return node
 
@@ -377,8 +384,8 @@ def _is_ours(node: Any) -> bool:
 
 def _wrong(schema: dict[str, Any], plain: dict[str, Any]) -> Wrong:
     for key, hint in schema.items():
-        value = _select(plain, key)
-        if value is not _UNSET and (answer := answer_to(key, hint, value)) is not None:
+        value = select(plain, key)
+        if value is not UNSET and (answer := answer_to(key, hint, value)) is not None:
             yield key, f"{key}={_shown(value)}: {answer}"
 
 
@@ -456,7 +463,7 @@ def _shown(value: Any) -> str:
 
 
 def _endless(plain: dict[str, Any]) -> Wrong:
-    if all(_select(plain, f"trainer.max_{each}") is None for each in ("steps", "epochs")):
+    if all(select(plain, f"trainer.max_{each}") is None for each in ("steps", "epochs")):
         yield (
             "trainer.max_steps",
             "trainer.max_steps=null and trainer.max_epochs=null: the run would never end. Type "
@@ -466,15 +473,10 @@ def _endless(plain: dict[str, Any]) -> Wrong:
 
 def _not_finite(plain: dict[str, Any]) -> Wrong:
     """Yield numbers that are no numbers, in what is ours or every optimizer and scheduler has."""
-    known = {*schema(plain), *OF_OPTIMIZERS, "optimizer.betas"}
     for group, node in plain.items():
         if group in ("trainer", "checkpoint", "launch", "optimizer", "scheduler") or _is_ours(node):
             for path, value in walk(node, f"{group}."):
-                if (
-                    isinstance(value, float)
-                    and not math.isfinite(value)
-                    and path.partition("[")[0] not in known
-                ):
+                if isinstance(value, float) and not math.isfinite(value):
                     yield path, f"{path}={value}: must be a finite number."
 
 
@@ -482,24 +484,13 @@ def _optimizer(plain: dict[str, Any]) -> Wrong:
     """Yield what torch's optimizers would refuse in the rank, by the names that most optimizers
     share.
     """
-    node = plain.get("optimizer")
-    if not isinstance(node, dict):
-        return
-    given = {
-        key: hint
-        for key, hint in OF_OPTIMIZERS.items()
-        if not isinstance(node.get(key.partition(".")[2]), list | dict | None)
-    }
-    yield from _wrong(given, plain)
-    pairs = str(node.get("_target_")).split(".")[0] in ("armature", "torch")
-    betas = Annotated[list[Fraction], Field(min_length=2, max_length=2 if pairs else None)]
-    if "betas" in node and not accepts(betas, given := node["betas"]):
-        form = "two numbers of at least 0 and below 1, as in [0.9,0.95]"
-        yield "optimizer.betas", f"optimizer.betas={_shown(given)}: must be {form}."
+    others = {key for key in OF_OPTIMIZERS if isinstance(select(plain, key), list | dict | None)}
+    of_numbers = {key: OF_OPTIMIZERS[key] for key in OF_OPTIMIZERS.keys() - others}
+    yield from _wrong(of_numbers | {"optimizer.betas": Betas}, plain)
 
 
 def _names(plain: dict[str, Any]) -> Wrong:
-    run, project = plain.get("run", {}), _select(plain, "project.name")
+    run, project = plain.get("run", {}), select(plain, "project.name")
     if isinstance(project, str) and not re.fullmatch(r"[A-Za-z0-9][\w.-]*", project, re.ASCII):
         form = "letters, digits, '_', '-' and '.', beginning with a letter or a digit"
         what = f"project.name={project}: must be {form}. Type project.name=my-project."
