@@ -185,7 +185,9 @@ def kept_by_block(setup: Setup, recompute: str | int) -> float:
     if recompute == "none":
         # a frozen norm keeps its input, and not what its weight multiplies
         norms = cost.norms * cost.norm_bytes / (2 if rank else 1) * cost.width / between
-        return positions * (norms + c * (cost.shared_inputs + hidden + cost.inner / tensor))
+        others = cost.keys * (setup.axes["context"] - 1) * setup.gathers_keys  # of other ranks
+        inner = (cost.inner + others) / tensor
+        return positions * (norms + c * (cost.shared_inputs + hidden + inner))
     stream = setup.residual_bytes * cost.width / between
     if recompute not in ("selective", "half"):
         return positions * stream

@@ -119,11 +119,13 @@ def _communication(setup: Setup, device: Device) -> float:
     own *= setup.gathered_bytes * (2 if setup.reshard else 1) + setup.reduced_bytes
     reduced = setup.accumulate * setup.reduced_bytes * setup.trained / (tensor * pipe * weights)
     exchanged = (2 * cost.queries + cost.keys) / tensor * low
+    if setup.gathers_keys:
+        exchanged = context * cost.keys / tensor * low
     rings = [  # bytes, ranks, distance between neighbors
         (_of_weights(setup, experts), weights, tensor),
         (own, max(1, weights * tensor // expert), expert),
         (2 * reduced, axes["replicate"], tensor * weights),
-        # around attention: queries, keys, values and results
+        # around attention: queries, keys, values and results; or all keys and values
         (passes * blocks * positions * exchanged, context, tensor),
         # tokens to their experts and back
         (2 * passes * blocks * positions / tensor * cost.rows * low, expert, 1),

@@ -45,6 +45,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         pipe, replicate, shard, context, tensor: sizes of the axes; one may be "auto", which takes
             the remaining processes. The ranks of `context` share samples and shard their positions,
             and the weights like `shard`.
+        context_method: how ranks of `context` attend to all positions: "all_to_all" over heads,
+            "all_gather" of keys and values, or "auto": all_to_all while there are enough heads.
         expert: ranks that share out a mixture's experts. They are ranks of shard, context and
             tensor, no further ones.
         backend: `auto` (gloo on CPU, NCCL on GPU), or a backend's name.
@@ -82,6 +84,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         shard: int | str = 1,
         context: int | str = 1,
         tensor: int | str = 1,
+        context_method: str = "auto",
         expert: int = 1,
         backend: str = "auto",
         reshard_after_forward: bool | None = None,
@@ -111,6 +114,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             "context": context,
             "tensor": tensor,
         }
+        self.context_method = context_method
         self.reduce_every_microbatch, self.sync_batchnorm = reduce_every_microbatch, sync_batchnorm
         self.options: dict[str, Any] = {
             "seed": seed,
@@ -154,7 +158,10 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         if self._device_mesh is None:
             self._device_mesh = mesh.build(self.sizes, device_type=self.root_device.type)
             self.positions = (
-                Positions(mesh.context_group(self._device_mesh, context=self.sizes["context"]))
+                Positions(
+                    mesh.context_group(self._device_mesh, context=self.sizes["context"]),
+                    method=self.context_method,
+                )
                 if self.sizes["context"] > 1
                 else None
             )

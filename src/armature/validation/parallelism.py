@@ -317,23 +317,35 @@ def _context(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
             "`context`, which needs the positions of all ranks. Type strategy=fsdp, or a decoder "
             "such as model=gpt_nano or model=pretrained."
         ]
-    problems = []
-    heads = model.get(plan.heads)
-    if isinstance(heads, int) and heads % tensor == 0 and heads // tensor % context:
+    problems, method = [], layout.options["context_method"]
+    both, heads = "causal" in plan.context.values(), model.get(plan.heads)
+    if method == "all_gather" and not both:
+        problems.append(
+            f"strategy.context_method=all_gather: the plan of {model['_target_']} names no causal "
+            "attention in `context`. Type strategy.context_method=all_to_all."
+        )
+    elif (
+        (method == "all_to_all" or not both)
+        and isinstance(heads, int)
+        and heads % tensor == 0
+        and heads // tensor % context
+    ):
         ranks = f"strategy.context={context}" + (
             f" × strategy.tensor={tensor}" if tensor > 1 else ""
         )
         fits = max(n for n in range(1, context) if heads // tensor % n == 0)
+        gather = " or strategy.context_method=all_gather" * both
         problems.append(
             f"{ranks} does not divide model.{plan.heads}={heads}: within attention each rank has "
-            f"some of the heads. Type strategy.context={fits}."
+            f"some of the heads. Type strategy.context={fits}{gather}."
         )
     shards = tensor > 1 and experts.shards_sequence(cfg, layout)
-    parts = context * (tensor if shards else 1)
+    # each rank has two pieces, and its tensor ranks equal parts of both together
+    parts = context * math.lcm(2, tensor if shards else 1)
     for key, length in _lengths(cfg, plan, "context", "multiple").items():
         if length % parts:
-            ranks = f"strategy.context={context}" + (
-                f" × strategy.tensor={tensor}" if shards else ""
+            ranks = f"2 × strategy.context={context}" + (
+                f" with strategy.tensor={tensor}" if shards else ""
             )
             problems.append(
                 f"{ranks} does not divide the positions of {key}={length}. Type "

@@ -141,6 +141,7 @@ class OfStrategy:
     replicate: Axis
     shard: Axis
     context: Axis
+    context_method: Literal["auto", "all_to_all", "all_gather"]
     tensor: Axis
     backend: Literal["auto", "gloo", "nccl", "mpi", "ucc", "xccl"]
     compile: Literal["none", "block", "model"]
