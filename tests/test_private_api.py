@@ -50,7 +50,7 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ),
     (
         "torch.distributed._functional_collectives",
-        "all_to_all_single",
+        "all_to_all_single_autograd",
         ("self", "output_split_sizes", "input_split_sizes", "group", "tag"),
         "parallel/experts.py",
     ),

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
+    noop_context_fn,
 )
 
 from armature.data import cache
@@ -67,17 +68,23 @@ def convert_to_float8(modules: Iterable[nn.Module], *, float8: bool | str) -> No
         convert_to_float8_training(module, module_filter_fn=fits, config=config)
 
 
-def checkpoint_activations(blocks: Iterable[nn.Module], *, mode: str | int) -> None:
+def checkpoint_activations(
+    blocks: Iterable[nn.Module], *, mode: str | int, contexts: Callable[[], Any] = noop_context_fn
+) -> None:
     """Store less of the forward pass, and compute it again in backward.
 
     That is for `every` block, or every n-th if the mode is a number. `selective` stores the results
     of matrix products, attention and sums over ranks in every block, and recomputes the rest;
     `half` recomputes every second product of weights, too.
+
+    Args:
+        contexts: returns the contexts of a block's forward pass and of its recomputation, if the
+            mode has none of its own.
     """
     if mode == "none":
         return
     step = int(mode) if str(mode).isdigit() else 1
-    options: dict[str, Any] = {"use_reentrant": False}
+    options: dict[str, Any] = {"use_reentrant": False, "context_fn": contexts}
     if mode in ("selective", "half"):
         SAC_IGNORED_OPS.update(LABELS)
         options["context_fn"] = partial(_selective_contexts, half=mode == "half")

@@ -58,7 +58,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         param_dtype, reduce_dtype: types of gathered weights and of reduced gradients; None: bf16
             and fp32 with bf16 precision, fp16 and fp32 with 16-mixed, otherwise the weights' own.
         cpu_offload: keep sharded weights, gradients and optimizer state in the CPU's memory.
-        prefetch: the number of units that are gathered ahead of the one that computes.
+        prefetch: the number of units that are gathered ahead of the one that computes, forward
+            and backward.
         min_num_params: of a unit (`parallel.units`), counted on one rank of the tensor axis. What
             is smaller stays whole on every rank: small messages are hardly faster than larger ones.
         sequence_parallel: shard norms, and activations between blocks, over the tensor axis too, if
