@@ -54,12 +54,7 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
         ("self", "output_split_sizes", "input_split_sizes", "group", "tag"),
         "parallel/experts.py",
     ),
-    (
-        "torch.distributed._functional_collectives",
-        "wait_tensor",
-        ("tensor",),
-        "parallel/experts.py",
-    ),
+    ("torch._functorch.config", "activation_memory_budget", None, "parallel/blocks.py"),
     ("torch.distributed.fsdp:FSDPModule", "_get_fsdp_state", ("self",), "parallel/apply.py"),
     (f"{FSDP}._fsdp_state:FSDPState", "_lazy_init", ("self",), "parallel/apply.py"),
     ("torch.distributed.tensor:DTensor", "_op_dispatcher", None, "parallel/sharded.py"),

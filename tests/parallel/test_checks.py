@@ -145,6 +145,11 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
             "strategy.tensor=4 does not divide data.context=14, .* or data.context=16",
         ),
         ({"tensor": 2}, {"plan": None}, "has no plan"),
+        (
+            {"shard": 2, "activation_checkpointing": 0.5},
+            {},
+            "strategy.activation_checkpointing=0.5 is a share .* Type strategy.compile=block",
+        ),
         ({"context": 2}, {"plan": None}, "strategy.context=2: mine.Model has no plan"),
         (
             {"context": 2},

@@ -56,7 +56,7 @@ class Options:
     microbatches: int
     stages: list[int] | None
     sequence_parallel: bool
-    activation_checkpointing: str | int
+    activation_checkpointing: str | float
     compile: str
     reshard_after_forward: bool
     param_dtype: torch.dtype | None
@@ -172,7 +172,7 @@ def parallelize(
         for block, weights in local.items():
             weights.around(block)
     # compiled code knows no contexts
-    contexts = {} if spread is None or compiles else {"contexts": experts.counted_passes}
+    contexts = {} if spread is None or compiles else {"context_fn": experts.counted_passes}
     blocks.checkpoint_activations(repeated, mode=options.activation_checkpointing, **contexts)
     if compiles:
         if tensor_axis is not None and tensor.overlaps(options.async_tensor, tensor_axis):

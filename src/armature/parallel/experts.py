@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -78,8 +78,8 @@ def reshard_without_grad(module: Any, *_: Any) -> None:
 def _exchange_rows(experts: nn.Module, axis: DeviceMesh) -> None:
     """Let each rank compute the rows of all ranks that belong to its experts.
 
-    What is returned still travels: its first use waits for it, and what the model computes before
-    (a shared expert) takes no time of its own.
+    What is returned may still travel: what the model computes before it uses it (a shared expert)
+    takes no time of its own.
     """
     group, ranks, compute = axis.get_group(), axis.size(), experts.forward
 
@@ -96,7 +96,7 @@ def _exchange_rows(experts: nn.Module, axis: DeviceMesh) -> None:
         order_M = expert_M.argsort(stable=True)
         with _plain_parameters(experts):
             y_MD = compute(permute(x_MD, order_M), arriving_RE.sum(0))
-        return send(permute(y_MD, order_M.argsort()), group, received=sent, sent=received)
+        return exchange(permute(y_MD, order_M.argsort()), group, received=sent, sent=received)
 
     experts.forward = forward
 
@@ -128,14 +128,10 @@ def exchange(
     received: list[int] | None = None,
     sent: list[int] | None = None,
 ) -> Tensor:
-    """Send x's rows to the ranks in turn, in equal parts or `sent` of them. Differentiable."""
-    return wait_tensor(send(x, group, received=received, sent=sent))
+    """Send x's rows to the ranks in turn, in equal parts or `sent` of them. Differentiable.
 
-
-def send(
-    x: Tensor, group: dist.ProcessGroup, *, received: list[int] | None, sent: list[int] | None
-) -> Tensor:
-    """Return `exchange`'s result, which whatever uses it first waits for."""
+    The first use of what is received waits for it.
+    """
     return all_to_all_single_autograd(x.contiguous(), received, sent, group)
 
 

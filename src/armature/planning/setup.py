@@ -37,7 +37,8 @@ class Setup:
             DeepSpeed, `offload` (weights, gradients and optimizer state in the host's memory) to
             a mesh, too.
         micro: samples per rank in one forward pass; `accumulate` of them make a step.
-        recompute: none, selective, half, every, or a number n: each n-th block.
+        recompute: none, selective, half, every, a number n: each n-th block, or a share of
+            the bytes.
         adapter_rank: of adapters of all Linears inside the blocks, which alone are trained; 0:
             none. The matrices may have 4 bits.
         expert: ranks that share out a mixture's experts, which get equally many tokens.
@@ -55,7 +56,7 @@ class Setup:
     micro: int = 1
     accumulate: int = 1
     precision: str = "bf16-mixed"
-    recompute: str | int = "none"
+    recompute: str | float = "none"
     matrix_state: int = ADAM_BYTES
     other_state: int = ADAM_BYTES
     reshard: bool = True

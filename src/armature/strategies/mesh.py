@@ -102,7 +102,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         virtual_stages: int = 2,
         microbatches: int = 4,
         stages: Sequence[int] | None = None,
-        activation_checkpointing: str | int = "none",
+        activation_checkpointing: str | float = "none",
         compile: str = "none",
         compile_mode: str = "default",
         float8: bool | str = False,

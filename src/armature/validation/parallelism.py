@@ -184,6 +184,16 @@ def check_graphs(mode: str, accumulate: int) -> None:
         )
 
 
+def _recomputation(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
+    mode = layout.options["activation_checkpointing"]
+    if not isinstance(mode, float) or layout.options["compile"] != "none":
+        return []
+    return [
+        f"strategy.activation_checkpointing={mode} is a share of the memory that compiled code "
+        "keeps. Type strategy.compile=block, or strategy.activation_checkpointing=selective."
+    ]
+
+
 def _float8(cfg: Mapping[str, Any], layout: Layout) -> list[str]:
     asked, trainer = layout.options["float8"], cfg["trainer"]
     if asked is False:
@@ -519,6 +529,7 @@ RULES: tuple[Callable[[Mapping[str, Any], Layout], list[str]], ...] = (
     _features,
     _classes,
     _compile,
+    _recomputation,
     _float8,
     _plan,
     _tensor,
