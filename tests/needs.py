@@ -1,12 +1,14 @@
 """What a test needs that may be absent: it is then skipped by name, or fails under --all."""
 
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
 EXTRAS = Path(sys.prefix) / "extras"  # packages that no start of Lightning should see: Makefile
+TORCH = tuple(map(int, version("torch").split(".")[:2]))  # the installed version
 everything = False  # whether --all was typed
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from armature.training import restore_progress
-from armature.validation.quantization import torch_version
 from tests import needs
 from tests.finetune import extras
 
@@ -51,16 +50,11 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ),
     (
         "torch.distributed._functional_collectives",
-        "all_to_all_single",
+        "all_to_all_single_autograd",
         ("self", "output_split_sizes", "input_split_sizes", "group", "tag"),
         "parallel/experts.py",
     ),
-    (
-        "torch.distributed._functional_collectives",
-        "wait_tensor",
-        ("tensor",),
-        "parallel/experts.py",
-    ),
+    ("torch._functorch.config", "activation_memory_budget", None, "parallel/blocks.py"),
     ("torch.distributed.fsdp:FSDPModule", "_get_fsdp_state", ("self",), "parallel/apply.py"),
     (f"{FSDP}._fsdp_state:FSDPState", "_lazy_init", ("self",), "parallel/apply.py"),
     ("torch.distributed.tensor:DTensor", "_op_dispatcher", None, "parallel/sharded.py"),
@@ -598,7 +592,7 @@ def _code(cls: type) -> str:
     ("owner", "name", "parameters", "file"), TABLE, ids=lambda value: str(value)[-40:]
 )
 def test_a_private_name_is_as_we_know_it(owner, name, parameters, file):
-    if FROM.get(name, (0,)) <= torch_version() < BEFORE.get(name, (3,)):
+    if FROM.get(name, (0,)) <= needs.TORCH < BEFORE.get(name, (3,)):
         check(owner, name, parameters, f"src/armature/{file}")
     assert name in (SOURCE / file).read_text() or name == "__init__", (
         f"{file} does not use {name} any more"

@@ -71,6 +71,22 @@ def test_losses_and_gradients_equal_those_of_the_dense_mask(flex, monkeypatch, l
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.parametrize("document_token", [None, 0])
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_piece_of_the_positions_attends_as_in_the_whole(flex, monkeypatch, skips, document_token):
+    """As under a context axis that gathers keys."""
+    model, ids = decoder(windows=40, document_token=document_token), packed(length=256)[:, :256]
+    core, rotary = model.blocks["0"].attention.core, model.rotary(device="cpu")
+    monkeypatch.setattr(documents, "skips_blocks", lambda device, head_dim: skips)
+    mask = None if document_token is None else model.within_documents(ids, None)[40]
+    q, k, v = torch.randn(3, 2, 2, 256, 16)
+    whole = core(q, k, v, rotary, mask)
+    for start in range(0, 256, 64):
+        seen = slice(start + 64)
+        piece = core(q[:, :, start : start + 64], k[:, :, seen], v[:, :, seen], rotary, mask)
+        torch.testing.assert_close(piece, whole[:, :, start : start + 64])
+
+
 def test_selective_recomputation_keeps_attention(flex, monkeypatch):
     inner, calls, ids = (
         sys.modules["torch._higher_order_ops.flex_attention"],

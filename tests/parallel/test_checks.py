@@ -36,6 +36,7 @@ MESH = {
     "replicate": 1,
     "shard": 1,
     "context": 1,
+    "context_method": "auto",
     "tensor": 1,
     "schedule": "1f1b",
     "virtual_stages": 2,
@@ -44,6 +45,7 @@ MESH = {
     "stages": None,
     "sequence_parallel": True,
 }
+BY_HEADS = replace(PLAN, context={"embed": "part", "blocks.*.attention.core": "heads"})
 MODEL = {
     "_target_": "mine.Model",
     "vocab_size": 96,
@@ -141,6 +143,11 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
             "strategy.tensor=4 does not divide data.context=14, .* or data.context=16",
         ),
         ({"tensor": 2}, {"plan": None}, "has no plan"),
+        (
+            {"shard": 2, "activation_checkpointing": 0.5},
+            {},
+            "strategy.activation_checkpointing=0.5 is a share .* Type strategy.compile=block",
+        ),
         ({"context": 2}, {"plan": None}, "strategy.context=2: mine.Model has no plan"),
         (
             {"context": 2},
@@ -149,14 +156,20 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
         ),
         (
             {"context": 4, "tensor": 2},
-            {"world_size": 8},
+            {"world_size": 8, "plan": BY_HEADS},
             "strategy.context=4 × strategy.tensor=2 does not divide model.heads=4: .* Type "
-            "strategy.context=2",
+            "strategy.context=2.$",
         ),
         (
-            {"context": 3},
-            {"world_size": 3},
-            "strategy.context=3 does not divide model.heads=4: .* strategy.context=2",
+            {"context": 3, "context_method": "all_to_all"},
+            {"world_size": 3, "model": {"context": 18}, "data": {"context": 18}},
+            "strategy.context=3 does not divide model.heads=4: .* strategy.context=2 or "
+            "strategy.context_method=all_gather",
+        ),
+        (
+            {"context": 2, "context_method": "all_gather"},
+            {"plan": BY_HEADS},
+            "names no causal attention in `context`. Type strategy.context_method=all_to_all",
         ),
         (
             {"context": 2},
@@ -171,13 +184,13 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
         (
             {"context": 2, "tensor": 2},
             {"world_size": 4, "data": {"context": 18, "micro_batch_size": 8}},
-            "strategy.context=2 × strategy.tensor=2 does not divide the positions of "
+            "2 × strategy.context=2 with strategy.tensor=2 does not divide the positions of "
             "data.context=18. Type .*=20",
         ),
         (
             {"context": 2},
             {"data": {"multiple": 1, "micro_batch_size": 8}},
-            "data.multiple=1. Type data.multiple=2",
+            "data.multiple=1. Type data.multiple=4",
         ),
         (
             {"pipe": 2, "context": 2, "schedule": "zero_bubble", "reshard_after_forward": True},
@@ -437,7 +450,9 @@ def test_cuda_graphs_are_for_weights_that_stay_in_place(strategy: dict[str, Any]
 def test_each_rule_says_what_to_do_instead() -> None:
     told = [said for rules in (checks.RULES | checks.CALLBACKS).values() for _, said in rules]
     assert len(told) > 60
-    assert [said for said in told if not re.search("Type|Prune|must be|Leave it out", said)] == []
+    assert [
+        said for said in told if not re.search("[Tt]ype|Prune|must be|Leave it out", said)
+    ] == []
 
 
 def test_cuda_graphs_are_for_steps_of_one_micro_batch() -> None:

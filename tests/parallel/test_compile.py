@@ -4,6 +4,7 @@ compiled code.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import pickle
@@ -53,6 +54,34 @@ def count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[
     before = graphs()
     yield lambda: graphs() - before
     torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+def test_a_share_of_the_memory_recomputes_more_and_changes_nothing(monkeypatch) -> None:
+    partitioned = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
+    monkeypatch.setattr(torch, "compile", lambda forward, mode: partitioned(forward))
+    ids, kept, losses = torch.arange(2 * 17).view(2, 17), [], []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[-1] += tensor.nbytes
+        return tensor
+
+    for mode in ("none", 0.5, 0.1):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Decoder(**SMALL)
+        blocks.checkpoint_activations(model.blocks.values(), mode=mode)
+        blocks.compile_forward(model.blocks.values())
+        kept.append(0)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = model(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([param.grad for param in model.parameters()])
+        losses.append((loss.item(), norm.item()))
+    torch._dynamo.reset()
+    blocks.checkpoint_activations([], mode="none")
+    assert kept == sorted({*kept}, reverse=True), kept
+    assert losses[1:] == [pytest.approx(losses[0], rel=1e-6)] * 2
 
 
 def pickled(model: nn.Module) -> nn.Module:

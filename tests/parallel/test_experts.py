@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from armature.models.mixture.experts import Experts, Router
+from armature.models.mixture.model import MixtureDecoder
+from armature.models.mixture.plan import PLAN
+from tests.parallel.building import parallelize
 from tests.support.parity.harness import (
     Job,
     Run,
@@ -76,6 +81,45 @@ def test_mixture_trains_as_in_one_process(name: str) -> None:
         assert (
             run.facts["expert_elements"] * spread == fit_once(alone(job)).facts["expert_elements"]
         )
+
+
+class Traffic(TorchDispatchMode):
+    """Write a G for each unit that is gathered, and an X for each exchange of rows or counts."""
+
+    letters: ClassVar = {"_allgather_base_": "G", "all_to_all_single": "X"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = ""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen += self.letters.get(func.__name__.partition(".")[0], "")
+        return func(*args, **(kwargs or {}))
+
+
+def traffic(mode: str) -> tuple[str, str]:
+    with torch.device("meta"):
+        model = MixtureDecoder(**FSDP.model_args)
+    options = {"expert": 2, "activation_checkpointing": mode}
+    parallelize(model, axes={"shard": 2}, plan=PLAN, **options)
+    ids = torch.randint(96, (2, 17))
+    with Traffic() as forward:
+        loss = model(ids[:, :-1], ids[:, 1:])
+    with Traffic() as backward:
+        loss.backward()
+    return forward.seen, backward.seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "again"), [("none", 2), ("every", 4), ("selective", 2)])
+def test_units_are_gathered_before_the_host_waits_and_counts_are_exchanged_once(
+    mode: str, again: int
+) -> None:
+    """Of each of 3 mixtures: counts, rows and results; a recomputation repeats the last two."""
+    for forward, backward in on_ranks(traffic, mode, ranks=2):
+        assert (forward.count("X"), backward.count("X")) == (3 * 3, again * 3)
+        # the embedding, the dense block, the first mixture, and the block after it
+        assert forward.partition("X")[0] == "GGGG"
 
 
 @pytest.mark.slow

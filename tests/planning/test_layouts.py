@@ -131,8 +131,7 @@ KNOWN_WAITS = {
     },
     # how many rows go to each rank
     "expert": {
-        "item: parallel/experts.py: sent, received = row_lengths(x_MD, count_E.view(ranks, -1), "
-        "arriving_RE)"
+        "item: parallel/experts.py: return arriving_RE, *row_lengths(x_MD, leaving_RE, arriving_RE)"
     },
 }
 

@@ -31,6 +31,8 @@ CONTEXT_STYLES = {
     "all that follow do",
     "heads": "attention without weights, called with queries, keys and values (B, heads, T, K) "
     "first",
+    "causal": "the same, if it is causal and may get fewer queries than keys: those of the last "
+    "positions. Ranks may then be more than heads",
 }
 
 
@@ -52,7 +54,7 @@ class Plan:
         context: module name pattern → style of `CONTEXT_STYLES`: what a context axis changes. All
             other modules must work on each position by itself. Empty: there can be no context axis.
         heads: constructor argument that counts the heads of "heads", which tensor × context must
-            divide.
+            divide, unless they are "causal".
         layers: constructor argument that counts the blocks.
         tied: constructor argument that makes first and last share a parameter, or None.
         no_tensor: why there can be no tensor axis, with what to type instead, or None.

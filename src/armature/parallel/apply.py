@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ class Options:
     microbatches: int
     stages: list[int] | None
     sequence_parallel: bool
-    activation_checkpointing: str | int
+    activation_checkpointing: str | float
     compile: str
     reshard_after_forward: bool
     param_dtype: torch.dtype | None
@@ -170,7 +171,9 @@ def parallelize(
     if not compiles:
         for block, weights in local.items():
             weights.around(block)
-    blocks.checkpoint_activations(repeated, mode=options.activation_checkpointing)
+    # compiled code knows no contexts
+    contexts = {} if spread is None or compiles else {"context_fn": experts.counted_passes}
+    blocks.checkpoint_activations(repeated, mode=options.activation_checkpointing, **contexts)
     if compiles:
         if tensor_axis is not None and tensor.overlaps(options.async_tensor, tensor_axis):
             blocks.overlap_collectives()
@@ -269,16 +272,32 @@ def shard_units(
     for unit in found.modules:
         last = unit is found.modules[-1] and not found.of_model
         fully_shard(unit, **(stay_gathered if last else arguments))
-    heads = [unit[0] for unit in found.modules]
-    for i, head in enumerate(heads):  # FSDP2 itself gathers one unit ahead
-        following = heads[i + 1 : i + 1 + options.prefetch]
-        if options.prefetch > 1 and following and isinstance(head, FSDPModule):
-            head.set_modules_to_forward_prefetch(following)  # pyright: ignore[reportArgumentType]
+    _gather_ahead(found.modules, options=options)
     if not isinstance(model, FSDPModule):
         fully_shard(model, **{**stay_gathered, "ignored_params": found.whole})
     for module in [*exact, *(unit[-1] for unit in found.modules), model]:
         module.register_forward_hook(experts.reshard_without_grad)
     found.of_model.clear()  # others took their places
+
+
+def _gather_ahead(modules: list[list[nn.Module]], *, options: Options) -> None:
+    """Let each unit gather those that follow it, forward and backward, with what is sharded on its
+    own inside, such as experts.
+
+    FSDP2 itself gathers one unit ahead, if the host runs ahead of the device: it does not where
+    ranks of an expert axis wait for their counts.
+    """
+    if options.prefetch < 2 and options.expert == 1:
+        return
+    units = [
+        [part for each in unit for part in each.modules() if isinstance(part, FSDPModule)]
+        for unit in modules
+    ]
+    for i, (head, *_) in enumerate(units):
+        following = units[i + 1 : i + 1 + options.prefetch]
+        before = units[max(0, i - options.prefetch) : i]
+        head.set_modules_to_forward_prefetch([*chain(*following)])
+        head.set_modules_to_backward_prefetch([*chain(*reversed(before))])
 
 
 def begin(model: nn.Module) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
     CheckpointPolicy,
@@ -67,17 +68,25 @@ def convert_to_float8(modules: Iterable[nn.Module], *, float8: bool | str) -> No
         convert_to_float8_training(module, module_filter_fn=fits, config=config)
 
 
-def checkpoint_activations(blocks: Iterable[nn.Module], *, mode: str | int) -> None:
+def checkpoint_activations(
+    blocks: Iterable[nn.Module], *, mode: str | float, **contexts: Any
+) -> None:
     """Store less of the forward pass, and compute it again in backward.
 
     That is for `every` block, or every n-th if the mode is a number. `selective` stores the results
     of matrix products, attention and sums over ranks in every block, and recomputes the rest;
-    `half` recomputes every second product of weights, too.
+    `half` recomputes every second product of weights, too. A share below 1 is of the bytes that
+    compiled blocks would keep: torch recomputes what costs least per byte.
+
+    Args:
+        contexts: `context_fn` of torch's checkpoint, if the mode has none of its own.
     """
-    if mode == "none":
+    shares = isinstance(mode, float)
+    functorch_config.activation_memory_budget = mode if shares else 1.0
+    if shares or mode == "none":
         return
-    step = int(mode) if str(mode).isdigit() else 1
-    options: dict[str, Any] = {"use_reentrant": False}
+    step = mode if isinstance(mode, int) else 1
+    options: dict[str, Any] = {"use_reentrant": False, **contexts}
     if mode in ("selective", "half"):
         SAC_IGNORED_OPS.update(LABELS)
         options["context_fn"] = partial(_selective_contexts, half=mode == "half")

@@ -1,22 +1,26 @@
-"""The context axis: ranks share samples, and each computes its part of the positions (Ulysses,
-arXiv:2309.14509).
+"""The context axis: ranks share samples, and each computes its part of the positions.
 
-Only attention looks at other positions. An exchange before it gives each rank all positions of some
-of the heads, and
-one after it gives back its positions of all heads. What surrounds the model keeps its meaning:
-whole samples go in, and
-the loss over all targets, or the outputs of all positions, come out, the same on all ranks of the
-axis.
+Only attention looks at other positions, and there are two ways to show them to it. By all-to-all
+(Ulysses, arXiv:2309.14509) each rank gets all positions of some of the heads, and its own positions
+of all heads back. By all-gather (Llama 3, arXiv:2407.21783, 3.3.2) each rank gets the keys and
+values of all positions for its own queries: there may be more ranks than heads, but each holds all
+keys.
+
+A causal position attends to all before it, so late ones are more work. Each rank has two pieces of
+the positions, one counted from the start and one from the end (head and tail), which together are
+as much work on every rank.
+
+What surrounds the model keeps its meaning: whole samples go in, and the loss over all targets, or
+the outputs of all positions, come out, the same on all ranks of the axis.
 
 Shapes: B batch, T positions of a sample, H query heads, G key-value heads, K head width, C ranks of
-the axis. H and G
-are those of one rank of the tensor axis.
+the axis. H and G are those of one rank of the tensor axis.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from typing import Any
@@ -31,34 +35,50 @@ from armature.models.plan import Plan
 from armature.parallel import randomness
 from armature.parallel.experts import exchange
 from armature.parallel.functional import Ranks
+from armature.parallel.mesh import gathers_keys
 from armature.parallel.targets import weigh
 
 
 class Positions:
-    """This rank's part of the positions, and the exchanges with the other ranks of the axis."""
+    """This rank's part of the positions, and the exchanges with the other ranks of the axis.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    Args:
+        method: "all_to_all", "all_gather", or "auto": all-to-all while there are enough heads.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, method: str = "auto") -> None:
         self.group, self.size, self.rank = group, group.size(), group.rank()
+        self.method = method
         self.ranks = Ranks(group.group_name, self.size, self.rank)
         # of models that are running, innermost last
         self._calls: list[tuple[ExitStack, Tensor | None]] = []
 
     def part(self, x: Tensor) -> Tensor:
         """Return this rank's positions (dim 1) of x: (B, T, …) to (B, T / C, …)."""
-        if x.ndim < 2 or x.shape[1] % self.size:
+        if x.ndim < 2 or x.shape[1] % (2 * self.size):
             raise ConfigError(
-                f"strategy.context={self.size} does not divide the "
+                f"2 × strategy.context={self.size} does not divide the "
                 f"{x.shape[1] if x.ndim > 1 else 1} positions (dim 1) "
                 f"of a batch of shape {tuple(x.shape)}. Type another length, or strategy.context=1."
             )
-        return x.chunk(self.size, 1)[self.rank]
+        return self._part_of(x, self.rank, dim=1)
+
+    def _part_of(self, x: Tensor, rank: int, *, dim: int) -> Tensor:
+        pieces = x.chunk(2 * self.size, dim)
+        return torch.cat([pieces[rank], pieces[-1 - rank]], dim)
+
+    def _whole(self, parts: Iterable[Tensor], *, dim: int) -> Tensor:
+        """Return all ranks' parts along `dim` as one, in the order of positions."""
+        heads, tails = zip(*(part.chunk(2, dim) for part in parts), strict=True)
+        return torch.cat([*heads, *reversed(tails)], dim)
 
     def whole(self, x: Tensor) -> Tensor:
         """Return all positions of outputs: (B, T / C, …) to (B, T, …).
 
         All ranks must use them alike.
         """
-        return self.ranks.to_averaged(self.ranks.to_all(x, 1))
+        parts = self.ranks.to_averaged(self.ranks.to_all(x, 0)).chunk(self.size)
+        return self._whole(parts, dim=1)
 
     def share(self, targets: Tensor) -> Tensor | None:
         """Return the factor of this rank's mean loss (see `weigh`): the mean over ranks is that
@@ -86,44 +106,69 @@ class Positions:
         return self.ranks.to_averaged(total / self.size)
 
     # ------------------------------------------------------------ attention
-    def to_heads(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def around(self, attend: Callable[..., Tensor], *, style: str) -> Callable[..., Tensor]:
+        """Return attention of this rank's positions: (B, heads, T / C, K) of queries, keys and
+        values to (B, H, T / C, K).
+
+        `style` is one of `CONTEXT_STYLES`. Only a causal one takes the queries of some positions.
+        """
+
+        def forward(
+            q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, *others: Any, **named: Any
+        ) -> Tensor:
+            # autocast normalizes them in fp32
+            q_BHTK, k_BGTK = (q_BHTK.to(v_BGTK.dtype), k_BGTK.to(v_BGTK.dtype))
+            if style == "causal" and gathers_keys(self.method, q_BHTK.shape[1], self.size):
+                results = [
+                    attend(*piece, *others, **named)
+                    for piece in self._with_all_keys(q_BHTK, k_BGTK, v_BGTK)
+                ]
+                return torch.cat(results, 2)
+            heads = self._to_heads(q_BHTK, k_BGTK, v_BGTK)
+            return self._to_positions(attend(*heads, *others, **named))
+
+        return forward
+
+    def _with_all_keys(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Yield each piece of this rank's queries, with the keys and values up to its end."""
+        gathered = self.ranks.to_whole(torch.stack([k, v]), 0).chunk(self.size)
+        k, v = self._whole(gathered, dim=3)
+        ends = (self.rank + 1, 2 * self.size - self.rank)
+        for q_piece, end in zip(q.chunk(2, 2), ends, strict=True):
+            seen = end * q_piece.shape[2]
+            yield q_piece, k[:, :, :seen], v[:, :, :seen]
+
+    def _to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Tensor]:
         """Exchange queries, keys and values at once: (B, H, T / C, K) to (B, H / C, T, K)."""
-        q_BHTK, k_BGTK, v_BGTK, *others = args
-        # autocast normalizes them in fp32
-        q_BHTK, k_BGTK = (q_BHTK.to(v_BGTK.dtype), k_BGTK.to(v_BGTK.dtype))
         # fewer heads than ranks
-        if (copies := self.size // math.gcd(self.size, k_BGTK.shape[1])) > 1:
-            k_BGTK, v_BGTK = (x.repeat_interleave(copies, dim=1) for x in (k_BGTK, v_BGTK))
-        if q_BHTK.shape[1] % self.size:
+        if (copies := self.size // math.gcd(self.size, k.shape[1])) > 1:
+            k, v = (x.repeat_interleave(copies, dim=1) for x in (k, v))
+        if q.shape[1] % self.size:
             raise ConfigError(
-                f"strategy.context={self.size} does not divide the {q_BHTK.shape[1]} heads of this "
-                "rank's attention. "
-                "Type a number that does."
+                f"strategy.context={self.size} does not divide the {q.shape[1]} heads of this "
+                "rank's attention. Type a number that does."
             )
-        parts = [x.chunk(self.size, 1) for x in (q_BHTK, k_BGTK, v_BGTK)]
+        parts = [x.chunk(self.size, 1) for x in (q, k, v)]
         # (C, B, heads, T / C, K)
         sent = torch.stack([torch.cat(of_rank, 1) for of_rank in zip(*parts, strict=True)])
         received = exchange(sent, self.group).split([of_all[0].shape[1] for of_all in parts], 2)
         # each its own copy: what attention keeps of one must not keep the memory of all three
-        return *(x.movedim(0, 2).flatten(2, 3) for x in received), *others
+        return (self._whole(x, dim=2) for x in received)
 
-    def to_positions(self, _: nn.Module, args: Any, out_BHTK: Tensor) -> Tensor:
+    def _to_positions(self, out_BHTK: Tensor) -> Tensor:
         """Exchange attention's results: (B, H / C, T, K) to (B, H, T / C, K)."""
-        sent = torch.stack(out_BHTK.chunk(self.size, 2))
-        return exchange(sent, self.group).movedim(0, 1).flatten(1, 2)
+        parts = [self._part_of(out_BHTK, rank, dim=2) for rank in range(self.size)]
+        return exchange(torch.stack(parts), self.group).movedim(0, 1).flatten(1, 2)
 
     # ------------------------------------------------------------ models
     def divide(self, model: nn.Module, plan: Plan) -> None:
-        """Let modules work on this rank's positions, and attention on all positions of this rank's
-        heads.
-        """
+        """Let modules work on this rank's positions, and attention see all of them."""
         for name, style in match(model, plan.context).items():
             module = model.get_submodule(name)
             if style == "part":
                 module.register_forward_pre_hook(lambda _, args: (self.part(args[0]), *args[1:]))
             else:
-                module.register_forward_pre_hook(self.to_heads)
-                module.register_forward_hook(self.to_positions)
+                module.forward = self.around(module.forward, style=style)
 
     def divide_calls(self, model: nn.Module) -> None:
         """Let calls of the model with whole samples return losses of all targets, or outputs of all

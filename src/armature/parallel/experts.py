@@ -8,15 +8,16 @@ Shapes: M rows that leave this rank, D width, E experts, R ranks of the axis.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -75,15 +76,18 @@ def reshard_without_grad(module: Any, *_: Any) -> None:
 
 
 def _exchange_rows(experts: nn.Module, axis: DeviceMesh) -> None:
-    """Let each rank compute the rows of all ranks that belong to its experts."""
+    """Let each rank compute the rows of all ranks that belong to its experts.
+
+    What is returned may still travel: what the model computes before it uses it (a shared expert)
+    takes no time of its own.
+    """
     group, ranks, compute = axis.get_group(), axis.size(), experts.forward
 
     def forward(x_MD: Tensor, count_E: Tensor) -> Tensor:
         if ranks == 1:
             with _plain_parameters(experts):
                 return compute(x_MD, count_E)
-        arriving_RE = exchange(count_E, group).view(ranks, -1)  # E: of the experts here
-        sent, received = row_lengths(x_MD, count_E.view(ranks, -1), arriving_RE)
+        arriving_RE, sent, received = _Pass.kept(partial(_counts, x_MD, count_E, group))
         x_MD = exchange(x_MD, group, received=received, sent=sent)  # sorted by rank, then by expert
         number_E = torch.arange(arriving_RE.shape[1], device=x_MD.device)
         expert_M = number_E.repeat(ranks).repeat_interleave(
@@ -95,6 +99,15 @@ def _exchange_rows(experts: nn.Module, axis: DeviceMesh) -> None:
         return exchange(permute(y_MD, order_M.argsort()), group, received=sent, sent=received)
 
     experts.forward = forward
+
+
+def _counts(
+    x_MD: Tensor, count_E: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, list[int], list[int]]:
+    """Return how many rows arrive from each rank for each expert here (R, E), and `row_lengths`."""
+    leaving_RE = count_E.view(group.size(), -1)
+    arriving_RE = exchange(count_E, group).view_as(leaving_RE)
+    return arriving_RE, *row_lengths(x_MD, leaving_RE, arriving_RE)
 
 
 def row_lengths(
@@ -115,8 +128,45 @@ def exchange(
     received: list[int] | None = None,
     sent: list[int] | None = None,
 ) -> Tensor:
-    """Send x's rows to the ranks in turn, in equal parts or `sent` of them. Differentiable."""
-    return wait_tensor(all_to_all_single(x.contiguous(), received, sent, group))
+    """Send x's rows to the ranks in turn, in equal parts or `sent` of them. Differentiable.
+
+    The first use of what is received waits for it.
+    """
+    return all_to_all_single_autograd(x.contiguous(), received, sent, group)
+
+
+class _Pass:
+    """A block's forward pass, or its recomputation, which takes the counts of the pass again.
+
+    Another exchange, and the host's wait for it, would bring the same. It is entered once per
+    repetition: of a backward in two parts there are several.
+    """
+
+    running: ClassVar[_Pass | None] = None
+
+    def __init__(self, counts: list[Any], *, again: bool) -> None:
+        self.counts, self.again = counts, again
+
+    def __enter__(self) -> None:
+        self._before, self._left, _Pass.running = _Pass.running, iter(self.counts), self
+
+    def __exit__(self, *_: object) -> None:
+        _Pass.running = self._before
+
+    @classmethod
+    def kept(cls, count: Callable[[], Any]) -> Any:
+        if (running := cls.running) is None:
+            return count()
+        if not running.again:
+            running.counts.append(count())
+            return running.counts[-1]
+        return next(running._left)
+
+
+def counted_passes() -> tuple[_Pass, _Pass]:
+    """Return the contexts of a block's forward pass and of its recomputation."""
+    counts: list[Any] = []
+    return _Pass(counts, again=False), _Pass(counts, again=True)
 
 
 @contextmanager

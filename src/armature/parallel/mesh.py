@@ -49,6 +49,13 @@ def shards_sequence(option: bool | str, *, device: str, expert: int = 1) -> bool
     return device != "cpu" or expert > 1 if option == "auto" else bool(option)
 
 
+def gathers_keys(method: str, heads: int, context: int) -> bool:
+    """Return whether ranks of the context axis gather keys and values, instead of exchanging
+    positions for heads: `auto` does if the ranks are more than, or do not divide, a rank's heads.
+    """
+    return method == "all_gather" or (method == "auto" and heads % context != 0)
+
+
 def build(sizes: Mapping[str, int], *, device_type: str) -> DeviceMesh:
     """Return the mesh pipe × replicate × shard × tensor, of shard and of axes with several ranks.
 

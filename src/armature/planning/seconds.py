@@ -79,7 +79,9 @@ def _compute(setup: Setup, device: Device) -> float:
     again = {"none": 0.0, "selective": FORWARD_TRAFFIC * traffic, "every": forward}
     again["half"] = again["selective"] + products / 2
     recomputed = again.get(str(setup.recompute))
-    if recomputed is None:
+    if isinstance(setup.recompute, float):  # at first what reads memory, at last products
+        recomputed = (1 - setup.recompute) ** 2 * forward
+    elif recomputed is None:
         recomputed = forward / int(setup.recompute)
     losses = samples * cost.losses / setup.axes["context"]
     head = 2 * (1 + towards) * losses * cost.head_matrices / tensor / flops_rate
@@ -119,11 +121,13 @@ def _communication(setup: Setup, device: Device) -> float:
     own *= setup.gathered_bytes * (2 if setup.reshard else 1) + setup.reduced_bytes
     reduced = setup.accumulate * setup.reduced_bytes * setup.trained / (tensor * pipe * weights)
     exchanged = (2 * cost.queries + cost.keys) / tensor * low
+    if setup.gathers_keys:
+        exchanged = context * cost.keys / tensor * low
     rings = [  # bytes, ranks, distance between neighbors
         (_of_weights(setup, experts), weights, tensor),
         (own, max(1, weights * tensor // expert), expert),
         (2 * reduced, axes["replicate"], tensor * weights),
-        # around attention: queries, keys, values and results
+        # around attention: queries, keys, values and results; or all keys and values
         (passes * blocks * positions * exchanged, context, tensor),
         # tokens to their experts and back
         (2 * passes * blocks * positions / tensor * cost.rows * low, expert, 1),

@@ -17,7 +17,7 @@ from armature.finetune.check import LORA
 from armature.layout import Layout
 from armature.models.cost import Cost
 from armature.models.plan import module_beside
-from armature.parallel.mesh import AXES, GATHERED_IN, shards_sequence
+from armature.parallel.mesh import AXES, GATHERED_IN, gathers_keys, shards_sequence
 from armature.parallel.split import balance_blocks
 from armature.validation import signatures
 
@@ -37,10 +37,12 @@ class Setup:
             DeepSpeed, `offload` (weights, gradients and optimizer state in the host's memory) to
             a mesh, too.
         micro: samples per rank in one forward pass; `accumulate` of them make a step.
-        recompute: none, selective, half, every, or a number n: each n-th block.
+        recompute: none, selective, half, every, a number n: each n-th block, or a share of
+            the bytes.
         adapter_rank: of adapters of all Linears inside the blocks, which alone are trained; 0:
             none. The matrices may have 4 bits.
         expert: ranks that share out a mixture's experts, which get equally many tokens.
+        gathers_keys: whether ranks of the context axis gather keys and values (`parallel.mesh`).
         averaged: whether a fp32 average of the trained weights is kept (callbacks=ema).
         separate_buckets: whether ddp's gradients lie beside the buckets that it sends.
         matrix_state, other_state: bytes of optimizer state per parameter of hidden matrices, and of
@@ -54,7 +56,7 @@ class Setup:
     micro: int = 1
     accumulate: int = 1
     precision: str = "bf16-mixed"
-    recompute: str | int = "none"
+    recompute: str | float = "none"
     matrix_state: int = ADAM_BYTES
     other_state: int = ADAM_BYTES
     reshard: bool = True
@@ -68,6 +70,7 @@ class Setup:
     adapter_rank: int = 0
     in_4_bits: bool = False
     expert: int = 1
+    gathers_keys: bool = False
     averaged: bool = False
     separate_buckets: bool = False
     param_dtype: str | None = None
@@ -232,6 +235,9 @@ def setup_of(cfg: DictConfig, layout: Layout) -> Setup | None:
     batches = batching.plan_batches(size, cfg.data.micro_batch_size, layout.data_ranks)
     matrix_state, other_state = _optimizer_bytes(cfg)
     reshard, expert = options.get("reshard_after_forward"), options.get("expert", 1)
+    plan, axes = layout.plan, layout.axes
+    heads = cfg.model.get(plan.heads) if plan is not None else None
+    method = options.get("context_method", "auto")
     lora = {**signatures.defaults_of(LORA), **adapter} if adapter else {}
     return Setup(
         cost=cost,
@@ -257,6 +263,8 @@ def setup_of(cfg: DictConfig, layout: Layout) -> Setup | None:
         adapter_rank=lora.get("rank", 0),
         in_4_bits=lora.get("quantize") is not None,
         expert=expert,
+        gathers_keys=axes["context"] > 1
+        and gathers_keys(method, (heads or 0) // axes["tensor"], axes["context"]),
         averaged=bool(config.averages(cfg)),
         separate_buckets=layout.kind == "ddp" and not options.get("gradient_as_bucket_view", True),
         param_dtype=options.get("param_dtype"),

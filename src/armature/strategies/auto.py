@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def auto(
     *,
     seed: int = 0,
-    activation_checkpointing: str | int = "none",
+    activation_checkpointing: str | float = "none",
     compile: str = "none",
     compile_mode: str = "default",
     float8: bool | str = False,

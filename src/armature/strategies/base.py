@@ -73,7 +73,7 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
     def configure_mixin(
         self,
         seed: int,
-        activation_checkpointing: str | int,
+        activation_checkpointing: str | float,
         compile: str,
         compile_mode: str,
         float8: bool | str,
@@ -82,8 +82,8 @@ class StrategyMixin(GradientMixin, CheckpointMixin):
 
         Args:
             activation_checkpointing: none; every block; n, for every n-th; selective, which
-                recomputes all but matrix products and attention; or half, which recomputes every
-                second matrix product, too.
+                recomputes all but matrix products and attention; half, which recomputes every
+                second matrix product, too; or the share of its memory that compiled code keeps.
             compile: none, block (each block on its own) or model (the whole).
             compile_mode: torch.compile's.
             float8: whether the blocks' matrix products run in float8; "emulate" computes the same

@@ -95,7 +95,7 @@ class DDP(StrategyMixin, DDPStrategy):
         sync_batchnorm: bool = True,
         find_unused_parameters: bool | None = None,
         gradient_as_bucket_view: bool = True,
-        activation_checkpointing: str | int = "none",
+        activation_checkpointing: str | float = "none",
         compile: str = "none",
         compile_mode: str = "default",
         float8: bool | str = False,

@@ -73,7 +73,7 @@ class DeepSpeed(StrategyMixin, DeepSpeedStrategy):
         offload_parameters: bool = False,
         backend: str = "auto",
         config: dict[str, Any] | None = None,
-        activation_checkpointing: str | int = "none",
+        activation_checkpointing: str | float = "none",
         compile: str = "none",
         compile_mode: str = "default",
         float8: bool | str = False,

@@ -45,6 +45,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         pipe, replicate, shard, context, tensor: sizes of the axes; one may be "auto", which takes
             the remaining processes. The ranks of `context` share samples and shard their positions,
             and the weights like `shard`.
+        context_method: how ranks of `context` attend to all positions: "all_to_all" over heads,
+            "all_gather" of keys and values, or "auto": all_to_all while there are enough heads.
         expert: ranks that share out a mixture's experts. They are ranks of shard, context and
             tensor, no further ones.
         backend: `auto` (gloo on CPU, NCCL on GPU), or a backend's name.
@@ -56,7 +58,8 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         param_dtype, reduce_dtype: types of gathered weights and of reduced gradients; None: bf16
             and fp32 with bf16 precision, fp16 and fp32 with 16-mixed, otherwise the weights' own.
         cpu_offload: keep sharded weights, gradients and optimizer state in the CPU's memory.
-        prefetch: the number of units that are gathered ahead of the one that computes.
+        prefetch: the number of units that are gathered ahead of the one that computes, forward
+            and backward.
         min_num_params: of a unit (`parallel.units`), counted on one rank of the tensor axis. What
             is smaller stays whole on every rank: small messages are hardly faster than larger ones.
         sequence_parallel: shard norms, and activations between blocks, over the tensor axis too, if
@@ -82,6 +85,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         shard: int | str = 1,
         context: int | str = 1,
         tensor: int | str = 1,
+        context_method: str = "auto",
         expert: int = 1,
         backend: str = "auto",
         reshard_after_forward: bool | None = None,
@@ -98,7 +102,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         virtual_stages: int = 2,
         microbatches: int = 4,
         stages: Sequence[int] | None = None,
-        activation_checkpointing: str | int = "none",
+        activation_checkpointing: str | float = "none",
         compile: str = "none",
         compile_mode: str = "default",
         float8: bool | str = False,
@@ -111,6 +115,7 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
             "context": context,
             "tensor": tensor,
         }
+        self.context_method = context_method
         self.reduce_every_microbatch, self.sync_batchnorm = reduce_every_microbatch, sync_batchnorm
         self.options: dict[str, Any] = {
             "seed": seed,
@@ -154,7 +159,10 @@ class MeshStrategy(StrategyMixin, ModelParallelStrategy):
         if self._device_mesh is None:
             self._device_mesh = mesh.build(self.sizes, device_type=self.root_device.type)
             self.positions = (
-                Positions(mesh.context_group(self._device_mesh, context=self.sizes["context"]))
+                Positions(
+                    mesh.context_group(self._device_mesh, context=self.sizes["context"]),
+                    method=self.context_method,
+                )
                 if self.sizes["context"] > 1
                 else None
             )

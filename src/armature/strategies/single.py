@@ -15,8 +15,8 @@ class SingleDevice(StrategyMixin, SingleDeviceStrategy):
     saves_files = True
 
     def __init__(
-        self, *, seed: int = 0, activation_checkpointing: str | int = "none", compile: str = "none",
-        compile_mode: str = "default", float8: bool | str = False,
+        self, *, seed: int = 0, activation_checkpointing: str | float = "none",
+        compile: str = "none", compile_mode: str = "default", float8: bool | str = False,
     ) -> None:  # fmt: skip
         super().__init__()
         # the Trainer sets it, from its accelerator

@@ -407,6 +407,25 @@ RULES: dict[str, Rules] = {
             "model=pretrained.",
         ),
     ],
+    "strategy.context_method": [
+        (
+            lambda r: (
+                r.context > 1
+                and r.context_method == "all_gather"
+                and r.plan.context
+                and "causal" not in r.plan.context.values()
+            ),
+            ": the plan of {r.trained} names no causal attention in `context`. Type "
+            "strategy.context_method=all_to_all.",
+        ),
+    ],
+    "strategy.activation_checkpointing": [
+        (
+            lambda r: isinstance(r.activation_checkpointing, float) and r.compile == "none",
+            " is a share of the memory that compiled code keeps. Type strategy.compile=block, or "
+            "strategy.activation_checkpointing=selective.",
+        ),
+    ],
     "strategy.tensor": [
         *_NO_PLAN,
         (
@@ -588,20 +607,26 @@ def _of_tensor(r: Run) -> Iterator[str]:
 
 
 def _of_context(r: Run) -> Iterator[str]:
-    heads = r.model.get(r.plan.heads) if r.plan.context else None
-    ranks = f"strategy.context={r.context}"
-    both = f"{ranks} × strategy.tensor={r.tensor}" if r.tensor > 1 else ranks
+    if r.context == 1:
+        return
+    ranks, styles = f"strategy.context={r.context}", r.plan.context.values()
+    gathers = "causal" in styles and r.context_method != "all_to_all"
+    heads = r.model.get(r.plan.heads) if r.plan.context and not gathers else None
     if isinstance(heads, int) and heads % r.tensor == 0 and heads // r.tensor % r.context:
+        both = f"{ranks} × strategy.tensor={r.tensor}" if r.tensor > 1 else ranks
         fits = max(n for n in range(1, r.context) if heads // r.tensor % n == 0)
+        gather = " or strategy.context_method=all_gather" * ("causal" in styles)
         yield (
             f"{both} does not divide model.{r.plan.heads}={heads}: within attention each rank has "
-            f"some of the heads. Type strategy.context={fits}."
+            f"some of the heads. Type strategy.context={fits}{gather}."
         )
-    ranks, parts = (both, r.context * r.tensor) if r.shards_sequence else (ranks, r.context)
-    for key, length in _lengths(r, "context", "multiple") if r.context > 1 else ():
+    # each rank has two pieces, and its tensor ranks equal parts of both together
+    parts = r.context * math.lcm(2, r.tensor if r.shards_sequence else 1)
+    shared = f" with strategy.tensor={r.tensor}" if r.shards_sequence and r.tensor > 1 else ""
+    for key, length in _lengths(r, "context", "multiple"):
         if length % parts:
             yield (
-                f"{ranks} does not divide the positions of {key}={length}. Type "
+                f"2 × {ranks}{shared} does not divide the positions of {key}={length}. Type "
                 f"{key}={_next(length, parts)}."
             )
 

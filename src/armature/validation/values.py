@@ -150,6 +150,7 @@ class OfStrategy:
     replicate: Axis
     shard: Axis
     context: Axis
+    context_method: Literal["auto", "all_to_all", "all_gather"]
     tensor: Axis
     backend: Literal["auto", "gloo", "nccl", "mpi", "ucc", "xccl"]
     compile: Literal["none", "block", "model"]
@@ -166,7 +167,9 @@ class OfStrategy:
     async_tensor: Literal["auto"] | bool
     schedule: Literal[tuple(SCHEDULES)]  # pyright: ignore[reportInvalidTypeForm]
     seed: Seed
-    activation_checkpointing: Literal["none", "every", "half", "selective"] | Count
+    activation_checkpointing: (
+        Literal["none", "every", "half", "selective"] | Count | Annotated[float, Field(gt=0, lt=1)]
+    )
     virtual_stages: Annotated[int, Field(ge=2)]
     prefetch: Count0
     min_num_params: Count0

@@ -23,6 +23,26 @@ LAYOUTS: dict[str, Job] = {
         mesh(2, context=2, activation_checkpointing="selective"), **UNEQUAL
     ),
     "context 2, compiled blocks": mesh(2, context=2, compile="block", min_num_params=10_000),
+    "context 2, keys gathered": mesh(2, context=2, context_method="all_gather"),
+    "context 2, keys gathered, documents, windows, unequal targets": replace(
+        mesh(2, context=2, context_method="all_gather"),
+        **UNEQUAL,
+        model_args={**DOCUMENTS["model_args"], **WINDOWS["model_args"]},
+    ),
+    "context 2, keys gathered, compiled blocks, selective": mesh(
+        2,
+        context=2,
+        context_method="all_gather",
+        compile="block",
+        min_num_params=10_000,
+        activation_checkpointing="selective",
+    ),
+    "context 4, keys gathered for 2 heads": replace(
+        mesh(4, context=4), model_args={**DECODER, "heads": 2, "windows": [5, None, 3, None]}
+    ),
+    "context 2 × tensor 2, keys gathered for 2 heads, unequal targets": replace(
+        mesh(4, context=2, tensor=2), **UNEQUAL, model_args={**DECODER, "heads": 2}
+    ),
     "fsdp 2 × context 2": mesh(4, shard=2, context=2),
     "fsdp 2 × context 2, unequal targets": replace(mesh(4, shard=2, context=2), **UNEQUAL),
     "replicate 2 × context 2": mesh(4, replicate=2, context=2),

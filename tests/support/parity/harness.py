@@ -19,7 +19,6 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from armature.validation.quantization import torch_version
 from tests import needs
 
 ROOT = Path(__file__).parents[3]
@@ -213,7 +212,7 @@ def import_object(path: str) -> Any:
 
 def fit(job: Job) -> Run:
     """Run a job on its own processes."""
-    if job.options.get("schedule") == "zero_bubble" and torch_version() < (2, 12):
+    if job.options.get("schedule") == "zero_bubble" and needs.TORCH < (2, 12):
         needs.absent("zero bubble on CPUs needs torch 2.12")
     return on_ranks(_fit, job, ranks=job.ranks)[0]
 

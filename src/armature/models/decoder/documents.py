@@ -42,7 +42,7 @@ def dense_mask(document_BT: Tensor, document_BS: Tensor, *, window: int | None =
 
 
 def position_mask(
-    new: int, seen: int, *, window: int | None, device: torch.device, head_dim: int
+    new: int, seen: int, *, window: int | None, device: torch.device, head_dim: int, cached: bool
 ) -> Tensor | BlockMask | None:
     """Return the mask of the newest T = `new` of S = `seen` positions without documents.
 
@@ -50,8 +50,9 @@ def position_mask(
     """
     if (window is None or seen <= window) and new in (1, seen):
         return None
-    if window is not None and new == seen and skips_blocks(device, head_dim):
-        return block_mask(torch.zeros(1, new, dtype=torch.int32, device=device), window=window)
+    if (new == seen or not cached) and skips_blocks(device, head_dim):
+        document_1S = torch.zeros(1, seen, dtype=torch.int32, device=device)
+        return block_mask(document_1S, start=seen - new, window=window)
     return _near(new, seen, window=window, device=device)
 
 
@@ -60,22 +61,36 @@ def _near(new: int, seen: int, *, window: int | None, device: torch.device) -> T
     return near_TS if window is None else near_TS.triu(seen - new - window + 1)
 
 
-def block_mask(document_BT: Tensor, *, window: int | None = None) -> BlockMask:
-    """Return `dense_mask` without a cache as FlexAttention's block mask; one row of documents
-    serves any batch.
+def block_mask(document_BS: Tensor, *, start: int = 0, window: int | None = None) -> BlockMask:
+    """Return `dense_mask` without a cache as FlexAttention's block mask, of the positions from
+    `start`; one row of documents serves any batch.
     """
-    rows, length = document_BT.shape
+    rows, length = document_BS.shape
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         row = b if rows > 1 else 0
         near = (i >= j) if window is None else (i >= j) & (i - j < window)
-        return near & (document_BT[row, i] == document_BT[row, j])
+        return near & (document_BS[row, i] == document_BS[row, j])
+
+    return _blocks(visible, rows, start, length, device=document_BS.device)
+
+
+def rows(mask: Tensor | BlockMask, start: int, end: int) -> Tensor | BlockMask:
+    """Return what a causal mask shows positions from `start` to `end`: of none after them."""
+    if not isinstance(mask, BlockMask):
+        return mask[..., start:end, :end]
+    return _blocks(mask.mask_mod, mask.shape[0], start, end, device=mask.kv_indices.device)
+
+
+def _blocks(
+    visible: Callable[..., Tensor], rows: int, start: int, end: int, *, device: torch.device
+) -> BlockMask:
+    def moved(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return visible(b, h, i + start, j)
 
     # compiled, it does not hold B x T x T numbers
-    make = _compiled_mask() if document_BT.device.type == "cuda" else create_block_mask
-    return make(
-        visible, rows if rows > 1 else None, None, length, length, device=document_BT.device
-    )
+    make = _compiled_mask() if device.type == "cuda" else create_block_mask
+    return make(moved, rows if rows > 1 else None, None, end - start, end, device=device)
 
 
 @cache

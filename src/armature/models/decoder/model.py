@@ -30,11 +30,11 @@ from armature.models.loss import mean_cross_entropy
 from armature.models.plan import by_rows
 
 
-def rotate(x_BHTK: Tensor, rotary_C2K: Tensor) -> Tensor:
+def rotate(x_BHTK: Tensor, rotary_C2K: Tensor, start: int = 0) -> Tensor:
     """Rotate each pair (i, i + K/2) by its position's angle (RoFormer, arXiv:2104.09864), always in
-    fp32.
+    fp32. The first position of x is `start`.
     """
-    cos_TK, sin_TK = rotary_C2K[..., : x_BHTK.shape[2], :, :].unbind(-2)
+    cos_TK, sin_TK = rotary_C2K[..., start : start + x_BHTK.shape[2], :, :].unbind(-2)
     x, y = x_BHTK.float().chunk(2, dim=-1)
     return torch.cat([x * cos_TK - y * sin_TK, y * cos_TK + x * sin_TK], dim=-1).to(x_BHTK.dtype)
 
@@ -59,7 +59,7 @@ class AttentionCore(nn.Module):
     """Rotary positions and attention: all that looks at other positions. It has no weights.
 
     Queries, keys and values come first, since a context axis exchanges them here
-    (`parallel.context`).
+    (`parallel.context`). Fewer queries than keys are those of the last positions.
     """
 
     def __init__(self, *, window: int | None) -> None:
@@ -72,7 +72,8 @@ class AttentionCore(nn.Module):
     ) -> Tensor:  # fmt: skip
         """Return attention (B, H, T, K)."""
         if cache is None:
-            q_BHTK, k_BGTK = rotate(q_BHTK, rotary_C2K), rotate(k_BGTK, rotary_C2K)
+            start = k_BGTK.shape[2] - q_BHTK.shape[2]
+            q_BHTK, k_BGTK = rotate(q_BHTK, rotary_C2K, start), rotate(k_BGTK, rotary_C2K)
         else:  # of one position, the number of operations is what takes time
             both = rotate(torch.cat([q_BHTK, k_BGTK], dim=1), rotary_C2K)
             q_BHTK, k_BGTK = both.split([q_BHTK.shape[1], k_BGTK.shape[1]], dim=1)
@@ -85,9 +86,12 @@ class AttentionCore(nn.Module):
                 window=self.window,
                 device=q_BHTK.device,
                 head_dim=q_BHTK.shape[3],
+                cached=cache is not None,
             )
-        elif not isinstance(mask, BlockMask):
-            mask = mask[..., -seen:]  # a cache has dropped the positions before a window
+        elif cache is not None and not isinstance(mask, BlockMask):
+            mask = mask[..., -seen:]  # it has dropped the positions before a window
+        elif mask.shape[-2] != q_BHTK.shape[2]:  # a piece of the positions
+            mask = packing.rows(mask, seen - q_BHTK.shape[2], seen)
         if isinstance(mask, BlockMask):
             return packing.attend(q_BHTK, k_BGTK, v_BGTK, mask)
         if q_BHTK.shape[1] != k_BGTK.shape[1] and not takes_groups(v_BGTK, mask):

@@ -23,7 +23,7 @@ PLAN = Plan(
     optional=("blocks.*.attention.[qk]_norm",),
     divided=("heads", "kv_heads", "ffn_hidden", "vocab_size"),
     sequence="context",
-    context={"embed": "part", "blocks.*.attention.core": "heads"},
+    context={"embed": "part", "blocks.*.attention.core": "causal"},
     tied="tied",
     needs_inputs="document_token",
 )

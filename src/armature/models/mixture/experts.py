@@ -168,10 +168,13 @@ class Mixture(nn.Module):
         self.newest_E = count_E if self.training and torch.is_grad_enabled() else None
         order_M = expert_M.argsort(stable=True)
         rows_MD = permute(x_BTD.flatten(0, 1).repeat_interleave(self.active, 0), order_M)
-        y_MD = permute(self.experts(rows_MD, count_E), order_M.argsort())
+        y_MD = self.experts(rows_MD, count_E)
+        # an expert axis's rows travel meanwhile
+        shared_BTD = None if self.shared is None else self.shared(x_BTD)
+        y_MD = permute(y_MD, order_M.argsort())
         y_ND = (y_MD.unflatten(0, (-1, self.active)) * weight_NA[..., None].to(y_MD.dtype)).sum(1)
         y_BTD = y_ND.view_as(x_BTD)
-        return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)
+        return y_BTD if shared_BTD is None else y_BTD + shared_BTD
 
     def count_newest(self) -> None:
         """Count the tokens of the newest training forward.
