@@ -57,7 +57,7 @@ from armature.training.stop import StopOnSignal, StoppedBySignal, seconds_of
 from armature.training.trainer import Trainer
 from armature.training.users_callbacks import BeginAverages, CheckCallbacks
 from armature.training.watchdog import Watchdog
-from armature.validation import checks, combinations, micro_batch, relations, resize
+from armature.validation import combinations, micro_batch, relations, resize
 from armature.validation.composing import instantiate
 
 log = logging.getLogger(__name__)
@@ -325,7 +325,8 @@ def _trainer_arguments(
     trainer, every = cfg.trainer, cfg.trainer.val_every_n_steps
     if not task.automatic_optimization:
         known = {"is_manual": True, "accumulates": batches.accumulate > 1}
-        if found := combinations.problems(checks.plain(cfg), layout, **known):
+        plain: Any = OmegaConf.to_container(cfg, resolve=True)
+        if found := combinations.problems(plain, layout, **known):
             raise ConfigError(found)
     return {
         "accelerator": trainer.accelerator,

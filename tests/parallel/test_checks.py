@@ -142,13 +142,11 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
             },
             "strategy.tensor=4 does not divide data.context=14, .* or data.context=16",
         ),
-        ({"tensor": 2}, {"plan": None}, "has no plan"),
         (
             {"shard": 2, "activation_checkpointing": 0.5},
             {},
             "strategy.activation_checkpointing=0.5 is a share .* Type strategy.compile=block",
         ),
-        ({"context": 2}, {"plan": None}, "strategy.context=2: mine.Model has no plan"),
         (
             {"context": 2},
             {"plan": replace(PLAN, context={})},
@@ -191,11 +189,6 @@ def test_each_cell_of_the_table_is_refused_or_allowed_as_it_says(feature: str, k
             {"context": 2},
             {"data": {"multiple": 1, "micro_batch_size": 8}},
             "data.multiple=1. Type data.multiple=4",
-        ),
-        (
-            {"pipe": 2, "context": 2, "schedule": "zero_bubble", "reshard_after_forward": True},
-            {"world_size": 4},
-            "Type strategy.reshard_after_forward=false, or strategy.schedule=1f1b",
         ),
         ({"pipe": 2}, {"plan": None}, "has no plan"),
         ({"pipe": 2}, {"model": {"layers": 1}}, "makes 2 stages, but model.layers=1"),
@@ -351,11 +344,6 @@ EXPERTS = replace(PLAN, experts="blocks.*.experts", expert_count="experts")
             "strategy.reduce_dtype=float32",
         ),
         (
-            {"shard": 2, "expert": 2, "reduce_dtype": "float64"},
-            {"model": {"experts": 8}},
-            "reduce_dtype=float64 with strategy.expert=2 would reduce gradients in float64",
-        ),
-        (
             {"shard": 2, "expert": 2, "param_dtype": "float16"},
             {"model": {"experts": 8}, "trainer": {"precision": "32-true"}},
             "strategy.param_dtype=float16 with strategy.expert=2 would reduce gradients in float16",
@@ -450,9 +438,7 @@ def test_cuda_graphs_are_for_weights_that_stay_in_place(strategy: dict[str, Any]
 def test_each_rule_says_what_to_do_instead() -> None:
     told = [said for rules in (checks.RULES | checks.CALLBACKS).values() for _, said in rules]
     assert len(told) > 60
-    assert [
-        said for said in told if not re.search("[Tt]ype|Prune|must be|Leave it out", said)
-    ] == []
+    assert [said for said in told if not re.search("(?i)type |prune|must be|leave", said)] == []
 
 
 def test_cuda_graphs_are_for_steps_of_one_micro_batch() -> None:

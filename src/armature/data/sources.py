@@ -137,7 +137,8 @@ def _nothing_found(typed: str, pattern: Path) -> str:
         )
     missing, names = pattern.parts[len(there.parts) :], sorted(p.name for p in there.iterdir())
     near = difflib.get_close_matches(missing[0], names, n=1, cutoff=0.7)
-    hint = f"Did you mean {there / near[0]}?" if near else f"It has {', '.join(names[:5])} …"
+    listed = f"It has {', '.join(names[:5])} …" if len(missing) == 1 else "Name a path that exists."
+    hint = f"Did you mean {there / near[0]}?" if near else listed
     return f"data.path={typed}: {there.absolute()} has no {'/'.join(missing)}. {hint}"
 
 

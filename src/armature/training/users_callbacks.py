@@ -6,13 +6,13 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
 from armature.errors import ConfigError
 from armature.layout import Layout
 from armature.training.run_hooks import RunHooks
-from armature.validation import checks, combinations
+from armature.validation import combinations
 
 
 class CheckCallbacks(RunHooks, Callback):
@@ -44,7 +44,8 @@ class CheckCallbacks(RunHooks, Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         callbacks: list[Any] = trainer.callbacks if stage == "fit" else []  # pyright: ignore[reportAttributeAccessIssue]
-        kinds, cfg = dict.fromkeys(map(type, callbacks)), checks.plain(self._cfg)
+        kinds = dict.fromkeys(map(type, callbacks))
+        cfg: Any = OmegaConf.to_container(self._cfg, resolve=True)
         if found := combinations.callback_problems(kinds, cfg, Layout.of(self._cfg)):
             raise ConfigError(found)
 

@@ -37,6 +37,7 @@ MOST_PROCESSES = 1024  # of one machine, except where CPUs are many
 CLASSES = ("task", "model", "data", "optimizer", "scheduler", "strategy", "callbacks", "logger")
 # keys that decide the layout
 OF_LAYOUT = ("trainer.num_nodes", "trainer.devices", "launch.", "data.", "strategy.")
+_REFERENCE = r"\$\{([\w.]+)\}"
 LONGEST_NAME = 255  # bytes of one folder's name on ordinary file systems
 log = logging.getLogger(__name__)
 
@@ -247,7 +248,7 @@ def _interpolation_problems(cfg: DictConfig) -> list[str]:
 def _unresolved(cfg: DictConfig, path: str, value: str, error: OmegaConfBaseException) -> list[str]:
     """Return why a value cannot be resolved."""
     raw: Any = OmegaConf.to_container(cfg, resolve=False)
-    for name in re.findall(r"\$\{([\w.]+)\}", value):
+    for name in re.findall(_REFERENCE, value):
         if values.select(raw, name) is not values.UNSET:
             continue
         if path.startswith("model.") and name.startswith("data."):
@@ -265,8 +266,14 @@ def _unresolved(cfg: DictConfig, path: str, value: str, error: OmegaConfBaseExce
                 f"{path}: the environment has no {name}. Type {name}=… before the command, or "
                 f"${{oc.env:{name},DEFAULT}}."
             ]
-    if ":" not in value:  # all keys are there
-        return [f"{path}: it refers to itself. Type {path}=… for its value."]
+    if ":" not in value:  # all keys are there: one of them is told by itself, or refers back
+        reached, new = set[str](), {path}
+        while new:
+            named = [re.findall(_REFERENCE, str(values.select(raw, key))) for key in new]
+            new = {name for names in named for name in names} - reached
+            reached |= new
+        instead = f"it refers to itself. Type {path}=… for its value."
+        return [f"{path}: {instead}"] if path in reached else []
     return [f"{path}: {str(error).partition(chr(10))[0].rstrip('.')}."]
 
 

@@ -216,7 +216,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     # last parts are compared: a group that two keys share would make them alike
     near = near or [own[each] for each in difflib.get_close_matches(last, own, 1, 0.6)]
     near = near or [by_last[each] for each in difflib.get_close_matches(last, by_last, 1, 0.75)]
-    near = near or difflib.get_close_matches(word, () if own else known, 1, 0.6)
+    near = near or difflib.get_close_matches(word, () if own else {*known} - {group}, 1, 0.6)
     if not near and group and own:
         return f" There are {', '.join([*own.values()][:8])}."
     return f" Did you mean '{near[0]}'?" if near else ""
