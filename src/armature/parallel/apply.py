@@ -152,19 +152,21 @@ def parallelize(
     blocks.convert_to_float8(repeated, float8=options.float8)
     # 4. tensor: matrices, the vocabulary and its loss
     local: dict[nn.Module, tensor.LocalWeights] = {}
+    divides, place = False, 0 if positions is None else positions.rank
     if tensor_axis is not None:
         divides = options.sequence_parallel and plan is not None and plan.sequence is not None
         local = tensor.shard_modules(
             model, styles, mesh=tensor_axis, sequence_parallel=divides, blocks=repeated
         )
         if divides:
-            place = 0 if positions is None else positions.rank
-            for part in parts:
-                tensor.draw_apart(part, place * tensor_axis.size() + tensor_axis.get_local_rank())
+            place = place * tensor_axis.size() + tensor_axis.get_local_rank()
         if "logits" in styles.values():
             unshard = tensor.shard_loss(model, mesh=tensor_axis)
             for part in parts:
                 part.__dict__["loss"] = model.loss
+    if divides or positions is not None:
+        for part in parts:
+            tensor.draw_apart(part, place)
     # 5. activation checkpointing, 6. compile. Its weights are shown to compiled code from outside,
     # but to a recomputation from inside
     compiles = options.compile == "block"

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce  # differentiable
 from torch.nn.modules._functions import SyncBatchNorm as TorchFunction
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
@@ -79,14 +80,14 @@ def _batch_norm(
         return TorchFunction.apply(input, weight, bias, *arguments)  # pyright: ignore[reportReturnType]
     dims, shape = [0, *range(2, input.ndim)], (1, -1, *[1] * (input.ndim - 2))
     x = input.double()  # in which sums over a batch are exact enough
-    count = _sum(x.new_tensor(x.numel() // x.shape[1]), group)
+    count = all_reduce(x.new_tensor(x.numel() // x.shape[1]), group=group)
     if count < 2:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {x.shape}"
         )
-    mean = _Sum.apply(x.sum(dims), group) / count  # pyright: ignore[reportOperatorIssue]
+    mean = all_reduce(x.sum(dims), group=group) / count
     deviations = x - mean.view(shape)
-    variance = _Sum.apply(deviations.square().sum(dims), group) / count  # pyright: ignore[reportOperatorIssue]
+    variance = all_reduce(deviations.square().sum(dims), group=group) / count
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
@@ -95,23 +96,3 @@ def _batch_norm(
     y = deviations * torch.rsqrt(variance + eps).view(shape)
     y = y if weight is None else y * weight.view(shape)
     return (y if bias is None else y + bias.view(shape)).to(input.dtype)
-
-
-class _Sum(torch.autograd.Function):
-    """The sum over ranks, whose gradient is the sum over ranks."""
-
-    @staticmethod
-    @override
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.group = group
-        return _sum(values.clone(), group)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _Sum.apply(gradient, ctx.group), None
-
-
-def _sum(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    dist.all_reduce(values, group=group)
-    return values

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -32,7 +31,6 @@ from torch import Tensor, nn
 from armature.errors import ConfigError
 from armature.models.loss import IGNORED
 from armature.models.plan import Plan
-from armature.parallel import randomness
 from armature.parallel.experts import exchange
 from armature.parallel.functional import Ranks
 from armature.parallel.mesh import gathers_keys
@@ -51,7 +49,7 @@ class Positions:
         self.method = method
         self.ranks = Ranks(group.group_name, self.size, self.rank)
         # of models that are running, innermost last
-        self._calls: list[tuple[ExitStack, Tensor | None]] = []
+        self._shares: list[Tensor | None] = []
 
     def part(self, x: Tensor) -> Tensor:
         """Return this rank's positions (dim 1) of x: (B, T, …) to (B, T / C, …)."""
@@ -186,15 +184,11 @@ class Positions:
             args = (args[0], self.part(targets), *args[2:])
         elif targets is not None:
             kwargs = {**kwargs, "targets": self.part(targets)}
-        stack = ExitStack()
-        if model.training:
-            stack.enter_context(randomness.own_draws(self.rank))
-        self._calls.append((stack, share))
+        self._shares.append(share)
         return args, kwargs
 
     def _end(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        stack, share = self._calls.pop()
-        stack.close()
+        share = self._shares.pop()
         if output is None:  # it raised an error
             return None
         if not isinstance(output, Tensor):

@@ -8,8 +8,7 @@ Shapes: M rows that leave this rank, D width, E experts, R ranks of the axis.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, ClassVar
@@ -20,11 +19,12 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from armature.errors import ConfigError
 from armature.models.permutation import permute
 from armature.parallel import mesh as meshes
+from armature.parallel.tensor import LocalWeights, Weight
 
 
 def find(model: nn.Module, pattern: str) -> list[nn.Module]:
@@ -49,12 +49,15 @@ def shard(experts: nn.Module, mesh: DeviceMesh, *, loss_ranks: int, **arguments:
             f"strategy.expert={axis.size()} does not divide the model's {count} experts. Type a "
             "divisor."
         )
-    for name, param in [*experts.named_parameters()]:
+    own = [*experts.named_parameters()]
+    for name, param in own:
         distributed = distribute_tensor(param, axis, [Shard(0)], src_data_rank=None)
         experts.register_parameter(
             name, nn.Parameter(distributed, requires_grad=param.requires_grad)
         )
-    _exchange_rows(experts, axis)
+    LocalWeights(axis, [Weight(experts, name, Shard(0)) for name, _ in own]).around(experts)
+    if axis.size() > 1:
+        _exchange_rows(experts, axis)
     # each rank's experts, or a part of each
     dim = 0 if count % (axis.size() * rest.size()) == 0 else 1
     data_mesh = meshes.data_mesh(mesh, shard="rest")
@@ -84,9 +87,6 @@ def _exchange_rows(experts: nn.Module, axis: DeviceMesh) -> None:
     group, ranks, compute = axis.get_group(), axis.size(), experts.forward
 
     def forward(x_MD: Tensor, count_E: Tensor) -> Tensor:
-        if ranks == 1:
-            with _plain_parameters(experts):
-                return compute(x_MD, count_E)
         arriving_RE, sent, received = _Pass.kept(partial(_counts, x_MD, count_E, group))
         x_MD = exchange(x_MD, group, received=received, sent=sent)  # sorted by rank, then by expert
         number_E = torch.arange(arriving_RE.shape[1], device=x_MD.device)
@@ -94,8 +94,7 @@ def _exchange_rows(experts: nn.Module, axis: DeviceMesh) -> None:
             arriving_RE.flatten(), output_size=sum(received)
         )
         order_M = expert_M.argsort(stable=True)
-        with _plain_parameters(experts):
-            y_MD = compute(permute(x_MD, order_M), arriving_RE.sum(0))
+        y_MD = compute(permute(x_MD, order_M), arriving_RE.sum(0))
         return exchange(permute(y_MD, order_M.argsort()), group, received=sent, sent=received)
 
     experts.forward = forward
@@ -167,18 +166,3 @@ def counted_passes() -> tuple[_Pass, _Pass]:
     """Return the contexts of a block's forward pass and of its recomputation."""
     counts: list[Any] = []
     return _Pass(counts, again=False), _Pass(counts, again=True)
-
-
-@contextmanager
-def _plain_parameters(experts: nn.Module) -> Iterator[None]:
-    """Let the module see this rank's part of its parameters as plain tensors."""
-    params = {name: experts._parameters.pop(name) for name in [*experts._parameters]}
-    for name, param in params.items():
-        assert isinstance(param, DTensor)
-        experts.__dict__[name] = param.to_local()
-    try:
-        yield
-    finally:
-        for name, param in params.items():
-            del experts.__dict__[name]
-            experts._parameters[name] = param

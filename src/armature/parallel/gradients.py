@@ -81,9 +81,10 @@ def total_norm(parts: Sequence[Part], *, ranks: int, sharded: bool, device: torc
         return torch.linalg.vector_norm(norms)
     squares = norms.square()
     shares = [parts / ranks for _, parts in pieces]  # a sum over all ranks counts each once
-    if shares:
-        same = shares.count(shares[0]) == len(shares)
-        squares *= shares[0] if same else _copy_of(shares, dtype=torch.float32, device=device)
+    if len({*shares}) == 1:
+        squares *= shares[0]
+    elif shares:  # torch.tensor(shares, device=…) would wait for the device
+        squares = torch.stack(torch._foreach_mul([*squares], shares))
     return process_group.all_sum(squares.sum()).sqrt()
 
 
@@ -99,18 +100,6 @@ def _norms(pieces: Sequence[Part], *, device: torch.device) -> Tensor:
     alike = [torch.stack([*norms]) for _, norms in groupby(each, key=lambda norm: norm.device)]
     alike = [norms.to(device, torch.float32) for norms in alike]
     return alike[0] if len(alike) == 1 else torch.cat(alike)
-
-
-def _copy_of(values: Sequence[float], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return numbers on a device. torch.tensor(…, device=…) would wait for all that the device
-    still has to compute.
-    """
-    values_on_host = torch.tensor(values, dtype=dtype)
-    return (
-        values_on_host.pin_memory().to(device, non_blocking=True)
-        if device.type == "cuda"
-        else values_on_host
-    )
 
 
 def _pieces(part: Tensor, parts: int) -> list[Part]:

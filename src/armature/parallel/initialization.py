@@ -16,6 +16,7 @@ from armature.errors import ConfigError
 from armature.finetune import nf4
 from armature.parallel import units
 from armature.parallel.gradients import local_part
+from armature.parallel.whole_weights import sharded_like
 
 BLOCK = 1 << 22  # elements that one generator draws: 16 MiB in fp32
 
@@ -166,8 +167,4 @@ def place(full: Tensor, param: Tensor) -> None:
     """Copy this rank's part of a whole tensor, of which every rank has the same, into a
     parameter.
     """
-    if isinstance(param, DTensor):
-        full = full.to(param.device, param.dtype)
-        # src_data_rank=None: no communication
-        full = distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
-    param.copy_(full)
+    param.copy_(sharded_like(param, full))

@@ -85,9 +85,9 @@ def _context_problems(model: nn.Module, plan: Plan, *, context: int) -> list[str
         weights = [
             each for each in matching if any(True for _ in model.get_submodule(each).parameters())
         ]
-        if plan.context[pattern] == "heads" and weights:
+        if (style := plan.context[pattern]) != "part" and weights:
             found.append(
-                "The plan's context style 'heads' is for modules without weights, but "
+                f"The plan's context style {style!r} is for modules without weights, but "
                 f"{weights[0]} has some."
             )
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
