@@ -49,7 +49,6 @@ NO_FILES = {
     "folder": (Path.mkdir, r"the folder holds no files. Put some there"),
     "link": (link_to_nothing, r"is a link to what is not there, a device or a pipe"),
     "pipe": (os.mkfifo, r"a device or a pipe. Name a file"),
-    "device": (lambda path: path.symlink_to("/dev/zero"), r"a device or a pipe"),
 }
 
 

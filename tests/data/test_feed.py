@@ -438,8 +438,6 @@ def test_ranks_with_other_data_are_refused_on_all_ranks(kind, same):
             r"data.eval_ba",
         ),
         (2, 3, 8, 1.0, "Give it at least 3 samples, or evaluate on at most 2 ranks"),
-        (8, 2, 1, 1.0, None),
-        (7, 2, 2, 1.0, None),
         (7, 2, 1, 3, None),
     ],
 )

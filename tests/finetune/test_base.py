@@ -65,12 +65,6 @@ def job(layout: str, path: Path, **options: Any) -> Job:
     return replace(LAYOUTS[layout], adapter=ADAPTER, model_args=named, **options)
 
 
-def test_another_fine_tune_of_the_same_form_is_another_model(model, tmp_path):
-    other = write_base(tmp_path / "other", seed=1)
-    assert folder.fingerprint(other) == folder.fingerprint(model)
-    assert base.record(other)["fingerprint"] != base.record(model)["fingerprint"]
-
-
 def says(name: Path | str, needed: dict[str, str], checkpoint: Path) -> str:
     with pytest.raises(ConfigError) as caught:
         base.found(str(name), needed, checkpoint)

@@ -484,7 +484,6 @@ class Feed(L.Callback):
             foreign=not self._ours,
         )
         device = None if self.trainer is None else self.trainer.strategy.root_device
-        ours = type(self.data).__module__.startswith("armature.")
         workers = read.loader.num_workers if self._typed_workers is None else self._typed_workers
         owners = [self.data] if self.trainer is None else [self.data, self.trainer.lightning_module]
         return fed(
@@ -494,7 +493,11 @@ class Feed(L.Callback):
             num_workers=workers,
             persistent=read.loader.persistent_workers if persistent is None else persistent,
             device=device,
-            ahead=copies_ahead(owners, ours=ours, workers=workers > 0),
+            ahead=copies_ahead(
+                owners,
+                ours=type(self.data).__module__.startswith("armature."),
+                workers=workers > 0,
+            ),
             predicting=predicting,
             in_loop=in_loop,
         )
@@ -566,8 +569,8 @@ def build(cfg: DictConfig) -> Feed:
     own |= {key: settings[key] for key in FOLD_KEYS if key in settings and key not in parameters}
     given = {key: value for key, value in settings.items() if key in parameters or key not in own}
     # our own classes take plain lists and dicts
-    is_own = str(target.__module__).startswith("armature.")
-    data = instantiate(given, _convert_="all") if is_own else instantiate(given)
+    is_own = target.__module__.startswith("armature.")
+    data = instantiate(given, _convert_="all" if is_own else "none")
     if not isinstance(data, L.LightningDataModule):
         raise ConfigError(
             f"data._target_={cfg.data._target_} makes a {type(data).__name__}. Name a "

@@ -8,11 +8,11 @@ from typing import ClassVar
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import Dataset
 from typing_extensions import override
 
 from armature.data import tokenizer
 from armature.data.base import Batch, Split
+from armature.data.samples import Batched
 from armature.data.table import ColumnData
 from armature.data.text import padded
 from armature.errors import ConfigError
@@ -21,7 +21,7 @@ from armature.models.loss import IGNORED
 log = logging.getLogger(__name__)
 
 
-class Texts(Dataset[Batch]):
+class Texts(Batched):
     """Token ids (T,) and the class's number, if it is known.
 
     A batch is padded with -100 to its longest text.
@@ -43,9 +43,6 @@ class Texts(Dataset[Batch]):
         return len(self.ids)
 
     @override
-    def __getitem__(self, index: int) -> Batch:
-        return {name: value[0] for name, value in self.batch([index]).items()}
-
     def batch(self, indices: list[int]) -> Batch:
         """Return inputs (B, T) and targets (B,), of int64.
 

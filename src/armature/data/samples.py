@@ -26,6 +26,16 @@ Batch = dict[str, Tensor]
 _SPARE = np.random.MT19937(0)  # NumPy's global generator while the training process makes samples
 
 
+class Batched(Dataset[Batch]):
+    """A dataset that makes whole batches in `batch`."""
+
+    def batch(self, indices: list[int]) -> Batch:
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> Batch:
+        return {name: value[0] for name, value in self.batch([index]).items()}
+
+
 class Samples(Dataset[Batch]):
     """Decodes the epoch from the keys, augments, collates, and masks padding.
 

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from armature.data.base import Batch, DataModule, Split
 from armature.data.corpus import Corpus
+from armature.data.samples import Batched
 from armature.data.tokenizer import TOKENIZER_FILE, write
 from armature.errors import ConfigError
 from armature.models.loss import IGNORED
@@ -132,7 +133,7 @@ class TextData(TokenData):
         return statistics["bytes"] / (statistics["tokens"] - 1)
 
 
-class Windows(Dataset[Batch]):
+class Windows(Batched):
     """Sample i predicts tokens [i·T + 1, (i + 1)·T + 1) from the T = `context` tokens one place
     before each.
 
@@ -158,9 +159,6 @@ class Windows(Dataset[Batch]):
         return len(self.windows) + (self.tail is not None)
 
     @override
-    def __getitem__(self, index: int) -> Batch:
-        return {name: tensor[0] for name, tensor in self.batch([index]).items()}
-
     def batch(self, indices: list[int]) -> Batch:
         """Return inputs and targets, each (B, T) and int64."""
         complete = len(self.windows)

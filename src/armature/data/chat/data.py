@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
 from typing_extensions import override
 
 from armature import files
 from armature.data.base import Batch, Split
 from armature.data.chat.source import Conversations, Preferences, token_ids
+from armature.data.samples import Batched
 from armature.data.text import TokenData, padded
 from armature.finetune.folder import CHAT_TEMPLATE, TOKENIZER_CONFIG
 from armature.models.loss import IGNORED
 
 
-class Rows(Dataset[Batch]):
+class Rows(Batched):
     """Rows of `context` tokens: inputs, targets (-100: not learned) and, if packed, the number of
     each one's document.
 
@@ -38,9 +38,6 @@ class Rows(Dataset[Batch]):
         return len(self.arrays["rows"]) - 1
 
     @override
-    def __getitem__(self, index: int) -> Batch:
-        return {name: tensor[0] for name, tensor in self.batch([index]).items()}
-
     def batch(self, indices: list[int]) -> Batch:
         """Return inputs, targets and, if packed, documents: each (B, T), of int64, int64 and
         int32.

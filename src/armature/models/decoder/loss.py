@@ -188,13 +188,12 @@ def _by_chunks(
     product_VD = torch.empty_like(weight_VD) if needs_weight else None
     softmax = _softmax if part is None else partial(_sharded_softmax, part=part)
     rows = max(1, CHUNK_LOGITS.get(device.type, OTHER_CHUNK_LOGITS) // vocabulary)
-    rows = min(len(x_ND), rows)
     # all chunks share these buffers: on a CPU, newly allocated memory costs more than the softmax
     logits_all, p_all = (
-        torch.empty(rows, vocabulary, dtype=dtype, device=device)
+        torch.empty(min(rows, len(x_ND)), vocabulary, dtype=dtype, device=device)
         for dtype in (x_ND.dtype, torch.float32)
     )
-    for start in range(0, len(x_ND), rows or 1):
+    for start in range(0, len(x_ND), rows):
         place = slice(start, min(start + rows, len(x_ND)))
         x_RD, target_R1 = x_ND[place], targets_N[place, None]
         logits_RV = torch.mm(x_RD, weight_VD.T, out=logits_all[: len(x_RD)])
