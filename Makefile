@@ -109,6 +109,8 @@ notebooks: $(VENV)/.installed-dev ## Execute notebooks/, each from a fresh kerne
 	@touch $@
 
 lock: CONSTRAINTS = # of what the tools of .venv-docs were, else a change of theirs could not be installed
+# Without hashes: torch's builds for CPUs, CUDA and ROCm are other files of one version. With those of PyPI's files:
+# uv pip compile --universal --generate-hashes --constraint constraints.txt requirements.txt --output-file requirements.lock
 # versions in the file stay, unless a requirement forbids them
 lock: .venv-docs/.installed ## Write constraints.txt anew after a change of requirements; UPGRADE=1 takes the newest versions
 	echo "$(if $(filter torch==%,$(TORCH)),$(TORCH),torch)" > .venv-docs/torch.txt

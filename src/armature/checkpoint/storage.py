@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
@@ -217,7 +217,7 @@ def loaded(value: bytes) -> Any:
 def _load(stream: Any, name: str) -> Any:
     with refusing(name), warnings.catch_warnings():
         # of a file that is refused anyway
-        warnings.filterwarnings("ignore", message="Detected pickle protocol")
+        warnings.filterwarnings("ignore", message="Detected pickle protocol|Validating sparse")
         return torch.load(stream, map_location="cpu", weights_only=True)
 
 
@@ -260,6 +260,14 @@ _METADATA_CLASSES = {  # by module: what .metadata may name
 }
 
 
+class _Properties(TensorProperties):
+    """Leaves out what a newer torch says of a tensor: 2.15 its strides, which no reader needs."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        super().__setstate__(state[: len(TensorProperties().__getstate__())])
+        self.__class__ = TensorProperties  # pyright: ignore[reportAttributeAccessIssue]
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     """Unpickle what torch.distributed.checkpoint writes into .metadata, and nothing else."""
 
@@ -270,6 +278,8 @@ class _MetadataUnpickler(pickle.Unpickler):
         )
         if not is_torch_type and name not in _METADATA_CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name}")
+        if name == "TensorProperties":
+            return _Properties
         return super().find_class(module, name)
 
 

@@ -57,22 +57,13 @@ def _grouped_flops(a_shape: Any, b_shape: Any, *_: Any, **__: Any) -> int:
     return 2 * groups * a_shape[-2] * a_shape[-1] * b_shape[-1]
 
 
-def _attention_flops(*shapes: Any, **_: Any) -> int:
-    return flop_counter.sdpa_flop_count(*shapes[:3])
-
-
-def _attention_backward_flops(*shapes: Any, **_: Any) -> int:
-    return flop_counter.sdpa_backward_flop_count(*shapes[:4])
-
-
-for operator, formula in {
-    aten._grouped_mm: _grouped_flops,
-    # on a CPU, whose arguments are as CUDA's
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
-}.items():
-    if operator not in flop_registry:  # newer torch has formulas for more of them
-        register_flop_formula(operator)(formula)
+if aten._grouped_mm not in flop_registry:  # torch 2.13 has no formula
+    register_flop_formula(aten._grouped_mm)(_grouped_flops)
+# attention on a CPU, whose arguments are as CUDA's: before torch 2.15, it counts CUDA's alone
+flop_registry.setdefault(aten._scaled_dot_product_flash_attention_for_cpu, flop_counter.sdpa_flop)
+flop_registry.setdefault(
+    aten._scaled_dot_product_flash_attention_for_cpu_backward, flop_counter.sdpa_backward_flop
+)
 
 
 def kind_of(func: Any) -> str | None:
