@@ -70,6 +70,7 @@ def test_a_users_checkpoints_lie_beside_ours(run):
     assert not torch.equal(early.model.embed.weight, armature.load(run).model.embed.weight)
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch 2.11 to itself
 @pytest.mark.guarantee
 def test_a_run_becomes_a_file_of_lightnings_and_a_program(run, tmp_path, capsys):
     def convert_to(name: str, **options) -> Path:
