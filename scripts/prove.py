@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from armature import cli
 from armature.errors import EXIT_CONFIG, ConfigError
@@ -234,9 +234,7 @@ class Proof:
         if strategy == MICRO:
             size = self._global_batch_size
             if size is None or size % 2:
-                odd = f"a batch of {size} samples is odd"
-                why = odd if size else "the data module takes no batch_size"
-                return Row("2 micro-batches", SINGLE, skipped=why)
+                return Row("2 micro-batches", SINGLE, skipped="a batch of odd or unknown size")
             micro = f"++data.micro_batch_size={size // 2}"
             return self._row("2 micro-batches", (*SINGLE, micro), chosen=chosen)
         count = cli.whole_number(f"{name}: the devices of {strategy}", devices or "2")
@@ -258,11 +256,10 @@ class Proof:
 
     @cached_property
     def _global_batch_size(self) -> int | None:
-        data = OmegaConf.to_container(self.check(SINGLE).data, resolve=True)
-        assert isinstance(data, dict)
-        given = signatures.defaults_of(data["_target_"]) | data  # a user's class may have a default
-        sizes = (given.get("global_batch_size"), given.get("batch_size"))
-        return next((size for size in sizes if isinstance(size, int)), None)
+        data = self.check(SINGLE).data
+        given = signatures.defaults_of(data._target_) | {**data}  # a user's class may have one
+        size = given.get("global_batch_size") or given.get("batch_size")
+        return size if isinstance(size, int) else None
 
     # ------------------------------------------------------------ runs
     def prove(self) -> bool:

@@ -226,7 +226,7 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
         "lightning.pytorch.strategies:DDPStrategy",
         "_register_ddp_hooks",
         ("self",),
-        "strategies/ddp.py",
+        "planning/simulation/substitutes.py",
     ),
     (
         "lightning.pytorch.strategies:ModelParallelStrategy",
@@ -246,6 +246,7 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     (LIGHTNINGS_DEEPSPEED, "_init_optimizers", ("self",), "strategies/deepspeed.py"),
     # ---------------------------------------------------------------- torch
     ("torch", "_foreach_norm", None, "parallel/gradients.py"),
+    ("torch", "_foreach_mul", None, "parallel/gradients.py"),
     ("torch", "_foreach_mul_", None, "parallel/gradients.py"),
     ("torch", "_foreach_clamp_min_", None, "parallel/gradients.py"),
     ("torch", "_foreach_clamp_max_", None, "parallel/gradients.py"),
@@ -269,9 +270,8 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
     ("torch.nn:Module", "_buffers", None, "strategies/base.py"),
     ("torch.nn:Module", "_buffers", None, "checkpoint/state.py"),
     ("torch.nn:Module", "_non_persistent_buffers_set", None, "models/wrapped.py"),
-    ("torch.nn:Module", "_forward_hooks", None, "models/decoder/loss.py"),
-    ("torch.nn:Module", "_forward_pre_hooks", None, "models/decoder/loss.py"),
-    ("torch.nn:Module", "_backward_hooks", None, "models/decoder/loss.py"),
+    ("torch.nn:Module", "_forward_hooks", None, "finetune/lora.py"),
+    ("torch.nn:Module", "_forward_pre_hooks", None, "finetune/lora.py"),
     ("torch:Tensor", "_backward_hooks", None, "parallel/units.py"),
     ("torch:Tensor", "_post_accumulate_grad_hooks", None, "parallel/units.py"),
     (
@@ -294,7 +294,6 @@ TABLE: list[tuple[str, str, tuple[str, ...] | None, str]] = [
         None,
         "strategies/ddp.py",
     ),
-    ("torch.nn:Module", "_backward_pre_hooks", None, "models/decoder/loss.py"),
     ("torch._inductor.runtime.cache_dir_utils", "default_cache_dir", (), "parallel/blocks.py"),
     ("torch._inductor", "config", None, "models/decoder/documents.py"),
     ("torch._inductor.config", "_micro_pipeline_tp", None, "parallel/blocks.py"),

@@ -141,17 +141,3 @@ def test_sharded_training_and_validation_make_no_logits_and_gather_the_head_once
 def test_a_tensor_axis_makes_no_logits_in_training_and_validation(name: str) -> None:
     job = replace(LAYOUTS[name], steps=1, accumulate=1, validate=True)
     on_ranks(fit_without_logits, job, ranks=job.ranks)
-
-
-def loss_of_hooked_head() -> float:
-    model = decoder_on_meta(**MODEL)
-    assert model.head is not None
-    model.head.register_forward_hook(lambda module, args, output: 0.0 * output)
-    parallelize(model, axes={"shard": 2})
-    ids = torch.arange(2 * 17).view(2, 17)
-    return model(ids[:, :-1], ids[:, 1:]).item()
-
-
-@pytest.mark.slow
-def test_a_users_hook_on_a_sharded_head_still_gets_logits() -> None:
-    assert on_ranks(loss_of_hooked_head, ranks=2) == pytest.approx([4.5643482] * 2)  # log 96

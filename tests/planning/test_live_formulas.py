@@ -23,8 +23,7 @@ CASES = {
         "data.global_batch_size=2",
         "data.micro_batch_size=1",
     ],
-    # of ddp one step is simulated, whose gradients lie beside the buckets
-    "ddp": ["strategy=ddp", "strategy.gradient_as_bucket_view=false", "data.global_batch_size=8"],
+    "ddp": ["strategy=ddp", "data.global_batch_size=8"],
     "fsdp": ["strategy=fsdp", "data.global_batch_size=16", "data.micro_batch_size=1"],
     "hsdp": [
         "strategy=hsdp",

@@ -96,15 +96,12 @@ def trained(
     return {name: param.detach().flatten().tolist() for name, param in whole.items()}
 
 
-OTHER_VIEWS = {"gradient_as_bucket_view": False}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "options", "accumulate", "where"),
     [
         ("DDP", {}, 2, "batch"),
-        ("DDP", OTHER_VIEWS, 1, "turns"),
+        ("DDP", {}, 1, "turns"),
         ("DDP", {}, 4, "micro"),
         ("MeshStrategy", {"shard": 2}, 1, "turns"),
         ("MeshStrategy", {"shard": 2, "reduce_every_microbatch": False}, 4, "micro"),

@@ -106,7 +106,7 @@ def parallelize(
         listed: the model is in a ModuleList or ModuleDict.
         imported: parameters that get their values from files afterwards, by the model's own names.
     """
-    styles, hooks = tensor.match_styles(model, plan) if plan is not None else {}, _head_hooks(model)
+    styles = tensor.match_styles(model, plan) if plan is not None else {}
     pipe, tensor_axis = meshes.find_axis(mesh, "pipe"), meshes.find_axis(mesh, "tensor")
     data_mesh = meshes.data_mesh(mesh)  # two axes: HSDP
     parts, stages, unshard = [model], None, None
@@ -202,8 +202,6 @@ def parallelize(
     if stages is None:  # else some are another rank's
         _check_left_behind(model, before, prefix)
     before.clear()  # torch swaps no tensor that a weak reference watches
-    for head, ids in _head_hooks(model).items():
-        head.layout_hooks = frozenset(ids) - frozenset(hooks[head])  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
     # 8. materialize: memory is allocated only now, and only for this rank's weights
     meta_names = initialization.materialize(model, device=device, offloads=options.cpu_offload)
     # 9. initialize by name
@@ -229,15 +227,6 @@ def parallelize(
     pipeline.install_runner(model, runner)
     share = bubble_share(options.schedule, ranks=pipe.size(), microbatches=options.microbatches)
     return ParallelizedModel(parts=parts, bubble_share=share, runner=runner)
-
-
-def _head_hooks(model: nn.Module) -> dict[nn.Module, list[int]]:
-    """Return the ids of the hooks of each module that must know its strategy's from others
-    (`decoder.loss.Head`).
-    """
-    return {
-        module: module.hook_ids for module in model.modules() if hasattr(module, "layout_hooks")
-    }  # pyright: ignore[reportReturnType]
 
 
 def repeated_blocks(model: nn.Module, plan: Plan | None) -> list[nn.Module]:

@@ -12,8 +12,7 @@ from armature.finetune.lora import Lora, LoraLinear
 from armature.layout import Layout
 from armature.models.plan import Plan
 from armature.parallel.context import match
-from armature.parallel.pipeline import blocks_of_stages
-from armature.parallel.split import Schedule, stage_ownership_problems, stages_of_rank
+from armature.parallel.split import stage_ownership_problems
 from armature.parallel.tensor import adapter_problem, match_styles
 from armature.parallel.units import tied_names
 
@@ -100,9 +99,7 @@ def _context_problems(model: nn.Module, plan: Plan, *, context: int) -> list[str
 
 
 def adapter_problems(make: Callable[[], nn.Module], adapter: Lora, layout: Layout) -> list[str]:
-    """Return why adapters do not fit a model: patterns without a match, a rank of the pipeline that
-    trains nothing.
-    """
+    """Return why adapters do not fit a model, such as patterns without a match."""
     try:
         with torch.device("meta"):
             model = make()
@@ -136,32 +133,6 @@ def adapter_problems(make: Callable[[], nn.Module], adapter: Lora, layout: Layou
         found += [
             problem for style in sorted(adapted) if (problem := adapter_problem(style)) is not None
         ]
-    return found + (_idle_ranks(model, plan, layout) if layout.axes["pipe"] > 1 else [])
-
-
-def _idle_ranks(model: nn.Module, plan: Plan, layout: Layout) -> list[str]:
-    """Return the ranks of the pipeline whose stages have no trained parameter: an optimizer needs
-    one.
-    """
-    ranks, schedule = layout.axes["pipe"], Schedule.of(layout.options)
-    count = ranks * schedule.stages_per_rank
-    of_stages = blocks_of_stages(model, plan, count=count, block_counts=layout.options["stages"])
-    trained = {
-        _stage_part(name, plan) for name, param in model.named_parameters() if param.requires_grad
-    }
-    found = []
-    for rank in range(ranks):
-        stages = stages_of_rank(rank, ranks=ranks, schedule=schedule)
-        blocks = [block for stage in stages for block in of_stages[stage]]
-        ends = ["first"] * (0 in stages) + ["last"] * (count - 1 in stages)
-        if not trained & {*blocks, *ends}:
-            found.append(
-                f"strategy.pipe={ranks}: rank {rank} of the pipeline holds {plan.blocks} "
-                f"{', '.join(blocks)}, and "
-                "task.adapter trains nothing there. Adapt Linears in these blocks too "
-                "(task.adapter.targets), or type "
-                "strategy=fsdp."
-            )
     return found
 
 

@@ -130,7 +130,7 @@ def _moments(setup: Setup, stage: int) -> tuple[dict[str, float], list[dict[str,
     copied, saved = _low_copies(setup, blocks)
     carried = dict(ended)
     stays = setup.kind == "ddp" or (setup.kind == "deepspeed" and setup.stage == 3)
-    if setup.accumulate == 1 and pipe == 1 and not (stays and not setup.separate_buckets):
+    if setup.accumulate == 1 and pipe == 1 and not stays:
         carried["gradients"] = 0  # set to None before the step
     one_block = block if setup.recompute == "none" else 0.0
     return state, [
@@ -171,7 +171,6 @@ def _state(setup: Setup, ends: float, blocks: int, trained: float) -> dict[str, 
         "gradients": own * each * trained,
         "optimizer state": own * optimizer * each / 4,
         "averaged weights": 4 * own * trained * setup.averaged,
-        "buckets": each * trained * setup.separate_buckets,
     }
 
 

@@ -44,7 +44,6 @@ class Setup:
         expert: ranks that share out a mixture's experts, which get equally many tokens.
         gathers_keys: whether ranks of the context axis gather keys and values (`parallel.mesh`).
         averaged: whether a fp32 average of the trained weights is kept (callbacks=ema).
-        separate_buckets: whether ddp's gradients lie beside the buckets that it sends.
         matrix_state, other_state: bytes of optimizer state per parameter of hidden matrices, and of
             all others.
     """
@@ -72,7 +71,6 @@ class Setup:
     expert: int = 1
     gathers_keys: bool = False
     averaged: bool = False
-    separate_buckets: bool = False
     param_dtype: str | None = None
     reduce_dtype: str | None = None
 
@@ -266,7 +264,6 @@ def setup_of(cfg: DictConfig, layout: Layout) -> Setup | None:
         gathers_keys=axes["context"] > 1
         and gathers_keys(method, (heads or 0) // axes["tensor"], axes["context"]),
         averaged=bool(config.averages(cfg)),
-        separate_buckets=layout.kind == "ddp" and not options.get("gradient_as_bucket_view", True),
         param_dtype=options.get("param_dtype"),
         reduce_dtype=options.get("reduce_dtype"),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from armature.launcher import environment
 
@@ -18,10 +18,8 @@ def auto(
     compile_mode: str = "default",
     float8: bool | str = False,
     backend: str = "auto",
-    comm_hook: Literal["bf16", "fp16"] | None = None,
     sync_batchnorm: bool = True,
     find_unused_parameters: bool | None = None,
-    gradient_as_bucket_view: bool = True,
 ) -> Strategy:
     """Return `single` for one process, `ddp` for several.
 
@@ -40,8 +38,6 @@ def auto(
     return DDP(
         **options,
         backend=backend,
-        comm_hook=comm_hook,
         sync_batchnorm=sync_batchnorm,
         find_unused_parameters=find_unused_parameters,
-        gradient_as_bucket_view=gradient_as_bucket_view,
     )

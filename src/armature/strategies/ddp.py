@@ -5,33 +5,19 @@ averaged.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from armature.parallel import batchnorm
 from armature.parallel.distributed_matrices import DistributedMatrices
 from armature.strategies.base import StrategyMixin
-
-
-# without annotations: DDP refuses strings, as `from __future__` makes them
-def rounded_to_bf16(group, bucket):
-    """Call torch's hook under another name.
-
-    DDP refuses that name on a CPU, although gloo can sum bf16.
-    """
-    return default_hooks.bf16_compress_hook(group, bucket)
-
-
-COMM_HOOKS = {"bf16": rounded_to_bf16, "fp16": default_hooks.fp16_compress_hook}
-
 
 UNUSED = (
     "Some parameters took no part in the loss of a step, so ddp waits for their gradients. Type "
@@ -70,15 +56,11 @@ class DDP(StrategyMixin, DDPStrategy):
 
     Args:
         backend: `auto` (gloo on CPU, NCCL on GPU), or a backend's name.
-        comm_hook: send gradients as bf16 or fp16, which halves the traffic and rounds the
-            gradients.
         sync_batchnorm: compute BatchNorm's statistics over the batch of all ranks, as one process
             with that batch does. Otherwise the statistics of smaller batches change the result.
         find_unused_parameters: allow steps that do not use all parameters; costs a walk over the
             graph per step. None: only with manual optimization, where each of several losses uses
             some of the parameters.
-        gradient_as_bucket_view: gradients are views of the buckets that are sent, which saves one
-            copy of them.
     """
 
     saves_files = True
@@ -91,21 +73,19 @@ class DDP(StrategyMixin, DDPStrategy):
         *,
         seed: int = 0,
         backend: str = "auto",
-        comm_hook: Literal["bf16", "fp16"] | None = None,
         sync_batchnorm: bool = True,
         find_unused_parameters: bool | None = None,
-        gradient_as_bucket_view: bool = True,
         activation_checkpointing: str | float = "none",
         compile: str = "none",
         compile_mode: str = "default",
         float8: bool | str = False,
     ) -> None:
+        # gradients are views of the buckets that are sent, which saves a copy of them
         super().__init__(
             process_group_backend=None if backend == "auto" else backend,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-        )  # fmt: skip
-        self.find_unused_parameters = find_unused_parameters
-        self.comm_hook, self.sync_batchnorm = comm_hook, sync_batchnorm
+            gradient_as_bucket_view=True,
+        )
+        self.find_unused_parameters, self.sync_batchnorm = find_unused_parameters, sync_batchnorm
         self.configure_mixin(seed, activation_checkpointing, compile, compile_mode, float8)
 
     @override
@@ -139,13 +119,6 @@ class DDP(StrategyMixin, DDPStrategy):
             wrapped = OrderedDDP(model, device_ids=device_ids, **self._ddp_kwargs)
         current.wait_stream(own)
         return wrapped
-
-    @override
-    def _register_ddp_hooks(self) -> None:
-        # Lightning registers hooks on GPUs only; gloo runs these two as well
-        if self.comm_hook is not None:
-            assert isinstance(self.model, DistributedDataParallel)
-            self.model.register_comm_hook(state=None, hook=COMM_HOOKS[self.comm_hook])
 
     @override
     def reduce_changed(self, changed: Sequence[Tensor]) -> None:

@@ -129,6 +129,10 @@ class Run:
         return bool(size) and isinstance(micro, int) and micro * self.layout.data_ranks < size
 
     @property
+    def zero_bubble(self) -> bool:
+        return self.pipe > 1 and self.schedule == "zero_bubble"
+
+    @property
     def capability(self) -> tuple[int, int]:
         return hardware.compute_capability() or FLOAT8_CAPABILITY
 
@@ -152,12 +156,10 @@ UNSUPPORTED: dict[str, dict[str, str]] = {
         "Lightning trains sharded models in at most fp32. Type trainer.precision=32-true, or "
         "strategy=ddp",
     ),
-    "strategy.compile=model": {
-        "shard": "sharding gathers weights block by block. Type strategy.compile=block",
-        "tensor": "its collectives run between the blocks. Type strategy.compile=block",
-        "pipeline": "a stage holds only some blocks. Type strategy.compile=block",
-        "deepspeed": "its hooks run between the blocks. Type strategy.compile=block",
-    },
+    "strategy.compile=model": dict.fromkeys(
+        ("shard", "tensor", "pipeline", "deepspeed"),
+        "it works block by block. Type strategy.compile=block",
+    ),
     "trainer.gradient_clip_algorithm=value": {
         "deepspeed": "its engine clips by norm only. Type trainer.gradient_clip_algorithm=norm",
     },
@@ -501,8 +503,7 @@ RULES: dict[str, Rules] = {
     "strategy.schedule": [
         (
             lambda r: (
-                r.pipe > 1
-                and r.schedule == "zero_bubble"
+                r.zero_bubble
                 and r.reshard_after_forward
                 and ("shard" in r.layout.methods or (r.plan.experts and r.tensor > 1))
             ),
@@ -511,25 +512,16 @@ RULES: dict[str, Rules] = {
             "strategy.schedule=1f1b.",
         ),
         (
-            lambda r: (
-                r.pipe > 1
-                and r.schedule == "zero_bubble"
-                and r.accelerator == "cpu"
-                and r.torch < (2, 12)
-            ),
+            lambda r: r.zero_bubble and r.accelerator == "cpu" and r.torch < (2, 12),
             " on CPUs needs torch 2.12: 2.11 begins with messages from a rank to itself, which "
             "gloo refuses. Type pip install -U torch, or strategy.schedule=1f1b.",
         ),
         (
-            lambda r: r.pipe > 1 and r.schedule == "zero_bubble" and r.compile != "none",
+            lambda r: r.zero_bubble and r.compile != "none",
             " splits backward, which compiled blocks cannot. Type strategy.compile=none.",
         ),
         (
-            lambda r: (
-                r.pipe > 1
-                and r.schedule == "zero_bubble"
-                and r.activation_checkpointing in ("selective", "half")
-            ),
+            lambda r: r.zero_bubble and r.activation_checkpointing in ("selective", "half"),
             " computes a block again for each part of its backward, which "
             "strategy.activation_checkpointing={r.activation_checkpointing} does once only. Type "
             "strategy.activation_checkpointing=every, or strategy.schedule=1f1b.",

@@ -159,7 +159,6 @@ class OfStrategy:
     ]
     float8: Literal["emulate"] | bool
     expert: Count
-    comm_hook: Literal["bf16", "fp16"] | None
     param_dtype: Dtype | None
     reduce_dtype: Dtype | None
     stage: Annotated[int, Field(ge=1, le=3)]

@@ -30,26 +30,13 @@ class Head(nn.Linear):
     It is called either way, so that whatever shards, gathers or casts the weight in hooks does so.
 
     Attributes:
-        layout_hooks: ids of the hooks that a strategy has registered, which see to the weight. Any
-            other hook expects logits.
-        vocabulary: the part that this rank holds, or None for all of it. A strategy sets both.
+        vocabulary: the part that this rank holds, or None for all of it. A strategy sets it.
     """
 
-    layout_hooks: frozenset[int] = frozenset()
     vocabulary: VocabularyShard | None = None
 
     def __init__(self, width: int, vocab_size: int) -> None:
         super().__init__(width, vocab_size, bias=False)
-
-    @property
-    def hook_ids(self) -> list[int]:
-        hooks = (
-            self._forward_pre_hooks,
-            self._forward_hooks,
-            self._backward_pre_hooks,
-            self._backward_hooks,
-        )
-        return [key for registered in hooks for key in registered]
 
     @override
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -61,16 +48,12 @@ class Head(nn.Linear):
 
 
 def computes_loss(head: nn.Module | None) -> TypeIs[Head]:
-    """Return whether the head's forward is its own, and nobody but the strategy has hooks that see
-    its logits.
-    """
-    if (
-        not isinstance(head, Head)
-        or type(head).forward is not Head.forward
-        or "forward" in vars(head)
-    ):
-        return False
-    return all(key in head.layout_hooks for key in head.hook_ids)
+    """Return whether the head's forward is its own."""
+    return (
+        isinstance(head, Head)
+        and type(head).forward is Head.forward
+        and "forward" not in vars(head)
+    )
 
 
 def chunked_loss(
