@@ -89,11 +89,6 @@ def test_timm_is_installed_without_torchvision():
     assert "--no-deps" not in lines[others]
 
 
-def test_uv_is_used_if_it_is_there():
-    assert "/opt/uv pip install --quiet" in planned("UV=/opt/uv")
-    assert "-m pip install --quiet" in planned("UV=")
-
-
 def test_a_mistyped_extra_is_named(tmp_path):
     words = [
         "make",

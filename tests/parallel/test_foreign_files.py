@@ -4,7 +4,6 @@ as what it is.
 
 import json
 import pickle
-import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -42,17 +41,6 @@ def test_a_file_without_a_state_dict_is_told_as_what_it_is(content, message, tmp
     with pytest.raises(ConfigError, match=message) as raised:
         lightning_file.read(file)
     assert HOW_TO_TRUST not in str(raised.value)  # it is no matter of trust
-
-
-def test_the_way_to_read_weights_alone_leads_there(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    torch.save(WEIGHTS, "x.pt")
-    with pytest.raises(ConfigError) as raised:
-        lightning_file.read(Path("x.pt"))
-    typed = re.search(r'python -c "(.*?)"', str(raised.value))
-    assert typed is not None
-    exec(typed[1])
-    assert lightning_file.read(Path("weights.ckpt"))["state_dict"].keys() == WEIGHTS.keys()
 
 
 def test_a_pickle_of_another_program_is_refused_without_a_warning(tmp_path):

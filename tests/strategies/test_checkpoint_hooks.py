@@ -7,7 +7,6 @@ import dataclasses
 import enum
 import functools
 import io
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -123,16 +122,6 @@ def test_hyperparameters_of_every_kind_are_saved_or_left_out_by_name(tmp_path, c
         "'net' is a functools.partial, which no checkpoint can hold. It is left out" in caplog.text
     )
     assert caplog.text.count("left out") == 1
-
-
-def test_a_resume_reads_the_index_of_tensors_once(tmp_path, monkeypatch):
-    read, path = [], saved_by(tmp_path, Module())
-    monkeypatch.setattr(
-        storage, "_MetadataUnpickler", lambda file: read.append(file) or pickle.Unpickler(file)
-    )
-    fit(tmp_path, Module(), ckpt=path, max_steps=3)
-    assert len(read) == 1
-    assert not storage._kept
 
 
 class SwitchesOptimizer(Module):
@@ -345,26 +334,6 @@ def test_a_hook_reads_and_changes_the_optimizers_groups(tmp_path):
     assert all(float(state["step"]) == 3 for state in trainer.optimizers[0].state.values())
 
 
-class Order(L.Callback):
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def state_dict(self):
-        return {"any": 1}
-
-    def load_state_dict(self, state_dict):
-        self.calls.append("load_state_dict")
-
-    def on_fit_start(self, trainer, pl_module):
-        self.calls.append("on_fit_start")
-
-
-def test_callbacks_are_restored_before_on_fit_start(tmp_path):
-    before, order = saved_by(tmp_path, Module(), Order()), Order()
-    fit(tmp_path, Module(), order, ckpt=before, max_steps=3)
-    assert order.calls == ["load_state_dict", "on_fit_start"]
-
-
 class SavesAt(L.Callback):
     """Saves after the hooks of the callbacks before it."""
 
@@ -421,27 +390,6 @@ def test_a_state_dict_that_leaves_out_what_is_trained_is_refused(tmp_path):
         fit(tmp_path, SavesTooLittle())
 
 
-class CachesByHook(Module):
-    """Keeps a product of its weights, which is made anew when weights are loaded."""
-
-    product: torch.Tensor | None = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer.register_load_state_dict_post_hook(self.renew)
-
-    def renew(self, *_):
-        self.product = self.layer.weight.detach().T @ self.layer.weight.detach()
-
-
-def test_code_around_load_state_dict_is_called(tmp_path):
-    before, module, stops = saved_by(tmp_path, Module()), CachesByHook(), Stops()
-    fit(tmp_path, module, stops, ckpt=before, max_steps=3)
-    weight = load_full_state_dict(before)["layer.weight"]
-    assert torch.equal(stops.loaded["layer.weight"], weight)
-    assert torch.equal(module.product, weight.T @ weight)
-
-
 # ---------------------------------------------------------------- files of Lightning's
 def test_a_users_model_checkpoint_writes_lightnings_files(tmp_path):
     callback = ModelCheckpoint(
@@ -484,29 +432,6 @@ def test_a_users_model_checkpoint_writes_lightnings_files(tmp_path):
     torch.testing.assert_close(again.state_dict(), straight, rtol=0, atol=0)
     ours = train_on_ones(Module(6), ckpt=tmp_path / "epoch=0-step=2.ckpt")
     torch.testing.assert_close(ours, straight, rtol=0, atol=0)
-
-
-def test_a_file_that_holds_code_or_no_weights_is_refused_with_a_remedy(tmp_path):
-    torch.save(
-        {"state_dict": {"a": torch.ones(1)}, "hyper_parameters": {"net": len}},
-        tmp_path / "code.ckpt",
-    )
-    with pytest.raises(
-        ConfigError, match=r"holds more than tensors and plain values.*weights_only=False"
-    ):
-        lightning_file.read(tmp_path / "code.ckpt")
-    for number, (content, message) in enumerate(
-        {"text": ({"a": 1}, "it has no state_dict"),
-         "nested": ({"state_dict": {"a": torch.ones(1), "b": {"c": 1}}}, r"state_dict\['b'\] is a "
-                                                                         r"dict"),
-         "empty": ({"state_dict": {}}, "no state_dict with tensors")}.values()
-    ):  # fmt: skip
-        torch.save(content, tmp_path / f"{number}.ckpt")
-        with pytest.raises(ConfigError, match=message):
-            lightning_file.read(tmp_path / f"{number}.ckpt")
-    (tmp_path / "broken.ckpt").write_bytes(b"PK not a zip")
-    with pytest.raises(ConfigError, match="it cannot be read"):
-        lightning_file.read(tmp_path / "broken.ckpt")
 
 
 # ---------------------------------------------------------------- optimizers

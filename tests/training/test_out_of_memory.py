@@ -8,7 +8,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 import armature
-from armature import hardware
 from armature.training.errors import RecordError, bytes_by_kind, is_out_of_memory
 from armature.validation.memory import overrides
 from tests import running
@@ -73,17 +72,6 @@ def test_only_overrides_that_fit_are_named_the_best_first(typed, sizes, expected
     assert overrides(composed(*typed), kinds=dict(zip(KINDS, sizes, strict=True))) == expected
 
 
-def test_another_gpu_is_named_if_there_is_one(composed, monkeypatch):
-    cfg = composed()
-    monkeypatch.setattr(hardware, "gpu_count", lambda: 4)
-    cfg.trainer.accelerator = "gpu"
-    assert (
-        overrides(cfg, kinds=dict(zip(KINDS, (5, 5, 10, 4), strict=True)))[0]
-        == "strategy=fsdp trainer.devices=4"
-    )
-
-
-@pytest.mark.slow
 def test_every_override_is_accepted_when_it_is_typed(composed):
     for strategy in ("single", "ddp", "fsdp"):
         typed = [f"strategy={strategy}", f"trainer.devices={1 if strategy == 'single' else 2}"]
