@@ -271,8 +271,8 @@ RULES: dict[str, Rules] = {
         ),
         (
             lambda r: r["data.fold"] >= (r["data.folds"] or math.inf),
-            " of data.folds={r[data.folds]}: they are counted from 0. Type a smaller one, "
-            + _FOLDS,
+            " of data.folds={r[data.folds]}: folds are counted from 0. Type a number below "
+            "data.folds, " + _FOLDS,
         ),
     ],
     "data.micro_batch_size": [
@@ -668,7 +668,8 @@ def _of_stages(r: Run) -> Iterator[str]:
     share = (batching.configured_batch_size(r.data) or chunks) // max(1, r.layout.data_ranks)
     if isinstance(micro, int) and micro % max(1, chunks):
         fits = [n for n in range(least, micro + 1) if micro % n == 0]
-        nearest = [f"strategy.microbatches={min(fits, key=lambda n: abs(n - chunks))}"] * bool(fits)
+        fits.sort(key=lambda n: abs(n - chunks))
+        nearest = [f"strategy.microbatches={n}" for n in fits[:1]]
         larger = math.lcm(micro, chunks) if micro > chunks else chunks
         yield (
             f"data.micro_batch_size={micro} is not a multiple of strategy.microbatches={chunks}. "
