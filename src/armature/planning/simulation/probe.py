@@ -119,7 +119,9 @@ class Probe(RunHooks, L.Callback):
 
 
 class Validation(L.Callback):
-    """Keeps the host synchronizations of a validation's batches, by line of code."""
+    """Keeps the host synchronizations of a validation's last batch, by line of code: in the first
+    one a pipeline's stages tell each other what shapes they send.
+    """
 
     def __init__(self, meter: Meter, recorder: Recorder) -> None:
         self.meter, self.recorder = meter, recorder
@@ -128,8 +130,7 @@ class Validation(L.Callback):
     def on_validation_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        if batch_idx == 0:
-            self.meter.syncs.clear()
+        self.meter.syncs.clear()
 
     @override
     def on_validation_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
