@@ -137,14 +137,9 @@ def logits(root: Path) -> dict[str, float]:
 
 
 def packing_problems(model: Any) -> list[str]:
-    from omegaconf import OmegaConf
+    from armature.finetune import built
 
-    from armature.finetune import built, others
-
-    cfg = OmegaConf.create(
-        {"model": {"_target_": others.CAUSAL}, "data": {"source": {"packing": True}}}
-    )
-    return built._packing_problems(model.to("meta"), cfg)
+    return built._packing_problems(model.to("meta"))
 
 
 def with_peft(base: Path, adapter: Path, merged: Path) -> float:
